@@ -1,0 +1,16 @@
+# A file belongs to the build by where it lies; a new one needs no entry here.
+file(GLOB PULLBACK_SOURCES CONFIGURE_DEPENDS src/core/*.cpp src/cpu/*.cpp src/ops/*/*.cpp
+     src/ops/*/cpu/*.cpp src/capi/*.cpp)
+file(GLOB PULLBACK_DRIVER_SOURCES CONFIGURE_DEPENDS src/driver/*.cpp tests/ops/*/cases.cpp)
+
+# The ops that the driver knows: one line PULLBACK_OP(name) for each with a case list.
+file(GLOB case_files CONFIGURE_DEPENDS tests/ops/*/cases.cpp)
+set(PULLBACK_OPS "")
+set(op_list "")
+foreach(case_file ${case_files})
+  cmake_path(GET case_file PARENT_PATH folder)
+  cmake_path(GET folder FILENAME op)
+  list(APPEND PULLBACK_OPS ${op})
+  string(APPEND op_list "PULLBACK_OP(${op})\n")
+endforeach()
+file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/generated/op_list.inc CONTENT "${op_list}")

@@ -1,0 +1,96 @@
+// attention: softmax(scale · q kᵀ + bias) v and its gradients, without a [B,H,Sq,Sk] tensor.
+//
+// Letters: B batch, Sq/Sk query/key length, H query heads, Hkv key/value heads (H a multiple of
+// Hkv), D head dim of q and k, Dv head dim of v. Formulas: src/ops/attention/README.md.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+
+#include "pullback/export.hpp"
+#include "pullback/plan.hpp"
+#include "pullback/tensor.hpp"
+
+namespace pullback {
+
+enum class Corner { top_left, bottom_right };
+
+// Query i sees key j when i + o - left <= j <= i + o + right, with o = 0 for top_left and Sk - Sq
+// for bottom_right (of each sequence when varlen). Causal is {kUnbounded, 0, corner}; a window of
+// W keys with the query's own is {W - 1, 0, corner}.
+struct BandMask {
+  static constexpr std::int64_t kUnbounded = -1;
+  std::int64_t left = kUnbounded;
+  std::int64_t right = kUnbounded;
+  Corner corner = Corner::top_left;
+
+  static constexpr BandMask causal(Corner corner) { return {kUnbounded, 0, corner}; }
+  friend bool operator==(const BandMask&, const BandMask&) = default;
+};
+
+// Forward needs q, k, v; backward needs d_out too. Specs not given of out, lse, d_q, d_k, d_v and
+// d_bias are filled in: row-major, in the dtype of what they belong to. q, k, v, bias, out and
+// their gradients have one dtype: f64, f32, bf16 or f16.
+struct AttentionProblem {
+  TensorSpec q;  // [B,Sq,H,D], or [total_q,H,D] when varlen
+  TensorSpec k;  // [B,Sk,Hkv,D], or [total_k,Hkv,D]
+  TensorSpec v;  // [B,Sk,Hkv,Dv], or [total_k,Hkv,Dv]
+
+  TensorSpec bias;  // optional [B|1,H|1,Sq|1,Sk|1], added after scale and softcap; not varlen
+  TensorSpec cu_seqlens_q;  // optional i32 or i64 [B+1]: varlen. Rows outside every sequence get
+  TensorSpec cu_seqlens_k;  //   zeros (lse -inf); entries out of range or falling are clamped.
+  std::int64_t max_seqlen_q = 0;  // varlen: upper bounds of the lengths; 0 = total
+  std::int64_t max_seqlen_k = 0;
+
+  TensorSpec out;  // [B,Sq,H,Dv] or [total_q,H,Dv]
+  TensorSpec
+      lse;  // natural log; f32 (f64 for f64); [B,H,Sq] or [H,total_q]; -inf: row sees nothing
+
+  TensorSpec d_out;  // like out; any strides
+  TensorSpec d_lse;  // optional, like lse
+  TensorSpec d_q, d_k, d_v;
+  TensorSpec d_bias;  // the bias's own shape, summed over its broadcast dimensions
+
+  std::optional<double> scale;  // 1/sqrt(D) when unset
+  double softcap = 0;           // c > 0: s <- c tanh(s/c), after the scale and before the bias
+  BandMask mask;
+  double dropout = 0;  // in [0, 1); see DropoutMask in the op's README for the generator
+  std::uint64_t dropout_seed = 0;
+  bool deterministic = true;   // false allows variants whose sums have no fixed order
+  bool check_indices = false;  // checked mode: run() reports the first bad cu_seqlens entry
+
+  friend bool operator==(const AttentionProblem&, const AttentionProblem&) = default;
+};
+
+// Forward reads q, k, v, bias, cu_seqlens and writes out and, unless null, lse.
+// Backward reads q, k, v, bias, cu_seqlens, out, lse, d_out, d_lse and writes the non-null of d_q,
+// d_k, d_v, d_bias.
+struct AttentionTensors {
+  const void* q = nullptr;
+  const void* k = nullptr;
+  const void* v = nullptr;
+  const void* bias = nullptr;
+  const void* cu_seqlens_q = nullptr;
+  const void* cu_seqlens_k = nullptr;
+  void* out = nullptr;
+  void* lse = nullptr;
+  const void* d_out = nullptr;
+  const void* d_lse = nullptr;
+  void* d_q = nullptr;
+  void* d_k = nullptr;
+  void* d_v = nullptr;
+  void* d_bias = nullptr;
+};
+
+// The problem with every default filled in. Throws Error where `problem` breaks the contract.
+PULLBACK_API AttentionProblem complete(const AttentionProblem& problem);
+
+PULLBACK_API Plan<AttentionTensors> make_plan(const Device& device, const AttentionProblem& problem,
+                                              Pass pass, const PlanOptions& options = {});
+
+// Writes what dropout keeps: mask is u8 or bool [B,H,Sq,Sk], 1 = kept; any strides. For tests.
+PULLBACK_API void write_dropout_mask(const TensorSpec& spec, void* mask, double dropout,
+                                     std::uint64_t dropout_seed);
+
+}  // namespace pullback

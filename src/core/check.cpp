@@ -1,0 +1,187 @@
+#include "core/check.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace pullback {
+
+void fail(ErrorCode code, std::string_view op, std::string_view what, std::string_view expected,
+          std::string_view got, std::string_view remedy) {
+  std::string text = fmt::format("{}: {}: expected {}, got {}", op, what, expected, got);
+  if (!remedy.empty()) text += fmt::format("; {}", remedy);
+  throw Error(code, text);
+}
+
+std::string shape_text(std::span<const std::int64_t> shape) {
+  return fmt::format("[{}]", fmt::join(shape, ", "));
+}
+
+namespace {
+
+std::span<const std::int64_t> shape_of(const TensorSpec& spec) {
+  return {spec.shape.data(), static_cast<std::size_t>(std::max(spec.rank, 0))};
+}
+
+std::string dtype_list(std::initializer_list<DType> dtypes) {
+  std::string text;
+  for (DType dtype : dtypes) text += (text.empty() ? "" : " or ") + std::string(name_of(dtype));
+  return text;
+}
+
+}  // namespace
+
+void Checker::that(bool holds, std::string_view what, std::string_view expected,
+                   std::string_view got, std::string_view remedy) const {
+  if (!holds) fail(ErrorCode::invalid_argument, op_, what, expected, got, remedy);
+}
+
+void Checker::sane(std::string_view name, const TensorSpec& spec) const {
+  if (!spec.given()) return;
+  that(spec.rank <= kMaxRank, name, fmt::format("at most {} dimensions", kMaxRank),
+       fmt::format("{}", spec.rank));
+  // 2^60 bytes is beyond any address space; staying below it keeps all offset sums in 64 bits.
+  constexpr std::int64_t kLimit = std::int64_t{1} << 60;
+  std::int64_t numel = 1;
+  bool empty = false;
+  for (std::int64_t size : shape_of(spec)) {
+    that(size >= 0, name, "sizes of 0 or more", shape_text(shape_of(spec)));
+    empty |= size == 0;
+  }
+  if (empty) return;
+  const auto bytes = static_cast<std::int64_t>(size_of(spec.dtype));
+  std::int64_t reach = 0;
+  for (int dim = 0; dim < spec.rank; ++dim) {
+    const std::int64_t size = spec.shape[dim];
+    const std::int64_t stride = spec.strides[dim];
+    that(size <= kLimit / bytes / numel, name, "fewer than 2^60 bytes", spec.to_string());
+    numel *= size;
+    if (size == 1) continue;
+    const bool fits = stride > -kLimit && stride < kLimit &&
+                      std::abs(stride) <= (kLimit / bytes - reach) / (size - 1);
+    that(fits, name, "strides that reach less than 2^60 bytes", spec.to_string());
+    reach += std::abs(stride) * (size - 1);
+  }
+}
+
+void Checker::given(std::string_view name, const TensorSpec& spec) const {
+  that(spec.given(), name, "a tensor", "none");
+  sane(name, spec);
+}
+
+void Checker::rank(std::string_view name, const TensorSpec& spec, int rank) const {
+  that(spec.rank == rank, name, fmt::format("rank {}", rank),
+       fmt::format("rank {} {}", spec.rank, shape_text(shape_of(spec))));
+}
+
+void Checker::dtype(std::string_view name, const TensorSpec& spec,
+                    std::initializer_list<DType> allowed) const {
+  const bool ok = std::find(allowed.begin(), allowed.end(), spec.dtype) != allowed.end();
+  that(ok, name, "dtype " + dtype_list(allowed), std::string(name_of(spec.dtype)),
+       "convert the tensor first");
+}
+
+void Checker::shape(std::string_view name, const TensorSpec& spec,
+                    std::span<const std::int64_t> expected) const {
+  that(std::ranges::equal(shape_of(spec), expected), name, "shape " + shape_text(expected),
+       shape_text(shape_of(spec)));
+}
+
+void Checker::shape(std::string_view name, const TensorSpec& spec,
+                    std::initializer_list<std::int64_t> expected) const {
+  shape(name, spec, std::span(expected.begin(), expected.size()));
+}
+
+void Checker::broadcast_shape(std::string_view name, const TensorSpec& spec,
+                              std::initializer_list<std::int64_t> expected) const {
+  rank(name, spec, static_cast<int>(expected.size()));
+  const std::span<const std::int64_t> sizes(expected.begin(), expected.size());
+  for (int dim = 0; dim < spec.rank; ++dim) {
+    that(spec.shape[dim] == 1 || spec.shape[dim] == sizes[dim], name,
+         "shape " + shape_text(sizes) + ", or 1 in any place", shape_text(shape_of(spec)));
+  }
+}
+
+void Checker::writable(std::string_view name, const TensorSpec& spec) const {
+  sane(name, spec);
+  if (spec.numel() == 0) return;
+  // Sorted by stride, each dimension has to step over all that the smaller ones reach.
+  std::vector<int> order;
+  for (int dim = 0; dim < spec.rank; ++dim) {
+    if (spec.shape[dim] > 1) order.push_back(dim);
+  }
+  std::ranges::sort(order, {}, [&](int dim) { return std::abs(spec.strides[dim]); });
+  std::int64_t reach = 0;
+  for (int dim : order) {
+    const std::int64_t stride = std::abs(spec.strides[dim]);
+    that(stride > reach, name, "an output whose elements do not overlap", spec.to_string(),
+         "pass a tensor without stride 0 and without interleaved dimensions");
+    reach += stride * (spec.shape[dim] - 1);
+  }
+}
+
+namespace {
+
+struct ByteRange {
+  std::uintptr_t begin, end;
+};
+
+ByteRange bytes_of(const TensorUse& use) {
+  const auto [low, high] = use.spec->offset_range();
+  const auto size = static_cast<std::int64_t>(size_of(use.spec->dtype));
+  const auto base = reinterpret_cast<std::uintptr_t>(use.data);
+  return {base + static_cast<std::uintptr_t>(low * size),
+          base + static_cast<std::uintptr_t>((high + 1) * size)};
+}
+
+}  // namespace
+
+void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t workspace_needed,
+               const Workspace& workspace) {
+  const Checker check(op);
+  for (const TensorUse& use : uses) {
+    if (use.data == nullptr) {
+      const bool needed = use.required && use.spec->given() && use.spec->numel() > 0;
+      check.that(!needed, use.name, "a data pointer", "null");
+      continue;
+    }
+    check.that(use.spec->given(), use.name, "null, as the problem has no such tensor", "a pointer",
+               "describe the tensor in the problem before making the plan");
+    const auto size = size_of(use.spec->dtype);
+    check.that(reinterpret_cast<std::uintptr_t>(use.data) % size == 0, use.name,
+               fmt::format("a pointer aligned to its {}-byte elements", size),
+               fmt::format("{}", use.data));
+  }
+  for (const TensorUse& out : uses) {
+    if (out.access != TensorUse::write || out.data == nullptr || out.spec->numel() == 0) continue;
+    const ByteRange a = bytes_of(out);
+    for (const TensorUse& other : uses) {
+      if (&other == &out || other.data == nullptr || other.spec->numel() == 0) continue;
+      const ByteRange b = bytes_of(other);
+      if (a.end <= b.begin || b.end <= a.begin) continue;
+      const bool in_place = (out.may_alias == other.name || other.may_alias == out.name) &&
+                            out.data == other.data && *out.spec == *other.spec;
+      check.that(in_place, out.name, "memory of its own",
+                 fmt::format("overlap with {}", other.name));
+    }
+    if (workspace_needed > 0 && workspace.data != nullptr) {
+      const auto begin = reinterpret_cast<std::uintptr_t>(workspace.data);
+      check.that(a.end <= begin || begin + workspace_needed <= a.begin, out.name,
+                 "memory of its own", "overlap with the workspace");
+    }
+  }
+  if (workspace_needed == 0) return;
+  if (workspace.data == nullptr || workspace.bytes < workspace_needed) {
+    fail(ErrorCode::workspace_too_small, op, "workspace", fmt::format("{} bytes", workspace_needed),
+         fmt::format("{} bytes", workspace.data == nullptr ? 0 : workspace.bytes),
+         "allocate plan.workspace_bytes()");
+  }
+  check.that(reinterpret_cast<std::uintptr_t>(workspace.data) % kWorkspaceAlignment == 0,
+             "workspace", fmt::format("alignment to {} bytes", kWorkspaceAlignment),
+             fmt::format("{}", workspace.data));
+}
+
+}  // namespace pullback

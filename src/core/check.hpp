@@ -1,0 +1,88 @@
+// Checks of problems and pointers, all with one shape of message:
+//   "attention: d_out: expected shape [2, 8, 4, 64], got [2, 8, 4, 32]; pass the gradient of out"
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "pullback/device.hpp"
+#include "pullback/error.hpp"
+#include "pullback/tensor.hpp"
+
+namespace pullback {
+
+// `what` is the tensor or option. `remedy` may be empty.
+[[noreturn]] void fail(ErrorCode code, std::string_view op, std::string_view what,
+                       std::string_view expected, std::string_view got,
+                       std::string_view remedy = {});
+
+std::string shape_text(std::span<const std::int64_t> shape);
+
+// Every check of one op's problem starts from here, so that messages name the op.
+class Checker {
+ public:
+  explicit Checker(std::string_view op) : op_(op) {}
+
+  // Rank within limits, no negative size, and all offsets addressable.
+  void sane(std::string_view name, const TensorSpec& spec) const;
+  void given(std::string_view name, const TensorSpec& spec) const;
+  void rank(std::string_view name, const TensorSpec& spec, int rank) const;
+  void dtype(std::string_view name, const TensorSpec& spec,
+             std::initializer_list<DType> allowed) const;
+  void shape(std::string_view name, const TensorSpec& spec,
+             std::initializer_list<std::int64_t> expected) const;
+  void shape(std::string_view name, const TensorSpec& spec,
+             std::span<const std::int64_t> expected) const;
+  // Each dimension is the expected size or 1.
+  void broadcast_shape(std::string_view name, const TensorSpec& spec,
+                       std::initializer_list<std::int64_t> expected) const;
+  // An output: no two indices may reach the same element.
+  void writable(std::string_view name, const TensorSpec& spec) const;
+  // `holds` or a failure built from the texts.
+  void that(bool holds, std::string_view what, std::string_view expected, std::string_view got,
+            std::string_view remedy = {}) const;
+
+ private:
+  std::string op_;
+};
+
+inline constexpr DType kFloatingDTypes[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
+
+// One pointer of a run, as run() sees it.
+struct TensorUse {
+  enum Access { read, write };
+  std::string_view name = {};
+  const TensorSpec* spec = nullptr;
+  const void* data = nullptr;
+  Access access = read;
+  bool required = true;             // null is an error, unless the tensor is empty or not given
+  std::string_view may_alias = {};  // name of a tensor that may be the very same memory (in place)
+};
+
+// The pointers of one run, without allocation.
+class TensorUses {
+ public:
+  void read(std::string_view name, const TensorSpec& spec, const void* data, bool required = true) {
+    uses_[count_++] = {name, &spec, data, TensorUse::read, required, {}};
+  }
+  void write(std::string_view name, const TensorSpec& spec, const void* data, bool required = false,
+             std::string_view may_alias = {}) {
+    uses_[count_++] = {name, &spec, data, TensorUse::write, required, may_alias};
+  }
+  std::span<const TensorUse> all() const { return {uses_.data(), count_}; }
+
+ private:
+  std::array<TensorUse, 24> uses_{};
+  std::size_t count_ = 0;
+};
+
+// Null and misaligned pointers, outputs that overlap other tensors, a small or misaligned
+// workspace. Touches no element.
+void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t workspace_needed,
+               const Workspace& workspace);
+
+}  // namespace pullback

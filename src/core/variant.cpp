@@ -1,0 +1,83 @@
+#include "core/variant.hpp"
+
+#include <fmt/format.h>
+
+#include <bit>
+#include <cstdlib>
+
+#include "core/check.hpp"
+#include "core/cpu_info.hpp"
+
+namespace pullback {
+namespace {
+
+std::string text_of(FeatureSet set, std::span<const std::string_view> names) {
+  std::string text;
+  for (; set != 0; set &= set - 1) {
+    const auto bit = static_cast<std::size_t>(std::countr_zero(set));
+    text += (text.empty() ? "" : ", ") + std::string(names[bit]);
+  }
+  return text.empty() ? "nothing" : text;
+}
+
+std::string_view name_of(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::any:
+      return "any CPU";
+    case CpuIsa::avx512_bf16:
+      return "AVX-512 BF16";
+    case CpuIsa::amx_bf16:
+      return "AMX BF16";
+  }
+  return "?";
+}
+
+// Empty when the variant can serve; else the reason why not.
+std::string refusal(const VariantInfo& variant, FeatureSet needs,
+                    std::span<const std::string_view> names, const Device& device) {
+  if (variant.backend != device.kind) return "runs on another kind of device";
+  if (!cpu_has(variant.isa)) return fmt::format("needs {}", name_of(variant.isa));
+  const FeatureSet missing = needs & ~variant.supports;
+  if (missing == 0) return {};
+  return fmt::format("needed: {}; supported: {}; missing: {}", text_of(needs, names),
+                     text_of(variant.supports, names), text_of(missing, names));
+}
+
+}  // namespace
+
+Choice choose_variant(std::string_view op, std::span<const VariantInfo> variants, FeatureSet needs,
+                      std::span<const std::string_view> feature_names, const Device& device,
+                      std::string_view forced) {
+  const char* from_environment = std::getenv("PULLBACK_FORCE_VARIANT");
+  if (forced.empty() && from_environment) forced = from_environment;
+
+  std::size_t best = variants.size();
+  std::string report;
+  std::string known;
+  for (std::size_t i = 0; i < variants.size(); ++i) {
+    const VariantInfo& variant = variants[i];
+    known += (known.empty() ? "" : ", ") + std::string(variant.name);
+    if (!forced.empty() && variant.name != forced) continue;
+    if (forced.empty() && variant.priority < 0) continue;
+    const std::string reason = refusal(variant, needs, feature_names, device);
+    if (!reason.empty()) {
+      report += fmt::format("\n  {}: {}", variant.name, reason);
+    } else if (best == variants.size() || variant.priority > variants[best].priority) {
+      best = i;
+    }
+  }
+  if (best < variants.size()) {
+    std::string why = forced.empty() ? "chosen: the first in priority that serves the problem"
+                                     : "chosen: asked for by name";
+    if (!report.empty()) why += "; ruled out:" + report;
+    return {best, why};
+  }
+  if (!forced.empty() && report.empty()) {
+    fail(ErrorCode::invalid_argument, op, "variant", known, std::string(forced));
+  }
+  throw Error(ErrorCode::unsupported,
+              fmt::format("{}: no variant for {} serves this problem{}", op,
+                          device.kind == DeviceKind::cpu ? "the CPU" : "CUDA devices", report));
+}
+
+}  // namespace pullback

@@ -1,0 +1,112 @@
+// SIMD helpers on Highway, compiled once per instruction set (hence -inl and the odd guard).
+//
+// A kernel file is written like this; docs/architecture.md explains the pattern:
+//   #undef HWY_TARGET_INCLUDE
+//   #define HWY_TARGET_INCLUDE "ops/entmax/cpu/forward.cpp"
+//   #include <hwy/foreach_target.h>
+//   #include "cpu/simd-inl.hpp"
+//   HWY_BEFORE_NAMESPACE();
+//   namespace pullback::HWY_NAMESPACE { … }  HWY_AFTER_NAMESPACE();
+//   #if HWY_ONCE  … HWY_EXPORT, HWY_DYNAMIC_DISPATCH …  #endif
+//
+// Storage types are double, float, bfloat16, float16; all arithmetic is in Real<T>: double for
+// double, float for the rest. One rounding, to nearest even, at the store.
+
+#if defined(PULLBACK_CPU_SIMD_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_CPU_SIMD_INL_HPP
+#undef PULLBACK_CPU_SIMD_INL_HPP
+#else
+#define PULLBACK_CPU_SIMD_INL_HPP
+#endif
+
+#include <hwy/contrib/math/math-inl.h>
+#include <hwy/highway.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "core/element.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+template <class T>
+using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// Loads Lanes(d) elements of any storage type as Real.
+template <class D>
+HWY_INLINE hn::Vec<D> Load(D d, const hn::TFromD<D>* from) {
+  return hn::LoadU(d, from);
+}
+template <class D>
+HWY_INLINE hn::Vec<D> Load(D d, const bfloat16* from) {
+  const hn::Rebind<std::uint16_t, D> d16;
+  const hn::Rebind<std::uint32_t, D> d32;
+  const auto bits = hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(from));
+  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
+}
+template <class D>
+HWY_INLINE hn::Vec<D> Load(D d, const float16* from) {
+  const hn::Rebind<hwy::float16_t, D> d16;
+  return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
+}
+
+template <class D>
+HWY_INLINE void Store(D d, hn::Vec<D> value, hn::TFromD<D>* to) {
+  hn::StoreU(value, d, to);
+}
+template <class D>
+HWY_INLINE void Store(D, hn::Vec<D> value, bfloat16* to) {
+  // Highway's DemoteTo may truncate; this rounds to nearest even and keeps NaN a quiet NaN.
+  const hn::Rebind<std::uint16_t, D> d16;
+  const hn::Rebind<std::uint32_t, D> d32;
+  const auto bits = hn::BitCast(d32, value);
+  const auto high = hn::ShiftRight<16>(bits);
+  const auto odd = hn::And(high, hn::Set(d32, 1u));
+  const auto rounded = hn::ShiftRight<16>(hn::Add(bits, hn::Add(odd, hn::Set(d32, 0x7fffu))));
+  const auto quiet = hn::Or(high, hn::Set(d32, 0x40u));
+  const auto nan = hn::RebindMask(d32, hn::IsNaN(value));
+  const hn::Rebind<std::int32_t, D> ds32;
+  const auto result = hn::IfThenElse(nan, quiet, rounded);
+  // The signed source saturates at 65535, which no value exceeds.
+  hn::StoreU(hn::DemoteTo(d16, hn::BitCast(ds32, result)), d16,
+             reinterpret_cast<std::uint16_t*>(to));
+}
+template <class D>
+HWY_INLINE void Store(D, hn::Vec<D> value, float16* to) {
+  const hn::Rebind<hwy::float16_t, D> d16;
+  hn::StoreU(hn::DemoteTo(d16, value), d16, reinterpret_cast<hwy::float16_t*>(to));
+}
+
+// The first `count` <= Lanes(d) elements; the others read as `fill`. Touches no memory past them.
+template <class D, class T>
+HWY_INLINE hn::Vec<D> LoadFirst(D d, const T* from, std::size_t count,
+                                hn::TFromD<D> fill = hn::TFromD<D>{0}) {
+  if constexpr (std::is_same_v<T, hn::TFromD<D>>) {
+    const auto mask = hn::FirstN(d, count);
+    return hn::IfThenElse(mask, hn::MaskedLoad(mask, d, from), hn::Set(d, fill));
+  } else {
+    T buffer[hn::MaxLanes(d)] = {};
+    std::memcpy(static_cast<void*>(buffer), from, count * sizeof(T));
+    return hn::IfThenElse(hn::FirstN(d, count), Load(d, buffer), hn::Set(d, fill));
+  }
+}
+
+template <class D, class T>
+HWY_INLINE void StoreFirst(D d, hn::Vec<D> value, T* to, std::size_t count) {
+  if constexpr (std::is_same_v<T, hn::TFromD<D>>) {
+    hn::BlendedStore(value, hn::FirstN(d, count), d, to);
+  } else {
+    T buffer[hn::MaxLanes(d)];
+    Store(d, value, buffer);
+    std::memcpy(static_cast<void*>(to), buffer, count * sizeof(T));
+  }
+}
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,59 @@
+#include "driver/case.hpp"
+
+#include "core/check.hpp"
+
+namespace pullback::driver {
+
+std::span<const CaseLists> all_case_lists() {
+#define PULLBACK_OP(op) {#op, op##_cases, op##_fuzz, op##_bench},
+  static const CaseLists lists[] = {
+#include "op_list.inc"
+  };
+#undef PULLBACK_OP
+  return lists;
+}
+
+HostTensor normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
+                         double sigma) {
+  HostTensor tensor(TensorSpec::contiguous(dtype, shape));
+  for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, sigma * random.normal());
+  return tensor;
+}
+
+HostTensor integer_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
+                          std::int64_t magnitude) {
+  HostTensor tensor(TensorSpec::contiguous(dtype, shape));
+  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+    tensor.set(i, static_cast<double>(random.integer(-magnitude, magnitude)));
+  }
+  return tensor;
+}
+
+HostTensor filled_tensor(DType dtype, std::initializer_list<std::int64_t> shape, double value) {
+  HostTensor tensor(TensorSpec::contiguous(dtype, shape));
+  for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, value);
+  return tensor;
+}
+
+HostTensor tensor_of(DType dtype, std::initializer_list<std::int64_t> shape,
+                     std::initializer_list<double> values) {
+  HostTensor tensor(TensorSpec::contiguous(dtype, shape));
+  if (tensor.numel() != static_cast<std::int64_t>(values.size())) {
+    throw Error(ErrorCode::internal, "tensor_of: values do not fill the shape");
+  }
+  std::int64_t i = 0;
+  for (double value : values) tensor.set(i++, value);
+  return tensor;
+}
+
+HostTensor broadcast(const HostTensor& tensor, std::initializer_list<std::int64_t> shape) {
+  TensorSpec spec = tensor.spec();
+  int dim = 0;
+  for (std::int64_t size : shape) {
+    if (spec.shape[dim] == 1) spec.strides[dim] = 0;
+    spec.shape[dim++] = size;
+  }
+  return HostTensor::borrow(spec, tensor.data(), std::make_shared<HostTensor>(tensor));
+}
+
+}  // namespace pullback::driver

@@ -1,0 +1,275 @@
+#include "driver/check.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/element.hpp"
+
+namespace pullback::driver {
+namespace {
+
+double epsilon_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64:
+      return 0x1p-52;
+    case DType::f32:
+      return 0x1p-23;
+    case DType::bf16:
+      return 0x1p-7;
+    case DType::f16:
+      return 0x1p-10;
+    default:
+      return 0;
+  }
+}
+
+bool is_gradient(const OpDriver& driver, std::string_view output) {
+  return std::any_of(driver.gradients.begin(), driver.gradients.end(),
+                     [&](const NamePair& pair) { return pair.second == output; });
+}
+
+double largest_finite(const HostTensor& tensor) {
+  double largest = 0;
+  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+    const double value = std::abs(tensor.get(i));
+    if (std::isfinite(value)) largest = std::max(largest, value);
+  }
+  return largest;
+}
+
+// Largest |a - b| over the elements where b is finite; infinite when a is not finite there.
+double largest_difference(const HostTensor& a, const HostTensor& b) {
+  double largest = 0;
+  for (std::int64_t i = 0; i < a.numel(); ++i) {
+    const double expected = b.get(i);
+    if (!std::isfinite(expected)) continue;
+    const double difference = std::abs(a.get(i) - expected);
+    largest = std::isfinite(difference) ? std::max(largest, difference)
+                                        : std::numeric_limits<double>::infinity();
+  }
+  return largest;
+}
+
+bool same_special(double a, double b) { return (std::isnan(a) && std::isnan(b)) || a == b; }
+
+// A finite reference may overflow to infinity in a narrow dtype; a NaN or infinity stays one.
+std::string special_mismatch(const HostTensor& got, const HostTensor& expected) {
+  for (std::int64_t i = 0; i < got.numel(); ++i) {
+    const double want = expected.get(i);
+    if (std::isfinite(want)) continue;
+    if (!same_special(got.get(i), want)) {
+      return fmt::format("element {}: expected {}, got {}", i, want, got.get(i));
+    }
+  }
+  return {};
+}
+
+std::string value_mismatch(const HostTensor& got, const HostTensor& expected) {
+  for (std::int64_t i = 0; i < got.numel(); ++i) {
+    if (!same_special(got.get(i), expected.get(i))) {
+      return fmt::format("element {}: expected {}, got {}", i, expected.get(i), got.get(i));
+    }
+  }
+  return {};
+}
+
+Request reference_request(const Request& request) {
+  Request reference = request;
+  reference.inputs = in_double(request.inputs);
+  reference.device = Device::cpu(1);
+  reference.variant = "reference";
+  reference.layout_seed = 0;
+  return reference;
+}
+
+void compare(const OpDriver& driver, const TensorMap& got, const TensorMap& textbook,
+             const TensorMap& reference, CheckReport& report) {
+  for (const auto& [name, expected] : reference) {
+    const auto it = got.find(name);
+    if (it == got.end()) {
+      report.failures.push_back(fmt::format("{}: missing output", name));
+      continue;
+    }
+    const HostTensor& value = it->second;
+    const auto shape = [](const TensorSpec& spec) {
+      return std::vector(spec.shape.begin(), spec.shape.begin() + spec.rank);
+    };
+    if (shape(value.spec()) != shape(expected.spec())) {
+      report.failures.push_back(fmt::format("{}: expected {}, got {}", name,
+                                            expected.spec().to_string(), value.spec().to_string()));
+      continue;
+    }
+    if (!is_floating(expected.spec().dtype)) {
+      const std::string mismatch = value_mismatch(value, expected);
+      if (!mismatch.empty()) report.failures.push_back(name + ": " + mismatch);
+      continue;
+    }
+    TensorError error{.tensor = name};
+    error.scale = largest_finite(expected);
+    error.error = largest_difference(value, expected);
+    error.textbook = largest_difference(textbook.find(name)->second, expected);
+    // The floor: a textbook result that is right by luck must not demand the impossible of us.
+    const double ratio = is_gradient(driver, name) ? kGradientErrorRatio : kOutputErrorRatio;
+    error.allowed =
+        ratio * error.textbook + 2 * epsilon_of(value.spec().dtype) * error.scale + 1e-300;
+    if (value.spec().dtype == DType::f16) error.allowed += 0x1p-24;  // its smallest step
+    if (!(error.error <= error.allowed)) {
+      report.failures.push_back(fmt::format(
+          "{}: error {:.3g} exceeds {:.3g} (textbook computation {:.3g}, largest value {:.3g})",
+          name, error.error, error.allowed, error.textbook, error.scale));
+    }
+    const std::string mismatch = special_mismatch(value, expected);
+    if (!mismatch.empty()) report.failures.push_back(name + ": " + mismatch);
+    report.errors.push_back(error);
+  }
+}
+
+// sum over outputs of <output, its incoming gradient>, skipping elements not finite at the inputs.
+double objective(const OpDriver& driver, const Request& request, const TensorMap& at_inputs) {
+  const TensorMap outputs = evaluate(request);
+  double sum = 0;
+  for (const NamePair& pair : driver.cotangents) {
+    const auto cotangent = request.inputs.find(pair.second);
+    const auto output = outputs.find(pair.first);
+    if (cotangent == request.inputs.end() || output == outputs.end()) continue;
+    const HostTensor& base = at_inputs.find(pair.first)->second;
+    for (std::int64_t i = 0; i < base.numel(); ++i) {
+      if (std::isfinite(base.get(i))) sum += output->second.get(i) * cotangent->second.get(i);
+    }
+  }
+  return sum;
+}
+
+void check_finite_differences(const OpDriver& driver, const Request& request,
+                              const TensorMap& outputs, Random& random, CheckReport& report) {
+  constexpr double kStep = 1e-5;
+  constexpr double kTolerance = 2e-6;
+  Request forward = request;
+  forward.backward = false;
+  for (const NamePair& pair : driver.gradients) {
+    const auto input = request.inputs.find(pair.first);
+    const auto gradient = outputs.find(pair.second);
+    if (input == request.inputs.end() || gradient == outputs.end()) continue;
+    const HostTensor& x = input->second;
+    HostTensor moved = contiguous_copy(x);
+    std::vector<double> direction(static_cast<std::size_t>(x.numel()));
+    double expected = 0, scale = 1e-3;
+    for (std::int64_t i = 0; i < x.numel(); ++i) {
+      const double step = random.uniform() * 2 - 1;
+      direction[static_cast<std::size_t>(i)] = step;
+      expected += gradient->second.get(i) * step;
+      scale += std::abs(gradient->second.get(i) * step);
+    }
+    const auto value_at = [&](double h) {
+      for (std::int64_t i = 0; i < x.numel(); ++i) {
+        moved.set(i, x.get(i) + h * direction[static_cast<std::size_t>(i)]);
+      }
+      forward.inputs[std::string(pair.first)] = moved;
+      return objective(driver, forward, outputs);
+    };
+    const double difference = (value_at(kStep) - value_at(-kStep)) / (2 * kStep);
+    forward.inputs[std::string(pair.first)] = x;
+    if (!(std::abs(difference - expected) <= kTolerance * scale)) {
+      report.failures.push_back(fmt::format("{}: finite difference {:.10g}, gradient {:.10g}",
+                                            pair.second, difference, expected));
+    }
+  }
+}
+
+void check_guards(const TensorMap& tensors, std::string_view kind, CheckReport& report) {
+  for (const auto& [name, tensor] : tensors) {
+    if (!tensor.guards_intact()) {
+      report.failures.push_back(fmt::format("{} {}: bytes outside the tensor changed", kind, name));
+    }
+  }
+}
+
+void check_same_bits(const TensorMap& a, const TensorMap& b, std::string_view what,
+                     CheckReport& report) {
+  for (const auto& [name, tensor] : a) {
+    if (!same_bits(tensor, b.find(name)->second)) {
+      report.failures.push_back(fmt::format("{}: other bits {}", name, what));
+    }
+  }
+}
+
+}  // namespace
+
+CheckReport verify_outputs(const Request& request, const TensorMap& outputs) {
+  CheckReport report;
+  Request textbook = request;
+  textbook.device = Device::cpu(1);
+  textbook.variant = "textbook";
+  textbook.layout_seed = 0;
+  compare(find_driver(request.op), outputs, evaluate(textbook),
+          evaluate(reference_request(request)), report);
+  return report;
+}
+
+CheckReport verify(const Request& request) { return verify_outputs(request, evaluate(request)); }
+
+CheckReport check_case(const Case& test, DType dtype, const Device& device, std::uint64_t seed,
+                       const std::string& variant) {
+  const OpDriver& driver = find_driver(test.op);
+  Random random(seed);
+  Request request{.op = test.op,
+                  .inputs = test.inputs(dtype, random),
+                  .options = test.options,
+                  .device = device,
+                  .variant = variant};
+  TensorMap inputs_before;
+  for (const auto& [name, tensor] : request.inputs) inputs_before[name] = contiguous_copy(tensor);
+
+  const TensorMap outputs = evaluate(request);
+  CheckReport report;
+  if (test.exact) {
+    for (const auto& [name, expected] : evaluate(reference_request(request))) {
+      const std::string mismatch = value_mismatch(outputs.find(name)->second, expected);
+      if (!mismatch.empty()) report.failures.push_back(name + ": not exact: " + mismatch);
+    }
+  } else {
+    report = verify_outputs(request, outputs);
+  }
+
+  // The same bits again, with other thread counts.
+  Request again = request;
+  if (device.kind == DeviceKind::cpu) again.device.threads = device.threads == 1 ? 2 : 1;
+  check_same_bits(outputs, evaluate(again), "with another number of threads", report);
+  if (device.kind == DeviceKind::cpu) again.device.threads = 3;
+  check_same_bits(outputs, evaluate(again), "in another run", report);
+
+  // Other layouts of inputs and outputs, with guard bytes in every gap.
+  Request strided = request;
+  strided.layout_seed = seed | 1;
+  for (auto& [name, tensor] : strided.inputs) {
+    tensor = relaid(tensor, random_layout(tensor.spec(), random));
+  }
+  const TensorMap strided_outputs = evaluate(strided);
+  const CheckReport strided_report = verify_outputs(strided, strided_outputs);
+  for (const auto& failure : strided_report.failures) {
+    report.failures.push_back("with other strides: " + failure);
+  }
+  check_guards(strided.inputs, "input", report);
+  check_guards(strided_outputs, "output", report);
+
+  check_guards(request.inputs, "input", report);
+  check_guards(outputs, "output", report);
+  for (const auto& [name, before] : inputs_before) {
+    if (!same_bits(before, request.inputs.find(name)->second)) {
+      report.failures.push_back(fmt::format("input {}: changed", name));
+    }
+  }
+  if (dtype == DType::f64 && test.finite_differences) {
+    check_finite_differences(driver, request, outputs, random, report);
+  }
+  for (auto& failure : report.failures) {
+    failure = fmt::format("{} '{}' {} seed {}: {}", test.op, test.name, pullback::name_of(dtype),
+                          seed, failure);
+  }
+  return report;
+}
+
+}  // namespace pullback::driver

@@ -1,0 +1,40 @@
+// Verification of one case: against the f64 reference, beside a textbook computation in the same
+// dtype, by finite differences, for equal bits, for other strides, and for stray writes.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "driver/case.hpp"
+
+namespace pullback::driver {
+
+// Bounds on our error as a multiple of the textbook's, which has the same dtype (design: FA tests).
+inline constexpr double kOutputErrorRatio = 2;
+inline constexpr double kGradientErrorRatio = 3;
+
+struct TensorError {
+  std::string tensor;
+  double error = 0;     // largest |ours - reference|
+  double textbook = 0;  // largest |textbook - reference|
+  double allowed = 0;
+  double scale = 0;  // largest finite |reference|
+};
+
+struct CheckReport {
+  std::vector<std::string> failures;  // one line each; empty: passed
+  std::vector<TensorError> errors;
+  bool passed() const { return failures.empty(); }
+};
+
+// Compares the outputs of `request` (run as it is) with the reference.
+CheckReport verify(const Request& request);
+// The same for outputs computed already.
+CheckReport verify_outputs(const Request& request, const TensorMap& outputs);
+
+// Everything above for one case and dtype. Failures say the seed.
+CheckReport check_case(const Case& test, DType dtype, const Device& device, std::uint64_t seed,
+                       const std::string& variant = {});
+
+}  // namespace pullback::driver

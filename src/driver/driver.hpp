@@ -1,0 +1,126 @@
+// Ops by name, on named tensors, with options as text: what the command line, the case lists and
+// the benchmarks share. The names are those of docs/command-line.md.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "driver/host_tensor.hpp"
+#include "pullback/device.hpp"
+#include "pullback/plan.hpp"
+
+namespace pullback::driver {
+
+using OptionMap = std::map<std::string, std::string, std::less<>>;
+
+struct Request {
+  std::string op;
+  TensorMap inputs;   // integer tensors too; unknown names are refused
+  OptionMap options;  // unknown names and bad values are refused
+  Device device;
+  std::string variant;            // empty: the best
+  bool backward = true;           // false: outputs of the forward pass only
+  std::uint64_t layout_seed = 0;  // not 0: outputs get random strides
+};
+
+// A request with its plans made and its outputs allocated. forward() then backward() fill
+// `outputs`; both may be repeated.
+class Session {
+ public:
+  virtual ~Session() = default;
+  virtual void forward() = 0;
+  virtual void backward() = 0;
+
+  TensorMap outputs;
+  std::string forward_description, backward_description;
+  std::size_t forward_workspace_bytes = 0, backward_workspace_bytes = 0;
+};
+
+// What a pass has to do at the least: its floors on a machine.
+struct Cost {
+  double flops = 0;  // of matrix products; 0 for the ops bound by memory
+  double bytes = 0;  // compulsory traffic: every input read once, every output written once
+};
+
+struct TensorHelp {
+  std::string_view name, shape;
+  bool required;
+};
+
+struct OptionHelp {
+  std::string_view name, value, help;
+};
+
+struct NamePair {
+  std::string_view first, second;
+};
+
+struct OpDriver {
+  std::string_view name, summary;
+  std::vector<TensorHelp> inputs;
+  std::vector<OptionHelp> options;
+  std::vector<NamePair> cotangents;  // output, input that is its incoming gradient
+  std::vector<NamePair> gradients;   // input, output that is its gradient
+  std::unique_ptr<Session> (*prepare)(const Request& request);
+  Cost (*cost)(const Request& request, Pass pass);
+};
+
+std::span<const OpDriver* const> all_drivers();
+// Throws Error naming the known ops.
+const OpDriver& find_driver(std::string_view op);
+
+// Prepares and runs; the outputs.
+TensorMap evaluate(const Request& request);
+
+// --- For the drivers of the ops (driver/<op>.cpp) ---
+
+// Reads options, and at the end refuses the ones nobody asked for.
+class OptionReader {
+ public:
+  OptionReader(std::string_view op, const OptionMap& options) : op_(op), options_(options) {}
+  ~OptionReader() = default;
+
+  bool has(std::string_view name) const { return options_.contains(name); }
+  std::string text(std::string_view name, std::string_view fallback);
+  double number(std::string_view name, double fallback);
+  std::int64_t integer(std::string_view name, std::int64_t fallback);
+  bool boolean(std::string_view name, bool fallback);
+  std::vector<std::int64_t> integers(std::string_view name, std::size_t count);  // "3,-1"
+  // Index of the value in `choices`; -1 when the option is absent.
+  int choice(std::string_view name, std::initializer_list<std::string_view> choices);
+  void finish() const;
+
+ private:
+  const std::string* find(std::string_view name);
+  std::string op_;
+  const OptionMap& options_;
+  std::vector<std::string> asked_;
+};
+
+// Refuses inputs that the op does not know and reports required ones that are missing.
+void check_inputs(const OpDriver& driver, const Request& request);
+
+// The tensor's spec, or one that is not given.
+TensorSpec spec_of(const TensorMap& tensors, std::string_view name);
+void* data_of(const TensorMap& tensors, std::string_view name);
+
+// An output tensor with the spec's shape, laid out as the request asks. Writes its layout into
+// spec.
+HostTensor make_output(TensorSpec& spec, const Request& request, std::string_view name);
+
+// Each tensor's bytes, once: stride-0 dimensions count 1.
+double compulsory_bytes(std::initializer_list<const TensorSpec*> specs);
+
+const OpDriver& attention_driver();
+const OpDriver& block_softmax_driver();
+const OpDriver& block_matmul_driver();
+const OpDriver& entmax_driver();
+const OpDriver& segment_driver();
+
+}  // namespace pullback::driver

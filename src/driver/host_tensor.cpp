@@ -1,0 +1,153 @@
+#include "driver/host_tensor.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <numeric>
+#include <vector>
+
+#include "core/check.hpp"
+#include "core/element.hpp"
+
+namespace pullback::driver {
+namespace {
+
+constexpr std::size_t kMargin = 512;
+
+std::byte* allocate(std::size_t bytes) {
+  return static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kWorkspaceAlignment}));
+}
+
+struct Free {
+  void operator()(const void* memory) const {
+    ::operator delete(const_cast<void*>(memory), std::align_val_t{kWorkspaceAlignment});
+  }
+};
+
+}  // namespace
+
+std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat) {
+  std::int64_t offset = 0;
+  for (int dim = spec.rank - 1; dim >= 0; --dim) {
+    offset += flat % spec.shape[dim] * spec.strides[dim];
+    flat /= spec.shape[dim];
+  }
+  return offset;
+}
+
+HostTensor::HostTensor(const TensorSpec& spec) : spec_(spec) {
+  Checker("HostTensor").sane("spec", spec);
+  const auto [low, high] = spec.offset_range();
+  const std::size_t size = size_of(spec.dtype);
+  storage_bytes_ = static_cast<std::size_t>(high - low + 1) * size + 2 * kMargin;
+  storage_ = allocate(storage_bytes_);
+  owner_ = std::shared_ptr<const void>(storage_, Free());
+  std::memset(storage_, kGuard, storage_bytes_);
+  data_ = storage_ + kMargin - low * static_cast<std::int64_t>(size);
+}
+
+HostTensor HostTensor::borrow(const TensorSpec& spec, const void* data,
+                              std::shared_ptr<const void> owner) {
+  HostTensor tensor;
+  tensor.spec_ = spec;
+  tensor.data_ = const_cast<void*>(data);
+  tensor.owner_ = std::move(owner);
+  return tensor;
+}
+
+double HostTensor::get(std::int64_t flat) const {
+  return load_element(spec_.dtype, data_, offset_of(spec_, flat));
+}
+
+void HostTensor::set(std::int64_t flat, double value) const {
+  store_element(spec_.dtype, data_, offset_of(spec_, flat), value);
+}
+
+bool HostTensor::guards_intact() const {
+  if (storage_ == nullptr) return true;
+  std::vector<bool> element(storage_bytes_, false);
+  const std::size_t size = size_of(spec_.dtype);
+  const auto base = static_cast<std::byte*>(data_) - storage_;
+  for (std::int64_t i = 0; i < numel(); ++i) {
+    const auto begin = base + offset_of(spec_, i) * static_cast<std::int64_t>(size);
+    for (std::size_t byte = 0; byte < size; ++byte) {
+      element[static_cast<std::size_t>(begin) + byte] = true;
+    }
+  }
+  for (std::size_t i = 0; i < storage_bytes_; ++i) {
+    if (!element[i] && storage_[i] != std::byte{kGuard}) return false;
+  }
+  return true;
+}
+
+HostTensor contiguous_copy(const HostTensor& tensor) {
+  const auto& spec = tensor.spec();
+  return relaid(tensor,
+                TensorSpec::contiguous(
+                    spec.dtype, std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank))));
+}
+
+HostTensor converted(const HostTensor& tensor, DType dtype) {
+  const auto& spec = tensor.spec();
+  HostTensor copy(TensorSpec::contiguous(
+      dtype, std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank))));
+  for (std::int64_t i = 0; i < tensor.numel(); ++i) copy.set(i, tensor.get(i));
+  return copy;
+}
+
+TensorMap in_double(const TensorMap& tensors) {
+  TensorMap result;
+  for (const auto& [name, tensor] : tensors) {
+    result[name] = is_floating(tensor.spec().dtype) ? converted(tensor, DType::f64) : tensor;
+  }
+  return result;
+}
+
+TensorSpec random_layout(const TensorSpec& spec, Random& random) {
+  TensorSpec layout = spec;
+  std::vector<int> order(static_cast<std::size_t>(spec.rank));
+  std::iota(order.begin(), order.end(), 0);
+  for (std::size_t i = order.size(); i > 1; --i) {
+    std::swap(order[i - 1],
+              order[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
+  }
+  std::int64_t stride = random.integer(1, 2);
+  for (int dim : order) {
+    layout.strides[dim] = random.chance(0.25) ? -stride : stride;
+    stride = stride * std::max<std::int64_t>(spec.shape[dim], 1) + random.integer(0, 3);
+  }
+  return layout;
+}
+
+HostTensor relaid(const HostTensor& tensor, const TensorSpec& layout) {
+  HostTensor copy(layout);
+  const std::size_t size = size_of(layout.dtype);
+  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+    std::memcpy(static_cast<std::byte*>(copy.data()) +
+                    offset_of(layout, i) * static_cast<std::int64_t>(size),
+                static_cast<const std::byte*>(tensor.data()) +
+                    offset_of(tensor.spec(), i) * static_cast<std::int64_t>(size),
+                size);
+  }
+  return copy;
+}
+
+bool same_bits(const HostTensor& a, const HostTensor& b) {
+  if (a.spec().dtype != b.spec().dtype || a.spec().shape != b.spec().shape) return false;
+  const std::size_t size = size_of(a.spec().dtype);
+  for (std::int64_t i = 0; i < a.numel(); ++i) {
+    const auto x = static_cast<const std::byte*>(a.data()) +
+                   offset_of(a.spec(), i) * static_cast<std::int64_t>(size);
+    const auto y = static_cast<const std::byte*>(b.data()) +
+                   offset_of(b.spec(), i) * static_cast<std::int64_t>(size);
+    if (std::memcmp(x, y, size) != 0) return false;
+  }
+  return true;
+}
+
+WorkspaceBuffer::WorkspaceBuffer(std::size_t bytes) : bytes_(bytes) {
+  if (bytes > 0) data_ = std::shared_ptr<std::byte>(allocate(bytes), Free());
+}
+
+}  // namespace pullback::driver

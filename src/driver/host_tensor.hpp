@@ -1,0 +1,78 @@
+// HostTensor: a tensor with its memory, of any dtype, shape and strides. For tools and tests.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "driver/random.hpp"
+#include "pullback/device.hpp"
+#include "pullback/tensor.hpp"
+
+namespace pullback::driver {
+
+// Copies share their memory. Owned memory has guard margins before and after it, and every byte
+// that is not an element (margins, stride gaps) holds kGuard, which reads as NaN or -1; so do the
+// elements until they are written.
+class HostTensor {
+ public:
+  static constexpr std::uint8_t kGuard = 0xff;
+
+  HostTensor() = default;
+  explicit HostTensor(const TensorSpec& spec);
+  // Memory that `owner` keeps alive, a mapped file for example.
+  static HostTensor borrow(const TensorSpec& spec, const void* data,
+                           std::shared_ptr<const void> owner);
+
+  const TensorSpec& spec() const { return spec_; }
+  void* data() const { return data_; }
+  std::int64_t numel() const { return spec_.numel(); }
+
+  // `flat` counts elements in row-major order of the shape, whatever the strides.
+  double get(std::int64_t flat) const;
+  void set(std::int64_t flat, double value) const;
+
+  // False when a byte that is not an element has changed. Always true for borrowed memory.
+  bool guards_intact() const;
+
+ private:
+  TensorSpec spec_;
+  void* data_ = nullptr;
+  std::shared_ptr<const void> owner_;
+  std::byte* storage_ = nullptr;  // null when borrowed
+  std::size_t storage_bytes_ = 0;
+};
+
+using TensorMap = std::map<std::string, HostTensor, std::less<>>;
+
+// Element offset of a row-major position.
+std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat);
+
+// Row-major copies, in the tensor's dtype or another.
+HostTensor contiguous_copy(const HostTensor& tensor);
+HostTensor converted(const HostTensor& tensor, DType dtype);
+// All floating tensors as f64: what the reference is given.
+TensorMap in_double(const TensorMap& tensors);
+
+// A spec of the same shape with permuted, padded and partly reversed dimensions.
+TensorSpec random_layout(const TensorSpec& spec, Random& random);
+HostTensor relaid(const HostTensor& tensor, const TensorSpec& layout);
+
+// Same dtype, shape and bits of every element (strides may differ).
+bool same_bits(const HostTensor& a, const HostTensor& b);
+
+// Scratch memory for plan.run().
+class WorkspaceBuffer {
+ public:
+  explicit WorkspaceBuffer(std::size_t bytes = 0);
+  Workspace get() const { return {data_.get(), bytes_}; }
+
+ private:
+  std::shared_ptr<std::byte> data_;
+  std::size_t bytes_;
+};
+
+}  // namespace pullback::driver

@@ -1,0 +1,82 @@
+#include "core/check.hpp"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <functional>
+#include <limits>
+
+namespace pullback {
+namespace {
+
+std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(Checker, names_op_tensor_expected_and_got) {
+  const Checker check("attention");
+  const auto spec = TensorSpec::contiguous(DType::f32, {2, 3});
+  EXPECT_EQ(message_of([&] {
+              check.shape("q", spec, {2, 4});
+            }),
+            "attention: q: expected shape [2, 4], got [2, 3]");
+  EXPECT_EQ(message_of([&] {
+              check.dtype("q", spec, {DType::f64, DType::bf16});
+            }),
+            "attention: q: expected dtype f64 or bf16, got f32; convert the tensor first");
+}
+
+TEST(Checker, refuses_sizes_that_no_address_space_holds) {
+  const Checker check("op");
+  EXPECT_THROW(
+      check.sane("x", TensorSpec::contiguous(DType::f32, {std::int64_t{1} << 40, 1 << 20})), Error);
+  EXPECT_THROW(check.sane("x", TensorSpec::contiguous(DType::f32, {-1, 2})), Error);
+  auto far = TensorSpec::contiguous(DType::f32, {2, 2});
+  far.strides[0] = std::numeric_limits<std::int64_t>::min();
+  EXPECT_THROW(check.sane("x", far), Error);
+  EXPECT_NO_THROW(check.sane("x", TensorSpec::contiguous(DType::f32, {0, std::int64_t{1} << 62})));
+}
+
+TEST(Checker, an_output_must_not_overlap_itself) {
+  const Checker check("op");
+  auto spec = TensorSpec::contiguous(DType::f32, {4, 3});
+  EXPECT_NO_THROW(check.writable("y", spec));
+  spec.strides = {0, 1};
+  EXPECT_THROW(check.writable("y", spec), Error);
+  spec.strides = {2, 1};
+  EXPECT_THROW(check.writable("y", spec), Error);
+  spec.strides = {1, -4};
+  EXPECT_NO_THROW(check.writable("y", spec));
+}
+
+TEST(CheckRun, null_misaligned_overlapping_and_small) {
+  alignas(256) std::array<float, 256> memory{};
+  const auto spec = TensorSpec::contiguous(DType::f32, {8});
+  const auto run = [&](const void* x, const void* y, Workspace workspace = {},
+                       std::size_t needed = 0) {
+    const TensorUse uses[] = {{"x", &spec, x, TensorUse::read},
+                              {"y", &spec, y, TensorUse::write, true, "x"}};
+    check_run("op", uses, needed, workspace);
+  };
+  EXPECT_NO_THROW(run(&memory[0], &memory[8]));
+  EXPECT_NO_THROW(run(&memory[0], &memory[0]));  // in place is allowed for this pair
+  EXPECT_EQ(message_of([&] { run(&memory[0], &memory[4]); }),
+            "op: y: expected memory of its own, got overlap with x");
+  EXPECT_EQ(message_of([&] { run(nullptr, &memory[4]); }),
+            "op: x: expected a data pointer, got null");
+  EXPECT_THROW(run(reinterpret_cast<char*>(&memory[0]) + 2, &memory[16]), Error);
+  EXPECT_EQ(message_of([&] {
+              run(&memory[0], &memory[8], {&memory[64], 100}, 128);
+            }),
+            "op: workspace: expected 128 bytes, got 100 bytes; allocate plan.workspace_bytes()");
+  EXPECT_THROW(run(&memory[0], &memory[8], {&memory[65], 512}, 128), Error);
+  EXPECT_THROW(run(&memory[0], &memory[8], {&memory[0], 512}, 128), Error);
+}
+
+}  // namespace
+}  // namespace pullback

@@ -1,0 +1,75 @@
+// Turns an op's case list into tests. Each op's tests/ops/<op>/cases_test.cpp is
+//   PULLBACK_CASE_TESTS(entmax)
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "driver/case.hpp"
+#include "driver/check.hpp"
+
+namespace pullback::testing {
+
+struct CaseParameter {
+  driver::Case test;
+  DType dtype;
+};
+
+inline std::vector<CaseParameter> parameters(const std::vector<driver::Case>& cases) {
+  std::vector<CaseParameter> result;
+  for (const auto& test : cases) {
+    if (test.full_only) continue;
+    for (DType dtype : test.dtypes) result.push_back({test, dtype});
+  }
+  return result;
+}
+
+inline std::string parameter_name(const ::testing::TestParamInfo<CaseParameter>& info) {
+  std::string name = info.param.test.name + "_" + std::string(name_of(info.param.dtype));
+  for (char& c : name) {
+    if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
+  }
+  return name;
+}
+
+// PULLBACK_TEST_SEED repeats a run; by default every run is the same.
+inline std::uint64_t seed() {
+  const char* text = std::getenv("PULLBACK_TEST_SEED");
+  return text ? std::strtoull(text, nullptr, 10) : 1;
+}
+
+inline void expect_passed(const driver::CheckReport& report) {
+  for (const auto& failure : report.failures) ADD_FAILURE() << failure;
+}
+
+// Random problems: PULLBACK_FUZZ_COUNT of them (default `count`), from PULLBACK_TEST_SEED on.
+inline void run_fuzz(driver::Case (*fuzz)(std::uint64_t), int count) {
+  if (const char* text = std::getenv("PULLBACK_FUZZ_COUNT")) count = std::atoi(text);
+  for (int i = 0; i < count; ++i) {
+    const std::uint64_t case_seed = seed() * 1000003 + static_cast<std::uint64_t>(i);
+    const driver::Case test = fuzz(case_seed);
+    const DType dtype = test.dtypes[case_seed % test.dtypes.size()];
+    expect_passed(driver::check_case(test, dtype, Device::cpu(2), case_seed));
+    if (::testing::Test::HasFailure()) {
+      FAIL() << "repeat with PULLBACK_TEST_SEED=" << seed() << " (fuzz case " << i << ")";
+    }
+  }
+}
+
+}  // namespace pullback::testing
+
+#define PULLBACK_CASE_TESTS(op)                                                                   \
+  class op##_cases : public ::testing::TestWithParam<pullback::testing::CaseParameter> {};        \
+  TEST_P(op##_cases, agrees_with_reference) {                                                     \
+    pullback::testing::expect_passed(pullback::driver::check_case(                                \
+        GetParam().test, GetParam().dtype, pullback::Device::cpu(2), pullback::testing::seed())); \
+  }                                                                                               \
+  INSTANTIATE_TEST_SUITE_P(                                                                       \
+      op, op##_cases,                                                                             \
+      ::testing::ValuesIn(pullback::testing::parameters(pullback::driver::op##_cases())),         \
+      pullback::testing::parameter_name);                                                         \
+  TEST(op##_fuzz, agrees_with_reference) {                                                        \
+    pullback::testing::run_fuzz(pullback::driver::op##_fuzz, 60);                                 \
+  }
