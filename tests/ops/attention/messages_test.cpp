@@ -274,11 +274,12 @@ TEST(attention_messages, checked_mode_names_the_first_bad_entry_and_writes_nothi
     run.inputs["d_out"] = driver::normal_tensor(DType::f32, {5, 4, 8}, random);
     run.inputs["cu_seqlens_q"] = driver::tensor_of(DType::i32, {3}, cu_q);
     run.inputs["cu_seqlens_k"] = driver::tensor_of(DType::i32, {3}, cu_k);
-    run.problem.check_indices = true;
-    run.problem.max_seqlen_q = max_seqlen_q;
+    run.options.check_indices = true;
+    run.options.max_seqlen_q = max_seqlen_q;
+    const driver::HostTensor out(f32({5, 4, 8}));
+    run.outputs["out"] = out;
     const std::string message = message_of([&] { run(); });
     if (message != "no error") {
-      const driver::HostTensor& out = run.outputs["out"];
       for (std::int64_t i = 0; i < out.numel(); ++i) EXPECT_TRUE(std::isnan(out.get(i)));
     }
     return message;

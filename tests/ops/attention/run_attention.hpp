@@ -1,6 +1,8 @@
 // Runs attention through the C++ API on named tensors, for tests that say more than a case can.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <string>
 
 #include "core/check.hpp"
@@ -13,13 +15,16 @@ using driver::HostTensor;
 using driver::TensorMap;
 
 struct AttentionRun {
-  AttentionProblem problem;        // options; the specs are those of the tensors
+  AttentionProblem options;        // its specs are ignored: those of the tensors count
   TensorMap inputs;                // q k v d_out [bias d_lse cu_seqlens_q cu_seqlens_k]
   TensorMap outputs;               // given ones are used as they are, the rest are made
   std::string only_gradient = {};  // "d_k": the other gradients get null pointers
   Device device = Device::cpu(2);
 
-  TensorMap operator()() {
+  // The outputs of a forward and a backward pass.
+  TensorMap operator()() const {
+    AttentionProblem problem = options;
+    TensorMap results = outputs;
     const auto spec = [&](const TensorMap& tensors, const char* name) {
       return driver::spec_of(tensors, name);
     };
@@ -31,6 +36,7 @@ struct AttentionRun {
     problem.d_lse = spec(inputs, "d_lse");
     problem.cu_seqlens_q = spec(inputs, "cu_seqlens_q");
     problem.cu_seqlens_k = spec(inputs, "cu_seqlens_k");
+    problem.out = spec(outputs, "out");
     problem.d_q = spec(outputs, "d_q");
     problem.d_k = spec(outputs, "d_k");
     problem.d_v = spec(outputs, "d_v");
@@ -39,8 +45,8 @@ struct AttentionRun {
     const auto data = [&](const char* name) { return driver::data_of(inputs, name); };
     const auto output = [&](const char* name, const TensorSpec& of) -> void* {
       if (!of.given()) return nullptr;
-      if (!outputs.contains(name)) outputs[name] = HostTensor(of);
-      return outputs[name].data();
+      if (!results.contains(name)) results[name] = HostTensor(of);
+      return results[name].data();
     };
     const auto gradient = [&](const char* name, const TensorSpec& of) -> void* {
       return only_gradient.empty() || only_gradient == name ? output(name, of) : nullptr;
@@ -54,19 +60,19 @@ struct AttentionRun {
     tensors.cu_seqlens_k = data("cu_seqlens_k");
     tensors.out = output("out", problem.out);
     tensors.lse = output("lse", problem.lse);
-    run(Pass::forward, tensors);
+    run(problem, Pass::forward, tensors);
     tensors.d_out = data("d_out");
     tensors.d_lse = data("d_lse");
     tensors.d_q = gradient("d_q", problem.d_q);
     tensors.d_k = gradient("d_k", problem.d_k);
     tensors.d_v = gradient("d_v", problem.d_v);
     tensors.d_bias = gradient("d_bias", problem.d_bias);
-    run(Pass::backward, tensors);
-    return outputs;
+    run(problem, Pass::backward, tensors);
+    return results;
   }
 
  private:
-  void run(Pass pass, const AttentionTensors& tensors) const {
+  void run(const AttentionProblem& problem, Pass pass, const AttentionTensors& tensors) const {
     const auto plan = make_plan(device, problem, pass);
     plan.run({}, tensors, driver::WorkspaceBuffer(plan.workspace_bytes()).get());
   }
@@ -104,6 +110,19 @@ inline HostTensor squeezed(const HostTensor& tensor, int dim) {
   }
   spec.shape[--spec.rank] = 0;
   return HostTensor::borrow(spec, tensor.data(), std::make_shared<HostTensor>(tensor));
+}
+
+inline void expect_near(const HostTensor& a, const HostTensor& b, double tolerance,
+                        const std::string& what) {
+  ASSERT_EQ(a.numel(), b.numel()) << what;
+  for (std::int64_t i = 0; i < a.numel(); ++i) {
+    if (a.get(i) == b.get(i)) continue;  // infinities
+    ASSERT_NEAR(a.get(i), b.get(i), tolerance) << what << " element " << i;
+  }
+}
+
+inline void expect_near(const TensorMap& a, const TensorMap& b, double tolerance) {
+  for (const auto& [name, tensor] : a) expect_near(tensor, b.find(name)->second, tolerance, name);
 }
 
 }  // namespace pullback::testing
