@@ -126,7 +126,11 @@ void check_inputs(const OpDriver& driver, const Request& request) {
   std::string known;
   for (const TensorHelp& input : driver.inputs) {
     known += (known.empty() ? "" : ", ") + std::string(input.name);
-    if (input.required && !request.inputs.contains(input.name)) {
+    const bool cotangent =
+        std::any_of(driver.cotangents.begin(), driver.cotangents.end(),
+                    [&](const NamePair& pair) { return pair.second == input.name; });
+    const bool required = input.required && (request.backward || !cotangent);
+    if (required && !request.inputs.contains(input.name)) {
       fail(ErrorCode::invalid_argument, driver.name, input.name,
            fmt::format("a tensor {}", input.shape), "none");
     }
