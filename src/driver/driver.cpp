@@ -11,15 +11,6 @@
 
 namespace pullback::driver {
 
-std::span<const OpDriver* const> all_drivers() {
-#define PULLBACK_OP(op) &op##_driver(),
-  static const OpDriver* const drivers[] = {
-#include "op_list.inc"
-  };
-#undef PULLBACK_OP
-  return drivers;
-}
-
 const OpDriver& find_driver(std::string_view op) {
   std::string known;
   for (const OpDriver* driver : all_drivers()) {
