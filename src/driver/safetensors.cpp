@@ -328,6 +328,10 @@ TensorMap parse_safetensors(std::span<const std::byte> bytes, std::string_view o
   if (header_bytes == 0 || *header != '{') {
     refuse_file("expected a header that begins with '{'; not a safetensors file");
   }
+  // The JSON parser would take a NUL for the end and ignore what follows.
+  if (std::memchr(header, 0, header_bytes) != nullptr) {
+    refuse_file("header: expected JSON in UTF-8, got a NUL byte");
+  }
   HeaderReader reader(origin);
   nlohmann::json::sax_parse(header, header + header_bytes, &reader);
 
