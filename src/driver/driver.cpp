@@ -17,7 +17,8 @@ const OpDriver& find_driver(std::string_view op) {
     if (driver->name == op) return *driver;
     known += (known.empty() ? "" : ", ") + std::string(driver->name);
   }
-  fail(ErrorCode::invalid_argument, "pullback", "op", known, fmt::format("'{}'", op));
+  fail(ErrorCode::invalid_argument, "pullback", "op", known.empty() ? "none in this build" : known,
+       fmt::format("'{}'", op));
 }
 
 TensorMap evaluate(const Request& request) {
