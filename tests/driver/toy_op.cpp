@@ -1,7 +1,8 @@
-// toy: y = scale · x², d_x = 2 · scale · x · d_y, and a fault on demand. Linked in place of the
-// real ops, it shows what the checker notices and drives the command line.
+// toy: y = scale · x², d_x = 2 · scale · x · d_y, and a fault on demand (--fault or TOY_FAULT).
+// Linked in place of the real ops, it shows what the checker notices and drives the command line.
 #include <array>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 
 #include "core/arithmetic.hpp"
@@ -64,7 +65,12 @@ ToySession::ToySession(const Request& request) : threads_(request.device.threads
   const bool honest = request.variant == "reference" || request.variant == "textbook";
   check.that(honest || request.variant.empty() || request.variant == "cpu", "variant",
              "cpu, reference, textbook", request.variant);
-  fault_ = fault < 0 || honest ? "none" : kFaults[static_cast<std::size_t>(fault)];
+  if (!honest) {
+    const char* from_environment = std::getenv("TOY_FAULT");
+    fault_ = fault >= 0         ? kFaults[static_cast<std::size_t>(fault)]
+             : from_environment ? from_environment
+                                : "none";
+  }
   if (has("refused")) throw Error(ErrorCode::unsupported, "toy: no variant serves\n  cpu: never");
   if (has("system")) throw Error(ErrorCode::device, "toy: no such device");
 

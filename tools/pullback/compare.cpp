@@ -5,6 +5,7 @@
 #include <fstream>
 #include <map>
 #include <memory>
+#include <sstream>
 
 #include "commands.hpp"
 #include "driver/safetensors.hpp"
@@ -32,8 +33,9 @@ using Times = std::map<std::string, Time>;  // by "op case dtype pass"
 
 Times read_times(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) refuse(path, "cannot read the file");
-  const Json report = Json::parse(file, nullptr, false);
+  std::ostringstream text;
+  if (!file || !(text << file.rdbuf())) refuse(path, "cannot read the file");
+  const Json report = Json::parse(text.str(), nullptr, false);
   if (report.is_discarded()) refuse(path, "expected JSON from pullback bench --json");
   try {
     if (report.at("schema").get<int>() != kReportSchema) {

@@ -104,9 +104,10 @@ void add_grad(CLI::App& app, Command& command) {
   CLI::App* grad = app.add_subcommand(
       "grad", "Outputs and gradients of an op on the tensors of a safetensors file");
   grad->footer("pullback grad OP --help shows the tensors and options of an op.");
-  // An op that is not known ends up here, with all that follows it.
-  grad->allow_extras();
   for (const driver::OpDriver* driver : driver::all_drivers()) add_op(*grad, *driver, command);
+  // An op that is not known ends up here, with all that follows it. After the ops, which would
+  // inherit this.
+  grad->allow_extras();
   grad->callback([grad, &command] {
     if (!grad->get_subcommands().empty()) {
       if (!grad->remaining().empty()) throw CLI::ExtrasError(grad->remaining());

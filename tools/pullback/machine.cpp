@@ -68,7 +68,9 @@ Machine this_machine() {
   const auto targets = static_cast<std::int64_t>(hwy::SupportedTargets() & HWY_TARGETS);
   for (int bit = 0; bit < 63; ++bit) {
     const std::int64_t target = std::int64_t{1} << bit;
-    if (targets & target) machine.simd.emplace_back(hwy::TargetName(target));
+    if ((targets & target) == 0) continue;
+    const std::string name = hwy::TargetName(target);
+    machine.simd.push_back(name.starts_with("AVX3") ? "AVX-512 (" + name + ")" : name);
   }
   if (cpu_has(CpuIsa::avx512_bf16)) machine.extra_isa.emplace_back("AVX-512 BF16");
   if (cpu_has(CpuIsa::amx_bf16)) machine.extra_isa.emplace_back("AMX BF16");

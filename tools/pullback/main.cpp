@@ -45,7 +45,7 @@ int run(int argc, char** argv) {
       "failure.");
   app.name("pullback");
   app.set_version_flag("--version", "pullback " PULLBACK_VERSION);
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);
   Command command;
   add_doctor(app, command);
   add_grad(app, command);
@@ -58,6 +58,10 @@ int run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     report(fmt::format("{} (see --help)", error.what()));
+    return kBadUsage;
+  }
+  if (!command.run) {
+    report("expected a command: doctor, grad, check, bench or compare (see --help)");
     return kBadUsage;
   }
   return command.run();
