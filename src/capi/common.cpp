@@ -145,6 +145,7 @@ PlanArguments read_plan_options(std::string_view op, const pullback_plan_options
       fail(ErrorCode::invalid_argument, op, "options: device", "kDLCPU or kDLCUDA",
            text_of(given.device));
   }
+  check_device(op, arguments.device);
   if (given.variant) arguments.options.variant = given.variant;
   return arguments;
 }
