@@ -1,4 +1,4 @@
-# Library, headers, find_package(pullback), pkg-config, and the tool where it is built.
+# Library, headers, find_package(pullback), pkg-config.
 include(CMakePackageConfigHelpers)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/pullback)
@@ -20,7 +20,3 @@ file(RELATIVE_PATH PULLBACK_PC_PREFIX
      ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 configure_file(cmake/pullback.pc.in pullback.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/pullback.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
-
-if(TARGET pullback_tool)
-  install(TARGETS pullback_tool RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-endif()
