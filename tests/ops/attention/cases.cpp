@@ -123,6 +123,8 @@ void add_biases(std::vector<Case>& cases) {
     const Setup sizes{.batch = 3, .query = 33, .key = 40, .heads = 4};
     const std::int64_t whole[] = {sizes.batch, sizes.heads, sizes.query, sizes.key};
     Setup setup = sizes;
+    // Without d_lse the sum of ds over all keys is 0: no measure for errors.
+    setup.d_lse = (full & 8) == 0;
     for (int dim = 0; dim < 4; ++dim) setup.bias.push_back(full >> dim & 1 ? whole[dim] : 1);
     add(cases, fmt::format("bias [{}]", fmt::join(setup.bias, ",")), setup);
   }
@@ -259,6 +261,7 @@ void add_tiles(std::vector<Case>& cases) {
       {{"window", "200,150"}, {"corner", "bottom-right"}, {"softcap", "3"}});
   Setup setup = wide;
   setup.bias = {1, 2, 410, 1};
+  setup.d_lse = true;
   add(cases, "tiles, bias summed over keys", setup, {{"causal", "top-left"}});
   setup.bias = {1, 1, 1, 1130};
   add(cases, "tiles, bias summed over queries", setup);
@@ -346,8 +349,11 @@ Case attention_fuzz(std::uint64_t seed) {
       setup.bias.push_back(random.chance(0.5) ? size : 1);
     }
   }
-  // Rows that see one key have d_q = 0 but for d_lse: no yardstick for errors without it.
-  setup.d_lse = causal || window || setup.key < 8 || !setup.cu_k.empty() || random.chance(0.3);
+  // Rows that see one key have d_q = 0 but for d_lse, and so has a d_bias summed over keys: no
+  // measure for errors without it.
+  const bool sum_over_keys = !setup.bias.empty() && setup.bias[3] == 1;
+  setup.d_lse = causal || window || setup.key < 8 || !setup.cu_k.empty() || sum_over_keys ||
+                random.chance(0.3);
   return make_case(fmt::format("fuzz {}", seed), setup, options);
 }
 
