@@ -188,6 +188,10 @@ Body make_checked(const AttentionProblem& problem, const Device& device, Pass pa
 }
 
 constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
+    {{"cpu_amx_bf16", DeviceKind::cpu, CpuIsa::amx_bf16,
+      kAllFeatures & ~features(Feature::f64, Feature::f32, Feature::f16), 20},
+     make_checked<make_cpu_amx_bf16>},
+    {{"cpu", DeviceKind::cpu, CpuIsa::any, kAllFeatures, 10}, make_checked<make_cpu>},
     {{"reference", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_reference>},
     {{"textbook", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_textbook>},
 };
