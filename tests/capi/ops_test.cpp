@@ -416,13 +416,14 @@ TEST(CBlockMatmul, equals_cpp_in_every_mode) {
   const CLayout layout(layout_made);
   Random random(4);
   const HostTensor dense = normal_tensor(DType::f32, {1, 1, 32, 32}, random);
+  const HostTensor dense_b = normal_tensor(DType::f32, {1, 1, 32, 32}, random);
   const HostTensor sparse = normal_tensor(DType::f32, {1, 3, 16, 16}, random);
 
   std::vector<HostTensor> results;
   for (const int mode : {PULLBACK_SDD, PULLBACK_DSD, PULLBACK_DDS}) {
     for (unsigned transposes = 0; transposes < 8; ++transposes) {
       const HostTensor& a = mode == PULLBACK_DSD ? sparse : dense;
-      const HostTensor& b = mode == PULLBACK_DDS ? sparse : dense;
+      const HostTensor& b = mode == PULLBACK_DDS ? sparse : dense_b;
       const HostTensor& d_c = mode == PULLBACK_SDD ? sparse : dense;
       BlockMatmulProblem problem;
       problem.mode = static_cast<BlockMatmulMode>(mode);

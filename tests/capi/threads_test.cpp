@@ -87,7 +87,7 @@ TEST(Threads, keep_their_own_messages) {
 
 TEST(Threads, may_replace_the_log_callback_meanwhile) {
   on_threads([&](int thread) {
-    const auto ignore = [](std::int32_t, const char*, void*) {};
+    const pullback_log_callback ignore = [](std::int32_t, const char*, void*) {};
     for (int i = 0; i < kRuns; ++i) {
       pullback_set_log_callback(thread % 2 ? ignore : nullptr, nullptr);
       (void)sparsemax_plan(logits(1), 1);
