@@ -36,23 +36,27 @@ namespace hn = hwy::HWY_NAMESPACE;
 template <class T>
 using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Loads Lanes(d) elements of any storage type as Real.
-template <class D>
-HWY_INLINE hn::Vec<D> Load(D d, const hn::TFromD<D>* from) {
-  return hn::LoadU(d, from);
-}
-template <class D>
-HWY_INLINE hn::Vec<D> Load(D d, const bfloat16* from) {
-  const hn::Rebind<std::uint16_t, D> d16;
-  const hn::Rebind<std::uint32_t, D> d32;
-  const auto bits = hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(from));
-  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
-}
-template <class D>
-HWY_INLINE hn::Vec<D> Load(D d, const float16* from) {
-  const hn::Rebind<hwy::float16_t, D> d16;
-  return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
-}
+// Load(d, from) loads Lanes(d) elements of any storage type as Real, from any address. An object
+// and not a function: an unqualified call would else find Highway's Load, which needs alignment.
+struct LoadFunction {
+  template <class D>
+  HWY_INLINE hn::Vec<D> operator()(D d, const hn::TFromD<D>* from) const {
+    return hn::LoadU(d, from);
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> operator()(D d, const bfloat16* from) const {
+    const hn::Rebind<std::uint16_t, D> d16;
+    const hn::Rebind<std::uint32_t, D> d32;
+    const auto bits = hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(from));
+    return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> operator()(D d, const float16* from) const {
+    const hn::Rebind<hwy::float16_t, D> d16;
+    return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
+  }
+};
+inline constexpr LoadFunction Load{};
 
 template <class D>
 HWY_INLINE void Store(D d, hn::Vec<D> value, hn::TFromD<D>* to) {

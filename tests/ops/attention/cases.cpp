@@ -2,89 +2,18 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <functional>
 #include <limits>
 #include <utility>
 
-#include "driver/case.hpp"
+#include "ops/attention/case_setup.hpp"
 
 namespace pullback::driver {
 namespace {
 
+using namespace attention_setup;
+
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-// A problem in words; what is not said is small and plain. Varlen when cu_q is not empty: batch is
-// then ignored, and query and key are the totals.
-struct Setup {
-  std::int64_t batch = 2, query = 33, key = 65, heads = 2, kv_heads = 2;
-  std::int64_t head_dim = 16, value_dim = 16;
-  std::vector<std::int64_t> bias = {};
-  std::vector<std::int64_t> cu_q = {}, cu_k = {};
-  DType index_dtype = DType::i64;
-  bool d_lse = false;
-  double sigma = 1;       // of q and k
-  bool integers = false;  // instead of normal numbers
-  bool relayout = false;  // inputs in random layouts
-  bool finite_differences = true;
-  std::vector<DType> dtypes = {DType::f64, DType::f32, DType::bf16, DType::f16};
-  // Changes inputs that were made as above.
-  std::function<void(TensorMap& inputs, const Setup& setup, Random& random)> change = {};
-};
-
-HostTensor index_tensor(DType dtype, const std::vector<std::int64_t>& values) {
-  HostTensor tensor(TensorSpec::contiguous(dtype, {static_cast<std::int64_t>(values.size())}));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    tensor.set(static_cast<std::int64_t>(i), static_cast<double>(values[i]));
-  }
-  return tensor;
-}
-
-TensorMap inputs_of(const Setup& s, DType dtype, Random& random) {
-  const bool varlen = !s.cu_q.empty();
-  const auto values = [&](DType type, std::vector<std::int64_t> shape, double sigma) {
-    if (varlen && shape.size() == 4) shape.erase(shape.begin());
-    HostTensor tensor(TensorSpec::contiguous(type, shape));
-    for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-      tensor.set(i,
-                 s.integers ? static_cast<double>(random.integer(-2, 2)) : sigma * random.normal());
-    }
-    return tensor;
-  };
-  TensorMap inputs;
-  inputs["q"] = values(dtype, {s.batch, s.query, s.heads, s.head_dim}, s.sigma);
-  inputs["k"] = values(dtype, {s.batch, s.key, s.kv_heads, s.head_dim}, s.sigma);
-  inputs["v"] = values(dtype, {s.batch, s.key, s.kv_heads, s.value_dim}, 1);
-  inputs["d_out"] = values(dtype, {s.batch, s.query, s.heads, s.value_dim}, 1);
-  if (!s.bias.empty()) inputs["bias"] = values(dtype, s.bias, 1);
-  if (s.d_lse) {
-    std::vector<std::int64_t> shape = {s.batch, s.heads, s.query};
-    if (varlen) shape.erase(shape.begin());
-    inputs["d_lse"] = values(accumulation_dtype(dtype), shape, 1);
-  }
-  if (varlen) {
-    inputs["cu_seqlens_q"] = index_tensor(s.index_dtype, s.cu_q);
-    inputs["cu_seqlens_k"] = index_tensor(s.index_dtype, s.cu_k);
-  }
-  if (s.change) s.change(inputs, s, random);
-  if (s.relayout) {
-    for (auto& [name, tensor] : inputs)
-      tensor = relaid(tensor, random_layout(tensor.spec(), random));
-  }
-  return inputs;
-}
-
-Case make_case(std::string name, const Setup& setup, OptionMap options = {}) {
-  Case result;
-  result.op = "attention";
-  result.name = std::move(name);
-  result.options = std::move(options);
-  result.exact = setup.integers;
-  result.dtypes = setup.dtypes;
-  result.finite_differences = setup.finite_differences;
-  result.inputs = [setup](DType dtype, Random& random) { return inputs_of(setup, dtype, random); };
-  return result;
-}
 
 // Views q, k, v of one [B,S,3,H,D] tensor.
 void pack_qkv(TensorMap& inputs, const Setup& s, Random& random) {
@@ -133,27 +62,23 @@ void add_sizes(std::vector<Case>& cases) {
   const std::pair<std::int64_t, std::int64_t> lengths[] = {
       {1, 64}, {31, 32}, {32, 33}, {33, 31}, {63, 65}, {64, 64}, {65, 63}, {100, 7}, {130, 257}};
   for (const auto& [query, key] : lengths) {
-    cases.push_back(
-        make_case(fmt::format("Sq {} Sk {}", query, key), {.query = query, .key = key}));
+    add(cases, fmt::format("Sq {} Sk {}", query, key), {.query = query, .key = key});
   }
-  cases.push_back(make_case("Sq 0", {.query = 0, .d_lse = true}));
-  cases.push_back(make_case("Sk 0", {.key = 0, .d_lse = true}));
-  cases.push_back(make_case("B 0", {.batch = 0}));
-  cases.push_back(make_case("H 0", {.heads = 0, .kv_heads = 0}));
-  cases.push_back(
-      make_case("all sizes 0", {.batch = 0, .query = 0, .key = 0, .heads = 0, .kv_heads = 0}));
+  add(cases, "Sq 0", {.query = 0, .d_lse = true});
+  add(cases, "Sk 0", {.key = 0, .d_lse = true});
+  add(cases, "B 0", {.batch = 0});
+  add(cases, "H 0", {.heads = 0, .kv_heads = 0});
+  add(cases, "all sizes 0", {.batch = 0, .query = 0, .key = 0, .heads = 0, .kv_heads = 0});
   const std::pair<std::int64_t, std::int64_t> head_dims[] = {
       {1, 1},     {7, 7},   {8, 8},   {17, 31},   {64, 64},   {80, 80},
       {128, 128}, {16, 40}, {40, 16}, {192, 128}, {256, 256}, {1, 256}};
   for (const auto& [head_dim, value_dim] : head_dims) {
-    cases.push_back(make_case(fmt::format("D {} Dv {}", head_dim, value_dim),
-                              {.batch = 1, .head_dim = head_dim, .value_dim = value_dim}));
+    add(cases, fmt::format("D {} Dv {}", head_dim, value_dim),
+        {.batch = 1, .head_dim = head_dim, .value_dim = value_dim});
   }
-  cases.push_back(make_case("one head, long",
-                            {.batch = 1, .query = 300, .key = 517, .heads = 1, .kv_heads = 1}));
-  cases.push_back(make_case("GQA 6 heads over 2", {.heads = 6}));
-  cases.push_back(
-      make_case("MQA 4 heads over 1", {.heads = 4, .kv_heads = 1}, {{"causal", "top-left"}}));
+  add(cases, "one head, long", {.batch = 1, .query = 300, .key = 517, .heads = 1, .kv_heads = 1});
+  add(cases, "GQA 6 heads over 2", {.heads = 6});
+  add(cases, "MQA 4 heads over 1", {.heads = 4, .kv_heads = 1}, {{"causal", "top-left"}});
 }
 
 void add_masks(std::vector<Case>& cases) {
@@ -162,36 +87,35 @@ void add_masks(std::vector<Case>& cases) {
     const Setup setup{.query = query, .key = key};
     const std::string sizes = fmt::format("Sq {} Sk {}", query, key);
     for (const char* corner : {"top-left", "bottom-right"}) {
-      cases.push_back(
-          make_case(fmt::format("causal {} {}", corner, sizes), setup, {{"causal", corner}}));
+      add(cases, fmt::format("causal {} {}", corner, sizes), setup, {{"causal", corner}});
       for (const char* window : {"5,7", "9,-1", "-1,3", "1000,2"}) {
-        cases.push_back(make_case(fmt::format("window {} {} {}", window, corner, sizes), setup,
-                                  {{"window", window}, {"corner", corner}}));
+        add(cases, fmt::format("window {} {} {}", window, corner, sizes), setup,
+            {{"window", window}, {"corner", corner}});
       }
-      cases.push_back(make_case(fmt::format("causal window 12 {} {}", corner, sizes), setup,
-                                {{"causal", corner}, {"window", "12,-1"}}));
+      add(cases, fmt::format("causal window 12 {} {}", corner, sizes), setup,
+          {{"causal", corner}, {"window", "12,-1"}});
     }
   }
   // A window of one key: probabilities are 1, so small integers have exact results. d_lse makes
   // gradients of q and k other than 0.
   const Setup exact{.query = 40, .key = 44, .heads = 4, .d_lse = true, .integers = true};
-  cases.push_back(make_case("exact window 0,0", exact, {{"window", "0,0"}, {"scale", "0.5"}}));
-  cases.push_back(make_case("exact window 0,0 bottom-right", exact,
-                            {{"window", "0,0"}, {"corner", "bottom-right"}, {"scale", "1"}}));
-  cases.push_back(
-      make_case("exact Sk 1", {.key = 1, .d_lse = true, .integers = true}, {{"scale", "0.25"}}));
-  cases.push_back(make_case("exact sizes 1", {.batch = 1,
-                                              .query = 1,
-                                              .key = 1,
-                                              .heads = 1,
-                                              .kv_heads = 1,
-                                              .head_dim = 1,
-                                              .value_dim = 1,
-                                              .d_lse = true,
-                                              .integers = true}));
+  add(cases, "exact window 0,0", exact, {{"window", "0,0"}, {"scale", "0.5"}});
+  add(cases, "exact window 0,0 bottom-right", exact,
+      {{"window", "0,0"}, {"corner", "bottom-right"}, {"scale", "1"}});
+  add(cases, "exact Sk 1", {.key = 1, .d_lse = true, .integers = true}, {{"scale", "0.25"}});
+  add(cases, "exact sizes 1",
+      {.batch = 1,
+       .query = 1,
+       .key = 1,
+       .heads = 1,
+       .kv_heads = 1,
+       .head_dim = 1,
+       .value_dim = 1,
+       .d_lse = true,
+       .integers = true});
   // Queries past the keys by more than the window: no row of the second half sees any.
-  cases.push_back(make_case("rows past the window", {.query = 40, .key = 18, .d_lse = true},
-                            {{"causal", "top-left"}, {"window", "2,0"}}));
+  add(cases, "rows past the window", {.query = 40, .key = 18, .d_lse = true},
+      {{"causal", "top-left"}, {"window", "2,0"}});
 }
 
 void add_biases(std::vector<Case>& cases) {
@@ -199,128 +123,158 @@ void add_biases(std::vector<Case>& cases) {
     const Setup sizes{.batch = 3, .query = 33, .key = 40, .heads = 4};
     const std::int64_t whole[] = {sizes.batch, sizes.heads, sizes.query, sizes.key};
     Setup setup = sizes;
+    // Without d_lse the sum of ds over all keys is 0: no measure for errors.
+    setup.d_lse = (full & 8) == 0;
     for (int dim = 0; dim < 4; ++dim) setup.bias.push_back(full >> dim & 1 ? whole[dim] : 1);
-    cases.push_back(make_case(fmt::format("bias [{}]", fmt::join(setup.bias, ",")), setup));
+    add(cases, fmt::format("bias [{}]", fmt::join(setup.bias, ",")), setup);
   }
   Setup setup{.query = 40, .key = 50, .bias = {1, 2, 40, 50}};
-  cases.push_back(make_case("bias and causal bottom-right", setup, {{"causal", "bottom-right"}}));
-  cases.push_back(make_case("bias and window", setup, {{"window", "3,4"}}));
+  add(cases, "bias and causal bottom-right", setup, {{"causal", "bottom-right"}});
+  add(cases, "bias and window", setup, {{"window", "3,4"}});
   setup.change = [](TensorMap& inputs, const Setup&, Random& random) {
     const HostTensor& bias = inputs["bias"];
     for (std::int64_t i = 0; i < bias.numel(); ++i) {
       if (random.chance(0.4)) bias.set(i, -kInf);
     }
   };
-  cases.push_back(make_case("bias with -inf at random", setup));
+  add(cases, "bias with -inf at random", setup);
   setup.change = [](TensorMap& inputs, const Setup& s, Random&) {
     for (std::int64_t j = 0; j < 3 * s.key; ++j) inputs["bias"].set(j, -kInf);
   };
   setup.d_lse = true;
-  cases.push_back(make_case("bias masks whole rows", setup, {{"causal", "top-left"}}));
+  add(cases, "bias masks whole rows", setup, {{"causal", "top-left"}});
   setup = {.key = 70, .bias = {2, 1, 1, 70}};
   setup.change = [](TensorMap& inputs, const Setup&, Random&) {
     mask_by_bias(inputs, 13);
     poison_keys(inputs, 13);
   };
-  cases.push_back(make_case("NaN in keys that the bias masks", setup));
+  add(cases, "NaN in keys that the bias masks", setup);
   setup = {.query = 40, .key = 70};
   setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 30); };
-  cases.push_back(make_case("NaN in keys that causal masks", setup, {{"causal", "top-left"}}));
+  add(cases, "NaN in keys that causal masks", setup, {{"causal", "top-left"}});
   setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 1); };
   setup.query = 70;
   setup.finite_differences = false;
-  cases.push_back(make_case("NaN that only the last query sees", setup, {{"causal", "top-left"}}));
+  add(cases, "NaN that only the last query sees", setup, {{"causal", "top-left"}});
 }
 
 void add_scores(std::vector<Case>& cases) {
-  cases.push_back(make_case("scale 0.7", {}, {{"scale", "0.7"}}));
-  cases.push_back(make_case("scale -0.3", {}, {{"scale", "-0.3"}}));
-  cases.push_back(make_case("scale 0", {}, {{"scale", "0"}}));
-  cases.push_back(make_case("softcap 1.5", {.sigma = 2}, {{"softcap", "1.5"}}));
-  cases.push_back(make_case("softcap 30 causal bias", {.bias = {1, 2, 33, 65}, .sigma = 3},
-                            {{"softcap", "30"}, {"causal", "bottom-right"}}));
+  add(cases, "scale 0.7", {}, {{"scale", "0.7"}});
+  add(cases, "scale -0.3", {}, {{"scale", "-0.3"}});
+  add(cases, "scale 0", {}, {{"scale", "0"}});
+  add(cases, "softcap 1.5", {.sigma = 2}, {{"softcap", "1.5"}});
+  add(cases, "softcap 30 causal bias", {.bias = {1, 2, 33, 65}, .sigma = 3},
+      {{"softcap", "30"}, {"causal", "bottom-right"}});
   const Setup large{.sigma = 30, .finite_differences = false, .dtypes = {DType::f64, DType::f32}};
-  cases.push_back(make_case("large logits", large));
-  cases.push_back(make_case("large logits, softcap", large, {{"softcap", "20"}}));
-  cases.push_back(make_case("d_lse", {.d_lse = true}));
-  cases.push_back(make_case("d_lse causal, Sq above Sk", {.query = 65, .key = 33, .d_lse = true},
-                            {{"causal", "bottom-right"}}));
+  add(cases, "large logits", large);
+  add(cases, "large logits, softcap", large, {{"softcap", "20"}});
+  add(cases, "d_lse", {.d_lse = true});
+  add(cases, "d_lse causal, Sq above Sk", {.query = 65, .key = 33, .d_lse = true},
+      {{"causal", "bottom-right"}});
   for (const char* p : {"0.1", "0.5", "0.9"}) {
-    cases.push_back(make_case(fmt::format("dropout {}", p), {.query = 65, .key = 70},
-                              {{"dropout", p}, {"seed", "1234567890123"}}));
+    add(cases, fmt::format("dropout {}", p), {.query = 65, .key = 70},
+        {{"dropout", p}, {"seed", "1234567890123"}});
   }
-  cases.push_back(make_case("dropout below one step", {}, {{"dropout", "0.000001"}}));
-  cases.push_back(make_case("dropout GQA causal", {.heads = 4},
-                            {{"dropout", "0.2"}, {"causal", "bottom-right"}, {"seed", "-7"}}));
-  cases.push_back(make_case("everything at once",
-                            {.query = 70,
-                             .key = 45,
-                             .heads = 4,
-                             .head_dim = 24,
-                             .value_dim = 13,
-                             .bias = {1, 4, 70, 45},
-                             .d_lse = true},
-                            {{"dropout", "0.25"},
-                             {"seed", "3"},
-                             {"softcap", "4"},
-                             {"scale", "0.3"},
-                             {"window", "20,6"},
-                             {"corner", "bottom-right"}}));
+  add(cases, "dropout below one step", {}, {{"dropout", "0.000001"}});
+  add(cases, "dropout GQA causal", {.heads = 4},
+      {{"dropout", "0.2"}, {"causal", "bottom-right"}, {"seed", "-7"}});
+  add(cases, "everything at once",
+      {.query = 70,
+       .key = 45,
+       .heads = 4,
+       .head_dim = 24,
+       .value_dim = 13,
+       .bias = {1, 4, 70, 45},
+       .d_lse = true},
+      {{"dropout", "0.25"},
+       {"seed", "3"},
+       {"softcap", "4"},
+       {"scale", "0.3"},
+       {"window", "20,6"},
+       {"corner", "bottom-right"}});
 }
 
 void add_layouts(std::vector<Case>& cases) {
-  cases.push_back(make_case("d_out with strides 0", {.change = expand_d_out}));
-  cases.push_back(make_case("d_out with strides 0, causal", {.change = expand_d_out},
-                            {{"causal", "bottom-right"}}));
+  add(cases, "d_out with strides 0", {.change = expand_d_out});
+  add(cases, "d_out with strides 0, causal", {.change = expand_d_out},
+      {{"causal", "bottom-right"}});
   Setup packed{.query = 65, .key = 65, .change = pack_qkv};
-  cases.push_back(make_case("packed QKV", packed, {{"causal", "top-left"}}));
+  add(cases, "packed QKV", packed, {{"causal", "top-left"}});
   packed.head_dim = packed.value_dim = 20;
-  cases.push_back(make_case("packed QKV, D 20", packed));
+  add(cases, "packed QKV, D 20", packed);
   const Setup expanded_kv{.change = [](TensorMap& inputs, const Setup& s, Random& random) {
     const DType dtype = inputs["q"].spec().dtype;
     const auto one = normal_tensor(dtype, {1, s.key, 1, s.head_dim}, random);
     inputs["k"] = broadcast(one, {s.batch, s.key, s.kv_heads, s.head_dim});
   }};
-  cases.push_back(make_case("k expanded over batch and heads", expanded_kv));
+  add(cases, "k expanded over batch and heads", expanded_kv);
   const Setup expanded_bias{.change = [](TensorMap& inputs, const Setup& s, Random& random) {
     const auto one = normal_tensor(inputs["q"].spec().dtype, {1, 1, 1, s.key}, random);
     inputs["bias"] = broadcast(one, {s.batch, s.heads, s.query, s.key});
   }};
-  cases.push_back(make_case("bias expanded to its full shape", expanded_bias));
+  add(cases, "bias expanded to its full shape", expanded_bias);
 }
 
 void add_varlen(std::vector<Case>& cases) {
   const Setup plain{.query = 96, .key = 110, .cu_q = {0, 40, 41, 96}, .cu_k = {0, 33, 50, 110}};
-  cases.push_back(make_case("varlen", plain));
+  add(cases, "varlen", plain);
   for (const char* corner : {"top-left", "bottom-right"}) {
-    cases.push_back(
-        make_case(fmt::format("varlen causal {}", corner), plain, {{"causal", corner}}));
+    add(cases, fmt::format("varlen causal {}", corner), plain, {{"causal", corner}});
   }
   Setup setup = plain;
   setup.index_dtype = DType::i32;
-  cases.push_back(make_case("varlen window, int32", setup,
-                            {{"window", "7,2"},
-                             {"corner", "bottom-right"},
-                             {"max-seqlen-q", "64"},
-                             {"max-seqlen-k", "61"}}));
+  add(cases, "varlen window, int32", setup,
+      {{"window", "7,2"},
+       {"corner", "bottom-right"},
+       {"max-seqlen-q", "64"},
+       {"max-seqlen-k", "61"}});
   setup = {.query = 90,
            .key = 80,
            .heads = 4,
            .cu_q = {0, 0, 33, 33, 70, 80},
            .cu_k = {0, 20, 20, 40, 71, 71},
            .d_lse = true};
-  cases.push_back(make_case("varlen with empty sequences and rows outside", setup,
-                            {{"causal", "bottom-right"}}));
+  add(cases, "varlen with empty sequences and rows outside", setup, {{"causal", "bottom-right"}});
   setup.cu_q = {5, 9, 60};
   setup.cu_k = {7, 40, 64};
-  cases.push_back(
-      make_case("varlen that begins later", setup, {{"dropout", "0.3"}, {"seed", "11"}}));
+  add(cases, "varlen that begins later", setup, {{"dropout", "0.3"}, {"seed", "11"}});
   setup.value_dim = 9;
-  cases.push_back(make_case("varlen with softcap, Dv 9", setup, {{"softcap", "2"}}));
+  add(cases, "varlen with softcap, Dv 9", setup, {{"softcap", "2"}});
   setup.cu_q = setup.cu_k = {0};
-  cases.push_back(make_case("varlen without sequences", setup));
-  cases.push_back(make_case("varlen without rows",
-                            {.query = 0, .key = 0, .cu_q = {0, 0, 0}, .cu_k = {0, 0, 0}}));
+  add(cases, "varlen without sequences", setup);
+  add(cases, "varlen without rows", {.query = 0, .key = 0, .cu_q = {0, 0, 0}, .cu_k = {0, 0, 0}});
+}
+
+// Sizes of several tiles in every direction, where features meet the seams between tiles.
+void add_tiles(std::vector<Case>& cases) {
+  const Setup wide{.batch = 1,
+                   .query = 410,
+                   .key = 1130,
+                   .heads = 2,
+                   .kv_heads = 1,
+                   .head_dim = 8,
+                   .value_dim = 8,
+                   .finite_differences = false};
+  add(cases, "tiles, GQA", wide);
+  add(cases, "tiles, causal, dropout", wide, {{"causal", "bottom-right"}, {"dropout", "0.2"}});
+  add(cases, "tiles, window, softcap", wide,
+      {{"window", "200,150"}, {"corner", "bottom-right"}, {"softcap", "3"}});
+  Setup setup = wide;
+  setup.bias = {1, 2, 410, 1};
+  setup.d_lse = true;
+  add(cases, "tiles, bias summed over keys", setup, {{"causal", "top-left"}});
+  setup.bias = {1, 1, 1, 1130};
+  add(cases, "tiles, bias summed over queries", setup);
+  setup.bias = {1, 2, 410, 1130};
+  add(cases, "tiles, whole bias", setup, {{"window", "300,-1"}});
+  setup = wide;
+  setup.cu_q = {0, 7, 300, 300, 410};
+  setup.cu_k = {0, 600, 601, 900, 1130};
+  add(cases, "tiles, varlen", setup, {{"causal", "bottom-right"}});
+  setup = wide;
+  setup.query = 1130;
+  setup.key = 410;
+  add(cases, "tiles, more queries than keys", setup, {{"causal", "bottom-right"}});
 }
 
 }  // namespace
@@ -333,6 +287,7 @@ std::vector<Case> attention_cases() {
   add_scores(cases);
   add_layouts(cases);
   add_varlen(cases);
+  add_tiles(cases);
   return cases;
 }
 
@@ -394,8 +349,11 @@ Case attention_fuzz(std::uint64_t seed) {
       setup.bias.push_back(random.chance(0.5) ? size : 1);
     }
   }
-  // Rows that see one key have d_q = 0 but for d_lse: no yardstick for errors without it.
-  setup.d_lse = causal || window || setup.key < 8 || !setup.cu_k.empty() || random.chance(0.3);
+  // Rows that see one key have d_q = 0 but for d_lse, and so has a d_bias summed over keys: no
+  // measure for errors without it.
+  const bool sum_over_keys = !setup.bias.empty() && setup.bias[3] == 1;
+  setup.d_lse = causal || window || setup.key < 8 || !setup.cu_k.empty() || sum_over_keys ||
+                random.chance(0.3);
   return make_case(fmt::format("fuzz {}", seed), setup, options);
 }
 
