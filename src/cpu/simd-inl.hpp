@@ -28,6 +28,10 @@
 
 #include "core/element.hpp"
 
+// Before AVX2, Highway converts f16 in software, which reads infinities and NaN as numbers.
+#undef PULLBACK_EMULATED_F16
+#define PULLBACK_EMULATED_F16 (HWY_TARGET == HWY_SCALAR || (HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2))
+
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
@@ -52,8 +56,14 @@ struct LoadFunction {
   }
   template <class D>
   HWY_INLINE hn::Vec<D> operator()(D d, const float16* from) const {
+#if PULLBACK_EMULATED_F16
+    HWY_ALIGN float values[hn::MaxLanes(d)];
+    for (std::size_t i = 0; i < hn::Lanes(d); ++i) values[i] = static_cast<float>(from[i]);
+    return hn::Load(d, values);
+#else
     const hn::Rebind<hwy::float16_t, D> d16;
     return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
+#endif
   }
 };
 inline constexpr LoadFunction Load{};
@@ -80,9 +90,15 @@ HWY_INLINE void Store(D, hn::Vec<D> value, bfloat16* to) {
              reinterpret_cast<std::uint16_t*>(to));
 }
 template <class D>
-HWY_INLINE void Store(D, hn::Vec<D> value, float16* to) {
+HWY_INLINE void Store([[maybe_unused]] D d, hn::Vec<D> value, float16* to) {
+#if PULLBACK_EMULATED_F16
+  HWY_ALIGN float values[hn::MaxLanes(d)];
+  hn::Store(value, d, values);
+  for (std::size_t i = 0; i < hn::Lanes(d); ++i) to[i] = float16(values[i]);
+#else
   const hn::Rebind<hwy::float16_t, D> d16;
   hn::StoreU(hn::DemoteTo(d16, value), d16, reinterpret_cast<hwy::float16_t*>(to));
+#endif
 }
 
 // The first `count` <= Lanes(d) elements; the others read as `fill`. Touches no memory past them.

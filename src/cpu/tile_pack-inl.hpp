@@ -45,7 +45,7 @@ HWY_INLINE bool ReadRow(const T* from, std::ptrdiff_t stride, std::ptrdiff_t cou
   std::ptrdiff_t i = 0;
   if (stride == 1) {
     for (; i + lanes <= count; i += lanes) {
-      const auto value = pullback::HWY_NAMESPACE::Load(d, from + i);  // not hn::Load
+      const auto value = Load(d, from + i);
       hn::StoreU(value, d, to + i);
       zeros = hn::MulAdd(value, hn::Zero(d), zeros);
     }

@@ -261,46 +261,58 @@ class BackwardTask {
 
 // Rows of the passes before and after: cut into blocks of this many.
 constexpr std::int64_t kRowBlock = 128;
+constexpr std::int64_t kMaxWidth = 256;  // the largest head dim
 
-// delta = rowsum(out · d_out) - d_lse of every row of q, those outside the sequences too.
+// Rounded as the products of the engines are.
+template <class Real>
+HWY_INLINE Real MultiplyAdd(Real a, Real b, Real c) {
+  const hn::CappedTag<Real, 1> d;
+  return hn::GetLane(hn::MulAdd(hn::Set(d, a), hn::Set(d, b), hn::Set(d, c)));
+}
+
+// delta = rowsum(out · d_out) - d_lse of every row of q, those outside the sequences too. The sum
+// runs over d in the order of the product d_out · v: where a query sees one key, so that out = v,
+// the two cancel exactly.
 template <class Real>
 void ComputeDelta(const CpuRun& run) {
   const AttentionProblem& problem = run.layout.problem;
   const AttentionSizes& sizes = run.layout.sizes;
   const std::int64_t items = sizes.varlen ? 1 : sizes.batch;
   const std::int64_t blocks = blocks_of(sizes.total_query, kRowBlock);
+  const RowStrides d_lse = lse_strides(problem.d_lse);
   run.threads.parallel_for(items * sizes.heads * blocks, [&](std::int64_t task, int) {
     const std::int64_t first = task % blocks * kRowBlock, h = task / blocks % sizes.heads;
     const std::int64_t item = task / blocks / sizes.heads;
     const std::int64_t rows = std::min(kRowBlock, sizes.total_query - first);
     const TileSource out = tile_source(problem.out, run.tensors.out, item, first, h, rows);
     const TileSource d_out = tile_source(problem.d_out, run.tensors.d_out, item, first, h, rows);
-    const RowStrides d_lse = lse_strides(problem.d_lse);
     Real* const to =
         static_cast<Real*>(run.delta) + h * run.query_rows() + item * sizes.total_query + first;
-    constexpr std::int64_t kMaxWidth = 256;
-    HWY_ALIGN Real a[kMaxWidth], b[kMaxWidth];
+    // Sums of several rows at a time: one alone would wait for its own additions.
+    constexpr std::int64_t kRows = 8;
+    HWY_ALIGN Real a[kRows][kMaxWidth], b[kRows][kMaxWidth];
     pb::ForStorage<Real>(out.dtype, [&]<class T>() {
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const auto read = [&](const TileSource& source, Real* row) {
-          pb::ReadRow(static_cast<const T*>(source.data) + source.offset + r * source.row,
-                      static_cast<std::ptrdiff_t>(source.element), source.columns, row);
-        };
-        read(out, a);
-        read(d_out, b);
-        const pb::TileVector<Real> d;
-        auto sum = hn::Zero(d);
-        for (std::ptrdiff_t j = 0; j < out.columns;
-             j += static_cast<std::ptrdiff_t>(hn::Lanes(d))) {
-          sum = hn::MulAdd(hn::LoadU(d, a + j), hn::LoadU(d, b + j), sum);
+      const auto read = [](const TileSource& source, std::int64_t r, Real* row) {
+        pb::ReadRow(static_cast<const T*>(source.data) + source.offset + r * source.row,
+                    static_cast<std::ptrdiff_t>(source.element), source.columns, row);
+      };
+      for (std::int64_t block = 0; block < rows; block += kRows) {
+        const std::int64_t count = std::min(kRows, rows - block);
+        for (std::int64_t r = 0; r < count; ++r) {
+          read(out, block + r, a[r]);
+          read(d_out, block + r, b[r]);
         }
-        to[r] = hn::GetLane(hn::SumOfLanes(d, sum));
-        if (run.tensors.d_lse) {
-          to[r] -= static_cast<const Real*>(
-              run.tensors.d_lse)[item * d_lse.batch + h * d_lse.head + (first + r) * d_lse.row];
+        Real sum[kRows] = {};
+        for (std::ptrdiff_t j = 0; j < out.columns; ++j) {
+          for (std::int64_t r = 0; r < kRows; ++r) sum[r] = MultiplyAdd(b[r][j], a[r][j], sum[r]);
         }
+        for (std::int64_t r = 0; r < count; ++r) to[block + r] = sum[r];
       }
     });
+    if (run.tensors.d_lse == nullptr) return;
+    const Real* const from = static_cast<const Real*>(run.tensors.d_lse) + item * d_lse.batch +
+                             h * d_lse.head + first * d_lse.row;
+    for (std::int64_t r = 0; r < rows; ++r) to[r] -= from[r * d_lse.row];
   });
 }
 
@@ -318,7 +330,6 @@ void WriteQueryGradient(const CpuRun& run) {
     const std::int64_t first = task % blocks * kRowBlock;
     const std::int64_t last = std::min(first + kRowBlock, sequence.q_length);
     if (first >= last) return;
-    constexpr std::int64_t kMaxWidth = 256;
     HWY_ALIGN Real line[kMaxWidth];
     const TileSource target =
         tile_source(spec, run.tensors.d_q, b, sequence.q_begin + first, h, last - first);

@@ -33,7 +33,6 @@ class ForwardTask {
         bump_(run.scratch + static_cast<std::size_t>(slot) * run.layout.scratch_bytes),
         scratch_(bump_, run.layout),
         engine_(scratch_.engine),
-        width_(pb::RowStride<Real>(static_cast<std::ptrdiff_t>(layout_.sizes.head_dim))),
         value_width_(padded_width(layout_.sizes.value_dim)) {}
 
   void Compute(std::int64_t b, std::int64_t h, std::int64_t block) {
@@ -165,7 +164,7 @@ class ForwardTask {
   Bump bump_;
   ForwardScratch<Real> scratch_;
   Engine engine_;
-  std::ptrdiff_t width_, value_width_;
+  std::ptrdiff_t value_width_;
   std::int64_t b_ = 0, h_ = 0, first_query_ = 0, queries_ = 0;
   Sequence sequence_;
 };
