@@ -173,6 +173,13 @@ bool interleaved(const TensorUse& a, const TensorUse& b) {
 
 }  // namespace
 
+void check_device(std::string_view op, const Device& device) {
+  constexpr int kMaxThreads = 4096;
+  Checker(op).that(device.threads >= 0 && device.threads <= kMaxThreads, "threads",
+                   fmt::format("0 (all that the process may use) to {}", kMaxThreads),
+                   fmt::format("{}", device.threads));
+}
+
 void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t workspace_needed,
                const Workspace& workspace) {
   const Checker check(op);

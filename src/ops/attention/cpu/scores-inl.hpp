@@ -150,11 +150,11 @@ HWY_INLINE Real SoftmaxRow(const ScoreTerms<Real>& terms, const Columns& columns
     auto p = ExpOfScore(d, hn::Sub(s, shift));
     sum = hn::Add(sum, p);
     if constexpr (!kPlain) {
-      p = hn::IfThenElse(hn::Eq(s, hidden), minus_zero, p);
       if (terms.keep) {
         const auto keep = hn::LoadU(d, terms.keep + j);
         p = hn::IfThenElse(hn::Eq(keep, hn::Zero(d)), minus_zero, hn::Mul(p, keep));
       }
+      p = hn::IfThenElse(hn::Eq(s, hidden), minus_zero, p);
     }
     hn::StoreU(p, d, row + j);
   }
