@@ -114,10 +114,6 @@ const OpDriver& driver();
 
 std::unique_ptr<Session> prepare(const Request& request) {
   check_inputs(driver(), request);
-  if (request.backward && !request.inputs.contains("d_y")) {
-    fail(ErrorCode::invalid_argument, kOp, "d_y", "a tensor with the shape of x", "none",
-         "pass the gradient of y");
-  }
   return std::make_unique<EntmaxSession>(request);
 }
 
@@ -143,7 +139,7 @@ const OpDriver& driver() {
       .name = kOp,
       .summary = "sparse softmax family: alpha 1 softmax, 1.5, 2 sparsemax, any alpha >= 1",
       .inputs = {{"x", "of rank 1 to 8", true},
-                 {"d_y", "like x", false},
+                 {"d_y", "like x", true},
                  {"alpha", "one per row, f32 (f64 for f64)", false},
                  {"mask", "like x, u8 or bool, 0 hides", false},
                  {"offsets", "[G+1], ragged rows along the axis", false}},

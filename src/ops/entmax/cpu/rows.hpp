@@ -100,7 +100,9 @@ class Walk {
     }
   }
 
-  void set_tile_rows(std::int64_t rows) { tile_rows_ = std::clamp<std::int64_t>(rows, 1, inner()); }
+  void set_tile_rows(std::int64_t rows) {
+    tile_rows_ = std::max<std::int64_t>(1, std::min(rows, inner()));
+  }
   std::int64_t tile_rows() const { return tile_rows_; }
   std::int64_t tiles() const {
     if (rows_ == 0) return 0;
