@@ -8,16 +8,14 @@
 //   softmax             out (d_out - sum out d_out)
 // Where such a vector is a reduction itself (place, count, product, lse of 16-bit types, sum), the
 // three steps are those of forward.cpp: fold, combine, write. Else the first step writes.
-#include <hwy/cache_control.h>
-
 #include "ops/segment/cpu/plan.hpp"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/segment/cpu/backward.cpp"
 #include <hwy/foreach_target.h>
 
-#include "ops/segment/cpu/extreme-inl.hpp"
-#include "ops/segment/cpu/rows-inl.hpp"
+#include "ops/segment/cpu/column-inl.hpp"
+#include "ops/segment/cpu/map-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -39,7 +37,7 @@ class Backward {
         x_(problem_.x, run.tensors.x),
         out_(problem_.out, run.tensors.out),
         d_out_(problem_.d_out, run.tensors.d_out),
-        d_x_(problem_.d_x, run.tensors.d_x),
+        d_x_(problem_.d_x, run.tensors.d_x, run.segments),
         saved_(saved_of(problem_, run.tensors)) {
     const bool even = problem_.ties == Ties::even;
     switch (problem_.reduce) {
@@ -69,32 +67,25 @@ class Backward {
         folds_ = true;
         break;
     }
-    const auto aligned = [&](std::int64_t elements) {
-      return elements * static_cast<std::int64_t>(sizeof(T)) % kStreamAlign == 0;
-    };
-    streams_ = std::is_same_v<T, R> && d_x_.column_stride == 1 &&
-               problem_.d_x.numel() * static_cast<std::int64_t>(sizeof(T)) >= kStreamBytes &&
-               reinterpret_cast<std::uintptr_t>(d_x_.data) % kStreamAlign == 0 &&
-               aligned(d_x_.row_stride) && aligned(problem_.x.shape[1]);
   }
 
   void All() const {
     run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                       std::byte* scratch) { First(tile, Task(column, columns, scratch)); });
+                       std::byte* scratch) { First(tile, MakeTask(column, columns, scratch)); });
     if (folds_) {
+      run_.for_tiles(
+          [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
+            Combine(tile, MakeTask(column, columns, scratch));
+          });
       run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                         std::byte* scratch) { Combine(tile, Task(column, columns, scratch)); });
-      run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                         std::byte* scratch) { Last(tile, Task(column, columns, scratch)); });
+                         std::byte* scratch) { Last(tile, MakeTask(column, columns, scratch)); });
     }
     ClearRows(0, segments_.first_row());
     ClearRows(segments_.last_row(), segments_.rows);
   }
 
  private:
-  // Beyond this d_x will not stay in cache anyway: stores go past it, and save reading its lines.
-  static constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20;
-  static constexpr std::int64_t kStreamAlign = 64;
+  using Output = typename RowOutput<T>::Tile;
 
   // What a fold makes of a piece, and what the rows are written from:
   //   place      b = place of the chosen row from the piece's first, or -1
@@ -109,7 +100,8 @@ class Backward {
   };
 
   struct Task {
-    Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch)
+    Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch,
+         std::int64_t stage_elements)
         : column(column_), columns(columns_) {
       const std::int64_t width = padded(columns);
       wide = reinterpret_cast<std::int64_t*>(scratch);
@@ -121,15 +113,24 @@ class Backward {
       row = vector + width;
       block = row + width;
       block2 = block + kBlockElements + kColumnAlign;
-      products = block2 + kBlockElements + kColumnAlign;
-      bits = reinterpret_cast<std::uint8_t*>(row);
+      run = block2 + kBlockElements + kColumnAlign;
+      stage = run + kBlockElements + kColumnAlign;
+      products = stage + stage_elements;
+      bits = reinterpret_cast<std::uint8_t*>(vector);
     }
     std::int64_t column, columns;
     State state;
-    R *gradient, *value, *vector, *row, *block, *block2, *products;
+    R *gradient, *value, *vector, *row, *block, *block2, *run, *stage, *products;
     std::uint8_t* bits;
     std::int64_t* wide;
   };
+
+  Task MakeTask(std::int64_t column, std::int64_t columns, std::byte* scratch) const {
+    return Task(column, columns, scratch, run_.layout.stage_elements);
+  }
+  Output MakeOutput(const Task& task) const {
+    return Output(d_x_, task.column, task.columns, task.row, task.stage);
+  }
 
   State Slot(std::int64_t tile, bool head, std::int64_t column) const {
     return {run_.slot<R>(tile, head ? 0 : 1, 0, column),
@@ -143,21 +144,22 @@ class Backward {
   // --- 1: fold ---
 
   void First(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
     run_.walk(
         tile,
         [&](const Piece& piece) {
           if (!folds_) {
-            WriteRows(piece, task.state, task);
+            WriteRows(piece, task.state, task, output);
           } else if (piece.whole) {
             FoldPiece(piece, task.state, task);
             Resolve(task.state, task);
-            WriteRows(piece, task.state, task);
+            WriteRows(piece, task.state, task, output);
           } else {
             FoldPiece(piece, Slot(tile, piece.head, task.column), task);
           }
         },
         [](std::int64_t) {});
-    FinishStreams();
+    output.Flush();
   }
 
   void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
@@ -375,50 +377,65 @@ class Backward {
   // --- 3: write ---
 
   void Last(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
     run_.walk(
         tile,
         [&](const Piece& piece) {
-          if (!piece.whole) WriteRows(piece, Slot(tile, piece.head, task.column), task);
+          if (piece.whole) return;
+          WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
         },
         [](std::int64_t) {});
-    FinishStreams();
+    output.Flush();
   }
 
-  void FinishStreams() const {
-    if (streams_) hwy::FlushStream();
-  }
-
-  void WriteRows(const Piece& piece, const State& state, const Task& task) const {
-    streams_&& task.columns % kColumnAlign == 0 ? WriteRowsAs<true>(piece, state, task)
-                                                : WriteRowsAs<false>(piece, state, task);
+  void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
+    d_x_.streams() ? WriteRowsAs<true>(piece, state, task, output)
+                   : WriteRowsAs<false>(piece, state, task, output);
   }
 
   template <bool kStream>
-  void WriteRowsAs(const Piece& piece, const State& state, const Task& task) const {
+  void WriteRowsAs(const Piece& piece, const State& state, const Task& task, Output& output) const {
     if (rule_ != Rule::softmax) LoadGradient(piece, state, task);
-    const RowWriter<T> writer{d_x_, segments_, task.column, task.columns, task.row};
+    const hn::ScalableTag<R> d;
+    const auto key = [&](std::int64_t r) { return KeyOf(piece, r); };
+    const auto map = [&]<int kInputs>(const MapInputs<T>& inputs, const auto& f) {
+      MapRows<kStream, kInputs>(piece, segments_, task.column, task.columns, inputs, output,
+                                task.run, key, f);
+    };
+    const MapInputs<T> x{{&x_, nullptr}, {task.block, nullptr}};
     switch (rule_) {
       case Rule::spread:
-        Spread<kStream>(piece, task, writer);
+        map.template operator()<0>({}, [&](auto at) { return at.At(task.gradient); });
         break;
       case Rule::place:
         if (saved_ == SegmentSaved::arg) LoadPlaces(piece, state, task);
-        AtPlace<kStream>(piece, state, task, writer);
+        map.template operator()<0>({}, [&](auto at) {
+          const auto chosen = hn::RebindMask(d, hn::Eq(at.At(state.places()), at.Key()));
+          return hn::IfThenElseZero(chosen, at.At(task.gradient));
+        });
         break;
       case Rule::mask:
-        AtBits(piece, task, writer);
+        WriteBits(piece, task, output);
         break;
       case Rule::equal:
-        WhereEqual<kStream>(piece, task, writer);
+        ReadRow(out_, piece.segment, task.column, task.columns, task.value);
+        map.template operator()<1>(x, [&](auto at, auto value) {
+          return hn::IfThenElseZero(Ties(value, at.At(task.value)), at.At(task.gradient));
+        });
         break;
       case Rule::power:
-        Powers<kStream>(piece, state, task, writer);
+        LoadLse(piece, state, task);
+        map.template operator()<1>(x, [&](auto at, auto value) {
+          return hn::Mul(ExpOf(d, hn::Sub(value, at.At(task.value))), at.At(task.gradient));
+        });
         break;
       case Rule::product:
-        Products<kStream>(piece, state, task, writer);
+        WriteProducts(piece, state, task, output);
         break;
       case Rule::softmax:
-        Softmax<kStream>(piece, state, task, writer);
+        map.template operator()<2>(
+            {{&out_, &d_out_}, {task.block, task.block2}},
+            [&](auto at, auto y, auto g) { return hn::Mul(y, hn::Sub(g, at.At(state.a))); });
         break;
     }
   }
@@ -433,18 +450,6 @@ class Backward {
       for (std::int64_t c = 0; c < task.columns; ++c) {
         task.gradient[c] /= static_cast<R>(state.places()[c]);
       }
-    }
-  }
-
-  template <bool kStream>
-  void Spread(const Piece& piece, const Task& task, const RowWriter<T>& writer) const {
-    const hn::ScalableTag<R> d;
-    for (std::int64_t r = piece.begin; r < piece.end; ++r) {
-      R* HWY_RESTRICT to = writer.Row(r);
-      ForColumns<R, kStream>(task.columns, [&](auto lanes, std::int64_t c) {
-        lanes.Write(d, hn::LoadU(d, task.gradient + c), to + c);
-      });
-      writer.Done(r);
     }
   }
 
@@ -482,23 +487,6 @@ class Backward {
     }
   }
 
-  template <bool kStream>
-  void AtPlace(const Piece& piece, const State& state, const Task& task,
-               const RowWriter<T>& writer) const {
-    const hn::ScalableTag<R> d;
-    const hn::RebindToSigned<decltype(d)> di;
-    const I* HWY_RESTRICT places = state.places();
-    for (std::int64_t r = piece.begin; r < piece.end; ++r) {
-      const auto key = hn::Set(di, KeyOf(piece, r));
-      R* HWY_RESTRICT to = writer.Row(r);
-      ForColumns<R, kStream>(task.columns, [&](auto lanes, std::int64_t c) {
-        const auto chosen = hn::RebindMask(d, hn::Eq(hn::LoadU(di, places + c), key));
-        lanes.Write(d, hn::IfThenElseZero(chosen, hn::LoadU(d, task.gradient + c)), to + c);
-      });
-      writer.Done(r);
-    }
-  }
-
   // The mask bits of row r, one byte each, to task.bits.
   void ReadBits(std::int64_t r, const Task& task) const {
     const Matrix<const std::uint8_t> mask(problem_.arg_mask, run_.tensors.arg_mask);
@@ -511,67 +499,33 @@ class Backward {
     }
   }
 
-  void AtBits(const Piece& piece, const Task& task, const RowWriter<T>& writer) const {
+  void WriteBits(const Piece& piece, const Task& task, Output& output) const {
+    output.Open(piece);
     for (std::int64_t r = piece.begin; r < piece.end; ++r) {
       ReadBits(r, task);
-      R* to = task.vector;
+      R* to = output.Row(r);
       for (std::int64_t c = 0; c < task.columns; ++c) {
         to[c] = task.bits[c] ? task.gradient[c] : R{0};
       }
-      std::copy_n(to, task.columns, writer.Row(r));
-      writer.Done(r);
+      output.Done(r);
     }
   }
 
-  template <bool kStream>
-  void WhereEqual(const Piece& piece, const Task& task, const RowWriter<T>& writer) const {
-    ReadRow(out_, piece.segment, task.column, task.columns, task.value);
-    const hn::ScalableTag<R> d;
-    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
-      const Block<R> block = XBlock(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* row = block.row(r);
-        R* HWY_RESTRICT to = writer.Row(first + r);
-        ForColumns<R, kStream>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto equal = Ties(lanes.Read(d, row + c), hn::LoadU(d, task.value + c));
-          lanes.Write(d, hn::IfThenElseZero(equal, hn::LoadU(d, task.gradient + c)), to + c);
-        });
-        writer.Done(first + r);
-      }
-    });
-  }
-
-  template <bool kStream>
-  void Powers(const Piece& piece, const State& state, const Task& task,
-              const RowWriter<T>& writer) const {
-    const hn::ScalableTag<R> d;
-    R* HWY_RESTRICT lse = task.value;
+  // The logsumexp of the columns to task.value.
+  void LoadLse(const Piece& piece, const State& state, const Task& task) const {
     if (folds_) {
-      std::copy_n(state.a, task.columns, lse);
+      std::copy_n(state.a, task.columns, task.value);
     } else {
-      ReadRow(out_, piece.segment, task.column, task.columns, lse);
+      ReadRow(out_, piece.segment, task.column, task.columns, task.value);
     }
     // All x are -inf then: exp(-inf - 0) is the gradient 0 that they should get.
     for (std::int64_t c = 0; c < task.columns; ++c) {
-      if (lse[c] == -kInf<R>) lse[c] = 0;
+      if (task.value[c] == -kInf<R>) task.value[c] = 0;
     }
-    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
-      const Block<R> block = XBlock(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* row = block.row(r);
-        R* HWY_RESTRICT to = writer.Row(first + r);
-        ForColumns<R, kStream>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto power = ExpOf(d, hn::Sub(lanes.Read(d, row + c), hn::LoadU(d, lse + c)));
-          lanes.Write(d, hn::Mul(power, hn::LoadU(d, task.gradient + c)), to + c);
-        });
-        writer.Done(first + r);
-      }
-    });
   }
 
-  template <bool kStream>
-  void Products(const Piece& piece, const State& state, const Task& task,
-                const RowWriter<T>& writer) const {
+  void WriteProducts(const Piece& piece, const State& state, const Task& task,
+                     Output& output) const {
     const hn::ScalableTag<R> d;
     const std::int64_t columns = task.columns;
     // From the last row up: products[r] = product of all rows after r.
@@ -593,38 +547,20 @@ class Backward {
       end = first;
     }
     std::copy_n(state.a, columns, running);
+    output.Open(piece);
     ForBlocks(piece, columns, [&](std::int64_t first, std::int64_t rows) {
       const Block<R> block = XBlock(first, rows, task);
       for (std::int64_t r = 0; r < rows; ++r) {
         const R* row = block.row(r);
         const R* after = task.products + (first + r - piece.begin) * columns;
-        R* HWY_RESTRICT to = writer.Row(first + r);
-        ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
+        R* HWY_RESTRICT to = output.Row(first + r);
+        ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
           const auto before = hn::LoadU(d, running + c);
           const auto others = hn::Mul(before, lanes.Read(d, after + c));
           Store(d, hn::Mul(before, lanes.Read(d, row + c)), running + c);
           lanes.Write(d, hn::Mul(others, hn::LoadU(d, task.gradient + c)), to + c);
         });
-        writer.Done(first + r);
-      }
-    });
-  }
-
-  template <bool kStream>
-  void Softmax(const Piece& piece, const State& state, const Task& task,
-               const RowWriter<T>& writer) const {
-    const hn::ScalableTag<R> d;
-    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
-      const auto [y, g] = SoftmaxBlocks(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* y_row = y.row(r);
-        const R* g_row = g.row(r);
-        R* HWY_RESTRICT to = writer.Row(first + r);
-        ForColumns<R, kStream>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto centred = hn::Sub(lanes.Read(d, g_row + c), hn::LoadU(d, state.a + c));
-          lanes.Write(d, hn::Mul(lanes.Read(d, y_row + c), centred), to + c);
-        });
-        writer.Done(first + r);
+        output.Done(first + r);
       }
     });
   }
@@ -632,13 +568,7 @@ class Backward {
   // Rows of the sorted order that are in no segment.
   void ClearRows(std::int64_t begin, std::int64_t end) const {
     run_.threads.parallel_for(
-        end - begin,
-        [&](std::int64_t i, int) {
-          const std::int64_t n = segments_.row(begin + i);
-          if (n < 0) return;
-          for (std::int64_t c = 0; c < problem_.x.shape[1]; ++c) *d_x_.at(n, c) = T(R{0});
-        },
-        1024);
+        end - begin, [&](std::int64_t i, int) { d_x_.Clear(begin + i); }, 1024);
   }
 
   const Run& run_;
@@ -647,11 +577,10 @@ class Backward {
   Matrix<const T> x_;
   Matrix<const T> out_;
   Matrix<const T> d_out_;
-  Matrix<T> d_x_;
+  RowOutput<T> d_x_;
   SegmentSaved saved_;
   Rule rule_;
   bool folds_;
-  bool streams_;
 };
 
 }  // namespace

@@ -9,8 +9,9 @@
 #define HWY_TARGET_INCLUDE "ops/segment/cpu/forward.cpp"
 #include <hwy/foreach_target.h>
 
+#include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/extreme-inl.hpp"
-#include "ops/segment/cpu/rows-inl.hpp"
+#include "ops/segment/cpu/map-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -26,7 +27,8 @@ class Forward {
         problem_(run.problem),
         segments_(run.segments),
         x_(problem_.x, run.tensors.x),
-        out_(problem_.out, run.tensors.out) {}
+        out_(problem_.out, run.tensors.out),
+        rows_out_(problem_.out, run.tensors.out, run.segments) {}
 
   void All() const {
     const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
@@ -64,14 +66,21 @@ class Forward {
       state.a = reinterpret_cast<R*>(wide + width);
       state.b = state.a + width;
       vector = state.b + width;
-      block = vector + width;
-      row = block + kBlockElements + kColumnAlign;
+      row = vector + width;
+      block = row + width;
+      run = block + kBlockElements + kColumnAlign;
+      stage = run + kBlockElements + kColumnAlign;
     }
     std::int64_t column, columns;
     State state;
-    R *vector, *block, *row;
+    R *vector, *row, *block, *run, *stage;
     std::int64_t* wide;
   };
+
+  using Output = typename RowOutput<T>::Tile;
+  Output MakeOutput(const Task& task) const {
+    return Output(rows_out_, task.column, task.columns, task.row, task.stage);
+  }
 
   std::uint8_t* Mask() const { return static_cast<std::uint8_t*>(run_.tensors.arg_mask); }
   bool Extremal() const { return is_extreme(problem_.reduce); }
@@ -84,6 +93,7 @@ class Forward {
   // --- 1 ---
 
   void Fold(std::int64_t tile, const Task& task, bool rows) const {
+    Output output = MakeOutput(task);
     run_.walk(
         tile,
         [&](const Piece& piece) {
@@ -96,13 +106,15 @@ class Forward {
             }
           }
           Finish(piece.segment, state, task);
-          if (rows) WriteRows(piece, state, task);
+          if (rows) WriteRows(piece, state, task, output);
         },
         [&](std::int64_t s) { WriteEmpty(s, task); });
+    output.Flush();
   }
 
   void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
     const std::int64_t columns = task.columns;
+    if (columns == 1) return FoldRun(piece, state, task);
     switch (problem_.reduce) {
       case SegmentReduce::prod:
         std::fill_n(state.a, padded(columns), R{1});
@@ -132,6 +144,39 @@ class Forward {
         case SegmentReduce::softmax:
           AddLogSum(state.log_sum(), block, columns, task.vector);
           break;
+      }
+    });
+  }
+
+  // FoldPiece for one column.
+  void FoldRun(const Piece& piece, const State& state, const Task& task) const {
+    ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
+      const R* run = ReadRun(x_, segments_, row, rows, task.block);
+      const bool first = row == piece.begin;
+      switch (problem_.reduce) {
+        case SegmentReduce::sum:
+        case SegmentReduce::mean:
+          state.a[0] = SumOfRun(run, rows) + (first ? R{0} : state.a[0]);
+          break;
+        case SegmentReduce::prod:
+          state.a[0] = ProductOfRun(run, rows) * (first ? R{1} : state.a[0]);
+          break;
+        case SegmentReduce::max:
+        case SegmentReduce::min: {
+          const std::int64_t place = PlaceOfExtreme(problem_, run, rows);
+          if (first || Beats(problem_, run[place], state.a[0])) {
+            state.a[0] = run[place];
+            state.place()[0] = static_cast<Int<R>>(row - piece.begin + place);
+          }
+          break;
+        }
+        case SegmentReduce::logsumexp:
+        case SegmentReduce::softmax: {
+          const LogSum<R> later{task.vector, task.vector + 1};
+          LogSumOfRun(run, rows, first ? state.log_sum() : later);
+          if (!first) MergeLogSum(state.log_sum(), later, 1);
+          break;
+        }
       }
     });
   }
@@ -262,46 +307,44 @@ class Forward {
   // --- 3 ---
 
   void FinishRows(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
     run_.walk(
         tile,
         [&](const Piece& piece) {
-          if (!piece.whole) WriteRows(piece, Slot(tile, piece.head, task.column), task);
+          if (!piece.whole) WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
         },
         [](std::int64_t) {});
+    output.Flush();
   }
 
-  void WriteRows(const Piece& piece, const State& state, const Task& task) const {
-    problem_.reduce == SegmentReduce::softmax ? WriteSoftmax(piece, state, task)
-                                              : WriteMask(piece, state, task);
+  void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
+    if (problem_.reduce != SegmentReduce::softmax) {
+      WriteMask(piece, state, task);
+    } else if (rows_out_) {
+      rows_out_.streams() ? WriteSoftmax<true>(piece, state, task, output)
+                          : WriteSoftmax<false>(piece, state, task, output);
+    }
   }
 
-  void WriteSoftmax(const Piece& piece, const State& state, const Task& task) const {
-    if (out_.data == nullptr) return;
+  template <bool kStream>
+  void WriteSoftmax(const Piece& piece, const State& state, const Task& task,
+                    Output& output) const {
     const hn::ScalableTag<R> d;
-    // The state is read again by no one: it becomes the shift and the reciprocal of the sum.
-    R* HWY_RESTRICT scale = task.vector;
+    // Nobody reads the state again: it becomes the shift and the reciprocal of the sum.
     ForColumns<R>(task.columns, [&](auto, std::int64_t c) {
       const auto sum = hn::LoadU(d, state.b + c);
-      const auto infinity = hn::Set(d, kInf<R>);
       auto inverse = hn::Div(hn::Set(d, R{1}), sum);
-      inverse = hn::IfThenElse(hn::Lt(sum, infinity), inverse, hn::Set(d, NaN()));
-      Store(d, hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), inverse), scale + c);
+      inverse = hn::IfThenElse(hn::Lt(sum, hn::Set(d, kInf<R>)), inverse, hn::Set(d, NaN()));
+      Store(d, hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), inverse), state.b + c);
       Store(d, Shift(d, hn::LoadU(d, state.a + c)), state.a + c);
     });
-    const RowWriter<T> writer{out_, segments_, task.column, task.columns, task.row};
-    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
-      const Block<R> block =
-          ReadBlock(x_, segments_, first, rows, task.column, task.columns, task.block);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* from = block.row(r);
-        R* to = writer.Row(first + r);
-        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto power = ExpOf(d, hn::Sub(lanes.Read(d, from + c), hn::LoadU(d, state.a + c)));
-          lanes.Write(d, hn::Mul(power, hn::LoadU(d, scale + c)), to + c);
+    MapRows<kStream, 1>(
+        piece, segments_, task.column, task.columns,
+        MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output, task.run,
+        [](std::int64_t) { return Int<R>{0}; },
+        [&](auto at, auto x) {
+          return hn::Mul(ExpOf(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
         });
-        writer.Done(first + r);
-      }
-    });
   }
 
   static R NaN() { return std::numeric_limits<R>::quiet_NaN(); }
@@ -354,20 +397,23 @@ class Forward {
 
   // Rows of the sorted order that are in no segment.
   void ClearRows(std::int64_t begin, std::int64_t end) const {
-    const std::int64_t columns = problem_.x.shape[1];
     run_.threads.parallel_for(
         end - begin,
         [&](std::int64_t i, int) {
-          const std::int64_t n = segments_.row(begin + i);
-          if (n < 0) return;
           if (Mask() != nullptr) {
-            const Matrix<std::uint8_t> mask(problem_.arg_mask, Mask());
-            for (std::int64_t k = 0; k < (columns + 7) / 8; ++k) *mask.at(n, k) = 0;
-          } else if (out_.data != nullptr) {
-            for (std::int64_t c = 0; c < columns; ++c) *out_.at(n, c) = T(R{0});
+            ClearMask(begin + i);
+          } else if (rows_out_) {
+            rows_out_.Clear(begin + i);
           }
         },
         1024);
+  }
+
+  void ClearMask(std::int64_t r) const {
+    const Matrix<std::uint8_t> mask(problem_.arg_mask, Mask());
+    const std::int64_t n = segments_.row(r);
+    if (n < 0) return;
+    for (std::int64_t k = 0; k < problem_.arg_mask.shape[1]; ++k) *mask.at(n, k) = 0;
   }
 
   const Run& run_;
@@ -375,6 +421,7 @@ class Forward {
   const Segments& segments_;
   Matrix<const T> x_;
   Matrix<T> out_;
+  RowOutput<T> rows_out_;  // out of softmax
 };
 
 }  // namespace

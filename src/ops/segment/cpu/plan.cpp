@@ -31,10 +31,13 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
   layout.scratch_at =
       aligned(layout.slots_at +
               static_cast<std::size_t>(layout.most_tiles * 4 * layout.slot_columns) * real);
-  // Backward of prod keeps the products of all later rows, for each row of a piece.
+  // What is written row by row may be staged; backward of prod keeps the products of all later
+  // rows.
+  layout.stage_elements = layout.tile_items * block + kColumnAlign;
+  const bool rows_out = pass == Pass::backward || problem.reduce == SegmentReduce::softmax;
   const bool products = pass == Pass::backward && problem.reduce == SegmentReduce::prod;
   const std::int64_t elements = kScratchBlocks * (kBlockElements + kColumnAlign) +
-                                (products ? layout.tile_items * block + kColumnAlign : 0);
+                                (rows_out + products) * layout.stage_elements;
   layout.scratch_bytes =
       aligned(static_cast<std::size_t>(elements) * real +
               static_cast<std::size_t>(kScratchVectors * padded(block)) * sizeof(double));

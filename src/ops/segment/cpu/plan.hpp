@@ -42,7 +42,8 @@ struct Piece {
 // Sizes that follow from the problem.
 struct Layout {
   std::int64_t column_blocks, tile_items, most_tiles;
-  std::int64_t slot_columns;  // padded columns of a slot's vectors
+  std::int64_t slot_columns;    // padded columns of a slot's vectors
+  std::int64_t stage_elements;  // rows of x of a tile
   std::size_t tiles_at, slots_at, scratch_at, scratch_bytes, total_bytes;
 };
 

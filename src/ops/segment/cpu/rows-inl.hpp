@@ -91,6 +91,16 @@ struct Matrix {
   }
 };
 
+// Rows become columns.
+template <class T>
+Matrix<T> Transposed(const Matrix<T>& matrix) {
+  Matrix<T> result;
+  result.data = matrix.data;
+  result.row_stride = matrix.column_stride;
+  result.column_stride = matrix.row_stride;
+  return result;
+}
+
 template <class T>
 HWY_INLINE Real<T> ToReal(T value) {
   return static_cast<Real<T>>(value);
@@ -162,6 +172,23 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
   return {scratch, stride, rows};
 }
 
+// The same of a tensor with one column, with stride 1: a run.
+template <class T>
+const Real<T>* ReadRun(const Matrix<const T>& matrix, const Segments& segments, std::int64_t begin,
+                       std::int64_t rows, Real<T>* HWY_RESTRICT scratch) {
+  if constexpr (std::is_same_v<T, Real<T>>) {
+    if (matrix.row_stride == 1 && !segments.permuted()) return matrix.at(begin, 0);
+  }
+  if (segments.permuted()) {
+    for (std::int64_t r = 0; r < rows; ++r) {
+      scratch[r] = ToReal(*matrix.at(segments.readable_row(begin + r), 0));
+    }
+  } else {
+    ReadRow(Transposed(matrix), 0, begin, rows, scratch);
+  }
+  return scratch;
+}
+
 // Calls f(first row, rows) for the blocks of a piece.
 template <class F>
 void ForBlocks(const Piece& piece, std::int64_t columns, const F& f) {
@@ -170,30 +197,12 @@ void ForBlocks(const Piece& piece, std::int64_t columns, const F& f) {
     f(row, std::min(step, piece.end - row));
   }
 }
-
-// A tensor written a row at a time: Row() is where row r of the sorted order is computed, Done()
-// brings it home when that was not its place in the tensor.
-template <class T>
-struct RowWriter {
-  Matrix<T> matrix;
-  const Segments& segments;
-  std::int64_t column, columns;
-  Real<T>* scratch;
-
-  bool InPlace() const { return std::is_same_v<T, Real<T>> && matrix.column_stride == 1; }
-  HWY_INLINE Real<T>* Row(std::int64_t r) const {
-    if constexpr (std::is_same_v<T, Real<T>>) {
-      const std::int64_t n = segments.row(r);
-      if (matrix.column_stride == 1 && n >= 0) return matrix.at(n, column);
-    }
-    return scratch;
+template <class F>
+HWY_INLINE void ForRuns(const Piece& piece, const F& f) {
+  for (std::int64_t row = piece.begin; row < piece.end; row += kBlockElements) {
+    f(row, std::min(kBlockElements, piece.end - row));
   }
-  HWY_INLINE void Done(std::int64_t r) const {
-    if (InPlace()) return;
-    const std::int64_t n = segments.row(r);
-    if (n >= 0) WriteRow(matrix, n, column, columns, scratch);
-  }
-};
+}
 
 // --- Folding rows into columns ---
 
