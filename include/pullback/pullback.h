@@ -2,12 +2,12 @@
  * and segment reductions. Plain C99; every language that calls C can use the library through it.
  *
  * LIFE CYCLE
- *   problem   a struct that describes tensors (as DLTensor) and options; forward and backward share
- * it plan      pullback_<op>_plan checks the problem and binds it to an implementation outputs
- * pullback_plan_tensor tells the layout of every tensor, those left out among them, and
- *             pullback_plan_workspace_bytes the scratch memory that one run needs
- *   run       pullback_<op>_run computes, given one raw pointer for each tensor; as often as you
- * like
+ * - problem: a struct that describes tensors (as DLTensor) and options; forward and backward share
+ * it
+ * - plan: pullback_<op>_plan checks the problem and binds it to an implementation
+ * - outputs: pullback_plan_tensor tells the layout of every tensor, those left out among them, and
+ *   pullback_plan_workspace_bytes the scratch memory that one run needs
+ * - run: pullback_<op>_run computes, given one raw pointer for each tensor; as often as you like
  *
  * STATUS
  *   Every function that can fail returns a pullback_status, 0 for success. On failure
