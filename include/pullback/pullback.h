@@ -2,8 +2,7 @@
  * and segment reductions. Plain C99; every language that calls C can use the library through it.
  *
  * LIFE CYCLE
- * - problem: a struct that describes tensors (as DLTensor) and options; forward and backward share
- * it
+ * - problem: a struct that describes tensors (as DLTensor) and options, for forward and backward
  * - plan: pullback_<op>_plan checks the problem and binds it to an implementation
  * - outputs: pullback_plan_tensor tells the layout of every tensor, those left out among them, and
  *   pullback_plan_workspace_bytes the scratch memory that one run needs
