@@ -74,9 +74,11 @@ HWY_INLINE void WriteRow(const Real* from, Real factor, Real divisor, T* to, std
   const auto f = hn::Set(d, factor), by = hn::Set(d, divisor);
   HWY_ALIGN Real values[hn::MaxLanes(d)];
   for (std::ptrdiff_t i = 0; i < count; i += lanes) {
-    auto value = hn::Mul(hn::LoadU(d, from + i), f);
-    if (divisor != 1) value = hn::Div(value, by);
     const std::ptrdiff_t n = std::min(lanes, count - i);
+    const auto whole =
+        n == lanes ? hn::LoadU(d, from + i) : LoadFirst(d, from + i, static_cast<std::size_t>(n));
+    auto value = hn::Mul(whole, f);
+    if (divisor != 1) value = hn::Div(value, by);
     if (stride == 1 && n == lanes) {
       Store(d, value, to + i);
     } else if (stride == 1) {
