@@ -8,13 +8,22 @@
 namespace pullback::attention {
 namespace {
 
-// Key tiles are as long as lets the packed operands of a tile stay in a 2 MB L2 cache. AMX gets
-// twice as long ones: its products are so fast that packing queries once per key tile shows.
+// Backward tasks that a problem is cut into at least, where that fits: a constant, as the bits of
+// d_q depend on it.
+constexpr std::int64_t kTasks = 16;
+
+// Key tiles are as long as lets the packed operands of a tile stay in a 2 MB L2 cache, as the
+// queries are packed once for each (docs/tuning/attention.md), but short enough to make kTasks
+// tasks.
 std::int64_t key_tile_of(const AttentionProblem& problem, const AttentionSizes& sizes, bool amx) {
-  const bool wide = std::max(sizes.head_dim, sizes.value_dim) > 128;
-  if (problem.q.dtype == DType::f64) return 96;
-  if (amx) return wide ? 192 : 384;
-  return wide ? 96 : 192;
+  const std::int64_t width = std::max(sizes.head_dim, sizes.value_dim);
+  std::int64_t tile = 384;
+  if (width > (amx ? 128 : 64)) tile /= 2;
+  if (width > 128 && !amx) tile /= 2;
+  if (problem.q.dtype == DType::f64) tile = 96;
+  const std::int64_t heads = sizes.batch * sizes.kv_heads;
+  while (tile > 96 && heads * blocks_of(sizes.max_key, tile) < kTasks) tile /= 2;
+  return tile;
 }
 
 // Queries of a forward task: many, so that packing the keys is paid for, unless that leaves threads
@@ -26,9 +35,6 @@ std::int64_t task_queries_of(const AttentionSizes& sizes, int threads) {
   return tiles * kQueryTile;
 }
 
-// Backward tasks that a problem is cut into at least, where that fits: a constant, as the bits of
-// d_q depend on it.
-constexpr std::int64_t kTasks = 16;
 // What the chunks' copies of d_q may take together.
 constexpr std::int64_t kCopiesBytes = std::int64_t{32} << 20;
 
