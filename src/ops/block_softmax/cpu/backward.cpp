@@ -32,6 +32,13 @@ struct BackwardRun {
   bool stream;
 };
 
+struct GroupTask {
+  std::int64_t z;
+  const RowGroup* group;
+  std::int64_t next_z;
+  const RowGroup* next;  // what this thread will probably do next; may be null
+};
+
 struct SumTask {
   void* gradient;  // element (0, 0) of this task's plane, or of its block column for the key mask
   std::int64_t row_stride, column_stride;
@@ -47,6 +54,7 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
 using block_softmax::BackwardRun;
+using block_softmax::GroupTask;
 using block_softmax::RowGroup;
 using block_softmax::Sizes;
 using block_softmax::SumTask;
@@ -59,8 +67,10 @@ const T* Row(const TensorSpec& spec, const void* data, std::int64_t z, std::int6
 }
 
 template <class T>
-void BackwardRows(const BackwardRun& run, std::int64_t z, const RowGroup& group) {
+void BackwardRows(const BackwardRun& run, const GroupTask& task) {
   using R = Real<T>;
+  const std::int64_t z = task.z;
+  const RowGroup& group = *task.group;
   const SegmentTag<T> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const BlockSoftmaxProblem& p = *run.problem;
@@ -73,11 +83,14 @@ void BackwardRows(const BackwardRun& run, std::int64_t z, const RowGroup& group)
   for (std::int64_t at = 0; at < (end - begin) * lanes; at += lanes) {
     hn::StoreU(hn::Zero(d), d, partial + at);
   }
+  const std::int64_t y_step = p.y.strides[2], d_y_step = p.d_y.strides[2];
   for (const auto& block : blocks) {
+    const T* y_row = Row<T>(p.y, run.y, z, block.rank, begin);
+    const T* d_y_row = Row<T>(p.d_y, run.d_y, z, block.rank, begin);
+    R* sum_at = partial;
     for (std::int64_t i = begin; i < end; ++i) {
-      const T* y = Gathered(Row<T>(p.y, run.y, z, block.rank, i), y_stride, b, y_scratch);
-      const T* d_y = Gathered(Row<T>(p.d_y, run.d_y, z, block.rank, i), d_y_stride, b, d_y_scratch);
-      R* sum_at = partial + (i - begin) * lanes;
+      const T* y = Gathered(y_row, y_stride, b, y_scratch);
+      const T* d_y = Gathered(d_y_row, d_y_stride, b, d_y_scratch);
       auto sum = hn::LoadU(d, sum_at);
       for (std::int64_t j = 0; j < b; j += lanes) {
         const auto probability = HWY_NAMESPACE::Load(d, y + j);
@@ -85,6 +98,9 @@ void BackwardRows(const BackwardRun& run, std::int64_t z, const RowGroup& group)
         sum = hn::Add(sum, hn::IfThenZeroElse(hn::Eq(probability, hn::Zero(d)), product));
       }
       hn::StoreU(sum, d, sum_at);
+      y_row += y_step;
+      d_y_row += d_y_step;
+      sum_at += lanes;
     }
   }
   R delta[kMaxBlock];
@@ -99,27 +115,40 @@ void BackwardRows(const BackwardRun& run, std::int64_t z, const RowGroup& group)
   }
   if (run.d_x == nullptr) return;
 
+  Upcoming upcoming_y, upcoming_d_y;
+  if (task.next != nullptr) {
+    upcoming_y = Upcoming(p.y, run.y, *p.layout, *task.next, task.next_z);
+    upcoming_d_y = Upcoming(p.d_y, run.d_y, *p.layout, *task.next, task.next_z);
+  }
   const auto scale = hn::Set(d, static_cast<R>(p.scale));
-  const std::int64_t d_x_stride = p.d_x.strides[3];
+  const std::int64_t d_x_stride = p.d_x.strides[3], d_x_step = p.d_x.strides[2];
+  const std::int64_t segment_bytes = b * static_cast<std::int64_t>(sizeof(T));
   for (const auto& block : blocks) {
+    const T* y_row = Row<T>(p.y, run.y, z, block.rank, begin);
+    const T* d_y_row = Row<T>(p.d_y, run.d_y, z, block.rank, begin);
+    T* d_x_row = const_cast<T*>(Row<T>(p.d_x, run.d_x, z, block.rank, begin));
     for (std::int64_t i = begin; i < end; ++i) {
-      const T* y = Gathered(Row<T>(p.y, run.y, z, block.rank, i), y_stride, b, y_scratch);
-      const T* d_y = Gathered(Row<T>(p.d_y, run.d_y, z, block.rank, i), d_y_stride, b, d_y_scratch);
-      T* row = const_cast<T*>(Row<T>(p.d_x, run.d_x, z, block.rank, i));
-      T d_x_scratch[kMaxBlock];
-      T* to = Writable(row, d_x_stride, d_x_scratch);
+      const T* y = Gathered(y_row, y_stride, b, y_scratch);
+      const T* d_y = Gathered(d_y_row, d_y_stride, b, d_y_scratch);
+      upcoming_y.Fetch(segment_bytes);
+      upcoming_d_y.Fetch(segment_bytes);
       const auto row_delta = hn::Set(d, delta[i - begin]);
-      for (std::int64_t j = 0; j < b; j += lanes) {
+      const auto d_x_at = [&](std::int64_t j) {
         const auto probability = HWY_NAMESPACE::Load(d, y + j);
         const auto ds = hn::Mul(probability, hn::Sub(HWY_NAMESPACE::Load(d, d_y + j), row_delta));
-        const auto d_x = hn::IfThenZeroElse(hn::Eq(probability, hn::Zero(d)), hn::Mul(ds, scale));
-        if (run.stream) {
-          StreamStore(d, d_x, row + j);
-        } else {
-          Store(d, d_x, to + j);
-        }
+        return hn::IfThenZeroElse(hn::Eq(probability, hn::Zero(d)), hn::Mul(ds, scale));
+      };
+      if (run.stream) {
+        for (std::int64_t j = 0; j < b; j += lanes) StreamStore(d, d_x_at(j), d_x_row + j);
+      } else {
+        T d_x_scratch[kMaxBlock];
+        T* to = Writable(d_x_row, d_x_stride, d_x_scratch);
+        for (std::int64_t j = 0; j < b; j += lanes) Store(d, d_x_at(j), to + j);
+        Scatter(to, d_x_row, d_x_stride, b);
       }
-      if (!run.stream) Scatter(to, row, d_x_stride, b);
+      y_row += y_step;
+      d_y_row += d_y_step;
+      d_x_row += d_x_step;
     }
   }
   if (run.stream) hwy::FlushStream();
@@ -208,8 +237,8 @@ void SumBlockColumn(const BackwardRun& run, const SumTask& task) {
   StoreRow<T>(sum, static_cast<T*>(task.gradient), task.column_stride, b);
 }
 
-void BackwardGroup(const BackwardRun& run, std::int64_t z, const RowGroup& group) {
-  dispatch_floating(run.problem->x.dtype, [&]<class T>() { BackwardRows<T>(run, z, group); });
+void BackwardGroup(const BackwardRun& run, const GroupTask& task) {
+  dispatch_floating(run.problem->x.dtype, [&]<class T>() { BackwardRows<T>(run, task); });
 }
 void BackwardSumRow(const BackwardRun& run, const SumTask& task) {
   dispatch_floating(run.problem->x.dtype, [&]<class T>() { SumBlockRow<T>(run, task); });
@@ -298,9 +327,18 @@ class CpuBackward final : public Body {
   void rows(const BackwardRun& run) const {
     if (run.d_x == nullptr && run.delta == nullptr) return;
     const auto group_count = static_cast<std::int64_t>(groups_.size());
-    threads_.parallel_for(sizes_.Z * group_count, [&](std::int64_t index, int) {
-      HWY_DYNAMIC_DISPATCH(BackwardGroup)
-      (run, index / group_count, groups_[static_cast<std::size_t>(index % group_count)]);
+    const std::int64_t task_count = sizes_.Z * group_count;
+    const auto bytes = problem_.y.numel() * static_cast<std::int64_t>(size_of(problem_.y.dtype));
+    const auto group_at = [&](std::int64_t index) {
+      return &groups_[static_cast<std::size_t>(index % group_count)];
+    };
+    threads_.parallel_for(task_count, [&](std::int64_t index, int) {
+      const bool fetch = bytes > kFetchBytes && index + 1 < task_count;
+      const GroupTask task{.z = index / group_count,
+                           .group = group_at(index),
+                           .next_z = (index + 1) / group_count,
+                           .next = fetch ? group_at(index + 1) : nullptr};
+      HWY_DYNAMIC_DISPATCH(BackwardGroup)(run, task);
     });
   }
 

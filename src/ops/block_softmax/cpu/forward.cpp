@@ -35,6 +35,8 @@ struct ForwardTask {
   bool stream;
   std::int64_t z;
   RowGroup group;
+  std::int64_t next_z;
+  const RowGroup* next;  // what this thread will probably do next; may be null
   std::byte* scratch;
 };
 
@@ -93,10 +95,37 @@ HWY_INLINE void ApplyTerm(const Term& term, std::int64_t offset, std::int64_t b,
   }
 }
 
+// exp(x) for x <= 0, NaN for NaN; larger x do not matter. For f32 a result below 2^-126 is 0, and
+// the error is below 1 ulp: 2^n · exp(r) with x = n · log 2 + r, and exp(r) by the Cephes
+// polynomial.
+template <class D>
+HWY_INLINE hn::Vec<D> ExpNonPositive(D d, hn::Vec<D> x) {
+  if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
+    return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));  // Exp() gives 0 for NaN
+  } else {
+    const hn::RebindToUnsigned<D> bits;
+    // Adding 1.5 · 2^23 rounds to an integer in the low bits; 127 more make those 2^n's exponent.
+    const auto rounder = hn::Set(d, 12582912.0f + 127.0f);
+    const auto shifted = hn::MulAdd(x, hn::Set(d, 1.44269504088896341f), rounder);
+    const auto n = hn::Sub(shifted, rounder);
+    const auto two_to_n = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(bits, shifted)));
+    auto r = hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x);
+    r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), r);
+    auto p = hn::MulAdd(hn::Set(d, 1.9875691500e-4f), r, hn::Set(d, 1.3981999507e-3f));
+    p = hn::MulAdd(p, r, hn::Set(d, 8.3334519073e-3f));
+    p = hn::MulAdd(p, r, hn::Set(d, 4.1665795894e-2f));
+    p = hn::MulAdd(p, r, hn::Set(d, 1.6666665459e-1f));
+    p = hn::MulAdd(p, r, hn::Set(d, 5.0000001201e-1f));
+    p = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0f)));
+    const auto vanishes = hn::Lt(x, hn::Set(d, -87.33654f));
+    return hn::IfThenZeroElse(vanishes, hn::Mul(p, two_to_n));
+  }
+}
+
 // Replaces the scores of one row by exp(s - max), and returns 1 / their sum, or 0 for a row that
 // sees nothing.
-template <class R>
-HWY_INLINE R Exponentials(R* s, std::int64_t count) {
+template <class T, class R = Real<T>>
+HWY_INLINE R Exponentials(R* s, std::int64_t count, Upcoming& upcoming) {
   const hn::CappedTag<R, 16> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   auto most0 = hn::LoadU(d, s), most1 = most0;
@@ -109,18 +138,30 @@ HWY_INLINE R Exponentials(R* s, std::int64_t count) {
   auto most = hn::MaxOfLanes(d, hn::Max(most0, most1));
   // Nothing is seen (or NaN besides): any finite shift leaves exponentials of 0 (or NaN).
   const auto nothing = hn::Eq(most, hn::Neg(hn::Inf(d)));
-  most = hn::IfThenElseZero(hn::Not(nothing), most);
+  most = hn::IfThenZeroElse(nothing, most);
 
+  // The maximum may have lost a NaN; the sum keeps it.
   auto sum = hn::Zero(d);
   for (j = 0; j < count; j += lanes) {
-    const auto shifted = hn::Sub(hn::LoadU(d, s + j), most);
-    // Exp() gives 0 for NaN. The maximum may have lost a NaN, too; the sum keeps it.
-    const auto value = hn::IfThenElse(hn::IsNaN(shifted), shifted, hn::Exp(d, shifted));
+    upcoming.Fetch(lanes * static_cast<std::int64_t>(sizeof(T)));
+    const auto value = ExpNonPositive(d, hn::Sub(hn::LoadU(d, s + j), most));
     hn::StoreU(value, d, s + j);
     sum = hn::Add(sum, value);
   }
   const R total = hn::GetLane(hn::SumOfLanes(d, sum));
   return total == 0 ? R{0} : R{1} / total;
+}
+
+// All terms at the segment of token row `row` that begins at token column `column`.
+template <class T>
+HWY_NOINLINE void ApplyTerms(const ForwardTask& task, std::int64_t head, std::int64_t row,
+                             std::int64_t column, Real<T>* s) {
+  for (const Term& term : task.terms) {
+    if (term.data == nullptr) continue;
+    const std::int64_t offset = task.z * term.z_stride + head * term.h_stride +
+                                row * term.row_stride + column * term.column_stride;
+    ApplyTerm<T>(term, offset, task.problem->block, s);
+  }
 }
 
 template <class T>
@@ -136,49 +177,53 @@ void ForwardRows(const ForwardTask& task) {
   R* s = reinterpret_cast<R*>(task.scratch);
 
   const auto scale = hn::Set(d, static_cast<R>(p.scale));
+  const bool has_terms = std::any_of(std::begin(task.terms), std::end(task.terms),
+                                     [](const Term& term) { return term.data != nullptr; });
+  const std::int64_t x_stride = p.x.strides[2];
   for (std::size_t k = 0; k < blocks.size(); ++k) {
     const T* x = static_cast<const T*>(task.tensors->x) + task.z * p.x.strides[0] +
-                 blocks[k].rank * p.x.strides[1] + begin * p.x.strides[2];
-    const std::int64_t row = blocks[k].row * b + begin, column = blocks[k].column * b;
-    for (std::int64_t i = 0; i < rows; ++i) {
+                 blocks[k].rank * p.x.strides[1] + begin * x_stride;
+    R* to = s + static_cast<std::int64_t>(k) * b;
+    for (std::int64_t i = 0; i < rows; ++i, x += x_stride, to += pitch) {
       T scratch[kMaxBlock];
-      const T* from = Gathered(x + i * p.x.strides[2], p.x.strides[3], b, scratch);
-      R* to = s + i * pitch + static_cast<std::int64_t>(k) * b;
+      const T* from = Gathered(x, p.x.strides[3], b, scratch);
       for (std::int64_t j = 0; j < b; j += lanes) {
         hn::StoreU(hn::Mul(HWY_NAMESPACE::Load(d, from + j), scale), d, to + j);
       }
-      for (const Term& term : task.terms) {
-        if (term.data == nullptr) continue;
-        ApplyTerm<T>(term,
-                     task.z * term.z_stride + blocks[k].head * term.h_stride +
-                         (row + i) * term.row_stride + column * term.column_stride,
-                     b, to);
+      if (has_terms) {
+        ApplyTerms<T>(task, blocks[k].head, blocks[k].row * b + begin + i, blocks[k].column * b,
+                      to);
       }
     }
   }
 
   R factor[kMaxBlock];
-  for (std::int64_t i = 0; i < rows; ++i) factor[i] = Exponentials(s + i * pitch, row_length);
+  Upcoming upcoming;
+  if (task.next != nullptr)
+    upcoming = Upcoming(p.x, task.tensors->x, *p.layout, *task.next, task.next_z);
+  for (std::int64_t i = 0; i < rows; ++i) {
+    factor[i] = Exponentials<T>(s + i * pitch, row_length, upcoming);
+  }
 
+  const std::int64_t y_stride = p.y.strides[2];
   for (std::size_t k = 0; k < blocks.size(); ++k) {
     T* y = static_cast<T*>(task.tensors->y) + task.z * p.y.strides[0] +
-           blocks[k].rank * p.y.strides[1] + begin * p.y.strides[2];
-    for (std::int64_t i = 0; i < rows; ++i) {
-      const R* from = s + i * pitch + static_cast<std::int64_t>(k) * b;
-      T* row = y + i * p.y.strides[2];
+           blocks[k].rank * p.y.strides[1] + begin * y_stride;
+    const R* from = s + static_cast<std::int64_t>(k) * b;
+    for (std::int64_t i = 0; i < rows; ++i, y += y_stride, from += pitch) {
       const auto by = hn::Set(d, factor[i]);
       if (task.stream) {
         for (std::int64_t j = 0; j < b; j += lanes) {
-          StreamStore(d, hn::Mul(hn::LoadU(d, from + j), by), row + j);
+          StreamStore(d, hn::Mul(hn::LoadU(d, from + j), by), y + j);
         }
-      } else {
-        T scratch[kMaxBlock];
-        T* to = Writable(row, p.y.strides[3], scratch);
-        for (std::int64_t j = 0; j < b; j += lanes) {
-          Store(d, hn::Mul(hn::LoadU(d, from + j), by), to + j);
-        }
-        Scatter(to, row, p.y.strides[3], b);
+        continue;
       }
+      T scratch[kMaxBlock];
+      T* to = Writable(y, p.y.strides[3], scratch);
+      for (std::int64_t j = 0; j < b; j += lanes) {
+        Store(d, hn::Mul(hn::LoadU(d, from + j), by), to + j);
+      }
+      Scatter(to, y, p.y.strides[3], b);
     }
   }
   if (task.stream) hwy::FlushStream();
@@ -234,15 +279,22 @@ class CpuForward final : public Body {
                        .stream = false,
                        .z = 0,
                        .group = {},
+                       .next_z = 0,
+                       .next = nullptr,
                        .scratch = nullptr};
     const auto bytes = p.y.numel() * static_cast<std::int64_t>(size_of(p.y.dtype));
     common.stream = bytes > kStreamBytes && tensors.y != tensors.x &&
                     HWY_DYNAMIC_DISPATCH(ForwardStreams)(p, tensors.y);
     const auto group_count = static_cast<std::int64_t>(groups_.size());
-    threads_.parallel_for(p.x.shape[0] * group_count, [&](std::int64_t index, int slot) {
+    const std::int64_t task_count = p.x.shape[0] * group_count;
+    threads_.parallel_for(task_count, [&](std::int64_t index, int slot) {
       ForwardTask task = common;
       task.z = index / group_count;
       task.group = groups_[static_cast<std::size_t>(index % group_count)];
+      if (bytes > kFetchBytes && index + 1 < task_count) {
+        task.next_z = (index + 1) / group_count;
+        task.next = &groups_[static_cast<std::size_t>((index + 1) % group_count)];
+      }
       task.scratch =
           static_cast<std::byte*>(workspace.data) + static_cast<std::size_t>(slot) * slot_bytes_;
       HWY_DYNAMIC_DISPATCH(ForwardGroup)(task);

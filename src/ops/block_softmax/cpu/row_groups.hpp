@@ -16,7 +16,7 @@ struct RowGroup {
 
 // Elements of a group, unless a single row is longer. A group is gone over several times and should
 // stay in the second-level cache; and its pieces of each block should be long enough to stream.
-inline constexpr std::int64_t kGroupElements = 32 * 1024;
+inline constexpr std::int64_t kGroupElements = 64 * 1024;
 
 inline std::vector<RowGroup> make_row_groups(const BlockLayout& layout, std::int64_t block) {
   std::vector<RowGroup> groups;
@@ -39,5 +39,8 @@ inline std::vector<RowGroup> make_row_groups(const BlockLayout& layout, std::int
 // Where a run writes more than this, outputs go past the caches: nothing of them would be left
 // there anyway, and the lines need not be read before they are written.
 inline constexpr std::int64_t kStreamBytes = std::int64_t{32} << 20;
+
+// Where a tensor has more bytes than this, a task asks for the input of the next one.
+inline constexpr std::int64_t kFetchBytes = std::int64_t{1} << 20;
 
 }  // namespace pullback::block_softmax
