@@ -146,7 +146,7 @@ R LowerBound(const P& power, R max, R* lane_maxima) {
   PadCandidates(lane_maxima, count);
   // The slack covers the rounding of sums: the bound must not drop an element of the support.
   constexpr R kSlack = 16 * std::numeric_limits<R>::epsilon();
-  return std::max(P::start, Solve(power, P::start, lane_maxima, count).theta - kSlack);
+  return std::max(P::start, RoughSolve(power, P::start, lane_maxima, count) - kSlack);
 }
 
 template <class T>
@@ -245,7 +245,7 @@ RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
     const std::size_t end = std::min(row.length, begin + kSumVectors * lanes);
     auto part = hn::Zero(d);
     const auto take = [&](auto v, std::size_t i) HWY_ATTR {
-      const auto e = hn::Exp(d, hn::Sub(v, shift));
+      const auto e = ExpOfNegative(d, hn::Sub(v, shift));
       part = hn::Add(part, e);
       hn::StoreU(e, d, elements + i);
     };
