@@ -38,11 +38,6 @@ struct RowResult {
   std::int64_t support_size;
 };
 
-// Room for the elements of a row: the solver stores whole vectors.
-inline std::int64_t element_scratch_bytes(std::int64_t length, bool in_double) {
-  return std::max<std::int64_t>(length + 64, 1024) * (in_double ? 8 : 4);
-}
-
 }  // namespace pullback::entmax
 #endif
 
@@ -427,7 +422,7 @@ class ForwardPlan final : public RowPlan {
     if (problem.support.given() && !walk_.contiguous(kSupport)) {
       bits_ = slot.add((length_ + 7) / 8);
     }
-    elements_ = slot.add(element_scratch_bytes(length_, in_double));
+    elements_ = slot.add(vector_scratch_bytes(length_, in_double));
     finish_layout(slot);
     stream_ = problem.y.numel() * bytes >= kStreamBytes;
     description = describe_walk(packs(problem, walk_), stream_);
