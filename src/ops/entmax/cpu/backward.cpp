@@ -25,8 +25,9 @@ struct BackwardTile {
   double alpha = 0;
   bool stream = false;
   RowTensor y, d_y, d_x, support, alpha_per_row, support_size, d_alpha;  // y or support
-  // Scratch: packed tensors, and one row of support bits.
+  // Scratch: packed tensors, s, and one row of support bits.
   std::byte *packed_y = nullptr, *packed_d_y = nullptr, *packed_d_x = nullptr;
+  std::byte* weights = nullptr;
   std::uint8_t* bits = nullptr;
 };
 
@@ -38,6 +39,20 @@ namespace pullback::HWY_NAMESPACE {
 
 using entmax::BackwardTile;
 using entmax::RowTensor;
+
+// To 1 or 2 ulp, but for subnormal y, whose inverse may come out infinite. The exact instruction takes longer than the
+// memory that this pass waits for.
+template <class D>
+HWY_INLINE hn::Vec<D> SquareRoot(D d, hn::Vec<D> y) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8 || HWY_TARGET == HWY_SCALAR) {
+    return hn::Sqrt(y);
+  } else {
+    const auto inverse = hn::Min(hn::ApproximateReciprocalSqrt(y), hn::Set(d, 0x1p64f));
+    const auto root = hn::Mul(y, inverse);
+    const auto error = hn::NegMulAdd(root, root, y);
+    return hn::MulAdd(hn::Mul(error, hn::Set(d, 0.5f)), inverse, root);
+  }
+}
 
 // Where s comes from: dense y.
 template <Family kFamily, class R, class T>
@@ -62,7 +77,7 @@ class DenseWeights {
     if constexpr (kFamily == Family::softmax) return y;
     const auto one = hn::Set(d, R{1});
     if constexpr (kFamily == Family::sparsemax) return hn::IfThenElse(hn::IsNaN(y), y, one);
-    if constexpr (kFamily == Family::entmax15) return hn::Sqrt(y);
+    if constexpr (kFamily == Family::entmax15) return SquareRoot(d, y);
     const auto safe = hn::IfThenElse(hn::Gt(y, hn::Zero(d)), y, one);
     auto power = hn::Mul(hn::Set(d, exponent_), hn::Log(d, safe));
     // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
@@ -105,30 +120,87 @@ class MaskWeights {
   const std::uint8_t* bits_;
 };
 
-// <s, d_y> / S.
-template <class R, class W, class T>
-R WeightedMean(const W& weights, const T* d_y, std::size_t length) {
-  const hn::ScalableTag<R> d;
+// Where s comes from: scratch, when it took a logarithm to compute.
+template <class R>
+class StoredWeights {
+ public:
+  explicit StoredWeights(const R* s) : s_(s) {}
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t) const {
+    return hn::LoadU(d, s_ + i);  // scratch has room for whole vectors
+  }
+  template <class D>
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> s) const {
+    return hn::Not(hn::Eq(s, hn::Zero(d)));
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> Weight(D, hn::Vec<D> s) const {
+    return s;
+  }
+
+ private:
+  const R* s_;
+};
+
+// Calls body(i, w, active, count) for vectors of elements in [begin, end), and skip(i) for groups
+// of kGroup whole vectors that have no active element. Branching on single vectors would mispredict
+// where a row is neither sparse nor dense.
+constexpr std::size_t kGroup = 4;
+template <class D, class W, class Body, class Skip>
+HWY_INLINE void ForEachVector(D d, const W& weights, std::size_t begin, std::size_t end,
+                              const Body& body, const Skip& skip) {
   const std::size_t lanes = hn::Lanes(d);
+  std::size_t i = begin;
+  for (; i + kGroup * lanes <= end; i += kGroup * lanes) {
+    const auto w0 = weights.Load(d, i, lanes), w1 = weights.Load(d, i + lanes, lanes);
+    const auto w2 = weights.Load(d, i + 2 * lanes, lanes);
+    const auto w3 = weights.Load(d, i + 3 * lanes, lanes);
+    const auto a0 = weights.Active(d, w0), a1 = weights.Active(d, w1);
+    const auto a2 = weights.Active(d, w2), a3 = weights.Active(d, w3);
+    if (hn::AllFalse(d, hn::Or(hn::Or(a0, a1), hn::Or(a2, a3)))) {
+      skip(i);
+      continue;
+    }
+    body(i, w0, a0, lanes);
+    body(i + lanes, w1, a1, lanes);
+    body(i + 2 * lanes, w2, a2, lanes);
+    body(i + 3 * lanes, w3, a3, lanes);
+  }
+  for (; i < end; i += lanes) {
+    const std::size_t count = std::min(lanes, end - i);
+    const auto w = weights.Load(d, i, count);
+    body(i, w, weights.Active(d, w), count);
+  }
+}
+
+template <class D, class T>
+HWY_INLINE hn::Vec<D> LoadSome(D d, const T* from, std::size_t count) {
+  return count == hn::Lanes(d) ? LoadAs(d, from) : LoadFirstAs(d, from, count, Real<T>{0});
+}
+
+// <s, d_y> / S. Keeps s in `stored` unless that is null.
+template <class R, class W, class T>
+R WeightedMean(const W& weights, const T* d_y, std::size_t length, R* stored) {
+  const hn::ScalableTag<R> d;
+  const std::size_t block = kSumVectors * hn::Lanes(d);
   double total = 0, dot = 0;
-  for (std::size_t i = 0; i < length;) {
+  for (std::size_t begin = 0; begin < length; begin += block) {
     auto part = hn::Zero(d), dot_part = hn::Zero(d);
-    const std::size_t end = std::min(length, i + kSumVectors * lanes);
-    const auto add = [&](auto w, auto active, auto g) HWY_ATTR {
-      const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
-      part = hn::Add(part, s);
-      dot_part = hn::MulAdd(s, hn::IfThenElseZero(active, g), dot_part);
-    };
-    for (; i + lanes <= end; i += lanes) {
-      const auto w = weights.Load(d, i, lanes);
-      const auto active = weights.Active(d, w);
-      if (!hn::AllFalse(d, active)) add(w, active, LoadAs(d, d_y + i));
-    }
-    if (i < end) {
-      const auto w = weights.Load(d, i, end - i);
-      add(w, weights.Active(d, w), LoadFirstAs(d, d_y + i, end - i, Real<T>{0}));
-      i = end;
-    }
+    ForEachVector(
+        d, weights, begin, std::min(length, begin + block),
+        [&](std::size_t i, auto w, auto active, std::size_t count) HWY_ATTR {
+          const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
+          const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
+          part = hn::Add(part, s);
+          dot_part = hn::MulAdd(s, g, dot_part);
+          if (stored) hn::StoreU(s, d, stored + i);
+        },
+        [&](std::size_t i) HWY_ATTR {
+          for (std::size_t k = 0; stored && k < kGroup; ++k) {
+            hn::StoreU(hn::Zero(d), d, stored + i + k * hn::Lanes(d));
+          }
+        });
     total += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, part)));
     dot += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, dot_part)));
   }
@@ -136,27 +208,36 @@ R WeightedMean(const W& weights, const T* d_y, std::size_t length) {
 }
 
 template <class R, class W, class T>
-void WriteGradient(const W& weights, const T* d_y, T* d_x, std::size_t length, bool stream) {
+void WriteGradient(const W& weights, R mean, const T* d_y, T* d_x, std::size_t length,
+                   bool stream) {
   const hn::ScalableTag<R> d;
   const std::size_t lanes = hn::Lanes(d);
-  const auto mean = hn::Set(d, WeightedMean<R>(weights, d_y, length));
+  const auto shift = hn::Set(d, mean);
   WriteRow(d_x, length, stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
-    const auto gradient = [&](auto w, auto active, auto g) HWY_ATTR {
-      return hn::IfThenElseZero(active, hn::Mul(weights.Weight(d, w), hn::Sub(g, mean)));
-    };
-    std::size_t i = 0;
-    for (; i + lanes <= count; i += lanes) {
-      const auto w = weights.Load(d, begin + i, lanes);
-      const auto active = weights.Active(d, w);
-      auto result = hn::Zero(d);
-      if (!hn::AllFalse(d, active)) result = gradient(w, active, LoadAs(d, d_y + begin + i));
-      StoreAs(d, result, to + i);
-    }
-    if (i == count) return;
-    const auto w = weights.Load(d, begin + i, count - i);
-    const auto g = LoadFirstAs(d, d_y + begin + i, count - i, Real<T>{0});
-    StoreFirstAs(d, gradient(w, weights.Active(d, w), g), to + i, count - i);
+    ForEachVector(
+        d, weights, begin, begin + count,
+        [&](std::size_t i, auto w, auto active, std::size_t n) HWY_ATTR {
+          const auto difference = hn::Sub(LoadSome(d, d_y + i, n), shift);
+          const auto gradient =
+              hn::IfThenElseZero(active, hn::Mul(weights.Weight(d, w), difference));
+          if (n == lanes) {
+            StoreAs(d, gradient, to + (i - begin));
+          } else {
+            StoreFirstAs(d, gradient, to + (i - begin), n);
+          }
+        },
+        [&](std::size_t i) HWY_ATTR {
+          for (std::size_t k = 0; k < kGroup; ++k) {
+            StoreAs(d, hn::Zero(d), to + (i - begin) + k * lanes);
+          }
+        });
   });
+}
+
+template <class R, class W, class T>
+void Gradient(const W& weights, const T* d_y, T* d_x, std::size_t length, bool stream) {
+  const R mean = WeightedMean<R>(weights, d_y, length, static_cast<R*>(nullptr));
+  WriteGradient<R>(weights, mean, d_y, d_x, length, stream);
 }
 
 template <class T>
@@ -165,12 +246,18 @@ void FillNaN(T* d_x, std::size_t length) {
 }
 
 template <class T>
-void GradientFromY(const T* y, const T* d_y, T* d_x, std::size_t length, double alpha,
-                   bool stream) {
+void GradientFromY(const T* y, const T* d_y, T* d_x, std::size_t length, double alpha, bool stream,
+                   std::byte* scratch) {
   using R = Real<T>;
   const auto write = [&]<Family kFamily, class Arithmetic>() {
     const DenseWeights<kFamily, Arithmetic, T> weights(y, alpha);
-    WriteGradient<Arithmetic>(weights, d_y, d_x, length, stream);
+    if constexpr (kFamily == Family::general || kFamily == Family::steep) {
+      auto* s = reinterpret_cast<Arithmetic*>(scratch);
+      const Arithmetic mean = WeightedMean<Arithmetic>(weights, d_y, length, s);
+      WriteGradient<Arithmetic>(StoredWeights(s), mean, d_y, d_x, length, stream);
+    } else {
+      Gradient<Arithmetic>(weights, d_y, d_x, length, stream);
+    }
   };
   switch (entmax::family_of(alpha)) {
     case Family::softmax:
@@ -259,7 +346,7 @@ void GradientFromSupport(const BackwardTile& tile, std::int64_t r, const T* d_y,
     }
     bits = tile.bits;
   }
-  WriteGradient<Real<T>>(MaskWeights<Real<T>>(bits), d_y, d_x, length, stream);
+  Gradient<Real<T>>(MaskWeights<Real<T>>(bits), d_y, d_x, length, stream);
 }
 
 template <class T>
@@ -284,7 +371,7 @@ void BackwardTileOf(const BackwardTile& tile) {
     }
     if (!tile.d_x) continue;
     if (tile.y) {
-      GradientFromY(y.row<T>(r), g, d_x.row<T>(r), length, alpha, stream);
+      GradientFromY(y.row<T>(r), g, d_x.row<T>(r), length, alpha, stream, tile.weights);
     } else {
       GradientFromSupport(tile, r, g, d_x.row<T>(r), stream);
     }
@@ -346,6 +433,7 @@ class BackwardPlan final : public RowPlan {
               .packed_y = scratch + packed_y_,
               .packed_d_y = scratch + packed_d_y_,
               .packed_d_x = scratch + packed_d_x_,
+              .weights = scratch + weights_,
               .bits = reinterpret_cast<std::uint8_t*>(scratch + bits_),
           };
           HWY_DYNAMIC_DISPATCH(RunBackwardTile)(tile);
@@ -369,6 +457,12 @@ class BackwardPlan final : public RowPlan {
     if (problem.support.given() && !walk_.contiguous(kSupport)) {
       bits_ = slot.add((length_ + 7) / 8);
     }
+    const Family family = family_of(problem.alpha);
+    const bool any = problem.alpha_per_row.given();
+    if (any || family == Family::near_one || family == Family::general || family == Family::steep) {
+      weights_ = slot.add(vector_scratch_bytes(
+          length_, any || family == Family::steep || problem.x.dtype == DType::f64));
+    }
     finish_layout(slot);
     stream_ = problem.d_x.numel() * bytes >= kStreamBytes;
     description = describe_walk(packs(walk_), stream_);
@@ -378,7 +472,7 @@ class BackwardPlan final : public RowPlan {
     return !walk.contiguous(kY) || !walk.contiguous(kDY) || !walk.contiguous(kDX);
   }
 
-  std::size_t packed_y_ = 0, packed_d_y_ = 0, packed_d_x_ = 0, bits_ = 0;
+  std::size_t packed_y_ = 0, packed_d_y_ = 0, packed_d_x_ = 0, weights_ = 0, bits_ = 0;
   bool stream_ = false;
 };
 

@@ -38,11 +38,6 @@ struct RowResult {
   std::int64_t support_size;
 };
 
-// Room for the elements of a row: the solver stores whole vectors.
-inline std::int64_t element_scratch_bytes(std::int64_t length, bool in_double) {
-  return std::max<std::int64_t>(length + 64, 1024) * (in_double ? 8 : 4);
-}
-
 }  // namespace pullback::entmax
 #endif
 
@@ -146,7 +141,7 @@ R LowerBound(const P& power, R max, R* lane_maxima) {
   PadCandidates(lane_maxima, count);
   // The slack covers the rounding of sums: the bound must not drop an element of the support.
   constexpr R kSlack = 16 * std::numeric_limits<R>::epsilon();
-  return std::max(P::start, Solve(power, P::start, lane_maxima, count).theta - kSlack);
+  return std::max(P::start, RoughSolve(power, P::start, lane_maxima, count) - kSlack);
 }
 
 template <class T>
@@ -245,7 +240,7 @@ RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
     const std::size_t end = std::min(row.length, begin + kSumVectors * lanes);
     auto part = hn::Zero(d);
     const auto take = [&](auto v, std::size_t i) HWY_ATTR {
-      const auto e = hn::Exp(d, hn::Sub(v, shift));
+      const auto e = ExpOfNegative(d, hn::Sub(v, shift));
       part = hn::Add(part, e);
       hn::StoreU(e, d, elements + i);
     };
@@ -427,7 +422,7 @@ class ForwardPlan final : public RowPlan {
     if (problem.support.given() && !walk_.contiguous(kSupport)) {
       bits_ = slot.add((length_ + 7) / 8);
     }
-    elements_ = slot.add(element_scratch_bytes(length_, in_double));
+    elements_ = slot.add(vector_scratch_bytes(length_, in_double));
     finish_layout(slot);
     stream_ = problem.y.numel() * bytes >= kStreamBytes;
     description = describe_walk(packs(problem, walk_), stream_);
