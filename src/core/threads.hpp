@@ -16,13 +16,15 @@
 #endif
 #endif
 
-#ifdef PULLBACK_PLAIN_THREADS
 #include <algorithm>
+
+#ifdef PULLBACK_PLAIN_THREADS
 #include <atomic>
 #include <thread>
 #include <vector>
 #else
 #include <tbb/blocked_range.h>
+#include <tbb/global_control.h>
 #include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 #endif
@@ -36,7 +38,7 @@ class Threads {
   explicit Threads(int count) : count_(count > 0 ? count : available_cpus()) {}
   int count() const { return count_; }
 #else
-  explicit Threads(int count) : arena_(count > 0 ? count : available_cpus()) {}
+  explicit Threads(int count) : arena_(std::min(count > 0 ? count : available_cpus(), limit())) {}
   int count() const { return arena_.max_concurrency(); }
 #endif
 
@@ -69,6 +71,12 @@ class Threads {
 
   int count_;
 #else
+  // TBB has no workers beyond this, and would say so on stderr.
+  static int limit() {
+    using tbb::global_control;
+    return static_cast<int>(global_control::active_value(global_control::max_allowed_parallelism));
+  }
+
   template <class Body>
   void on_all_threads(std::int64_t count, const Body& body, std::int64_t grain) const {
     arena_.execute([&] {
