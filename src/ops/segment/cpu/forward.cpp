@@ -28,7 +28,9 @@ class Forward {
         segments_(run.segments),
         x_(problem_.x, run.tensors.x),
         out_(problem_.out, run.tensors.out),
-        rows_out_(problem_.out, run.tensors.out, run.segments) {}
+        rows_out_(problem_.out, run.tensors.out, run.segments),
+        streams_out_(std::is_same_v<T, R> && StreamsRows(problem_.out, run.tensors.out)),
+        streams_arg_(run.tensors.arg != nullptr && StreamsRows(problem_.arg, run.tensors.arg)) {}
 
   void All() const {
     const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
@@ -107,6 +109,7 @@ class Forward {
         [&](std::int64_t s) { WriteEmpty(s, task); },
         [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task); });
     output.Flush();
+    FinishStreams();
   }
 
   // The rows of the extremes, in the sorted order, to task.wide.
@@ -186,8 +189,10 @@ class Forward {
       } else if (rows <= kFewRows) {
         const R count = mean ? static_cast<R>(rows) : R{1};
         const auto* from = reinterpret_cast<const R*>(x_.at(row, task.column));
-        SumFewRows(Block<R>{from, x_.row_stride, rows}, task.columns, count,
-                   reinterpret_cast<R*>(out_.at(s, task.column)));
+        const Block<R> block{from, x_.row_stride, rows};
+        auto* to = reinterpret_cast<R*>(out_.at(s, task.column));
+        streams_out_ ? SumFewRows<true>(block, task.columns, count, to)
+                     : SumFewRows<false>(block, task.columns, count, to);
       } else {
         FoldPiece(Piece{s, row, next, true, false}, task.state, task);
         Finish(s, task.state, task);
@@ -286,6 +291,7 @@ class Forward {
     });
     if (segment < 0) return;
     Finish(segment, total, task);
+    FinishStreams();
     if (!rows) return;
     run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
       const State state = Slot(tile, piece.head, task.column);
@@ -337,7 +343,11 @@ class Forward {
       for (std::int64_t c = 0; c < task.columns; ++c) state.a[c] /= count;
     }
     if (problem_.reduce == SegmentReduce::logsumexp) FinishLogSum(state.log_sum(), task.columns);
-    if (out_.data != nullptr) WriteRow(out_, s, task.column, task.columns, state.a);
+    if (streams_out_) {
+      StreamRow(state.a, out_.at(s, task.column), task);
+    } else if (out_.data != nullptr) {
+      WriteRow(out_, s, task.column, task.columns, state.a);
+    }
     if (run_.tensors.arg == nullptr) return;
     const std::int64_t begin = segments_.begin(s);
     if (problem_.arg.dtype == DType::u8) {
@@ -356,15 +366,28 @@ class Forward {
   template <class A, class F>
   void WriteArg(std::int64_t s, const Task& task, const F& value_of) const {
     const Matrix<A> arg = ArgMatrix<A>();
-    A* HWY_RESTRICT to = arg.at(s, task.column);
     const std::int64_t* HWY_RESTRICT from = task.wide;
-    if (arg.column_stride == 1) {
+    A* HWY_RESTRICT to = streams_arg_ ? reinterpret_cast<A*>(task.run) : arg.at(s, task.column);
+    if (streams_arg_) {
+      for (std::int64_t c = 0; c < task.columns; ++c) to[c] = static_cast<A>(value_of(from[c]));
+      StreamRow(to, arg.at(s, task.column), task);
+    } else if (arg.column_stride == 1) {
       for (std::int64_t c = 0; c < task.columns; ++c) to[c] = static_cast<A>(value_of(from[c]));
     } else {
       for (std::int64_t c = 0; c < task.columns; ++c) {
         to[c * arg.column_stride] = static_cast<A>(value_of(from[c]));
       }
     }
+  }
+
+  void FinishStreams() const {
+    if (streams_out_ || streams_arg_) hwy::FlushStream();
+  }
+
+  template <class A, class To>
+  static void StreamRow(const A* from, To* to, const Task& task) {
+    StreamBytes(reinterpret_cast<const std::uint8_t*>(from), reinterpret_cast<std::uint8_t*>(to),
+                task.columns * static_cast<std::int64_t>(sizeof(A)));
   }
 
   template <class A>
@@ -517,6 +540,7 @@ class Forward {
   Matrix<const T> x_;
   Matrix<T> out_;
   RowOutput<T> rows_out_;  // out of softmax
+  bool streams_out_, streams_arg_;
 };
 
 }  // namespace

@@ -20,6 +20,18 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
+// Less than that may be read from cache soon.
+inline constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20;
+inline constexpr std::int64_t kLine = 64;
+
+// Whether the rows of a tensor are worth streaming and made of whole cache lines.
+inline bool StreamsRows(const TensorSpec& spec, const void* data) {
+  const auto size = static_cast<std::int64_t>(size_of(spec.dtype));
+  return data != nullptr && spec.numel() * size >= kStreamBytes && spec.strides[1] == 1 &&
+         reinterpret_cast<std::uintptr_t>(data) % kLine == 0 &&
+         spec.strides[0] * size % kLine == 0 && spec.shape[1] * size % kLine == 0;
+}
+
 inline void StreamBytes(const std::uint8_t* from, std::uint8_t* to, std::int64_t count) {
   const hn::ScalableTag<std::uint8_t> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
@@ -42,10 +54,7 @@ class RowOutput {
     const bool in_order = spec.is_contiguous() && !segments.permuted();
     large_ = spec.numel() * kSize >= kStreamBytes;
     if (data == nullptr) return;
-    const bool whole_lines = reinterpret_cast<std::uintptr_t>(data) % kLine == 0 &&
-                             matrix_.row_stride * kSize % kLine == 0 &&
-                             columns_ * kSize % kLine == 0;
-    streams_ = large_ && std::is_same_v<T, R> && matrix_.column_stride == 1 && whole_lines;
+    streams_ = std::is_same_v<T, R> && StreamsRows(spec, data);
     stages_ = (large_ || columns_ == 1) && !streams_ && in_order && columns_ <= kColumnBlock;
     if (stages_) matrix_.row_stride = columns_;  // also of a single row, which has any
   }
@@ -134,10 +143,6 @@ class RowOutput {
   }
 
  private:
-  // Less than that may be read from cache soon.
-  static constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20;
-  static constexpr std::int64_t kLine = 64;
-
   Matrix<T> matrix_;
   const Segments& segments_;
   std::int64_t columns_;

@@ -267,7 +267,7 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
 }
 
 // Sums of a few rows, divided by `count`, straight to `to`: four vectors of columns in registers.
-template <class R>
+template <bool kStream, class R>
 HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
                            R* HWY_RESTRICT to) {
   const hn::ScalableTag<R> d;
@@ -285,12 +285,13 @@ HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
       v2 = hn::Add(v2, hn::LoadU(d, from + 2 * step));
       v3 = hn::Add(v3, hn::LoadU(d, from + 3 * step));
     }
-    Store(d, hn::Div(v0, divisor), to + c);
-    Store(d, hn::Div(v1, divisor), to + c + step);
-    Store(d, hn::Div(v2, divisor), to + c + 2 * step);
-    Store(d, hn::Div(v3, divisor), to + c + 3 * step);
+    const AllLanes<kStream> all;
+    all.Write(d, hn::Div(v0, divisor), to + c);
+    all.Write(d, hn::Div(v1, divisor), to + c + step);
+    all.Write(d, hn::Div(v2, divisor), to + c + 2 * step);
+    all.Write(d, hn::Div(v3, divisor), to + c + 3 * step);
   }
-  ForColumns<R>(columns - c, [&](auto lanes, std::int64_t k) {
+  ForColumns<R, kStream>(columns - c, [&](auto lanes, std::int64_t k) {
     const R* from = block.data + c + k;
     auto sum = lanes.Read(d, from);
     for (std::int64_t r = 1; r < block.rows; ++r) {
