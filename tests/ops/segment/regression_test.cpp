@@ -1,6 +1,7 @@
 // Bugs of other libraries and of this one, by name, and indices that nobody should trust.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -432,6 +433,80 @@ TEST(segment_bugs, many_empty_segments) {
   EXPECT_EQ(outputs.at("out").get(0), 3);
   EXPECT_EQ(outputs.at("out").get(70000), 4);
   for (std::int64_t s = 1; s < 70000; ++s) ASSERT_TRUE(std::isnan(outputs.at("out").get(s)));
+}
+
+// Tensors too large to stay in cache are written past it: with rows of whole cache lines, with
+// other rows, and one column; the segments of three rows straddle lines and tiles.
+TEST(segment_streams, large_outputs) {
+  for (const std::int64_t columns : {64, 61, 1}) {
+    const std::int64_t rows = (std::int64_t{19} << 20) / 4 / columns / 3 * 3 + 2;
+    const std::int64_t count = (rows + 2) / 3;
+    TensorMap inputs;
+    Index offsets;
+    for (std::int64_t s = 0; s <= count; ++s) offsets.push_back(std::min(rows, 3 * s));
+    inputs["offsets"] = index_tensor(offsets);
+    inputs["x"] = HostTensor(TensorSpec::contiguous(DType::f32, {rows, columns}));
+    inputs["d_out"] = HostTensor(TensorSpec::contiguous(DType::f32, {count, columns}));
+    auto* x = static_cast<float*>(inputs["x"].data());
+    auto* d_out = static_cast<float*>(inputs["d_out"].data());
+    for (std::int64_t i = 0; i < rows * columns; ++i) x[i] = static_cast<float>(i * 7 % 13);
+    for (std::int64_t i = 0; i < count * columns; ++i) d_out[i] = static_cast<float>(1 + i % 11);
+    for (const std::string reduce : {"sum", "max"}) {
+      const auto outputs = evaluate(inputs, {{"reduce", reduce}});
+      const auto* out = static_cast<const float*>(outputs.at("out").data());
+      const auto* d_x = static_cast<const float*>(outputs.at("d_x").data());
+      std::int64_t wrong = 0;
+      for (std::int64_t s = 0; s < count; ++s) {
+        for (std::int64_t d = 0; d < columns; ++d) {
+          float sum = 0, top = -1;
+          std::int64_t row = 0;
+          for (std::int64_t n = 3 * s; n < std::min(rows, 3 * s + 3); ++n) {
+            const float value = x[n * columns + d];
+            sum += value;
+            if (value > top) row = n;
+            top = std::max(top, value);
+          }
+          wrong += out[s * columns + d] != (reduce == "sum" ? sum : top);
+          for (std::int64_t n = 3 * s; n < std::min(rows, 3 * s + 3); ++n) {
+            const float g = d_out[s * columns + d];
+            wrong += d_x[n * columns + d] != (reduce == "sum" || n == row ? g : 0);
+          }
+        }
+      }
+      EXPECT_EQ(wrong, 0) << reduce << " " << columns;
+    }
+  }
+}
+
+// The same for out and arg, which have a row per segment.
+TEST(segment_streams, large_out_and_arg) {
+  constexpr std::int64_t kRows = 90000, kColumns = 64;
+  TensorMap inputs;
+  Index offsets(kRows + 1);
+  for (std::int64_t s = 0; s <= kRows; ++s) offsets[static_cast<std::size_t>(s)] = s;
+  offsets[5] = 4;  // one empty segment and one of two rows
+  inputs["offsets"] = index_tensor(offsets);
+  inputs["x"] = HostTensor(TensorSpec::contiguous(DType::f32, {kRows, kColumns}));
+  inputs["d_out"] = inputs["x"];
+  auto* x = static_cast<float*>(inputs["x"].data());
+  for (std::int64_t i = 0; i < kRows * kColumns; ++i) x[i] = static_cast<float>(i % 1001);
+  for (const std::string reduce : {"sum", "max"}) {
+    const auto outputs = evaluate(inputs, {{"reduce", reduce}, {"empty", "zero"}});
+    const auto* out = static_cast<const float*>(outputs.at("out").data());
+    std::int64_t wrong = 0;
+    for (std::int64_t s = 6; s < kRows; ++s) {
+      for (std::int64_t d = 0; d < kColumns; ++d) {
+        wrong += out[s * kColumns + d] != x[s * kColumns + d];
+        if (reduce == "max") {
+          const auto* arg = static_cast<const std::int64_t*>(outputs.at("arg").data());
+          wrong += arg[s * kColumns + d] != s;
+        }
+      }
+    }
+    EXPECT_EQ(wrong, 0) << reduce;
+    EXPECT_EQ(out[4 * kColumns], 0);
+    EXPECT_TRUE(outputs.at("out").guards_intact());
+  }
 }
 
 }  // namespace

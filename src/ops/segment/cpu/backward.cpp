@@ -14,8 +14,8 @@
 #define HWY_TARGET_INCLUDE "ops/segment/cpu/backward.cpp"
 #include <hwy/foreach_target.h>
 
-#include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
+#include "ops/segment/cpu/saved-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -38,7 +38,7 @@ class Backward {
         out_(problem_.out, run.tensors.out),
         d_out_(problem_.d_out, run.tensors.d_out),
         d_x_(problem_.d_x, run.tensors.d_x, run.segments),
-        saved_(saved_of(problem_, run.tensors)) {
+        saved_(problem_, run.tensors, run.segments) {
     const bool even = problem_.ties == Ties::even;
     switch (problem_.reduce) {
       case SegmentReduce::sum:
@@ -48,11 +48,11 @@ class Backward {
         break;
       case SegmentReduce::max:
       case SegmentReduce::min:
-        rule_ = saved_ == SegmentSaved::arg        ? Rule::place
-                : saved_ == SegmentSaved::arg_mask ? Rule::mask
-                : even                             ? Rule::equal
-                                                   : Rule::place;
-        folds_ = even || saved_ == SegmentSaved::nothing;
+        rule_ = saved_.kind == SegmentSaved::arg        ? Rule::place
+                : saved_.kind == SegmentSaved::arg_mask ? Rule::mask
+                : even                                  ? Rule::equal
+                                                        : Rule::place;
+        folds_ = even || saved_.kind == SegmentSaved::nothing;
         break;
       case SegmentReduce::prod:
         rule_ = Rule::product;
@@ -102,7 +102,7 @@ class Backward {
   struct Task {
     Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch,
          std::int64_t stage_elements)
-        : column(column_), columns(columns_) {
+        : column(column_), columns(columns_), block_rows(segment_cpu::block_rows(columns_)) {
       const std::int64_t width = padded(columns);
       wide = reinterpret_cast<std::int64_t*>(scratch);
       state.a = reinterpret_cast<R*>(wide + width);
@@ -118,7 +118,7 @@ class Backward {
       products = stage + stage_elements;
       bits = reinterpret_cast<std::uint8_t*>(vector);
     }
-    std::int64_t column, columns;
+    std::int64_t column, columns, block_rows;
     State state;
     R *gradient, *value, *vector, *row, *block, *block2, *run, *stage, *products;
     std::uint8_t* bits;
@@ -145,6 +145,10 @@ class Backward {
 
   void First(std::int64_t tile, const Task& task) const {
     Output output = MakeOutput(task);
+    if (WritesRuns(task)) {
+      WriteRuns(tile, output);
+      return;
+    }
     run_.walk(
         tile,
         [&](const Piece& piece) {
@@ -173,14 +177,14 @@ class Backward {
         break;
       case Rule::product:
         std::fill_n(state.a, padded(task.columns), R{1});
-        ForBlocks(piece, task.columns, [&](std::int64_t row, std::int64_t rows) {
+        ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
           FoldRows(XBlock(row, rows, task), 0, task.columns, state.a,
                    [](auto a, auto b) { return hn::Mul(a, b); });
         });
         break;
       case Rule::power:
         StartLogSum(state.log_sum(), task.columns);
-        ForBlocks(piece, task.columns, [&](std::int64_t row, std::int64_t rows) {
+        ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
           AddLogSum(state.log_sum(), XBlock(row, rows, task), task.columns, task.vector);
         });
         break;
@@ -200,7 +204,7 @@ class Backward {
     ReadRow(out_, piece.segment, task.column, task.columns, task.value);
     I* HWY_RESTRICT places = state.places();
     std::fill_n(places, padded(task.columns), I{-1});
-    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
+    ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
       const Block<R> block = XBlock(first, rows, task);
       for (std::int64_t r = 0; r < rows; ++r) {
         const R* row = block.row(r);
@@ -230,13 +234,13 @@ class Backward {
     std::fill_n(counts, padded(task.columns), I{0});
     if (rule_ == Rule::mask) {
       for (std::int64_t r = piece.begin; r < piece.end; ++r) {
-        ReadBits(r, task);
+        saved_.ReadBits(r, task.column, task.columns, task.bits);
         for (std::int64_t c = 0; c < task.columns; ++c) counts[c] += task.bits[c];
       }
       return;
     }
     ReadRow(out_, piece.segment, task.column, task.columns, task.value);
-    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
+    ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
       const Block<R> block = XBlock(first, rows, task);
       for (std::int64_t r = 0; r < rows; ++r) {
         const R* row = block.row(r);
@@ -254,7 +258,7 @@ class Backward {
   void FoldDot(const Piece& piece, const State& state, const Task& task) const {
     const hn::ScalableTag<R> d;
     std::fill_n(state.a, padded(task.columns), R{0});
-    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
+    ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
       const auto [y, g] = SoftmaxBlocks(first, rows, task);
       for (std::int64_t r = 0; r < rows; ++r) {
         const R* y_row = y.row(r);
@@ -388,6 +392,39 @@ class Backward {
     output.Flush();
   }
 
+  // Sum, mean, and max and min from arg, of one column: short segments leave no time for more than
+  // a vector of the gradient, or of zeros and the gradient over one of them. Past the end of a
+  // segment that writes where the next one is still to come, or where the stage has room to spare.
+  bool WritesRuns(const Task& task) const {
+    return problem_.x.shape[1] == 1 && std::is_same_v<T, R> && d_x_.stages() && !folds_ &&
+           (rule_ == Rule::spread || rule_ == Rule::place) && task.columns == 1;
+  }
+
+  void WriteRuns(std::int64_t tile, Output& output) const {
+    const hn::ScalableTag<R> d;
+    const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+    const bool spread = rule_ == Rule::spread;
+    run_.walk(
+        tile,
+        [&](const Piece& piece) {
+          output.Open(piece);
+          R gradient = ToReal(*d_out_.at(piece.segment, 0));
+          if (problem_.reduce == SegmentReduce::mean) {
+            gradient /=
+                static_cast<R>(segments_.end(piece.segment) - segments_.begin(piece.segment));
+          }
+          R* to = output.Run(piece.begin, nullptr);
+          const std::int64_t rows = piece.end - piece.begin;
+          const auto value = hn::Set(d, spread ? gradient : R{0});
+          for (std::int64_t i = 0; i < rows; i += step) Store(d, value, to + i);
+          if (spread) return;
+          const std::int64_t place = saved_.Row(piece.segment) - piece.begin;
+          if (place >= 0 && place < rows) to[place] = gradient;
+        },
+        [](std::int64_t) {});
+    output.Flush();
+  }
+
   void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
     d_x_.streams() ? WriteRowsAs<true>(piece, state, task, output)
                    : WriteRowsAs<false>(piece, state, task, output);
@@ -397,7 +434,7 @@ class Backward {
   void WriteRowsAs(const Piece& piece, const State& state, const Task& task, Output& output) const {
     if (rule_ != Rule::softmax) LoadGradient(piece, state, task);
     const hn::ScalableTag<R> d;
-    const auto key = [&](std::int64_t r) { return KeyOf(piece, r); };
+    const auto key = [&](std::int64_t r) { return saved_.Key(piece, r); };
     const auto map = [&]<int kInputs>(const MapInputs<T>& inputs, const auto& f) {
       MapRows<kStream, kInputs>(piece, segments_, task.column, task.columns, inputs, output,
                                 task.run, key, f);
@@ -408,7 +445,8 @@ class Backward {
         map.template operator()<0>({}, [&](auto at) { return at.At(task.gradient); });
         break;
       case Rule::place:
-        if (saved_ == SegmentSaved::arg) LoadPlaces(piece, state, task);
+        if (saved_.kind == SegmentSaved::arg)
+          saved_.LoadPlaces(piece, task.column, task.columns, state.places());
         map.template operator()<0>({}, [&](auto at) {
           const auto chosen = hn::RebindMask(d, hn::Eq(at.At(state.places()), at.Key()));
           return hn::IfThenElseZero(chosen, at.At(task.gradient));
@@ -453,56 +491,10 @@ class Backward {
     }
   }
 
-  // What a row is compared with: its place in the piece, or under a permutation the low bits of its
-  // number in x (no two rows share them: complete() bounds N).
-  I KeyOf(const Piece& piece, std::int64_t r) const {
-    const bool by_row =
-        saved_ == SegmentSaved::arg && segments_.permuted() && problem_.arg.dtype != DType::u8;
-    return static_cast<I>(by_row ? segments_.readable_row(r) : r - piece.begin);
-  }
-
-  void LoadPlaces(const Piece& piece, const State& state, const Task& task) const {
-    if (problem_.arg.dtype == DType::u8) {
-      const std::int64_t begin = piece.begin - segments_.begin(piece.segment);
-      LoadPlacesAs<std::uint8_t>(piece, begin, piece.end - piece.begin, state, task);
-    } else {
-      const std::int64_t begin = segments_.permuted() ? 0 : piece.begin;
-      const std::int64_t count = segments_.permuted() ? segments_.rows : piece.end - piece.begin;
-      problem_.arg.dtype == DType::i32
-          ? LoadPlacesAs<std::int32_t>(piece, begin, count, state, task)
-          : LoadPlacesAs<std::int64_t>(piece, begin, count, state, task);
-    }
-  }
-
-  // arg - begin where that is in [0, count), else -1.
-  template <class A>
-  void LoadPlacesAs(const Piece& piece, std::int64_t begin, std::int64_t count, const State& state,
-                    const Task& task) const {
-    const Matrix<A> arg(problem_.arg, run_.tensors.arg);
-    const A* from = arg.at(piece.segment, task.column);
-    for (std::int64_t c = 0; c < task.columns; ++c) {
-      const auto value = static_cast<std::int64_t>(from[c * arg.column_stride]);
-      const bool inside = value >= begin && value - begin < count;
-      state.places()[c] = inside ? static_cast<I>(value - begin) : I{-1};
-    }
-  }
-
-  // The mask bits of row r, one byte each, to task.bits.
-  void ReadBits(std::int64_t r, const Task& task) const {
-    const Matrix<const std::uint8_t> mask(problem_.arg_mask, run_.tensors.arg_mask);
-    const std::uint8_t* from = mask.at(segments_.readable_row(r), task.column / 8);
-    for (std::int64_t c = 0; c < task.columns; c += 8) {
-      const unsigned byte = from[c / 8 * mask.column_stride];
-      for (unsigned k = 0; k < 8; ++k) {
-        task.bits[c + k] = static_cast<std::uint8_t>(byte >> k & 1u);
-      }
-    }
-  }
-
   void WriteBits(const Piece& piece, const Task& task, Output& output) const {
     output.Open(piece);
     for (std::int64_t r = piece.begin; r < piece.end; ++r) {
-      ReadBits(r, task);
+      saved_.ReadBits(r, task.column, task.columns, task.bits);
       R* to = output.Row(r);
       for (std::int64_t c = 0; c < task.columns; ++c) {
         to[c] = task.bits[c] ? task.gradient[c] : R{0};
@@ -531,7 +523,7 @@ class Backward {
     // From the last row up: products[r] = product of all rows after r.
     R* HWY_RESTRICT running = task.value;
     std::copy_n(state.b, columns, running);
-    const std::int64_t step = block_rows(columns);
+    const std::int64_t step = task.block_rows;
     for (std::int64_t end = piece.end; end > piece.begin;) {
       const std::int64_t first = piece.begin + (end - 1 - piece.begin) / step * step;
       const Block<R> block = XBlock(first, end - first, task);
@@ -548,7 +540,7 @@ class Backward {
     }
     std::copy_n(state.a, columns, running);
     output.Open(piece);
-    ForBlocks(piece, columns, [&](std::int64_t first, std::int64_t rows) {
+    ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
       const Block<R> block = XBlock(first, rows, task);
       for (std::int64_t r = 0; r < rows; ++r) {
         const R* row = block.row(r);
@@ -578,7 +570,7 @@ class Backward {
   Matrix<const T> out_;
   Matrix<const T> d_out_;
   RowOutput<T> d_x_;
-  SegmentSaved saved_;
+  Saved<R> saved_;
   Rule rule_;
   bool folds_;
 };

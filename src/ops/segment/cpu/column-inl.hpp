@@ -68,7 +68,7 @@ HWY_INLINE unsigned BitsOf(D d, hn::Mask<D> mask) {
 
 // Place of the extreme: the first or last of equal ones, of NaN the first.
 template <bool kMax, bool kLast, class R>
-std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t count) {
+std::int64_t PlaceOfLongExtreme(const R* HWY_RESTRICT from, std::int64_t count) {
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   const R identity = kMax ? -kInf<R> : kInf<R>;
@@ -97,15 +97,39 @@ std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t count) {
   return 0;
 }
 
-template <class R>
-std::int64_t PlaceOfExtreme(const SegmentProblem& problem, const R* from, std::int64_t count) {
+template <bool kMax, bool kLast, class R>
+HWY_INLINE std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t count) {
+  const hn::ScalableTag<R> d;
+  if (count > static_cast<std::int64_t>(hn::Lanes(d))) {
+    return PlaceOfLongExtreme<kMax, kLast>(from, count);
+  }
+  const auto left = static_cast<std::size_t>(count);
+  const auto v = LoadFirst(d, from, left, kMax ? -kInf<R> : kInf<R>);
+  const auto nan = hn::IsNaN(v);
+  if (!hn::AllFalse(d, nan)) return std::countr_zero(BitsOf(d, nan));
+  const auto extreme = kMax ? hn::MaxOfLanes(d, v) : hn::MinOfLanes(d, v);
+  const unsigned bits = BitsOf(d, hn::And(hn::Eq(v, extreme), hn::FirstN(d, left)));
+  return kLast ? std::bit_width(bits) - 1 : std::countr_zero(bits);
+}
+
+// Calls f(place) with PlaceOfExtreme as the problem wants it.
+template <class F>
+HWY_INLINE auto WithPlaceOfExtreme(const SegmentProblem& problem, const F& f) {
   const bool last = problem.ties == Ties::last;
   if (problem.reduce == SegmentReduce::max) {
-    return last ? PlaceOfExtreme<true, true>(from, count)
-                : PlaceOfExtreme<true, false>(from, count);
+    return last ? f([](const auto* from, std::int64_t n) {
+      return PlaceOfExtreme<true, true>(from, n);
+    })
+                : f([](const auto* from, std::int64_t n) {
+                    return PlaceOfExtreme<true, false>(from, n);
+                  });
   }
-  return last ? PlaceOfExtreme<false, true>(from, count)
-              : PlaceOfExtreme<false, false>(from, count);
+  return last ? f([](const auto* from, std::int64_t n) {
+    return PlaceOfExtreme<false, true>(from, n);
+  })
+              : f([](const auto* from, std::int64_t n) {
+                  return PlaceOfExtreme<false, false>(from, n);
+                });
 }
 
 // The LogSum of a run.

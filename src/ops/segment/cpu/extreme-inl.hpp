@@ -19,15 +19,11 @@ struct Extreme {
   Int<R>* place;
 };
 
+// Whether later values take over, NaN aside.
 template <bool kMax, bool kLast, class V>
 HWY_INLINE auto Beats(V value, V best) {
-  if constexpr (kLast) {
-    const auto beats = kMax ? hn::Ge(value, best) : hn::Le(value, best);
-    return hn::Or(beats, hn::AndNot(hn::IsNaN(best), hn::IsNaN(value)));
-  } else {
-    const auto beats = kMax ? hn::Gt(value, best) : hn::Lt(value, best);
-    return hn::Or(beats, hn::AndNot(hn::IsNaN(best), hn::IsNaN(value)));
-  }
+  if constexpr (kLast) return kMax ? hn::Ge(value, best) : hn::Le(value, best);
+  return kMax ? hn::Gt(value, best) : hn::Lt(value, best);
 }
 
 // `place` is that of the block's first row; 0 starts the state.
@@ -46,31 +42,94 @@ void AddExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t pla
     });
     r = 1;
   }
-  const auto add = [&](auto rows) HWY_ATTR {
+  for (; r + 4 <= block.rows; r += 4) {
     const R* row = block.row(r);
     const std::int64_t stride = block.stride;
+    const auto first = static_cast<Int<R>>(place + r);
     ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      const auto a = lanes.Read(d, row + c), b = lanes.Read(d, row + stride + c);
+      const auto e = lanes.Read(d, row + 2 * stride + c), f = lanes.Read(d, row + 3 * stride + c);
       auto best = hn::LoadU(d, value + c);
+      // In a long segment four rows seldom hold a new extreme. The sum is NaN if one of them is
+      // (and for opposite infinities, which costs time only).
+      const auto four =
+          kMax ? hn::Max(hn::Max(a, b), hn::Max(e, f)) : hn::Min(hn::Min(a, b), hn::Min(e, f));
+      const auto sum = hn::Add(hn::Add(a, b), hn::Add(e, f));
+      const auto nan = hn::IsNaN(sum);
+      if (hn::AllFalse(d, hn::Or(Beats<kMax, kLast>(four, best), nan))) return;
       auto best_place = hn::LoadU(di, where + c);
-      for (int k = 0; k < rows; ++k) {
-        const auto next = lanes.Read(d, row + k * stride + c);
-        const auto beats = Beats<kMax, kLast>(next, best);
+      const bool any_nan = !hn::AllFalse(d, nan);
+      const auto add = [&](auto next, Int<R> next_place) HWY_ATTR {
+        auto beats = Beats<kMax, kLast>(next, best);
+        if (any_nan) beats = hn::Or(beats, hn::AndNot(hn::IsNaN(best), hn::IsNaN(next)));
         best = hn::IfThenElse(beats, next, best);
-        best_place = hn::IfThenElse(hn::RebindMask(di, beats),
-                                    hn::Set(di, static_cast<Int<R>>(place + r + k)), best_place);
-      }
+        best_place = hn::IfThenElse(hn::RebindMask(di, beats), hn::Set(di, next_place), best_place);
+      };
+      add(a, first);
+      add(b, static_cast<Int<R>>(first + 1));
+      add(e, static_cast<Int<R>>(first + 2));
+      add(f, static_cast<Int<R>>(first + 3));
       Store(d, best, value + c);
       hn::StoreU(best_place, di, where + c);
     });
-  };
-  for (; r + 4 <= block.rows; r += 4) add(std::integral_constant<int, 4>());
-  for (; r < block.rows; ++r) add(std::integral_constant<int, 1>());
+  }
+  for (; r < block.rows; ++r) {
+    const R* row = block.row(r);
+    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      const auto next = lanes.Read(d, row + c);
+      const auto best = hn::LoadU(d, value + c);
+      const auto beats =
+          hn::Or(Beats<kMax, kLast>(next, best), hn::AndNot(hn::IsNaN(best), hn::IsNaN(next)));
+      Store(d, hn::IfThenElse(beats, next, best), value + c);
+      hn::StoreU(
+          hn::IfThenElse(hn::RebindMask(di, beats), hn::Set(di, static_cast<Int<R>>(place + r)),
+                         hn::LoadU(di, where + c)),
+          di, where + c);
+    });
+  }
 }
+
+// All rows of a piece, when they are few: column by column, in registers.
+template <bool kMax, bool kLast, class R>
+void ShortExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t columns) {
+  const hn::ScalableTag<R> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  bool any_nan = false;
+  ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+    auto best = lanes.Read(d, block.data + c);
+    auto best_place = hn::Zero(di);
+    auto sum = best;  // NaN if a row is
+    for (std::int64_t r = 1; r < block.rows; ++r) {
+      const auto next = lanes.Read(d, block.row(r) + c);
+      const auto beats = Beats<kMax, kLast>(next, best);
+      sum = hn::Add(sum, next);
+      best = hn::IfThenElse(beats, next, best);
+      best_place = hn::IfThenElse(hn::RebindMask(di, beats), hn::Set(di, static_cast<Int<R>>(r)),
+                                  best_place);
+    }
+    Store(d, best, state.value + c);
+    hn::StoreU(best_place, di, state.place + c);
+    any_nan |= !hn::AllFalse(d, hn::IsNaN(sum));
+  });
+  if (any_nan) AddExtreme<kMax, kLast>(state, block, 0, columns);
+}
+
+inline constexpr std::int64_t kShortRows = 64;
 
 template <class R>
 void AddExtreme(const SegmentProblem& problem, const Extreme<R>& state, const Block<R>& block,
                 std::int64_t place, std::int64_t columns) {
   const bool last = problem.ties == Ties::last;
+  if (place == 0 && block.rows <= kShortRows) {
+    if (problem.reduce == SegmentReduce::max) {
+      last ? ShortExtreme<true, true>(state, block, columns)
+           : ShortExtreme<true, false>(state, block, columns);
+    } else {
+      last ? ShortExtreme<false, true>(state, block, columns)
+           : ShortExtreme<false, false>(state, block, columns);
+    }
+    return;
+  }
   if (problem.reduce == SegmentReduce::max) {
     last ? AddExtreme<true, true>(state, block, place, columns)
          : AddExtreme<true, false>(state, block, place, columns);

@@ -28,7 +28,9 @@ class Forward {
         segments_(run.segments),
         x_(problem_.x, run.tensors.x),
         out_(problem_.out, run.tensors.out),
-        rows_out_(problem_.out, run.tensors.out, run.segments) {}
+        rows_out_(problem_.out, run.tensors.out, run.segments),
+        streams_out_(std::is_same_v<T, R> && StreamsRows(problem_.out, run.tensors.out)),
+        streams_arg_(run.tensors.arg != nullptr && StreamsRows(problem_.arg, run.tensors.arg)) {}
 
   void All() const {
     const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
@@ -60,7 +62,7 @@ class Forward {
   // The columns that one task handles, and its scratch memory.
   struct Task {
     Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch)
-        : column(column_), columns(columns_) {
+        : column(column_), columns(columns_), block_rows(segment_cpu::block_rows(columns_)) {
       const std::int64_t width = padded(columns);
       wide = reinterpret_cast<std::int64_t*>(scratch);
       state.a = reinterpret_cast<R*>(wide + width);
@@ -71,7 +73,7 @@ class Forward {
       run = block + kBlockElements + kColumnAlign;
       stage = run + kBlockElements + kColumnAlign;
     }
-    std::int64_t column, columns;
+    std::int64_t column, columns, block_rows;
     State state;
     R *vector, *row, *block, *run, *stage;
     std::int64_t* wide;
@@ -100,16 +102,21 @@ class Forward {
           const State state = piece.whole ? task.state : Slot(tile, piece.head, task.column);
           FoldPiece(piece, state, task);
           if (!piece.whole) return;
-          if (Extremal()) {
-            for (std::int64_t c = 0; c < task.columns; ++c) {
-              task.wide[c] = piece.begin + state.place()[c];
-            }
-          }
+          if (Extremal()) Widen(piece, state, task);
           Finish(piece.segment, state, task);
           if (rows) WriteRows(piece, state, task, output);
         },
-        [&](std::int64_t s) { WriteEmpty(s, task); });
+        [&](std::int64_t s) { WriteEmpty(s, task); },
+        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task); });
     output.Flush();
+    FinishStreams();
+  }
+
+  // The rows of the extremes, in the sorted order, to task.wide.
+  void Widen(const Piece& piece, const State& state, const Task& task) const {
+    const Int<R>* HWY_RESTRICT place = state.place();
+    std::int64_t* HWY_RESTRICT wide = task.wide;
+    for (std::int64_t c = 0; c < task.columns; ++c) wide[c] = piece.begin + place[c];
   }
 
   void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
@@ -126,7 +133,7 @@ class Forward {
       default:
         std::fill_n(state.a, padded(columns), R{0});
     }
-    ForBlocks(piece, columns, [&](std::int64_t row, std::int64_t rows) {
+    ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
       const Block<R> block = ReadBlock(x_, segments_, row, rows, task.column, columns, task.block);
       switch (problem_.reduce) {
         case SegmentReduce::sum:
@@ -148,6 +155,91 @@ class Forward {
     });
   }
 
+  // Segments [begin, end), all whole or empty, of tensors that are used in place. Short ones leave
+  // no time for anything but the sum or the extreme. False when others have to do it.
+  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task) const {
+    const bool sums =
+        problem_.reduce == SegmentReduce::sum || problem_.reduce == SegmentReduce::mean;
+    if constexpr (std::is_same_v<T, R>) {
+      if (segments_.permuted() || out_.data == nullptr || Mask() != nullptr) return false;
+      if (problem_.x.shape[1] == 1) {
+        if (x_.row_stride != 1) return false;
+        if (sums) {
+          SumRuns(begin, end);
+        } else if (Extremal()) {
+          WithPlaceOfExtreme(problem_, [&](const auto& place) { ExtremeRuns(begin, end, place); });
+        }
+        return sums || Extremal();
+      }
+      if (!sums || x_.column_stride != 1 || out_.column_stride != 1) return false;
+      SumRows(begin, end, task);
+      return true;
+    }
+    return false;
+  }
+
+  void SumRows(std::int64_t begin, std::int64_t end, const Task& task) const {
+    constexpr std::int64_t kFewRows = 64;  // few enough for their lines to be read out of order
+    const bool mean = problem_.reduce == SegmentReduce::mean;
+    std::int64_t row = segments_.begin(begin);
+    for (std::int64_t s = begin; s < end; ++s) {
+      const std::int64_t next = segments_.end(s), rows = next - row;
+      if (rows == 0) {
+        WriteEmpty(s, task);
+      } else if (rows <= kFewRows) {
+        const R count = mean ? static_cast<R>(rows) : R{1};
+        const auto* from = reinterpret_cast<const R*>(x_.at(row, task.column));
+        const Block<R> block{from, x_.row_stride, rows};
+        auto* to = reinterpret_cast<R*>(out_.at(s, task.column));
+        streams_out_ ? SumFewRows<true>(block, task.columns, count, to)
+                     : SumFewRows<false>(block, task.columns, count, to);
+      } else {
+        FoldPiece(Piece{s, row, next, true, false}, task.state, task);
+        Finish(s, task.state, task);
+      }
+      row = next;
+    }
+  }
+
+  void SumRuns(std::int64_t begin, std::int64_t end) const {
+    const bool mean = problem_.reduce == SegmentReduce::mean;
+    const auto* x = reinterpret_cast<const R*>(x_.data);
+    std::int64_t row = segments_.begin(begin);
+    for (std::int64_t s = begin; s < end; ++s) {
+      const std::int64_t next = segments_.end(s);
+      R sum = EmptyValue();
+      if (row < next) {
+        sum = SumOfRun(x + row, next - row);
+        if (mean) sum /= static_cast<R>(next - row);
+      }
+      *out_.at(s, 0) = T(sum);
+      row = next;
+    }
+  }
+
+  template <class Place>
+  void ExtremeRuns(std::int64_t begin, std::int64_t end, const Place& place_of) const {
+    const auto* x = reinterpret_cast<const R*>(x_.data);
+    std::int64_t row = segments_.begin(begin);
+    for (std::int64_t s = begin; s < end; ++s) {
+      const std::int64_t next = segments_.end(s);
+      const std::int64_t place = row < next ? place_of(x + row, next - row) : -1;
+      *out_.at(s, 0) = T(place < 0 ? EmptyValue() : x[row + place]);
+      if (run_.tensors.arg != nullptr) {
+        const std::int64_t n = place < 0 ? -1 : row + place;
+        if (problem_.arg.dtype == DType::i64) {
+          *ArgMatrix<std::int64_t>().at(s, 0) = n;
+        } else if (problem_.arg.dtype == DType::i32) {
+          *ArgMatrix<std::int32_t>().at(s, 0) = static_cast<std::int32_t>(n);
+        } else {
+          *ArgMatrix<std::uint8_t>().at(s, 0) =
+              static_cast<std::uint8_t>(place < 0 ? kNoPlace : place);
+        }
+      }
+      row = next;
+    }
+  }
+
   // FoldPiece for one column.
   void FoldRun(const Piece& piece, const State& state, const Task& task) const {
     ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
@@ -163,7 +255,8 @@ class Forward {
           break;
         case SegmentReduce::max:
         case SegmentReduce::min: {
-          const std::int64_t place = PlaceOfExtreme(problem_, run, rows);
+          const std::int64_t place = WithPlaceOfExtreme(
+              problem_, [&](const auto& place_of) { return place_of(run, rows); });
           if (first || Beats(problem_, run[place], state.a[0])) {
             state.a[0] = run[place];
             state.place()[0] = static_cast<Int<R>>(row - piece.begin + place);
@@ -192,14 +285,13 @@ class Forward {
         Merge(total, state, piece, task);
       } else {
         Copy(state, total, task);
-        for (std::int64_t c = 0; Extremal() && c < task.columns; ++c) {
-          task.wide[c] = piece.begin + state.place()[c];
-        }
+        if (Extremal()) Widen(piece, state, task);
       }
       segment = piece.segment;
     });
     if (segment < 0) return;
     Finish(segment, total, task);
+    FinishStreams();
     if (!rows) return;
     run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
       const State state = Slot(tile, piece.head, task.column);
@@ -251,25 +343,51 @@ class Forward {
       for (std::int64_t c = 0; c < task.columns; ++c) state.a[c] /= count;
     }
     if (problem_.reduce == SegmentReduce::logsumexp) FinishLogSum(state.log_sum(), task.columns);
-    if (out_.data != nullptr) WriteRow(out_, s, task.column, task.columns, state.a);
+    if (streams_out_) {
+      StreamRow(state.a, out_.at(s, task.column), task);
+    } else if (out_.data != nullptr) {
+      WriteRow(out_, s, task.column, task.columns, state.a);
+    }
     if (run_.tensors.arg == nullptr) return;
+    const std::int64_t begin = segments_.begin(s);
     if (problem_.arg.dtype == DType::u8) {
-      const std::int64_t begin = segments_.begin(s);
-      WriteArg<std::uint8_t>(s, task, [&](std::int64_t r) { return r - begin; });
-    } else if (problem_.arg.dtype == DType::i32) {
-      WriteArg<std::int32_t>(s, task, [&](std::int64_t r) { return segments_.row(r); });
+      WriteArg<std::uint8_t>(s, task, [=](std::int64_t r) { return r - begin; });
+    } else if (segments_.permuted()) {
+      const auto row = [&](std::int64_t r) { return segments_.row(r); };
+      problem_.arg.dtype == DType::i32 ? WriteArg<std::int32_t>(s, task, row)
+                                       : WriteArg<std::int64_t>(s, task, row);
     } else {
-      WriteArg<std::int64_t>(s, task, [&](std::int64_t r) { return segments_.row(r); });
+      const auto row = [](std::int64_t r) { return r; };
+      problem_.arg.dtype == DType::i32 ? WriteArg<std::int32_t>(s, task, row)
+                                       : WriteArg<std::int64_t>(s, task, row);
     }
   }
 
   template <class A, class F>
   void WriteArg(std::int64_t s, const Task& task, const F& value_of) const {
     const Matrix<A> arg = ArgMatrix<A>();
-    A* to = arg.at(s, task.column);
-    for (std::int64_t c = 0; c < task.columns; ++c) {
-      to[c * arg.column_stride] = static_cast<A>(value_of(task.wide[c]));
+    const std::int64_t* HWY_RESTRICT from = task.wide;
+    A* HWY_RESTRICT to = streams_arg_ ? reinterpret_cast<A*>(task.run) : arg.at(s, task.column);
+    if (streams_arg_) {
+      for (std::int64_t c = 0; c < task.columns; ++c) to[c] = static_cast<A>(value_of(from[c]));
+      StreamRow(to, arg.at(s, task.column), task);
+    } else if (arg.column_stride == 1) {
+      for (std::int64_t c = 0; c < task.columns; ++c) to[c] = static_cast<A>(value_of(from[c]));
+    } else {
+      for (std::int64_t c = 0; c < task.columns; ++c) {
+        to[c * arg.column_stride] = static_cast<A>(value_of(from[c]));
+      }
     }
+  }
+
+  void FinishStreams() const {
+    if (streams_out_ || streams_arg_) hwy::FlushStream();
+  }
+
+  template <class A, class To>
+  static void StreamRow(const A* from, To* to, const Task& task) {
+    StreamBytes(reinterpret_cast<const std::uint8_t*>(from), reinterpret_cast<std::uint8_t*>(to),
+                task.columns * static_cast<std::int64_t>(sizeof(A)));
   }
 
   template <class A>
@@ -352,7 +470,7 @@ class Forward {
   void WriteMask(const Piece& piece, const State& state, const Task& task) const {
     const Matrix<std::uint8_t> mask(problem_.arg_mask, Mask());
     const bool even = problem_.ties == Ties::even;
-    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
+    ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
       Block<R> block{};
       if (even)
         block = ReadBlock(x_, segments_, first, rows, task.column, task.columns, task.block);
@@ -422,6 +540,7 @@ class Forward {
   Matrix<const T> x_;
   Matrix<T> out_;
   RowOutput<T> rows_out_;  // out of softmax
+  bool streams_out_, streams_arg_;
 };
 
 }  // namespace

@@ -2,7 +2,9 @@
 //
 // A tensor too large to stay in cache is written with streaming stores, which spare the reading of
 // the lines that they fill. They come in whole aligned vectors: either the rows are made of those,
-// or a tile's rows are staged in scratch memory and streamed from there in one run.
+// or a tile's rows are staged in scratch memory and streamed from there in one run. Tensors of one
+// column are staged whatever their size: short segments are quicker to write where the end of one
+// may be written over by the next.
 
 #if defined(PULLBACK_SEGMENT_MAP_INL_HPP) == defined(HWY_TARGET_TOGGLE)
 #ifdef PULLBACK_SEGMENT_MAP_INL_HPP
@@ -11,14 +13,24 @@
 #define PULLBACK_SEGMENT_MAP_INL_HPP
 #endif
 
-#include <hwy/cache_control.h>
-
 #include <cstring>
 
 #include "ops/segment/cpu/rows-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
+
+// Less than that may be read from cache soon.
+inline constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20;
+inline constexpr std::int64_t kLine = 64;
+
+// Whether the rows of a tensor are worth streaming and made of whole cache lines.
+inline bool StreamsRows(const TensorSpec& spec, const void* data) {
+  const auto size = static_cast<std::int64_t>(size_of(spec.dtype));
+  return data != nullptr && spec.numel() * size >= kStreamBytes && spec.strides[1] == 1 &&
+         reinterpret_cast<std::uintptr_t>(data) % kLine == 0 &&
+         spec.strides[0] * size % kLine == 0 && spec.shape[1] * size % kLine == 0;
+}
 
 inline void StreamBytes(const std::uint8_t* from, std::uint8_t* to, std::int64_t count) {
   const hn::ScalableTag<std::uint8_t> d;
@@ -39,16 +51,18 @@ class RowOutput {
   RowOutput(const TensorSpec& spec, const void* data, const Segments& segments)
       : matrix_(spec, data), segments_(segments), columns_(spec.shape[1]) {
     constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
-    if (data == nullptr || spec.numel() * kSize < kStreamBytes) return;
-    const bool whole_lines = reinterpret_cast<std::uintptr_t>(data) % kLine == 0 &&
-                             matrix_.row_stride * kSize % kLine == 0 &&
-                             columns_ * kSize % kLine == 0;
-    streams_ = std::is_same_v<T, R> && matrix_.column_stride == 1 && whole_lines;
-    stages_ = !streams_ && spec.is_contiguous() && !segments.permuted() && columns_ <= kColumnBlock;
+    const bool in_order = spec.is_contiguous() && !segments.permuted();
+    large_ = spec.numel() * kSize >= kStreamBytes;
+    if (data == nullptr) return;
+    streams_ = std::is_same_v<T, R> && StreamsRows(spec, data);
+    stages_ = (large_ || columns_ == 1) && !streams_ && in_order && columns_ <= kColumnBlock;
+    if (stages_) matrix_.row_stride = columns_;  // also of a single row, which has any
   }
 
   explicit operator bool() const { return matrix_.data != nullptr; }
   bool streams() const { return streams_; }
+  // Whether rows are written to a stage, where there is room for a vector more.
+  bool stages() const { return stages_; }
   const Matrix<T>& matrix() const { return matrix_; }
 
   // One tile's view: where its rows are written. `stage` has room for the tile's rows.
@@ -75,11 +89,15 @@ class RowOutput {
     void Flush() {
       if (output_.stages_ && end_ > first_) {
         const auto bytes = (end_ - first_) * columns_ * static_cast<std::int64_t>(sizeof(T));
-        StreamBytes(reinterpret_cast<const std::uint8_t*>(stage_),
-                    reinterpret_cast<std::uint8_t*>(output_.matrix_.at(first_, 0)), bytes);
+        auto* to = reinterpret_cast<std::uint8_t*>(output_.matrix_.at(first_, 0));
+        if (output_.large_) {
+          StreamBytes(reinterpret_cast<const std::uint8_t*>(stage_), to, bytes);
+        } else {
+          std::memcpy(to, stage_, static_cast<std::size_t>(bytes));
+        }
       }
       first_ = end_ = -1;
-      if (output_.stages_ || output_.streams_) hwy::FlushStream();
+      if (output_.large_) hwy::FlushStream();
     }
 
     // Where row r of the sorted order is computed; Done() brings it home if that was elsewhere.
@@ -125,14 +143,10 @@ class RowOutput {
   }
 
  private:
-  // Less than that may be read from cache soon.
-  static constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20;
-  static constexpr std::int64_t kLine = 64;
-
   Matrix<T> matrix_;
   const Segments& segments_;
   std::int64_t columns_;
-  bool streams_ = false, stages_ = false;
+  bool large_ = false, streams_ = false, stages_ = false;
 };
 
 // What f of MapRows computes with besides its inputs: vectors with an element per column, and the
@@ -174,6 +188,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
   using R = Real<T>;
   const hn::ScalableTag<R> d;
   const bool one_column = columns == 1 && !segments.permuted();
+  const std::int64_t step = kInputs == 0 ? piece.end - piece.begin : block_rows(columns);
   output.Open(piece);
   if (one_column) {
     ForRuns(piece, [&](std::int64_t first, std::int64_t rows) {
@@ -195,7 +210,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
     });
     return;
   }
-  ForBlocks(piece, columns, [&](std::int64_t first, std::int64_t rows) {
+  ForBlocks(piece, step, [&](std::int64_t first, std::int64_t rows) {
     Block<R> block[2] = {};
     for (int i = 0; i < kInputs; ++i) {
       block[i] =

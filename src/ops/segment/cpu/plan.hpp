@@ -20,7 +20,7 @@ namespace pullback::segment_cpu {
 inline constexpr std::int64_t kColumnBlock = 1024;       // columns that one task handles
 inline constexpr std::int64_t kColumnAlign = 16;         // no vector has more lanes
 inline constexpr std::int64_t kTileElements = 1 << 16;   // 256 KiB of f32: well inside L2
-inline constexpr std::int64_t kBlockElements = 1 << 13;  // rows taken at a time: well inside L1
+inline constexpr std::int64_t kBlockElements = 1 << 12;  // rows taken at a time: twice inside L1
 
 inline std::int64_t padded(std::int64_t columns) {
   return (columns + kColumnAlign - 1) / kColumnAlign * kColumnAlign;
@@ -81,13 +81,20 @@ struct Run {
     });
   }
 
-  // Calls on_piece(Piece) for each piece of the tile and on_empty(s) for each empty segment.
-  template <class OnPiece, class OnEmpty>
-  void walk(std::int64_t tile, const OnPiece& on_piece, const OnEmpty& on_empty) const {
+  // Calls on_piece(Piece) for each piece of the tile and on_empty(s) for each empty segment; but
+  // first offers the segments that lie between the first and the last one, all whole or empty, to
+  // on_inner(begin, end), which says whether it took them.
+  template <class OnPiece, class OnEmpty, class OnInner>
+  void walk(std::int64_t tile, const OnPiece& on_piece, const OnEmpty& on_empty,
+            const OnInner& on_inner) const {
     const TileStart first = tiles()[tile], stop = tiles()[tile + 1];
     std::int64_t row = first.row;
     std::int64_t begin = first.segment < segments.count ? segments.begin(first.segment) : row;
     for (std::int64_t s = first.segment; s < stop.segment; ++s) {
+      if (s == first.segment + 1 && on_inner(s, stop.segment)) {
+        row = begin = segments.begin(stop.segment);
+        break;
+      }
       const std::int64_t end = segments.end(s);
       if (row < end) {
         on_piece(Piece{s, row, end, row == begin, row > begin});
@@ -100,6 +107,10 @@ struct Run {
       const bool whole = row == begin && stop.row == segments.end(stop.segment);
       on_piece(Piece{stop.segment, row, stop.row, whole, row > begin});
     }
+  }
+  template <class OnPiece, class OnEmpty>
+  void walk(std::int64_t tile, const OnPiece& on_piece, const OnEmpty& on_empty) const {
+    walk(tile, on_piece, on_empty, [](std::int64_t, std::int64_t) { return false; });
   }
 
   // Calls on_piece(tile, Piece) for the pieces, in order, of the segment that is this tile's tail,

@@ -8,6 +8,8 @@
 #define PULLBACK_SEGMENT_ROWS_INL_HPP
 #endif
 
+#include <hwy/cache_control.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -189,10 +191,9 @@ const Real<T>* ReadRun(const Matrix<const T>& matrix, const Segments& segments, 
   return scratch;
 }
 
-// Calls f(first row, rows) for the blocks of a piece.
+// Calls f(first row, rows) for the blocks of a piece, of up to `step` rows.
 template <class F>
-void ForBlocks(const Piece& piece, std::int64_t columns, const F& f) {
-  const std::int64_t step = block_rows(columns);
+HWY_INLINE void ForBlocks(const Piece& piece, std::int64_t step, const F& f) {
   for (std::int64_t row = piece.begin; row < piece.end; row += step) {
     f(row, std::min(step, piece.end - row));
   }
@@ -206,12 +207,31 @@ HWY_INLINE void ForRuns(const Piece& piece, const F& f) {
 
 // --- Folding rows into columns ---
 
-// exp, infinite above all finite results, NaN of NaN (Highway's gives 0 for that).
+// exp, infinite above all finite results, NaN of NaN (Highway's gives 0 for that). In f32 within
+// 2 ulp, and 0 below 2^-124: with n = round(x / ln 2) and r = x - n ln 2, exp(r) = 1 + r + r^2 p(r)
+// where p is a minimax fit on |r| <= ln 2 / 2 with an error of 2^-28, and 2^n goes to the exponent.
 template <class D>
 HWY_INLINE hn::Vec<D> ExpOf(D d, hn::Vec<D> x) {
   using R = hn::TFromD<D>;
-  const auto high = hn::Set(d, R(sizeof(R) == 8 ? 709 : 88));
-  return hn::IfThenElse(hn::Lt(x, high), hn::Exp(d, x), hn::Mul(x, hn::Set(d, kInf<R>)));
+  const auto overflow = hn::Mul(x, hn::Set(d, kInf<R>));
+  if constexpr (sizeof(R) == 8) {
+    return hn::IfThenElse(hn::Lt(x, hn::Set(d, R{709})), hn::Exp(d, x), overflow);
+  } else {
+    const hn::RebindToSigned<D> di;
+    const auto n = hn::Round(hn::Mul(x, hn::Set(d, 1.44269504f)));
+    // ln 2 in two parts, the first with so few bits that its product with n is exact.
+    auto r = hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x);
+    r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), r);
+    auto p = hn::MulAdd(hn::Set(d, 1.38145476e-3f), r, hn::Set(d, 8.36874824e-3f));
+    p = hn::MulAdd(p, r, hn::Set(d, 4.16683927e-2f));
+    p = hn::MulAdd(p, r, hn::Set(d, 1.66665196e-1f));
+    p = hn::MulAdd(p, r, hn::Set(d, 4.99999940e-1f));
+    p = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0f)));
+    const auto power =
+        hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::ConvertTo(di, n))));
+    const auto result = hn::IfThenElseZero(hn::Gt(x, hn::Set(d, -86.0f)), power);
+    return hn::IfThenElse(hn::Lt(x, hn::Set(d, 88.0f)), result, overflow);
+  }
 }
 
 template <class D>
@@ -244,6 +264,41 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
       Store(d, op(hn::LoadU(d, total + c), lanes.Read(d, row + c)), total + c);
     });
   }
+}
+
+// Sums of a few rows, divided by `count`, straight to `to`: four vectors of columns in registers.
+template <bool kStream, class R>
+HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
+                           R* HWY_RESTRICT to) {
+  const hn::ScalableTag<R> d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto divisor = hn::Set(d, count);
+  std::int64_t c = 0;
+  for (; c + 4 * step <= columns; c += 4 * step) {
+    const R* from = block.data + c;
+    auto v0 = hn::LoadU(d, from), v1 = hn::LoadU(d, from + step);
+    auto v2 = hn::LoadU(d, from + 2 * step), v3 = hn::LoadU(d, from + 3 * step);
+    for (std::int64_t r = 1; r < block.rows; ++r) {
+      from += block.stride;
+      v0 = hn::Add(v0, hn::LoadU(d, from));
+      v1 = hn::Add(v1, hn::LoadU(d, from + step));
+      v2 = hn::Add(v2, hn::LoadU(d, from + 2 * step));
+      v3 = hn::Add(v3, hn::LoadU(d, from + 3 * step));
+    }
+    const AllLanes<kStream> all;
+    all.Write(d, hn::Div(v0, divisor), to + c);
+    all.Write(d, hn::Div(v1, divisor), to + c + step);
+    all.Write(d, hn::Div(v2, divisor), to + c + 2 * step);
+    all.Write(d, hn::Div(v3, divisor), to + c + 3 * step);
+  }
+  ForColumns<R, kStream>(columns - c, [&](auto lanes, std::int64_t k) {
+    const R* from = block.data + c + k;
+    auto sum = lanes.Read(d, from);
+    for (std::int64_t r = 1; r < block.rows; ++r) {
+      sum = hn::Add(sum, lanes.Read(d, from += block.stride));
+    }
+    lanes.Write(d, hn::Div(sum, divisor), to + c + k);
+  });
 }
 
 // sum exp(x - Shift(largest)), the running state of logsumexp and softmax. The shift is finite, so
@@ -281,9 +336,12 @@ void AddLogSum(const LogSum<R>& state, const Block<R>& block, std::int64_t colum
     Store(d, hn::Mul(hn::LoadU(d, sum + c), ExpOf(d, hn::Sub(before, shift))), sum + c);
     Store(d, shift, scratch + c);
   });
+  // The next rows come from memory while this computes: they usually lie behind these.
+  const std::int64_t ahead = block.rows * block.stride;
   for (std::int64_t r = 0; r < block.rows; ++r) {
     const R* row = block.row(r);
     ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      hwy::Prefetch(row + ahead + c);
       const auto term = ExpOf(d, hn::Sub(lanes.Read(d, row + c), hn::LoadU(d, scratch + c)));
       Store(d, hn::Add(hn::LoadU(d, sum + c), term), sum + c);
     });

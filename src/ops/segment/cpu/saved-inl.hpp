@@ -1,0 +1,101 @@
+// What the forward of max and min saved: arg, arg_mask, or nothing. Neither is trusted.
+
+#if defined(PULLBACK_SEGMENT_SAVED_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_SEGMENT_SAVED_INL_HPP
+#undef PULLBACK_SEGMENT_SAVED_INL_HPP
+#else
+#define PULLBACK_SEGMENT_SAVED_INL_HPP
+#endif
+
+#include "ops/segment/cpu/rows-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::segment_cpu::HWY_NAMESPACE {
+
+template <class R>
+class Saved {
+  using I = Int<R>;
+
+ public:
+  Saved(const SegmentProblem& problem, const SegmentTensors& tensors, const Segments& segments)
+      : kind(saved_of(problem, tensors)),
+        problem_(problem),
+        tensors_(tensors),
+        segments_(segments) {}
+
+  const SegmentSaved kind;
+
+  // What LoadPlaces' places of the chosen rows are compared with: the row's place in the piece, or
+  // under a permutation the low bits of its number in x (unique, as complete() bounds N).
+  I Key(const Piece& piece, std::int64_t r) const {
+    const bool by_row =
+        kind == SegmentSaved::arg && segments_.permuted() && problem_.arg.dtype != DType::u8;
+    return static_cast<I>(by_row ? segments_.readable_row(r) : r - piece.begin);
+  }
+
+  void LoadPlaces(const Piece& piece, std::int64_t column, std::int64_t columns, I* places) const {
+    const bool by_row = segments_.permuted();
+    const std::int64_t rows = piece.end - piece.begin;
+    const std::int64_t begin = by_row ? 0 : piece.begin;
+    const std::int64_t count = by_row ? segments_.rows : rows;
+    if (problem_.arg.dtype == DType::u8) {
+      const std::int64_t before = piece.begin - segments_.begin(piece.segment);
+      LoadPlacesAs<std::uint8_t>(piece.segment, before, rows, column, columns, places);
+    } else if (problem_.arg.dtype == DType::i32) {
+      LoadPlacesAs<std::int32_t>(piece.segment, begin, count, column, columns, places);
+    } else {
+      LoadPlacesAs<std::int64_t>(piece.segment, begin, count, column, columns, places);
+    }
+  }
+
+  // The row that arg means in the only column; negative for none.
+  std::int64_t Row(std::int64_t s) const {
+    if (problem_.arg.dtype == DType::i64) return *Arg<std::int64_t>().at(s, 0);
+    if (problem_.arg.dtype == DType::i32) return *Arg<std::int32_t>().at(s, 0);
+    return segments_.begin(s) + *Arg<std::uint8_t>().at(s, 0);
+  }
+
+  // The mask bits of row r, one byte each; up to a multiple of 8 of them.
+  void ReadBits(std::int64_t r, std::int64_t column, std::int64_t columns,
+                std::uint8_t* HWY_RESTRICT bits) const {
+    const Matrix<const std::uint8_t> mask(problem_.arg_mask, tensors_.arg_mask);
+    const std::uint8_t* from = mask.at(segments_.readable_row(r), column / 8);
+    for (std::int64_t c = 0; c < columns; c += 8) {
+      const unsigned byte = from[c / 8 * mask.column_stride];
+      for (unsigned k = 0; k < 8; ++k) bits[c + k] = static_cast<std::uint8_t>(byte >> k & 1u);
+    }
+  }
+
+ private:
+  template <class A>
+  Matrix<const A> Arg() const {
+    return Matrix<const A>(problem_.arg, tensors_.arg);
+  }
+
+  // arg - begin where that is in [0, count), else -1.
+  template <class A>
+  void LoadPlacesAs(std::int64_t s, std::int64_t begin, std::int64_t count, std::int64_t column,
+                    std::int64_t columns, I* HWY_RESTRICT places) const {
+    const Matrix<const A> arg = Arg<A>();
+    const A* HWY_RESTRICT from = arg.at(s, column);
+    const auto place_of = [=](A value) {
+      const auto place = static_cast<std::uint64_t>(static_cast<std::int64_t>(value)) -
+                         static_cast<std::uint64_t>(begin);
+      return place < static_cast<std::uint64_t>(count) ? static_cast<I>(place) : I{-1};
+    };
+    if (arg.column_stride == 1) {
+      for (std::int64_t c = 0; c < columns; ++c) places[c] = place_of(from[c]);
+    } else {
+      for (std::int64_t c = 0; c < columns; ++c) places[c] = place_of(from[c * arg.column_stride]);
+    }
+  }
+
+  const SegmentProblem& problem_;
+  const SegmentTensors& tensors_;
+  const Segments& segments_;
+};
+
+}  // namespace pullback::segment_cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
