@@ -16,20 +16,22 @@ namespace pullback {
 // "Per row" below means: the shape of x without `axis`, or with that dimension G when ragged.
 // x, y, d_y and d_x have one dtype: f64, f32, bf16 or f16. NaN or +inf in a row gives a row of NaN;
 // -inf has probability 0; a row of nothing but -inf or hidden elements gives zeros, tau +inf.
+// complete() describes a contiguous tensor where an output or d_y is not given.
 struct EntmaxProblem {
   TensorSpec x;              // rank 1 to 8
   int axis = -1;             // negative counts from the back
   double alpha = 2;          // >= 1; unused when alpha_per_row is given
   TensorSpec alpha_per_row;  // optional, per row, f32 (f64 for f64); values < 1 give NaN rows
   TensorSpec mask;     // optional u8 or bool, the shape of x (strides may be 0): 0 hides an element
-  TensorSpec offsets;  // optional i32 or i64 [G+1]: ragged rows; clamped into range
+  TensorSpec offsets;  // optional i32 or i64 [G+1]: ragged rows; clamped into the axis and made
+                       //   non-decreasing; elements in no row get zeros
   bool check_indices = false;  // checked mode: run() reports the first bad offset
 
   TensorSpec y;             // like x
   TensorSpec tau;           // per row, f32 (f64 for f64)
   TensorSpec support;       // alpha = 2, not ragged: u8, per row with ceil(V/8) bytes appended as
                             //   the last dimension; bit i%8 of byte i/8 says p_i > 0
-  TensorSpec support_size;  // i32, per row
+  TensorSpec support_size;  // i32, per row: how many p_i > 0 before rounding; -1 for a row of NaN
 
   TensorSpec d_y, d_x;  // like x; d_x may be d_y's memory
   TensorSpec d_alpha;   // like alpha_per_row (per row even when alpha is a scalar)

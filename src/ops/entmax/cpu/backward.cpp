@@ -40,8 +40,8 @@ namespace pullback::HWY_NAMESPACE {
 using entmax::BackwardTile;
 using entmax::RowTensor;
 
-// To 1 or 2 ulp, but for subnormal y, whose inverse may come out infinite. The exact instruction takes longer than the
-// memory that this pass waits for.
+// To 1 or 2 ulp, but for subnormal y, whose inverse may come out infinite. The exact instruction
+// takes longer than the memory that this pass waits for.
 template <class D>
 HWY_INLINE hn::Vec<D> SquareRoot(D d, hn::Vec<D> y) {
   if constexpr (sizeof(hn::TFromD<D>) == 8 || HWY_TARGET == HWY_SCALAR) {

@@ -60,7 +60,20 @@ struct RowView {
   std::uint8_t* support;  // or null
   bool stream;
   bool wants_size;
+  const T* next;  // the row that comes after this one, or null
 };
+
+// The solver computes on few elements for as long as it takes to fetch a few KB: without this,
+// memory would idle.
+template <class T>
+void PrefetchNext(const RowView<T>& row) {
+  constexpr std::size_t kBytes = 8192;
+  if (row.next == nullptr) return;
+  const auto* from = reinterpret_cast<const std::uint8_t*>(row.next);
+  for (std::size_t i = 0; i < std::min(row.length * sizeof(T), kBytes); i += 64) {
+    hwy::Prefetch(from + i);
+  }
+}
 
 // The maximum, NaN if there is a NaN. `lane_maxima` receives kAccumulators vectors, which are the
 // row itself, padded with -inf, when it is that short.
@@ -215,6 +228,7 @@ RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
   const Power<kFamily, R> power(alpha);
   const R max = MaxOfRow(row.x, row.length, elements);
   if (!std::isfinite(max)) return DegenerateRow(row, max < 0);
+  PrefetchNext(row);
   const bool bounded = row.length >= kMinLengthForBound;
   const R low = bounded ? LowerBound(power, max, elements) : power.start;
   const std::size_t count = Candidates(power, row.x, row.length, max, low, elements);
@@ -234,6 +248,7 @@ RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
   const std::size_t lanes = hn::Lanes(d);
   const R max = MaxOfRow(row.x, row.length, elements);
   if (!std::isfinite(max)) return DegenerateRow(row, max < 0);
+  PrefetchNext(row);
   const auto shift = hn::Set(d, max);
   double sum = 0;
   for (std::size_t begin = 0; begin < row.length;) {
@@ -327,7 +342,8 @@ void ForwardTileOf(const ForwardTile& tile) {
                          : tile.support ? tile.support.row<std::uint8_t>(r)
                                         : nullptr,
                          tile.stream && !packs_y,
-                         static_cast<bool>(tile.support_size)};
+                         static_cast<bool>(tile.support_size),
+                         r + 1 < tile.rows ? x.row<T>(r + 1) : nullptr};
     const double alpha = tile.alpha_per_row
                              ? static_cast<double>(*tile.alpha_per_row.row<Statistic>(r))
                              : tile.alpha;
