@@ -3,7 +3,7 @@
 // A task is a group of token rows of one block row. It goes over them three times:
 //   1. block by block, so that x is read in long runs: s into scratch, row after row;
 //   2. row by row in scratch: maximum, exponentials, their sum;
-//   3. block by block again: y = exponential / sum, streamed out.
+//   3. after every few rows, block by block: y = exponential / sum.
 // Every x is read before any y of the group is written, so y may be x's memory.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/block_softmax/cpu/forward.cpp"
@@ -42,6 +42,10 @@ struct ForwardTask {
 
 // Rows in scratch are this many elements longer than needed, lest they compete for cache sets.
 inline constexpr std::int64_t kRowPadding = 16;
+
+// Rows between whose exponentials outputs are stored: the stores of one strip wait in the store
+// buffer while the next one computes. Four rows of a block are at least one cache line.
+inline constexpr std::int64_t kStripRows = 4;
 
 }  // namespace pullback::block_softmax
 #endif
@@ -197,33 +201,36 @@ void ForwardRows(const ForwardTask& task) {
     }
   }
 
-  R factor[kMaxBlock];
   Upcoming upcoming;
-  if (task.next != nullptr)
+  if (task.next != nullptr) {
     upcoming = Upcoming(p.x, task.tensors->x, *p.layout, *task.next, task.next_z);
-  for (std::int64_t i = 0; i < rows; ++i) {
-    factor[i] = Exponentials<T>(s + i * pitch, row_length, upcoming);
   }
-
   const std::int64_t y_stride = p.y.strides[2];
-  for (std::size_t k = 0; k < blocks.size(); ++k) {
-    T* y = static_cast<T*>(task.tensors->y) + task.z * p.y.strides[0] +
-           blocks[k].rank * p.y.strides[1] + begin * y_stride;
-    const R* from = s + static_cast<std::int64_t>(k) * b;
-    for (std::int64_t i = 0; i < rows; ++i, y += y_stride, from += pitch) {
-      const auto by = hn::Set(d, factor[i]);
-      if (task.stream) {
-        for (std::int64_t j = 0; j < b; j += lanes) {
-          StreamStore(d, hn::Mul(hn::LoadU(d, from + j), by), y + j);
+  for (std::int64_t first = 0; first < rows; first += block_softmax::kStripRows) {
+    const std::int64_t count = std::min(block_softmax::kStripRows, rows - first);
+    R factor[block_softmax::kStripRows];
+    for (std::int64_t i = 0; i < count; ++i) {
+      factor[i] = Exponentials<T>(s + (first + i) * pitch, row_length, upcoming);
+    }
+    for (std::size_t k = 0; k < blocks.size(); ++k) {
+      T* y = static_cast<T*>(task.tensors->y) + task.z * p.y.strides[0] +
+             blocks[k].rank * p.y.strides[1] + (begin + first) * y_stride;
+      const R* from = s + first * pitch + static_cast<std::int64_t>(k) * b;
+      for (std::int64_t i = 0; i < count; ++i, y += y_stride, from += pitch) {
+        const auto by = hn::Set(d, factor[i]);
+        if (task.stream) {
+          for (std::int64_t j = 0; j < b; j += lanes) {
+            StreamStore(d, hn::Mul(hn::LoadU(d, from + j), by), y + j);
+          }
+          continue;
         }
-        continue;
+        T scratch[kMaxBlock];
+        T* to = Writable(y, p.y.strides[3], scratch);
+        for (std::int64_t j = 0; j < b; j += lanes) {
+          Store(d, hn::Mul(hn::LoadU(d, from + j), by), to + j);
+        }
+        Scatter(to, y, p.y.strides[3], b);
       }
-      T scratch[kMaxBlock];
-      T* to = Writable(y, p.y.strides[3], scratch);
-      for (std::int64_t j = 0; j < b; j += lanes) {
-        Store(d, hn::Mul(hn::LoadU(d, from + j), by), to + j);
-      }
-      Scatter(to, y, p.y.strides[3], b);
     }
   }
   if (task.stream) hwy::FlushStream();
