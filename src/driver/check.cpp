@@ -103,8 +103,20 @@ const HostTensor* comparable(const TensorMap& got, const std::string& name,
   return &it->second;
 }
 
-void compare(const OpDriver& driver, const TensorMap& got, const TensorMap& textbook,
-             const TensorMap& reference, CheckReport& report) {
+// Gradients are differences of products with the incoming gradients: where those cancel, what is
+// left carries the rounding of sums over values as large as they were.
+double cancellation_error(const OpDriver& driver, const Request& request, DType dtype) {
+  double largest = 0;
+  for (const NamePair& pair : driver.cotangents) {
+    const auto cotangent = request.inputs.find(pair.second);
+    if (cotangent == request.inputs.end()) continue;
+    largest = std::max(largest, largest_finite(cotangent->second));
+  }
+  return 2 * epsilon_of(accumulation_dtype(dtype)) * largest;
+}
+
+void compare(const OpDriver& driver, const Request& request, const TensorMap& got,
+             const TensorMap& textbook, const TensorMap& reference, CheckReport& report) {
   for (const auto& [name, expected] : reference) {
     const HostTensor* found = comparable(got, name, expected, report);
     if (found == nullptr) continue;
@@ -119,12 +131,14 @@ void compare(const OpDriver& driver, const TensorMap& got, const TensorMap& text
     error.error = largest_difference(value, expected);
     error.textbook = largest_difference(textbook.find(name)->second, expected);
     // The floor: a textbook result that is right by luck must not demand the impossible of us.
-    const double ratio = is_gradient(driver, name) ? kGradientErrorRatio : kOutputErrorRatio;
+    const bool gradient = is_gradient(driver, name);
+    const double ratio = gradient ? kGradientErrorRatio : kOutputErrorRatio;
     // And the definition, computed in f64, is no more exact than f64 is.
     const double floor = value.spec().dtype == DType::f64 ? 64 : 2;
     error.allowed =
         ratio * error.textbook + floor * epsilon_of(value.spec().dtype) * error.scale + 1e-300;
     if (value.spec().dtype == DType::f16) error.allowed += 0x1p-24;  // its smallest step
+    if (gradient) error.allowed += cancellation_error(driver, request, value.spec().dtype);
     if (!(error.error <= error.allowed)) {
       report.failures.push_back(fmt::format(
           "{}: error {:.3g} exceeds {:.3g} (textbook computation {:.3g}, largest value {:.3g})",
@@ -213,7 +227,7 @@ CheckReport verify_outputs(const Request& request, const TensorMap& outputs) {
   textbook.device = Device::cpu(1);
   textbook.variant = "textbook";
   textbook.layout_seed = 0;
-  compare(find_driver(request.op), outputs, evaluate(textbook),
+  compare(find_driver(request.op), request, outputs, evaluate(textbook),
           evaluate(reference_request(request)), report);
   return report;
 }
