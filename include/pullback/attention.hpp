@@ -38,8 +38,11 @@ struct AttentionProblem {
   TensorSpec v;  // [B,Sk,Hkv,Dv], or [total_k,Hkv,Dv]
 
   TensorSpec bias;  // optional [B|1,H|1,Sq|1,Sk|1], added after scale and softcap; not varlen
-  TensorSpec cu_seqlens_q;  // optional i32 or i64 [B+1]: varlen. Rows outside every sequence get
-  TensorSpec cu_seqlens_k;  //   zeros (lse -inf); entries out of range or falling are clamped.
+  // Optional i32 or i64 [B+1]: varlen. Sequence b has rows [cu[b], cu[b+1]); rows outside every
+  // sequence get zeros (lse -inf). Each entry is clamped to [largest before it, total], and a
+  // sequence longer than max_seqlen is cut to it.
+  TensorSpec cu_seqlens_q;
+  TensorSpec cu_seqlens_k;
   std::int64_t max_seqlen_q = 0;  // varlen: upper bounds of the lengths; 0 = total
   std::int64_t max_seqlen_k = 0;
 
@@ -55,7 +58,7 @@ struct AttentionProblem {
   std::optional<double> scale;  // 1/sqrt(D) when unset
   double softcap = 0;           // c > 0: s <- c tanh(s/c), after the scale and before the bias
   BandMask mask;
-  double dropout = 0;  // in [0, 1); see DropoutMask in the op's README for the generator
+  double dropout = 0;  // in [0, 1); the README defines the generator
   std::uint64_t dropout_seed = 0;
   bool deterministic = true;   // false allows variants whose sums have no fixed order
   bool check_indices = false;  // checked mode: run() reports the first bad cu_seqlens entry

@@ -26,7 +26,8 @@ class PULLBACK_API BlockLayout {
     std::int64_t rank;  // position along nnz
   };
 
-  // `present` is [H,R,C] row-major, 0 or 1. Throws Error on negative sizes or other values.
+  // `present` is [H,R,C] row-major, 0 or 1. Throws Error on negative sizes, another length or other
+  // values. Rows and columns without a block are fine, and so are sizes of 0.
   BlockLayout(std::int64_t heads, std::int64_t rows, std::int64_t columns,
               std::span<const std::uint8_t> present);
 
@@ -35,12 +36,22 @@ class PULLBACK_API BlockLayout {
   std::int64_t columns() const { return columns_; }
   std::int64_t nnz() const { return static_cast<std::int64_t>(by_row_.size()); }
 
-  // The blocks of one row by column, or of one column by row.
+  // The blocks of one row by column, or of one column by row. A row's ranks are consecutive.
+  // Arguments must be in range.
   std::span<const Block> row(std::int64_t head, std::int64_t row) const;
   std::span<const Block> column(std::int64_t head, std::int64_t column) const;
   // All blocks in rank order.
   std::span<const Block> blocks() const { return by_row_; }
-  bool present(std::int64_t head, std::int64_t row, std::int64_t column) const;
+  // -1 where no block is.
+  std::int64_t rank(std::int64_t head, std::int64_t row, std::int64_t column) const;
+  bool present(std::int64_t head, std::int64_t row, std::int64_t column) const {
+    return rank(head, row, column) >= 0;
+  }
+
+  // Each head's rows and columns exchanged; its ranks follow its own (head, row, column) order.
+  BlockLayout transposed() const;
+  // [H,R,C] of 0 and 1: what a layout is made from.
+  std::vector<std::uint8_t> to_bytes() const;
 
   friend bool operator==(const BlockLayout& a, const BlockLayout& b);
 
@@ -57,7 +68,9 @@ enum class MaskMode {
 
 // y = softmax over the blocks of a row of (scale · x + rpe + key_padding_mask + attn_mask).
 // x, y, rpe, d_y, d_x and added masks have one dtype: f64, f32, bf16 or f16; masks in keep mode may
-// also be u8 or bool. A row that sees nothing gives zeros and zero gradients.
+// also be u8 or bool. A row that sees nothing gives zeros and zero gradients. What a keep mask
+// hides is not looked at, even if it is NaN; a NaN or +inf that is seen makes the row NaN. Where y
+// is exactly 0, d_y is not looked at and the gradients are 0.
 struct BlockSoftmaxProblem {
   std::shared_ptr<const BlockLayout> layout;
   std::int64_t block = 0;
@@ -73,8 +86,8 @@ struct BlockSoftmaxProblem {
   TensorSpec y;                   // like x; y may be x's memory (in place)
   TensorSpec d_y, d_x;            // like x; d_x may be d_y's memory
   TensorSpec d_rpe;               // the shape of rpe; zero where no block is
-  TensorSpec d_key_padding_mask;  // the mask's shape; add mode only
-  TensorSpec d_attn_mask;
+  TensorSpec d_key_padding_mask;  // the mask's shape, summed over heads and rows; add mode only
+  TensorSpec d_attn_mask;         // the mask's shape, summed over Z and H; add mode only
 
   friend bool operator==(const BlockSoftmaxProblem& a, const BlockSoftmaxProblem& b);
 };
@@ -105,7 +118,8 @@ PULLBACK_API Plan<BlockSoftmaxTensors> make_plan(const Device& device,
 //   dsd: a sparse, b [Z,H,C·b,N] (R·b when transpose_a), c [Z,H,R·b,N] (C·b when transpose_a)
 //   dds: a [Z,H,M,R·b] (C·b when transpose_b), b sparse, c [Z,H,M,C·b] (R·b when transpose_b)
 // With transpose_c, c is stored transposed: each dense matrix, or for sdd each block and the layout
-// (c is then ordered by the transposed layout).
+// (c is then ordered by layout.transposed()). Rows of c that no block reaches are zeros.
+// All tensors have one dtype: f64, f32, bf16 or f16; sums are f64 for f64 and f32 for the others.
 enum class BlockMatmulMode { sdd, dsd, dds };
 
 struct BlockMatmulProblem {

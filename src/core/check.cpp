@@ -137,7 +137,48 @@ ByteRange bytes_of(const TensorUse& use) {
           base + static_cast<std::uintptr_t>((high + 1) * size)};
 }
 
+// Where elements lie modulo `period` bytes, when that is one stretch: dimensions whose stride is a
+// multiple of the period do not count. Longer than the period: everywhere.
+struct Residues {
+  std::uintptr_t begin, length;
+};
+
+Residues residues_of(const TensorUse& use, std::uintptr_t period) {
+  const auto size = static_cast<std::int64_t>(size_of(use.spec->dtype));
+  std::int64_t low = 0, high = size;
+  for (int dim = 0; dim < use.spec->rank; ++dim) {
+    const std::int64_t stride = use.spec->strides[dim] * size;
+    if (use.spec->shape[dim] == 1 || stride % static_cast<std::int64_t>(period) == 0) continue;
+    (stride > 0 ? high : low) += stride * (use.spec->shape[dim] - 1);
+  }
+  const auto base = reinterpret_cast<std::uintptr_t>(use.data) + static_cast<std::uintptr_t>(low);
+  return {base % period, static_cast<std::uintptr_t>(high - low)};
+}
+
+// True when the tensors take turns in memory without touching, as the parts of a packed
+// [B,S,3,H,D] do. Some stride is then a period within which each has a stretch of its own.
+bool interleaved(const TensorUse& a, const TensorUse& b) {
+  for (int dim = 0; dim < a.spec->rank; ++dim) {
+    if (a.spec->shape[dim] == 1 || a.spec->strides[dim] == 0) continue;
+    const auto period = static_cast<std::uintptr_t>(std::abs(a.spec->strides[dim])) *
+                        static_cast<std::uintptr_t>(size_of(a.spec->dtype));
+    const Residues x = residues_of(a, period), y = residues_of(b, period);
+    // Going up from each one's begin, the other must begin behind its end.
+    const std::uintptr_t x_to_y = (y.begin + period - x.begin) % period;
+    const std::uintptr_t y_to_x = (x.begin + period - y.begin) % period;
+    if (x.length <= x_to_y && y.length <= y_to_x) return true;
+  }
+  return false;
+}
+
 }  // namespace
+
+void check_device(std::string_view op, const Device& device) {
+  constexpr int kMaxThreads = 4096;
+  Checker(op).that(device.threads >= 0 && device.threads <= kMaxThreads, "threads",
+                   fmt::format("0 (all that the process may use) to {}", kMaxThreads),
+                   fmt::format("{}", device.threads));
+}
 
 void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t workspace_needed,
                const Workspace& workspace) {
@@ -161,7 +202,7 @@ void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t
     for (const TensorUse& other : uses) {
       if (&other == &out || other.data == nullptr || other.spec->numel() == 0) continue;
       const ByteRange b = bytes_of(other);
-      if (a.end <= b.begin || b.end <= a.begin) continue;
+      if (a.end <= b.begin || b.end <= a.begin || interleaved(out, other)) continue;
       const bool in_place = (out.may_alias == other.name || other.may_alias == out.name) &&
                             out.data == other.data && *out.spec == *other.spec;
       check.that(in_place, out.name, "memory of its own",

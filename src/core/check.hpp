@@ -80,6 +80,9 @@ class TensorUses {
   std::size_t count_ = 0;
 };
 
+// A number of threads that makes sense.
+void check_device(std::string_view op, const Device& device);
+
 // Null and misaligned pointers, outputs that overlap other tensors, a small or misaligned
 // workspace. Touches no element.
 void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t workspace_needed,

@@ -48,6 +48,7 @@ std::string refusal(const VariantInfo& variant, FeatureSet needs,
 Choice choose_variant(std::string_view op, std::span<const VariantInfo> variants, FeatureSet needs,
                       std::span<const std::string_view> feature_names, const Device& device,
                       std::string_view forced) {
+  check_device(op, device);
   const char* from_environment = std::getenv("PULLBACK_FORCE_VARIANT");
   if (forced.empty() && from_environment) forced = from_environment;
 

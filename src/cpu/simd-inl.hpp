@@ -28,6 +28,10 @@
 
 #include "core/element.hpp"
 
+// Before AVX2, Highway converts f16 in software, which reads infinities and NaN as numbers.
+#undef PULLBACK_EMULATED_F16
+#define PULLBACK_EMULATED_F16 (HWY_TARGET == HWY_SCALAR || (HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2))
+
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
@@ -36,23 +40,33 @@ namespace hn = hwy::HWY_NAMESPACE;
 template <class T>
 using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Loads Lanes(d) elements of any storage type as Real.
-template <class D>
-HWY_INLINE hn::Vec<D> Load(D d, const hn::TFromD<D>* from) {
-  return hn::LoadU(d, from);
-}
-template <class D>
-HWY_INLINE hn::Vec<D> Load(D d, const bfloat16* from) {
-  const hn::Rebind<std::uint16_t, D> d16;
-  const hn::Rebind<std::uint32_t, D> d32;
-  const auto bits = hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(from));
-  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
-}
-template <class D>
-HWY_INLINE hn::Vec<D> Load(D d, const float16* from) {
-  const hn::Rebind<hwy::float16_t, D> d16;
-  return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
-}
+// Load(d, from) loads Lanes(d) elements of any storage type as Real, from any address. An object
+// and not a function: an unqualified call would else find Highway's Load, which needs alignment.
+struct LoadFunction {
+  template <class D>
+  HWY_INLINE hn::Vec<D> operator()(D d, const hn::TFromD<D>* from) const {
+    return hn::LoadU(d, from);
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> operator()(D d, const bfloat16* from) const {
+    const hn::Rebind<std::uint16_t, D> d16;
+    const hn::Rebind<std::uint32_t, D> d32;
+    const auto bits = hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(from));
+    return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> operator()(D d, const float16* from) const {
+#if PULLBACK_EMULATED_F16
+    HWY_ALIGN float values[hn::MaxLanes(d)];
+    for (std::size_t i = 0; i < hn::Lanes(d); ++i) values[i] = static_cast<float>(from[i]);
+    return hn::Load(d, values);
+#else
+    const hn::Rebind<hwy::float16_t, D> d16;
+    return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
+#endif
+  }
+};
+inline constexpr LoadFunction Load{};
 
 template <class D>
 HWY_INLINE void Store(D d, hn::Vec<D> value, hn::TFromD<D>* to) {
@@ -76,9 +90,15 @@ HWY_INLINE void Store(D, hn::Vec<D> value, bfloat16* to) {
              reinterpret_cast<std::uint16_t*>(to));
 }
 template <class D>
-HWY_INLINE void Store(D, hn::Vec<D> value, float16* to) {
+HWY_INLINE void Store([[maybe_unused]] D d, hn::Vec<D> value, float16* to) {
+#if PULLBACK_EMULATED_F16
+  HWY_ALIGN float values[hn::MaxLanes(d)];
+  hn::Store(value, d, values);
+  for (std::size_t i = 0; i < hn::Lanes(d); ++i) to[i] = float16(values[i]);
+#else
   const hn::Rebind<hwy::float16_t, D> d16;
   hn::StoreU(hn::DemoteTo(d16, value), d16, reinterpret_cast<hwy::float16_t*>(to));
+#endif
 }
 
 // The first `count` <= Lanes(d) elements; the others read as `fill`. Touches no memory past them.

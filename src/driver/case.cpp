@@ -4,15 +4,6 @@
 
 namespace pullback::driver {
 
-std::span<const CaseLists> all_case_lists() {
-#define PULLBACK_OP(op) {#op, op##_cases, op##_fuzz, op##_bench},
-  static const CaseLists lists[] = {
-#include "op_list.inc"
-  };
-#undef PULLBACK_OP
-  return lists;
-}
-
 HostTensor normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
                          double sigma) {
   HostTensor tensor(TensorSpec::contiguous(dtype, shape));

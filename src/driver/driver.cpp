@@ -11,22 +11,14 @@
 
 namespace pullback::driver {
 
-std::span<const OpDriver* const> all_drivers() {
-#define PULLBACK_OP(op) &op##_driver(),
-  static const OpDriver* const drivers[] = {
-#include "op_list.inc"
-  };
-#undef PULLBACK_OP
-  return drivers;
-}
-
 const OpDriver& find_driver(std::string_view op) {
   std::string known;
   for (const OpDriver* driver : all_drivers()) {
     if (driver->name == op) return *driver;
     known += (known.empty() ? "" : ", ") + std::string(driver->name);
   }
-  fail(ErrorCode::invalid_argument, "pullback", "op", known, fmt::format("'{}'", op));
+  fail(ErrorCode::invalid_argument, "pullback", "op", known.empty() ? "none in this build" : known,
+       fmt::format("'{}'", op));
 }
 
 TensorMap evaluate(const Request& request) {
@@ -126,7 +118,11 @@ void check_inputs(const OpDriver& driver, const Request& request) {
   std::string known;
   for (const TensorHelp& input : driver.inputs) {
     known += (known.empty() ? "" : ", ") + std::string(input.name);
-    if (input.required && !request.inputs.contains(input.name)) {
+    const bool cotangent =
+        std::any_of(driver.cotangents.begin(), driver.cotangents.end(),
+                    [&](const NamePair& pair) { return pair.second == input.name; });
+    const bool required = input.required && (request.backward || !cotangent);
+    if (required && !request.inputs.contains(input.name)) {
       fail(ErrorCode::invalid_argument, driver.name, input.name,
            fmt::format("a tensor {}", input.shape), "none");
     }

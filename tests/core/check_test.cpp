@@ -78,5 +78,28 @@ TEST(CheckRun, null_misaligned_overlapping_and_small) {
   EXPECT_THROW(run(&memory[0], &memory[8], {&memory[0], 512}, 128), Error);
 }
 
+TEST(CheckRun, interleaved_outputs_do_not_overlap) {
+  alignas(256) std::array<float, 256> memory{};
+  auto part = TensorSpec::contiguous(DType::f32, {4, 8});  // of a packed [4,3,8]
+  part.strides = {24, 1};
+  const auto run = [&](std::size_t x, std::size_t y) {
+    const TensorUse uses[] = {{"x", &part, &memory[x], TensorUse::write},
+                              {"y", &part, &memory[y], TensorUse::write}};
+    check_run("op", uses, 0, {});
+  };
+  EXPECT_NO_THROW(run(0, 8));
+  EXPECT_NO_THROW(run(16, 8));
+  EXPECT_NO_THROW(run(20, 8));  // the last one wraps around: 20…23 and 0…3 of the next row
+  EXPECT_THROW(run(0, 7), Error);
+  EXPECT_THROW(run(17, 0), Error);
+  EXPECT_THROW(run(8, 8), Error);
+  part.strides = {-24, 1};
+  EXPECT_NO_THROW(run(80, 88));
+  EXPECT_THROW(run(80, 87), Error);
+  part.strides = {1, 16};  // columns of a [8,16] matrix
+  EXPECT_NO_THROW(run(0, 4));
+  EXPECT_THROW(run(0, 3), Error);
+}
+
 }  // namespace
 }  // namespace pullback

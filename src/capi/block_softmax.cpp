@@ -1,0 +1,63 @@
+#include "capi/common.hpp"
+#include "pullback/block_sparse.hpp"
+
+namespace pullback::capi {
+namespace {
+
+struct BlockSoftmaxOp {
+  using CProblem = pullback_block_softmax_problem;
+  using Problem = BlockSoftmaxProblem;
+  using CTensors = pullback_block_softmax_tensors;
+  using Tensors = BlockSoftmaxTensors;
+  static constexpr std::string_view name = "block_softmax";
+  static constexpr CProblem problem_defaults = PULLBACK_BLOCK_SOFTMAX_PROBLEM_INIT;
+  static constexpr CTensors tensors_defaults = PULLBACK_BLOCK_SOFTMAX_TENSORS_INIT;
+
+  template <class Visit>
+  static void for_each_tensor(Visit visit) {
+    PULLBACK_TENSOR(x);
+    PULLBACK_TENSOR(rpe);
+    PULLBACK_TENSOR(key_padding_mask);
+    PULLBACK_TENSOR(attn_mask);
+    PULLBACK_TENSOR(y);
+    PULLBACK_TENSOR(d_y);
+    PULLBACK_TENSOR(d_x);
+    PULLBACK_TENSOR(d_rpe);
+    PULLBACK_TENSOR(d_key_padding_mask);
+    PULLBACK_TENSOR(d_attn_mask);
+  }
+
+  static void read_options(const CProblem& given, Problem& problem) {
+    check_not_null(name, "layout", given.layout);
+    problem.layout = given.layout->layout;
+    problem.block = given.block;
+    problem.key_padding_mode =
+        choice(name, "key_padding_mode", given.key_padding_mode, MaskMode::keep);
+    problem.attn_mask_mode = choice(name, "attn_mask_mode", given.attn_mask_mode, MaskMode::keep);
+    problem.scale = given.scale;
+  }
+
+  static Plan<Tensors> plan(const Device& device, const Problem& problem, Pass pass,
+                            const PlanOptions& options) {
+    return make_plan(device, problem, pass, options);
+  }
+};
+
+}  // namespace
+}  // namespace pullback::capi
+
+using namespace pullback::capi;
+
+pullback_status pullback_block_softmax_plan(const pullback_block_softmax_problem* problem,
+                                            pullback_pass pass,
+                                            const pullback_plan_options* options,
+                                            pullback_plan** plan) {
+  return guarded([&] { make_plan_of<BlockSoftmaxOp>(problem, pass, options, plan); });
+}
+
+pullback_status pullback_block_softmax_run(const pullback_plan* plan, void* stream,
+                                           const pullback_block_softmax_tensors* tensors,
+                                           void* workspace, size_t workspace_bytes) {
+  return guarded(
+      [&] { run_plan_of<BlockSoftmaxOp>(plan, stream, tensors, workspace, workspace_bytes); });
+}

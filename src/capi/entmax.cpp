@@ -1,0 +1,59 @@
+#include "pullback/entmax.hpp"
+
+#include "capi/common.hpp"
+
+namespace pullback::capi {
+namespace {
+
+struct EntmaxOp {
+  using CProblem = pullback_entmax_problem;
+  using Problem = EntmaxProblem;
+  using CTensors = pullback_entmax_tensors;
+  using Tensors = EntmaxTensors;
+  static constexpr std::string_view name = "entmax";
+  static constexpr CProblem problem_defaults = PULLBACK_ENTMAX_PROBLEM_INIT;
+  static constexpr CTensors tensors_defaults = PULLBACK_ENTMAX_TENSORS_INIT;
+
+  template <class Visit>
+  static void for_each_tensor(Visit visit) {
+    PULLBACK_TENSOR(x);
+    PULLBACK_TENSOR(alpha_per_row);
+    PULLBACK_TENSOR(mask);
+    PULLBACK_TENSOR(offsets);
+    PULLBACK_TENSOR(y);
+    PULLBACK_TENSOR(tau);
+    PULLBACK_TENSOR(support);
+    PULLBACK_TENSOR(support_size);
+    PULLBACK_TENSOR(d_y);
+    PULLBACK_TENSOR(d_x);
+    PULLBACK_TENSOR(d_alpha);
+  }
+
+  static void read_options(const CProblem& given, Problem& problem) {
+    check_flags(name, given.flags, PULLBACK_CHECK_INDICES);
+    problem.axis = given.axis;
+    problem.alpha = given.alpha;
+    problem.check_indices = given.flags & PULLBACK_CHECK_INDICES;
+  }
+
+  static Plan<Tensors> plan(const Device& device, const Problem& problem, Pass pass,
+                            const PlanOptions& options) {
+    return make_plan(device, problem, pass, options);
+  }
+};
+
+}  // namespace
+}  // namespace pullback::capi
+
+using namespace pullback::capi;
+
+pullback_status pullback_entmax_plan(const pullback_entmax_problem* problem, pullback_pass pass,
+                                     const pullback_plan_options* options, pullback_plan** plan) {
+  return guarded([&] { make_plan_of<EntmaxOp>(problem, pass, options, plan); });
+}
+
+pullback_status pullback_entmax_run(const pullback_plan* plan, void* stream,
+                                    const pullback_entmax_tensors* tensors, void* workspace,
+                                    size_t workspace_bytes) {
+  return guarded([&] { run_plan_of<EntmaxOp>(plan, stream, tensors, workspace, workspace_bytes); });
+}

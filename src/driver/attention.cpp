@@ -1,0 +1,183 @@
+// attention by name: tensors and options of the command line, the case lists and the benchmarks.
+#include "pullback/attention.hpp"
+
+#include <fmt/format.h>
+
+#include <vector>
+
+#include "core/check.hpp"
+#include "driver/driver.hpp"
+#include "ops/attention/problem.hpp"
+
+namespace pullback::driver {
+namespace {
+
+// The band that --causal, --window and --corner describe together.
+BandMask mask_of(OptionReader& options) {
+  constexpr Corner kCorners[] = {Corner::top_left, Corner::bottom_right};
+  const int causal = options.choice("causal", {"top-left", "bottom-right"});
+  const int corner = options.choice("corner", {"top-left", "bottom-right"});
+  const std::vector<std::int64_t> window = options.integers("window", 2);
+  if (causal >= 0 && corner >= 0 && causal != corner) {
+    fail(ErrorCode::invalid_argument, "attention", "--corner", "the corner of --causal",
+         "the other", "leave --corner out: it places a window that is not causal");
+  }
+  BandMask mask;
+  if (!window.empty()) mask = {window[0], window[1], Corner::top_left};
+  // min(R, 0) with -1 standing for unbounded; what is below -1 stays, to be refused.
+  if (causal >= 0 && mask.right >= BandMask::kUnbounded) mask.right = 0;
+  if (causal >= 0) mask.corner = kCorners[causal];
+  if (corner >= 0) mask.corner = kCorners[corner];
+  return mask;
+}
+
+AttentionProblem problem_of(const Request& request) {
+  OptionReader options("attention", request.options);
+  AttentionProblem problem;
+  problem.q = spec_of(request.inputs, "q");
+  problem.k = spec_of(request.inputs, "k");
+  problem.v = spec_of(request.inputs, "v");
+  problem.bias = spec_of(request.inputs, "bias");
+  problem.cu_seqlens_q = spec_of(request.inputs, "cu_seqlens_q");
+  problem.cu_seqlens_k = spec_of(request.inputs, "cu_seqlens_k");
+  problem.d_out = spec_of(request.inputs, "d_out");
+  problem.d_lse = spec_of(request.inputs, "d_lse");
+  problem.mask = mask_of(options);
+  if (options.has("scale")) problem.scale = options.number("scale", 1);
+  problem.softcap = options.number("softcap", 0);
+  problem.dropout = options.number("dropout", 0);
+  problem.dropout_seed = static_cast<std::uint64_t>(options.integer("seed", 0));
+  problem.deterministic = options.boolean("deterministic", true);
+  problem.max_seqlen_q = options.integer("max-seqlen-q", 0);
+  problem.max_seqlen_k = options.integer("max-seqlen-k", 0);
+  problem.check_indices = true;  // tensors of a file deserve an answer rather than clamping
+  options.finish();
+  return complete(problem);
+}
+
+class AttentionSession final : public Session {
+ public:
+  explicit AttentionSession(const Request& request) {
+    AttentionProblem problem = problem_of(request);
+    tensors_.q = data_of(request.inputs, "q");
+    tensors_.k = data_of(request.inputs, "k");
+    tensors_.v = data_of(request.inputs, "v");
+    tensors_.bias = data_of(request.inputs, "bias");
+    tensors_.cu_seqlens_q = data_of(request.inputs, "cu_seqlens_q");
+    tensors_.cu_seqlens_k = data_of(request.inputs, "cu_seqlens_k");
+    tensors_.d_out = data_of(request.inputs, "d_out");
+    tensors_.d_lse = data_of(request.inputs, "d_lse");
+    inputs_ = request.inputs;
+
+    const auto output = [&](std::string_view name, TensorSpec& spec) {
+      const auto it = outputs.emplace(name, make_output(spec, request, name)).first;
+      return it->second.data();
+    };
+    tensors_.out = output("out", problem.out);
+    tensors_.lse = output("lse", problem.lse);
+    if (request.backward) {
+      tensors_.d_q = output("d_q", problem.d_q);
+      tensors_.d_k = output("d_k", problem.d_k);
+      tensors_.d_v = output("d_v", problem.d_v);
+      if (problem.bias.given()) tensors_.d_bias = output("d_bias", problem.d_bias);
+    }
+
+    const PlanOptions options{request.variant};
+    forward_.emplace_back(make_plan(request.device, problem, Pass::forward, options));
+    forward_description = forward_[0].describe();
+    forward_workspace_bytes = forward_[0].workspace_bytes();
+    if (request.backward) {
+      backward_.emplace_back(make_plan(request.device, problem, Pass::backward, options));
+      backward_description = backward_[0].describe();
+      backward_workspace_bytes = backward_[0].workspace_bytes();
+    }
+    workspace_ = WorkspaceBuffer(std::max(forward_workspace_bytes, backward_workspace_bytes));
+  }
+
+  void forward() override { forward_.at(0).run({}, tensors_, workspace_.get()); }
+  void backward() override { backward_.at(0).run({}, tensors_, workspace_.get()); }
+
+ private:
+  TensorMap inputs_;  // keeps their memory
+  AttentionTensors tensors_;
+  std::vector<Plan<AttentionTensors>> forward_, backward_;  // at most one each
+  WorkspaceBuffer workspace_;
+};
+
+// Pairs of query and key that see each other, over all sequences and heads.
+double visible_pairs(const AttentionProblem& problem, const Request& request) {
+  const attention::AttentionSizes sizes = attention::sizes_of(problem);
+  AttentionTensors tensors;
+  tensors.cu_seqlens_q = data_of(request.inputs, "cu_seqlens_q");
+  tensors.cu_seqlens_k = data_of(request.inputs, "cu_seqlens_k");
+  const WorkspaceBuffer scratch(attention::Sequences::workspace_bytes(sizes));
+  const attention::Sequences sequences(problem, sizes, tensors, scratch.get().data);
+  double pairs = 0;
+  for (std::int64_t b = 0; b < sizes.batch; ++b) {
+    const attention::Sequence sequence = sequences[b];
+    for (std::int64_t i = 0; i < sequence.q_length; ++i) {
+      const attention::Range keys = attention::visible_keys(problem.mask, sequence, i);
+      pairs += static_cast<double>(keys.end - keys.begin);
+    }
+  }
+  return pairs * static_cast<double>(sizes.heads);
+}
+
+Cost cost(const Request& request, Pass pass) {
+  const AttentionProblem problem = problem_of(request);
+  const attention::AttentionSizes sizes = attention::sizes_of(problem);
+  // Two products forward; the backward pass is counted as 2.5 forwards, as everybody does.
+  const double forward =
+      2 * visible_pairs(problem, request) * static_cast<double>(sizes.head_dim + sizes.value_dim);
+  const double inputs = compulsory_bytes({&problem.q, &problem.k, &problem.v, &problem.bias,
+                                          &problem.cu_seqlens_q, &problem.cu_seqlens_k});
+  const double results = compulsory_bytes({&problem.out, &problem.lse});
+  if (pass == Pass::forward) return {forward, inputs + results};
+  return {2.5 * forward, inputs + results +
+                             compulsory_bytes({&problem.d_out, &problem.d_lse, &problem.d_q,
+                                               &problem.d_k, &problem.d_v, &problem.d_bias})};
+}
+
+const OpDriver& driver();
+
+std::unique_ptr<Session> prepare(const Request& request) {
+  check_inputs(driver(), request);
+  return std::make_unique<AttentionSession>(request);
+}
+
+const OpDriver& driver() {
+  static const OpDriver instance = {
+      .name = "attention",
+      .summary = "softmax(scale q k^T + bias) v, with masks, dropout and packed sequences",
+      .inputs = {{"q", "[B,Sq,H,D], or [total_q,H,D] with cu_seqlens", true},
+                 {"k", "[B,Sk,Hkv,D], or [total_k,Hkv,D]; H a multiple of Hkv", true},
+                 {"v", "[B,Sk,Hkv,Dv], or [total_k,Hkv,Dv]", true},
+                 {"d_out", "[B,Sq,H,Dv], or [total_q,H,Dv]", true},
+                 {"bias", "[B|1,H|1,Sq|1,Sk|1]; not with cu_seqlens", false},
+                 {"d_lse", "[B,H,Sq], or [H,total_q]; f32 (f64 for f64)", false},
+                 {"cu_seqlens_q", "[B+1] i32 or i64: first rows of the sequences", false},
+                 {"cu_seqlens_k", "[B+1] i32 or i64", false}},
+      .options = {{"causal", "top-left|bottom-right",
+                   "no query sees keys past its own, from a corner"},
+                  {"window", "L,R", "keys seen to the left and right; -1 = unbounded"},
+                  {"corner", "top-left|bottom-right",
+                   "where a window that is not causal is aligned"},
+                  {"scale", "X", "factor of q k^T; 1/sqrt(D) if absent"},
+                  {"softcap", "X", "s becomes X tanh(s / X) before the bias; 0 = off"},
+                  {"dropout", "P", "probability of dropping a softmax weight"},
+                  {"seed", "N", "seed of the dropout"},
+                  {"deterministic", "true|false", "false allows sums of no fixed order"},
+                  {"max-seqlen-q", "N", "bound on the lengths in cu_seqlens_q; 0 = unknown"},
+                  {"max-seqlen-k", "N", "bound on the lengths in cu_seqlens_k; 0 = unknown"}},
+      .cotangents = {{"out", "d_out"}, {"lse", "d_lse"}},
+      .gradients = {{"q", "d_q"}, {"k", "d_k"}, {"v", "d_v"}, {"bias", "d_bias"}},
+      .prepare = prepare,
+      .cost = cost};
+  return instance;
+}
+
+}  // namespace
+
+const OpDriver& attention_driver() { return driver(); }
+
+}  // namespace pullback::driver

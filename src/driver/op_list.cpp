@@ -1,0 +1,27 @@
+// The ops of this build. Apart from the rest, so that a test can link a list of its own instead.
+#include "driver/case.hpp"
+#include "driver/driver.hpp"
+
+namespace pullback::driver {
+
+// The last element, an empty one, is there for a build without any op.
+
+std::span<const OpDriver* const> all_drivers() {
+#define PULLBACK_OP(op) &op##_driver(),
+  static const OpDriver* const drivers[] = {
+#include "op_list.inc"
+      nullptr};
+#undef PULLBACK_OP
+  return std::span(drivers).first(std::size(drivers) - 1);
+}
+
+std::span<const CaseLists> all_case_lists() {
+#define PULLBACK_OP(op) {#op, op##_cases, op##_fuzz, op##_bench},
+  static const CaseLists lists[] = {
+#include "op_list.inc"
+      {}};
+#undef PULLBACK_OP
+  return std::span(lists).first(std::size(lists) - 1);
+}
+
+}  // namespace pullback::driver

@@ -1,0 +1,246 @@
+#include "pullback/segment.hpp"
+#include "core/check.hpp"
+#include "core/element.hpp"
+#include "driver/driver.hpp"
+
+namespace pullback::driver {
+namespace {
+
+constexpr std::string_view kOp = "segment";
+
+enum class Saved { arg, mask, none };
+
+struct Options {
+  SegmentReduce reduce = SegmentReduce::sum;
+  Ties ties = Ties::first;
+  EmptySegment empty = EmptySegment::identity;
+  Saved saved = Saved::arg;
+  DType arg_dtype = DType::i64;
+  std::int64_t num_segments = -1;
+  bool check_indices = false;
+};
+
+Options read_options(const Request& request) {
+  OptionReader reader(kOp, request.options);
+  Options options;
+  const auto pick = [&](std::string_view name, std::initializer_list<std::string_view> names,
+                        auto& option) {
+    const int index = reader.choice(name, names);
+    if (index >= 0) option = static_cast<std::decay_t<decltype(option)>>(index);
+  };
+  pick("reduce", {"sum", "mean", "max", "min", "prod", "logsumexp", "softmax"}, options.reduce);
+  pick("ties", {"first", "last", "even"}, options.ties);
+  pick("empty", {"identity", "zero", "nan"}, options.empty);
+  pick("saved", {"arg", "mask", "none"}, options.saved);
+  const int arg = reader.choice("arg-dtype", {"i64", "i32", "u8"});
+  if (arg >= 0) options.arg_dtype = arg == 0 ? DType::i64 : arg == 1 ? DType::i32 : DType::u8;
+  options.num_segments = reader.integer("num-segments", -1);
+  if (options.num_segments < 0 && reader.has("num-segments")) {
+    fail(ErrorCode::invalid_argument, kOp, "--num-segments", "0 or more",
+         std::to_string(options.num_segments));
+  }
+  options.check_indices = reader.boolean("check-indices", false);
+  reader.finish();
+  return options;
+}
+
+// ids in any order are sorted first; whoever calls the op itself plans the permutation once and
+// keeps it, and so does a session.
+bool ascending(const TensorSpec& spec, const void* ids) {
+  for (std::int64_t n = 1; n < spec.shape[0]; ++n) {
+    if (load_index(spec.dtype, ids, n * spec.strides[0]) <
+        load_index(spec.dtype, ids, (n - 1) * spec.strides[0])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::int64_t count_segments(const Request& request, const Options& options) {
+  if (options.num_segments >= 0) return options.num_segments;
+  const TensorSpec d_out = spec_of(request.inputs, "d_out");
+  if (d_out.given() && d_out.rank > 0 && options.reduce != SegmentReduce::softmax) {
+    return d_out.shape[0];
+  }
+  const TensorSpec ids = spec_of(request.inputs, "ids");
+  std::int64_t largest = -1;
+  for (std::int64_t n = 0; n < ids.shape[0]; ++n) {
+    largest = std::max(largest,
+                       load_index(ids.dtype, data_of(request.inputs, "ids"), n * ids.strides[0]));
+  }
+  return largest + 1;
+}
+
+// The problem as far as the request says it, before ids are sorted.
+SegmentProblem problem_of(const Request& request, const Options& options) {
+  SegmentProblem problem;
+  problem.x = spec_of(request.inputs, "x");
+  problem.offsets = spec_of(request.inputs, "offsets");
+  problem.ids = spec_of(request.inputs, "ids");
+  problem.reduce = options.reduce;
+  problem.ties = options.ties;
+  problem.empty = options.empty;
+  problem.check_indices = options.check_indices;
+  problem.d_out = spec_of(request.inputs, "d_out");
+  if (problem.offsets.given()) {
+    problem.num_segments = std::max<std::int64_t>(options.num_segments, 0);
+  } else if (problem.ids.given() && problem.ids.rank == 1 && !is_floating(problem.ids.dtype)) {
+    problem.num_segments = count_segments(request, options);
+  }
+  return problem;
+}
+
+bool is_extreme_reduce(SegmentReduce reduce) {
+  return reduce == SegmentReduce::max || reduce == SegmentReduce::min;
+}
+
+class SegmentSession final : public Session {
+ public:
+  explicit SegmentSession(const Request& request) : request_(request) {
+    const Options options = read_options(request);
+    SegmentProblem problem = complete(problem_of(request, options));
+    if (request.backward && !request.inputs.contains("d_out")) {
+      fail(ErrorCode::invalid_argument, kOp, "d_out", "a tensor " + shape_text(problem.out),
+           "none");
+    }
+    tensors_.x = data_of(request.inputs, "x");
+    tensors_.offsets = data_of(request.inputs, "offsets");
+    tensors_.ids = data_of(request.inputs, "ids");
+    tensors_.d_out = data_of(request.inputs, "d_out");
+    if (problem.ids.given() && !ascending(problem.ids, tensors_.ids)) sort_ids(problem);
+
+    outputs["out"] = make_output(problem.out, request, "out");
+    tensors_.out = data_of(outputs, "out");
+    if (is_extreme_reduce(options.reduce)) {
+      const std::int64_t rows = problem.x.shape[0], columns = problem.x.shape[1];
+      problem.arg = TensorSpec::contiguous(options.arg_dtype, {problem.num_segments, columns});
+      outputs["arg"] = make_output(problem.arg, request, "arg");
+      tensors_.arg = data_of(outputs, "arg");
+      if (options.saved == Saved::mask) {
+        problem.arg_mask = TensorSpec::contiguous(DType::u8, {rows, (columns + 7) / 8});
+        mask_ = make_output(problem.arg_mask, request, "arg_mask");
+        tensors_.arg_mask = mask_.data();
+      }
+    }
+    if (request.backward) {
+      outputs["d_x"] = make_output(problem.d_x, request, "d_x");
+      tensors_.d_x = data_of(outputs, "d_x");
+    }
+    const PlanOptions plan_options{request.variant};
+    forward_ = std::make_unique<Plan<SegmentTensors>>(
+        make_plan(request.device, problem, Pass::forward, plan_options));
+    backward_tensors_ = tensors_;
+    if (options.saved != Saved::arg) backward_tensors_.arg = nullptr;
+    if (request.backward) {
+      backward_ = std::make_unique<Plan<SegmentTensors>>(
+          make_plan(request.device, problem, Pass::backward, plan_options));
+      backward_description = backward_->describe();
+      backward_workspace_bytes = backward_->workspace_bytes();
+    }
+    forward_description = forward_->describe();
+    forward_workspace_bytes = forward_->workspace_bytes();
+    workspace_ = WorkspaceBuffer(std::max(forward_workspace_bytes, backward_workspace_bytes));
+  }
+
+  void forward() override { forward_->run({}, tensors_, workspace_.get()); }
+  void backward() override {
+    if (backward_) backward_->run({}, backward_tensors_, workspace_.get());
+  }
+
+ private:
+  static std::string shape_text(const TensorSpec& spec) {
+    return pullback::shape_text(std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank)));
+  }
+
+  void sort_ids(SegmentProblem& problem) {
+    const SegmentPermutationProblem sort =
+        complete(SegmentPermutationProblem{.ids = problem.ids,
+                                           .num_segments = problem.num_segments,
+                                           .permutation = {},
+                                           .offsets = {}});
+    permutation_ = HostTensor(sort.permutation);
+    offsets_ = HostTensor(sort.offsets);
+    const auto plan = plan_permutation(request_.device, sort);
+    const WorkspaceBuffer workspace(plan.workspace_bytes());
+    plan.run({}, {tensors_.ids, permutation_.data(), offsets_.data()}, workspace.get());
+    problem.ids = {};
+    problem.offsets = sort.offsets;
+    problem.permutation = sort.permutation;
+    tensors_.ids = nullptr;
+    tensors_.offsets = offsets_.data();
+    tensors_.permutation = permutation_.data();
+  }
+
+  Request request_;  // keeps the inputs alive
+  HostTensor permutation_, offsets_, mask_;
+  SegmentTensors tensors_, backward_tensors_;
+  std::unique_ptr<Plan<SegmentTensors>> forward_, backward_;
+  WorkspaceBuffer workspace_;
+};
+
+std::unique_ptr<Session> prepare(const Request& request);
+Cost cost(const Request& request, Pass pass);
+
+const OpDriver kDriver{
+    .name = kOp,
+    .summary = "reductions and softmax over groups of rows, and their gradients",
+    .inputs = {{"x", "[N,D]", true},
+               {"d_out", "[S,D], for softmax [N,D]", false},
+               {"offsets", "i32 or i64 [S+1]", false},
+               {"ids", "i32 or i64 [N], any order", false}},
+    .options = {{"reduce", "sum|mean|max|min|prod|logsumexp|softmax", "what is computed (sum)"},
+                {"ties", "first|last|even", "who gets the gradient of max and min (first)"},
+                {"empty", "identity|zero|nan", "value of a segment without rows (identity)"},
+                {"num-segments", "S", "with ids; default: rows of d_out, else largest id + 1"},
+                {"saved", "arg|mask|none", "what backward of max and min uses (arg)"},
+                {"arg-dtype", "i64|i32|u8",
+                 "dtype of arg; u8 is the place in a short segment (i64)"},
+                {"check-indices", "true|false", "report the first bad offset or id (false)"}},
+    .cotangents = {{"out", "d_out"}},
+    .gradients = {{"x", "d_x"}},
+    .prepare = prepare,
+    .cost = cost,
+};
+
+std::unique_ptr<Session> prepare(const Request& request) {
+  check_inputs(kDriver, request);
+  return std::make_unique<SegmentSession>(request);
+}
+
+Cost cost(const Request& request, Pass pass) {
+  const Options options = read_options(request);
+  const SegmentProblem problem = complete(problem_of(request, options));
+  double bytes = compulsory_bytes({&problem.offsets, &problem.ids});
+  const bool extreme = is_extreme_reduce(options.reduce);
+  const double rows = static_cast<double>(problem.x.shape[0]);
+  const double columns = static_cast<double>(problem.x.shape[1]);
+  const double arg_bytes = extreme ? static_cast<double>(problem.num_segments) * columns *
+                                         static_cast<double>(size_of(options.arg_dtype))
+                                   : 0;
+  const double mask_bytes = rows * static_cast<double>((problem.x.shape[1] + 7) / 8);
+  if (pass == Pass::forward) {
+    bytes += compulsory_bytes({&problem.x, &problem.out}) + arg_bytes;
+    if (extreme && options.saved == Saved::mask) bytes += mask_bytes;
+    return {.flops = 0, .bytes = bytes};
+  }
+  bytes += compulsory_bytes({&problem.d_out, &problem.d_x});
+  const bool arg_suffices = options.saved == Saved::arg && options.ties != Ties::even;
+  if (extreme && arg_suffices) bytes += arg_bytes;
+  if (extreme && options.saved == Saved::mask) bytes += mask_bytes;
+  const bool recompute = extreme && !arg_suffices && options.saved != Saved::mask;
+  if (recompute || options.reduce == SegmentReduce::prod ||
+      options.reduce == SegmentReduce::logsumexp) {
+    bytes += compulsory_bytes({&problem.x});
+  }
+  if (recompute || options.reduce == SegmentReduce::softmax ||
+      options.reduce == SegmentReduce::logsumexp) {
+    bytes += compulsory_bytes({&problem.out});
+  }
+  return {.flops = 0, .bytes = bytes};
+}
+
+}  // namespace
+
+const OpDriver& segment_driver() { return kDriver; }
+
+}  // namespace pullback::driver

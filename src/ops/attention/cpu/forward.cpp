@@ -1,0 +1,206 @@
+// Forward: a task computes out and lse of a block of queries of one head, going over the keys it
+// sees tile by tile with a running maximum m and sum l (Milakov and Gimelshein 2018; Dao et al.
+// 2022):
+//
+//   S = Q Kᵀ     m' = max(m, rowmax S)     P = exp(S - m')     f = exp(m - m')
+//   l <- f l + rowsum P     O <- f O + P V                     out = O / l     lse = m + log l
+//
+// The keys of a tile are packed once for all queries of the task. A row's bits do not depend on
+// which other queries share its task.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/attention/cpu/forward.cpp"
+#include <hwy/foreach_target.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "ops/attention/cpu/engine-inl.hpp"
+#include "ops/attention/cpu/scores-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::attention::HWY_NAMESPACE {
+namespace {
+
+template <class Engine>
+class ForwardTask {
+  using Real = typename Engine::Real;
+
+ public:
+  ForwardTask(const CpuRun& run, int slot)
+      : run_(run),
+        layout_(run.layout),
+        bump_(run.scratch + static_cast<std::size_t>(slot) * run.layout.scratch_bytes),
+        scratch_(bump_, run.layout),
+        engine_(scratch_.engine),
+        value_width_(padded_width(layout_.sizes.value_dim)) {}
+
+  void Compute(std::int64_t b, std::int64_t h, std::int64_t block) {
+    b_ = b;
+    h_ = h;
+    sequence_ = run_.sequences[b];
+    first_query_ = block * layout_.task_queries;
+    queries_ = std::min(layout_.task_queries, sequence_.q_length - first_query_);
+    if (queries_ <= 0) return;
+    std::fill_n(scratch_.largest, queries_, -kInfinity<Real>);
+    std::fill_n(scratch_.sum, queries_, Real{0});
+    std::fill_n(scratch_.out, layout_.task_queries * value_width_, Real{0});
+    const Range keys = SeenKeys(first_query_, queries_);
+    if (!keys.empty()) {
+      const bool finite = PackQueries();
+      const std::int64_t tile = layout_.key_tile;
+      for (std::int64_t key = keys.begin / tile * tile; key < keys.end; key += tile) {
+        AddKeys(key, finite);
+      }
+    }
+    Write();
+  }
+
+ private:
+  Range SeenKeys(std::int64_t first, std::int64_t count) const {
+    return {visible_keys(layout_.problem.mask, sequence_, first).begin,
+            visible_keys(layout_.problem.mask, sequence_, first + count - 1).end};
+  }
+
+  bool PackQueries() {
+    const AttentionProblem& problem = layout_.problem;
+    bool finite = true;
+    for (std::int64_t i = 0; i < queries_; i += kQueryTile) {
+      NonFiniteRows listed{scratch_.non_finite};
+      engine_.PackQueries(
+          tile_source(problem.q, run_.tensors.q, b_, sequence_.q_begin + first_query_ + i, h_,
+                      std::min(kQueryTile, queries_ - i)),
+          QueryTile(i), nullptr, listed);
+      finite &= listed.count == 0;
+    }
+    return finite;
+  }
+
+  Real* QueryTile(std::int64_t i) const {
+    return scratch_.q + i * padded_width(layout_.sizes.head_dim);
+  }
+
+  void AddKeys(std::int64_t first_key, bool queries_finite) {
+    const AttentionProblem& problem = layout_.problem;
+    const AttentionSizes& sizes = layout_.sizes;
+    const auto keys =
+        static_cast<std::ptrdiff_t>(std::min(layout_.key_tile, sequence_.k_length - first_key));
+    const std::int64_t kv_head = h_ / sizes.group;
+    const auto source = [&](const TensorSpec& spec, const void* data) {
+      return tile_source(spec, data, b_, sequence_.k_begin + first_key, kv_head, keys);
+    };
+    NonFiniteRows bad_keys{scratch_.non_finite}, bad_values{scratch_.non_finite + layout_.key_tile};
+    const TileSource values = source(problem.v, run_.tensors.v);
+    engine_.PackKeys(source(problem.k, run_.tensors.k), scratch_.k, nullptr, bad_keys);
+    engine_.PackKeys(values, nullptr, scratch_.v, bad_values);
+
+    TileTerms<Real> terms(run_, scratch_.row, sequence_, b_, h_, first_key, keys);
+    const bool plain =
+        terms.plain() && queries_finite && bad_keys.count == 0 && bad_values.count == 0;
+    const auto head_dim = static_cast<std::ptrdiff_t>(sizes.head_dim);
+    const auto value_dim = static_cast<std::ptrdiff_t>(sizes.value_dim);
+    const auto tile_row = static_cast<std::ptrdiff_t>(layout_.key_tile);
+    const std::ptrdiff_t multiple = Engine::KeyMultiple();
+    const std::ptrdiff_t padded = (keys + multiple - 1) / multiple * multiple;
+    for (std::int64_t i = 0; i < queries_; i += kQueryTile) {
+      const auto rows = static_cast<std::ptrdiff_t>(std::min(kQueryTile, queries_ - i));
+      const Range seen = SeenKeys(first_query_ + i, rows);
+      if (seen.end <= first_key || seen.begin >= first_key + keys) continue;
+      Real* const scores = scratch_.scores;
+      Real* const out = scratch_.out + i * value_width_;
+      engine_.Scores(rows, keys, head_dim, QueryTile(i), scratch_.k, scores, tile_row);
+      for (std::ptrdiff_t r = 0; r < rows; ++r) {
+        const std::int64_t query = first_query_ + i + r;
+        const Columns columns = terms.columns(query, padded);
+        Real* const row = scores + r * tile_row;
+        Real& m = scratch_.largest[i + r];
+        Real& l = scratch_.sum[i + r];
+        const Real factor =
+            plain ? SoftmaxRow<true>(ScoreTerms<Real>(terms.row(query)), columns, row, m, l)
+                  : SoftmaxRow<false>(terms.row(query), columns, row, m, l);
+        if (factor != 1) Scale(out + r * value_width_, factor);
+      }
+      engine_.MultiplyRows(rows, value_dim, keys, scores, tile_row, scratch_.v, out, value_width_,
+                           true);
+      if (bad_values.count > 0) {
+        AddNonFiniteRows<Real>({scores, tile_row, 1}, rows, values, bad_values,
+                               {out, value_width_, 1});
+      }
+    }
+  }
+
+  void Scale(Real* row, Real factor) const {
+    const pb::TileVector<Real> d;
+    const auto f = hn::Set(d, factor);
+    for (std::ptrdiff_t j = 0; j < value_width_; j += static_cast<std::ptrdiff_t>(hn::Lanes(d))) {
+      hn::StoreU(hn::Mul(hn::LoadU(d, row + j), f), d, row + j);
+    }
+  }
+
+  void Write() const {
+    const AttentionProblem& problem = layout_.problem;
+    const RowStrides out = row_strides(problem.out), lse = lse_strides(problem.lse);
+    const std::int64_t first_row = sequence_.q_begin + first_query_;
+    pb::ForStorage<Real>(problem.out.dtype, [&]<class T>() {
+      T* const to = static_cast<T*>(run_.tensors.out) + b_ * out.batch + h_ * out.head;
+      for (std::int64_t i = 0; i < queries_; ++i) {
+        // l = 0: nothing seen, O is 0.
+        const Real l = scratch_.sum[i] == 0 ? Real{1} : scratch_.sum[i];
+        pb::WriteRow(scratch_.out + i * value_width_, Real{1}, l, to + (first_row + i) * out.row,
+                     static_cast<std::ptrdiff_t>(out.element),
+                     static_cast<std::ptrdiff_t>(layout_.sizes.value_dim));
+      }
+    });
+    if (run_.tensors.lse == nullptr) return;
+    Real* const to = static_cast<Real*>(run_.tensors.lse) + b_ * lse.batch + h_ * lse.head;
+    for (std::int64_t i = 0; i < queries_; ++i) {
+      to[(first_row + i) * lse.row] =
+          scratch_.sum[i] == 0 ? -kInfinity<Real> : scratch_.largest[i] + std::log(scratch_.sum[i]);
+    }
+  }
+
+  const CpuRun& run_;
+  const CpuLayout& layout_;
+  Bump bump_;
+  ForwardScratch<Real> scratch_;
+  Engine engine_;
+  std::ptrdiff_t value_width_;
+  std::int64_t b_ = 0, h_ = 0, first_query_ = 0, queries_ = 0;
+  Sequence sequence_;
+};
+
+template <class Engine>
+void RunForward(const CpuRun& run) {
+  const std::int64_t heads = run.layout.sizes.heads;
+  run.threads.parallel_for(run.blocks.total * heads, [&](std::int64_t i, int slot) {
+    std::optional<amx::TileScope> tiles;
+    if constexpr (std::is_same_v<Engine, AmxEngine>) tiles.emplace();
+    // From the last block on: under a causal mask the late queries have the most keys.
+    const auto [b, block] = run.blocks[run.blocks.total - 1 - i / heads];
+    ForwardTask<Engine>(run, slot).Compute(b, i % heads, block);
+  });
+}
+
+}  // namespace
+
+void Forward(const CpuRun& run) {
+  if (run.layout.problem.q.dtype == DType::f64) {
+    RunForward<SimdEngine<double>>(run);
+  } else if (run.layout.amx) {
+    RunForward<AmxEngine>(run);
+  } else {
+    RunForward<SimdEngine<float>>(run);
+  }
+}
+
+}  // namespace pullback::attention::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace pullback::attention {
+
+HWY_EXPORT(Forward);
+void cpu_forward(const CpuRun& run) { HWY_DYNAMIC_DISPATCH(Forward)(run); }
+
+}  // namespace pullback::attention
+#endif

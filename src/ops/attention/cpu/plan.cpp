@@ -1,0 +1,188 @@
+// Plans of the CPU variants: tile sizes, tasks, workspace.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "ops/attention/cpu/layout.hpp"
+
+namespace pullback::attention {
+namespace {
+
+// Backward tasks that a problem is cut into at least, where that fits: a constant, as the bits of
+// d_q depend on it.
+constexpr std::int64_t kTasks = 16;
+
+// Key tiles are as long as lets the packed operands of a tile stay in a 2 MB L2 cache, as the
+// queries are packed once for each (docs/tuning/attention.md), but short enough to make kTasks
+// tasks.
+std::int64_t key_tile_of(const AttentionProblem& problem, const AttentionSizes& sizes, bool amx) {
+  const std::int64_t width = std::max(sizes.head_dim, sizes.value_dim);
+  std::int64_t tile = 384;
+  if (width > (amx ? 128 : 64)) tile /= 2;
+  if (width > 128 && !amx) tile /= 2;
+  if (problem.q.dtype == DType::f64) tile = 96;
+  const std::int64_t heads = sizes.batch * sizes.kv_heads;
+  while (tile > 96 && heads * blocks_of(sizes.max_key, tile) < kTasks) tile /= 2;
+  return tile;
+}
+
+// Queries of a forward task: many, so that packing the keys is paid for, unless that leaves threads
+// without work.
+std::int64_t task_queries_of(const AttentionSizes& sizes, int threads) {
+  std::int64_t tiles = 4;
+  const std::int64_t rows = sizes.batch * sizes.heads * sizes.max_query;
+  while (tiles > 1 && rows < 4 * threads * tiles * kQueryTile) --tiles;
+  return tiles * kQueryTile;
+}
+
+// What the chunks' copies of d_q may take together.
+constexpr std::int64_t kCopiesBytes = std::int64_t{32} << 20;
+
+}  // namespace
+
+CpuLayout::CpuLayout(const AttentionProblem& problem_, const Device& device, Pass pass,
+                     bool use_amx)
+    : problem(problem_),
+      sizes(sizes_of(problem_)),
+      dropout(problem_.dropout, problem_.dropout_seed),
+      amx(use_amx),
+      key_tile(key_tile_of(problem_, sizes, use_amx)) {
+  const Threads threads(device.threads);
+  const bool in_double = problem.q.dtype == DType::f64;
+  const std::size_t real_bytes = in_double ? sizeof(double) : sizeof(float);
+  task_queries = task_queries_of(sizes, threads.count());
+
+  const auto scratch = [&]<class Real>(Real) {
+    Bump bump(nullptr);
+    if (pass == Pass::forward) {
+      ForwardScratch<Real>(bump, *this);
+    } else {
+      BackwardScratch<Real>(bump, *this);
+    }
+    return bump.bytes();
+  };
+
+  if (pass == Pass::backward) {
+    std::int64_t owners = sizes.batch * sizes.kv_heads;
+    if (problem.d_bias.given()) {
+      const auto& shape = problem.d_bias.shape;
+      bias_sums.shape = {shape[0], shape[1], shape[2], shape[3]};
+      bias_sums.batch = shape[0] != sizes.batch;
+      bias_sums.head = shape[1] != sizes.heads;
+      bias_sums.query = shape[2] != sizes.max_query;
+      bias_sums.key = shape[3] != sizes.max_key;
+      if (bias_sums.batch && sizes.batch > 0) owners /= sizes.batch;
+      if (bias_sums.head && sizes.kv_heads > 0) owners /= sizes.kv_heads;
+    }
+    const std::int64_t copy_bytes = std::max<std::int64_t>(
+        1, sizes.heads * sizes.head_dim * static_cast<std::int64_t>(real_bytes) *
+               sizes.total_query * (sizes.varlen ? 1 : sizes.batch));
+    const std::int64_t wanted = blocks_of(kTasks, std::max<std::int64_t>(1, owners));
+    const bool one_for_all = owners < sizes.batch * sizes.kv_heads;
+    const std::int64_t affordable =
+        std::max<std::int64_t>(one_for_all ? 4 : 1, kCopiesBytes / copy_bytes);
+    const std::int64_t tiles = blocks_of(sizes.max_key, key_tile);
+    const std::int64_t at_most = std::max<std::int64_t>(1, std::min(wanted, affordable));
+    chunk_keys = std::max<std::int64_t>(1, blocks_of(tiles, at_most)) * key_tile;
+    chunks = blocks_of(sizes.max_key, chunk_keys);
+  }
+  scratch_bytes = in_double ? scratch(0.0) : scratch(0.0f);
+
+  // The same steps as in CpuRun.
+  Bump bump(nullptr);
+  bump.take<std::byte>(static_cast<std::int64_t>(Sequences::workspace_bytes(sizes)));
+  if (sizes.varlen) bump.take<std::int64_t>(sizes.batch + 1);
+  bump.take<std::byte>(static_cast<std::int64_t>(scratch_bytes) * threads.count());
+  if (pass == Pass::backward) {
+    const std::int64_t rows = sizes.varlen ? sizes.total_query : sizes.batch * sizes.total_query;
+    const auto reals = [&](std::int64_t count) {
+      bump.take<std::byte>(count * static_cast<std::int64_t>(real_bytes));
+    };
+    reals(sizes.heads * rows);
+    reals(chunks * sizes.heads * rows * sizes.head_dim);
+    if (bias_sums.any()) reals((bias_sums.key ? chunks : 1) * bias_sums.numel());
+  }
+  workspace_bytes = bump.bytes();
+}
+
+CpuRun::CpuRun(const CpuLayout& layout_, const AttentionTensors& tensors_, const Threads& threads_,
+               Pass pass, void* workspace)
+    : layout(layout_),
+      tensors(tensors_),
+      threads(threads_),
+      sequences(layout_.problem, layout_.sizes, tensors_, workspace) {
+  const AttentionSizes& sizes = layout.sizes;
+  Bump bump(workspace);
+  bump.take<std::byte>(static_cast<std::int64_t>(Sequences::workspace_bytes(sizes)));
+  const bool forward = pass == Pass::forward;
+  const std::int64_t block = forward ? layout.task_queries : layout.chunk_keys;
+  blocks.batches = sizes.batch;
+  if (sizes.varlen) {
+    blocks.first = bump.take<std::int64_t>(sizes.batch + 1);
+    for (std::int64_t b = 0; b < sizes.batch; ++b) {
+      blocks.first[b] = blocks.total;
+      const Sequence sequence = sequences[b];
+      blocks.total += blocks_of(forward ? sequence.q_length : sequence.k_length, block);
+    }
+    blocks.first[sizes.batch] = blocks.total;
+  } else {
+    blocks.uniform = blocks_of(forward ? sizes.max_query : sizes.max_key, block);
+    blocks.total = sizes.batch * blocks.uniform;
+  }
+  scratch = bump.take<std::byte>(static_cast<std::int64_t>(layout.scratch_bytes) * threads.count());
+  if (forward) return;
+  const std::int64_t real_bytes = layout.problem.q.dtype == DType::f64 ? 8 : 4;
+  delta = bump.take<std::byte>(sizes.heads * query_rows() * real_bytes);
+  d_q_sums = bump.take<std::byte>(layout.chunks * sizes.heads * query_rows() * sizes.head_dim *
+                                  real_bytes);
+  if (layout.bias_sums.any()) {
+    bias_sums = bump.take<std::byte>((layout.bias_sums.key ? layout.chunks : 1) *
+                                     layout.bias_sums.numel() * real_bytes);
+  }
+}
+
+namespace {
+
+class CpuBody final : public PlanBody<AttentionTensors> {
+ public:
+  CpuBody(const AttentionProblem& problem, const Device& device, Pass pass, bool amx)
+      : layout_(problem, device, pass, amx), threads_(device.threads), pass_(pass) {
+    workspace_bytes = layout_.workspace_bytes;
+    const bool in_double = problem.q.dtype == DType::f64;
+    description = fmt::format(
+        "tiles of {} queries x {} keys; {}; sums in {}; {}; the same bits for any number of "
+        "threads",
+        kQueryTile, layout_.key_tile,
+        amx ? "products of bf16 on AMX" : "products on the vector units", in_double ? "f64" : "f32",
+        pass == Pass::forward ? fmt::format("tasks of {} queries", layout_.task_queries)
+                              : fmt::format("tasks of {} keys, {} partial sums of d_q",
+                                            layout_.chunk_keys, layout_.chunks));
+  }
+
+  void run(Stream, const AttentionTensors& tensors, Workspace workspace) const override {
+    const CpuRun run(layout_, tensors, threads_, pass_, workspace.data);
+    clear_outside_rows(layout_.problem, tensors, run.sequences, pass_);
+    if (pass_ == Pass::forward) {
+      cpu_forward(run);
+    } else {
+      cpu_backward(run);
+    }
+  }
+
+ private:
+  CpuLayout layout_;
+  Threads threads_;
+  Pass pass_;
+};
+
+}  // namespace
+
+Body make_cpu(const AttentionProblem& problem, const Device& device, Pass pass) {
+  return std::make_unique<CpuBody>(problem, device, pass, false);
+}
+
+Body make_cpu_amx_bf16(const AttentionProblem& problem, const Device& device, Pass pass) {
+  return std::make_unique<CpuBody>(problem, device, pass, true);
+}
+
+}  // namespace pullback::attention

@@ -1,0 +1,159 @@
+// What the variants of attention see: sizes, sequences, visible ranges, and their makers.
+// Everything here takes a problem that complete() has returned.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "core/variant.hpp"
+#include "pullback/attention.hpp"
+
+namespace pullback::attention {
+
+// --- Features ---
+
+enum class Feature {
+  f64,
+  f32,
+  bf16,
+  f16,
+  bias,
+  bias_gradient,
+  varlen,
+  grouped_heads,
+  dropout,
+  softcap,
+  band_mask,
+  d_lse,
+  odd_head_dim,      // D or Dv not a multiple of 8
+  value_dim,         // Dv != D
+  strided_elements,  // a tensor of rows whose last stride is not 1
+  count
+};
+
+inline constexpr std::string_view kFeatureNames[] = {
+    "f64",     "f32",     "bf16",      "f16",   "bias",         "d_bias",  "varlen",          "GQA",
+    "dropout", "softcap", "band mask", "d_lse", "odd head dim", "Dv != D", "strided elements"};
+static_assert(std::size(kFeatureNames) == static_cast<std::size_t>(Feature::count));
+
+inline constexpr FeatureSet kAllFeatures = (FeatureSet{1} << static_cast<int>(Feature::count)) - 1;
+
+FeatureSet needs(const AttentionProblem& problem, Pass pass);
+
+// --- Sizes ---
+
+struct AttentionSizes {
+  std::int64_t batch = 0;
+  std::int64_t max_query = 0;  // no sequence is longer; Sq itself when not varlen
+  std::int64_t max_key = 0;
+  std::int64_t total_query = 0;  // rows of q in one batch item: Sq, or total_q when varlen
+  std::int64_t total_key = 0;
+  std::int64_t heads = 0;
+  std::int64_t kv_heads = 0;
+  std::int64_t group = 1;  // query heads per key/value head
+  std::int64_t head_dim = 0;
+  std::int64_t value_dim = 0;
+  bool varlen = false;
+};
+
+AttentionSizes sizes_of(const AttentionProblem& problem);
+
+// Element strides of [B,S,H,D] or [total,H,D] (batch stride 0), and of [B,H,S] or [H,total]
+// (element stride 0). Dimensions of size 1 have stride 0, so that a bias broadcasts by itself.
+struct RowStrides {
+  std::int64_t batch = 0, row = 0, head = 0, element = 0;
+};
+RowStrides row_strides(const TensorSpec& spec);  // q k v out and their gradients
+RowStrides lse_strides(const TensorSpec& spec);  // lse d_lse
+
+struct BiasStrides {
+  std::int64_t batch = 0, head = 0, query = 0, key = 0;
+};
+BiasStrides bias_strides(const TensorSpec& spec);
+
+// --- Sequences ---
+
+// Rows of batch item b: within its own [S,H,D] slice, or, when varlen, within [total,H,D].
+struct Sequence {
+  std::int64_t q_begin = 0, q_length = 0;
+  std::int64_t k_begin = 0, k_length = 0;
+};
+
+// The sequences of one run. Whatever cu_seqlens holds, they lie within the tensors, do not overlap
+// and come in order: each entry is clamped to [largest entry before it, total], and a sequence
+// longer than max_seqlen is cut to it.
+class Sequences {
+ public:
+  // Bytes of scratch that a run needs for them (0 unless varlen), a multiple of the alignment.
+  static std::size_t workspace_bytes(const AttentionSizes& sizes);
+
+  Sequences(const AttentionProblem& problem, const AttentionSizes& sizes,
+            const AttentionTensors& tensors, void* scratch);
+
+  Sequence operator[](std::int64_t b) const { return table_.empty() ? same_ : table_[index(b)]; }
+  std::span<const Sequence> table() const { return table_; }  // empty unless varlen
+
+ private:
+  static std::size_t index(std::int64_t b) { return static_cast<std::size_t>(b); }
+  Sequence same_;
+  std::span<Sequence> table_;
+};
+
+// Varlen: writes what the outputs of `pass` hold in rows outside every sequence: zeros, lse -inf.
+void clear_outside_rows(const AttentionProblem& problem, const AttentionTensors& tensors,
+                        const Sequences& sequences, Pass pass);
+
+// Checked mode: throws Error naming the first bad entry of cu_seqlens. Writes nothing.
+void check_cu_seqlens(const AttentionProblem& problem, const AttentionTensors& tensors);
+
+// --- Band mask ---
+
+struct Range {
+  std::int64_t begin = 0, end = 0;  // empty: begin == end
+  bool empty() const { return begin == end; }
+};
+
+namespace detail {
+// Beyond every position (those are below 2^60), yet sums of three stay within 64 bits.
+inline constexpr std::int64_t kFar = std::int64_t{1} << 61;
+inline constexpr std::int64_t reach(std::int64_t side) {
+  return side == BandMask::kUnbounded ? kFar : std::min(side, kFar);
+}
+inline constexpr Range clamped(std::int64_t first, std::int64_t last, std::int64_t length) {
+  const std::int64_t begin = std::clamp<std::int64_t>(first, 0, length);
+  return {begin, std::clamp<std::int64_t>(last + 1, begin, length)};
+}
+inline constexpr std::int64_t diagonal(const BandMask& mask, const Sequence& sequence) {
+  return mask.corner == Corner::bottom_right ? sequence.k_length - sequence.q_length : 0;
+}
+}  // namespace detail
+
+// Keys that query i sees, positions within the sequence. Both ends never fall as i grows.
+inline constexpr Range visible_keys(const BandMask& mask, const Sequence& sequence,
+                                    std::int64_t i) {
+  const std::int64_t center = i + detail::diagonal(mask, sequence);
+  return detail::clamped(center - detail::reach(mask.left), center + detail::reach(mask.right),
+                         sequence.k_length);
+}
+
+// Queries that see key j.
+inline constexpr Range seeing_queries(const BandMask& mask, const Sequence& sequence,
+                                      std::int64_t j) {
+  const std::int64_t center = j - detail::diagonal(mask, sequence);
+  return detail::clamped(center - detail::reach(mask.right), center + detail::reach(mask.left),
+                         sequence.q_length);
+}
+
+// --- Variants ---
+
+using Body = std::unique_ptr<PlanBody<AttentionTensors>>;
+Body make_cpu(const AttentionProblem& problem, const Device& device, Pass pass);
+Body make_cpu_amx_bf16(const AttentionProblem& problem, const Device& device, Pass pass);
+Body make_reference(const AttentionProblem& problem, const Device& device, Pass pass);
+Body make_textbook(const AttentionProblem& problem, const Device& device, Pass pass);
+
+}  // namespace pullback::attention

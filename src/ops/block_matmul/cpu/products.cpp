@@ -1,0 +1,375 @@
+// spread: a task is one block row of the output by at most kTile columns. It walks the row's blocks
+//   and adds block (b × b) · panel of X (b × tile) to its accumulators.
+// sample: a task is up to kMostBlocks blocks of one block column. They share a panel of the right
+//   matrix (kDepth × b at a time), which is brought into order once.
+// Accumulators and panels are Real in the slot's scratch, and stay in the second-level cache.
+//
+// Load() of simd-inl.hpp is called by its full name: Highway's own Load(), which wants aligned
+// memory, is found through its arguments otherwise.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/block_matmul/cpu/products.cpp"
+#include <hwy/foreach_target.h>
+
+#include "cpu/simd-inl.hpp"
+#include "ops/block_matmul/cpu/products.hpp"
+
+#ifndef PULLBACK_BLOCK_MATMUL_TASKS
+#define PULLBACK_BLOCK_MATMUL_TASKS
+namespace pullback::block_matmul {
+
+inline constexpr std::int64_t kMaxBlock = 128;
+inline constexpr std::int64_t kTile = 128;   // columns of a spread task
+inline constexpr std::int64_t kDepth = 128;  // terms of a sample summed between panels
+inline constexpr std::int64_t kMostBlocks = 32;
+// Elements of Real in a slot's scratch: the accumulators of a task, then a left and a right panel.
+inline constexpr std::int64_t kAccumulators = 64 * 1024;
+inline constexpr std::int64_t kLeftPanel = kMaxBlock * kDepth;
+inline constexpr std::int64_t kRightPanel = kDepth * kTile;
+inline constexpr std::int64_t kScratch = kAccumulators + kLeftPanel + kRightPanel;
+
+struct SpreadTask {
+  DType dtype;
+  const BlockLayout* layout;
+  std::int64_t b;
+  const SpreadForm* form;
+  std::int64_t z, h, block_row, tile;  // block_row of op(S)
+  void* scratch;
+};
+
+struct SampleTask {
+  DType dtype;
+  const BlockLayout* layout;
+  std::int64_t b;
+  const SampleForm* form;
+  std::int64_t z, h, block_column, first, count;
+  void* scratch;
+};
+
+}  // namespace pullback::block_matmul
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+using namespace block_matmul;
+
+// At most 16 lanes, which divide every block size.
+template <class R>
+using Tag = hn::CappedTag<R, 16>;
+
+template <class R>
+struct Panel {
+  const R* data;
+  std::int64_t row_stride, column_stride;
+};
+
+inline constexpr std::int64_t kStrip = 4;  // rows of a register tile
+
+// accumulators [kStrip, V vectors] += left [kStrip, depth] · right [depth, V vectors].
+template <std::size_t V, class D, class R = hn::TFromD<D>>
+HWY_INLINE void MultiplyAddStrip(D d, const Panel<R>& left, const R* HWY_RESTRICT right,
+                                 std::int64_t right_stride, std::int64_t depth,
+                                 R* HWY_RESTRICT accumulators, std::int64_t stride) {
+  const std::size_t lanes = hn::Lanes(d);
+  hn::Vec<D> sum[kStrip][V];
+  for (std::int64_t i = 0; i < kStrip; ++i) {
+    for (std::size_t v = 0; v < V; ++v)
+      sum[i][v] = hn::LoadU(d, accumulators + i * stride + v * lanes);
+  }
+  for (std::int64_t k = 0; k < depth; ++k) {
+    hn::Vec<D> row[V];
+    for (std::size_t v = 0; v < V; ++v) row[v] = hn::LoadU(d, right + k * right_stride + v * lanes);
+    const R* column = left.data + k * left.column_stride;
+    for (std::int64_t i = 0; i < kStrip; ++i) {
+      const auto by = hn::Set(d, column[i * left.row_stride]);
+      for (std::size_t v = 0; v < V; ++v) sum[i][v] = hn::MulAdd(by, row[v], sum[i][v]);
+    }
+  }
+  for (std::int64_t i = 0; i < kStrip; ++i) {
+    for (std::size_t v = 0; v < V; ++v)
+      hn::StoreU(sum[i][v], d, accumulators + i * stride + v * lanes);
+  }
+}
+
+// accumulators [rows, columns] += left [rows, depth] · right [depth, columns]; rows is a multiple
+// of kStrip, columns of the lanes.
+template <class R>
+void MultiplyAdd(const Panel<R>& left, const Panel<R>& right, std::int64_t rows,
+                 std::int64_t columns, std::int64_t depth, R* accumulators, std::int64_t stride) {
+  const Tag<R> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  // 4 strips of 4 vectors leave room in 32 registers, 4 of 2 in 16.
+  constexpr std::size_t kVectors = HWY_TARGET <= HWY_AVX3 ? 4 : 2;
+  constexpr auto kWide = static_cast<std::int64_t>(kVectors);
+  std::int64_t j = 0;
+  const auto columns_of = [&](auto vectors) {
+    for (std::int64_t i = 0; i < rows; i += kStrip) {
+      const Panel<R> strip{left.data + i * left.row_stride, left.row_stride, left.column_stride};
+      MultiplyAddStrip<decltype(vectors)::value>(d, strip, right.data + j, right.row_stride, depth,
+                                                 accumulators + i * stride + j, stride);
+    }
+    j += static_cast<std::int64_t>(decltype(vectors)::value) * lanes;
+  };
+  while (j + kWide * lanes <= columns) columns_of(std::integral_constant<std::size_t, kVectors>());
+  if (kWide > 2 && j + 2 * lanes <= columns) columns_of(std::integral_constant<std::size_t, 2>());
+  while (j < columns) columns_of(std::integral_constant<std::size_t, 1>());
+}
+
+// The matrix [rows, columns] at `from` as Real: itself, or a copy in `scratch` that keeps the order
+// of memory.
+template <class T, class R = Real<T>>
+Panel<R> LeftPanel(const T* from, std::int64_t row_stride, std::int64_t column_stride,
+                   std::int64_t rows, std::int64_t columns, R* scratch) {
+  if constexpr (std::is_same_v<T, R>) {
+    return {from, row_stride, column_stride};
+  } else {
+    const Tag<R> d;
+    const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+    if (row_stride == 1 && column_stride != 1) {
+      const Panel<R> flipped = LeftPanel(from, column_stride, row_stride, columns, rows, scratch);
+      return {flipped.data, flipped.column_stride, flipped.row_stride};
+    }
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const T* row = from + i * row_stride;
+      R* to = scratch + i * columns;
+      std::int64_t k = 0;
+      if (column_stride == 1) {
+        for (; k + lanes <= columns; k += lanes)
+          hn::StoreU(HWY_NAMESPACE::Load(d, row + k), d, to + k);
+      }
+      for (; k < columns; ++k) to[k] = static_cast<R>(row[k * column_stride]);
+    }
+    return {scratch, columns, 1};
+  }
+}
+
+// The same with rows of neighbours, padded with zeros to `padded` columns.
+template <class T, class R = Real<T>>
+Panel<R> RightPanel(const T* from, std::int64_t row_stride, std::int64_t column_stride,
+                    std::int64_t rows, std::int64_t columns, std::int64_t padded, R* scratch) {
+  // Rows that are far apart compete for the same cache sets: they are worth a copy.
+  constexpr std::int64_t kNear = 1024 / sizeof(R);
+  if constexpr (std::is_same_v<T, R>) {
+    if (column_stride == 1 && columns == padded && std::abs(row_stride) <= kNear) {
+      return {from, row_stride, 1};
+    }
+  }
+  const Tag<R> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  if (column_stride == 1) {
+    for (std::int64_t k = 0; k < rows; ++k) {
+      const T* row = from + k * row_stride;
+      R* to = scratch + k * padded;
+      std::int64_t j = 0;
+      for (; j + lanes <= columns; j += lanes)
+        hn::StoreU(HWY_NAMESPACE::Load(d, row + j), d, to + j);
+      for (; j < padded; ++j) to[j] = j < columns ? static_cast<R>(row[j]) : R{0};
+    }
+    return {scratch, padded, 1};
+  }
+  // Reads down the columns, 16 rows at a time, so that a cache line of either side is used whole.
+  constexpr std::int64_t kRows = 16;
+  for (std::int64_t k0 = 0; k0 < rows; k0 += kRows) {
+    const std::int64_t k1 = std::min(k0 + kRows, rows);
+    for (std::int64_t j = 0; j < columns; ++j) {
+      const T* column = from + j * column_stride;
+      for (std::int64_t k = k0; k < k1; ++k) {
+        scratch[k * padded + j] = static_cast<R>(column[k * row_stride]);
+      }
+    }
+    for (std::int64_t k = k0; k < k1; ++k) {
+      for (std::int64_t j = columns; j < padded; ++j) scratch[k * padded + j] = 0;
+    }
+  }
+  return {scratch, padded, 1};
+}
+
+// Rounds accumulators [rows, columns] into a matrix of any strides.
+template <class T, class R = Real<T>>
+void StoreTile(const R* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, T* to,
+               std::int64_t row_stride, std::int64_t column_stride) {
+  const Tag<R> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  if (column_stride == 1) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      const R* row = from + i * stride;
+      T* out = to + i * row_stride;
+      std::int64_t j = 0;
+      for (; j + lanes <= columns; j += lanes) Store(d, hn::LoadU(d, row + j), out + j);
+      for (; j < columns; ++j) out[j] = static_cast<T>(row[j]);
+    }
+    return;
+  }
+  for (std::int64_t j = 0; j < columns; ++j) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      to[i * row_stride + j * column_stride] = static_cast<T>(from[i * stride + j]);
+    }
+  }
+}
+
+template <class T>
+void Spread(const SpreadTask& task) {
+  using R = Real<T>;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(Tag<R>()));
+  const auto& [sparse, in, out] = *task.form;
+  const std::int64_t b = task.b, first = task.tile * kTile;
+  const std::int64_t columns = std::min(kTile, out.columns - first);
+  const std::int64_t padded = (columns + lanes - 1) / lanes * lanes;
+  R* accumulators = static_cast<R*>(task.scratch);
+  R* left_scratch = accumulators + kAccumulators;
+  R* right_scratch = left_scratch + kLeftPanel;
+
+  std::fill(accumulators, accumulators + b * padded, R{0});
+  const T* s = static_cast<const T*>(sparse.data) + task.z * sparse.z_stride;
+  const T* x = static_cast<const T*>(in.data) + task.z * in.z_stride + task.h * in.h_stride +
+               first * in.column_stride;
+  const auto blocks = sparse.transposed ? task.layout->column(task.h, task.block_row)
+                                        : task.layout->row(task.h, task.block_row);
+  for (const auto& block : blocks) {
+    const std::int64_t row_stride = sparse.transposed ? sparse.column_stride : sparse.row_stride;
+    const std::int64_t column_stride = sparse.transposed ? sparse.row_stride : sparse.column_stride;
+    const std::int64_t x_row = (sparse.transposed ? block.row : block.column) * b;
+    const auto left = LeftPanel(s + block.rank * sparse.block_stride, row_stride, column_stride, b,
+                                b, left_scratch);
+    const auto right = RightPanel(x + x_row * in.row_stride, in.row_stride, in.column_stride, b,
+                                  columns, padded, right_scratch);
+    MultiplyAdd(left, right, b, padded, b, accumulators, padded);
+  }
+  T* y = static_cast<T*>(out.data) + task.z * out.z_stride + task.h * out.h_stride +
+         task.block_row * b * out.row_stride + first * out.column_stride;
+  StoreTile(accumulators, padded, b, columns, y, out.row_stride, out.column_stride);
+}
+
+template <class T>
+void Sample(const SampleTask& task) {
+  using R = Real<T>;
+  const auto& [left, right, sparse] = *task.form;
+  const std::int64_t b = task.b, depth = left.columns;
+  R* accumulators = static_cast<R*>(task.scratch);
+  R* left_scratch = accumulators + kAccumulators;
+  R* right_scratch = left_scratch + kLeftPanel;
+  const auto blocks =
+      task.layout->column(task.h, task.block_column)
+          .subspan(static_cast<std::size_t>(task.first), static_cast<std::size_t>(task.count));
+
+  std::fill(accumulators, accumulators + task.count * b * b, R{0});
+  const T* from_left =
+      static_cast<const T*>(left.data) + task.z * left.z_stride + task.h * left.h_stride;
+  const T* from_right = static_cast<const T*>(right.data) + task.z * right.z_stride +
+                        task.h * right.h_stride + task.block_column * b * right.column_stride;
+  for (std::int64_t k = 0; k < depth; k += kDepth) {
+    const std::int64_t terms = std::min(kDepth, depth - k);
+    const auto right_panel = RightPanel(from_right + k * right.row_stride, right.row_stride,
+                                        right.column_stride, terms, b, b, right_scratch);
+    R* to = accumulators;
+    for (const auto& block : blocks) {
+      const auto left_panel =
+          LeftPanel(from_left + block.row * b * left.row_stride + k * left.column_stride,
+                    left.row_stride, left.column_stride, b, terms, left_scratch);
+      MultiplyAdd(left_panel, right_panel, b, b, terms, to, b);
+      to += b * b;
+    }
+  }
+  const R* from = accumulators;
+  for (const auto& block : blocks) {
+    StoreTile(
+        from, b, b, b,
+        static_cast<T*>(sparse.data) + task.z * sparse.z_stride + block.rank * sparse.block_stride,
+        sparse.row_stride, sparse.column_stride);
+    from += b * b;
+  }
+}
+
+void RunSpread(const SpreadTask& task) {
+  dispatch_floating(task.dtype, [&]<class T>() { Spread<T>(task); });
+}
+void RunSample(const SampleTask& task) {
+  dispatch_floating(task.dtype, [&]<class T>() { Sample<T>(task); });
+}
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace pullback {
+HWY_EXPORT(RunSpread);
+HWY_EXPORT(RunSample);
+
+namespace block_matmul {
+
+Products::Products(const BlockMatmulProblem& problem, const Device& device)
+    : dtype_(problem.a.dtype),
+      Z_(problem.a.shape[0]),
+      b_(problem.block),
+      layout_(problem.layout),
+      threads_(device.threads) {
+  if (problem.mode == BlockMatmulMode::sdd && problem.transpose_c) {
+    layout_ = std::make_shared<const BlockLayout>(problem.layout->transposed());
+  }
+  const std::int64_t most = std::min(kMostBlocks, kAccumulators / (b_ * b_));
+  for (std::int64_t h = 0; h < layout_->heads(); ++h) {
+    for (std::int64_t c = 0; c < layout_->columns(); ++c) {
+      const auto count = static_cast<std::int64_t>(layout_->column(h, c).size());
+      for (std::int64_t first = 0; first < count; first += most) {
+        parts_.push_back({static_cast<std::int32_t>(h), static_cast<std::int32_t>(c), first,
+                          std::min(most, count - first)});
+      }
+    }
+  }
+}
+
+std::size_t Products::workspace_bytes() const {
+  return static_cast<std::size_t>(kScratch * threads_.count()) *
+         size_of(accumulation_dtype(dtype_));
+}
+
+std::string Products::description() const {
+  return "register tiles over panels in cache; sums in " +
+         std::string(name_of(accumulation_dtype(dtype_))) +
+         ", rounded once; same bits for any number of threads";
+}
+
+void Products::sample(const SampleForm& form, Workspace workspace) const {
+  const auto count = static_cast<std::int64_t>(parts_.size());
+  const auto slot_bytes = workspace_bytes() / static_cast<std::size_t>(threads_.count());
+  threads_.parallel_for(Z_ * count, [&](std::int64_t index, int slot) {
+    const ColumnPart& part = parts_[static_cast<std::size_t>(index % count)];
+    const SampleTask task{.dtype = dtype_,
+                          .layout = layout_.get(),
+                          .b = b_,
+                          .form = &form,
+                          .z = index / count,
+                          .h = part.head,
+                          .block_column = part.column,
+                          .first = part.first,
+                          .count = part.count,
+                          .scratch = static_cast<std::byte*>(workspace.data) +
+                                     static_cast<std::size_t>(slot) * slot_bytes};
+    HWY_DYNAMIC_DISPATCH(RunSample)(task);
+  });
+}
+
+void Products::spread(const SpreadForm& form, Workspace workspace) const {
+  const std::int64_t H = layout_->heads();
+  const std::int64_t block_rows = form.out.rows / b_;
+  const std::int64_t tiles = (form.out.columns + kTile - 1) / kTile;
+  const auto slot_bytes = workspace_bytes() / static_cast<std::size_t>(threads_.count());
+  threads_.parallel_for(Z_ * H * block_rows * tiles, [&](std::int64_t index, int slot) {
+    const std::int64_t row_index = index / tiles;
+    const SpreadTask task{.dtype = dtype_,
+                          .layout = layout_.get(),
+                          .b = b_,
+                          .form = &form,
+                          .z = row_index / block_rows / H,
+                          .h = row_index / block_rows % H,
+                          .block_row = row_index % block_rows,
+                          .tile = index % tiles,
+                          .scratch = static_cast<std::byte*>(workspace.data) +
+                                     static_cast<std::size_t>(slot) * slot_bytes};
+    HWY_DYNAMIC_DISPATCH(RunSpread)(task);
+  });
+}
+
+}  // namespace block_matmul
+}  // namespace pullback
+#endif

@@ -1,0 +1,486 @@
+// The backward pass of entmax. With s = y^(2-alpha) on the support, S = sum s, per row
+//   d_x = s (d_y - <s, d_y> / S)
+// Two passes over the row, the second from L2. Where y (or the support mask) is zero, d_y is not
+// read: what a sparse row moves is y (or V/8 bytes) and d_x.
+//   d_alpha = [ <p,R> (<d_y,p> - b <d_y,pL>) - (sum p - b sum pL) <d_y,pR> ] / S
+// with b = alpha - 1, L = ln p, R = L^2 (e^t - 1 - t) / t^2 at t = -b L: README.md derives it.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/entmax/cpu/backward.cpp"
+#include <hwy/foreach_target.h>
+
+#include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/solve-inl.hpp"
+#include "ops/entmax/cpu/stream-inl.hpp"
+
+#ifndef PULLBACK_ENTMAX_BACKWARD_ONCE
+#define PULLBACK_ENTMAX_BACKWARD_ONCE
+#include "ops/entmax/cpu/rows.hpp"
+
+namespace pullback::entmax {
+
+// One task: rows of one length, side by side.
+struct BackwardTile {
+  DType dtype = DType::f32;
+  std::int64_t rows = 0, length = 0, pitch = 0;
+  double alpha = 0;
+  bool stream = false;
+  RowTensor y, d_y, d_x, support, alpha_per_row, support_size, d_alpha;  // y or support
+  // Scratch: packed tensors, s, and one row of support bits.
+  std::byte *packed_y = nullptr, *packed_d_y = nullptr, *packed_d_x = nullptr;
+  std::byte* weights = nullptr;
+  std::uint8_t* bits = nullptr;
+};
+
+}  // namespace pullback::entmax
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+using entmax::BackwardTile;
+using entmax::RowTensor;
+
+// To 1 or 2 ulp, but for subnormal y, whose inverse may come out infinite. The exact instruction takes longer than the
+// memory that this pass waits for.
+template <class D>
+HWY_INLINE hn::Vec<D> SquareRoot(D d, hn::Vec<D> y) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8 || HWY_TARGET == HWY_SCALAR) {
+    return hn::Sqrt(y);
+  } else {
+    const auto inverse = hn::Min(hn::ApproximateReciprocalSqrt(y), hn::Set(d, 0x1p64f));
+    const auto root = hn::Mul(y, inverse);
+    const auto error = hn::NegMulAdd(root, root, y);
+    return hn::MulAdd(hn::Mul(error, hn::Set(d, 0.5f)), inverse, root);
+  }
+}
+
+// Where s comes from: dense y.
+template <Family kFamily, class R, class T>
+class DenseWeights {
+ public:
+  DenseWeights(const T* y, double alpha) : y_(y), exponent_(static_cast<R>(2 - alpha)) {}
+
+  // Of elements [i, i + count), count <= Lanes(d): y, which is zero where s is.
+  template <class D>
+  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
+    if (count == hn::Lanes(d)) return LoadAs(d, y_ + i);
+    return LoadFirstAs(d, y_ + i, count, Real<T>{0});
+  }
+  template <class D>
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> y) const {
+    // True for NaN (Ne would not be), which so reaches the whole row.
+    return hn::Not(hn::Eq(y, hn::Zero(d)));
+  }
+  // s of active elements.
+  template <class D>
+  HWY_INLINE hn::Vec<D> Weight(D d, hn::Vec<D> y) const {
+    if constexpr (kFamily == Family::softmax) return y;
+    const auto one = hn::Set(d, R{1});
+    if constexpr (kFamily == Family::sparsemax) return hn::IfThenElse(hn::IsNaN(y), y, one);
+    if constexpr (kFamily == Family::entmax15) return SquareRoot(d, y);
+    const auto safe = hn::IfThenElse(hn::Gt(y, hn::Zero(d)), y, one);
+    auto power = hn::Mul(hn::Set(d, exponent_), hn::Log(d, safe));
+    // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
+    if constexpr (kFamily == Family::steep) power = hn::Min(power, hn::Set(d, R{600}));
+    return hn::IfThenElse(hn::IsNaN(y), y, hn::Exp(d, power));
+  }
+
+ private:
+  const T* y_;
+  R exponent_;
+};
+
+// Where s comes from: the support mask of sparsemax. Load() gives 0 or 1.
+template <class R>
+class MaskWeights {
+ public:
+  explicit MaskWeights(const std::uint8_t* bits) : bits_(bits) {}
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
+    std::uint8_t bytes[HWY_MAX_BYTES] = {};
+    if (hn::Lanes(d) >= 8) {
+      std::memcpy(bytes, bits_ + i / 8, (count + 7) / 8);
+    } else {
+      bytes[0] = static_cast<std::uint8_t>(bits_[i / 8] >> i % 8);
+    }
+    const auto mask = hn::And(hn::LoadMaskBits(d, bytes), hn::FirstN(d, count));
+    return hn::IfThenElseZero(mask, hn::Set(d, R{1}));
+  }
+  template <class D>
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> one) const {
+    return hn::Ne(one, hn::Zero(d));
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> Weight(D, hn::Vec<D> one) const {
+    return one;
+  }
+
+ private:
+  const std::uint8_t* bits_;
+};
+
+// Where s comes from: scratch, when it took a logarithm to compute.
+template <class R>
+class StoredWeights {
+ public:
+  explicit StoredWeights(const R* s) : s_(s) {}
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t) const {
+    return hn::LoadU(d, s_ + i);  // scratch has room for whole vectors
+  }
+  template <class D>
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> s) const {
+    return hn::Not(hn::Eq(s, hn::Zero(d)));
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> Weight(D, hn::Vec<D> s) const {
+    return s;
+  }
+
+ private:
+  const R* s_;
+};
+
+// Calls body(i, w, active, count) for vectors of elements in [begin, end), and skip(i) for groups
+// of kGroup whole vectors that have no active element. Branching on single vectors would mispredict
+// where a row is neither sparse nor dense.
+constexpr std::size_t kGroup = 4;
+template <class D, class W, class Body, class Skip>
+HWY_INLINE void ForEachVector(D d, const W& weights, std::size_t begin, std::size_t end,
+                              const Body& body, const Skip& skip) {
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t i = begin;
+  for (; i + kGroup * lanes <= end; i += kGroup * lanes) {
+    const auto w0 = weights.Load(d, i, lanes), w1 = weights.Load(d, i + lanes, lanes);
+    const auto w2 = weights.Load(d, i + 2 * lanes, lanes);
+    const auto w3 = weights.Load(d, i + 3 * lanes, lanes);
+    const auto a0 = weights.Active(d, w0), a1 = weights.Active(d, w1);
+    const auto a2 = weights.Active(d, w2), a3 = weights.Active(d, w3);
+    if (hn::AllFalse(d, hn::Or(hn::Or(a0, a1), hn::Or(a2, a3)))) {
+      skip(i);
+      continue;
+    }
+    body(i, w0, a0, lanes);
+    body(i + lanes, w1, a1, lanes);
+    body(i + 2 * lanes, w2, a2, lanes);
+    body(i + 3 * lanes, w3, a3, lanes);
+  }
+  for (; i < end; i += lanes) {
+    const std::size_t count = std::min(lanes, end - i);
+    const auto w = weights.Load(d, i, count);
+    body(i, w, weights.Active(d, w), count);
+  }
+}
+
+template <class D, class T>
+HWY_INLINE hn::Vec<D> LoadSome(D d, const T* from, std::size_t count) {
+  return count == hn::Lanes(d) ? LoadAs(d, from) : LoadFirstAs(d, from, count, Real<T>{0});
+}
+
+// <s, d_y> / S. Keeps s in `stored` unless that is null.
+template <class R, class W, class T>
+R WeightedMean(const W& weights, const T* d_y, std::size_t length, R* stored) {
+  const hn::ScalableTag<R> d;
+  const std::size_t block = kSumVectors * hn::Lanes(d);
+  double total = 0, dot = 0;
+  for (std::size_t begin = 0; begin < length; begin += block) {
+    auto part = hn::Zero(d), dot_part = hn::Zero(d);
+    ForEachVector(
+        d, weights, begin, std::min(length, begin + block),
+        [&](std::size_t i, auto w, auto active, std::size_t count) HWY_ATTR {
+          const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
+          const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
+          part = hn::Add(part, s);
+          dot_part = hn::MulAdd(s, g, dot_part);
+          if (stored) hn::StoreU(s, d, stored + i);
+        },
+        [&](std::size_t i) HWY_ATTR {
+          for (std::size_t k = 0; stored && k < kGroup; ++k) {
+            hn::StoreU(hn::Zero(d), d, stored + i + k * hn::Lanes(d));
+          }
+        });
+    total += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, part)));
+    dot += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, dot_part)));
+  }
+  return static_cast<R>(dot / total);
+}
+
+template <class R, class W, class T>
+void WriteGradient(const W& weights, R mean, const T* d_y, T* d_x, std::size_t length,
+                   bool stream) {
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto shift = hn::Set(d, mean);
+  WriteRow(d_x, length, stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+    ForEachVector(
+        d, weights, begin, begin + count,
+        [&](std::size_t i, auto w, auto active, std::size_t n) HWY_ATTR {
+          const auto difference = hn::Sub(LoadSome(d, d_y + i, n), shift);
+          const auto gradient =
+              hn::IfThenElseZero(active, hn::Mul(weights.Weight(d, w), difference));
+          if (n == lanes) {
+            StoreAs(d, gradient, to + (i - begin));
+          } else {
+            StoreFirstAs(d, gradient, to + (i - begin), n);
+          }
+        },
+        [&](std::size_t i) HWY_ATTR {
+          for (std::size_t k = 0; k < kGroup; ++k) {
+            StoreAs(d, hn::Zero(d), to + (i - begin) + k * lanes);
+          }
+        });
+  });
+}
+
+template <class R, class W, class T>
+void Gradient(const W& weights, const T* d_y, T* d_x, std::size_t length, bool stream) {
+  const R mean = WeightedMean<R>(weights, d_y, length, static_cast<R*>(nullptr));
+  WriteGradient<R>(weights, mean, d_y, d_x, length, stream);
+}
+
+template <class T>
+void FillNaN(T* d_x, std::size_t length) {
+  std::fill_n(d_x, length, from_double<T>(std::numeric_limits<double>::quiet_NaN()));
+}
+
+template <class T>
+void GradientFromY(const T* y, const T* d_y, T* d_x, std::size_t length, double alpha, bool stream,
+                   std::byte* scratch) {
+  using R = Real<T>;
+  const auto write = [&]<Family kFamily, class Arithmetic>() {
+    const DenseWeights<kFamily, Arithmetic, T> weights(y, alpha);
+    if constexpr (kFamily == Family::general || kFamily == Family::steep) {
+      auto* s = reinterpret_cast<Arithmetic*>(scratch);
+      const Arithmetic mean = WeightedMean<Arithmetic>(weights, d_y, length, s);
+      WriteGradient<Arithmetic>(StoredWeights(s), mean, d_y, d_x, length, stream);
+    } else {
+      Gradient<Arithmetic>(weights, d_y, d_x, length, stream);
+    }
+  };
+  switch (entmax::family_of(alpha)) {
+    case Family::softmax:
+      return write.template operator()<Family::softmax, R>();
+    case Family::near_one:
+    case Family::general:
+      return write.template operator()<Family::general, R>();
+    case Family::entmax15:
+      return write.template operator()<Family::entmax15, R>();
+    case Family::sparsemax:
+      return write.template operator()<Family::sparsemax, R>();
+    case Family::steep:
+      return write.template operator()<Family::steep, double>();
+    case Family::invalid:
+      return FillNaN(d_x, length);
+  }
+}
+
+// (e^t - 1 - t) / t^2 for t >= 0.
+template <class D>
+HWY_INLINE hn::Vec<D> SecondRemainder(D d, hn::Vec<D> t) {
+  // Below 1/2 the difference cancels, and 14 terms of the series are exact to double.
+  auto series = hn::Zero(d);
+  double factorial = 1307674368000.0;  // 15!
+  for (int k = 15; k >= 2; --k) {
+    series = hn::MulAdd(series, t, hn::Set(d, 1 / factorial));
+    factorial /= k;
+  }
+  const auto safe = hn::Max(t, hn::Set(d, 0.5));
+  const auto direct = hn::Div(hn::Sub(hn::Expm1(d, safe), safe), hn::Mul(safe, safe));
+  return hn::IfThenElse(hn::Lt(t, hn::Set(d, 0.5)), series, direct);
+}
+
+// In double whatever T is: this pass is rare, and seven sums of opposite signs meet in its result.
+template <class T>
+double DAlphaOfRow(const T* y, const T* d_y, std::size_t length, double alpha) {
+  const hn::ScalableTag<double> d;
+  const std::size_t lanes = hn::Lanes(d);
+  if (entmax::family_of(alpha) == Family::invalid) return std::numeric_limits<double>::quiet_NaN();
+  const auto minus_b = hn::Set(d, 1 - alpha);
+  const auto one = hn::Set(d, 1.0);
+  auto sum_p = hn::Zero(d), sum_s = sum_p, sum_pl = sum_p, sum_pr = sum_p;
+  auto g_p = sum_p, g_pl = sum_p, g_pr = sum_p;
+  for (std::size_t i = 0; i < length; i += lanes) {
+    const std::size_t count = std::min(lanes, length - i);
+    const auto p = LoadFirstAs(d, y + i, count, Real<T>{0});
+    const auto active = hn::Not(hn::Eq(p, hn::Zero(d)));
+    if (hn::AllFalse(d, active)) continue;
+    const auto g = hn::IfThenElseZero(active, LoadFirstAs(d, d_y + i, count, Real<T>{0}));
+    const auto positive = hn::Gt(p, hn::Zero(d));
+    const auto l = hn::Log(d, hn::IfThenElse(positive, p, one));
+    const auto t = hn::Min(hn::Mul(minus_b, l), hn::Set(d, 600.0));
+    const auto pl = hn::Mul(p, l);
+    const auto pr = hn::Mul(hn::Mul(pl, l), SecondRemainder(d, t));
+    sum_p = hn::Add(sum_p, p);
+    sum_s = hn::MulAdd(p, hn::Exp(d, t), sum_s);
+    sum_pl = hn::Add(sum_pl, pl);
+    sum_pr = hn::Add(sum_pr, pr);
+    g_p = hn::MulAdd(g, p, g_p);
+    g_pl = hn::MulAdd(g, pl, g_pl);
+    g_pr = hn::MulAdd(g, pr, g_pr);
+  }
+  const auto sum = [&](auto v) HWY_ATTR { return hn::GetLane(hn::SumOfLanes(d, v)); };
+  const double b = alpha - 1;
+  const double total = sum(sum_s);
+  if (total == 0) return 0;  // nothing visible in the row
+  return (sum(sum_pr) * (sum(g_p) - b * sum(g_pl)) - (sum(sum_p) - b * sum(sum_pl)) * sum(g_pr)) /
+         total;
+}
+
+template <class T>
+RowTensor Packed(const RowTensor& from, const BackwardTile& tile, std::byte* scratch) {
+  if (!from || from.contiguous()) return from;
+  return entmax::packed_copy<T>(from, tile.rows, tile.length, scratch, tile.pitch);
+}
+
+template <class T>
+void GradientFromSupport(const BackwardTile& tile, std::int64_t r, const T* d_y, T* d_x,
+                         bool stream) {
+  const auto length = static_cast<std::size_t>(tile.length);
+  if (*tile.support_size.row<std::int32_t>(r) < 0) return FillNaN(d_x, length);
+  const std::uint8_t* bits = tile.support.row<std::uint8_t>(r);
+  if (!tile.support.contiguous()) {
+    for (std::int64_t i = 0; i < (tile.length + 7) / 8; ++i) {
+      tile.bits[i] = bits[i * tile.support.step];
+    }
+    bits = tile.bits;
+  }
+  Gradient<Real<T>>(MaskWeights<Real<T>>(bits), d_y, d_x, length, stream);
+}
+
+template <class T>
+void BackwardTileOf(const BackwardTile& tile) {
+  using Statistic = Real<T>;
+  const auto length = static_cast<std::size_t>(tile.length);
+  const RowTensor y = Packed<T>(tile.y, tile, tile.packed_y);
+  const RowTensor d_y = Packed<T>(tile.d_y, tile, tile.packed_d_y);
+  const bool packs_d_x = tile.d_x && !tile.d_x.contiguous();
+  const RowTensor d_x = packs_d_x ? RowTensor{tile.packed_d_x, tile.pitch, 1} : tile.d_x;
+  // In place the lines are cached already.
+  const bool stream = tile.stream && !packs_d_x && d_x.data != d_y.data;
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    const double alpha = tile.alpha_per_row
+                             ? static_cast<double>(*tile.alpha_per_row.row<Statistic>(r))
+                             : tile.alpha;
+    const T* g = d_y.row<T>(r);
+    // Before d_x, which may be d_y's memory.
+    if (tile.d_alpha) {
+      *tile.d_alpha.row<Statistic>(r) =
+          static_cast<Statistic>(DAlphaOfRow(y.row<T>(r), g, length, alpha));
+    }
+    if (!tile.d_x) continue;
+    if (tile.y) {
+      GradientFromY(y.row<T>(r), g, d_x.row<T>(r), length, alpha, stream, tile.weights);
+    } else {
+      GradientFromSupport(tile, r, g, d_x.row<T>(r), stream);
+    }
+  }
+  if (packs_d_x) entmax::unpack<T>(d_x, tile.rows, tile.length, tile.d_x);
+  if (stream) hwy::FlushStream();
+}
+
+void RunBackwardTile(const BackwardTile& tile) {
+  dispatch_floating(tile.dtype, [&]<class T>() { BackwardTileOf<T>(tile); });
+}
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace pullback::entmax {
+namespace {
+
+HWY_EXPORT(RunBackwardTile);
+
+enum : std::size_t { kDY, kY, kDX, kSupport, kAlpha, kSize, kDAlpha };
+
+Walk backward_walk(const EntmaxProblem& p) {
+  std::vector<WalkTensor> tensors = {
+      walk_with_axis(p, p.d_y),  walk_with_axis(p, p.y),           walk_with_axis(p, p.d_x),
+      walk_support(p.support),   walk_per_row(p, p.alpha_per_row), walk_per_row(p, p.support_size),
+      walk_per_row(p, p.d_alpha)};
+  return Walk(Outer(p), std::move(tensors));
+}
+
+class BackwardPlan final : public RowPlan {
+ public:
+  BackwardPlan(const EntmaxProblem& problem, const Device& device)
+      : BackwardPlan(problem, device, backward_walk(problem)) {}
+
+  void run(Stream, const EntmaxTensors& tensors, Workspace workspace) const override {
+    for_each(
+        tensors, workspace,
+        [&](const Walk::Tile& place, std::int64_t group, std::int64_t begin, std::int64_t length,
+            std::byte* scratch) {
+          const auto at = [&](std::size_t which, const void* data, std::int64_t along) {
+            return walk_.place(which, data, place, along);
+          };
+          const BackwardTile tile{
+              .dtype = problem_.x.dtype,
+              .rows = place.rows,
+              .length = length,
+              .pitch = pitch_,
+              .alpha = problem_.alpha,
+              .stream = stream_,
+              .y = at(kY, tensors.y, begin),
+              .d_y = at(kDY, tensors.d_y, begin),
+              .d_x = at(kDX, tensors.d_x, begin),
+              .support = at(kSupport, tensors.support, 0),
+              .alpha_per_row = at(kAlpha, tensors.alpha_per_row, group),
+              .support_size = at(kSize, tensors.support_size, group),
+              .d_alpha = at(kDAlpha, tensors.d_alpha, group),
+              .packed_y = scratch + packed_y_,
+              .packed_d_y = scratch + packed_d_y_,
+              .packed_d_x = scratch + packed_d_x_,
+              .weights = scratch + weights_,
+              .bits = reinterpret_cast<std::uint8_t*>(scratch + bits_),
+          };
+          HWY_DYNAMIC_DISPATCH(RunBackwardTile)(tile);
+        },
+        [&](const Walk::Tile& place, std::int64_t begin, std::int64_t length) {
+          if (!tensors.d_x) return;
+          dispatch_floating(problem_.x.dtype, [&]<class T>() {
+            fill_zero<T>(walk_.place(kDX, tensors.d_x, place, begin), place.rows, length);
+          });
+        });
+  }
+
+ private:
+  BackwardPlan(const EntmaxProblem& problem, const Device& device, Walk walk)
+      : RowPlan(problem, device, walk, packs(walk)) {
+    const auto bytes = static_cast<std::int64_t>(size_of(problem.x.dtype));
+    ScratchLayout slot;
+    if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
+    if (!walk_.contiguous(kDY)) packed_d_y_ = slot.add(tile_elements(bytes));
+    if (!walk_.contiguous(kDX)) packed_d_x_ = slot.add(tile_elements(bytes));
+    if (problem.support.given() && !walk_.contiguous(kSupport)) {
+      bits_ = slot.add((length_ + 7) / 8);
+    }
+    const Family family = family_of(problem.alpha);
+    const bool any = problem.alpha_per_row.given();
+    if (any || family == Family::near_one || family == Family::general || family == Family::steep) {
+      weights_ = slot.add(vector_scratch_bytes(
+          length_, any || family == Family::steep || problem.x.dtype == DType::f64));
+    }
+    finish_layout(slot);
+    stream_ = problem.d_x.numel() * bytes >= kStreamBytes;
+    description = describe_walk(packs(walk_), stream_);
+  }
+
+  static bool packs(const Walk& walk) {
+    return !walk.contiguous(kY) || !walk.contiguous(kDY) || !walk.contiguous(kDX);
+  }
+
+  std::size_t packed_y_ = 0, packed_d_y_ = 0, packed_d_x_ = 0, weights_ = 0, bits_ = 0;
+  bool stream_ = false;
+};
+
+}  // namespace
+
+Body make_cpu_backward(const EntmaxProblem& problem, const Device& device) {
+  return std::make_unique<BackwardPlan>(problem, device);
+}
+
+}  // namespace pullback::entmax
+#endif  // HWY_ONCE

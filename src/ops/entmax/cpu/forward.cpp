@@ -1,0 +1,446 @@
+// The forward pass of entmax (solve-inl.hpp has the formula), one row at a time:
+//   1. the maximum, and NaN; the maxima of the SIMD lanes are a subset of the row whose threshold
+//      bounds the row's from below;
+//   2. the few elements above that bound go to scratch, and give the exact threshold;
+//   3. y.
+// A row is read from memory once and from L2 twice. Softmax needs exp of every element: step 2
+// keeps them in scratch, step 3 scales them.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/entmax/cpu/forward.cpp"
+#include <hwy/foreach_target.h>
+
+#include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/solve-inl.hpp"
+#include "ops/entmax/cpu/stream-inl.hpp"
+
+#ifndef PULLBACK_ENTMAX_FORWARD_ONCE
+#define PULLBACK_ENTMAX_FORWARD_ONCE
+#include "ops/entmax/cpu/rows.hpp"
+
+namespace pullback::entmax {
+
+// One task: rows of one length, side by side.
+struct ForwardTile {
+  DType dtype = DType::f32;
+  std::int64_t rows = 0, length = 0, pitch = 0;
+  double alpha = 0;
+  bool stream = false;
+  RowTensor x, mask, y, support, alpha_per_row, tau, support_size;
+  // Scratch: packed x and y, one row of support bits, and the elements that the solver works on.
+  std::byte *packed_x = nullptr, *packed_y = nullptr;
+  std::uint8_t* bits = nullptr;
+  std::byte* elements = nullptr;
+};
+
+// What is known of a row besides y.
+struct RowResult {
+  double tau;
+  std::int64_t support_size;
+};
+
+}  // namespace pullback::entmax
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+using entmax::ForwardTile;
+using entmax::RowResult;
+using entmax::RowTensor;
+
+constexpr std::size_t kAccumulators = 4;
+// Below this length the bound from lane maxima costs more than it saves.
+constexpr std::size_t kMinLengthForBound = 256;
+
+template <class T>
+struct RowView {
+  const T* x;
+  std::size_t length;
+  T* y;                   // or null
+  std::uint8_t* support;  // or null
+  bool stream;
+  bool wants_size;
+};
+
+// The maximum, NaN if there is a NaN. `lane_maxima` receives kAccumulators vectors, which are the
+// row itself, padded with -inf, when it is that short.
+template <class R, class T>
+R MaxOfRow(const T* x, std::size_t length, R* lane_maxima) {
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
+  auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
+  auto nan = hn::IsNaN(lowest);
+  const auto take = [&](auto v, auto& max) HWY_ATTR {
+    nan = hn::Or(nan, hn::IsNaN(v));
+    max = hn::Max(v, max);
+  };
+  std::size_t i = 0;
+  for (; i + 4 * lanes <= length; i += 4 * lanes) {
+    take(LoadAs(d, x + i), m0);
+    take(LoadAs(d, x + i + lanes), m1);
+    take(LoadAs(d, x + i + 2 * lanes), m2);
+    take(LoadAs(d, x + i + 3 * lanes), m3);
+  }
+  if (i + lanes <= length) take(LoadAs(d, x + i), m0), i += lanes;
+  if (i + lanes <= length) take(LoadAs(d, x + i), m1), i += lanes;
+  if (i + lanes <= length) take(LoadAs(d, x + i), m2), i += lanes;
+  if (i < length) {
+    take(LoadFirstAs(d, x + i, length - i, -std::numeric_limits<Real<T>>::infinity()), m3);
+  }
+  hn::StoreU(m0, d, lane_maxima);
+  hn::StoreU(m1, d, lane_maxima + lanes);
+  hn::StoreU(m2, d, lane_maxima + 2 * lanes);
+  hn::StoreU(m3, d, lane_maxima + 3 * lanes);
+  if (!hn::AllFalse(d, nan)) return std::numeric_limits<R>::quiet_NaN();
+  return hn::GetLane(hn::MaxOfLanes(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3))));
+}
+
+// z = x - max of the elements that are active at theta; their number.
+template <class P, class R, class T>
+std::size_t Candidates(const P& power, const T* x, std::size_t length, R max, R theta,
+                       R* HWY_RESTRICT z) {
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto shift = hn::Set(d, max), at = hn::Set(d, theta);
+  std::size_t count = 0, i = 0;
+  const auto keep = [&](auto v) HWY_ATTR {
+    const auto active = power.Active(d, power.Excess(d, v, at));
+    count += hn::CompressStore(v, active, d, z + count);
+  };
+  for (; i + 4 * lanes <= length; i += 4 * lanes) {
+    const auto z0 = hn::Sub(LoadAs(d, x + i), shift);
+    const auto z1 = hn::Sub(LoadAs(d, x + i + lanes), shift);
+    const auto z2 = hn::Sub(LoadAs(d, x + i + 2 * lanes), shift);
+    const auto z3 = hn::Sub(LoadAs(d, x + i + 3 * lanes), shift);
+    const auto largest = hn::Max(hn::Max(z0, z1), hn::Max(z2, z3));
+    if (hn::AllFalse(d, power.Active(d, power.Excess(d, largest, at)))) continue;
+    keep(z0);
+    keep(z1);
+    keep(z2);
+    keep(z3);
+  }
+  for (; i < length; i += lanes) {
+    const auto v = LoadFirstAs(d, x + i, std::min(lanes, length - i),
+                               -std::numeric_limits<Real<T>>::infinity());
+    keep(hn::Sub(v, shift));
+  }
+  PadCandidates(z, count);
+  return count;
+}
+
+// A lower bound of theta from the lane maxima, which become z.
+template <class P, class R>
+R LowerBound(const P& power, R max, R* lane_maxima) {
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  std::size_t count = kAccumulators * lanes;
+  for (std::size_t i = 0; i < count; i += lanes) {
+    hn::StoreU(hn::Sub(hn::LoadU(d, lane_maxima + i), hn::Set(d, max)), d, lane_maxima + i);
+  }
+  PadCandidates(lane_maxima, count);
+  // The slack covers the rounding of sums: the bound must not drop an element of the support.
+  constexpr R kSlack = 16 * std::numeric_limits<R>::epsilon();
+  return std::max(P::start, RoughSolve(power, P::start, lane_maxima, count) - kSlack);
+}
+
+template <class T>
+void FillRow(const RowView<T>& row, double value) {
+  if (row.y) std::fill_n(row.y, row.length, from_double<T>(value));
+  if (row.support) std::fill_n(row.support, (row.length + 7) / 8, std::uint8_t{0});
+}
+
+// Rows without a distribution: with a NaN or +inf, with nothing visible, or with an invalid alpha.
+template <class T>
+RowResult DegenerateRow(const RowView<T>& row, bool empty) {
+  constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+  FillRow(row, empty ? 0.0 : kNaN);
+  if (empty) return {std::numeric_limits<double>::infinity(), 0};
+  return {kNaN, -1};
+}
+
+// Writes `lanes` bits of the support from element i on; rows of bits begin at whole bytes.
+template <class D, class M>
+HWY_INLINE void StoreBits(D d, M active, std::size_t i, std::size_t length, std::uint8_t* support) {
+  std::uint8_t bytes[HWY_MAX_BYTES] = {};
+  hn::StoreMaskBits(d, active, bytes);
+  if (hn::Lanes(d) >= 8) {
+    std::memcpy(support + i / 8, bytes, (std::min(hn::Lanes(d), length - i) + 7) / 8);
+  } else {
+    support[i / 8] = static_cast<std::uint8_t>((i % 8 ? support[i / 8] : 0) | bytes[0] << i % 8);
+  }
+}
+
+template <class P, class R, class T>
+void WriteSupport(const P& power, const RowView<T>& row, R max, R theta) {
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  for (std::size_t i = 0; i < row.length; i += lanes) {
+    const auto v = LoadFirstAs(d, row.x + i, std::min(lanes, row.length - i),
+                               -std::numeric_limits<Real<T>>::infinity());
+    const auto excess = power.Excess(d, hn::Sub(v, hn::Set(d, max)), hn::Set(d, theta));
+    StoreBits(d, power.Active(d, excess), i, row.length, row.support);
+  }
+}
+
+template <class P, class R, class T>
+void WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& threshold) {
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto shift = hn::Set(d, max), at = hn::Set(d, threshold.theta);
+  const auto scale = hn::Set(d, threshold.scale);
+  [[maybe_unused]] const auto rest = hn::Set(d, threshold.rest);
+  constexpr bool kCheap = P::family == Family::sparsemax || P::family == Family::entmax15;
+  const auto value = [&](auto v) HWY_ATTR {
+    auto excess = power.Excess(d, hn::Sub(v, shift), at);
+    if constexpr (P::family == Family::steep) excess = hn::Sub(excess, rest);
+    if constexpr (P::family == Family::sparsemax) return power.Value(d, excess);
+    // Most vectors hold nothing of the support: no power for them.
+    if (!kCheap && hn::AllFalse(d, power.Active(d, excess))) return hn::Zero(d);
+    return hn::Mul(scale, power.Value(d, excess));
+  };
+  WriteRow(
+      row.y, row.length, row.stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+        const T* x = row.x + begin;
+        std::size_t i = 0;
+        for (; i + lanes <= count; i += lanes) StoreAs(d, value(LoadAs(d, x + i)), to + i);
+        if (i == count) return;
+        const auto v = LoadFirstAs(d, x + i, count - i, -std::numeric_limits<Real<T>>::infinity());
+        StoreFirstAs(d, value(v), to + i, count - i);
+      });
+}
+
+template <Family kFamily, class R, class T>
+RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
+  const Power<kFamily, R> power(alpha);
+  const R max = MaxOfRow(row.x, row.length, elements);
+  if (!std::isfinite(max)) return DegenerateRow(row, max < 0);
+  const bool bounded = row.length >= kMinLengthForBound;
+  const R low = bounded ? LowerBound(power, max, elements) : power.start;
+  const std::size_t count = Candidates(power, row.x, row.length, max, low, elements);
+  const Threshold<R> threshold = Solve(power, low, elements, count);
+  if (row.y) WriteY(power, row, max, threshold);
+  if (row.support) WriteSupport(power, row, max, threshold.theta);
+  const double wide = static_cast<double>(threshold.theta);
+  const double tau =
+      (alpha - 1) * static_cast<double>(max) + (power.near_one ? (alpha - 1) * wide - 1 : wide);
+  return {tau, static_cast<std::int64_t>(threshold.count)};
+}
+
+template <class T>
+RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
+  using R = Real<T>;
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const R max = MaxOfRow(row.x, row.length, elements);
+  if (!std::isfinite(max)) return DegenerateRow(row, max < 0);
+  const auto shift = hn::Set(d, max);
+  double sum = 0;
+  for (std::size_t begin = 0; begin < row.length;) {
+    const std::size_t end = std::min(row.length, begin + kSumVectors * lanes);
+    auto part = hn::Zero(d);
+    const auto take = [&](auto v, std::size_t i) HWY_ATTR {
+      const auto e = ExpOfNegative(d, hn::Sub(v, shift));
+      part = hn::Add(part, e);
+      hn::StoreU(e, d, elements + i);
+    };
+    for (; begin + lanes <= end; begin += lanes) take(Load(d, row.x + begin), begin);
+    if (begin < end) {
+      take(LoadFirst(d, row.x + begin, end - begin, -std::numeric_limits<R>::infinity()), begin);
+      begin = end;
+    }
+    sum += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, part)));
+  }
+  const auto scale = hn::Set(d, static_cast<R>(1 / sum));
+  if (row.y) {
+    WriteRow(row.y, row.length, row.stream,
+             [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+               const R* from = elements + begin;
+               std::size_t i = 0;
+               for (; i + lanes <= count; i += lanes) {
+                 Store(d, hn::Mul(scale, hn::LoadU(d, from + i)), to + i);
+               }
+               if (i == count) return;
+               StoreFirst(d, hn::Mul(scale, hn::LoadU(d, from + i)), to + i, count - i);
+             });
+  }
+  RowResult result{static_cast<double>(max) + std::log(sum), 0};
+  // All but -inf, also where exp underflows.
+  for (std::size_t i = 0; row.wants_size && i < row.length; ++i) {
+    result.support_size += static_cast<R>(row.x[i]) > -std::numeric_limits<R>::infinity();
+  }
+  return result;
+}
+
+template <class T>
+RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements) {
+  using R = Real<T>;
+  auto* reals = reinterpret_cast<R*>(elements);
+  switch (entmax::family_of(alpha)) {
+    case Family::softmax:
+      return SoftmaxRow(row, reals);
+    case Family::near_one:
+      return SparseRow<Family::near_one, R>(row, alpha, reals);
+    case Family::entmax15:
+      return SparseRow<Family::entmax15, R>(row, alpha, reals);
+    case Family::general:
+      return SparseRow<Family::general, R>(row, alpha, reals);
+    case Family::sparsemax:
+      return SparseRow<Family::sparsemax, R>(row, alpha, reals);
+    case Family::steep:
+      return SparseRow<Family::steep, double>(row, alpha, reinterpret_cast<double*>(elements));
+    case Family::invalid:
+      break;
+  }
+  return DegenerateRow(row, row.length == 0);
+}
+
+// Hidden elements become -inf on the way.
+template <class T>
+RowTensor MaskedCopy(const ForwardTile& tile) {
+  T* to = reinterpret_cast<T*>(tile.packed_x);
+  const T hidden(-std::numeric_limits<Real<T>>::infinity());
+  entmax::for_each_blocked<T>(tile.rows, tile.length, [&](std::int64_t r, std::int64_t i) {
+    const bool visible = tile.mask.row<std::uint8_t>(r)[i * tile.mask.step] != 0;
+    const T value = tile.x.row<T>(r)[i * tile.x.step];
+    to[r * tile.pitch + i] = visible ? value : hidden;
+  });
+  return {tile.packed_x, tile.pitch, 1};
+}
+
+template <class T>
+void ForwardTileOf(const ForwardTile& tile) {
+  using Statistic = Real<T>;
+  const RowTensor x = tile.mask             ? MaskedCopy<T>(tile)
+                      : tile.x.contiguous() ? tile.x
+                                            : entmax::packed_copy<T>(tile.x, tile.rows, tile.length,
+                                                                     tile.packed_x, tile.pitch);
+  const bool packs_y = tile.y && !tile.y.contiguous();
+  const RowTensor y = packs_y ? RowTensor{tile.packed_y, tile.pitch, 1} : tile.y;
+  const std::int64_t support_bytes = (tile.length + 7) / 8;
+  for (std::int64_t r = 0; r < tile.rows; ++r) {
+    const bool packs_bits = tile.support && !tile.support.contiguous();
+    const RowView<T> row{x.row<T>(r),
+                         static_cast<std::size_t>(tile.length),
+                         y ? y.row<T>(r) : nullptr,
+                         packs_bits     ? tile.bits
+                         : tile.support ? tile.support.row<std::uint8_t>(r)
+                                        : nullptr,
+                         tile.stream && !packs_y,
+                         static_cast<bool>(tile.support_size)};
+    const double alpha = tile.alpha_per_row
+                             ? static_cast<double>(*tile.alpha_per_row.row<Statistic>(r))
+                             : tile.alpha;
+    const RowResult result = ForwardRow(row, alpha, tile.elements);
+    if (tile.tau) *tile.tau.row<Statistic>(r) = static_cast<Statistic>(result.tau);
+    if (tile.support_size) {
+      *tile.support_size.row<std::int32_t>(r) = static_cast<std::int32_t>(
+          std::min<std::int64_t>(result.support_size, std::numeric_limits<std::int32_t>::max()));
+    }
+    for (std::int64_t i = 0; packs_bits && i < support_bytes; ++i) {
+      tile.support.row<std::uint8_t>(r)[i * tile.support.step] = tile.bits[i];
+    }
+  }
+  if (packs_y) entmax::unpack<T>(y, tile.rows, tile.length, tile.y);
+  if (tile.stream) hwy::FlushStream();
+}
+
+void RunForwardTile(const ForwardTile& tile) {
+  dispatch_floating(tile.dtype, [&]<class T>() { ForwardTileOf<T>(tile); });
+}
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace pullback::entmax {
+namespace {
+
+HWY_EXPORT(RunForwardTile);
+
+enum : std::size_t { kX, kMask, kY, kSupport, kAlpha, kTau, kSize };
+
+Walk forward_walk(const EntmaxProblem& p) {
+  std::vector<WalkTensor> tensors = {walk_with_axis(p, p.x),           walk_with_axis(p, p.mask),
+                                     walk_with_axis(p, p.y),           walk_support(p.support),
+                                     walk_per_row(p, p.alpha_per_row), walk_per_row(p, p.tau),
+                                     walk_per_row(p, p.support_size)};
+  return Walk(Outer(p), std::move(tensors));
+}
+
+class ForwardPlan final : public RowPlan {
+ public:
+  ForwardPlan(const EntmaxProblem& problem, const Device& device)
+      : ForwardPlan(problem, device, forward_walk(problem)) {}
+
+  void run(Stream, const EntmaxTensors& tensors, Workspace workspace) const override {
+    for_each(
+        tensors, workspace,
+        [&](const Walk::Tile& place, std::int64_t group, std::int64_t begin, std::int64_t length,
+            std::byte* scratch) {
+          const auto at = [&](std::size_t which, const void* data, std::int64_t along) {
+            return walk_.place(which, data, place, along);
+          };
+          const ForwardTile tile{
+              .dtype = problem_.x.dtype,
+              .rows = place.rows,
+              .length = length,
+              .pitch = pitch_,
+              .alpha = problem_.alpha,
+              .stream = stream_,
+              .x = at(kX, tensors.x, begin),
+              .mask = at(kMask, tensors.mask, begin),
+              .y = at(kY, tensors.y, begin),
+              .support = at(kSupport, tensors.support, 0),
+              .alpha_per_row = at(kAlpha, tensors.alpha_per_row, group),
+              .tau = at(kTau, tensors.tau, group),
+              .support_size = at(kSize, tensors.support_size, group),
+              .packed_x = scratch + packed_x_,
+              .packed_y = scratch + packed_y_,
+              .bits = reinterpret_cast<std::uint8_t*>(scratch + bits_),
+              .elements = scratch + elements_,
+          };
+          HWY_DYNAMIC_DISPATCH(RunForwardTile)(tile);
+        },
+        [&](const Walk::Tile& place, std::int64_t begin, std::int64_t length) {
+          if (!tensors.y) return;
+          dispatch_floating(problem_.x.dtype, [&]<class T>() {
+            fill_zero<T>(walk_.place(kY, tensors.y, place, begin), place.rows, length);
+          });
+        });
+  }
+
+ private:
+  ForwardPlan(const EntmaxProblem& problem, const Device& device, Walk walk)
+      : RowPlan(problem, device, walk, packs(problem, walk)) {
+    const auto bytes = static_cast<std::int64_t>(size_of(problem.x.dtype));
+    const bool in_double = problem.x.dtype == DType::f64 || problem.alpha_per_row.given() ||
+                           family_of(problem.alpha) == Family::steep;
+    ScratchLayout slot;
+    if (problem.mask.given() || !walk_.contiguous(kX)) packed_x_ = slot.add(tile_elements(bytes));
+    if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
+    if (problem.support.given() && !walk_.contiguous(kSupport)) {
+      bits_ = slot.add((length_ + 7) / 8);
+    }
+    elements_ = slot.add(vector_scratch_bytes(length_, in_double));
+    finish_layout(slot);
+    stream_ = problem.y.numel() * bytes >= kStreamBytes;
+    description = describe_walk(packs(problem, walk_), stream_);
+  }
+
+  static bool packs(const EntmaxProblem& problem, const Walk& walk) {
+    return problem.mask.given() || !walk.contiguous(kX) || !walk.contiguous(kY);
+  }
+
+  std::size_t packed_x_ = 0, packed_y_ = 0, bits_ = 0, elements_ = 0;
+  bool stream_ = false;
+};
+
+}  // namespace
+
+Body make_cpu_forward(const EntmaxProblem& problem, const Device& device) {
+  return std::make_unique<ForwardPlan>(problem, device);
+}
+
+}  // namespace pullback::entmax
+#endif  // HWY_ONCE

@@ -1,0 +1,297 @@
+// How the CPU variant walks over rows of any layout: tiles of neighbouring rows, whose tensors are
+// used in place where the axis has unit stride and packed into scratch rows where it has not.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/threads.hpp"
+#include "ops/entmax/problem.hpp"
+
+namespace pullback::entmax {
+
+// Outputs of a call from this size on bypass the caches: storing into lines that are not cached
+// would read them first, and an output this large is gone from L2 when its reader comes.
+inline constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
+// A tile of rows used in place: enough elements to make the cost of a task vanish.
+inline constexpr std::int64_t kTileElements = 32768;
+// A tile of packed rows: one cache line across neighbouring rows, within this much scratch.
+inline constexpr std::int64_t kPackedTileBytes = std::int64_t{4} << 20;
+
+// One tensor's part of a tile: the first element of its first row, and the steps in elements.
+struct RowTensor {
+  std::byte* data = nullptr;  // null: not computed, or not given
+  std::int64_t row_step = 0;
+  std::int64_t step = 0;  // along the axis
+
+  explicit operator bool() const { return data != nullptr; }
+  bool contiguous() const { return step == 1; }
+
+  template <class T>
+  T* row(std::int64_t r) const {
+    return reinterpret_cast<T*>(data) + r * row_step;
+  }
+};
+
+// A tensor of the problem on its way through the rows.
+struct WalkTensor {
+  DType dtype = DType::f32;
+  Steps steps;
+};
+
+inline WalkTensor walk_with_axis(const EntmaxProblem& problem, const TensorSpec& spec) {
+  WalkTensor tensor{spec.dtype, steps_with_axis(problem, spec)};
+  if (row_length(problem) == 1) tensor.steps.axis = 1;
+  return tensor;
+}
+inline WalkTensor walk_per_row(const EntmaxProblem& problem, const TensorSpec& spec) {
+  return {spec.dtype, steps_per_row(problem, spec)};
+}
+inline WalkTensor walk_support(const TensorSpec& spec) {
+  WalkTensor tensor{DType::u8, steps_of_support(spec)};
+  if (spec.rank > 0 && spec.shape[spec.rank - 1] == 1) tensor.steps.axis = 1;
+  return tensor;
+}
+
+// The dimensions without the axis, sorted so that neighbours in memory are neighbours in the walk,
+// and merged where every tensor allows.
+class Walk {
+ public:
+  // The first tensor decides the order.
+  Walk(const Outer& outer, std::vector<WalkTensor> tensors) : tensors_(std::move(tensors)) {
+    struct Dim {
+      std::int64_t size;
+      std::vector<std::int64_t> steps;
+    };
+    std::vector<Dim> dims;
+    for (int dim = 0; dim < outer.rank; ++dim) {
+      rows_ *= outer.sizes[dim];
+      if (outer.sizes[dim] == 1) continue;
+      Dim& entry = dims.emplace_back(Dim{outer.sizes[dim], {}});
+      for (const WalkTensor& tensor : tensors_) entry.steps.push_back(tensor.steps.outer[dim]);
+    }
+    std::ranges::stable_sort(dims, std::ranges::greater(),
+                             [](const Dim& dim) { return std::abs(dim.steps[0]); });
+    for (std::size_t inner = dims.size(); inner-- > 1;) {
+      Dim& low = dims[inner];
+      Dim& high = dims[inner - 1];
+      bool mergeable = true;
+      for (std::size_t i = 0; i < low.steps.size(); ++i) {
+        mergeable &= high.steps[i] == low.steps[i] * low.size;
+      }
+      if (!mergeable) continue;
+      high.size *= low.size;
+      high.steps = low.steps;
+      dims.erase(dims.begin() + static_cast<std::ptrdiff_t>(inner));
+    }
+    rank_ = static_cast<int>(dims.size());
+    for (int dim = 0; dim < rank_; ++dim) sizes_[dim] = dims[dim].size;
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      tensors_[i].steps.outer.fill(0);
+      for (int dim = 0; dim < rank_; ++dim) tensors_[i].steps.outer[dim] = dims[dim].steps[i];
+    }
+  }
+
+  void set_tile_rows(std::int64_t rows) {
+    tile_rows_ = std::max<std::int64_t>(1, std::min(rows, inner()));
+  }
+  std::int64_t tile_rows() const { return tile_rows_; }
+  std::int64_t tiles() const {
+    if (rows_ == 0) return 0;
+    return rows_ / inner() * tiles_in_inner();
+  }
+
+  struct Tile {
+    std::array<std::int64_t, kMaxRank - 1> index;  // of its first row
+    std::int64_t rows;
+  };
+  Tile tile(std::int64_t number) const {
+    Tile tile{};
+    const std::int64_t first = number % tiles_in_inner() * tile_rows_;
+    number /= tiles_in_inner();
+    tile.rows = std::min(tile_rows_, inner() - first);
+    if (rank_ == 0) return tile;
+    tile.index[rank_ - 1] = first;
+    for (int dim = rank_ - 2; dim >= 0; --dim) {
+      tile.index[dim] = number % sizes_[dim];
+      number /= sizes_[dim];
+    }
+    return tile;
+  }
+  // Tensor number `which` from position `along` of the axis on, in the first row of the tile.
+  RowTensor place(std::size_t which, const void* data, const Tile& tile, std::int64_t along) const {
+    if (data == nullptr) return {};
+    const auto& [dtype, steps] = tensors_[which];
+    std::int64_t offset = along * steps.axis;
+    for (int dim = 0; dim < rank_; ++dim) offset += tile.index[dim] * steps.outer[dim];
+    auto* base = static_cast<std::byte*>(const_cast<void*>(data));
+    return {base + offset * static_cast<std::int64_t>(size_of(dtype)),
+            rank_ > 0 ? steps.outer[rank_ - 1] : 0, steps.axis};
+  }
+  bool contiguous(std::size_t which) const { return tensors_[which].steps.axis == 1; }
+
+ private:
+  std::int64_t inner() const { return rank_ > 0 ? sizes_[rank_ - 1] : 1; }
+  std::int64_t tiles_in_inner() const { return (inner() + tile_rows_ - 1) / tile_rows_; }
+
+  std::vector<WalkTensor> tensors_;
+  int rank_ = 0;
+  std::array<std::int64_t, kMaxRank - 1> sizes_{};
+  std::int64_t rows_ = 1, tile_rows_ = 1;
+};
+
+// Cuts a slot of scratch into parts.
+class ScratchLayout {
+ public:
+  std::size_t add(std::int64_t bytes) {
+    const std::size_t at = bytes_;
+    bytes_ += (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
+              kWorkspaceAlignment;
+    return at;
+  }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::size_t bytes_ = 0;
+};
+
+// Scratch for one row of numbers that are stored by whole vectors.
+inline std::int64_t vector_scratch_bytes(std::int64_t length, bool in_double) {
+  return std::max<std::int64_t>(length + 64, 1024) * (in_double ? 8 : 4);
+}
+
+// Rows in scratch lie an odd number of cache lines apart: at a power of two they would all fall
+// into the same cache set.
+inline std::int64_t packed_pitch(std::int64_t length, std::int64_t element_bytes) {
+  const std::int64_t lines = (length * element_bytes + 63) / 64 | 1;
+  return lines * 64 / element_bytes;
+}
+
+// What forward and backward share: tiles × ragged rows as one list of tasks.
+class RowPlan : public PlanBody<EntmaxTensors> {
+ protected:
+  RowPlan(const EntmaxProblem& problem, const Device& device, Walk walk, bool packs)
+      : problem_(problem),
+        threads_(device.threads),
+        walk_(std::move(walk)),
+        length_(row_length(problem)),
+        groups_(group_count(problem)) {
+    const auto bytes = static_cast<std::int64_t>(size_of(problem.x.dtype));
+    const std::int64_t length = std::max<std::int64_t>(length_, 1);
+    const std::int64_t line = 64 / bytes;
+    const std::int64_t packed = std::min(line, kPackedTileBytes / (length * bytes));
+    walk_.set_tile_rows(packs ? packed : groups_ >= 0 ? 1 : kTileElements / length);
+    pitch_ = packed_pitch(length_, bytes);
+    if (groups_ >= 0) offsets_at_ = layout_.add((groups_ + 1) * 8);
+    slots_at_ = layout_.bytes();
+    // Neighbouring ragged rows go together until they are worth a task.
+    const std::int64_t mean = length / (tasks_per_tile() + 1) + 1;
+    grain_ = std::max<std::int64_t>(1, kTileElements / (mean * walk_.tile_rows()));
+    if (groups_ < 0) grain_ = 1;
+  }
+
+  void finish_layout(const ScratchLayout& slot) {
+    slot_bytes_ = slot.bytes();
+    workspace_bytes = slots_at_ + slot_bytes_ * static_cast<std::size_t>(threads_.count());
+  }
+
+  std::string describe_walk(bool packs, bool stream) const {
+    return fmt::format(
+        "tiles of {} rows of {} elements, {}; one thread a row; accumulation {}\n"
+        "deterministic: every row is computed on its own{}",
+        walk_.tile_rows(), length_, packs ? "packed into scratch" : "in place",
+        name_of(accumulation_dtype(problem_.x.dtype)),
+        stream ? "; the output is written past the caches" : "");
+  }
+
+  std::int64_t tile_elements(std::int64_t element_bytes) const {
+    return walk_.tile_rows() * pitch_ * element_bytes;
+  }
+
+  // Calls row_task(tile, group, begin, length, scratch) for every tile and row group, and
+  // rest(tile, begin, length) for the stretches of the axis that belong to no ragged row.
+  template <class RowTask, class Rest>
+  void for_each(const EntmaxTensors& tensors, Workspace workspace, const RowTask& row_task,
+                const Rest& rest) const {
+    auto* base = static_cast<std::byte*>(workspace.data);
+    auto* offsets = reinterpret_cast<std::int64_t*>(base + offsets_at_);
+    if (groups_ >= 0) {
+      if (problem_.check_indices) check_offsets(problem_, tensors.offsets);
+      OffsetReader reader(problem_, tensors.offsets);
+      for (std::int64_t i = 0; i <= groups_; ++i) offsets[i] = reader.next();
+    }
+    const auto run_task = [&](std::int64_t task, int slot) {
+      const Walk::Tile tile = walk_.tile(task / tasks_per_tile());
+      const std::int64_t group = task % tasks_per_tile();
+      std::byte* scratch = base + slots_at_ + slot_bytes_ * static_cast<std::size_t>(slot);
+      if (groups_ < 0) {
+        row_task(tile, 0, 0, length_, scratch);
+      } else if (group < groups_) {
+        row_task(tile, group, offsets[group], offsets[group + 1] - offsets[group], scratch);
+      } else {
+        rest(tile, 0, offsets[0]);
+        rest(tile, offsets[groups_], length_ - offsets[groups_]);
+      }
+    };
+    threads_.parallel_for(walk_.tiles() * tasks_per_tile(), run_task, grain_);
+  }
+
+  EntmaxProblem problem_;
+  Threads threads_;
+  Walk walk_;
+  std::int64_t length_, groups_, pitch_ = 0;
+
+ private:
+  // Ragged: one for each row, one for the elements that belong to none.
+  std::int64_t tasks_per_tile() const { return groups_ < 0 ? 1 : groups_ + 1; }
+
+  std::int64_t grain_ = 1;
+  ScratchLayout layout_;
+  std::size_t offsets_at_ = 0, slots_at_ = 0, slot_bytes_ = 0;
+};
+
+// Copies between rows of any steps, `rows` × `length`. Blocks of 16 along the axis keep both sides
+// in L1 when one of them steps over whole lines.
+template <class T, class Move>
+void for_each_blocked(std::int64_t rows, std::int64_t length, const Move& move) {
+  constexpr std::int64_t kBlock = 16;
+  for (std::int64_t begin = 0; begin < length; begin += kBlock) {
+    const std::int64_t end = std::min(begin + kBlock, length);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      for (std::int64_t i = begin; i < end; ++i) move(r, i);
+    }
+  }
+}
+
+template <class T>
+RowTensor packed_copy(const RowTensor& from, std::int64_t rows, std::int64_t length,
+                      std::byte* scratch, std::int64_t pitch) {
+  T* to = reinterpret_cast<T*>(scratch);
+  for_each_blocked<T>(rows, length, [&](std::int64_t r, std::int64_t i) {
+    to[r * pitch + i] = from.row<T>(r)[i * from.step];
+  });
+  return {scratch, pitch, 1};
+}
+
+template <class T>
+void unpack(const RowTensor& from, std::int64_t rows, std::int64_t length, const RowTensor& to) {
+  for_each_blocked<T>(rows, length, [&](std::int64_t r, std::int64_t i) {
+    to.row<T>(r)[i * to.step] = from.row<T>(r)[i];
+  });
+}
+
+template <class T>
+void fill_zero(const RowTensor& to, std::int64_t rows, std::int64_t length) {
+  for_each_blocked<T>(rows, length,
+                      [&](std::int64_t r, std::int64_t i) { to.row<T>(r)[i * to.step] = T{}; });
+}
+
+}  // namespace pullback::entmax

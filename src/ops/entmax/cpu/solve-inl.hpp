@@ -1,0 +1,309 @@
+// The threshold of a row. With b = alpha - 1 and z = x - max(x) <= 0, find theta such that
+//   f(theta) = sum_i [b z_i - theta]_+^(1/b) = 1,   -1 <= theta < 0.
+// For alpha <= 2, f^b is a norm of a convex function, hence convex and decreasing: Newton steps on
+// it from any theta with f >= 1 rise towards the root and never pass it (for alpha = 2 they are
+// Michelot's algorithm, which is finite). With S = sum [b z_i - theta]_+^(1/b - 1) the step is
+//   (f - f^(1-b)) / S.
+// The threshold of a subset of the row is a lower bound of the row's (idea of Dai and Chen's
+// distributed projections), so elements below it can be dropped before the rest is looked at.
+// Near alpha = 1, theta stands for c with p = (1 + b (z - c))^(1/b), c >= 0; its step tends to
+// ln f, which for softmax is the whole way.
+
+#if defined(PULLBACK_ENTMAX_SOLVE_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_ENTMAX_SOLVE_INL_HPP
+#undef PULLBACK_ENTMAX_SOLVE_INL_HPP
+#else
+#define PULLBACK_ENTMAX_SOLVE_INL_HPP
+#endif
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <limits>
+#include <utility>
+
+#include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/family.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+using entmax::Family;
+
+// f32 partial sums are this many vectors long at most; then they are added up in double.
+inline constexpr std::size_t kSumVectors = 64;
+
+// Loads any storage type in the lanes of d, which may be wider: f32 as f64.
+template <class D, class T>
+HWY_INLINE hn::Vec<D> LoadAs(D d, const T* from) {
+  if constexpr (std::is_same_v<Real<T>, hn::TFromD<D>>) {
+    return Load(d, from);
+  } else {
+    return hn::PromoteTo(d, Load(hn::Rebind<Real<T>, D>(), from));
+  }
+}
+template <class D, class T>
+HWY_INLINE hn::Vec<D> LoadFirstAs(D d, const T* from, std::size_t count, Real<T> fill) {
+  count = std::min(count, hn::Lanes(d));  // known to callers, unknown to compilers
+  if constexpr (std::is_same_v<Real<T>, hn::TFromD<D>>) {
+    return LoadFirst(d, from, count, fill);
+  } else {
+    return hn::PromoteTo(d, LoadFirst(hn::Rebind<Real<T>, D>(), from, count, fill));
+  }
+}
+template <class D, class T>
+HWY_INLINE void StoreAs(D d, hn::Vec<D> value, T* to) {
+  if constexpr (std::is_same_v<Real<T>, hn::TFromD<D>>) {
+    Store(d, value, to);
+  } else {
+    const hn::Rebind<Real<T>, D> narrow;
+    Store(narrow, hn::DemoteTo(narrow, value), to);
+  }
+}
+template <class D, class T>
+HWY_INLINE void StoreFirstAs(D d, hn::Vec<D> value, T* to, std::size_t count) {
+  count = std::min(count, hn::Lanes(d));  // known to callers, unknown to compilers
+  if constexpr (std::is_same_v<Real<T>, hn::TFromD<D>>) {
+    StoreFirst(d, value, to, count);
+  } else {
+    const hn::Rebind<Real<T>, D> narrow;
+    StoreFirst(narrow, hn::DemoteTo(narrow, value), to, count);
+  }
+}
+
+// exp(x) for x <= 0, to 1 ulp; what is below 1e-37 in f32 becomes 0. With no overflow and no
+// subnormals to care for it needs half the instructions of Highway's.
+template <class D>
+HWY_INLINE hn::Vec<D> ExpOfNegative(D d, hn::Vec<D> x) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8) {
+    return hn::Exp(d, x);
+  } else {
+    // x = n ln 2 + r; adding 1.5 * 2^23 leaves n in the lowest bits.
+    const auto magic = hn::Set(d, 12582912.0f);
+    const auto shifted = hn::MulAdd(x, hn::Set(d, 1.44269504f), magic);
+    const auto n = hn::Sub(shifted, magic);
+    auto r = hn::MulAdd(n, hn::Set(d, -0.693145751953125f), x);
+    r = hn::MulAdd(n, hn::Set(d, -1.428606765330187e-6f), r);
+    // Minimax for (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2: 3e-9 of exp(r).
+    auto q = hn::Set(d, 1.3813880505040288e-3f);
+    q = hn::MulAdd(q, r, hn::Set(d, 8.369063027203083e-3f));
+    q = hn::MulAdd(q, r, hn::Set(d, 4.1668422520160675e-2f));
+    q = hn::MulAdd(q, r, hn::Set(d, 0.166665181517601f));
+    q = hn::MulAdd(q, r, hn::Set(d, 0.4999999403953552f));
+    const auto e = hn::Add(hn::MulAdd(q, hn::Mul(r, r), r), hn::Set(d, 1.0f));
+    const hn::Rebind<std::int32_t, D> di;
+    const auto exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted));
+    const auto scaled = hn::BitCast(d, hn::Add(hn::BitCast(di, e), exponent));
+    return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, -87.0f)), scaled);
+  }
+}
+
+// p as a function of z and theta. R is the type of the arithmetic.
+template <Family kFamily, class R>
+struct Power {
+  static constexpr Family family = kFamily;
+  static constexpr bool near_one = kFamily == Family::near_one;
+  // Where an element enters the support, in terms of Excess().
+  static constexpr R edge = near_one ? R{-1} : R{0};
+  static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
+
+  R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
+
+  explicit Power(double alpha)
+      : b(static_cast<R>(alpha - 1)), inverse(static_cast<R>(1 / (alpha - 1))) {}
+
+  // b z - theta, or b (z - c).
+  template <class D>
+  HWY_INLINE hn::Vec<D> Excess(D d, hn::Vec<D> z, hn::Vec<D> theta) const {
+    if constexpr (kFamily == Family::sparsemax) return hn::Sub(z, theta);
+    if constexpr (near_one) return hn::Mul(hn::Set(d, b), hn::Sub(z, theta));
+    return hn::MulSub(hn::Set(d, b), z, theta);
+  }
+  template <class D>
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> excess) const {
+    return hn::Gt(excess, hn::Set(d, edge));
+  }
+  // p; 0 where not active.
+  template <class D>
+  HWY_INLINE hn::Vec<D> Value(D d, hn::Vec<D> excess) const {
+    if constexpr (kFamily == Family::sparsemax) return hn::Max(excess, hn::Zero(d));
+    if constexpr (kFamily == Family::entmax15) {
+      const auto t = hn::Max(excess, hn::Zero(d));
+      return hn::Mul(t, t);
+    }
+    const auto active = Active(d, excess);
+    if constexpr (near_one) {
+      const auto log = hn::Log1p(d, hn::IfThenElseZero(active, excess));
+      return hn::IfThenElseZero(active, ExpOfNegative(d, hn::Mul(log, hn::Set(d, inverse))));
+    }
+    const auto log = hn::Log(d, hn::IfThenElse(active, excess, hn::Set(d, R{1})));
+    return hn::IfThenElseZero(active, ExpOfNegative(d, hn::Mul(log, hn::Set(d, inverse))));
+  }
+  // The summand of S, given p.
+  template <class D>
+  HWY_INLINE hn::Vec<D> Slope(D d, hn::Vec<D> excess, hn::Vec<D> value) const {
+    if constexpr (kFamily == Family::entmax15) return hn::Max(excess, hn::Zero(d));
+    const auto base = near_one ? hn::Add(excess, hn::Set(d, R{1})) : excess;
+    return hn::IfThenElseZero(Active(d, excess), hn::Div(value, base));
+  }
+
+  // The f - 1 from which a step ends closer than `precision`: where 1/b >= 2 elements leave the
+  // support smoothly and a step squares f - 1; else it is raised to 1/b.
+  double Tolerance(double precision) const {
+    if constexpr (kFamily == Family::general) {
+      return std::pow(precision, std::max(0.5, static_cast<double>(b)));
+    }
+    return std::sqrt(precision);
+  }
+  // -df/dtheta.
+  double Descent(double slope) const { return near_one ? slope : slope / static_cast<double>(b); }
+  double Step(double f, double slope) const {
+    const double wide = static_cast<double>(b);
+    if constexpr (kFamily == Family::entmax15) return (f - std::sqrt(f)) / slope;
+    if constexpr (near_one) return -f * std::expm1(-wide * std::log(f)) / (wide * slope);
+    return (f - std::pow(f, 1 - wide)) / slope;
+  }
+};
+
+// Sums over elements whose z is in `z`, padded with -inf up to whole vectors.
+struct PowerSums {
+  double f = 0, slope = 0;
+  double z = 0;           // sparsemax only, in place of the two above
+  std::size_t count = 0;  // in the support at this theta
+};
+
+template <class R>
+HWY_INLINE void PadCandidates(R* z, std::size_t count) {
+  const hn::ScalableTag<R> d;
+  hn::StoreU(hn::Set(d, -std::numeric_limits<R>::infinity()), d, z + count);
+}
+
+// With kCompact, drops from z the elements that are not active at theta.
+template <bool kCompact, class P, class R>
+PowerSums Evaluate(const P& power, R theta, R* HWY_RESTRICT z, std::size_t& count) {
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto at = hn::Set(d, theta);
+  PowerSums sums;
+  for (std::size_t begin = 0; begin < count;) {
+    const std::size_t end = std::min(count, begin + kSumVectors * lanes);
+    auto first = hn::Zero(d), second = hn::Zero(d);
+    for (; begin < end; begin += lanes) {
+      const auto v = hn::LoadU(d, z + begin);
+      const auto excess = power.Excess(d, v, at);
+      const auto active = power.Active(d, excess);
+      if constexpr (P::family == Family::sparsemax) {
+        first = hn::Add(first, hn::IfThenElseZero(active, v));
+      } else {
+        const auto value = power.Value(d, excess);
+        first = hn::Add(first, value);
+        second = hn::Add(second, power.Slope(d, excess, value));
+      }
+      if constexpr (kCompact) {
+        sums.count += hn::CompressStore(v, active, d, z + sums.count);
+      } else {
+        sums.count += hn::CountTrue(d, active);
+      }
+    }
+    if constexpr (P::family == Family::sparsemax) {
+      sums.z += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, first)));
+    } else {
+      sums.f += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, first)));
+      sums.slope += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, second)));
+    }
+  }
+  if constexpr (kCompact) {
+    count = sums.count;
+    PadCandidates(z, count);
+  }
+  return sums;
+}
+
+// The root is theta + rest, rest being less than a step of theta's type. It matters where p is
+// steep (the elements at the edge of the support), and through scale for the sum of all p.
+template <class R>
+struct Threshold {
+  R theta = 0;
+  R rest = 0;
+  R scale = 1;            // 1 / f(theta)
+  std::size_t count = 0;  // support size
+};
+
+// How close a step must bring f to 1 to be the last one.
+template <class R>
+struct Precision {
+  static constexpr double full = static_cast<double>(std::numeric_limits<R>::epsilon());
+  // A lower bound of the root needs no digits.
+  static constexpr double rough = 0.01;
+};
+
+// alpha <= 2. `theta` is a lower bound of the root. Uses up z.
+template <class P, class R>
+Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double precision) {
+  constexpr double kTiny = 4 * static_cast<double>(std::numeric_limits<R>::epsilon());
+  const double tolerance = power.Tolerance(precision);
+  while (true) {
+    const PowerSums sums = Evaluate<true>(power, theta, z, count);
+    if constexpr (P::family == Family::sparsemax) {
+      // The threshold of this set, which is the answer when it drops nobody.
+      const double k = static_cast<double>(sums.count);
+      const R next = static_cast<R>((sums.z - 1) / k);
+      if (!(next > theta)) return {theta, R{0}, R{1}, sums.count};
+      const double excess = (static_cast<double>(next) - static_cast<double>(theta)) * k;  // f - 1
+      theta = next;
+      if (precision > Precision<R>::full && excess < tolerance) return {theta};
+    } else {
+      const double step = power.Step(sums.f, sums.slope);
+      const double root = static_cast<double>(theta) + step;
+      theta = static_cast<R>(root);
+      // Sums that round up would never come closer to 1.
+      const bool moves = step > kTiny * std::abs(root);
+      if (sums.f - 1 > tolerance && moves) continue;
+      const double rest = root - static_cast<double>(theta);
+      const double f = 1 + rest * power.Descent(sums.slope);
+      return {theta, static_cast<R>(rest), static_cast<R>(1 / f), sums.count};
+    }
+  }
+}
+
+// alpha > 2: f^b is not convex, and Newton may pass the root or creep; a bracket is kept, and
+// halved when two steps have not done so.
+template <class P, class R>
+Threshold<R> Bracket(const P& power, R low, R* z, std::size_t count) {
+  R high = -std::pow(static_cast<R>(count), -power.b);  // all elements equal: the highest theta
+  R theta = low, width_before = high - low;
+  for (int i = 0;; ++i) {
+    const PowerSums sums = Evaluate<false>(power, theta, z, count);
+    const R step = static_cast<R>(power.Step(sums.f, sums.slope));
+    (sums.f >= 1 ? low : high) = theta;
+    R next = theta + step;
+    const bool slow = i % 2 == 1 && high - low > width_before / 2;
+    if (i % 2 == 1) width_before = high - low;
+    if (slow || !(next > low && next < high)) next = low + (high - low) / 2;
+    if (next > low && next < high) {
+      theta = next;
+    } else if (theta == low) {
+      return {low, std::clamp(step, R{0}, high - low), R{1}, sums.count};
+    } else {
+      theta = low;  // the last one to look at: none lies between the two
+    }
+  }
+}
+
+template <class P, class R>
+Threshold<R> Solve(const P& power, R low, R* z, std::size_t count) {
+  if constexpr (P::family == Family::steep) return Bracket(power, low, z, count);
+  return Rise(power, low, z, count, Precision<R>::full);
+}
+
+// Some number between `low` and the threshold, closer to the latter.
+template <class P, class R>
+R RoughSolve(const P& power, R low, R* z, std::size_t count) {
+  if constexpr (P::family == Family::steep) return Bracket(power, low, z, count).theta;
+  return Rise(power, low, z, count, Precision<R>::rough).theta;
+}
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

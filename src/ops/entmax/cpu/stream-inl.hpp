@@ -1,0 +1,53 @@
+// Writing rows, through the caches or past them.
+
+#if defined(PULLBACK_ENTMAX_STREAM_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_ENTMAX_STREAM_INL_HPP
+#undef PULLBACK_ENTMAX_STREAM_INL_HPP
+#else
+#define PULLBACK_ENTMAX_STREAM_INL_HPP
+#endif
+
+#include <hwy/cache_control.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/simd-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+// memcpy with stores that leave the caches alone.
+HWY_INLINE void StreamBytes(std::uint8_t* to, const std::uint8_t* from, std::size_t bytes) {
+  const hn::ScalableTag<std::uint8_t> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(to) % lanes;
+  const std::size_t head = misaligned == 0 ? 0 : std::min(lanes - misaligned, bytes);
+  std::memcpy(to, from, head);
+  std::size_t i = head;
+  for (; i + lanes <= bytes; i += lanes) hn::Stream(hn::LoadU(d, from + i), d, to + i);
+  std::memcpy(to + i, from + i, bytes - i);
+}
+
+// fill(to, begin, count) writes elements [begin, begin + count) of a row to `to`.
+template <class T, class Fill>
+HWY_INLINE void WriteRow(T* row, std::size_t length, bool stream, const Fill& fill) {
+  if (!stream) {
+    fill(row, 0, length);
+    return;
+  }
+  constexpr std::size_t kChunk = 4096 / sizeof(T);
+  HWY_ALIGN T chunk[kChunk];
+  for (std::size_t begin = 0; begin < length; begin += kChunk) {
+    const std::size_t count = std::min(kChunk, length - begin);
+    fill(chunk, begin, count);
+    StreamBytes(reinterpret_cast<std::uint8_t*>(row + begin),
+                reinterpret_cast<const std::uint8_t*>(chunk), count * sizeof(T));
+  }
+}
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,600 @@
+// Backward of segment on the CPU: every row of d_x is written once, from vectors with one element
+// per column of its segment:
+//   sum, mean           g                        g = d_out, for mean divided by the count
+//   max, min            g where the row is chosen: its place is the saved or recomputed one, or its
+//                       bit is set, or (even, nothing saved) x == out; even divides g by the count
+//   logsumexp           g exp(x - lse)
+//   prod                g (product of earlier rows) (product of later rows)
+//   softmax             out (d_out - sum out d_out)
+// Where such a vector is a reduction itself (place, count, product, lse of 16-bit types, sum), the
+// three steps are those of forward.cpp: fold, combine, write. Else the first step writes.
+#include "ops/segment/cpu/plan.hpp"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/segment/cpu/backward.cpp"
+#include <hwy/foreach_target.h>
+
+#include "ops/segment/cpu/column-inl.hpp"
+#include "ops/segment/cpu/map-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::segment_cpu::HWY_NAMESPACE {
+namespace {
+
+// How d_x is made.
+enum class Rule { spread, place, mask, equal, power, product, softmax };
+
+template <class T>
+class Backward {
+  using R = Real<T>;
+  using I = Int<R>;
+
+ public:
+  explicit Backward(const Run& run)
+      : run_(run),
+        problem_(run.problem),
+        segments_(run.segments),
+        x_(problem_.x, run.tensors.x),
+        out_(problem_.out, run.tensors.out),
+        d_out_(problem_.d_out, run.tensors.d_out),
+        d_x_(problem_.d_x, run.tensors.d_x, run.segments),
+        saved_(saved_of(problem_, run.tensors)) {
+    const bool even = problem_.ties == Ties::even;
+    switch (problem_.reduce) {
+      case SegmentReduce::sum:
+      case SegmentReduce::mean:
+        rule_ = Rule::spread;
+        folds_ = false;
+        break;
+      case SegmentReduce::max:
+      case SegmentReduce::min:
+        rule_ = saved_ == SegmentSaved::arg        ? Rule::place
+                : saved_ == SegmentSaved::arg_mask ? Rule::mask
+                : even                             ? Rule::equal
+                                                   : Rule::place;
+        folds_ = even || saved_ == SegmentSaved::nothing;
+        break;
+      case SegmentReduce::prod:
+        rule_ = Rule::product;
+        folds_ = true;
+        break;
+      case SegmentReduce::logsumexp:
+        rule_ = Rule::power;
+        folds_ = !uses_saved_lse(problem_);
+        break;
+      case SegmentReduce::softmax:
+        rule_ = Rule::softmax;
+        folds_ = true;
+        break;
+    }
+  }
+
+  void All() const {
+    run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
+                       std::byte* scratch) { First(tile, MakeTask(column, columns, scratch)); });
+    if (folds_) {
+      run_.for_tiles(
+          [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
+            Combine(tile, MakeTask(column, columns, scratch));
+          });
+      run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
+                         std::byte* scratch) { Last(tile, MakeTask(column, columns, scratch)); });
+    }
+    ClearRows(0, segments_.first_row());
+    ClearRows(segments_.last_row(), segments_.rows);
+  }
+
+ private:
+  using Output = typename RowOutput<T>::Tile;
+
+  // What a fold makes of a piece, and what the rows are written from:
+  //   place      b = place of the chosen row from the piece's first, or -1
+  //   mask, equal   b = how many rows of the segment are chosen
+  //   power      (a, b) = LogSum, then a = lse
+  //   product    a = product, then a = that of the earlier pieces and b = that of the later ones
+  //   softmax    a = sum of out * d_out
+  struct State {
+    R *a, *b;
+    I* places() const { return reinterpret_cast<I*>(b); }
+    LogSum<R> log_sum() const { return {a, b}; }
+  };
+
+  struct Task {
+    Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch,
+         std::int64_t stage_elements)
+        : column(column_), columns(columns_) {
+      const std::int64_t width = padded(columns);
+      wide = reinterpret_cast<std::int64_t*>(scratch);
+      state.a = reinterpret_cast<R*>(wide + width);
+      state.b = state.a + width;
+      gradient = state.b + width;
+      value = gradient + width;
+      vector = value + width;
+      row = vector + width;
+      block = row + width;
+      block2 = block + kBlockElements + kColumnAlign;
+      run = block2 + kBlockElements + kColumnAlign;
+      stage = run + kBlockElements + kColumnAlign;
+      products = stage + stage_elements;
+      bits = reinterpret_cast<std::uint8_t*>(vector);
+    }
+    std::int64_t column, columns;
+    State state;
+    R *gradient, *value, *vector, *row, *block, *block2, *run, *stage, *products;
+    std::uint8_t* bits;
+    std::int64_t* wide;
+  };
+
+  Task MakeTask(std::int64_t column, std::int64_t columns, std::byte* scratch) const {
+    return Task(column, columns, scratch, run_.layout.stage_elements);
+  }
+  Output MakeOutput(const Task& task) const {
+    return Output(d_x_, task.column, task.columns, task.row, task.stage);
+  }
+
+  State Slot(std::int64_t tile, bool head, std::int64_t column) const {
+    return {run_.slot<R>(tile, head ? 0 : 1, 0, column),
+            run_.slot<R>(tile, head ? 0 : 1, 1, column)};
+  }
+
+  Block<R> XBlock(std::int64_t row, std::int64_t rows, const Task& task) const {
+    return ReadBlock(x_, segments_, row, rows, task.column, task.columns, task.block);
+  }
+
+  // --- 1: fold ---
+
+  void First(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
+    run_.walk(
+        tile,
+        [&](const Piece& piece) {
+          if (!folds_) {
+            WriteRows(piece, task.state, task, output);
+          } else if (piece.whole) {
+            FoldPiece(piece, task.state, task);
+            Resolve(task.state, task);
+            WriteRows(piece, task.state, task, output);
+          } else {
+            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
+          }
+        },
+        [](std::int64_t) {});
+    output.Flush();
+  }
+
+  void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
+    switch (rule_) {
+      case Rule::place:
+        FoldPlaces(piece, state, task);
+        break;
+      case Rule::mask:
+      case Rule::equal:
+        FoldCounts(piece, state, task);
+        break;
+      case Rule::product:
+        std::fill_n(state.a, padded(task.columns), R{1});
+        ForBlocks(piece, task.columns, [&](std::int64_t row, std::int64_t rows) {
+          FoldRows(XBlock(row, rows, task), 0, task.columns, state.a,
+                   [](auto a, auto b) { return hn::Mul(a, b); });
+        });
+        break;
+      case Rule::power:
+        StartLogSum(state.log_sum(), task.columns);
+        ForBlocks(piece, task.columns, [&](std::int64_t row, std::int64_t rows) {
+          AddLogSum(state.log_sum(), XBlock(row, rows, task), task.columns, task.vector);
+        });
+        break;
+      case Rule::softmax:
+        FoldDot(piece, state, task);
+        break;
+      case Rule::spread:
+        break;
+    }
+  }
+
+  // First or last row whose x equals out; of NaN the first.
+  void FoldPlaces(const Piece& piece, const State& state, const Task& task) const {
+    const hn::ScalableTag<R> d;
+    const hn::RebindToSigned<decltype(d)> di;
+    const bool last = problem_.ties == Ties::last;
+    ReadRow(out_, piece.segment, task.column, task.columns, task.value);
+    I* HWY_RESTRICT places = state.places();
+    std::fill_n(places, padded(task.columns), I{-1});
+    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
+      const Block<R> block = XBlock(first, rows, task);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const R* row = block.row(r);
+        const auto place = hn::Set(di, static_cast<I>(first + r - piece.begin));
+        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
+          const auto value = hn::LoadU(d, task.value + c);
+          const auto x = lanes.Read(d, row + c);
+          const auto before = hn::LoadU(di, places + c);
+          auto open = hn::RebindMask(d, hn::Lt(before, hn::Zero(di)));
+          if (last) open = hn::Or(open, hn::Not(hn::IsNaN(x)));
+          const auto take = hn::And(Ties(x, value), open);
+          hn::StoreU(hn::IfThenElse(hn::RebindMask(di, take), place, before), di, places + c);
+        });
+      }
+    });
+  }
+
+  template <class V>
+  static HWY_INLINE auto Ties(V a, V b) {
+    return hn::Or(hn::Eq(a, b), hn::And(hn::IsNaN(a), hn::IsNaN(b)));
+  }
+
+  void FoldCounts(const Piece& piece, const State& state, const Task& task) const {
+    const hn::ScalableTag<R> d;
+    const hn::RebindToSigned<decltype(d)> di;
+    I* HWY_RESTRICT counts = state.places();
+    std::fill_n(counts, padded(task.columns), I{0});
+    if (rule_ == Rule::mask) {
+      for (std::int64_t r = piece.begin; r < piece.end; ++r) {
+        ReadBits(r, task);
+        for (std::int64_t c = 0; c < task.columns; ++c) counts[c] += task.bits[c];
+      }
+      return;
+    }
+    ReadRow(out_, piece.segment, task.column, task.columns, task.value);
+    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
+      const Block<R> block = XBlock(first, rows, task);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const R* row = block.row(r);
+        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
+          const auto equal = Ties(lanes.Read(d, row + c), hn::LoadU(d, task.value + c));
+          const auto before = hn::LoadU(di, counts + c);
+          // A mask is -1 in each lane that it holds for.
+          hn::StoreU(hn::Sub(before, hn::VecFromMask(di, hn::RebindMask(di, equal))), di,
+                     counts + c);
+        });
+      }
+    });
+  }
+
+  void FoldDot(const Piece& piece, const State& state, const Task& task) const {
+    const hn::ScalableTag<R> d;
+    std::fill_n(state.a, padded(task.columns), R{0});
+    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
+      const auto [y, g] = SoftmaxBlocks(first, rows, task);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const R* y_row = y.row(r);
+        const R* g_row = g.row(r);
+        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
+          Store(d,
+                hn::MulAdd(lanes.Read(d, y_row + c), lanes.Read(d, g_row + c),
+                           hn::LoadU(d, state.a + c)),
+                state.a + c);
+        });
+      }
+    });
+  }
+
+  std::pair<Block<R>, Block<R>> SoftmaxBlocks(std::int64_t row, std::int64_t rows,
+                                              const Task& task) const {
+    return {ReadBlock(out_, segments_, row, rows, task.column, task.columns, task.block),
+            ReadBlock(d_out_, segments_, row, rows, task.column, task.columns, task.block2)};
+  }
+
+  // From the fold over all rows of a segment to what its only piece needs.
+  void Resolve(const State& state, const Task& task) const {
+    if (rule_ == Rule::power) FinishLogSum(state.log_sum(), task.columns);
+    if (rule_ != Rule::product) return;
+    std::fill_n(state.a, task.columns, R{1});
+    std::fill_n(state.b, task.columns, R{1});
+  }
+
+  // --- 2: combine, and leave in each slot what its piece needs ---
+
+  void Combine(std::int64_t tail_tile, const Task& task) const {
+    const State& total = task.state;
+    bool any = false;
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      Merge(total, state, piece, task, !any);
+      any = true;
+    });
+    if (!any) return;
+    if (rule_ == Rule::product) {
+      CombineProducts(tail_tile, task);
+      return;
+    }
+    Resolve(total, task);
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      if (rule_ != Rule::place) {
+        std::copy_n(total.a, task.columns, state.a);
+        std::copy_n(total.b, task.columns, state.b);
+        return;
+      }
+      for (std::int64_t c = 0; c < task.columns; ++c) {
+        const std::int64_t place = task.wide[c] - piece.begin;
+        const bool inside = task.wide[c] >= 0 && place >= 0 && place < piece.end - piece.begin;
+        state.places()[c] = inside ? static_cast<I>(place) : I{-1};
+      }
+    });
+  }
+
+  void Merge(const State& total, const State& later, const Piece& piece, const Task& task,
+             bool first) const {
+    const bool last = problem_.ties == Ties::last;
+    switch (rule_) {
+      case Rule::place:
+        for (std::int64_t c = 0; c < task.columns; ++c) {
+          if (first) task.wide[c] = -1;
+          const I place = later.places()[c];
+          if (place < 0) continue;
+          // A later NaN never takes over; NaN found at all means that out is NaN.
+          const bool nan = std::isnan(ToReal(*out_.at(piece.segment, task.column + c)));
+          if (task.wide[c] < 0 || (last && !nan)) task.wide[c] = piece.begin + place;
+        }
+        break;
+      case Rule::mask:
+      case Rule::equal:
+        for (std::int64_t c = 0; c < task.columns; ++c) {
+          total.places()[c] = (first ? I{0} : total.places()[c]) + later.places()[c];
+        }
+        break;
+      case Rule::power:
+        if (first) StartLogSum(total.log_sum(), task.columns);
+        MergeLogSum(total.log_sum(), later.log_sum(), task.columns);
+        break;
+      case Rule::softmax:
+        for (std::int64_t c = 0; c < task.columns; ++c) {
+          total.a[c] = (first ? R{0} : total.a[c]) + later.a[c];
+        }
+        break;
+      case Rule::product:  // by CombineProducts
+      case Rule::spread:
+        break;
+    }
+  }
+
+  // a: from the product of a piece to that of all earlier pieces; b: to that of all later ones.
+  void CombineProducts(std::int64_t tail_tile, const Task& task) const {
+    std::int64_t last_tile = tail_tile;
+    R* HWY_RESTRICT running = task.vector;
+    std::fill_n(running, task.columns, R{1});
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      for (std::int64_t c = 0; c < task.columns; ++c) {
+        state.b[c] = state.a[c];
+        state.a[c] = running[c];
+        running[c] *= state.b[c];
+      }
+      last_tile = tile;
+    });
+    std::fill_n(running, task.columns, R{1});
+    for (std::int64_t tile = last_tile; tile >= tail_tile; --tile) {
+      const State state = Slot(tile, tile != tail_tile, task.column);
+      for (std::int64_t c = 0; c < task.columns; ++c) {
+        const R product = state.b[c];
+        state.b[c] = running[c];
+        running[c] *= product;
+      }
+    }
+  }
+
+  // --- 3: write ---
+
+  void Last(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
+    run_.walk(
+        tile,
+        [&](const Piece& piece) {
+          if (piece.whole) return;
+          WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
+        },
+        [](std::int64_t) {});
+    output.Flush();
+  }
+
+  void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
+    d_x_.streams() ? WriteRowsAs<true>(piece, state, task, output)
+                   : WriteRowsAs<false>(piece, state, task, output);
+  }
+
+  template <bool kStream>
+  void WriteRowsAs(const Piece& piece, const State& state, const Task& task, Output& output) const {
+    if (rule_ != Rule::softmax) LoadGradient(piece, state, task);
+    const hn::ScalableTag<R> d;
+    const auto key = [&](std::int64_t r) { return KeyOf(piece, r); };
+    const auto map = [&]<int kInputs>(const MapInputs<T>& inputs, const auto& f) {
+      MapRows<kStream, kInputs>(piece, segments_, task.column, task.columns, inputs, output,
+                                task.run, key, f);
+    };
+    const MapInputs<T> x{{&x_, nullptr}, {task.block, nullptr}};
+    switch (rule_) {
+      case Rule::spread:
+        map.template operator()<0>({}, [&](auto at) { return at.At(task.gradient); });
+        break;
+      case Rule::place:
+        if (saved_ == SegmentSaved::arg) LoadPlaces(piece, state, task);
+        map.template operator()<0>({}, [&](auto at) {
+          const auto chosen = hn::RebindMask(d, hn::Eq(at.At(state.places()), at.Key()));
+          return hn::IfThenElseZero(chosen, at.At(task.gradient));
+        });
+        break;
+      case Rule::mask:
+        WriteBits(piece, task, output);
+        break;
+      case Rule::equal:
+        ReadRow(out_, piece.segment, task.column, task.columns, task.value);
+        map.template operator()<1>(x, [&](auto at, auto value) {
+          return hn::IfThenElseZero(Ties(value, at.At(task.value)), at.At(task.gradient));
+        });
+        break;
+      case Rule::power:
+        LoadLse(piece, state, task);
+        map.template operator()<1>(x, [&](auto at, auto value) {
+          return hn::Mul(ExpOf(d, hn::Sub(value, at.At(task.value))), at.At(task.gradient));
+        });
+        break;
+      case Rule::product:
+        WriteProducts(piece, state, task, output);
+        break;
+      case Rule::softmax:
+        map.template operator()<2>(
+            {{&out_, &d_out_}, {task.block, task.block2}},
+            [&](auto at, auto y, auto g) { return hn::Mul(y, hn::Sub(g, at.At(state.a))); });
+        break;
+    }
+  }
+
+  void LoadGradient(const Piece& piece, const State& state, const Task& task) const {
+    ReadRow(d_out_, piece.segment, task.column, task.columns, task.gradient);
+    if (problem_.reduce == SegmentReduce::mean) {
+      const R count = static_cast<R>(segments_.end(piece.segment) - segments_.begin(piece.segment));
+      for (std::int64_t c = 0; c < task.columns; ++c) task.gradient[c] /= count;
+    }
+    if (is_extreme(problem_.reduce) && problem_.ties == Ties::even) {
+      for (std::int64_t c = 0; c < task.columns; ++c) {
+        task.gradient[c] /= static_cast<R>(state.places()[c]);
+      }
+    }
+  }
+
+  // What a row is compared with: its place in the piece, or under a permutation the low bits of its
+  // number in x (no two rows share them: complete() bounds N).
+  I KeyOf(const Piece& piece, std::int64_t r) const {
+    const bool by_row =
+        saved_ == SegmentSaved::arg && segments_.permuted() && problem_.arg.dtype != DType::u8;
+    return static_cast<I>(by_row ? segments_.readable_row(r) : r - piece.begin);
+  }
+
+  void LoadPlaces(const Piece& piece, const State& state, const Task& task) const {
+    if (problem_.arg.dtype == DType::u8) {
+      const std::int64_t begin = piece.begin - segments_.begin(piece.segment);
+      LoadPlacesAs<std::uint8_t>(piece, begin, piece.end - piece.begin, state, task);
+    } else {
+      const std::int64_t begin = segments_.permuted() ? 0 : piece.begin;
+      const std::int64_t count = segments_.permuted() ? segments_.rows : piece.end - piece.begin;
+      problem_.arg.dtype == DType::i32
+          ? LoadPlacesAs<std::int32_t>(piece, begin, count, state, task)
+          : LoadPlacesAs<std::int64_t>(piece, begin, count, state, task);
+    }
+  }
+
+  // arg - begin where that is in [0, count), else -1.
+  template <class A>
+  void LoadPlacesAs(const Piece& piece, std::int64_t begin, std::int64_t count, const State& state,
+                    const Task& task) const {
+    const Matrix<A> arg(problem_.arg, run_.tensors.arg);
+    const A* from = arg.at(piece.segment, task.column);
+    for (std::int64_t c = 0; c < task.columns; ++c) {
+      const auto value = static_cast<std::int64_t>(from[c * arg.column_stride]);
+      const bool inside = value >= begin && value - begin < count;
+      state.places()[c] = inside ? static_cast<I>(value - begin) : I{-1};
+    }
+  }
+
+  // The mask bits of row r, one byte each, to task.bits.
+  void ReadBits(std::int64_t r, const Task& task) const {
+    const Matrix<const std::uint8_t> mask(problem_.arg_mask, run_.tensors.arg_mask);
+    const std::uint8_t* from = mask.at(segments_.readable_row(r), task.column / 8);
+    for (std::int64_t c = 0; c < task.columns; c += 8) {
+      const unsigned byte = from[c / 8 * mask.column_stride];
+      for (unsigned k = 0; k < 8; ++k) {
+        task.bits[c + k] = static_cast<std::uint8_t>(byte >> k & 1u);
+      }
+    }
+  }
+
+  void WriteBits(const Piece& piece, const Task& task, Output& output) const {
+    output.Open(piece);
+    for (std::int64_t r = piece.begin; r < piece.end; ++r) {
+      ReadBits(r, task);
+      R* to = output.Row(r);
+      for (std::int64_t c = 0; c < task.columns; ++c) {
+        to[c] = task.bits[c] ? task.gradient[c] : R{0};
+      }
+      output.Done(r);
+    }
+  }
+
+  // The logsumexp of the columns to task.value.
+  void LoadLse(const Piece& piece, const State& state, const Task& task) const {
+    if (folds_) {
+      std::copy_n(state.a, task.columns, task.value);
+    } else {
+      ReadRow(out_, piece.segment, task.column, task.columns, task.value);
+    }
+    // All x are -inf then: exp(-inf - 0) is the gradient 0 that they should get.
+    for (std::int64_t c = 0; c < task.columns; ++c) {
+      if (task.value[c] == -kInf<R>) task.value[c] = 0;
+    }
+  }
+
+  void WriteProducts(const Piece& piece, const State& state, const Task& task,
+                     Output& output) const {
+    const hn::ScalableTag<R> d;
+    const std::int64_t columns = task.columns;
+    // From the last row up: products[r] = product of all rows after r.
+    R* HWY_RESTRICT running = task.value;
+    std::copy_n(state.b, columns, running);
+    const std::int64_t step = block_rows(columns);
+    for (std::int64_t end = piece.end; end > piece.begin;) {
+      const std::int64_t first = piece.begin + (end - 1 - piece.begin) / step * step;
+      const Block<R> block = XBlock(first, end - first, task);
+      for (std::int64_t r = block.rows; r-- > 0;) {
+        const R* row = block.row(r);
+        R* HWY_RESTRICT after = task.products + (first + r - piece.begin) * columns;
+        ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+          const auto product = hn::LoadU(d, running + c);
+          lanes.Write(d, product, after + c);
+          Store(d, hn::Mul(product, lanes.Read(d, row + c)), running + c);
+        });
+      }
+      end = first;
+    }
+    std::copy_n(state.a, columns, running);
+    output.Open(piece);
+    ForBlocks(piece, columns, [&](std::int64_t first, std::int64_t rows) {
+      const Block<R> block = XBlock(first, rows, task);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const R* row = block.row(r);
+        const R* after = task.products + (first + r - piece.begin) * columns;
+        R* HWY_RESTRICT to = output.Row(first + r);
+        ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+          const auto before = hn::LoadU(d, running + c);
+          const auto others = hn::Mul(before, lanes.Read(d, after + c));
+          Store(d, hn::Mul(before, lanes.Read(d, row + c)), running + c);
+          lanes.Write(d, hn::Mul(others, hn::LoadU(d, task.gradient + c)), to + c);
+        });
+        output.Done(first + r);
+      }
+    });
+  }
+
+  // Rows of the sorted order that are in no segment.
+  void ClearRows(std::int64_t begin, std::int64_t end) const {
+    run_.threads.parallel_for(
+        end - begin, [&](std::int64_t i, int) { d_x_.Clear(begin + i); }, 1024);
+  }
+
+  const Run& run_;
+  const SegmentProblem& problem_;
+  const Segments& segments_;
+  Matrix<const T> x_;
+  Matrix<const T> out_;
+  Matrix<const T> d_out_;
+  RowOutput<T> d_x_;
+  SegmentSaved saved_;
+  Rule rule_;
+  bool folds_;
+};
+
+}  // namespace
+
+void BackwardOf(const Run& run) {
+  dispatch_floating(run.problem.x.dtype, [&]<class T>() { Backward<T>(run).All(); });
+}
+
+}  // namespace pullback::segment_cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace pullback::segment_cpu {
+HWY_EXPORT(BackwardOf);
+void run_backward(const Run& run) { HWY_DYNAMIC_DISPATCH(BackwardOf)(run); }
+}  // namespace pullback::segment_cpu
+#endif

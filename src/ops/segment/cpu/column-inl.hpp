@@ -1,0 +1,132 @@
+// Folding the rows of a tensor with one column: the lanes of a vector hold consecutive rows.
+
+#if defined(PULLBACK_SEGMENT_COLUMN_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_SEGMENT_COLUMN_INL_HPP
+#undef PULLBACK_SEGMENT_COLUMN_INL_HPP
+#else
+#define PULLBACK_SEGMENT_COLUMN_INL_HPP
+#endif
+
+#include <bit>
+
+#include "ops/segment/cpu/rows-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::segment_cpu::HWY_NAMESPACE {
+
+// One vector whose lanes together fold all of `count` > 0 elements. `identity` fills the rest.
+template <class D, class R, class Op>
+HWY_INLINE hn::Vec<D> FoldToLanes(D d, const R* HWY_RESTRICT from, std::int64_t count, R identity,
+                                  const Op& op) {
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  if (count <= step) return LoadFirst(d, from, static_cast<std::size_t>(count), identity);
+  std::int64_t i = 0;
+  auto a = hn::Set(d, identity);
+  if (count >= 4 * step) {
+    auto b = a, c = a, e = a;
+    for (; i + 4 * step <= count; i += 4 * step) {
+      a = op(a, hn::LoadU(d, from + i));
+      b = op(b, hn::LoadU(d, from + i + step));
+      c = op(c, hn::LoadU(d, from + i + 2 * step));
+      e = op(e, hn::LoadU(d, from + i + 3 * step));
+    }
+    a = op(op(a, b), op(c, e));
+  }
+  for (; i + step <= count; i += step) a = op(a, hn::LoadU(d, from + i));
+  if (i < count) a = op(a, LoadFirst(d, from + i, static_cast<std::size_t>(count - i), identity));
+  return a;
+}
+
+template <class R>
+HWY_INLINE R SumOfRun(const R* from, std::int64_t count) {
+  const hn::ScalableTag<R> d;
+  const auto lanes =
+      FoldToLanes(d, from, count, R{0}, [](auto a, auto b) { return hn::Add(a, b); });
+  return hn::GetLane(hn::SumOfLanes(d, lanes));
+}
+
+template <class R>
+R ProductOfRun(const R* from, std::int64_t count) {
+  const hn::ScalableTag<R> d;
+  R products[hn::MaxLanes(d)];
+  Store(d, FoldToLanes(d, from, count, R{1}, [](auto a, auto b) { return hn::Mul(a, b); }),
+        products);
+  R product = products[0];
+  for (std::size_t i = 1; i < hn::Lanes(d); ++i) product *= products[i];
+  return product;
+}
+
+// Bit i: lane i of the mask.
+template <class D>
+HWY_INLINE unsigned BitsOf(D d, hn::Mask<D> mask) {
+  std::uint8_t bytes[8] = {};
+  hn::StoreMaskBits(d, mask, bytes);
+  unsigned bits;
+  std::memcpy(&bits, bytes, sizeof(bits));
+  return bits;
+}
+
+// Place of the extreme: the first or last of equal ones, of NaN the first.
+template <bool kMax, bool kLast, class R>
+std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t count) {
+  const hn::ScalableTag<R> d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  const R identity = kMax ? -kInf<R> : kInf<R>;
+  const auto best = FoldToLanes(d, from, count, identity, [&](auto a, auto b) {
+    return kMax ? hn::Max(b, a) : hn::Min(b, a);
+  });
+  auto nan = hn::IsNaN(best);
+  for (std::int64_t i = 0; i < count; i += step) {
+    const auto left = static_cast<std::size_t>(std::min(step, count - i));
+    nan = hn::Or(nan, hn::IsNaN(LoadFirst(d, from + i, left, identity)));
+  }
+  if (!hn::AllFalse(d, nan)) {
+    std::int64_t i = 0;
+    while (!std::isnan(from[i])) ++i;
+    return i;
+  }
+  const auto extreme = kMax ? hn::MaxOfLanes(d, best) : hn::MinOfLanes(d, best);
+  const std::int64_t vectors = (count + step - 1) / step;
+  for (std::int64_t k = 0; k < vectors; ++k) {
+    const std::int64_t i = (kLast ? vectors - 1 - k : k) * step;
+    const auto left = static_cast<std::size_t>(std::min(step, count - i));
+    const auto equal = hn::Eq(LoadFirst(d, from + i, left, identity), extreme);
+    const unsigned bits = BitsOf(d, hn::And(equal, hn::FirstN(d, left)));
+    if (bits != 0) return i + (kLast ? std::bit_width(bits) - 1 : std::countr_zero(bits));
+  }
+  return 0;
+}
+
+template <class R>
+std::int64_t PlaceOfExtreme(const SegmentProblem& problem, const R* from, std::int64_t count) {
+  const bool last = problem.ties == Ties::last;
+  if (problem.reduce == SegmentReduce::max) {
+    return last ? PlaceOfExtreme<true, true>(from, count)
+                : PlaceOfExtreme<true, false>(from, count);
+  }
+  return last ? PlaceOfExtreme<false, true>(from, count)
+              : PlaceOfExtreme<false, false>(from, count);
+}
+
+// The LogSum of a run.
+template <class R>
+void LogSumOfRun(const R* HWY_RESTRICT from, std::int64_t count, const LogSum<R>& state) {
+  const hn::ScalableTag<R> d;
+  const auto best =
+      FoldToLanes(d, from, count, -kInf<R>, [](auto a, auto b) { return hn::Max(b, a); });
+  state.largest[0] = hn::GetLane(hn::MaxOfLanes(d, best));
+  const auto shift = Shift(d, hn::Set(d, state.largest[0]));
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  auto sum = hn::Zero(d);
+  for (std::int64_t i = 0; i < count; i += step) {
+    const auto left = static_cast<std::size_t>(std::min(step, count - i));
+    const auto v = LoadFirst(d, from + i, left, -kInf<R>);
+    sum = hn::Add(sum, ExpOf(d, hn::Sub(v, shift)));
+  }
+  state.sum[0] = hn::GetLane(hn::SumOfLanes(d, sum));
+}
+
+}  // namespace pullback::segment_cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,441 @@
+// Forward of segment on the CPU.
+//   1. each tile folds its pieces: whole segments are finished at once, heads and tails go to slots
+//   2. the pieces of longer segments are combined in order, and finished
+//   3. what has a row per row of x (softmax, arg_mask) is written for heads and tails; for whole
+//      segments that was part of 1, while their rows were in cache
+#include "ops/segment/cpu/plan.hpp"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/segment/cpu/forward.cpp"
+#include <hwy/foreach_target.h>
+
+#include "ops/segment/cpu/column-inl.hpp"
+#include "ops/segment/cpu/extreme-inl.hpp"
+#include "ops/segment/cpu/map-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::segment_cpu::HWY_NAMESPACE {
+namespace {
+
+template <class T>
+class Forward {
+  using R = Real<T>;
+
+ public:
+  explicit Forward(const Run& run)
+      : run_(run),
+        problem_(run.problem),
+        segments_(run.segments),
+        x_(problem_.x, run.tensors.x),
+        out_(problem_.out, run.tensors.out),
+        rows_out_(problem_.out, run.tensors.out, run.segments) {}
+
+  void All() const {
+    const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
+    run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
+                       std::byte* scratch) { Fold(tile, Task(column, columns, scratch), rows); });
+    run_.for_tiles(
+        [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
+          Combine(tile, Task(column, columns, scratch), rows);
+        });
+    if (!rows) return;
+    run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
+                       std::byte* scratch) { FinishRows(tile, Task(column, columns, scratch)); });
+    ClearRows(0, segments_.first_row());
+    ClearRows(segments_.last_row(), segments_.rows);
+  }
+
+ private:
+  // State of a piece, one vector of columns each. What they hold depends on the reduction:
+  //   sum, mean, prod         a = total
+  //   max, min                a = extreme, place = its row, counted from the piece's first
+  //   logsumexp, softmax      a = largest, b = sum (LogSum)
+  struct State {
+    R *a, *b;
+    Int<R>* place() const { return reinterpret_cast<Int<R>*>(b); }
+    Extreme<R> extreme() const { return {a, place()}; }
+    LogSum<R> log_sum() const { return {a, b}; }
+  };
+
+  // The columns that one task handles, and its scratch memory.
+  struct Task {
+    Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch)
+        : column(column_), columns(columns_) {
+      const std::int64_t width = padded(columns);
+      wide = reinterpret_cast<std::int64_t*>(scratch);
+      state.a = reinterpret_cast<R*>(wide + width);
+      state.b = state.a + width;
+      vector = state.b + width;
+      row = vector + width;
+      block = row + width;
+      run = block + kBlockElements + kColumnAlign;
+      stage = run + kBlockElements + kColumnAlign;
+    }
+    std::int64_t column, columns;
+    State state;
+    R *vector, *row, *block, *run, *stage;
+    std::int64_t* wide;
+  };
+
+  using Output = typename RowOutput<T>::Tile;
+  Output MakeOutput(const Task& task) const {
+    return Output(rows_out_, task.column, task.columns, task.row, task.stage);
+  }
+
+  std::uint8_t* Mask() const { return static_cast<std::uint8_t*>(run_.tensors.arg_mask); }
+  bool Extremal() const { return is_extreme(problem_.reduce); }
+
+  State Slot(std::int64_t tile, bool head, std::int64_t column) const {
+    return {run_.slot<R>(tile, head ? 0 : 1, 0, column),
+            run_.slot<R>(tile, head ? 0 : 1, 1, column)};
+  }
+
+  // --- 1 ---
+
+  void Fold(std::int64_t tile, const Task& task, bool rows) const {
+    Output output = MakeOutput(task);
+    run_.walk(
+        tile,
+        [&](const Piece& piece) {
+          const State state = piece.whole ? task.state : Slot(tile, piece.head, task.column);
+          FoldPiece(piece, state, task);
+          if (!piece.whole) return;
+          if (Extremal()) {
+            for (std::int64_t c = 0; c < task.columns; ++c) {
+              task.wide[c] = piece.begin + state.place()[c];
+            }
+          }
+          Finish(piece.segment, state, task);
+          if (rows) WriteRows(piece, state, task, output);
+        },
+        [&](std::int64_t s) { WriteEmpty(s, task); });
+    output.Flush();
+  }
+
+  void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
+    const std::int64_t columns = task.columns;
+    if (columns == 1) return FoldRun(piece, state, task);
+    switch (problem_.reduce) {
+      case SegmentReduce::prod:
+        std::fill_n(state.a, padded(columns), R{1});
+        break;
+      case SegmentReduce::logsumexp:
+      case SegmentReduce::softmax:
+        StartLogSum(state.log_sum(), columns);
+        break;
+      default:
+        std::fill_n(state.a, padded(columns), R{0});
+    }
+    ForBlocks(piece, columns, [&](std::int64_t row, std::int64_t rows) {
+      const Block<R> block = ReadBlock(x_, segments_, row, rows, task.column, columns, task.block);
+      switch (problem_.reduce) {
+        case SegmentReduce::sum:
+        case SegmentReduce::mean:
+          FoldRows(block, 0, columns, state.a, [](auto a, auto b) { return hn::Add(a, b); });
+          break;
+        case SegmentReduce::prod:
+          FoldRows(block, 0, columns, state.a, [](auto a, auto b) { return hn::Mul(a, b); });
+          break;
+        case SegmentReduce::max:
+        case SegmentReduce::min:
+          AddExtreme(problem_, state.extreme(), block, row - piece.begin, columns);
+          break;
+        case SegmentReduce::logsumexp:
+        case SegmentReduce::softmax:
+          AddLogSum(state.log_sum(), block, columns, task.vector);
+          break;
+      }
+    });
+  }
+
+  // FoldPiece for one column.
+  void FoldRun(const Piece& piece, const State& state, const Task& task) const {
+    ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
+      const R* run = ReadRun(x_, segments_, row, rows, task.block);
+      const bool first = row == piece.begin;
+      switch (problem_.reduce) {
+        case SegmentReduce::sum:
+        case SegmentReduce::mean:
+          state.a[0] = SumOfRun(run, rows) + (first ? R{0} : state.a[0]);
+          break;
+        case SegmentReduce::prod:
+          state.a[0] = ProductOfRun(run, rows) * (first ? R{1} : state.a[0]);
+          break;
+        case SegmentReduce::max:
+        case SegmentReduce::min: {
+          const std::int64_t place = PlaceOfExtreme(problem_, run, rows);
+          if (first || Beats(problem_, run[place], state.a[0])) {
+            state.a[0] = run[place];
+            state.place()[0] = static_cast<Int<R>>(row - piece.begin + place);
+          }
+          break;
+        }
+        case SegmentReduce::logsumexp:
+        case SegmentReduce::softmax: {
+          const LogSum<R> later{task.vector, task.vector + 1};
+          LogSumOfRun(run, rows, first ? state.log_sum() : later);
+          if (!first) MergeLogSum(state.log_sum(), later, 1);
+          break;
+        }
+      }
+    });
+  }
+
+  // --- 2 ---
+
+  void Combine(std::int64_t tail_tile, const Task& task, bool rows) const {
+    const State& total = task.state;
+    std::int64_t segment = -1;
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      if (piece.head) {
+        Merge(total, state, piece, task);
+      } else {
+        Copy(state, total, task);
+        for (std::int64_t c = 0; Extremal() && c < task.columns; ++c) {
+          task.wide[c] = piece.begin + state.place()[c];
+        }
+      }
+      segment = piece.segment;
+    });
+    if (segment < 0) return;
+    Finish(segment, total, task);
+    if (!rows) return;
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      Copy(total, state, task);
+      for (std::int64_t c = 0; Extremal() && c < task.columns; ++c) {
+        const std::int64_t place = task.wide[c] - piece.begin;
+        const bool inside = place >= 0 && place < piece.end - piece.begin;
+        state.place()[c] = inside ? static_cast<Int<R>>(place) : Int<R>{-1};
+      }
+    });
+  }
+
+  void Copy(const State& from, const State& to, const Task& task) const {
+    std::copy_n(from.a, task.columns, to.a);
+    std::copy_n(from.b, task.columns, to.b);
+  }
+
+  void Merge(const State& total, const State& later, const Piece& piece, const Task& task) const {
+    switch (problem_.reduce) {
+      case SegmentReduce::sum:
+      case SegmentReduce::mean:
+        for (std::int64_t c = 0; c < task.columns; ++c) total.a[c] += later.a[c];
+        break;
+      case SegmentReduce::prod:
+        for (std::int64_t c = 0; c < task.columns; ++c) total.a[c] *= later.a[c];
+        break;
+      case SegmentReduce::max:
+      case SegmentReduce::min:
+        for (std::int64_t c = 0; c < task.columns; ++c) {
+          if (!Beats(problem_, later.a[c], total.a[c])) continue;
+          total.a[c] = later.a[c];
+          task.wide[c] = piece.begin + later.place()[c];
+        }
+        break;
+      case SegmentReduce::logsumexp:
+      case SegmentReduce::softmax:
+        MergeLogSum(total.log_sum(), later.log_sum(), task.columns);
+        break;
+    }
+  }
+
+  // --- Results ---
+
+  // Writes out and arg of a segment with rows. For max and min, task.wide has the rows.
+  void Finish(std::int64_t s, const State& state, const Task& task) const {
+    if (problem_.reduce == SegmentReduce::softmax) return;
+    if (problem_.reduce == SegmentReduce::mean) {
+      const R count = static_cast<R>(segments_.end(s) - segments_.begin(s));
+      for (std::int64_t c = 0; c < task.columns; ++c) state.a[c] /= count;
+    }
+    if (problem_.reduce == SegmentReduce::logsumexp) FinishLogSum(state.log_sum(), task.columns);
+    if (out_.data != nullptr) WriteRow(out_, s, task.column, task.columns, state.a);
+    if (run_.tensors.arg == nullptr) return;
+    if (problem_.arg.dtype == DType::u8) {
+      const std::int64_t begin = segments_.begin(s);
+      WriteArg<std::uint8_t>(s, task, [&](std::int64_t r) { return r - begin; });
+    } else if (problem_.arg.dtype == DType::i32) {
+      WriteArg<std::int32_t>(s, task, [&](std::int64_t r) { return segments_.row(r); });
+    } else {
+      WriteArg<std::int64_t>(s, task, [&](std::int64_t r) { return segments_.row(r); });
+    }
+  }
+
+  template <class A, class F>
+  void WriteArg(std::int64_t s, const Task& task, const F& value_of) const {
+    const Matrix<A> arg = ArgMatrix<A>();
+    A* to = arg.at(s, task.column);
+    for (std::int64_t c = 0; c < task.columns; ++c) {
+      to[c * arg.column_stride] = static_cast<A>(value_of(task.wide[c]));
+    }
+  }
+
+  template <class A>
+  Matrix<A> ArgMatrix() const {
+    return Matrix<A>(problem_.arg, run_.tensors.arg);
+  }
+
+  R EmptyValue() const {
+    if (problem_.empty == EmptySegment::zero) return 0;
+    if (problem_.empty == EmptySegment::nan) return std::numeric_limits<R>::quiet_NaN();
+    if (problem_.reduce == SegmentReduce::prod) return 1;
+    if (problem_.reduce == SegmentReduce::min) return kInf<R>;
+    const bool minus =
+        problem_.reduce == SegmentReduce::max || problem_.reduce == SegmentReduce::logsumexp;
+    return minus ? -kInf<R> : R{0};
+  }
+
+  void WriteEmpty(std::int64_t s, const Task& task) const {
+    if (problem_.reduce == SegmentReduce::softmax) return;
+    if (out_.data != nullptr) {
+      std::fill_n(task.vector, padded(task.columns), EmptyValue());
+      WriteRow(out_, s, task.column, task.columns, task.vector);
+    }
+    if (run_.tensors.arg == nullptr) return;
+    std::fill_n(task.wide, task.columns, std::int64_t{0});
+    if (problem_.arg.dtype == DType::u8) {
+      WriteArg<std::uint8_t>(s, task, [](std::int64_t) { return kNoPlace; });
+    } else if (problem_.arg.dtype == DType::i32) {
+      WriteArg<std::int32_t>(s, task, [](std::int64_t) { return -1; });
+    } else {
+      WriteArg<std::int64_t>(s, task, [](std::int64_t) { return -1; });
+    }
+  }
+
+  // --- 3 ---
+
+  void FinishRows(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
+    run_.walk(
+        tile,
+        [&](const Piece& piece) {
+          if (!piece.whole) WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
+        },
+        [](std::int64_t) {});
+    output.Flush();
+  }
+
+  void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
+    if (problem_.reduce != SegmentReduce::softmax) {
+      WriteMask(piece, state, task);
+    } else if (rows_out_) {
+      rows_out_.streams() ? WriteSoftmax<true>(piece, state, task, output)
+                          : WriteSoftmax<false>(piece, state, task, output);
+    }
+  }
+
+  template <bool kStream>
+  void WriteSoftmax(const Piece& piece, const State& state, const Task& task,
+                    Output& output) const {
+    const hn::ScalableTag<R> d;
+    // Nobody reads the state again: it becomes the shift and the reciprocal of the sum.
+    ForColumns<R>(task.columns, [&](auto, std::int64_t c) {
+      const auto sum = hn::LoadU(d, state.b + c);
+      auto inverse = hn::Div(hn::Set(d, R{1}), sum);
+      inverse = hn::IfThenElse(hn::Lt(sum, hn::Set(d, kInf<R>)), inverse, hn::Set(d, NaN()));
+      Store(d, hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), inverse), state.b + c);
+      Store(d, Shift(d, hn::LoadU(d, state.a + c)), state.a + c);
+    });
+    MapRows<kStream, 1>(
+        piece, segments_, task.column, task.columns,
+        MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output, task.run,
+        [](std::int64_t) { return Int<R>{0}; },
+        [&](auto at, auto x) {
+          return hn::Mul(ExpOf(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
+        });
+  }
+
+  static R NaN() { return std::numeric_limits<R>::quiet_NaN(); }
+
+  void WriteMask(const Piece& piece, const State& state, const Task& task) const {
+    const Matrix<std::uint8_t> mask(problem_.arg_mask, Mask());
+    const bool even = problem_.ties == Ties::even;
+    ForBlocks(piece, task.columns, [&](std::int64_t first, std::int64_t rows) {
+      Block<R> block{};
+      if (even)
+        block = ReadBlock(x_, segments_, first, rows, task.column, task.columns, task.block);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        const std::int64_t n = segments_.row(first + r);
+        if (n < 0) continue;
+        std::uint8_t* to = mask.at(n, task.column / 8);
+        if (even) {
+          MaskOfEqual(block.row(r), state.a, task.columns, to, mask.column_stride);
+        } else {
+          MaskOfPlace(static_cast<Int<R>>(first + r - piece.begin), state.place(), task.columns, to,
+                      mask.column_stride);
+        }
+      }
+    });
+  }
+
+  // Bit c of the bytes at `to` says holds(c); the bits past the last column are 0.
+  template <class F>
+  static void StoreBits(std::int64_t columns, std::uint8_t* to, std::int64_t stride,
+                        const F& holds) {
+    for (std::int64_t c = 0; c < columns; c += 8) {
+      unsigned bits = 0;
+      for (std::int64_t k = 0; k < std::min<std::int64_t>(8, columns - c); ++k) {
+        bits |= static_cast<unsigned>(holds(c + k)) << k;
+      }
+      to[c / 8 * stride] = static_cast<std::uint8_t>(bits);
+    }
+  }
+
+  static void MaskOfEqual(const R* HWY_RESTRICT x, const R* HWY_RESTRICT value,
+                          std::int64_t columns, std::uint8_t* to, std::int64_t stride) {
+    StoreBits(columns, to, stride, [&](std::int64_t c) {
+      return (x[c] == value[c]) | (std::isnan(x[c]) & std::isnan(value[c]));
+    });
+  }
+
+  static void MaskOfPlace(Int<R> row, const Int<R>* HWY_RESTRICT place, std::int64_t columns,
+                          std::uint8_t* to, std::int64_t stride) {
+    StoreBits(columns, to, stride, [&](std::int64_t c) { return place[c] == row; });
+  }
+
+  // Rows of the sorted order that are in no segment.
+  void ClearRows(std::int64_t begin, std::int64_t end) const {
+    run_.threads.parallel_for(
+        end - begin,
+        [&](std::int64_t i, int) {
+          if (Mask() != nullptr) {
+            ClearMask(begin + i);
+          } else if (rows_out_) {
+            rows_out_.Clear(begin + i);
+          }
+        },
+        1024);
+  }
+
+  void ClearMask(std::int64_t r) const {
+    const Matrix<std::uint8_t> mask(problem_.arg_mask, Mask());
+    const std::int64_t n = segments_.row(r);
+    if (n < 0) return;
+    for (std::int64_t k = 0; k < problem_.arg_mask.shape[1]; ++k) *mask.at(n, k) = 0;
+  }
+
+  const Run& run_;
+  const SegmentProblem& problem_;
+  const Segments& segments_;
+  Matrix<const T> x_;
+  Matrix<T> out_;
+  RowOutput<T> rows_out_;  // out of softmax
+};
+
+}  // namespace
+
+void ForwardOf(const Run& run) {
+  dispatch_floating(run.problem.x.dtype, [&]<class T>() { Forward<T>(run).All(); });
+}
+
+}  // namespace pullback::segment_cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace pullback::segment_cpu {
+HWY_EXPORT(ForwardOf);
+void run_forward(const Run& run) { HWY_DYNAMIC_DISPATCH(ForwardOf)(run); }
+}  // namespace pullback::segment_cpu
+#endif

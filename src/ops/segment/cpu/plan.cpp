@@ -1,0 +1,115 @@
+#include "ops/segment/cpu/plan.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace pullback::segment_cpu {
+namespace {
+
+constexpr std::int64_t kFewestItems = 256;  // keeps the slots below 1 % of x
+constexpr std::int64_t kScratchVectors = 16;
+constexpr std::int64_t kScratchBlocks = 3;
+
+std::size_t aligned(std::size_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
+  const std::int64_t rows = problem.x.shape[0], columns = problem.x.shape[1];
+  const std::size_t real = size_of(accumulation_dtype(problem.x.dtype));
+  const std::int64_t block = std::min(columns, kColumnBlock);
+  Layout layout{};
+  layout.column_blocks = (columns + kColumnBlock - 1) / kColumnBlock;
+  layout.tile_items = std::max(kFewestItems, kTileElements / std::max<std::int64_t>(block, 4));
+  layout.most_tiles = (rows + problem.num_segments + layout.tile_items - 1) / layout.tile_items;
+  layout.slot_columns = padded(columns);
+
+  layout.tiles_at = aligned(segments_workspace_bytes(problem));
+  layout.slots_at = aligned(layout.tiles_at +
+                            static_cast<std::size_t>(layout.most_tiles + 1) * sizeof(TileStart));
+  layout.scratch_at =
+      aligned(layout.slots_at +
+              static_cast<std::size_t>(layout.most_tiles * 4 * layout.slot_columns) * real);
+  // What is written row by row may be staged; backward of prod keeps the products of all later
+  // rows.
+  layout.stage_elements = layout.tile_items * block + kColumnAlign;
+  const bool rows_out = pass == Pass::backward || problem.reduce == SegmentReduce::softmax;
+  const bool products = pass == Pass::backward && problem.reduce == SegmentReduce::prod;
+  const std::int64_t elements = kScratchBlocks * (kBlockElements + kColumnAlign) +
+                                (rows_out + products) * layout.stage_elements;
+  layout.scratch_bytes =
+      aligned(static_cast<std::size_t>(elements) * real +
+              static_cast<std::size_t>(kScratchVectors * padded(block)) * sizeof(double));
+  layout.total_bytes = layout.scratch_at + layout.scratch_bytes * static_cast<std::size_t>(threads);
+  return layout;
+}
+
+// The item with number `item` of the list.
+TileStart start_at(const Segments& segments, std::int64_t item) {
+  const std::int64_t base = segments.first_row();
+  std::int64_t low = 0, high = segments.count;  // first segment whose end is at or after the item
+  while (low < high) {
+    const std::int64_t middle = low + (high - low) / 2;
+    if (segments.end(middle) - base + middle >= item) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return {low, base + item - low};
+}
+
+class CpuBody final : public SegmentBody {
+ public:
+  CpuBody(const SegmentProblem& problem, const Device& device, Pass pass)
+      : problem_(problem),
+        pass_(pass),
+        threads_(device.threads),
+        layout_(layout_of(problem, pass, threads_.count())) {
+    workspace_bytes = layout_.total_bytes;
+    description = fmt::format(
+        "tiles of {} rows and segment ends by {} columns, {} accumulation; deterministic, the same "
+        "bits for any number of threads",
+        layout_.tile_items, std::min(problem.x.shape[1], kColumnBlock),
+        name_of(accumulation_dtype(problem.x.dtype)));
+  }
+
+  void run(Stream, const SegmentTensors& tensors, Workspace workspace) const override {
+    auto* memory = static_cast<std::byte*>(workspace.data);
+    check_indices(problem_, tensors, memory);
+    if (pass_ == Pass::backward && tensors.d_x == nullptr) return;
+    const Segments segments = make_segments(problem_, tensors, memory, threads_);
+    check_places(problem_, tensors, segments);
+
+    const std::int64_t items = segments.last_row() - segments.first_row() + segments.count;
+    const std::int64_t tiles = (items + layout_.tile_items - 1) / layout_.tile_items;
+    auto* starts = reinterpret_cast<TileStart*>(memory + layout_.tiles_at);
+    threads_.parallel_for(
+        tiles + 1,
+        [&](std::int64_t tile, int) {
+          starts[tile] = start_at(segments, std::min(items, tile * layout_.tile_items));
+        },
+        64);
+    const Run run{problem_, tensors, threads_, layout_, memory, segments, tiles};
+    pass_ == Pass::forward ? run_forward(run) : run_backward(run);
+  }
+
+ private:
+  SegmentProblem problem_;
+  Pass pass_;
+  Threads threads_;
+  Layout layout_;
+};
+
+}  // namespace
+}  // namespace pullback::segment_cpu
+
+namespace pullback {
+
+std::unique_ptr<SegmentBody> make_segment_cpu(const SegmentProblem& problem, const Device& device,
+                                              Pass pass) {
+  return std::make_unique<segment_cpu::CpuBody>(problem, device, pass);
+}
+
+}  // namespace pullback

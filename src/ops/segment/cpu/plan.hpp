@@ -1,0 +1,125 @@
+// How the CPU cuts a segment problem into tiles.
+//
+// The work is a list of items: the rows of segment 0, the end of segment 0, the rows of segment 1,
+// and so on. A tile is a fixed number of items, so one giant segment and a million empty ones cost
+// the same as any others (merge-path of Merrill and Garland, SC16). The rows of a segment in one
+// tile are a piece. At most two pieces of a tile belong to segments that reach beyond it: the head,
+// whose segment began before the tile, and the tail, whose segment goes on after it. Their partial
+// results wait in slots 2t and 2t+1 of the workspace, to be combined in the order of the tiles.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/threads.hpp"
+#include "ops/segment/index.hpp"
+#include "ops/segment/problem.hpp"
+
+namespace pullback::segment_cpu {
+
+inline constexpr std::int64_t kColumnBlock = 1024;       // columns that one task handles
+inline constexpr std::int64_t kColumnAlign = 16;         // no vector has more lanes
+inline constexpr std::int64_t kTileElements = 1 << 16;   // 256 KiB of f32: well inside L2
+inline constexpr std::int64_t kBlockElements = 1 << 13;  // rows taken at a time: well inside L1
+
+inline std::int64_t padded(std::int64_t columns) {
+  return (columns + kColumnAlign - 1) / kColumnAlign * kColumnAlign;
+}
+// Rows of a block `columns` wide.
+inline std::int64_t block_rows(std::int64_t columns) { return kBlockElements / padded(columns); }
+
+// First item of a tile: row `row`, or when that is past the segment, the segment's end.
+struct TileStart {
+  std::int64_t segment, row;
+};
+
+struct Piece {
+  std::int64_t segment, begin, end;  // rows of the sorted order
+  bool whole;                        // all rows of the segment
+  bool head;                         // else, when not whole: a tail
+};
+
+// Sizes that follow from the problem.
+struct Layout {
+  std::int64_t column_blocks, tile_items, most_tiles;
+  std::int64_t slot_columns;    // padded columns of a slot's vectors
+  std::int64_t stage_elements;  // rows of x of a tile
+  std::size_t tiles_at, slots_at, scratch_at, scratch_bytes, total_bytes;
+};
+
+// One call of run(), as the kernels see it.
+struct Run {
+  const SegmentProblem& problem;
+  const SegmentTensors& tensors;
+  const Threads& threads;
+  const Layout& layout;
+  std::byte* workspace;
+  Segments segments;
+  std::int64_t tile_count;
+
+  // `tile_count` + 1 of them.
+  const TileStart* tiles() const {
+    return reinterpret_cast<const TileStart*>(workspace + layout.tiles_at);
+  }
+  // Vector `vector` (0 or 1) of the head (0) or tail (1) of a tile, from column `column` on.
+  template <class Real>
+  Real* slot(std::int64_t tile, int which, int vector, std::int64_t column) const {
+    auto* slots = reinterpret_cast<Real*>(workspace + layout.slots_at);
+    return slots + ((tile * 2 + which) * 2 + vector) * layout.slot_columns + column;
+  }
+  std::byte* scratch(int thread) const {
+    return workspace + layout.scratch_at + static_cast<std::size_t>(thread) * layout.scratch_bytes;
+  }
+
+  // Calls body(tile, first column, columns, scratch of the thread) for all tiles and column blocks.
+  template <class Body>
+  void for_tiles(const Body& body) const {
+    threads.parallel_for(tile_count * layout.column_blocks, [&](std::int64_t task, int thread) {
+      const std::int64_t column = task / tile_count * kColumnBlock;
+      const std::int64_t columns = std::min(kColumnBlock, problem.x.shape[1] - column);
+      body(task % tile_count, column, columns, scratch(thread));
+    });
+  }
+
+  // Calls on_piece(Piece) for each piece of the tile and on_empty(s) for each empty segment.
+  template <class OnPiece, class OnEmpty>
+  void walk(std::int64_t tile, const OnPiece& on_piece, const OnEmpty& on_empty) const {
+    const TileStart first = tiles()[tile], stop = tiles()[tile + 1];
+    std::int64_t row = first.row;
+    std::int64_t begin = first.segment < segments.count ? segments.begin(first.segment) : row;
+    for (std::int64_t s = first.segment; s < stop.segment; ++s) {
+      const std::int64_t end = segments.end(s);
+      if (row < end) {
+        on_piece(Piece{s, row, end, row == begin, row > begin});
+      } else if (begin == end) {
+        on_empty(s);
+      }
+      row = begin = end;
+    }
+    if (row < stop.row) {
+      const bool whole = row == begin && stop.row == segments.end(stop.segment);
+      on_piece(Piece{stop.segment, row, stop.row, whole, row > begin});
+    }
+  }
+
+  // Calls on_piece(tile, Piece) for the pieces, in order, of the segment that is this tile's tail,
+  // if it has one. That visits every segment which has more than one piece once.
+  template <class OnPiece>
+  void walk_tail(std::int64_t tile, const OnPiece& on_piece) const {
+    const TileStart first = tiles()[tile], stop = tiles()[tile + 1];
+    const std::int64_t s = stop.segment;
+    if (s >= segments.count) return;
+    const std::int64_t begin = segments.begin(s), end = segments.end(s);
+    if (begin < first.row || begin >= stop.row || end <= stop.row) return;
+    on_piece(tile, Piece{s, begin, stop.row, false, false});
+    for (std::int64_t t = tile + 1; t < tile_count && tiles()[t].row < end; ++t) {
+      on_piece(t, Piece{s, tiles()[t].row, std::min(end, tiles()[t + 1].row), false, true});
+    }
+  }
+};
+
+// In forward.cpp and backward.cpp, for the best instruction set of this CPU.
+void run_forward(const Run& run);
+void run_backward(const Run& run);
+
+}  // namespace pullback::segment_cpu

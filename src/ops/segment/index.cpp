@@ -1,0 +1,156 @@
+#include "ops/segment/index.hpp"
+
+#include <fmt/format.h>
+
+#include <cstring>
+
+#include "core/check.hpp"
+#include "ops/segment/problem.hpp"
+
+namespace pullback {
+namespace {
+
+constexpr std::int64_t kBlock = 1 << 14;
+
+std::size_t bitmap_bytes(std::int64_t rows) { return static_cast<std::size_t>((rows + 7) / 8); }
+
+bool offsets_ascend(const IndexView& offsets, std::int64_t count, std::int64_t rows,
+                    const Threads& threads) {
+  if (offsets[0] < 0 || offsets[count] > rows) return false;
+  std::atomic<bool> ascend = true;
+  threads.parallel_for((count + kBlock - 1) / kBlock, [&](std::int64_t block, int) {
+    bool ok = true;
+    const std::int64_t end = std::min(count, (block + 1) * kBlock);
+    for (std::int64_t s = block * kBlock; s < end; ++s) ok &= offsets[s] <= offsets[s + 1];
+    if (!ok) ascend.store(false, std::memory_order_relaxed);
+  });
+  return ascend.load();
+}
+
+}  // namespace
+
+std::size_t segments_workspace_bytes(const SegmentProblem& problem) {
+  const auto offsets = static_cast<std::size_t>(problem.num_segments + 1) * sizeof(std::int64_t);
+  const bool bitmap = problem.check_indices && problem.permutation.given();
+  return std::max(offsets, bitmap ? bitmap_bytes(problem.x.shape[0]) : 0);
+}
+
+Segments make_segments(const SegmentProblem& problem, const SegmentTensors& tensors, void* scratch,
+                       const Threads& threads) {
+  const std::int64_t rows = problem.x.shape[0];
+  const std::int64_t count = problem.num_segments;
+  Segments segments{.rows = rows, .count = count, .offsets = {}, .permutation = {}};
+  if (problem.permutation.given() && rows > 0) {
+    segments.permutation = IndexView(problem.permutation, tensors.permutation);
+  }
+  auto* repaired = static_cast<std::int64_t*>(scratch);
+  if (problem.offsets.given()) {
+    const IndexView offsets(problem.offsets, tensors.offsets);
+    if (offsets_ascend(offsets, count, rows, threads)) {
+      segments.offsets = offsets;
+      return segments;
+    }
+    std::int64_t largest = 0;
+    for (std::int64_t s = 0; s <= count; ++s) {
+      largest = std::max(largest, std::min(offsets[s], rows));
+      repaired[s] = largest;
+    }
+  } else {
+    const IndexView ids(problem.ids, tensors.ids);
+    const auto key = [&](std::int64_t n) { return std::clamp<std::int64_t>(ids[n], -1, count); };
+    // Keys out of order let two blocks of rows set the same offset, before it is all thrown away.
+    const auto set = [&](std::int64_t s, std::int64_t n) {
+      std::atomic_ref<std::int64_t>(repaired[s]).store(n, std::memory_order_relaxed);
+    };
+    if (!offsets_of_keys(rows, count, threads, key, set)) {
+      std::int64_t largest = -1;
+      for (std::int64_t n = 0; n < rows; ++n) {
+        for (const std::int64_t next = key(n); largest < next;) repaired[++largest] = n;
+      }
+      while (largest < count) repaired[++largest] = rows;
+    }
+  }
+  segments.offsets.data = repaired;
+  return segments;
+}
+
+namespace {
+
+[[noreturn]] void report(std::string_view tensor, std::int64_t index, const std::string& expected,
+                         std::int64_t got, std::string_view remedy) {
+  fail(ErrorCode::invalid_argument, "segment", fmt::format("{}[{}]", tensor, index), expected,
+       fmt::format("{}", got), remedy);
+}
+
+void check_offsets(const IndexView& offsets, std::int64_t count, std::int64_t rows) {
+  for (std::int64_t s = 0; s <= count; ++s) {
+    const std::int64_t value = offsets[s];
+    if (value < 0 || value > rows) {
+      report("offsets", s, fmt::format("0 to {} (the rows of x)", rows), value, {});
+    }
+    if (s > 0 && value < offsets[s - 1]) {
+      report("offsets", s, fmt::format("at least {}, the one before", offsets[s - 1]), value, {});
+    }
+  }
+}
+
+void check_ids(const IndexView& ids, std::int64_t count, std::int64_t rows) {
+  for (std::int64_t n = 0; n < rows; ++n) {
+    const std::int64_t value = ids[n];
+    if (value < 0 || value >= count) {
+      report("ids", n, fmt::format("0 to {}", count - 1), value,
+             "raise num_segments, or leave check_indices off to drop the row");
+    }
+    if (n > 0 && value < ids[n - 1]) {
+      report("ids", n, fmt::format("at least {}, the one before", ids[n - 1]), value,
+             "sort with plan_permutation");
+    }
+  }
+}
+
+void check_permutation(const IndexView& permutation, std::int64_t rows, std::uint8_t* seen) {
+  std::memset(seen, 0, bitmap_bytes(rows));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::int64_t n = permutation[r];
+    if (n < 0 || n >= rows) {
+      report("permutation", r, fmt::format("0 to {}", rows - 1), n,
+             "make it with plan_permutation");
+    }
+    const auto bit = static_cast<std::uint8_t>(1 << (n % 8));
+    if (seen[n / 8] & bit) {
+      report("permutation", r, "a row not named before", n, "make it with plan_permutation");
+    }
+    seen[n / 8] |= bit;
+  }
+}
+
+}  // namespace
+
+void check_indices(const SegmentProblem& problem, const SegmentTensors& tensors, void* scratch) {
+  if (!problem.check_indices) return;
+  const std::int64_t rows = problem.x.shape[0];
+  if (problem.ids.given()) {
+    check_ids(IndexView(problem.ids, tensors.ids), problem.num_segments, rows);
+    return;
+  }
+  check_offsets(IndexView(problem.offsets, tensors.offsets), problem.num_segments, rows);
+  if (problem.permutation.given()) {
+    check_permutation(IndexView(problem.permutation, tensors.permutation), rows,
+                      static_cast<std::uint8_t*>(scratch));
+  }
+}
+
+void check_places(const SegmentProblem& problem, const SegmentTensors& tensors,
+                  const Segments& segments) {
+  if (tensors.arg == nullptr || problem.arg.dtype != DType::u8) return;
+  for (std::int64_t s = 0; s < segments.count; ++s) {
+    const std::int64_t length = segments.end(s) - segments.begin(s);
+    if (length > kNoPlace) {
+      fail(ErrorCode::invalid_argument, "segment", "arg",
+           fmt::format("segments of at most {} rows, as u8 counts places", kNoPlace),
+           fmt::format("{} rows in segment {}", length, s), "use an i32 or i64 arg");
+    }
+  }
+}
+
+}  // namespace pullback

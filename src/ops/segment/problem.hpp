@@ -1,0 +1,65 @@
+// What the backends of segment see.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "core/variant.hpp"
+#include "pullback/segment.hpp"
+
+namespace pullback {
+
+enum class SegmentFeature {
+  sum,
+  mean,
+  max,
+  min,
+  prod,
+  logsumexp,
+  softmax,
+  ties_last,
+  ties_even,
+  arg,
+  arg_mask,
+  permutation,
+  checked_indices,
+};
+
+inline constexpr std::array<std::string_view, 13> kSegmentFeatureNames = {
+    "sum",         "mean",        "max", "min",      "prod",        "logsumexp",    "softmax",
+    "ties = last", "ties = even", "arg", "arg_mask", "permutation", "check_indices"};
+
+inline bool is_extreme(SegmentReduce reduce) {
+  return reduce == SegmentReduce::max || reduce == SegmentReduce::min;
+}
+
+// What backward of max and min works from: the first of arg, arg_mask that is there and suffices.
+// One position cannot tell an even split, so for that arg is not enough.
+enum class SegmentSaved { arg, arg_mask, nothing };
+
+inline SegmentSaved saved_of(const SegmentProblem& problem, const SegmentTensors& tensors) {
+  if (tensors.arg != nullptr && problem.ties != Ties::even) return SegmentSaved::arg;
+  return tensors.arg_mask != nullptr ? SegmentSaved::arg_mask : SegmentSaved::nothing;
+}
+
+// Backward of logsumexp is d_out * exp(x - out). A 16-bit out is too coarse to stand in an
+// exponent, so for those dtypes backward sums anew and does not read it.
+inline bool uses_saved_lse(const SegmentProblem& problem) {
+  return accumulation_dtype(problem.x.dtype) == problem.x.dtype;
+}
+
+// A compact arg (u8) counts places from 0; this one means that the segment is empty.
+inline constexpr std::int64_t kNoPlace = 255;
+
+using SegmentBody = PlanBody<SegmentTensors>;
+
+std::unique_ptr<SegmentBody> make_segment_reference(const SegmentProblem& problem,
+                                                    const Device& device, Pass pass);
+std::unique_ptr<SegmentBody> make_segment_textbook(const SegmentProblem& problem,
+                                                   const Device& device, Pass pass);
+std::unique_ptr<SegmentBody> make_segment_cpu(const SegmentProblem& problem, const Device& device,
+                                              Pass pass);
+
+}  // namespace pullback

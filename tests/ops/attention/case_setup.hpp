@@ -1,0 +1,90 @@
+// Problems of attention in few words, for the case list.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "driver/case.hpp"
+
+namespace pullback::driver::attention_setup {
+
+// A problem in words; what is not said is small and plain. Varlen when cu_q is not empty: batch is
+// then ignored, and query and key are the totals.
+struct Setup {
+  std::int64_t batch = 2, query = 33, key = 65, heads = 2, kv_heads = 2;
+  std::int64_t head_dim = 16, value_dim = 16;
+  std::vector<std::int64_t> bias = {};
+  std::vector<std::int64_t> cu_q = {}, cu_k = {};
+  DType index_dtype = DType::i64;
+  bool d_lse = false;
+  double sigma = 1;       // of q and k
+  bool integers = false;  // instead of normal numbers
+  bool relayout = false;  // inputs in random layouts
+  bool finite_differences = true;
+  std::vector<DType> dtypes = {DType::f64, DType::f32, DType::bf16, DType::f16};
+  // Changes inputs that were made as above.
+  std::function<void(TensorMap& inputs, const Setup& setup, Random& random)> change = {};
+};
+
+inline HostTensor index_tensor(DType dtype, const std::vector<std::int64_t>& values) {
+  HostTensor tensor(TensorSpec::contiguous(dtype, {static_cast<std::int64_t>(values.size())}));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    tensor.set(static_cast<std::int64_t>(i), static_cast<double>(values[i]));
+  }
+  return tensor;
+}
+
+inline TensorMap inputs_of(const Setup& s, DType dtype, Random& random) {
+  const bool varlen = !s.cu_q.empty();
+  const auto values = [&](DType type, std::vector<std::int64_t> shape, double sigma) {
+    if (varlen && shape.size() == 4) shape.erase(shape.begin());
+    HostTensor tensor(TensorSpec::contiguous(type, shape));
+    for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+      tensor.set(i,
+                 s.integers ? static_cast<double>(random.integer(-2, 2)) : sigma * random.normal());
+    }
+    return tensor;
+  };
+  TensorMap inputs;
+  inputs["q"] = values(dtype, {s.batch, s.query, s.heads, s.head_dim}, s.sigma);
+  inputs["k"] = values(dtype, {s.batch, s.key, s.kv_heads, s.head_dim}, s.sigma);
+  inputs["v"] = values(dtype, {s.batch, s.key, s.kv_heads, s.value_dim}, 1);
+  inputs["d_out"] = values(dtype, {s.batch, s.query, s.heads, s.value_dim}, 1);
+  if (!s.bias.empty()) inputs["bias"] = values(dtype, s.bias, 1);
+  if (s.d_lse) {
+    std::vector<std::int64_t> shape = {s.batch, s.heads, s.query};
+    if (varlen) shape.erase(shape.begin());
+    inputs["d_lse"] = values(accumulation_dtype(dtype), shape, 1);
+  }
+  if (varlen) {
+    inputs["cu_seqlens_q"] = index_tensor(s.index_dtype, s.cu_q);
+    inputs["cu_seqlens_k"] = index_tensor(s.index_dtype, s.cu_k);
+  }
+  if (s.change) s.change(inputs, s, random);
+  if (s.relayout) {
+    for (auto& [name, tensor] : inputs)
+      tensor = relaid(tensor, random_layout(tensor.spec(), random));
+  }
+  return inputs;
+}
+
+inline Case make_case(std::string name, const Setup& setup, OptionMap options = {}) {
+  Case result;
+  result.op = "attention";
+  result.name = std::move(name);
+  result.options = std::move(options);
+  result.exact = setup.integers;
+  result.dtypes = setup.dtypes;
+  result.finite_differences = setup.finite_differences;
+  result.inputs = [setup](DType dtype, Random& random) { return inputs_of(setup, dtype, random); };
+  return result;
+}
+
+inline void add(std::vector<Case>& cases, std::string name, const Setup& setup,
+                OptionMap options = {}) {
+  cases.push_back(make_case(std::move(name), setup, std::move(options)));
+}
+
+}  // namespace pullback::driver::attention_setup

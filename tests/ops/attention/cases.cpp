@@ -1,0 +1,384 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "ops/attention/case_setup.hpp"
+
+namespace pullback::driver {
+namespace {
+
+using namespace attention_setup;
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// Views q, k, v of one [B,S,3,H,D] tensor.
+void pack_qkv(TensorMap& inputs, const Setup& s, Random& random) {
+  const std::int64_t row = s.heads * s.head_dim;
+  const DType dtype = inputs["q"].spec().dtype;
+  const auto packed = std::make_shared<HostTensor>(
+      normal_tensor(dtype, {s.batch, s.query, 3, s.heads, s.head_dim}, random));
+  TensorSpec spec = inputs["q"].spec();
+  spec.strides = {s.query * 3 * row, 3 * row, s.head_dim, 1};
+  std::int64_t part = 0;
+  for (const char* name : {"q", "k", "v"}) {
+    const auto offset = static_cast<std::size_t>(part++ * row) * size_of(dtype);
+    inputs[name] =
+        HostTensor::borrow(spec, static_cast<const std::byte*>(packed->data()) + offset, packed);
+  }
+}
+
+// d_out of out.sum().backward(): one element with strides 0.
+void expand_d_out(TensorMap& inputs, const Setup& s, Random&) {
+  const HostTensor one = filled_tensor(inputs["q"].spec().dtype, {1, 1, 1, 1}, 0.5);
+  inputs["d_out"] = broadcast(one, {s.batch, s.query, s.heads, s.value_dim});
+}
+
+// The last `hidden` keys get the value in k and v: NaN there must go nowhere when nobody sees them.
+void poison_keys(TensorMap& inputs, std::int64_t hidden) {
+  for (const char* name : {"k", "v"}) {
+    const HostTensor& tensor = inputs[name];
+    const auto& shape = tensor.spec().shape;
+    const std::int64_t row = shape[2] * shape[3];
+    for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+      if (i / row % shape[1] >= shape[1] - hidden) tensor.set(i, kNaN);
+    }
+  }
+}
+
+// -inf for the last `hidden` keys (the bias's last dimension).
+void mask_by_bias(TensorMap& inputs, std::int64_t hidden) {
+  const HostTensor& bias = inputs["bias"];
+  const std::int64_t keys = bias.spec().shape[3];
+  for (std::int64_t i = 0; i < bias.numel(); ++i) {
+    if (i % keys >= keys - hidden) bias.set(i, -kInf);
+  }
+}
+
+void add_sizes(std::vector<Case>& cases) {
+  const std::pair<std::int64_t, std::int64_t> lengths[] = {
+      {1, 64}, {31, 32}, {32, 33}, {33, 31}, {63, 65}, {64, 64}, {65, 63}, {100, 7}, {130, 257}};
+  for (const auto& [query, key] : lengths) {
+    add(cases, fmt::format("Sq {} Sk {}", query, key), {.query = query, .key = key});
+  }
+  add(cases, "Sq 0", {.query = 0, .d_lse = true});
+  add(cases, "Sk 0", {.key = 0, .d_lse = true});
+  add(cases, "B 0", {.batch = 0});
+  add(cases, "H 0", {.heads = 0, .kv_heads = 0});
+  add(cases, "all sizes 0", {.batch = 0, .query = 0, .key = 0, .heads = 0, .kv_heads = 0});
+  const std::pair<std::int64_t, std::int64_t> head_dims[] = {
+      {1, 1},     {7, 7},   {8, 8},   {17, 31},   {64, 64},   {80, 80},
+      {128, 128}, {16, 40}, {40, 16}, {192, 128}, {256, 256}, {1, 256}};
+  for (const auto& [head_dim, value_dim] : head_dims) {
+    add(cases, fmt::format("D {} Dv {}", head_dim, value_dim),
+        {.batch = 1, .head_dim = head_dim, .value_dim = value_dim});
+  }
+  add(cases, "one head, long", {.batch = 1, .query = 300, .key = 517, .heads = 1, .kv_heads = 1});
+  add(cases, "GQA 6 heads over 2", {.heads = 6});
+  add(cases, "MQA 4 heads over 1", {.heads = 4, .kv_heads = 1}, {{"causal", "top-left"}});
+}
+
+void add_masks(std::vector<Case>& cases) {
+  const std::pair<std::int64_t, std::int64_t> lengths[] = {{40, 70}, {64, 64}, {70, 40}};
+  for (const auto& [query, key] : lengths) {
+    const Setup setup{.query = query, .key = key};
+    const std::string sizes = fmt::format("Sq {} Sk {}", query, key);
+    for (const char* corner : {"top-left", "bottom-right"}) {
+      add(cases, fmt::format("causal {} {}", corner, sizes), setup, {{"causal", corner}});
+      for (const char* window : {"5,7", "9,-1", "-1,3", "1000,2"}) {
+        add(cases, fmt::format("window {} {} {}", window, corner, sizes), setup,
+            {{"window", window}, {"corner", corner}});
+      }
+      add(cases, fmt::format("causal window 12 {} {}", corner, sizes), setup,
+          {{"causal", corner}, {"window", "12,-1"}});
+    }
+  }
+  // A window of one key: probabilities are 1, so small integers have exact results. d_lse makes
+  // gradients of q and k other than 0.
+  const Setup exact{.query = 40, .key = 44, .heads = 4, .d_lse = true, .integers = true};
+  add(cases, "exact window 0,0", exact, {{"window", "0,0"}, {"scale", "0.5"}});
+  add(cases, "exact window 0,0 bottom-right", exact,
+      {{"window", "0,0"}, {"corner", "bottom-right"}, {"scale", "1"}});
+  add(cases, "exact Sk 1", {.key = 1, .d_lse = true, .integers = true}, {{"scale", "0.25"}});
+  add(cases, "exact sizes 1",
+      {.batch = 1,
+       .query = 1,
+       .key = 1,
+       .heads = 1,
+       .kv_heads = 1,
+       .head_dim = 1,
+       .value_dim = 1,
+       .d_lse = true,
+       .integers = true});
+  // Queries past the keys by more than the window: no row of the second half sees any.
+  add(cases, "rows past the window", {.query = 40, .key = 18, .d_lse = true},
+      {{"causal", "top-left"}, {"window", "2,0"}});
+}
+
+void add_biases(std::vector<Case>& cases) {
+  for (int full = 0; full < 16; ++full) {
+    const Setup sizes{.batch = 3, .query = 33, .key = 40, .heads = 4};
+    const std::int64_t whole[] = {sizes.batch, sizes.heads, sizes.query, sizes.key};
+    Setup setup = sizes;
+    // Without d_lse the sum of ds over all keys is 0: no measure for errors.
+    setup.d_lse = (full & 8) == 0;
+    for (int dim = 0; dim < 4; ++dim) setup.bias.push_back(full >> dim & 1 ? whole[dim] : 1);
+    add(cases, fmt::format("bias [{}]", fmt::join(setup.bias, ",")), setup);
+  }
+  Setup setup{.query = 40, .key = 50, .bias = {1, 2, 40, 50}};
+  add(cases, "bias and causal bottom-right", setup, {{"causal", "bottom-right"}});
+  add(cases, "bias and window", setup, {{"window", "3,4"}});
+  setup.change = [](TensorMap& inputs, const Setup&, Random& random) {
+    const HostTensor& bias = inputs["bias"];
+    for (std::int64_t i = 0; i < bias.numel(); ++i) {
+      if (random.chance(0.4)) bias.set(i, -kInf);
+    }
+  };
+  add(cases, "bias with -inf at random", setup);
+  setup.change = [](TensorMap& inputs, const Setup& s, Random&) {
+    for (std::int64_t j = 0; j < 3 * s.key; ++j) inputs["bias"].set(j, -kInf);
+  };
+  setup.d_lse = true;
+  add(cases, "bias masks whole rows", setup, {{"causal", "top-left"}});
+  setup = {.key = 70, .bias = {2, 1, 1, 70}};
+  setup.change = [](TensorMap& inputs, const Setup&, Random&) {
+    mask_by_bias(inputs, 13);
+    poison_keys(inputs, 13);
+  };
+  add(cases, "NaN in keys that the bias masks", setup);
+  setup = {.query = 40, .key = 70};
+  setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 30); };
+  add(cases, "NaN in keys that causal masks", setup, {{"causal", "top-left"}});
+  setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 1); };
+  setup.query = 70;
+  setup.finite_differences = false;
+  add(cases, "NaN that only the last query sees", setup, {{"causal", "top-left"}});
+}
+
+void add_scores(std::vector<Case>& cases) {
+  add(cases, "scale 0.7", {}, {{"scale", "0.7"}});
+  add(cases, "scale -0.3", {}, {{"scale", "-0.3"}});
+  add(cases, "scale 0", {}, {{"scale", "0"}});
+  add(cases, "softcap 1.5", {.sigma = 2}, {{"softcap", "1.5"}});
+  add(cases, "softcap 30 causal bias", {.bias = {1, 2, 33, 65}, .sigma = 3},
+      {{"softcap", "30"}, {"causal", "bottom-right"}});
+  const Setup large{.sigma = 30, .finite_differences = false, .dtypes = {DType::f64, DType::f32}};
+  add(cases, "large logits", large);
+  add(cases, "large logits, softcap", large, {{"softcap", "20"}});
+  add(cases, "d_lse", {.d_lse = true});
+  add(cases, "d_lse causal, Sq above Sk", {.query = 65, .key = 33, .d_lse = true},
+      {{"causal", "bottom-right"}});
+  for (const char* p : {"0.1", "0.5", "0.9"}) {
+    add(cases, fmt::format("dropout {}", p), {.query = 65, .key = 70},
+        {{"dropout", p}, {"seed", "1234567890123"}});
+  }
+  add(cases, "dropout below one step", {}, {{"dropout", "0.000001"}});
+  add(cases, "dropout GQA causal", {.heads = 4},
+      {{"dropout", "0.2"}, {"causal", "bottom-right"}, {"seed", "-7"}});
+  add(cases, "everything at once",
+      {.query = 70,
+       .key = 45,
+       .heads = 4,
+       .head_dim = 24,
+       .value_dim = 13,
+       .bias = {1, 4, 70, 45},
+       .d_lse = true},
+      {{"dropout", "0.25"},
+       {"seed", "3"},
+       {"softcap", "4"},
+       {"scale", "0.3"},
+       {"window", "20,6"},
+       {"corner", "bottom-right"}});
+}
+
+void add_layouts(std::vector<Case>& cases) {
+  add(cases, "d_out with strides 0", {.change = expand_d_out});
+  add(cases, "d_out with strides 0, causal", {.change = expand_d_out},
+      {{"causal", "bottom-right"}});
+  Setup packed{.query = 65, .key = 65, .change = pack_qkv};
+  add(cases, "packed QKV", packed, {{"causal", "top-left"}});
+  packed.head_dim = packed.value_dim = 20;
+  add(cases, "packed QKV, D 20", packed);
+  const Setup expanded_kv{.change = [](TensorMap& inputs, const Setup& s, Random& random) {
+    const DType dtype = inputs["q"].spec().dtype;
+    const auto one = normal_tensor(dtype, {1, s.key, 1, s.head_dim}, random);
+    inputs["k"] = broadcast(one, {s.batch, s.key, s.kv_heads, s.head_dim});
+  }};
+  add(cases, "k expanded over batch and heads", expanded_kv);
+  const Setup expanded_bias{.change = [](TensorMap& inputs, const Setup& s, Random& random) {
+    const auto one = normal_tensor(inputs["q"].spec().dtype, {1, 1, 1, s.key}, random);
+    inputs["bias"] = broadcast(one, {s.batch, s.heads, s.query, s.key});
+  }};
+  add(cases, "bias expanded to its full shape", expanded_bias);
+}
+
+void add_varlen(std::vector<Case>& cases) {
+  const Setup plain{.query = 96, .key = 110, .cu_q = {0, 40, 41, 96}, .cu_k = {0, 33, 50, 110}};
+  add(cases, "varlen", plain);
+  for (const char* corner : {"top-left", "bottom-right"}) {
+    add(cases, fmt::format("varlen causal {}", corner), plain, {{"causal", corner}});
+  }
+  Setup setup = plain;
+  setup.index_dtype = DType::i32;
+  add(cases, "varlen window, int32", setup,
+      {{"window", "7,2"},
+       {"corner", "bottom-right"},
+       {"max-seqlen-q", "64"},
+       {"max-seqlen-k", "61"}});
+  setup = {.query = 90,
+           .key = 80,
+           .heads = 4,
+           .cu_q = {0, 0, 33, 33, 70, 80},
+           .cu_k = {0, 20, 20, 40, 71, 71},
+           .d_lse = true};
+  add(cases, "varlen with empty sequences and rows outside", setup, {{"causal", "bottom-right"}});
+  setup.cu_q = {5, 9, 60};
+  setup.cu_k = {7, 40, 64};
+  add(cases, "varlen that begins later", setup, {{"dropout", "0.3"}, {"seed", "11"}});
+  setup.value_dim = 9;
+  add(cases, "varlen with softcap, Dv 9", setup, {{"softcap", "2"}});
+  setup.cu_q = setup.cu_k = {0};
+  add(cases, "varlen without sequences", setup);
+  add(cases, "varlen without rows", {.query = 0, .key = 0, .cu_q = {0, 0, 0}, .cu_k = {0, 0, 0}});
+}
+
+// Sizes of several tiles in every direction, where features meet the seams between tiles.
+void add_tiles(std::vector<Case>& cases) {
+  const Setup wide{.batch = 1,
+                   .query = 410,
+                   .key = 1130,
+                   .heads = 2,
+                   .kv_heads = 1,
+                   .head_dim = 8,
+                   .value_dim = 8,
+                   .finite_differences = false};
+  add(cases, "tiles, GQA", wide);
+  add(cases, "tiles, causal, dropout", wide, {{"causal", "bottom-right"}, {"dropout", "0.2"}});
+  add(cases, "tiles, window, softcap", wide,
+      {{"window", "200,150"}, {"corner", "bottom-right"}, {"softcap", "3"}});
+  Setup setup = wide;
+  setup.bias = {1, 2, 410, 1};
+  setup.d_lse = true;
+  add(cases, "tiles, bias summed over keys", setup, {{"causal", "top-left"}});
+  setup.bias = {1, 1, 1, 1130};
+  add(cases, "tiles, bias summed over queries", setup);
+  setup.bias = {1, 2, 410, 1130};
+  add(cases, "tiles, whole bias", setup, {{"window", "300,-1"}});
+  setup = wide;
+  setup.cu_q = {0, 7, 300, 300, 410};
+  setup.cu_k = {0, 600, 601, 900, 1130};
+  add(cases, "tiles, varlen", setup, {{"causal", "bottom-right"}});
+  setup = wide;
+  setup.query = 1130;
+  setup.key = 410;
+  add(cases, "tiles, more queries than keys", setup, {{"causal", "bottom-right"}});
+}
+
+}  // namespace
+
+std::vector<Case> attention_cases() {
+  std::vector<Case> cases;
+  add_sizes(cases);
+  add_masks(cases);
+  add_biases(cases);
+  add_scores(cases);
+  add_layouts(cases);
+  add_varlen(cases);
+  add_tiles(cases);
+  return cases;
+}
+
+namespace {
+
+std::int64_t fuzzed_length(Random& random) {
+  static constexpr std::int64_t kLengths[] = {0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 129};
+  if (random.chance(0.4)) return random.integer(1, 100);
+  return kLengths[random.integer(0, std::size(kLengths) - 1)];
+}
+
+// Sequence ends in [0, total], in order; often some are empty, sometimes rows are left over. None
+// has one row, for the reason below.
+std::vector<std::int64_t> fuzzed_offsets(std::int64_t count, std::int64_t total, Random& random) {
+  std::vector<std::int64_t> offsets;
+  for (std::int64_t i = 0; i <= count; ++i) offsets.push_back(5 * random.integer(0, total / 5));
+  std::ranges::sort(offsets);
+  if (random.chance(0.7)) offsets.front() = 0;
+  if (random.chance(0.7) && total - offsets[offsets.size() - 2] != 1) offsets.back() = total;
+  return offsets;
+}
+
+}  // namespace
+
+Case attention_fuzz(std::uint64_t seed) {
+  static constexpr std::int64_t kHeadDims[] = {1, 3, 8, 16, 20, 33, 64, 72, 100};
+  Random random(seed);
+  const auto one_of = [&](const auto& list) {
+    return list[random.integer(0, static_cast<std::int64_t>(std::size(list)) - 1)];
+  };
+  Setup setup;
+  setup.batch = random.integer(1, 3);
+  setup.query = fuzzed_length(random);
+  // A row that sees one key has p = 1 and gradients of q and k that cancel to 0, in the textbook
+  // computation even exactly: no measure for errors. The exact cases have such rows.
+  setup.key = fuzzed_length(random);
+  if (setup.key > 0 && setup.key < 8) setup.key += 8;
+  setup.kv_heads = random.integer(1, 2);
+  setup.heads = setup.kv_heads * random.integer(1, 3);
+  setup.head_dim = one_of(kHeadDims);
+  setup.value_dim = random.chance(0.5) ? setup.head_dim : one_of(kHeadDims);
+  setup.relayout = random.chance(0.5);
+  OptionMap options;
+  const char* const corner = random.chance(0.5) ? "top-left" : "bottom-right";
+  const bool rows = setup.query > 3;
+  const bool causal = rows && random.chance(0.4), window = rows && random.chance(0.3);
+  if (causal) options["causal"] = corner;
+  if (window) {
+    options["window"] = fmt::format("{},{}", random.integer(-1, 40), random.integer(-1, 40));
+    options["corner"] = corner;
+  }
+  if (random.chance(0.2)) options["softcap"] = fmt::format("{}", 1 + 5 * random.uniform());
+  if (random.chance(0.2)) options["scale"] = fmt::format("{}", random.uniform());
+  if (random.chance(0.3)) {
+    options["dropout"] = fmt::format("{}", 0.6 * random.uniform());
+    options["seed"] = fmt::format("{}", random.integer(0, 1 << 30));
+  }
+  if (random.chance(0.25)) {
+    setup.cu_q = fuzzed_offsets(setup.batch, setup.query, random);
+    setup.cu_k = fuzzed_offsets(setup.batch, setup.key, random);
+    if (random.chance(0.5)) setup.index_dtype = DType::i32;
+  } else if (random.chance(0.4)) {
+    for (std::int64_t size : {setup.batch, setup.heads, setup.query}) {
+      setup.bias.push_back(random.chance(0.5) ? size : 1);
+    }
+    setup.bias.push_back(setup.key);  // the sum over keys cancels too
+  }
+  // So it is for rows at the band's ends without d_lse.
+  setup.d_lse = causal || window || !setup.cu_k.empty() || random.chance(0.3);
+  return make_case(fmt::format("fuzz {}", seed), setup, options);
+}
+
+std::vector<Case> attention_bench() {
+  const auto shape = [](std::int64_t heads, std::int64_t length, std::int64_t head_dim) {
+    return Setup{.batch = 1,
+                 .query = length,
+                 .key = length,
+                 .heads = heads,
+                 .kv_heads = heads,
+                 .head_dim = head_dim,
+                 .value_dim = head_dim,
+                 .dtypes = {DType::f32, DType::bf16}};
+  };
+  Setup with_bias = shape(8, 2048, 64);
+  with_bias.bias = {1, 8, 2048, 2048};
+  return {make_case("B1 H8 S2048 D64", shape(8, 2048, 64)),
+          make_case("B1 H8 S2048 D64 causal", shape(8, 2048, 64), {{"causal", "bottom-right"}}),
+          make_case("B1 H8 S2048 D64 bias", with_bias),
+          make_case("B1 H1 S8192 D64", shape(1, 8192, 64)),
+          make_case("B1 H1 S8192 D64 causal", shape(1, 8192, 64), {{"causal", "bottom-right"}}),
+          make_case("B1 H4 S2048 D128", shape(4, 2048, 128))};
+}
+
+}  // namespace pullback::driver

@@ -1,0 +1,3 @@
+#include "support/case_test.hpp"
+
+PULLBACK_CASE_TESTS(segment)

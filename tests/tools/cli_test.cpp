@@ -1,0 +1,249 @@
+// The other commands: check, bench, compare, doctor, demo, and help everywhere.
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "tools/run_tool.hpp"
+
+namespace pullback::testing {
+namespace {
+
+using Json = nlohmann::json;
+using Names = std::vector<std::string>;
+
+bool has(const std::string& text, std::string_view part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Sets a variable for the runs of one scope.
+struct Environment {
+  Environment(const char* variable, const char* value) : name(variable) {
+    ::setenv(variable, value, 1);
+  }
+  ~Environment() { ::unsetenv(name); }
+  const char* name;
+};
+
+class Cli : public ToolTest {
+ protected:
+  Result toy(const Names& arguments) const { return run(TOY_TOOL, arguments); }
+  // One JSON report of the toy op, made once for all tests: it measures the ceilings.
+  const Json& report() const {
+    static const Json json = [this] {
+      const Result done = toy({"bench", "--quick", "--seconds", "0.01", "--threads", "1", "--json",
+                               path("r.json"), "--html", path("r.html")});
+      EXPECT_EQ(done.status, 0) << done.err;
+      EXPECT_TRUE(has(done.out, "ceilings: copy"));
+      html() = content(path("r.html"));
+      return Json::parse(content(path("r.json")));
+    }();
+    return json;
+  }
+  static std::string& html() {
+    static std::string text;
+    return text;
+  }
+  std::string save(const std::string& name, const Json& json) const {
+    std::ofstream(path(name)) << json.dump();
+    return path(name);
+  }
+};
+
+TEST_F(Cli, help_is_everywhere) {
+  for (const Names& command : {Names{},
+                               {"doctor"},
+                               {"grad"},
+                               {"grad", "toy"},
+                               {"check"},
+                               {"bench"},
+                               {"compare"},
+                               {"demo"}}) {
+    Names arguments = command;
+    arguments.push_back("--help");
+    const Result help = toy(arguments);
+    EXPECT_EQ(help.status, 0);
+    EXPECT_TRUE(has(help.out, "Usage: pullback")) << help.out;
+    EXPECT_EQ(help.err, "");
+  }
+  const std::string help = toy({"grad", "toy", "--help"}).out;
+  for (const char* part : {"--scale X", "--window L,R", "d_y", "--verify", "--threads"}) {
+    EXPECT_TRUE(has(help, part)) << part;
+  }
+}
+
+TEST_F(Cli, version_is_the_projects) {
+  const Result version = run(PULLBACK_TOOL, {"--version"});
+  EXPECT_EQ(version.status, 0);
+  EXPECT_TRUE(version.out.starts_with("pullback ") && std::isdigit(version.out[9])) << version.out;
+}
+
+TEST_F(Cli, doctor_names_the_machine_and_what_runs) {
+  const Result doctor = toy({"doctor", "--verbose"});
+  EXPECT_EQ(doctor.status, 0);
+  for (const char* part : {"CPU ", "SIMD", "last-level cache", "no CUDA backend in this build",
+                           "toy  bf16", "plain loops"}) {
+    EXPECT_TRUE(has(doctor.out, part)) << part;
+  }
+  EXPECT_EQ(run(PULLBACK_TOOL, {"doctor"}).status, 0);
+}
+
+TEST_F(Cli, check_passes_what_is_right) {
+  const Result check = toy({"check", "toy", "--fuzz", "3", "--cases", "full", "--seed", "5"});
+  EXPECT_EQ(check.status, 0) << check.out;
+  EXPECT_TRUE(has(check.out, "toy     11      11")) << check.out;  // 2 cases, 4 dtypes, 3 fuzzed
+}
+
+TEST_F(Cli, check_reports_what_is_wrong_and_how_to_repeat_it) {
+  const Environment fault("TOY_FAULT", "wrong-output");
+  const Result check = toy({"check", "--fuzz", "1", "--filter", "scaled", "--threads", "2"});
+  EXPECT_EQ(check.status, 1);
+  EXPECT_TRUE(has(check.out, "FAILED toy 'scaled' f32 seed 1: y: error 1 exceeds")) << check.out;
+  const std::string repeat = "check toy --cases quick --seed 1 --fuzz 0 --filter 'scaled'";
+  EXPECT_TRUE(has(check.out, "repeat: pullback " + repeat + " --threads 2")) << check.out;
+  EXPECT_TRUE(has(check.out, "repeat: pullback check toy --fuzz-seed 1000003")) << check.out;
+  EXPECT_EQ(toy({"check", "toy", "--fuzz-seed", "1000003"}).status, 1);
+}
+
+TEST_F(Cli, a_case_that_throws_is_a_failure) {
+  const Environment fault("TOY_FAULT", "refused");
+  const Result check = toy({"check", "--fuzz", "0"});
+  EXPECT_EQ(check.status, 1);
+  EXPECT_TRUE(has(check.out, "no variant serves"));
+}
+
+TEST_F(Cli, bad_usage_of_the_other_commands) {
+  for (const Names& arguments : {Names{"check", "no_op"},
+                                 {"check", "--cases", "some"},
+                                 {"check", "--filter", "nothing has this"},
+                                 {"check", "--fuzz", "-1"},
+                                 {"bench", "no_op"},
+                                 {"bench", "--filter", "nothing has this"},
+                                 {"bench", "--dtype", "f8"},
+                                 {"bench", "--seconds", "0"},
+                                 {"compare"},
+                                 {"compare", "a.json"},
+                                 {"demo"},
+                                 {"doctor", "stray"}}) {
+    const Result bad = toy(arguments);
+    EXPECT_EQ(bad.status, 2) << arguments.front() << " " << bad.err;
+    EXPECT_EQ(std::count(bad.err.begin(), bad.err.end(), '\n'), 1) << bad.err;
+  }
+  EXPECT_EQ(toy({"check", "--device", "cuda"}).status, 3);
+  EXPECT_EQ(toy({"bench", "--device", "cuda"}).status, 3);
+  EXPECT_EQ(toy({"bench", "--json", path("no/such/file")}).status, 3);
+  EXPECT_EQ(files(), Names{});
+}
+
+TEST_F(Cli, bench_writes_every_field_of_the_schema) {
+  const Json& json = report();
+  EXPECT_EQ(json.at("schema"), 1);
+  EXPECT_EQ(json.at("threads"), 1);
+  EXPECT_GT(json.at("ceilings").at("copy_bytes_per_second"), 1e8);
+  for (const char* key : {"cpu", "cores", "simd", "isa", "last_level_cache_bytes", "compiler"}) {
+    EXPECT_TRUE(json.at("machine").contains(key)) << key;
+  }
+  ASSERT_EQ(json.at("results").size(), 8u);  // 4 dtypes, forward and backward
+  for (const Json& record : json.at("results")) {
+    EXPECT_EQ(record.at("op"), "toy");
+    EXPECT_EQ(record.at("case"), "small");
+    EXPECT_EQ(record.at("variant"), "cpu");
+    const Json& seconds = record.at("seconds");
+    EXPECT_GT(seconds.at("p20"), 0);
+    EXPECT_LE(seconds.at("p20"), seconds.at("median"));
+    EXPECT_LE(seconds.at("median"), seconds.at("p80"));
+    EXPECT_GE(seconds.at("runs"), 5);
+    EXPECT_EQ(record.at("error").at("against"), "reference");
+    EXPECT_LT(record.at("error").at("relative"), 0.01);
+    EXPECT_TRUE(has(record.at("repeat"), "pullback bench toy --dtype "));
+    EXPECT_GE(record.at("copies"), 1);
+    EXPECT_EQ(record.at("inputs").size(), 2u);
+  }
+  EXPECT_EQ(json.at("results")[0].at("pass"), "forward");
+  EXPECT_EQ(json.at("results")[1].at("pass"), "backward");
+}
+
+TEST_F(Cli, the_page_needs_nothing_else) {
+  report();
+  EXPECT_TRUE(html().starts_with("<!doctype html>"));
+  EXPECT_TRUE(has(html(), "<svg"));
+  EXPECT_TRUE(has(html(), "prefers-color-scheme: dark"));
+  for (const char* part : {"http:", "https:", "<script", "<link", "@import", "url("}) {
+    EXPECT_FALSE(has(html(), part)) << part;
+  }
+}
+
+TEST_F(Cli, bench_fails_when_results_are_wrong) {
+  const Environment fault("TOY_FAULT", "wrong-gradient");
+  const Result bench = toy({"bench", "--quick", "--seconds", "0.001", "--dtype", "f32"});
+  EXPECT_EQ(bench.status, 1);
+  EXPECT_TRUE(has(bench.out, "FAILED toy 'small' f32: d_x: error")) << bench.out;
+}
+
+// The report with every time multiplied, and the spread around the medians.
+Json scaled(Json json, double factor, double spread) {
+  for (Json& record : json["results"]) {
+    Json& seconds = record["seconds"];
+    const double median = seconds["median"].get<double>() * factor;
+    seconds = {{"median", median}, {"p20", median * (1 - spread)}, {"p80", median * (1 + spread)}};
+  }
+  return json;
+}
+
+TEST_F(Cli, compare_finds_what_became_slower_beyond_noise) {
+  const std::string before = save("before", scaled(report(), 1, 0.01));
+  const auto compare = [&](double factor, double spread, Names more = {}) {
+    Names arguments{"compare", before, save("after", scaled(report(), factor, spread))};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return toy(arguments);
+  };
+  EXPECT_EQ(compare(1, 0.01).status, 0);
+  const Result slower = compare(1.2, 0.01);
+  EXPECT_EQ(slower.status, 1);
+  EXPECT_TRUE(has(slower.out, "1.200  SLOWER")) << slower.out;
+  EXPECT_TRUE(has(slower.out, "8 slower, 0 faster, 0 the same"));
+  EXPECT_EQ(compare(1.2, 0.3).status, 0) << "spreads overlap";
+  EXPECT_EQ(compare(1.04, 0.001).status, 0) << "below the threshold";
+  EXPECT_EQ(compare(1.04, 0.001, {"--threshold", "0.02"}).status, 1);
+  const Result faster = compare(0.5, 0.01);
+  EXPECT_EQ(faster.status, 0);
+  EXPECT_TRUE(has(faster.out, "0 slower, 8 faster"));
+}
+
+TEST_F(Cli, compare_names_what_is_in_one_file_only) {
+  Json less = report();
+  less["results"].erase(0);
+  const Result result = toy({"compare", save("a", report()), save("b", less)});
+  EXPECT_EQ(result.status, 0);
+  EXPECT_TRUE(has(result.out, "only before"));
+  EXPECT_TRUE(has(result.out, "1 in one file only"));
+}
+
+TEST_F(Cli, compare_refuses_other_files) {
+  const std::string good = save("good", report());
+  Json other = report();
+  other["schema"] = 99;
+  Json wrong = report();
+  wrong["results"][0].erase("seconds");
+  std::ofstream(path("text")) << "no json";
+  for (const std::string& bad : {save("schema", other), save("wrong", wrong), save("list", {1, 2}),
+                                 path("text"), path("missing"), folder_.string()}) {
+    const Result result = toy({"compare", good, bad});
+    EXPECT_EQ(result.status, 2) << bad;
+    EXPECT_TRUE(has(result.err, bad)) << result.err;
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  }
+}
+
+TEST_F(Cli, demo_verifies_the_example_tensors) {
+  const std::string ops = run(PULLBACK_TOOL, {"grad", "--help"}).out;
+  for (const char* op : {"attention", "block_softmax", "entmax", "segment"}) {
+    if (!has(ops, op)) GTEST_SKIP() << "this build has no " << op;
+  }
+  if (!std::filesystem::exists(EXAMPLE_DATA)) GTEST_SKIP() << "no " << EXAMPLE_DATA;
+  const Result demo = run(PULLBACK_TOOL, {"demo", EXAMPLE_DATA, "--html", path("demo.html")});
+  EXPECT_EQ(demo.status, 0) << demo.out << demo.err;
+  EXPECT_TRUE(has(demo.out, "Every output and gradient agrees with the f64 reference."));
+  EXPECT_TRUE(has(content(path("demo.html")), "block_softmax"));
+}
+
+}  // namespace
+}  // namespace pullback::testing

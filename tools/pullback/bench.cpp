@@ -1,0 +1,130 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+
+#include "commands.hpp"
+#include "driver/case.hpp"
+#include "print.hpp"
+#include "pullback/error.hpp"
+#include "report.hpp"
+
+namespace pullback::tool {
+namespace {
+
+struct BenchOptions {
+  std::vector<std::string> ops, dtypes;
+  DeviceOptions device;
+  std::string json, html, filter, variant;
+  bool quick = false;
+  double seconds = 0;
+  std::uint64_t seed = 1;
+};
+
+struct Job {
+  driver::Case test;
+  DType dtype;
+};
+
+std::vector<Job> jobs_of(const BenchOptions& options) {
+  const auto listed = [](const std::vector<std::string>& list, std::string_view item) {
+    return list.empty() || std::find(list.begin(), list.end(), item) != list.end();
+  };
+  std::vector<Job> jobs;
+  for (const driver::CaseLists& lists : driver::all_case_lists()) {
+    if (!listed(options.ops, lists.op)) continue;
+    for (const driver::Case& test : lists.bench()) {
+      if (test.name.find(options.filter) == std::string::npos) continue;
+      if (options.quick && test.full_only) continue;
+      for (DType dtype : test.dtypes) {
+        if (listed(options.dtypes, name_of(dtype))) jobs.push_back({test, dtype});
+      }
+    }
+  }
+  if (jobs.empty()) {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("bench: no benchmark of these ops and dtypes has '{}' in its name",
+                            options.filter));
+  }
+  return jobs;
+}
+
+int run_bench(const BenchOptions& options) {
+  const Device device = options.device.get();
+  for (const auto& op : options.ops) driver::find_driver(op);
+  const std::vector<Job> jobs = jobs_of(options);
+  // Found out before minutes of work rather than after.
+  for (const std::string& path : {options.json, options.html}) {
+    if (!path.empty()) write_text_file(path, "");
+  }
+
+  const Machine machine = this_machine();
+  Json report;
+  std::vector<std::string> failures;
+  {
+    Progress progress(jobs.size() + 1);
+    progress.next("measuring the ceilings of this machine");
+    report =
+        new_report(machine, measure_ceilings(device.threads, machine, options.quick), options.seed);
+    const MeasureSettings settings{
+        .seconds = options.seconds > 0 ? options.seconds
+                   : options.quick     ? 0.1
+                                       : 0.5,
+        .rotate_bytes = machine.cache_bytes + machine.cache_bytes / 4,
+        .memory_limit = std::min<std::size_t>(machine.memory_bytes / 4, std::size_t{4} << 30)};
+    for (const Job& job : jobs) {
+      progress.next(fmt::format("{} {} {}", job.test.op, name_of(job.dtype), job.test.name));
+      driver::Random random(options.seed);
+      const driver::Request request{.op = job.test.op,
+                                    .inputs = job.test.inputs(job.dtype, random),
+                                    .options = job.test.options,
+                                    .device = device,
+                                    .variant = options.variant};
+      const Measurement measurement = measure(request, settings);
+      for (const auto& failure : measurement.failures) {
+        failures.push_back(
+            fmt::format("{} '{}' {}: {}", job.test.op, job.test.name, name_of(job.dtype), failure));
+      }
+      add_results(report, job.test.name, request, measurement,
+                  fmt::format("pullback bench {} --dtype {} --seed {} --threads {} --filter {}",
+                              job.test.op, name_of(job.dtype), options.seed, device.threads,
+                              shell_quoted(job.test.name)));
+    }
+  }
+  fmt::print("{}\n{}", heading_text(report), table_text(report));
+  if (!options.json.empty()) write_text_file(options.json, report.dump(1) + "\n");
+  if (!options.html.empty()) write_text_file(options.html, html_of(report));
+  for (const auto& failure : failures) fmt::print("FAILED {}\n", failure);
+  return failures.empty() ? kDone : kCheckFailed;
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, Command& command) {
+  CLI::App* bench = app.add_subcommand(
+      "bench", "Times every op, beside what this machine's copy and matrix product reach");
+  auto options = std::make_shared<BenchOptions>();
+  bench->add_option("op", options->ops, "ops to time; all when not given")->type_name("OP");
+  options->device.add_to(*bench);
+  bench->add_option("--json", options->json, "write the results, for pullback compare")
+      ->type_name("FILE");
+  bench->add_option("--html", options->html, "write one page with tables and plots")
+      ->type_name("FILE");
+  bench->add_option("--filter", options->filter, "only cases with this text in their name")
+      ->type_name("TEXT");
+  bench->add_option("--dtype", options->dtypes, "only this dtype; may be repeated")
+      ->check(CLI::IsMember({"f64", "f32", "bf16", "f16"}))
+      ->allow_extra_args(false)
+      ->type_name("DTYPE");
+  bench->add_flag("--quick", options->quick, "shorter timings, and no slow cases");
+  bench->add_option("--seconds", options->seconds, "timing of each pass (0.5; 0.1 when quick)")
+      ->check(CLI::Range(0.001, 600.0))
+      ->type_name("X");
+  bench->add_option("--seed", options->seed, "seed of the inputs (1)")->type_name("N");
+  bench->add_option("--variant", options->variant, "implementation to time")->type_name("NAME");
+  bench->callback([options, &command] { command.run = [options] { return run_bench(*options); }; });
+}
+
+}  // namespace pullback::tool

@@ -1,0 +1,39 @@
+// The commands of the tool. Each adds its options to the parser; parsing chooses what main() runs.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "pullback/device.hpp"
+
+namespace CLI {
+class App;
+}
+
+namespace pullback::tool {
+
+// Exit statuses: a contract with the programs that call us (docs/command-line.md).
+enum ExitStatus : int { kDone = 0, kCheckFailed = 1, kBadUsage = 2, kSystemFailure = 3 };
+
+struct Command {
+  std::function<int()> run;
+};
+
+void add_doctor(CLI::App& app, Command& command);
+void add_grad(CLI::App& app, Command& command);
+void add_check(CLI::App& app, Command& command);
+void add_bench(CLI::App& app, Command& command);
+void add_compare(CLI::App& app, Command& command);
+void add_demo(CLI::App& app, Command& command);
+
+// --device and --threads, the same in every command.
+struct DeviceOptions {
+  std::string device = "cpu";
+  int threads = 0;
+
+  void add_to(CLI::App& app);
+  // Throws Error when there is no such device.
+  Device get() const;
+};
+
+}  // namespace pullback::tool

@@ -1,0 +1,93 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+
+#include "commands.hpp"
+#include "core/cpu_info.hpp"
+#include "driver/case.hpp"
+#include "machine.hpp"
+#include "print.hpp"
+#include "pullback/error.hpp"
+
+namespace pullback::tool {
+namespace {
+
+// The plans of a small problem of the op: what would run, and why.
+void describe_op(const driver::CaseLists& lists, DType dtype, Table& table,
+                 std::vector<std::string>& reasons) {
+  for (const driver::Case& test : lists.cases()) {
+    if (std::find(test.dtypes.begin(), test.dtypes.end(), dtype) == test.dtypes.end()) continue;
+    driver::Random random(1);
+    const driver::Request request{.op = test.op,
+                                  .inputs = test.inputs(dtype, random),
+                                  .options = test.options,
+                                  .device = Device::cpu(),
+                                  .variant = {}};
+    std::unique_ptr<driver::Session> session;
+    try {
+      session = driver::find_driver(test.op).prepare(request);
+    } catch (const Error&) {
+      continue;  // a case may be about a refusal
+    }
+    const auto variant = [](const std::string& description) {
+      const std::string line = description.substr(0, description.find('\n'));
+      return line.substr(std::min(line.size(), line.find(": ") + 2));
+    };
+    table.add({std::string(lists.op), std::string(name_of(dtype)),
+               variant(session->forward_description), variant(session->backward_description)});
+    if (dtype == DType::f32) {
+      reasons.push_back(session->forward_description);
+      reasons.push_back(session->backward_description);
+    }
+    return;
+  }
+}
+
+int run_doctor(bool verbose) {
+  const Machine machine = this_machine();
+  std::string isa = fmt::format("{}", fmt::join(machine.simd, ", "));
+  for (const auto& extra : machine.extra_isa) isa += ", " + extra;
+  fmt::print("pullback {} ({})\n\n", PULLBACK_VERSION, machine.compiler);
+  fmt::print("CPU               {}\n", machine.cpu);
+  fmt::print("usable cores      {}\n", machine.cores);
+  fmt::print("SIMD, best first  {}\n", isa);
+  fmt::print("last-level cache  {}\n", bytes_text(static_cast<double>(machine.cache_bytes)));
+  fmt::print("free memory       {}\n", bytes_text(static_cast<double>(machine.memory_bytes)));
+  fmt::print("NVIDIA driver     {}\n",
+             machine.nvidia_driver.empty() ? "none" : machine.nvidia_driver);
+  fmt::print("CUDA              no CUDA backend in this build\n");
+  if (const char* forced = std::getenv("PULLBACK_FORCE_VARIANT")) {
+    fmt::print("forced variant    {} (PULLBACK_FORCE_VARIANT)\n", forced);
+  }
+
+  Table table({{"op"}, {"dtype"}, {"forward runs"}, {"backward runs"}});
+  std::vector<std::string> reasons;
+  for (const driver::CaseLists& lists : driver::all_case_lists()) {
+    for (DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+      describe_op(lists, dtype, table, reasons);
+    }
+  }
+  fmt::print("\n{}", table.text());
+  fmt::print(
+      "Every op also has the variants reference (double precision, plain loops) and "
+      "textbook, by name.\n");
+  if (verbose) {
+    for (const std::string& reason : reasons) fmt::print("\n{}\n", reason);
+  }
+  return kDone;
+}
+
+}  // namespace
+
+void add_doctor(CLI::App& app, Command& command) {
+  CLI::App* doctor =
+      app.add_subcommand("doctor", "What this machine has, and which variant of each op would run");
+  auto verbose = std::make_shared<bool>(false);
+  doctor->add_flag("--verbose", *verbose, "also why, and with which tiles (for f32)");
+  doctor->callback(
+      [verbose, &command] { command.run = [verbose] { return run_doctor(*verbose); }; });
+}
+
+}  // namespace pullback::tool

@@ -1,0 +1,108 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <csignal>
+#include <cstdio>
+#include <new>
+
+#include "commands.hpp"
+#include "core/cpu_info.hpp"
+#include "driver/safetensors.hpp"
+#include "pullback/error.hpp"
+
+namespace pullback::tool {
+namespace {
+
+// What callers may rely on: one line, whatever a message or a file name holds.
+void report(std::string_view message) {
+  std::string line;
+  for (std::size_t i = 0; i < message.size(); ++i) {
+    if (message[i] != '\n') {
+      line += message[i];
+    } else if (i + 1 < message.size()) {
+      line += "; ";
+      while (i + 1 < message.size() && message[i + 1] == ' ') ++i;
+    }
+  }
+  if (!line.starts_with("pullback: ")) line = "pullback: " + line;
+  fmt::print(stderr, "{}\n", driver::printable(line, line.size() * 4));
+}
+
+int status_of(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::invalid_argument:
+    case ErrorCode::unsupported:
+      return kBadUsage;
+    default:
+      return kSystemFailure;
+  }
+}
+
+int run(int argc, char** argv) {
+  CLI::App app(
+      "Gradients of attention, block-sparse softmax, entmax and segment reductions.\n"
+      "Exit status: 0 done, 1 a check failed, 2 bad usage or input, 3 device or system "
+      "failure.");
+  app.name("pullback");
+  app.set_version_flag("--version", "pullback " PULLBACK_VERSION);
+  app.require_subcommand(0, 1);
+  Command command;
+  add_doctor(app, command);
+  add_grad(app, command);
+  add_check(app, command);
+  add_bench(app, command);
+  add_compare(app, command);
+  add_demo(app, command);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    report(fmt::format("{} (see --help)", error.what()));
+    return kBadUsage;
+  }
+  if (!command.run) {
+    report("expected a command: doctor, grad, check, bench or compare (see --help)");
+    return kBadUsage;
+  }
+  return command.run();
+}
+
+}  // namespace
+
+void DeviceOptions::add_to(CLI::App& app) {
+  app.add_option("--device", device, "cpu, cuda or cuda:N")->type_name("DEVICE");
+  app.add_option("--threads", threads, "CPU threads; all usable cores when not given")
+      ->check(CLI::Range(1, 4096))
+      ->type_name("N");
+}
+
+Device DeviceOptions::get() const {
+  if (device == "cpu") return Device::cpu(threads > 0 ? threads : available_cpus());
+  const bool digits = device.size() > 5 && device.size() < 10 &&
+                      device.find_first_not_of("0123456789", 5) == std::string::npos;
+  if (device == "cuda" || (device.starts_with("cuda:") && digits)) {
+    throw Error(ErrorCode::device, "no CUDA device: this build has no CUDA backend");
+  }
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("--device: expected cpu, cuda or cuda:N, got '{}'", device));
+}
+
+}  // namespace pullback::tool
+
+int main(int argc, char** argv) {
+  using namespace pullback;
+  using namespace pullback::tool;
+  // A write past the file size limit then fails like one to a full disk, and is cleaned up.
+  std::signal(SIGXFSZ, SIG_IGN);
+  try {
+    return run(argc, argv);
+  } catch (const Error& error) {
+    report(error.what());
+    return status_of(error.code());
+  } catch (const std::bad_alloc&) {
+    report("out of memory");
+  } catch (const std::exception& error) {
+    report(error.what());
+  }
+  return kSystemFailure;
+}

@@ -1,0 +1,196 @@
+#include "measure.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/check.hpp"
+#include "driver/check.hpp"
+
+namespace pullback::tool {
+namespace {
+
+using driver::HostTensor;
+using driver::TensorMap;
+using Clock = std::chrono::steady_clock;
+
+// Above these the reference's plain loops take longer than a benchmark should.
+constexpr double kReferenceFlops = 4e8;
+constexpr double kReferenceBytes = 4e6;
+
+std::size_t bytes_of(const TensorMap& tensors) {
+  std::size_t bytes = 0;
+  for (const auto& [name, tensor] : tensors) {
+    const auto [low, high] = tensor.spec().offset_range();
+    bytes += static_cast<std::size_t>(high - low + 1) * size_of(tensor.spec().dtype);
+  }
+  return bytes;
+}
+
+// The same layout in memory of its own.
+HostTensor clone(const HostTensor& tensor) {
+  HostTensor copy(tensor.spec());
+  const auto [low, high] = tensor.spec().offset_range();
+  const auto size = static_cast<std::int64_t>(size_of(tensor.spec().dtype));
+  std::memcpy(static_cast<std::byte*>(copy.data()) + low * size,
+              static_cast<const std::byte*>(tensor.data()) + low * size,
+              static_cast<std::size_t>((high - low + 1) * size));
+  return copy;
+}
+
+struct Copy {
+  driver::Request request;
+  std::unique_ptr<driver::Session> session;
+};
+
+std::vector<Copy> make_copies(const driver::Request& request, const MeasureSettings& settings) {
+  std::vector<Copy> copies;
+  copies.push_back({request, driver::find_driver(request.op).prepare(request)});
+  const std::size_t bytes =
+      std::max<std::size_t>(bytes_of(request.inputs) + bytes_of(copies[0].session->outputs), 1);
+  const std::size_t wanted = settings.rotate_bytes / bytes + 2;
+  const std::size_t affordable = settings.memory_limit / bytes;
+  constexpr std::size_t kMost = 64;  // more would take longer to set up than to run
+  for (std::size_t i = 1; i < std::min({wanted, affordable, kMost}); ++i) {
+    driver::Request copy = request;
+    for (auto& [name, tensor] : copy.inputs) tensor = clone(tensor);
+    auto session = driver::find_driver(copy.op).prepare(copy);
+    copies.push_back({std::move(copy), std::move(session)});
+  }
+  return copies;
+}
+
+Timing summary(std::vector<double> times) {
+  std::sort(times.begin(), times.end());
+  const auto at = [&](double quantile) {
+    return times[static_cast<std::size_t>(quantile * static_cast<double>(times.size() - 1) + 0.5)];
+  };
+  return {at(0.5), at(0.2), at(0.8), static_cast<int>(times.size())};
+}
+
+template <class Run>
+Timing time_runs(std::vector<Copy>& copies, double seconds, const Run& run) {
+  constexpr std::size_t kFewest = 5, kMost = 20000;
+  for (Copy& copy : copies) run(*copy.session);
+  std::vector<double> times;
+  const auto begin = Clock::now();
+  for (std::size_t i = 0; i < kMost; ++i) {
+    const auto start = Clock::now();
+    run(*copies[i % copies.size()].session);
+    const auto stop = Clock::now();
+    times.push_back(std::chrono::duration<double>(stop - start).count());
+    const double total = std::chrono::duration<double>(stop - begin).count();
+    if (total >= seconds && (times.size() >= kFewest || total >= 8 * seconds)) break;
+  }
+  return summary(std::move(times));
+}
+
+// "entmax forward: cpu\n…" -> "cpu"
+std::string variant_of(const std::string& description) {
+  const std::string line = description.substr(0, description.find('\n'));
+  const std::size_t colon = line.find(": ");
+  return colon == std::string::npos ? line : line.substr(colon + 2);
+}
+
+double relative_difference(const HostTensor& got, const HostTensor& expected) {
+  double difference = 0, largest = 0;
+  for (std::int64_t i = 0; i < got.numel(); ++i) {
+    const double want = expected.get(i);
+    if (!std::isfinite(want)) continue;
+    largest = std::max(largest, std::abs(want));
+    const double off = std::abs(got.get(i) - want);
+    difference =
+        std::isfinite(off) ? std::max(difference, off) : std::numeric_limits<double>::infinity();
+  }
+  return difference == 0 ? 0 : difference / largest;
+}
+
+void add_error(Measurement& result, const driver::OpDriver& driver, const std::string& tensor,
+               double relative, const std::string& against) {
+  const bool gradient = std::any_of(driver.gradients.begin(), driver.gradients.end(),
+                                    [&](const auto& pair) { return pair.second == tensor; });
+  PassError& worst = result.passes[gradient ? 1 : 0].error;
+  if (worst.against.empty() || relative > worst.relative || std::isnan(relative)) {
+    worst = {against, tensor, relative};
+  }
+}
+
+void add_errors(Measurement& result, const driver::Request& request, const TensorMap& outputs,
+                bool verify) {
+  const driver::OpDriver& driver = driver::find_driver(request.op);
+  double flops = 0, bytes = 0;
+  for (const PassResult& pass : result.passes) {
+    flops += pass.cost.flops;
+    bytes += pass.cost.bytes;
+  }
+  if (verify || (flops <= kReferenceFlops && bytes <= kReferenceBytes)) {
+    const driver::CheckReport report = driver::verify_outputs(request, outputs);
+    result.failures = report.failures;
+    for (const auto& error : report.errors) {
+      const double relative = error.error == 0 ? 0 : error.error / error.scale;
+      add_error(result, driver, error.tensor, relative, "reference");
+    }
+  } else if (main_dtype(request.inputs) != DType::f64) {
+    // `pullback check` holds the double precision of this library against the reference.
+    driver::Request exact = request;
+    exact.inputs = driver::in_double(request.inputs);
+    exact.variant.clear();
+    for (const auto& [name, expected] : driver::evaluate(exact)) {
+      const auto got = outputs.find(name);
+      if (got == outputs.end() || !is_floating(expected.spec().dtype)) continue;
+      add_error(result, driver, name, relative_difference(got->second, expected), "f64");
+    }
+  }
+}
+
+}  // namespace
+
+DType main_dtype(const TensorMap& inputs) {
+  for (const auto& [name, tensor] : inputs) {
+    if (is_floating(tensor.spec().dtype)) return tensor.spec().dtype;
+  }
+  return DType::f32;
+}
+
+Measurement measure(const driver::Request& request, const MeasureSettings& settings) {
+  const driver::OpDriver& driver = driver::find_driver(request.op);
+  Measurement result;
+  std::vector<Copy> copies = make_copies(request, settings);
+  result.copies = static_cast<int>(copies.size());
+  for (Pass pass : {Pass::forward, Pass::backward}) {
+    const bool forward = pass == Pass::forward;
+    const driver::Session& first = *copies[0].session;
+    PassResult& timed = result.passes.emplace_back();
+    timed.pass = pass;
+    timed.description = forward ? first.forward_description : first.backward_description;
+    timed.variant = variant_of(timed.description);
+    timed.workspace_bytes =
+        forward ? first.forward_workspace_bytes : first.backward_workspace_bytes;
+    timed.cost = driver.cost(request, pass);
+    timed.time = time_runs(copies, settings.seconds, [&](driver::Session& session) {
+      forward ? session.forward() : session.backward();
+    });
+  }
+  const TensorMap outputs = copies[0].session->outputs;
+  copies.resize(1);
+  add_errors(result, request, outputs, settings.verify);
+  return result;
+}
+
+double product_ceiling(const Ceilings& ceilings, DType dtype) {
+  return dtype == DType::f64 ? ceilings.f64_flops_per_second : ceilings.f32_flops_per_second;
+}
+
+double share_of_ceiling(const PassResult& result, DType dtype, const Ceilings& ceilings) {
+  double least = result.cost.bytes / ceilings.copy_bytes_per_second;
+  if (result.bound_by_products()) {
+    const double rate = product_ceiling(ceilings, dtype);
+    if (rate == 0) return 0;
+    least = std::max(least, result.cost.flops / rate);
+  }
+  return least / result.time.median;
+}
+
+}  // namespace pullback::tool

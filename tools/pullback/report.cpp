@@ -1,0 +1,156 @@
+#include "report.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <cmath>
+#include <fstream>
+
+#include "driver/safetensors.hpp"
+#include "print.hpp"
+#include "pullback/error.hpp"
+
+namespace pullback::tool {
+namespace {
+
+// JSON has no infinity; null stands for what is not finite or not known.
+Json number_or_null(double value, bool known = true) {
+  return known && std::isfinite(value) ? Json(value) : Json(nullptr);
+}
+
+std::string rate_text(const Json& record) {
+  if (record["bound"] == "products") {
+    return flops_text(record["flops"].get<double>() / record["seconds"]["median"].get<double>());
+  }
+  return bandwidth_text(record["bytes"].get<double>() / record["seconds"]["median"].get<double>());
+}
+
+std::string error_cell(const Json& record) {
+  const Json& error = record["error"];
+  if (error.is_null()) return "—";
+  return error["relative"].is_null() ? "not finite" : error_text(error["relative"]);
+}
+
+}  // namespace
+
+Json new_report(const Machine& machine, const Ceilings& ceilings, std::uint64_t seed) {
+  const bool products = ceilings.f32_flops_per_second > 0;
+  return {{"schema", kReportSchema},
+          {"tool", "pullback " PULLBACK_VERSION},
+          {"time", time_now()},
+          {"machine",
+           {{"cpu", machine.cpu},
+            {"cores", machine.cores},
+            {"simd", machine.simd.empty() ? "none" : machine.simd.front()},
+            {"isa", machine.extra_isa},
+            {"last_level_cache_bytes", machine.cache_bytes},
+            {"memory_available_bytes", machine.memory_bytes},
+            {"compiler", machine.compiler}}},
+          {"device", "cpu"},
+          {"threads", ceilings.threads},
+          {"seed", seed},
+          {"ceilings",
+           {{"copy_bytes_per_second", ceilings.copy_bytes_per_second},
+            {"copy_method", ceilings.copy_method},
+            {"copy_buffer_bytes", ceilings.copy_bytes},
+            {"f32_flops_per_second", number_or_null(ceilings.f32_flops_per_second, products)},
+            {"f64_flops_per_second", number_or_null(ceilings.f64_flops_per_second, products)},
+            {"blas", ceilings.blas}}},
+          {"results", Json::array()}};
+}
+
+void add_results(Json& report, const std::string& title, const driver::Request& request,
+                 const Measurement& measurement, const std::string& repeat) {
+  const DType dtype = main_dtype(request.inputs);
+  Ceilings ceilings;
+  ceilings.copy_bytes_per_second = report["ceilings"]["copy_bytes_per_second"];
+  if (!report["ceilings"]["f32_flops_per_second"].is_null()) {
+    ceilings.f32_flops_per_second = report["ceilings"]["f32_flops_per_second"];
+    ceilings.f64_flops_per_second = report["ceilings"]["f64_flops_per_second"];
+  }
+  Json inputs = Json::object(), options = Json::object();
+  for (const auto& [name, tensor] : request.inputs) inputs[name] = tensor.spec().to_string();
+  for (const auto& [name, value] : request.options) options[name] = value;
+  for (const PassResult& pass : measurement.passes) {
+    const double share = share_of_ceiling(pass, dtype, ceilings);
+    Json error = nullptr;
+    if (!pass.error.against.empty()) {
+      error = {{"relative", number_or_null(pass.error.relative)},
+               {"tensor", pass.error.tensor},
+               {"against", pass.error.against}};
+    }
+    report["results"].push_back({{"op", request.op},
+                                 {"case", title},
+                                 {"dtype", name_of(dtype)},
+                                 {"pass", pass.pass == Pass::forward ? "forward" : "backward"},
+                                 {"variant", pass.variant},
+                                 {"description", pass.description},
+                                 {"seconds",
+                                  {{"median", pass.time.median},
+                                   {"p20", pass.time.p20},
+                                   {"p80", pass.time.p80},
+                                   {"runs", pass.time.runs}}},
+                                 {"flops", pass.cost.flops},
+                                 {"bytes", pass.cost.bytes},
+                                 {"bound", pass.bound_by_products() ? "products" : "copy"},
+                                 {"share_of_ceiling", number_or_null(share, share > 0)},
+                                 {"workspace_bytes", pass.workspace_bytes},
+                                 {"copies", measurement.copies},
+                                 {"error", error},
+                                 {"inputs", inputs},
+                                 {"options", options},
+                                 {"repeat", repeat}});
+  }
+}
+
+std::string heading_text(const Json& report) {
+  const Json& machine = report["machine"];
+  const Json& ceilings = report["ceilings"];
+  std::string isa = machine["simd"];
+  for (const auto& extra : machine["isa"]) isa += ", " + extra.get<std::string>();
+  std::string products = "no OpenBLAS: matrix product ceiling unavailable";
+  if (!ceilings["f32_flops_per_second"].is_null()) {
+    products =
+        fmt::format("matrix product f32 {}, f64 {}", flops_text(ceilings["f32_flops_per_second"]),
+                    flops_text(ceilings["f64_flops_per_second"]));
+  }
+  return fmt::format("{}, {} threads, {}\nceilings: copy {} ({}), {}\n",
+                     machine["cpu"].get<std::string>(), report["threads"].get<int>(), isa,
+                     bandwidth_text(ceilings["copy_bytes_per_second"]),
+                     ceilings["copy_method"].get<std::string>(), products);
+}
+
+std::string table_text(const Json& report) {
+  Table table({{"op"},
+               {"case"},
+               {"dtype"},
+               {"pass"},
+               {"time", true},
+               {"p20–p80", true},
+               {"rate", true},
+               {"of ceiling", true},
+               {"error", true},
+               {"workspace", true}});
+  for (const Json& record : report["results"]) {
+    const Json& seconds = record["seconds"];
+    const Json& share = record["share_of_ceiling"];
+    table.add({record["op"], record["case"], record["dtype"], record["pass"],
+               time_text(seconds["median"]),
+               fmt::format("{}–{}", time_text(seconds["p20"]), time_text(seconds["p80"])),
+               rate_text(record), share.is_null() ? "—" : percent_text(share), error_cell(record),
+               bytes_text(record["workspace_bytes"])});
+  }
+  return table.text();
+}
+
+void write_text_file(const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << text;
+  file.close();
+  if (!file) {
+    throw Error(ErrorCode::device,
+                fmt::format("{}: cannot write the report", driver::printable(path, 400)));
+  }
+}
+
+}  // namespace pullback::tool

@@ -1,0 +1,31 @@
+// A benchmark's results as JSON (docs/command-line.md gives the schema), as a table, as a web page.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "measure.hpp"
+
+namespace pullback::tool {
+
+using Json = nlohmann::ordered_json;
+
+inline constexpr int kReportSchema = 1;
+
+Json new_report(const Machine& machine, const Ceilings& ceilings, std::uint64_t seed);
+
+// Two records, forward and backward. `title` names the problem; `repeat` is a command line.
+void add_results(Json& report, const std::string& title, const driver::Request& request,
+                 const Measurement& measurement, const std::string& repeat);
+
+// Machine and ceilings in a few lines, and a table with a line a record.
+std::string heading_text(const Json& report);
+std::string table_text(const Json& report);
+
+// One page that needs nothing else: tables and inline SVG.
+std::string html_of(const Json& report);
+
+// Throws Error(device) when the file cannot be written.
+void write_text_file(const std::string& path, const std::string& text);
+
+}  // namespace pullback::tool
