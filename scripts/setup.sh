@@ -1,7 +1,7 @@
 # Sourced by ./demo, ./test and .ci/run: system packages and build folders.
 
 packages=(cmake g++ libcli11-dev libdlpack-dev libfmt-dev libgtest-dev libhwy-dev libopenblas0
-          libtbb-dev ninja-build nlohmann-json3-dev pkg-config)
+          libtbb-dev libxxhash-dev ninja-build nlohmann-json3-dev pkg-config)
 
 # Installs those of its arguments that are missing. Says nothing when none is.
 need_packages() {

@@ -1,0 +1,38 @@
+// From a kernel's source to its machine code: memory, then disk, then NVRTC.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda/kernel_key.hpp"
+
+namespace pullback::cuda {
+
+using Cubin = std::vector<char>;
+
+// What the assembler says of a kernel, on a machine without a GPU too.
+struct Resources {
+  int registers = 0;
+  int spill_store_bytes = 0, spill_load_bytes = 0;
+  int stack_bytes = 0;
+  int static_shared_bytes = 0;
+};
+
+std::vector<std::string> compile_options(const KernelSource& kernel);
+
+// Blocks until the kernel is there. Calls for one kernel share one compilation, calls for others
+// run beside it; a failure is remembered and thrown again. PULLBACK_JIT=off forbids compiling,
+// PULLBACK_JIT_DUMP names a folder for sources and cubins. Throws Error(device) with the whole log.
+std::shared_ptr<const Cubin> compiled(const KernelSource& kernel);
+
+// Compiles now, past every cache, and reads what the assembler reports. For tests and tools.
+struct Report {
+  std::shared_ptr<const Cubin> cubin;
+  Resources resources;
+  std::string log;
+  double seconds = 0;
+};
+Report compile_with_report(const KernelSource& kernel);
+
+}  // namespace pullback::cuda

@@ -1,0 +1,216 @@
+#include "cuda/disk_cache.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <random>
+
+#include "cuda/hash.hpp"
+
+namespace pullback::cuda {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr char kMagic[8] = {'P', 'B', 'K', 'C', 'A', 'C', 'H', '1'};
+constexpr std::string_view kSuffix = ".pbk";
+constexpr std::string_view kTemporary = ".tmp-";
+constexpr std::uint64_t kLargestEntry = std::uint64_t{1} << 30;
+
+struct FileHeader {
+  char magic[8];
+  std::uint64_t key_bytes, payload_bytes, checksum;
+};
+
+std::uint64_t checksum_of(std::string_view key, std::string_view payload) {
+  return hash64(payload, hash64(key));
+}
+
+class File {
+ public:
+  File(const std::string& path, int flags)
+      : descriptor_(open(path.c_str(), flags | O_CLOEXEC, 0600)) {}
+  ~File() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  explicit operator bool() const { return descriptor_ >= 0; }
+  int get() const { return descriptor_; }
+
+  bool read(void* to, std::size_t bytes) {
+    auto* at = static_cast<char*>(to);
+    while (bytes > 0) {
+      const ssize_t got = ::read(descriptor_, at, bytes);
+      if (got < 0 && errno == EINTR) continue;
+      if (got <= 0) return false;
+      at += got;
+      bytes -= static_cast<std::size_t>(got);
+    }
+    return true;
+  }
+  bool write(const void* from, std::size_t bytes) {
+    auto* at = static_cast<const char*>(from);
+    while (bytes > 0) {
+      const ssize_t put = ::write(descriptor_, at, bytes);
+      if (put < 0 && errno == EINTR) continue;
+      if (put <= 0) return false;
+      at += put;
+      bytes -= static_cast<std::size_t>(put);
+    }
+    return true;
+  }
+
+ private:
+  int descriptor_;
+};
+
+struct Content {
+  std::string key;
+  std::vector<char> payload;
+};
+
+std::optional<Content> load(const std::string& path) {
+  File file(path, O_RDONLY);
+  struct stat status {};
+  FileHeader header{};
+  if (!file || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) ||
+      !file.read(&header, sizeof header) || std::memcmp(header.magic, kMagic, sizeof kMagic) != 0 ||
+      header.key_bytes > kLargestEntry || header.payload_bytes > kLargestEntry ||
+      sizeof header + header.key_bytes + header.payload_bytes !=
+          static_cast<std::uint64_t>(status.st_size)) {
+    return std::nullopt;
+  }
+  Content content;
+  content.key.resize(header.key_bytes);
+  content.payload.resize(header.payload_bytes);
+  if (!file.read(content.key.data(), content.key.size()) ||
+      !file.read(content.payload.data(), content.payload.size()) ||
+      checksum_of(content.key, {content.payload.data(), content.payload.size()}) !=
+          header.checksum) {
+    return std::nullopt;
+  }
+  return content;
+}
+
+// The same process id can be in use on two hosts that share a folder, hence the random part.
+std::string temporary_path(const std::string& path) {
+  std::random_device random;
+  return fmt::format("{}{}{}-{:08x}{:08x}", path, kTemporary, getpid(), random(), random());
+}
+
+std::string default_folder() {
+  const auto variable = [](const char* name) {
+    const char* value = std::getenv(name);
+    return std::string(value ? value : "");
+  };
+  if (const std::string chosen = variable("PULLBACK_CACHE_DIR"); !chosen.empty()) return chosen;
+  if (const std::string xdg = variable("XDG_CACHE_HOME"); xdg.starts_with('/')) {
+    return xdg + "/pullback";
+  }
+  if (const std::string home = variable("HOME"); home.starts_with('/')) {
+    return home + "/.cache/pullback";
+  }
+  return {};
+}
+
+}  // namespace
+
+DiskCache::DiskCache(std::string folder, Mode mode)
+    : folder_(std::move(folder)), mode_(folder_.empty() ? Mode::off : mode) {}
+
+DiskCache DiskCache::from_environment() {
+  const char* text = std::getenv("PULLBACK_CACHE");
+  const std::string_view mode = text ? text : "rw";
+  return DiskCache(default_folder(), mode == "off"  ? Mode::off
+                                     : mode == "ro" ? Mode::read_only
+                                                    : Mode::read_write);
+}
+
+std::string DiskCache::path_of(const std::string& key_text) const {
+  return folder_ + "/" + hash_text(key_text) + std::string(kSuffix);
+}
+
+std::optional<std::vector<char>> DiskCache::read(const std::string& key_text) const {
+  if (mode_ == Mode::off) return std::nullopt;
+  std::optional<Content> content = load(path_of(key_text));
+  if (!content || content->key != key_text) return std::nullopt;
+  return std::move(content->payload);
+}
+
+bool DiskCache::write(const std::string& key_text, const std::vector<char>& payload,
+                      std::string& reason) const {
+  if (mode_ != Mode::read_write) {
+    reason = "the cache is not writable by configuration";
+    return false;
+  }
+  std::error_code error;
+  fs::create_directories(fs::path(folder_).parent_path(), error);
+  if (mkdir(folder_.c_str(), 0700) != 0 && errno != EEXIST) {
+    reason = fmt::format("cannot create {}: {}", folder_, std::strerror(errno));
+    return false;
+  }
+  const std::string path = path_of(key_text);
+  const std::string temporary = temporary_path(path);
+  FileHeader header{};
+  std::memcpy(header.magic, kMagic, sizeof kMagic);
+  header.key_bytes = key_text.size();
+  header.payload_bytes = payload.size();
+  header.checksum = checksum_of(key_text, {payload.data(), payload.size()});
+  {
+    File file(temporary, O_WRONLY | O_CREAT | O_EXCL);
+    if (!file || !file.write(&header, sizeof header) ||
+        !file.write(key_text.data(), key_text.size()) ||
+        !file.write(payload.data(), payload.size()) || fsync(file.get()) != 0) {
+      reason = fmt::format("cannot write {}: {}", temporary, std::strerror(errno));
+      unlink(temporary.c_str());
+      return false;
+    }
+  }
+  if (std::rename(temporary.c_str(), path.c_str()) != 0) {
+    reason = fmt::format("cannot rename to {}: {}", path, std::strerror(errno));
+    unlink(temporary.c_str());
+    return false;
+  }
+  return true;
+}
+
+std::vector<DiskCache::Entry> DiskCache::list() const {
+  std::vector<Entry> entries;
+  std::error_code error;
+  for (const auto& file : fs::directory_iterator(folder_, error)) {
+    if (file.path().extension() != kSuffix) continue;
+    std::optional<Content> content = load(file.path());
+    std::error_code ignored;
+    const auto bytes = file.file_size(ignored);
+    entries.push_back({file.path(), content ? content->key : std::string(), ignored ? 0 : bytes});
+  }
+  return entries;
+}
+
+int DiskCache::purge(bool damaged_only) const {
+  int removed = 0;
+  std::error_code error;
+  for (const Entry& entry : list()) {
+    if (damaged_only && !entry.key_text.empty()) continue;
+    removed += fs::remove(entry.path, error) ? 1 : 0;
+  }
+  // A writer needs milliseconds; an hour-old temporary file has no owner any more.
+  const auto stale = fs::file_time_type::clock::now() - std::chrono::hours(1);
+  for (const auto& file : fs::directory_iterator(folder_, error)) {
+    if (file.path().filename().string().find(kTemporary) == std::string::npos) continue;
+    std::error_code ignored;
+    if (!damaged_only || file.last_write_time(ignored) < stale) {
+      removed += fs::remove(file.path(), ignored) ? 1 : 0;
+    }
+  }
+  return removed;
+}
+
+}  // namespace pullback::cuda

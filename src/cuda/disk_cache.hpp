@@ -1,0 +1,49 @@
+// Compiled kernels on disk: one file an entry, safe with many processes at once.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace pullback::cuda {
+
+// An entry is: magic, key length, payload length, checksum of both, key text, payload. Writers put
+// it into a temporary file in the same folder, sync it and rename it, so that readers see all of it
+// or nothing; the loser of a race replaces an equal file. Anything unexpected is a miss.
+class DiskCache {
+ public:
+  enum class Mode { read_write, read_only, off };
+
+  // Folder from PULLBACK_CACHE_DIR, else XDG_CACHE_HOME/pullback, else HOME/.cache/pullback, else
+  // none; mode from PULLBACK_CACHE=rw|ro|off. The folder is created, for this user only, at the
+  // first write.
+  static DiskCache from_environment();
+
+  DiskCache(std::string folder, Mode mode);
+
+  const std::string& folder() const { return folder_; }  // empty: memory only
+  Mode mode() const { return mode_; }
+
+  std::optional<std::vector<char>> read(const std::string& key_text) const;
+  // False when nothing was written; `reason` then says why. Never throws.
+  bool write(const std::string& key_text, const std::vector<char>& payload,
+             std::string& reason) const;
+
+  struct Entry {
+    std::string path;
+    std::string key_text;  // empty: the entry is damaged
+    std::uint64_t bytes = 0;
+  };
+  std::vector<Entry> list() const;
+  // Removes all entries, or only damaged ones and temporary files left by killed processes.
+  // The number of files removed.
+  int purge(bool damaged_only) const;
+
+ private:
+  std::string path_of(const std::string& key_text) const;
+  std::string folder_;
+  Mode mode_;
+};
+
+}  // namespace pullback::cuda

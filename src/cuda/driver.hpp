@@ -1,0 +1,58 @@
+// The CUDA driver, opened at run time, and the devices it shows.
+#pragma once
+
+#include <string>
+
+#include "cuda/driver_api.hpp"
+
+namespace pullback::cuda {
+
+struct Driver {
+#define PULLBACK_DECLARE(name, version, parameters) CUresult(*name) parameters = nullptr;
+  PULLBACK_DRIVER_FUNCTIONS(PULLBACK_DECLARE)
+#undef PULLBACK_DECLARE
+  int version = 0;  // 13000 for CUDA 13.0
+};
+
+// Opened and initialised on first use. Throws Error(device) saying why there is none: no library,
+// no device, too old, or a fork after initialisation.
+const Driver& driver();
+
+// Empty when driver() works; else the reason.
+std::string driver_problem();
+
+// Throws Error(device) naming the call and the driver's own words.
+void check(CUresult result, const char* call);
+
+struct DeviceInfo {
+  int ordinal;
+  CUdevice handle;
+  std::string name;
+  int major, minor;  // compute capability
+  int multiprocessors;
+  int l2_bytes;
+  int max_shared_bytes;  // per block, opted in
+  std::size_t memory_bytes;
+};
+
+int device_count();
+// Throws Error(invalid_argument) for an ordinal that does not exist.
+const DeviceInfo& device_info(int ordinal);
+
+// The device's primary context, created on first use and kept for the life of the process.
+CUcontext primary_context(const DeviceInfo& device);
+
+// Makes the device's primary context current, unless a context of that device is current already,
+// and restores what was current before.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const DeviceInfo& device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  bool pushed_ = false;
+};
+
+}  // namespace pullback::cuda

@@ -1,0 +1,101 @@
+#include "cuda/kernel.hpp"
+
+#include <fmt/format.h>
+
+#include <map>
+#include <mutex>
+
+#include "cuda/compiler.hpp"
+#include "pullback/error.hpp"
+
+namespace pullback::cuda {
+namespace {
+
+// Libraries stay loaded for the life of the process: a plan may outlive any owner we could name.
+CUkernel loaded(const KernelSource& source) {
+  static std::mutex mutex;
+  static std::map<std::string, CUkernel> kernels;
+  const std::string key = key_text(source, 0);
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto it = kernels.find(key); it != kernels.end()) return it->second;
+  }
+  const std::shared_ptr<const Cubin> cubin = compiled(source);
+  const Driver& functions = driver();
+  const std::lock_guard lock(mutex);
+  CUkernel& kernel = kernels[key];
+  if (!kernel) {
+    CUlibrary library = nullptr;
+    check(functions.cuLibraryLoadData(&library, cubin->data(), nullptr, nullptr, 0, nullptr,
+                                      nullptr, 0),
+          "cuLibraryLoadData");
+    check(functions.cuLibraryGetKernel(&kernel, library, source.entry.c_str()),
+          "cuLibraryGetKernel");
+  }
+  return kernel;
+}
+
+}  // namespace
+
+std::shared_ptr<const Kernel> Kernel::load(const KernelSource& source, const DeviceInfo& device,
+                                           int shared_bytes) {
+  if (shared_bytes > device.max_shared_bytes) {
+    throw Error(ErrorCode::unsupported,
+                fmt::format("CUDA: {} needs {} bytes of shared memory, {} has {}", source.name,
+                            shared_bytes, device.name, device.max_shared_bytes));
+  }
+  auto kernel = std::make_shared<Kernel>();
+  kernel->handle_ = loaded(source);
+  kernel->shared_bytes_ = shared_bytes;
+  // Another plan may use the same kernel with more shared memory: never lower the limit.
+  int allowed = 0;
+  const Driver& functions = driver();
+  check(functions.cuKernelGetAttribute(&allowed, kMaxDynamicSharedSizeBytes, kernel->handle_,
+                                       device.handle),
+        "cuKernelGetAttribute");
+  if (shared_bytes > allowed) {
+    check(functions.cuKernelSetAttribute(kMaxDynamicSharedSizeBytes, shared_bytes, kernel->handle_,
+                                         device.handle),
+          "cuKernelSetAttribute");
+  }
+  return kernel;
+}
+
+int Kernel::blocks_per_multiprocessor(const DeviceInfo& device, int block_size) const {
+  const DeviceGuard guard(device);
+  int blocks = 0;
+  CUfunction function = nullptr;
+  check(driver().cuKernelGetFunction(&function, handle_), "cuKernelGetFunction");
+  check(driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            &blocks, function, block_size, static_cast<std::size_t>(shared_bytes_)),
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+  return blocks;
+}
+
+void launch(const Kernel& kernel, const LaunchShape& shape, void* stream, const void* parameters) {
+  LaunchAttribute attributes[2];
+  unsigned count = 0;
+  if (shape.cluster > 1) {
+    attributes[count].id = LaunchAttribute::cluster_dimension;
+    attributes[count++].value.cluster = {shape.cluster, 1, 1};
+  }
+  if (shape.programmatic) {
+    attributes[count].id = LaunchAttribute::programmatic_stream_serialization;
+    attributes[count++].value.programmatic_stream_serialization_allowed = 1;
+  }
+  const LaunchConfig config{shape.grid[0],
+                            shape.grid[1],
+                            shape.grid[2],
+                            shape.block,
+                            1,
+                            1,
+                            static_cast<unsigned>(kernel.shared_bytes()),
+                            static_cast<CUstream>(stream),
+                            attributes,
+                            count};
+  void* arguments[] = {const_cast<void*>(parameters)};
+  check(driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr),
+        "cuLaunchKernelEx");
+}
+
+}  // namespace pullback::cuda

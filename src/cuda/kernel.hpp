@@ -1,0 +1,40 @@
+// A kernel that is loaded and ready to launch on any device of the process.
+#pragma once
+
+#include <array>
+#include <memory>
+
+#include "cuda/driver.hpp"
+#include "cuda/kernel_key.hpp"
+
+namespace pullback::cuda {
+
+class Kernel {
+ public:
+  // Compiles if need be, loads, and allows `shared_bytes` of dynamic shared memory on the device.
+  // All of it happens at plan time: launch() touches no file, module or attribute.
+  static std::shared_ptr<const Kernel> load(const KernelSource& source, const DeviceInfo& device,
+                                            int shared_bytes = 0);
+
+  CUfunction function() const { return reinterpret_cast<CUfunction>(handle_); }
+  int shared_bytes() const { return shared_bytes_; }
+  // Blocks of this size that one multiprocessor holds at a time.
+  int blocks_per_multiprocessor(const DeviceInfo& device, int block_size) const;
+
+ private:
+  CUkernel handle_ = nullptr;
+  int shared_bytes_ = 0;
+};
+
+struct LaunchShape {
+  std::array<unsigned, 3> grid{1, 1, 1};
+  unsigned block = 1;
+  unsigned cluster = 1;       // blocks of a cluster along x
+  bool programmatic = false;  // may start before the kernel ahead of it in the stream has ended
+};
+
+// `parameters` is the kernel's only argument, a struct passed by value. The device's context must
+// be current (DeviceGuard).
+void launch(const Kernel& kernel, const LaunchShape& shape, void* stream, const void* parameters);
+
+}  // namespace pullback::cuda

@@ -1,0 +1,44 @@
+// Thread block clusters (sm_90): barriers, and stores into another block's shared memory.
+#pragma once
+
+#include "device/types.cuh"
+
+namespace pullback::device {
+
+inline uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+inline uint32_t cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// All threads of all blocks of the cluster; shared memory written before is seen by all after.
+inline void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// The address in block `rank` of what `local` is in this one. Write with store_remote.
+inline uint32_t remote_address(const void* local, uint32_t rank) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+inline void store_remote(uint32_t address, uint32_t value) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+inline void store_remote(uint32_t address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+inline void store_remote(uint32_t address, double value) {
+  asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+}
+
+}  // namespace pullback::device

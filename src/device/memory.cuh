@@ -1,0 +1,40 @@
+// Global memory in 16-byte pieces that bypass the first-level cache: every element is touched once.
+#pragma once
+
+#include "device/types.cuh"
+
+namespace pullback::device {
+
+template <class T>
+inline constexpr int kVectorLength = 16 / static_cast<int>(sizeof(T));
+
+template <class T>
+struct alignas(16) Vector {
+  T element[kVectorLength<T>];
+};
+
+template <class T>
+Vector<T> load_vector(const T* from) {
+  union {
+    Vector<T> vector;
+    uint32_t word[4];
+  } result;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(result.word[0]), "=r"(result.word[1]), "=r"(result.word[2]),
+                 "=r"(result.word[3])
+               : "l"(from));
+  return result.vector;
+}
+
+template <class T>
+void store_vector(T* to, const Vector<T>& vector) {
+  union {
+    Vector<T> vector;
+    uint32_t word[4];
+  } value = {vector};
+  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to),
+               "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
+               : "memory");
+}
+
+}  // namespace pullback::device

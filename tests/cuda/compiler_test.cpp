@@ -1,0 +1,97 @@
+#include "cuda/compiler.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <thread>
+
+#include "cuda/nvrtc.hpp"
+#include "pullback/error.hpp"
+
+namespace pullback::cuda {
+namespace {
+
+class CompilerTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string problem = nvrtc_problem(); !problem.empty()) GTEST_SKIP() << problem;
+    char name[] = "/tmp/pullback-compiler-XXXXXX";
+    folder_ = mkdtemp(name);
+    setenv("PULLBACK_CACHE_DIR", folder_.c_str(), 1);
+    unsetenv("PULLBACK_JIT");
+  }
+  void TearDown() override {
+    unsetenv("PULLBACK_JIT");
+    if (!folder_.empty()) std::filesystem::remove_all(folder_);
+  }
+
+  static KernelSource kernel(const std::string& name, const std::string& body) {
+    return {.name = name,
+            .entry = "kernel",
+            .source =
+                "#include \"device/types.cuh\"\nextern \"C\" __global__ void kernel(uint32_t* to)"
+                " {" +
+                body + "}\n"};
+  }
+
+  std::string folder_;
+};
+
+TEST_F(CompilerTest, embedded_headers_are_found_and_the_assembler_reports) {
+  const Report report = compile_with_report(kernel("fill", "to[threadIdx.x] = 1;"));
+  EXPECT_GT(report.cubin->size(), 500u);
+  EXPECT_GT(report.resources.registers, 0);
+  EXPECT_EQ(report.resources.spill_store_bytes, 0);
+}
+
+TEST_F(CompilerTest, a_failure_says_everything_and_is_remembered) {
+  const KernelSource broken = kernel("broken", "to = undefined_name;");
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    try {
+      compiled(broken);
+      FAIL() << "compiled";
+    } catch (const Error& error) {
+      const std::string message = error.what();
+      EXPECT_EQ(error.code(), ErrorCode::device);
+      for (const char* part :
+           {"broken", "sm_90", "undefined_name", "NVRTC", "--gpu-architecture"}) {
+        EXPECT_NE(message.find(part), std::string::npos) << part << " missing in: " << message;
+      }
+    }
+  }
+}
+
+TEST_F(CompilerTest, threads_share_one_compilation) {
+  const KernelSource source = kernel("shared", "to[threadIdx.x] = 2;");
+  std::vector<std::thread> threads;
+  std::vector<std::shared_ptr<const Cubin>> cubins(8);
+  for (std::size_t i = 0; i < cubins.size(); ++i) {
+    threads.emplace_back([&, i] { cubins[i] = compiled(source); });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& cubin : cubins) EXPECT_EQ(cubin, cubins[0]);
+}
+
+TEST_F(CompilerTest, without_compiling_the_missing_kernel_is_named) {
+  setenv("PULLBACK_JIT", "off", 1);
+  try {
+    compiled(kernel("never_built", "to[threadIdx.x] = 3;"));
+    FAIL() << "compiled";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("never_built"), std::string::npos) << error.what();
+  }
+}
+
+TEST(KernelKey, holds_what_matters_and_no_path) {
+  KernelSource a{.name = "n", .entry = "e", .source = "s"};
+  KernelSource b = a;
+  b.arch_specific = true;
+  EXPECT_NE(key_text(a, 13000), key_text(b, 13000));
+  EXPECT_NE(key_text(a, 13000), key_text(a, 12080));
+  EXPECT_EQ(key_text(a, 13000), key_text(a, 13000));
+  EXPECT_EQ(key_text(a, 13000).find(std::filesystem::current_path().string()), std::string::npos);
+}
+
+}  // namespace
+}  // namespace pullback::cuda

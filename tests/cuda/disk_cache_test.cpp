@@ -1,0 +1,136 @@
+#include "cuda/disk_cache.hpp"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+namespace pullback::cuda {
+namespace {
+namespace fs = std::filesystem;
+
+class DiskCacheTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    char name[] = "/tmp/pullback-cache-XXXXXX";
+    root_ = mkdtemp(name);
+    folder_ = root_ + "/deep/er";
+  }
+  void TearDown() override { fs::remove_all(root_); }
+
+  DiskCache cache(DiskCache::Mode mode = DiskCache::Mode::read_write) const {
+    return DiskCache(folder_, mode);
+  }
+  std::string only_file() const {
+    std::string path;
+    int count = 0;
+    for (const auto& entry : fs::directory_iterator(folder_)) {
+      path = entry.path();
+      ++count;
+    }
+    EXPECT_EQ(count, 1);
+    return path;
+  }
+
+  std::string root_, folder_, reason_;
+  const std::vector<char> payload_ = std::vector<char>(100000, 'x');
+};
+
+TEST_F(DiskCacheTest, what_was_written_is_read) {
+  EXPECT_FALSE(cache().read("key"));
+  EXPECT_FALSE(fs::exists(folder_)) << "reading must not create the folder";
+  ASSERT_TRUE(cache().write("key", payload_, reason_)) << reason_;
+  EXPECT_EQ(cache().read("key"), payload_);
+  EXPECT_FALSE(cache().read("other key"));
+  struct stat status {};
+  ASSERT_EQ(stat(folder_.c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0700u);
+}
+
+TEST_F(DiskCacheTest, a_damaged_entry_is_a_miss_and_can_be_replaced) {
+  ASSERT_TRUE(cache().write("key", payload_, reason_));
+  const std::string path = only_file();
+  const auto size = fs::file_size(path);
+  for (std::uintmax_t length :
+       {std::uintmax_t{0}, std::uintmax_t{7}, std::uintmax_t{40}, size - 1}) {
+    fs::resize_file(path, length);
+    EXPECT_FALSE(cache().read("key")) << length;
+    ASSERT_TRUE(cache().write("key", payload_, reason_));
+  }
+  for (std::uintmax_t at :
+       {std::uintmax_t{0}, std::uintmax_t{9}, std::uintmax_t{30}, size / 2, size - 1}) {
+    std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<std::streamoff>(at));
+    file.put('!');
+    file.close();
+    EXPECT_FALSE(cache().read("key")) << at;
+    ASSERT_TRUE(cache().write("key", payload_, reason_));
+  }
+  std::ofstream(path, std::ios::app) << "tail";
+  EXPECT_FALSE(cache().read("key"));
+  EXPECT_EQ(cache().list().at(0).key_text, "");
+  EXPECT_EQ(cache().purge(true), 1);
+}
+
+TEST_F(DiskCacheTest, an_entry_under_a_wrong_name_is_a_miss) {
+  ASSERT_TRUE(cache().write("one", payload_, reason_));
+  const std::string one = only_file();
+  fs::rename(one, root_ + "/saved");
+  ASSERT_TRUE(cache().write("two", payload_, reason_));
+  fs::rename(root_ + "/saved", only_file());
+  EXPECT_FALSE(cache().read("two"));
+}
+
+TEST_F(DiskCacheTest, modes) {
+  ASSERT_TRUE(cache().write("key", payload_, reason_));
+  EXPECT_FALSE(cache(DiskCache::Mode::read_only).write("new", payload_, reason_));
+  EXPECT_EQ(cache(DiskCache::Mode::read_only).read("key"), payload_);
+  EXPECT_FALSE(cache(DiskCache::Mode::off).read("key"));
+  EXPECT_FALSE(DiskCache("", DiskCache::Mode::read_write).write("key", payload_, reason_));
+}
+
+TEST_F(DiskCacheTest, an_unwritable_place_gives_a_reason) {
+  std::ofstream(root_ + "/file") << "in the way";
+  const DiskCache blocked(root_ + "/file/cache", DiskCache::Mode::read_write);
+  EXPECT_FALSE(blocked.write("key", payload_, reason_));
+  EXPECT_NE(reason_.find("cannot create"), std::string::npos) << reason_;
+  EXPECT_FALSE(blocked.read("key"));
+}
+
+// Writers race on few keys while readers look: a reader sees a whole entry or none.
+TEST_F(DiskCacheTest, processes_racing) {
+  constexpr int kProcesses = 8;
+  const auto payload_of = [](int key) {
+    return std::vector<char>(static_cast<std::size_t>(50000 + 1000 * key),
+                             static_cast<char>('a' + key));
+  };
+  for (int process = 0; process < kProcesses; ++process) {
+    if (fork() == 0) {
+      const DiskCache mine = cache();
+      std::string reason;
+      bool good = true;
+      for (int round = 0; round < 60; ++round) {
+        const int key = (round + process) % 4;
+        const std::string name = "key" + std::to_string(key);
+        if (const auto found = mine.read(name)) good &= *found == payload_of(key);
+        good &= mine.write(name, payload_of(key), reason);
+        const auto now = mine.read(name);
+        good &= now && *now == payload_of(key);
+      }
+      _exit(good ? 0 : 1);
+    }
+  }
+  for (int process = 0; process < kProcesses; ++process) {
+    int status = 0;
+    wait(&status);
+    EXPECT_EQ(status, 0);
+  }
+  EXPECT_EQ(cache().list().size(), 4u);
+  EXPECT_EQ(cache().purge(false), 4) << "no temporary file may be left";
+}
+
+}  // namespace
+}  // namespace pullback::cuda
