@@ -1,5 +1,5 @@
-// mbarriers and bulk copies (sm_90): a thread asks for a contiguous piece of global memory, the copy
-// engine fills shared memory and counts the bytes on a barrier that the readers wait for.
+// mbarriers and bulk copies (sm_90): a thread asks for a contiguous piece of global memory, the
+// copy engine fills shared memory and counts the bytes on a barrier that the readers wait for.
 #pragma once
 
 #include "device/types.cuh"
@@ -17,17 +17,20 @@ inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
 }
 
 // After barrier_init, before anybody else uses the barriers: makes them visible to the copy engine.
-inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+inline void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 inline void barrier_expect_bytes(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
 inline void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 
 // Waits until the phase with this parity (0 for the first) has completed.

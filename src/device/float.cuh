@@ -26,7 +26,9 @@ using Real = typename RealOf<T>::Type;
 
 inline double to_real(double value) { return value; }
 inline float to_real(float value) { return value; }
-inline float to_real(bf16 value) { return __uint_as_float(static_cast<uint32_t>(value.bits) << 16); }
+inline float to_real(bf16 value) {
+  return __uint_as_float(static_cast<uint32_t>(value.bits) << 16);
+}
 inline float to_real(f16 value) {
   float result;
   asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
