@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Prints the tables of docs/performance.md from the JSON of `pullback bench`.
+
+    build/tools/pullback/pullback bench --json bench.json
+    scripts/performance_tables.py bench.json
+"""
+
+import json
+import sys
+
+
+def time_text(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def rate_text(result: dict) -> str:
+    seconds = result["seconds"]["median"]
+    if result["flops"] > 0:
+        return f"{result['flops'] / seconds / 1e9:.0f} GFLOP/s"
+    return f"{result['bytes'] / seconds / 1e9:.1f} GB/s"
+
+
+def cell(result: dict) -> str:
+    share = result.get("share_of_ceiling")
+    percent = f", {share:.0%}" if share is not None else ""
+    return f"{time_text(result['seconds']['median'])}, {rate_text(result)}{percent}"
+
+
+def main() -> None:
+    for path in sys.argv[1:]:
+        with open(path, encoding="utf-8") as file:
+            report = json.load(file)
+        rows: dict[tuple[str, str, str], dict[str, dict]] = {}
+        for result in report["results"]:
+            key = (result["op"], result["case"], result["dtype"])
+            rows.setdefault(key, {})[result["pass"]] = result
+        op = ""
+        for (row_op, case, dtype), passes in rows.items():
+            if row_op != op:
+                op = row_op
+                print(f"\n### {op}\n\n| case | dtype | forward | backward |\n| --- | --- | --- | --- |")
+            cells = [cell(passes[name]) if name in passes else "" for name in ("forward", "backward")]
+            print(f"| {case} | {dtype} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
