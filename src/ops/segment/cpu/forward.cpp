@@ -504,7 +504,7 @@ class Forward {
   static void MaskOfEqual(const R* HWY_RESTRICT x, const R* HWY_RESTRICT value,
                           std::int64_t columns, std::uint8_t* to, std::int64_t stride) {
     StoreBits(columns, to, stride, [&](std::int64_t c) {
-      return (x[c] == value[c]) | (std::isnan(x[c]) & std::isnan(value[c]));
+      return x[c] == value[c] || (std::isnan(x[c]) && std::isnan(value[c]));
     });
   }
 
