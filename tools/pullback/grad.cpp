@@ -108,7 +108,7 @@ void add_grad(CLI::App& app, Command& command) {
   // An op that is not known ends up here, with all that follows it. After the ops, which would
   // inherit this.
   grad->allow_extras();
-  grad->callback([grad, &command] {
+  grad->callback([grad] {
     if (!grad->get_subcommands().empty()) {
       if (!grad->remaining().empty()) throw CLI::ExtrasError(grad->remaining());
       return;
