@@ -1,4 +1,5 @@
 // Any bytes given to the safetensors reader are tensors inside of them or an invalid_argument.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
