@@ -45,8 +45,10 @@ std::string image(const std::string& header, const std::string& data = {}) {
   return bytes + header + data;
 }
 
+// The tensors keep the bytes alive.
 TensorMap parse(const std::string& bytes) {
-  return parse_safetensors(std::as_bytes(std::span(bytes)), "file");
+  const auto owner = std::make_shared<const std::string>(bytes);
+  return parse_safetensors(std::as_bytes(std::span(*owner)), "file", owner);
 }
 
 std::string message(const std::string& bytes) {
