@@ -310,17 +310,17 @@ RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements) {
   return DegenerateRow(row, row.length == 0);
 }
 
-// Hidden elements become -inf on the way.
+// Hidden elements become -inf.
 template <class T>
 RowTensor MaskedCopy(const ForwardTile& tile) {
-  T* to = reinterpret_cast<T*>(tile.packed_x);
+  const RowTensor copy =
+      entmax::packed_copy<T>(tile.x, tile.rows, tile.length, tile.packed_x, tile.pitch);
   const T hidden(-std::numeric_limits<Real<T>>::infinity());
-  entmax::for_each_blocked<T>(tile.rows, tile.length, [&](std::int64_t r, std::int64_t i) {
-    const bool visible = tile.mask.row<std::uint8_t>(r)[i * tile.mask.step] != 0;
-    const T value = tile.x.row<T>(r)[i * tile.x.step];
-    to[r * tile.pitch + i] = visible ? value : hidden;
+  entmax::for_each_blocked(tile.rows, tile.length, [&](std::int64_t r, std::int64_t i) {
+    T& value = copy.row<T>(r)[i];
+    value = tile.mask.row<std::uint8_t>(r)[i * tile.mask.step] != 0 ? value : hidden;
   });
-  return {tile.packed_x, tile.pitch, 1};
+  return copy;
 }
 
 template <class T>

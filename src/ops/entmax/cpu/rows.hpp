@@ -23,7 +23,9 @@ namespace pullback::entmax {
 inline constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
 // A tile of rows used in place: enough elements to make the cost of a task vanish.
 inline constexpr std::int64_t kTileElements = 32768;
-// A tile of packed rows: one cache line across neighbouring rows, within this much scratch.
+// A tile of packed rows: this many bytes across neighbouring rows (a page walk and a DRAM page for
+// every axis position should pay), within this much scratch.
+inline constexpr std::int64_t kPackedLineBytes = 256;
 inline constexpr std::int64_t kPackedTileBytes = std::int64_t{4} << 20;
 
 // One tensor's part of a tile: the first element of its first row, and the steps in elements.
@@ -186,8 +188,8 @@ class RowPlan : public PlanBody<EntmaxTensors> {
         groups_(group_count(problem)) {
     const auto bytes = static_cast<std::int64_t>(size_of(problem.x.dtype));
     const std::int64_t length = std::max<std::int64_t>(length_, 1);
-    const std::int64_t line = 64 / bytes;
-    const std::int64_t packed = std::min(line, kPackedTileBytes / (length * bytes));
+    const std::int64_t packed =
+        std::min(kPackedLineBytes / bytes, kPackedTileBytes / (length * bytes));
     walk_.set_tile_rows(packs ? packed : groups_ >= 0 ? 1 : kTileElements / length);
     pitch_ = packed_pitch(length_, bytes);
     if (groups_ >= 0) offsets_at_ = layout_.add((groups_ + 1) * 8);
@@ -258,11 +260,11 @@ class RowPlan : public PlanBody<EntmaxTensors> {
   std::size_t offsets_at_ = 0, slots_at_ = 0, slot_bytes_ = 0;
 };
 
-// Copies between rows of any steps, `rows` × `length`. Blocks of 16 along the axis keep both sides
-// in L1 when one of them steps over whole lines.
-template <class T, class Move>
+// Calls move(r, i) for `rows` × `length`. Blocks along the axis keep both sides in L1 when one of
+// them steps over whole lines.
+inline constexpr std::int64_t kBlock = 16;
+template <class Move>
 void for_each_blocked(std::int64_t rows, std::int64_t length, const Move& move) {
-  constexpr std::int64_t kBlock = 16;
   for (std::int64_t begin = 0; begin < length; begin += kBlock) {
     const std::int64_t end = std::min(begin + kBlock, length);
     for (std::int64_t r = 0; r < rows; ++r) {
@@ -271,27 +273,74 @@ void for_each_blocked(std::int64_t rows, std::int64_t length, const Move& move) 
   }
 }
 
+// Calls block(r, i) for the whole kBlock × kBlock blocks, one axis position's rows after the
+// other's, and move(r, i) for the elements left over.
+template <class Block, class Move>
+void for_each_square(std::int64_t rows, std::int64_t length, const Block& block, const Move& move) {
+  const std::int64_t whole_rows = rows / kBlock * kBlock;
+  const std::int64_t whole_length = length / kBlock * kBlock;
+  for (std::int64_t i = 0; i < whole_length; i += kBlock) {
+    for (std::int64_t r = 0; r < whole_rows; r += kBlock) block(r, i);
+  }
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for (std::int64_t i = r < whole_rows ? whole_length : 0; i < length; ++i) move(r, i);
+  }
+}
+
 template <class T>
 RowTensor packed_copy(const RowTensor& from, std::int64_t rows, std::int64_t length,
                       std::byte* scratch, std::int64_t pitch) {
   T* to = reinterpret_cast<T*>(scratch);
-  for_each_blocked<T>(rows, length, [&](std::int64_t r, std::int64_t i) {
+  const auto move = [&](std::int64_t r, std::int64_t i) {
     to[r * pitch + i] = from.row<T>(r)[i * from.step];
-  });
+  };
+  const auto block = [&](std::int64_t r, std::int64_t i) {
+    T square[kBlock][kBlock];
+    const T* source = from.row<T>(r) + i * from.step;
+    for (std::int64_t k = 0; k < kBlock; ++k) {
+      // The lines of neighbouring axis positions are far apart, which no hardware foresees.
+      __builtin_prefetch(source + (k + kBlock) * from.step);
+      std::copy_n(source + k * from.step, kBlock, square[k]);
+    }
+    for (std::int64_t q = 0; q < kBlock; ++q) {
+      for (std::int64_t k = 0; k < kBlock; ++k) to[(r + q) * pitch + i + k] = square[k][q];
+    }
+  };
+  if (from.row_step == 1) {
+    for_each_square(rows, length, block, move);
+  } else {
+    for_each_blocked(rows, length, move);
+  }
   return {scratch, pitch, 1};
 }
 
 template <class T>
 void unpack(const RowTensor& from, std::int64_t rows, std::int64_t length, const RowTensor& to) {
-  for_each_blocked<T>(rows, length, [&](std::int64_t r, std::int64_t i) {
+  const auto move = [&](std::int64_t r, std::int64_t i) {
     to.row<T>(r)[i * to.step] = from.row<T>(r)[i];
-  });
+  };
+  const auto block = [&](std::int64_t r, std::int64_t i) {
+    T square[kBlock][kBlock];
+    for (std::int64_t q = 0; q < kBlock; ++q) {
+      for (std::int64_t k = 0; k < kBlock; ++k) square[k][q] = from.row<T>(r + q)[i + k];
+    }
+    T* target = to.row<T>(r) + i * to.step;
+    for (std::int64_t k = 0; k < kBlock; ++k) {
+      __builtin_prefetch(target + (k + kBlock) * to.step, 1);
+      std::copy_n(square[k], kBlock, target + k * to.step);
+    }
+  };
+  if (to.row_step == 1) {
+    for_each_square(rows, length, block, move);
+  } else {
+    for_each_blocked(rows, length, move);
+  }
 }
 
 template <class T>
 void fill_zero(const RowTensor& to, std::int64_t rows, std::int64_t length) {
-  for_each_blocked<T>(rows, length,
-                      [&](std::int64_t r, std::int64_t i) { to.row<T>(r)[i * to.step] = T{}; });
+  for_each_blocked(rows, length,
+                   [&](std::int64_t r, std::int64_t i) { to.row<T>(r)[i * to.step] = T{}; });
 }
 
 }  // namespace pullback::entmax
