@@ -51,15 +51,15 @@ std::vector<Job> jobs_of(const BenchOptions& options) {
   return jobs;
 }
 
+void save(const Json& report, const BenchOptions& options) {
+  if (!options.json.empty()) write_text_file(options.json, report.dump(1) + "\n");
+  if (!options.html.empty()) write_text_file(options.html, html_of(report));
+}
+
 int run_bench(const BenchOptions& options) {
   const Device device = options.device.get();
   for (const auto& op : options.ops) driver::find_driver(op);
   const std::vector<Job> jobs = jobs_of(options);
-  // Found out before minutes of work rather than after.
-  for (const std::string& path : {options.json, options.html}) {
-    if (!path.empty()) write_text_file(path, "");
-  }
-
   const Machine machine = this_machine();
   Json report;
   std::vector<std::string> failures;
@@ -91,11 +91,10 @@ int run_bench(const BenchOptions& options) {
                   fmt::format("pullback bench {} --dtype {} --seed {} --threads {} --filter {}",
                               job.test.op, name_of(job.dtype), options.seed, device.threads,
                               shell_quoted(job.test.name)));
+      save(report, options);  // an interrupted run leaves what it had
     }
   }
   fmt::print("{}\n{}", heading_text(report), table_text(report));
-  if (!options.json.empty()) write_text_file(options.json, report.dump(1) + "\n");
-  if (!options.html.empty()) write_text_file(options.html, html_of(report));
   for (const auto& failure : failures) fmt::print("FAILED {}\n", failure);
   return failures.empty() ? kDone : kCheckFailed;
 }

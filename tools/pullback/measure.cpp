@@ -72,7 +72,7 @@ Timing summary(std::vector<double> times) {
 
 template <class Run>
 Timing time_runs(std::vector<Copy>& copies, double seconds, const Run& run) {
-  constexpr std::size_t kFewest = 5, kMost = 20000;
+  constexpr std::size_t kFewest = 3, kWanted = 5, kMost = 20000;
   for (Copy& copy : copies) run(*copy.session);
   std::vector<double> times;
   const auto begin = Clock::now();
@@ -82,7 +82,8 @@ Timing time_runs(std::vector<Copy>& copies, double seconds, const Run& run) {
     const auto stop = Clock::now();
     times.push_back(std::chrono::duration<double>(stop - start).count());
     const double total = std::chrono::duration<double>(stop - begin).count();
-    if (total >= seconds && (times.size() >= kFewest || total >= 8 * seconds)) break;
+    const std::size_t enough = total >= 8 * seconds ? kFewest : kWanted;
+    if (total >= seconds && times.size() >= enough) break;
   }
   return summary(std::move(times));
 }
