@@ -57,11 +57,11 @@ std::int64_t TensorSpec::numel() const {
 }
 
 bool TensorSpec::is_contiguous() const {
-  std::int64_t expected = 1;
+  std::uint64_t expected = 1;  // unsigned as above: this also describes sizes that are refused
   for (int dim = rank - 1; dim >= 0; --dim) {
     if (shape[dim] == 0) return true;
-    if (shape[dim] != 1 && strides[dim] != expected) return false;
-    expected *= shape[dim];
+    if (shape[dim] != 1 && strides[dim] != static_cast<std::int64_t>(expected)) return false;
+    expected *= static_cast<std::uint64_t>(shape[dim]);
   }
   return true;
 }

@@ -8,7 +8,7 @@ execute_process(
   COMMAND ${CMAKE_CTEST_COMMAND} --build-and-test ${SOURCE}/outside ${WORK}/build
           --build-generator ${GENERATOR} --build-noclean
           --build-options -DCMAKE_PREFIX_PATH=${WORK}/moved -DCMAKE_C_COMPILER=${C_COMPILER}
-          -DCMAKE_CXX_COMPILER=${CXX_COMPILER} -DCMAKE_C_FLAGS=${FLAGS} -DCMAKE_CXX_FLAGS=${FLAGS}
+          -DCMAKE_CXX_COMPILER=${CXX_COMPILER}
           --test-command ${CMAKE_CTEST_COMMAND} --output-on-failure
   OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE failed)
 if(failed)
