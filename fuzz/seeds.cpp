@@ -27,13 +27,12 @@ std::string image(const std::string& header, std::size_t data_bytes) {
 }
 
 void safetensors_seeds(const std::filesystem::path& folder) {
-  Random random(1);
   for (DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16, DType::i64, DType::i32,
                       DType::u8, DType::boolean}) {
     driver::TensorMap tensors;
-    tensors["x"] = driver::integer_tensor(dtype, {2, 3}, random, 1);
-    tensors["empty"] = driver::integer_tensor(dtype, {0, 3}, random, 1);
-    tensors["scalar"] = driver::integer_tensor(DType::f32, {}, random, 1);
+    tensors["x"] = driver::filled_tensor(dtype, {2, 3}, 1);
+    tensors["empty"] = driver::filled_tensor(dtype, {0, 3}, 1);
+    tensors["scalar"] = driver::filled_tensor(DType::f32, {}, 1);
     driver::write_safetensors(folder / std::string(name_of(dtype)), tensors);
   }
   const std::string entry = R"({"dtype":"F32","shape":[2],"data_offsets":[0,8]})";
