@@ -316,7 +316,9 @@ void sparsity(Caller& c) {
   v.global_block_indices = numbers;
   v.num_global_block_indices = c.pick(4);
   if (c.chance(2)) v.global_block_end_indices = numbers + 3;
-  const std::int64_t seq_len = v.block > 0 && v.block < 1000 ? v.block * c.size() : c.size();
+  const std::int64_t blocks = c.size();
+  const bool sensible = v.block > 0 && v.block < 1000 && blocks > -1000 && blocks < 1000;
+  const std::int64_t seq_len = sensible ? v.block * blocks : blocks;
   pullback_block_layout* made = nullptr;
   // Sizes at which a layout would merely be slow to build are not the point here.
   if (v.num_heads > 100 || seq_len > 100000) return;
