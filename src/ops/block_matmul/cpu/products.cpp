@@ -220,19 +220,22 @@ void Spread(const SpreadTask& task) {
   R* right_scratch = left_scratch + kLeftPanel;
 
   std::fill(accumulators, accumulators + b * padded, R{0});
-  const T* s = static_cast<const T*>(sparse.data) + task.z * sparse.z_stride;
-  const T* x = static_cast<const T*>(in.data) + task.z * in.z_stride + task.h * in.h_stride +
-               first * in.column_stride;
+  // Offsets, not pointers: without blocks the tensors may be empty and null.
+  const T* s = static_cast<const T*>(sparse.data);
+  const T* x = static_cast<const T*>(in.data);
+  const std::int64_t s_begin = task.z * sparse.z_stride;
+  const std::int64_t x_begin =
+      task.z * in.z_stride + task.h * in.h_stride + first * in.column_stride;
   const auto blocks = sparse.transposed ? task.layout->column(task.h, task.block_row)
                                         : task.layout->row(task.h, task.block_row);
   for (const auto& block : blocks) {
     const std::int64_t row_stride = sparse.transposed ? sparse.column_stride : sparse.row_stride;
     const std::int64_t column_stride = sparse.transposed ? sparse.row_stride : sparse.column_stride;
     const std::int64_t x_row = (sparse.transposed ? block.row : block.column) * b;
-    const auto left = LeftPanel(s + block.rank * sparse.block_stride, row_stride, column_stride, b,
-                                b, left_scratch);
-    const auto right = RightPanel(x + x_row * in.row_stride, in.row_stride, in.column_stride, b,
-                                  columns, padded, right_scratch);
+    const auto left = LeftPanel(s + s_begin + block.rank * sparse.block_stride, row_stride,
+                                column_stride, b, b, left_scratch);
+    const auto right = RightPanel(x + x_begin + x_row * in.row_stride, in.row_stride,
+                                  in.column_stride, b, columns, padded, right_scratch);
     MultiplyAdd(left, right, b, padded, b, accumulators, padded);
   }
   T* y = static_cast<T*>(out.data) + task.z * out.z_stride + task.h * out.h_stride +
