@@ -33,6 +33,9 @@ using entmax::Family;
 // f32 partial sums are this many vectors long at most; then they are added up in double.
 inline constexpr std::size_t kSumVectors = 64;
 
+// From this many vectors on, a step drops the elements that have left the support.
+inline constexpr std::size_t kCompactVectors = 32;
+
 // Loads any storage type in the lanes of d, which may be wider: f32 as f64.
 template <class D, class T>
 HWY_INLINE hn::Vec<D> LoadAs(D d, const T* from) {
@@ -159,9 +162,10 @@ struct Power {
   double Descent(double slope) const { return near_one ? slope : slope / static_cast<double>(b); }
   double Step(double f, double slope) const {
     const double wide = static_cast<double>(b);
-    if constexpr (kFamily == Family::entmax15) return (f - std::sqrt(f)) / slope;
-    if constexpr (near_one) return -f * std::expm1(-wide * std::log(f)) / (wide * slope);
-    return (f - std::pow(f, 1 - wide)) / slope;
+    const double inverse_slope = 1 / slope;  // beside the root: the two take as long as one
+    if constexpr (kFamily == Family::entmax15) return (f - std::sqrt(f)) * inverse_slope;
+    if constexpr (near_one) return -f * std::expm1(-wide * std::log(f)) / wide * inverse_slope;
+    return (f - std::pow(f, 1 - wide)) * inverse_slope;
   }
 };
 
@@ -243,7 +247,10 @@ Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double preci
   constexpr double kTiny = 4 * static_cast<double>(std::numeric_limits<R>::epsilon());
   const double tolerance = power.Tolerance(precision);
   while (true) {
-    const PowerSums sums = Evaluate<true>(power, theta, z, count);
+    // A few vectors are faster summed again than moved: the next sums would wait for the stores.
+    const PowerSums sums = count > kCompactVectors * hn::Lanes(hn::ScalableTag<R>())
+                               ? Evaluate<true>(power, theta, z, count)
+                               : Evaluate<false>(power, theta, z, count);
     if constexpr (P::family == Family::sparsemax) {
       // The threshold of this set, which is the answer when it drops nobody.
       const double k = static_cast<double>(sums.count);
