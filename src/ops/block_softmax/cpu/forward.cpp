@@ -32,6 +32,7 @@ struct ForwardTask {
   const BlockSoftmaxProblem* problem;
   const BlockSoftmaxTensors* tensors;
   Term terms[3];  // in the order they are added; those without data are skipped
+  bool direct;    // x is s but for the scale: no terms, no gaps
   bool stream;
   std::int64_t z;
   RowGroup group;
@@ -40,11 +41,8 @@ struct ForwardTask {
   std::byte* scratch;
 };
 
-// Rows in scratch are this many elements longer than needed, lest they compete for cache sets.
-inline constexpr std::int64_t kRowPadding = 16;
-
-// Rows between whose exponentials outputs are stored: the stores of one strip wait in the store
-// buffer while the next one computes. Four rows of a block are at least one cache line.
+// Rows of a strip, unless a group has fewer. Accumulators of four rows hide each other's latency,
+// and four rows of a block are at least one cache line.
 inline constexpr std::int64_t kStripRows = 4;
 
 }  // namespace pullback::block_softmax
@@ -126,34 +124,117 @@ HWY_INLINE hn::Vec<D> ExpNonPositive(D d, hn::Vec<D> x) {
   }
 }
 
-// Replaces the scores of one row by exp(s - max), and returns 1 / their sum, or 0 for a row that
-// sees nothing.
-template <class T, class R = Real<T>>
-HWY_INLINE R Exponentials(R* s, std::int64_t count, Upcoming& upcoming) {
-  const hn::CappedTag<R, 16> d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  auto most0 = hn::LoadU(d, s), most1 = most0;
-  std::int64_t j = lanes;
-  for (; j + lanes < count; j += 2 * lanes) {
-    most0 = hn::Max(most0, hn::LoadU(d, s + j));
-    most1 = hn::Max(most1, hn::LoadU(d, s + j + lanes));
-  }
-  if (j < count) most0 = hn::Max(most0, hn::LoadU(d, s + j));
-  auto most = hn::MaxOfLanes(d, hn::Max(most0, most1));
-  // Nothing is seen (or NaN besides): any finite shift leaves exponentials of 0 (or NaN).
-  const auto nothing = hn::Eq(most, hn::Neg(hn::Inf(d)));
-  most = hn::IfThenZeroElse(nothing, most);
+// Rows of a strip where they do not fill a register: row i of block k begins at
+// at + k · block_stride + i · row_stride.
+template <class S>
+struct Strip {
+  S* at;
+  std::int64_t block_stride, row_stride;
+};
 
-  // The maximum may have lost a NaN; the sum keeps it.
-  auto sum = hn::Zero(d);
-  for (j = 0; j < count; j += lanes) {
-    upcoming.Fetch(lanes * static_cast<std::int64_t>(sizeof(T)));
-    const auto value = ExpNonPositive(d, hn::Sub(hn::LoadU(d, s + j), most));
-    hn::StoreU(value, d, s + j);
-    sum = hn::Add(sum, value);
+// Outputs that wait in scratch: y = factor · exponentials.
+template <class T, int kRows>
+struct Outputs {
+  const Real<T>* exponentials = nullptr;  // [blocks][b / lanes][kRows][lanes]; null: none
+  Strip<T> y = {};
+  Real<T> factor[kRows] = {};
+};
+
+// The maxima of the rows of a strip, 0 for a row that sees nothing.
+template <int kRows, class D, class S, class R = hn::TFromD<D>>
+HWY_INLINE void RowMaxima(D d, const Strip<const S>& x, std::int64_t blocks, std::int64_t b,
+                          R scale, R* most) {
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto by = hn::Set(d, scale);
+  hn::Vec<D> row_most[kRows];
+  for (int i = 0; i < kRows; ++i) row_most[i] = hn::Neg(hn::Inf(d));
+  for (std::int64_t k = 0; k < blocks; ++k) {
+    const S* from = x.at + k * x.block_stride;
+    for (std::int64_t j = 0; j < b; j += lanes, from += lanes) {
+      for (int i = 0; i < kRows; ++i) {
+        const auto s = hn::Mul(HWY_NAMESPACE::Load(d, from + i * x.row_stride), by);
+        row_most[i] = hn::Max(row_most[i], s);
+      }
+    }
   }
-  const R total = hn::GetLane(hn::SumOfLanes(d, sum));
-  return total == 0 ? R{0} : R{1} / total;
+  for (int i = 0; i < kRows; ++i) {
+    // Nothing is seen (or NaN besides): any finite shift leaves exponentials of 0 (or NaN).
+    const auto all = hn::MaxOfLanes(d, row_most[i]);
+    const auto nothing = hn::Eq(all, hn::Neg(hn::Inf(d)));
+    most[i] = hn::GetLane(hn::IfThenZeroElse(nothing, all));
+  }
+}
+
+// Exponentials of a strip into scratch, and 1 / their sums, or 0 for a row that sees nothing. In
+// between it stores the outputs of the strip before and asks for the input of the next one, so that
+// memory has work in both directions while exponentials are computed.
+template <class T, int kRows, class S, class R = Real<T>>
+HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t blocks, std::int64_t b, R scale,
+                             const R* most, const Outputs<T, kRows>& before, bool stream,
+                             const Strip<const char>& next, R* to, R* factor) {
+  const SegmentTag<T> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
+  const auto by = hn::Set(d, scale);
+  hn::Vec<decltype(d)> sum[kRows], row_most[kRows], row_factor[kRows];
+  for (int i = 0; i < kRows; ++i) {
+    sum[i] = hn::Zero(d);
+    row_most[i] = hn::Set(d, most[i]);
+    row_factor[i] = hn::Set(d, before.factor[i]);
+  }
+  const R* waiting = before.exponentials;
+  for (std::int64_t k = 0; k < blocks; ++k) {
+    const S* from = x.at + k * x.block_stride;
+    T* y = before.y.at + k * before.y.block_stride;
+    const char* fetch = next.at + k * next.block_stride;
+    for (std::int64_t j = 0; j < b; j += lanes) {
+      for (int i = 0; i < kRows; ++i) {
+        hwy::Prefetch(fetch + i * next.row_stride);
+        // The maximum may have lost a NaN; the sum keeps it.
+        const auto s = hn::Mul(HWY_NAMESPACE::Load(d, from + i * x.row_stride), by);
+        const auto value = ExpNonPositive(d, hn::Sub(s, row_most[i]));
+        hn::StoreU(value, d, to);
+        to += lanes;
+        sum[i] = hn::Add(sum[i], value);
+      }
+      from += lanes;
+      fetch += lanes * kSize;
+      if (waiting == nullptr) continue;
+      for (int i = 0; i < kRows; ++i) {
+        const auto value = hn::Mul(hn::LoadU(d, waiting), row_factor[i]);
+        waiting += lanes;
+        T* row = y + i * before.y.row_stride;
+        stream ? StreamStore(d, value, row) : Store(d, value, row);
+      }
+      y += lanes;
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    const R total = hn::GetLane(hn::SumOfLanes(d, sum[i]));
+    factor[i] = total == 0 ? R{0} : R{1} / total;
+  }
+}
+
+// Stores outputs; y_stride is between neighbours of a row.
+template <class T, int kRows>
+HWY_INLINE void Write(const Outputs<T, kRows>& outputs, std::int64_t blocks, std::int64_t b,
+                      std::int64_t y_stride, bool stream) {
+  const SegmentTag<T> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  for (std::int64_t k = 0; k < blocks; ++k) {
+    for (int i = 0; i < kRows; ++i) {
+      const Real<T>* from = outputs.exponentials + k * b * kRows + i * lanes;
+      T* y = outputs.y.at + k * outputs.y.block_stride + i * outputs.y.row_stride;
+      const auto by = hn::Set(d, outputs.factor[i]);
+      T scratch[kMaxBlock];
+      T* to = Writable(y, y_stride, scratch);
+      for (std::int64_t j = 0; j < b; j += lanes, from += kRows * lanes) {
+        const auto value = hn::Mul(hn::LoadU(d, from), by);
+        stream ? StreamStore(d, value, to + j) : Store(d, value, to + j);
+      }
+      Scatter(to, y, y_stride, b);
+    }
+  }
 }
 
 // All terms at the segment of token row `row` that begins at token column `column`.
@@ -168,72 +249,93 @@ HWY_NOINLINE void ApplyTerms(const ForwardTask& task, std::int64_t head, std::in
   }
 }
 
-template <class T>
-void ForwardRows(const ForwardTask& task) {
-  using R = Real<T>;
+// s of token rows [row, row + kRows) of a block row, for rows that have terms or gaps.
+template <class T, int kRows, class R = Real<T>>
+HWY_INLINE void Scores(const ForwardTask& task, std::int64_t row, R* s) {
   const SegmentTag<T> d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const BlockSoftmaxProblem& p = *task.problem;
-  const auto blocks = p.layout->row(task.group.head, task.group.row);
-  const std::int64_t b = p.block, begin = task.group.begin, rows = task.group.end - begin;
-  const auto row_length = static_cast<std::int64_t>(blocks.size()) * b;
-  const std::int64_t pitch = row_length + block_softmax::kRowPadding;
-  R* s = reinterpret_cast<R*>(task.scratch);
-
+  const std::int64_t b = p.block;
   const auto scale = hn::Set(d, static_cast<R>(p.scale));
-  const bool has_terms = std::any_of(std::begin(task.terms), std::end(task.terms),
-                                     [](const Term& term) { return term.data != nullptr; });
-  const std::int64_t x_stride = p.x.strides[2];
-  for (std::size_t k = 0; k < blocks.size(); ++k) {
+  for (const auto& block : p.layout->row(task.group.head, task.group.row)) {
     const T* x = static_cast<const T*>(task.tensors->x) + task.z * p.x.strides[0] +
-                 blocks[k].rank * p.x.strides[1] + begin * x_stride;
-    R* to = s + static_cast<std::int64_t>(k) * b;
-    for (std::int64_t i = 0; i < rows; ++i, x += x_stride, to += pitch) {
+                 block.rank * p.x.strides[1] + row * p.x.strides[2];
+    for (int i = 0; i < kRows; ++i, x += p.x.strides[2], s += b) {
       T scratch[kMaxBlock];
       const T* from = Gathered(x, p.x.strides[3], b, scratch);
-      for (std::int64_t j = 0; j < b; j += lanes) {
-        hn::StoreU(hn::Mul(HWY_NAMESPACE::Load(d, from + j), scale), d, to + j);
+      for (std::int64_t j = 0; j < b; j += static_cast<std::int64_t>(hn::Lanes(d))) {
+        hn::StoreU(hn::Mul(HWY_NAMESPACE::Load(d, from + j), scale), d, s + j);
       }
-      if (has_terms) {
-        ApplyTerms<T>(task, blocks[k].head, blocks[k].row * b + begin + i, blocks[k].column * b,
-                      to);
-      }
+      ApplyTerms<T>(task, block.head, block.row * b + row + i, block.column * b, s);
     }
   }
+}
 
-  Upcoming upcoming;
-  if (task.next != nullptr) {
-    upcoming = Upcoming(p.x, task.tensors->x, *p.layout, *task.next, task.next_z);
-  }
-  const std::int64_t y_stride = p.y.strides[2];
-  for (std::int64_t first = 0; first < rows; first += block_softmax::kStripRows) {
-    const std::int64_t count = std::min(block_softmax::kStripRows, rows - first);
-    R factor[block_softmax::kStripRows];
-    for (std::int64_t i = 0; i < count; ++i) {
-      factor[i] = Exponentials<T>(s + (first + i) * pitch, row_length, upcoming);
+template <class T, int kRows>
+void ForwardStrips(const ForwardTask& task) {
+  using R = Real<T>;
+  const SegmentTag<T> d;
+  const BlockSoftmaxProblem& p = *task.problem;
+  const auto row_blocks = p.layout->row(task.group.head, task.group.row);
+  const auto blocks = static_cast<std::int64_t>(row_blocks.size());
+  const std::int64_t b = p.block, strip = kRows * blocks * b;
+  const auto scale = static_cast<R>(p.scale);
+  R* scratch[2] = {reinterpret_cast<R*>(task.scratch), reinterpret_cast<R*>(task.scratch) + strip};
+  R* scores = scratch[1] + strip;
+
+  // The blocks of a row have neighbouring ranks.
+  const auto at = [&](const TensorSpec& spec, std::int64_t z, std::int64_t rank, std::int64_t row) {
+    return z * spec.strides[0] + rank * spec.strides[1] + row * spec.strides[2];
+  };
+  const T* x = static_cast<const T*>(task.tensors->x);
+  T* y = static_cast<T*>(task.tensors->y);
+  constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
+  Outputs<T, kRows> before;
+  for (std::int64_t row = task.group.begin; row < task.group.end; row += kRows) {
+    const T* x_strip = x + at(p.x, task.z, row_blocks[0].rank, row);
+    const T* x_next = x_strip;
+    if (row + kRows < task.group.end) {
+      x_next = x_strip + kRows * p.x.strides[2];
+    } else if (task.next != nullptr) {
+      const auto rank = p.layout->row(task.next->head, task.next->row)[0].rank;
+      x_next = x + at(p.x, task.next_z, rank, task.next->begin);
     }
-    for (std::size_t k = 0; k < blocks.size(); ++k) {
-      T* y = static_cast<T*>(task.tensors->y) + task.z * p.y.strides[0] +
-             blocks[k].rank * p.y.strides[1] + (begin + first) * y_stride;
-      const R* from = s + first * pitch + static_cast<std::int64_t>(k) * b;
-      for (std::int64_t i = 0; i < count; ++i, y += y_stride, from += pitch) {
-        const auto by = hn::Set(d, factor[i]);
-        if (task.stream) {
-          for (std::int64_t j = 0; j < b; j += lanes) {
-            StreamStore(d, hn::Mul(hn::LoadU(d, from + j), by), y + j);
-          }
-          continue;
-        }
-        T scratch[kMaxBlock];
-        T* to = Writable(y, p.y.strides[3], scratch);
-        for (std::int64_t j = 0; j < b; j += lanes) {
-          Store(d, hn::Mul(hn::LoadU(d, from + j), by), to + j);
-        }
-        Scatter(to, y, p.y.strides[3], b);
-      }
+    const Strip<const char> next{reinterpret_cast<const char*>(x_next), p.x.strides[1] * kSize,
+                                 p.x.strides[2] * kSize};
+    Outputs<T, kRows> outputs;
+    R* exponentials = scratch[0];
+    R most[kRows];
+    if (task.direct) {
+      const Strip<const T> from{x_strip, p.x.strides[1], p.x.strides[2]};
+      RowMaxima<kRows>(d, from, blocks, b, scale, most);
+      Exponentials<T, kRows>(from, blocks, b, scale, most, before, task.stream, next, exponentials,
+                             outputs.factor);
+    } else {
+      Scores<T, kRows>(task, row, scores);
+      const Strip<const R> from{scores, kRows * b, b};
+      RowMaxima<kRows>(d, from, blocks, b, R{1}, most);
+      Exponentials<T, kRows>(from, blocks, b, R{1}, most, before, task.stream, next, exponentials,
+                             outputs.factor);
+    }
+    outputs.exponentials = exponentials;
+    outputs.y = {y + at(p.y, task.z, row_blocks[0].rank, row), p.y.strides[1], p.y.strides[2]};
+    if (p.y.strides[3] == 1) {
+      before = outputs;
+      std::swap(scratch[0], scratch[1]);
+    } else {
+      Write(outputs, blocks, b, p.y.strides[3], false);
     }
   }
+  if (before.exponentials != nullptr) Write(before, blocks, b, 1, task.stream);
   if (task.stream) hwy::FlushStream();
+}
+
+template <class T>
+void ForwardRows(const ForwardTask& task) {
+  if ((task.group.end - task.group.begin) % block_softmax::kStripRows == 0) {
+    ForwardStrips<T, block_softmax::kStripRows>(task);
+  } else {
+    ForwardStrips<T, 1>(task);
+  }
 }
 
 void ForwardGroup(const ForwardTask& task) {
@@ -265,10 +367,14 @@ class CpuForward final : public Body {
     for (const RowGroup& group : groups_) {
       const auto blocks =
           static_cast<std::int64_t>(problem.layout->row(group.head, group.row).size());
-      most = std::max(most, (group.end - group.begin) * (blocks * problem.block + kRowPadding));
+      const std::int64_t rows = std::min(kStripRows, std::int64_t{group.end} - group.begin);
+      most = std::max(most, rows * blocks * problem.block);
     }
-    const std::size_t bytes =
-        static_cast<std::size_t>(most) * size_of(accumulation_dtype(problem.x.dtype));
+    direct_ = problem.x.strides[3] == 1 && !problem.rpe.given() &&
+              !problem.key_padding_mask.given() && !problem.attn_mask.given();
+    // Exponentials of two strips, and scores of one.
+    const std::size_t bytes = static_cast<std::size_t>(most * (direct_ ? 2 : 3)) *
+                              size_of(accumulation_dtype(problem.x.dtype));
     slot_bytes_ = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
     workspace_bytes = slot_bytes_ * static_cast<std::size_t>(threads_.count());
     description = "groups of rows, three passes over each in cache; sums in " +
@@ -283,6 +389,7 @@ class CpuForward final : public Body {
                        .terms = {rpe_term(p.rpe, tensors.rpe),
                                  key_term(p.key_padding_mask, tensors.key_padding_mask),
                                  attn_term(p.attn_mask, tensors.attn_mask)},
+                       .direct = direct_,
                        .stream = false,
                        .z = 0,
                        .group = {},
@@ -328,6 +435,7 @@ class CpuForward final : public Body {
   BlockSoftmaxProblem problem_;
   Threads threads_;
   std::vector<RowGroup> groups_;
+  bool direct_ = false;
   std::size_t slot_bytes_ = 0;
 };
 
