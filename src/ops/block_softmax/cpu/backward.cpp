@@ -60,13 +60,6 @@ using block_softmax::Sizes;
 using block_softmax::SumTask;
 
 template <class T>
-const T* Row(const TensorSpec& spec, const void* data, std::int64_t z, std::int64_t rank,
-             std::int64_t i) {
-  return static_cast<const T*>(data) + z * spec.strides[0] + rank * spec.strides[1] +
-         i * spec.strides[2];
-}
-
-template <class T>
 void BackwardRows(const BackwardRun& run, const GroupTask& task) {
   using R = Real<T>;
   const std::int64_t z = task.z;
@@ -85,8 +78,8 @@ void BackwardRows(const BackwardRun& run, const GroupTask& task) {
   }
   const std::int64_t y_step = p.y.strides[2], d_y_step = p.d_y.strides[2];
   for (const auto& block : blocks) {
-    const T* y_row = Row<T>(p.y, run.y, z, block.rank, begin);
-    const T* d_y_row = Row<T>(p.d_y, run.d_y, z, block.rank, begin);
+    const T* y_row = At<T>(p.y, run.y, z, block.rank, begin);
+    const T* d_y_row = At<T>(p.d_y, run.d_y, z, block.rank, begin);
     R* sum_at = partial;
     for (std::int64_t i = begin; i < end; ++i) {
       const T* y = Gathered(y_row, y_stride, b, y_scratch);
@@ -124,9 +117,9 @@ void BackwardRows(const BackwardRun& run, const GroupTask& task) {
   const std::int64_t d_x_stride = p.d_x.strides[3], d_x_step = p.d_x.strides[2];
   const std::int64_t segment_bytes = b * static_cast<std::int64_t>(sizeof(T));
   for (const auto& block : blocks) {
-    const T* y_row = Row<T>(p.y, run.y, z, block.rank, begin);
-    const T* d_y_row = Row<T>(p.d_y, run.d_y, z, block.rank, begin);
-    T* d_x_row = const_cast<T*>(Row<T>(p.d_x, run.d_x, z, block.rank, begin));
+    const T* y_row = At<T>(p.y, run.y, z, block.rank, begin);
+    const T* d_y_row = At<T>(p.d_y, run.d_y, z, block.rank, begin);
+    T* d_x_row = const_cast<T*>(At<T>(p.d_x, run.d_x, z, block.rank, begin));
     for (std::int64_t i = begin; i < end; ++i) {
       const T* y = Gathered(y_row, y_stride, b, y_scratch);
       const T* d_y = Gathered(d_y_row, d_y_stride, b, d_y_scratch);
@@ -163,9 +156,9 @@ HWY_INLINE void AddRow(const BackwardRun& run, std::int64_t z, const BlockLayout
   const BlockSoftmaxProblem& p = *run.problem;
   const std::int64_t b = p.block;
   T y_scratch[kMaxBlock], d_y_scratch[kMaxBlock];
-  const T* y = Gathered(Row<T>(p.y, run.y, z, block.rank, i), p.y.strides[3], b, y_scratch);
+  const T* y = Gathered(At<T>(p.y, run.y, z, block.rank, i), p.y.strides[3], b, y_scratch);
   const T* d_y =
-      Gathered(Row<T>(p.d_y, run.d_y, z, block.rank, i), p.d_y.strides[3], b, d_y_scratch);
+      Gathered(At<T>(p.d_y, run.d_y, z, block.rank, i), p.d_y.strides[3], b, d_y_scratch);
   const std::int64_t head_row = z * p.layout->heads() + block.head;
   const auto delta = hn::Set(
       d, static_cast<const R*>(run.delta)[(head_row * p.layout->rows() + block.row) * b + i]);
@@ -273,7 +266,7 @@ class CpuBackward final : public Body {
       : problem_(problem),
         sizes_(sizes_of(problem)),
         threads_(device.threads),
-        groups_(make_row_groups(*problem.layout, problem.block)) {
+        tasks_(*problem.layout, problem.block) {
     const auto& [Z, H, R, C, b, nnz] = sizes_;
     const DType real = accumulation_dtype(problem.x.dtype);
     if (problem.d_rpe.given() || problem.d_attn_mask.given() ||
@@ -326,19 +319,24 @@ class CpuBackward final : public Body {
  private:
   void rows(const BackwardRun& run) const {
     if (run.d_x == nullptr && run.delta == nullptr) return;
-    const auto group_count = static_cast<std::int64_t>(groups_.size());
-    const std::int64_t task_count = sizes_.Z * group_count;
+    const std::int64_t count = sizes_.Z * tasks_.count();
     const auto bytes = problem_.y.numel() * static_cast<std::int64_t>(size_of(problem_.y.dtype));
-    const auto group_at = [&](std::int64_t index) {
-      return &groups_[static_cast<std::size_t>(index % group_count)];
-    };
-    threads_.parallel_for(task_count, [&](std::int64_t index, int) {
-      const bool fetch = bytes > kFetchBytes && index + 1 < task_count;
-      const GroupTask task{.z = index / group_count,
-                           .group = group_at(index),
-                           .next_z = (index + 1) / group_count,
-                           .next = fetch ? group_at(index + 1) : nullptr};
-      HWY_DYNAMIC_DISPATCH(BackwardGroup)(run, task);
+    threads_.parallel_for(count, [&](std::int64_t index, int) {
+      const auto groups = tasks_[index % tasks_.count()];
+      const bool fetch = bytes > kFetchBytes;
+      for (const RowGroup& group : groups) {
+        GroupTask task{.z = index / tasks_.count(),
+                       .group = &group,
+                       .next_z = index / tasks_.count(),
+                       .next = nullptr};
+        if (fetch && &group != &groups.back()) {
+          task.next = &group + 1;
+        } else if (fetch && index + 1 < count) {
+          task.next_z = (index + 1) / tasks_.count();
+          task.next = &tasks_[(index + 1) % tasks_.count()][0];
+        }
+        HWY_DYNAMIC_DISPATCH(BackwardGroup)(run, task);
+      }
     });
   }
 
@@ -385,7 +383,7 @@ class CpuBackward final : public Body {
   BlockSoftmaxProblem problem_;
   Sizes sizes_;
   Threads threads_;
-  std::vector<RowGroup> groups_;
+  RowTasks tasks_;
   std::size_t delta_bytes_ = 0, slot_bytes_ = 0;
 };
 

@@ -35,15 +35,12 @@ struct ForwardTask {
   bool direct;    // x is s but for the scale: no terms, no gaps
   bool stream;
   std::int64_t z;
-  RowGroup group;
+  std::span<const RowGroup> groups;
   std::int64_t next_z;
-  const RowGroup* next;  // what this thread will probably do next; may be null
+  const RowGroup* next;  // what this thread will probably do after them; may be null
   std::byte* scratch;
+  std::int64_t strip_elements;  // of each of the strips in scratch
 };
-
-// Rows of a strip, unless a group has fewer. Accumulators of four rows hide each other's latency,
-// and four rows of a block are at least one cache line.
-inline constexpr std::int64_t kStripRows = 4;
 
 }  // namespace pullback::block_softmax
 #endif
@@ -52,6 +49,7 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
 using block_softmax::ForwardTask;
+using block_softmax::RowGroup;
 using block_softmax::Term;
 
 // The term's segment at `offset`, as Real.
@@ -137,6 +135,7 @@ template <class T, int kRows>
 struct Outputs {
   const Real<T>* exponentials = nullptr;  // [blocks][b / lanes][kRows][lanes]; null: none
   Strip<T> y = {};
+  std::int64_t blocks = 0;
   Real<T> factor[kRows] = {};
 };
 
@@ -184,6 +183,7 @@ HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t blocks, std::
   }
   const R* waiting = before.exponentials;
   for (std::int64_t k = 0; k < blocks; ++k) {
+    const bool store = k < before.blocks;
     const S* from = x.at + k * x.block_stride;
     T* y = before.y.at + k * before.y.block_stride;
     const char* fetch = next.at + k * next.block_stride;
@@ -199,7 +199,7 @@ HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t blocks, std::
       }
       from += lanes;
       fetch += lanes * kSize;
-      if (waiting == nullptr) continue;
+      if (!store) continue;
       for (int i = 0; i < kRows; ++i) {
         const auto value = hn::Mul(hn::LoadU(d, waiting), row_factor[i]);
         waiting += lanes;
@@ -215,13 +215,13 @@ HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t blocks, std::
   }
 }
 
-// Stores outputs; y_stride is between neighbours of a row.
+// Stores outputs of all blocks but the first ones; y_stride is between neighbours of a row.
 template <class T, int kRows>
-HWY_INLINE void Write(const Outputs<T, kRows>& outputs, std::int64_t blocks, std::int64_t b,
+HWY_INLINE void Write(const Outputs<T, kRows>& outputs, std::int64_t first, std::int64_t b,
                       std::int64_t y_stride, bool stream) {
   const SegmentTag<T> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  for (std::int64_t k = 0; k < blocks; ++k) {
+  for (std::int64_t k = first; k < outputs.blocks; ++k) {
     for (int i = 0; i < kRows; ++i) {
       const Real<T>* from = outputs.exponentials + k * b * kRows + i * lanes;
       T* y = outputs.y.at + k * outputs.y.block_stride + i * outputs.y.row_stride;
@@ -251,14 +251,13 @@ HWY_NOINLINE void ApplyTerms(const ForwardTask& task, std::int64_t head, std::in
 
 // s of token rows [row, row + kRows) of a block row, for rows that have terms or gaps.
 template <class T, int kRows, class R = Real<T>>
-HWY_INLINE void Scores(const ForwardTask& task, std::int64_t row, R* s) {
+HWY_INLINE void Scores(const ForwardTask& task, const RowGroup& group, std::int64_t row, R* s) {
   const SegmentTag<T> d;
   const BlockSoftmaxProblem& p = *task.problem;
   const std::int64_t b = p.block;
   const auto scale = hn::Set(d, static_cast<R>(p.scale));
-  for (const auto& block : p.layout->row(task.group.head, task.group.row)) {
-    const T* x = static_cast<const T*>(task.tensors->x) + task.z * p.x.strides[0] +
-                 block.rank * p.x.strides[1] + row * p.x.strides[2];
+  for (const auto& block : p.layout->row(group.head, group.row)) {
+    const T* x = At<T>(p.x, task.tensors->x, task.z, block.rank, row);
     for (int i = 0; i < kRows; ++i, x += p.x.strides[2], s += b) {
       T scratch[kMaxBlock];
       const T* from = Gathered(x, p.x.strides[3], b, scratch);
@@ -275,64 +274,74 @@ void ForwardStrips(const ForwardTask& task) {
   using R = Real<T>;
   const SegmentTag<T> d;
   const BlockSoftmaxProblem& p = *task.problem;
-  const auto row_blocks = p.layout->row(task.group.head, task.group.row);
-  const auto blocks = static_cast<std::int64_t>(row_blocks.size());
-  const std::int64_t b = p.block, strip = kRows * blocks * b;
+  const std::int64_t b = p.block;
   const auto scale = static_cast<R>(p.scale);
-  R* scratch[2] = {reinterpret_cast<R*>(task.scratch), reinterpret_cast<R*>(task.scratch) + strip};
-  R* scores = scratch[1] + strip;
-
-  // The blocks of a row have neighbouring ranks.
-  const auto at = [&](const TensorSpec& spec, std::int64_t z, std::int64_t rank, std::int64_t row) {
-    return z * spec.strides[0] + rank * spec.strides[1] + row * spec.strides[2];
+  const auto x_of = [&](std::int64_t z, const RowGroup& group, std::int64_t row) {
+    return At<T>(p.x, task.tensors->x, z, p.layout->row(group.head, group.row)[0].rank, row);
   };
-  const T* x = static_cast<const T*>(task.tensors->x);
-  T* y = static_cast<T*>(task.tensors->y);
-  constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
+  R* exponentials = reinterpret_cast<R*>(task.scratch);
+  R* other = exponentials + task.strip_elements;
+  R* scores = other + task.strip_elements;
+
   Outputs<T, kRows> before;
-  for (std::int64_t row = task.group.begin; row < task.group.end; row += kRows) {
-    const T* x_strip = x + at(p.x, task.z, row_blocks[0].rank, row);
-    const T* x_next = x_strip;
-    if (row + kRows < task.group.end) {
-      x_next = x_strip + kRows * p.x.strides[2];
-    } else if (task.next != nullptr) {
-      const auto rank = p.layout->row(task.next->head, task.next->row)[0].rank;
-      x_next = x + at(p.x, task.next_z, rank, task.next->begin);
-    }
-    const Strip<const char> next{reinterpret_cast<const char*>(x_next), p.x.strides[1] * kSize,
-                                 p.x.strides[2] * kSize};
-    Outputs<T, kRows> outputs;
-    R* exponentials = scratch[0];
-    R most[kRows];
-    if (task.direct) {
-      const Strip<const T> from{x_strip, p.x.strides[1], p.x.strides[2]};
-      RowMaxima<kRows>(d, from, blocks, b, scale, most);
-      Exponentials<T, kRows>(from, blocks, b, scale, most, before, task.stream, next, exponentials,
-                             outputs.factor);
-    } else {
-      Scores<T, kRows>(task, row, scores);
-      const Strip<const R> from{scores, kRows * b, b};
-      RowMaxima<kRows>(d, from, blocks, b, R{1}, most);
-      Exponentials<T, kRows>(from, blocks, b, R{1}, most, before, task.stream, next, exponentials,
-                             outputs.factor);
-    }
-    outputs.exponentials = exponentials;
-    outputs.y = {y + at(p.y, task.z, row_blocks[0].rank, row), p.y.strides[1], p.y.strides[2]};
-    if (p.y.strides[3] == 1) {
-      before = outputs;
-      std::swap(scratch[0], scratch[1]);
-    } else {
-      Write(outputs, blocks, b, p.y.strides[3], false);
+  for (const RowGroup& group : task.groups) {
+    const bool last = &group == &task.groups.back();
+    const auto row_blocks = p.layout->row(group.head, group.row);
+    const auto blocks = static_cast<std::int64_t>(row_blocks.size());
+    for (std::int64_t row = group.begin; row < group.end; row += kRows) {
+      const T* x = x_of(task.z, group, row);
+      const T* x_next = x;
+      if (row + kRows < group.end) {
+        x_next = x + kRows * p.x.strides[2];
+      } else if (!last) {
+        x_next = x_of(task.z, (&group)[1], (&group)[1].begin);
+      } else if (task.next != nullptr) {
+        x_next = x_of(task.next_z, *task.next, task.next->begin);
+      }
+      constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
+      const Strip<const char> next{reinterpret_cast<const char*>(x_next), p.x.strides[1] * kSize,
+                                   p.x.strides[2] * kSize};
+      Outputs<T, kRows> outputs{
+          .exponentials = exponentials,
+          .y = {const_cast<T*>(At<T>(p.y, task.tensors->y, task.z, row_blocks[0].rank, row)),
+                p.y.strides[1], p.y.strides[2]},
+          .blocks = blocks};
+      R most[kRows];
+      if (task.direct) {
+        const Strip<const T> from{x, p.x.strides[1], p.x.strides[2]};
+        RowMaxima<kRows>(d, from, blocks, b, scale, most);
+        Exponentials<T, kRows>(from, blocks, b, scale, most, before, task.stream, next,
+                               exponentials, outputs.factor);
+      } else {
+        Scores<T, kRows>(task, group, row, scores);
+        const Strip<const R> from{scores, kRows * b, b};
+        RowMaxima<kRows>(d, from, blocks, b, R{1}, most);
+        Exponentials<T, kRows>(from, blocks, b, R{1}, most, before, task.stream, next, exponentials,
+                               outputs.factor);
+      }
+      if (before.blocks > blocks) Write(before, blocks, b, 1, task.stream);
+      if (p.y.strides[3] == 1) {
+        before = outputs;
+        std::swap(exponentials, other);
+      } else {
+        Write(outputs, 0, b, p.y.strides[3], false);
+      }
     }
   }
-  if (before.exponentials != nullptr) Write(before, blocks, b, 1, task.stream);
+  Write(before, 0, b, 1, task.stream);
   if (task.stream) hwy::FlushStream();
 }
 
 template <class T>
 void ForwardRows(const ForwardTask& task) {
-  if ((task.group.end - task.group.begin) % block_softmax::kStripRows == 0) {
-    ForwardStrips<T, block_softmax::kStripRows>(task);
+  const int strip = block_softmax::strip_rows(task.problem->block);
+  const bool whole = std::all_of(task.groups.begin(), task.groups.end(), [&](const auto& group) {
+    return (group.end - group.begin) % strip == 0;
+  });
+  if (strip == 4 && whole) {
+    ForwardStrips<T, 4>(task);
+  } else if (strip == 2 && whole) {
+    ForwardStrips<T, 2>(task);
   } else {
     ForwardStrips<T, 1>(task);
   }
@@ -360,24 +369,21 @@ namespace {
 class CpuForward final : public Body {
  public:
   CpuForward(const BlockSoftmaxProblem& problem, const Device& device)
-      : problem_(problem),
-        threads_(device.threads),
-        groups_(make_row_groups(*problem.layout, problem.block)) {
-    std::int64_t most = 0;
-    for (const RowGroup& group : groups_) {
+      : problem_(problem), threads_(device.threads), tasks_(*problem.layout, problem.block) {
+    for (const RowGroup& group : tasks_.groups()) {
       const auto blocks =
           static_cast<std::int64_t>(problem.layout->row(group.head, group.row).size());
-      const std::int64_t rows = std::min(kStripRows, std::int64_t{group.end} - group.begin);
-      most = std::max(most, rows * blocks * problem.block);
+      const std::int64_t rows = std::min(strip_rows(problem.block), group.end - group.begin);
+      strip_elements_ = std::max(strip_elements_, rows * blocks * problem.block);
     }
     direct_ = problem.x.strides[3] == 1 && !problem.rpe.given() &&
               !problem.key_padding_mask.given() && !problem.attn_mask.given();
     // Exponentials of two strips, and scores of one.
-    const std::size_t bytes = static_cast<std::size_t>(most * (direct_ ? 2 : 3)) *
+    const std::size_t bytes = static_cast<std::size_t>(strip_elements_ * (direct_ ? 2 : 3)) *
                               size_of(accumulation_dtype(problem.x.dtype));
     slot_bytes_ = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
     workspace_bytes = slot_bytes_ * static_cast<std::size_t>(threads_.count());
-    description = "groups of rows, three passes over each in cache; sums in " +
+    description = "strips of rows, read twice in cache; sums in " +
                   std::string(name_of(accumulation_dtype(problem.x.dtype))) +
                   "; same bits for any number of threads";
   }
@@ -392,22 +398,22 @@ class CpuForward final : public Body {
                        .direct = direct_,
                        .stream = false,
                        .z = 0,
-                       .group = {},
+                       .groups = {},
                        .next_z = 0,
                        .next = nullptr,
-                       .scratch = nullptr};
+                       .scratch = nullptr,
+                       .strip_elements = strip_elements_};
     const auto bytes = p.y.numel() * static_cast<std::int64_t>(size_of(p.y.dtype));
     common.stream = bytes > kStreamBytes && tensors.y != tensors.x &&
                     HWY_DYNAMIC_DISPATCH(ForwardStreams)(p, tensors.y);
-    const auto group_count = static_cast<std::int64_t>(groups_.size());
-    const std::int64_t task_count = p.x.shape[0] * group_count;
-    threads_.parallel_for(task_count, [&](std::int64_t index, int slot) {
+    const std::int64_t count = p.x.shape[0] * tasks_.count();
+    threads_.parallel_for(count, [&](std::int64_t index, int slot) {
       ForwardTask task = common;
-      task.z = index / group_count;
-      task.group = groups_[static_cast<std::size_t>(index % group_count)];
-      if (bytes > kFetchBytes && index + 1 < task_count) {
-        task.next_z = (index + 1) / group_count;
-        task.next = &groups_[static_cast<std::size_t>((index + 1) % group_count)];
+      task.z = index / tasks_.count();
+      task.groups = tasks_[index % tasks_.count()];
+      if (bytes > kFetchBytes && index + 1 < count) {
+        task.next_z = (index + 1) / tasks_.count();
+        task.next = &tasks_[(index + 1) % tasks_.count()][0];
       }
       task.scratch =
           static_cast<std::byte*>(workspace.data) + static_cast<std::size_t>(slot) * slot_bytes_;
@@ -434,7 +440,8 @@ class CpuForward final : public Body {
 
   BlockSoftmaxProblem problem_;
   Threads threads_;
-  std::vector<RowGroup> groups_;
+  RowTasks tasks_;
+  std::int64_t strip_elements_ = 0;
   bool direct_ = false;
   std::size_t slot_bytes_ = 0;
 };

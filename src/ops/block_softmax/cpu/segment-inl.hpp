@@ -25,6 +25,14 @@ using SegmentTag = hn::CappedTag<Real<T>, 16>;
 
 inline constexpr std::int64_t kMaxBlock = 128;
 
+// Token row i of a block of a tensor [Z,nnz,b,b].
+template <class T>
+HWY_INLINE const T* At(const TensorSpec& spec, const void* data, std::int64_t z, std::int64_t rank,
+                       std::int64_t i) {
+  return static_cast<const T*>(data) + z * spec.strides[0] + rank * spec.strides[1] +
+         i * spec.strides[2];
+}
+
 // The segment itself when its elements are neighbours, else a copy of it in `scratch` [kMaxBlock].
 template <class T>
 HWY_INLINE const T* Gathered(const T* from, std::int64_t stride, std::int64_t b, T* scratch) {
