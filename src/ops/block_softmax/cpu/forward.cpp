@@ -1,16 +1,18 @@
 // y = exp(s - max s) / sum exp(s - max s) over the blocks of a row, s = scale · x + added terms.
 //
-// A task is a group of token rows of one block row. It goes over them three times:
-//   1. block by block, so that x is read in long runs: s into scratch, row after row;
-//   2. row by row in scratch: maximum, exponentials, their sum;
-//   3. after every few rows, block by block: y = exponential / sum.
-// Every x is read before any y of the group is written, so y may be x's memory.
+// A task takes token rows of one or more block rows, a strip of one to four rows at a time:
+//   1. the maxima of s; x comes from memory, or where it has terms or gaps s goes to scratch first;
+//   2. the exponentials of s into scratch, and their sums; x comes from the first-level cache.
+// Step 2 computes for longer than it takes to load and store as much. In between it stores y =
+// exponential / sum of the strip before and prefetches x of the next one, so that memory never
+// waits for the arithmetic. A strip is read before any y of it is written, so y may be x's memory.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/block_softmax/cpu/forward.cpp"
 #include <hwy/foreach_target.h>
 
 #include <hwy/cache_control.h>
 
+#include "cpu/exp-inl.hpp"
 #include "cpu/simd-inl.hpp"
 #include "ops/block_softmax/cpu/row_groups.hpp"
 #include "ops/block_softmax/cpu/segment-inl.hpp"
@@ -92,33 +94,6 @@ HWY_INLINE void ApplyTerm(const Term& term, std::int64_t offset, std::int64_t b,
       const auto hide = hn::Eq(hn::LoadU(d, values + j), hn::Zero(d));
       hn::StoreU(hn::IfThenElse(hide, hidden, hn::LoadU(d, s + j)), d, s + j);
     }
-  }
-}
-
-// exp(x) for x <= 0, NaN for NaN; larger x do not matter. For f32 a result below 2^-126 is 0, and
-// the error is below 1 ulp: 2^n · exp(r) with x = n · log 2 + r, and exp(r) by the Cephes
-// polynomial.
-template <class D>
-HWY_INLINE hn::Vec<D> ExpNonPositive(D d, hn::Vec<D> x) {
-  if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
-    return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));  // Exp() gives 0 for NaN
-  } else {
-    const hn::RebindToUnsigned<D> bits;
-    // Adding 1.5 · 2^23 rounds to an integer in the low bits; 127 more make those 2^n's exponent.
-    const auto rounder = hn::Set(d, 12582912.0f + 127.0f);
-    const auto shifted = hn::MulAdd(x, hn::Set(d, 1.44269504088896341f), rounder);
-    const auto n = hn::Sub(shifted, rounder);
-    const auto two_to_n = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(bits, shifted)));
-    auto r = hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x);
-    r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), r);
-    auto p = hn::MulAdd(hn::Set(d, 1.9875691500e-4f), r, hn::Set(d, 1.3981999507e-3f));
-    p = hn::MulAdd(p, r, hn::Set(d, 8.3334519073e-3f));
-    p = hn::MulAdd(p, r, hn::Set(d, 4.1665795894e-2f));
-    p = hn::MulAdd(p, r, hn::Set(d, 1.6666665459e-1f));
-    p = hn::MulAdd(p, r, hn::Set(d, 5.0000001201e-1f));
-    p = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0f)));
-    const auto vanishes = hn::Lt(x, hn::Set(d, -87.33654f));
-    return hn::IfThenZeroElse(vanishes, hn::Mul(p, two_to_n));
   }
 }
 
