@@ -36,10 +36,7 @@ struct ForwardTask {
   Term terms[3];  // in the order they are added; those without data are skipped
   bool direct;    // x is s but for the scale: no terms, no gaps
   bool stream;
-  std::int64_t z;
-  std::span<const RowGroup> groups;
-  std::int64_t next_z;
-  const RowGroup* next;  // what this thread will probably do after them; may be null
+  RowTask rows;
   std::byte* scratch;
   std::int64_t strip_elements;  // of each of the strips in scratch
 };
@@ -97,33 +94,23 @@ HWY_INLINE void ApplyTerm(const Term& term, std::int64_t offset, std::int64_t b,
   }
 }
 
-// Rows of a strip where they do not fill a register: row i of block k begins at
-// at + k · block_stride + i · row_stride.
-template <class S>
-struct Strip {
-  S* at;
-  std::int64_t block_stride, row_stride;
-};
-
 // Outputs that wait in scratch: y = factor · exponentials.
 template <class T, int kRows>
 struct Outputs {
   const Real<T>* exponentials = nullptr;  // [blocks][b / lanes][kRows][lanes]; null: none
   Strip<T> y = {};
-  std::int64_t blocks = 0;
   Real<T> factor[kRows] = {};
 };
 
 // The maxima of the rows of a strip, 0 for a row that sees nothing.
 template <int kRows, class D, class S, class R = hn::TFromD<D>>
-HWY_INLINE void RowMaxima(D d, const Strip<const S>& x, std::int64_t blocks, std::int64_t b,
-                          R scale, R* most) {
+HWY_INLINE void RowMaxima(D d, const Strip<const S>& x, std::int64_t b, R scale, R* most) {
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const auto by = hn::Set(d, scale);
   hn::Vec<D> row_most[kRows];
   for (int i = 0; i < kRows; ++i) row_most[i] = hn::Neg(hn::Inf(d));
-  for (std::int64_t k = 0; k < blocks; ++k) {
-    const S* from = x.at + k * x.block_stride;
+  for (std::int64_t k = 0; k < x.blocks; ++k) {
+    const S* from = x.block(k);
     for (std::int64_t j = 0; j < b; j += lanes, from += lanes) {
       for (int i = 0; i < kRows; ++i) {
         const auto s = hn::Mul(HWY_NAMESPACE::Load(d, from + i * x.row_stride), by);
@@ -143,12 +130,11 @@ HWY_INLINE void RowMaxima(D d, const Strip<const S>& x, std::int64_t blocks, std
 // between it stores the outputs of the strip before and asks for the input of the next one, so that
 // memory has work in both directions while exponentials are computed.
 template <class T, int kRows, class S, class R = Real<T>>
-HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t blocks, std::int64_t b, R scale,
-                             const R* most, const Outputs<T, kRows>& before, bool stream,
-                             const Strip<const char>& next, R* to, R* factor) {
+HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t b, R scale, const R* most,
+                             const Outputs<T, kRows>& before, bool stream,
+                             const Strip<const T>& next, R* to, R* factor) {
   const SegmentTag<T> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
   const auto by = hn::Set(d, scale);
   hn::Vec<decltype(d)> sum[kRows], row_most[kRows], row_factor[kRows];
   for (int i = 0; i < kRows; ++i) {
@@ -157,14 +143,15 @@ HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t blocks, std::
     row_factor[i] = hn::Set(d, before.factor[i]);
   }
   const R* waiting = before.exponentials;
-  for (std::int64_t k = 0; k < blocks; ++k) {
-    const bool store = k < before.blocks;
-    const S* from = x.at + k * x.block_stride;
-    T* y = before.y.at + k * before.y.block_stride;
-    const char* fetch = next.at + k * next.block_stride;
+  for (std::int64_t k = 0; k < x.blocks; ++k) {
+    const S* from = x.block(k);
+    const bool store = k < before.y.blocks;
+    T* y = store ? before.y.block(k) : nullptr;
+    const bool fetch = k < next.blocks;
+    const T* ahead = fetch ? next.block(k) : nullptr;
     for (std::int64_t j = 0; j < b; j += lanes) {
       for (int i = 0; i < kRows; ++i) {
-        hwy::Prefetch(fetch + i * next.row_stride);
+        if (fetch) hwy::Prefetch(ahead + i * next.row_stride + j);
         // The maximum may have lost a NaN; the sum keeps it.
         const auto s = hn::Mul(HWY_NAMESPACE::Load(d, from + i * x.row_stride), by);
         const auto value = ExpNonPositive(d, hn::Sub(s, row_most[i]));
@@ -173,15 +160,13 @@ HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t blocks, std::
         sum[i] = hn::Add(sum[i], value);
       }
       from += lanes;
-      fetch += lanes * kSize;
       if (!store) continue;
       for (int i = 0; i < kRows; ++i) {
         const auto value = hn::Mul(hn::LoadU(d, waiting), row_factor[i]);
         waiting += lanes;
-        T* row = y + i * before.y.row_stride;
+        T* row = y + i * before.y.row_stride + j;
         stream ? StreamStore(d, value, row) : Store(d, value, row);
       }
-      y += lanes;
     }
   }
   for (int i = 0; i < kRows; ++i) {
@@ -196,10 +181,10 @@ HWY_INLINE void Write(const Outputs<T, kRows>& outputs, std::int64_t first, std:
                       std::int64_t y_stride, bool stream) {
   const SegmentTag<T> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  for (std::int64_t k = first; k < outputs.blocks; ++k) {
+  for (std::int64_t k = first; k < outputs.y.blocks; ++k) {
     for (int i = 0; i < kRows; ++i) {
       const Real<T>* from = outputs.exponentials + k * b * kRows + i * lanes;
-      T* y = outputs.y.at + k * outputs.y.block_stride + i * outputs.y.row_stride;
+      T* y = outputs.y.block(k) + i * outputs.y.row_stride;
       const auto by = hn::Set(d, outputs.factor[i]);
       T scratch[kMaxBlock];
       T* to = Writable(y, y_stride, scratch);
@@ -218,7 +203,7 @@ HWY_NOINLINE void ApplyTerms(const ForwardTask& task, std::int64_t head, std::in
                              std::int64_t column, Real<T>* s) {
   for (const Term& term : task.terms) {
     if (term.data == nullptr) continue;
-    const std::int64_t offset = task.z * term.z_stride + head * term.h_stride +
+    const std::int64_t offset = task.rows.z * term.z_stride + head * term.h_stride +
                                 row * term.row_stride + column * term.column_stride;
     ApplyTerm<T>(term, offset, task.problem->block, s);
   }
@@ -226,20 +211,20 @@ HWY_NOINLINE void ApplyTerms(const ForwardTask& task, std::int64_t head, std::in
 
 // s of token rows [row, row + kRows) of a block row, for rows that have terms or gaps.
 template <class T, int kRows, class R = Real<T>>
-HWY_INLINE void Scores(const ForwardTask& task, const RowGroup& group, std::int64_t row, R* s) {
+HWY_INLINE void Scores(const ForwardTask& task, const RowGroup& strip, R* s) {
   const SegmentTag<T> d;
   const BlockSoftmaxProblem& p = *task.problem;
   const std::int64_t b = p.block;
   const auto scale = hn::Set(d, static_cast<R>(p.scale));
-  for (const auto& block : p.layout->row(group.head, group.row)) {
-    const T* x = At<T>(p.x, task.tensors->x, task.z, block.rank, row);
+  for (const auto& block : p.layout->row(strip.head, strip.row)) {
+    const T* x = At<T>(p.x, task.tensors->x, task.rows.z, block.rank, strip.begin);
     for (int i = 0; i < kRows; ++i, x += p.x.strides[2], s += b) {
       T scratch[kMaxBlock];
       const T* from = Gathered(x, p.x.strides[3], b, scratch);
       for (std::int64_t j = 0; j < b; j += static_cast<std::int64_t>(hn::Lanes(d))) {
         hn::StoreU(hn::Mul(HWY_NAMESPACE::Load(d, from + j), scale), d, s + j);
       }
-      ApplyTerms<T>(task, block.head, block.row * b + row + i, block.column * b, s);
+      ApplyTerms<T>(task, block.head, block.row * b + strip.begin + i, block.column * b, s);
     }
   }
 }
@@ -249,81 +234,51 @@ void ForwardStrips(const ForwardTask& task) {
   using R = Real<T>;
   const SegmentTag<T> d;
   const BlockSoftmaxProblem& p = *task.problem;
+  const BlockSoftmaxTensors& tensors = *task.tensors;
   const std::int64_t b = p.block;
   const auto scale = static_cast<R>(p.scale);
-  const auto x_of = [&](std::int64_t z, const RowGroup& group, std::int64_t row) {
-    return At<T>(p.x, task.tensors->x, z, p.layout->row(group.head, group.row)[0].rank, row);
-  };
   R* exponentials = reinterpret_cast<R*>(task.scratch);
   R* other = exponentials + task.strip_elements;
   R* scores = other + task.strip_elements;
 
   Outputs<T, kRows> before;
-  for (const RowGroup& group : task.groups) {
-    const bool last = &group == &task.groups.back();
-    const auto row_blocks = p.layout->row(group.head, group.row);
-    const auto blocks = static_cast<std::int64_t>(row_blocks.size());
-    for (std::int64_t row = group.begin; row < group.end; row += kRows) {
-      const T* x = x_of(task.z, group, row);
-      const T* x_next = x;
-      if (row + kRows < group.end) {
-        x_next = x + kRows * p.x.strides[2];
-      } else if (!last) {
-        x_next = x_of(task.z, (&group)[1], (&group)[1].begin);
-      } else if (task.next != nullptr) {
-        x_next = x_of(task.next_z, *task.next, task.next->begin);
-      }
-      constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
-      const Strip<const char> next{reinterpret_cast<const char*>(x_next), p.x.strides[1] * kSize,
-                                   p.x.strides[2] * kSize};
-      Outputs<T, kRows> outputs{
-          .exponentials = exponentials,
-          .y = {const_cast<T*>(At<T>(p.y, task.tensors->y, task.z, row_blocks[0].rank, row)),
-                p.y.strides[1], p.y.strides[2]},
-          .blocks = blocks};
-      R most[kRows];
-      if (task.direct) {
-        const Strip<const T> from{x, p.x.strides[1], p.x.strides[2]};
-        RowMaxima<kRows>(d, from, blocks, b, scale, most);
-        Exponentials<T, kRows>(from, blocks, b, scale, most, before, task.stream, next,
-                               exponentials, outputs.factor);
-      } else {
-        Scores<T, kRows>(task, group, row, scores);
-        const Strip<const R> from{scores, kRows * b, b};
-        RowMaxima<kRows>(d, from, blocks, b, R{1}, most);
-        Exponentials<T, kRows>(from, blocks, b, R{1}, most, before, task.stream, next, exponentials,
-                               outputs.factor);
-      }
-      if (before.blocks > blocks) Write(before, blocks, b, 1, task.stream);
-      if (p.y.strides[3] == 1) {
-        before = outputs;
-        std::swap(exponentials, other);
-      } else {
-        Write(outputs, 0, b, p.y.strides[3], false);
-      }
+  const auto run = [&](const RowGroup& strip, const RowGroup* next, std::int64_t next_z) {
+    const auto x = StripOf<T>(p.x, tensors.x, *p.layout, task.rows.z, strip);
+    Strip<const T> x_next;
+    if (next != nullptr) x_next = StripOf<T>(p.x, tensors.x, *p.layout, next_z, *next);
+    Outputs<T, kRows> outputs{
+        .exponentials = exponentials,
+        .y = WritableStrip(StripOf<T>(p.y, tensors.y, *p.layout, task.rows.z, strip))};
+    R most[kRows];
+    if (task.direct) {
+      RowMaxima<kRows>(d, x, b, scale, most);
+      Exponentials<T, kRows>(x, b, scale, most, before, task.stream, x_next, exponentials,
+                             outputs.factor);
+    } else {
+      Scores<T, kRows>(task, strip, scores);
+      const Strip<const R> s{scores, kRows * b, b, x.blocks};
+      RowMaxima<kRows>(d, s, b, R{1}, most);
+      Exponentials<T, kRows>(s, b, R{1}, most, before, task.stream, x_next, exponentials,
+                             outputs.factor);
     }
-  }
+    Write(before, x.blocks, b, 1, task.stream);
+    if (p.y.strides[3] == 1) {
+      before = outputs;
+      std::swap(exponentials, other);
+    } else {
+      Write(outputs, 0, b, p.y.strides[3], false);
+    }
+  };
+  block_softmax::for_strips(task.rows, kRows, run);
   Write(before, 0, b, 1, task.stream);
   if (task.stream) hwy::FlushStream();
 }
 
-template <class T>
-void ForwardRows(const ForwardTask& task) {
-  const int strip = block_softmax::strip_rows(task.problem->block);
-  const bool whole = std::all_of(task.groups.begin(), task.groups.end(), [&](const auto& group) {
-    return (group.end - group.begin) % strip == 0;
-  });
-  if (strip == 4 && whole) {
-    ForwardStrips<T, 4>(task);
-  } else if (strip == 2 && whole) {
-    ForwardStrips<T, 2>(task);
-  } else {
-    ForwardStrips<T, 1>(task);
-  }
-}
-
 void ForwardGroup(const ForwardTask& task) {
-  dispatch_floating(task.problem->x.dtype, [&]<class T>() { ForwardRows<T>(task); });
+  dispatch_floating(task.problem->x.dtype, [&]<class T>() {
+    block_softmax::with_strip_rows(task.rows, task.problem->block,
+                                   [&]<int kRows>() { ForwardStrips<T, kRows>(task); });
+  });
 }
 
 bool ForwardStreams(const BlockSoftmaxProblem& p, const void* y) {
@@ -372,28 +327,20 @@ class CpuForward final : public Body {
                                  attn_term(p.attn_mask, tensors.attn_mask)},
                        .direct = direct_,
                        .stream = false,
-                       .z = 0,
-                       .groups = {},
-                       .next_z = 0,
-                       .next = nullptr,
+                       .rows = {},
                        .scratch = nullptr,
                        .strip_elements = strip_elements_};
     const auto bytes = p.y.numel() * static_cast<std::int64_t>(size_of(p.y.dtype));
     common.stream = bytes > kStreamBytes && tensors.y != tensors.x &&
                     HWY_DYNAMIC_DISPATCH(ForwardStreams)(p, tensors.y);
-    const std::int64_t count = p.x.shape[0] * tasks_.count();
-    threads_.parallel_for(count, [&](std::int64_t index, int slot) {
-      ForwardTask task = common;
-      task.z = index / tasks_.count();
-      task.groups = tasks_[index % tasks_.count()];
-      if (bytes > kFetchBytes && index + 1 < count) {
-        task.next_z = (index + 1) / tasks_.count();
-        task.next = &tasks_[(index + 1) % tasks_.count()][0];
-      }
-      task.scratch =
-          static_cast<std::byte*>(workspace.data) + static_cast<std::size_t>(slot) * slot_bytes_;
-      HWY_DYNAMIC_DISPATCH(ForwardGroup)(task);
-    });
+    tasks_.for_each(threads_, p.x.shape[0], bytes > kFetchBytes,
+                    [&](const RowTask& rows, int slot) {
+                      ForwardTask task = common;
+                      task.rows = rows;
+                      task.scratch = static_cast<std::byte*>(workspace.data) +
+                                     static_cast<std::size_t>(slot) * slot_bytes_;
+                      HWY_DYNAMIC_DISPATCH(ForwardGroup)(task);
+                    });
   }
 
  private:

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "core/threads.hpp"
 #include "pullback/block_sparse.hpp"
 
 namespace pullback::block_softmax {
@@ -27,6 +28,52 @@ inline constexpr std::int64_t kTaskElements = 32 * 1024;
 // of both input and output would not stay in the first-level cache.
 constexpr int strip_rows(std::int64_t block) { return block < 32 ? 4 : block < 64 ? 2 : 1; }
 
+// What one thread does at a time: groups of one z.
+struct RowTask {
+  std::int64_t z;
+  std::span<const RowGroup> groups;
+  std::int64_t next_z;
+  const RowGroup* next;  // what this thread will probably do after them; null: nothing to fetch
+};
+
+// Calls body(strip, next, next_z) for strips of at most `rows` rows, each with the strip after it,
+// or null.
+template <class Body>
+void for_strips(const RowTask& task, int rows, const Body& body) {
+  const auto first_strip = [rows](RowGroup group) {
+    group.end = std::min(group.end, group.begin + rows);
+    return group;
+  };
+  for (std::size_t i = 0; i < task.groups.size(); ++i) {
+    RowGroup rest = task.groups[i];
+    while (rest.begin < rest.end) {
+      const RowGroup strip = first_strip(rest);
+      rest.begin = strip.end;
+      const bool ends = rest.begin == rest.end, last = ends && i + 1 == task.groups.size();
+      const RowGroup* after = !ends ? &rest : !last ? &task.groups[i + 1] : task.next;
+      const RowGroup next = after != nullptr ? first_strip(*after) : strip;
+      body(strip, after != nullptr ? &next : nullptr, last ? task.next_z : task.z);
+    }
+  }
+}
+
+// Calls f.template operator()<rows>() with the number of rows that all strips of the task have.
+template <class F>
+void with_strip_rows(const RowTask& task, std::int64_t block, const F& f) {
+  const int rows = strip_rows(block);
+  const bool whole = std::all_of(task.groups.begin(), task.groups.end(), [&](const auto& group) {
+    return (group.end - group.begin) % rows == 0;
+  });
+  if (whole && rows == 4) {
+    f.template operator()<4>();
+  } else if (whole && rows == 2) {
+    f.template operator()<2>();
+  } else {
+    f.template operator()<1>();
+  }
+}
+
+// All rows of a layout in tasks.
 class RowTasks {
  public:
   RowTasks(const BlockLayout& layout, std::int64_t block) {
@@ -53,14 +100,25 @@ class RowTasks {
   }
 
   std::span<const RowGroup> groups() const { return groups_; }
+  // Of one z.
   std::int64_t count() const { return static_cast<std::int64_t>(starts_.size()) - 1; }
-  std::span<const RowGroup> operator[](std::int64_t task) const {
-    const std::size_t begin = starts_[static_cast<std::size_t>(task)];
-    const std::size_t end = starts_[static_cast<std::size_t>(task) + 1];
-    return groups().subspan(begin, end - begin);
+
+  // Calls run(task, slot) for the tasks of all z in [0, Z). With `fetch` they know what comes next.
+  template <class Run>
+  void for_each(const Threads& threads, std::int64_t Z, bool fetch, const Run& run) const {
+    threads.parallel_for(Z * count(), [&](std::int64_t index, int slot) {
+      RowTask task{index / count(), groups_of(index), (index + 1) / count(), nullptr};
+      if (fetch && index + 1 < Z * count()) task.next = &groups_of(index + 1)[0];
+      run(task, slot);
+    });
   }
 
  private:
+  std::span<const RowGroup> groups_of(std::int64_t index) const {
+    const auto task = static_cast<std::size_t>(index % count());
+    return groups().subspan(starts_[task], starts_[task + 1] - starts_[task]);
+  }
+
   std::vector<RowGroup> groups_;
   std::vector<std::size_t> starts_;  // of each task in groups_, and the end
 };
