@@ -128,8 +128,8 @@ HWY_INLINE void BackwardStrip(const BackwardRun& run, std::int64_t z, const RowG
     for (std::int64_t j = 0; j < b; j += lanes) {
       for (int i = 0; i < kRows; ++i) {
         if (fetch) {
-          hwy::Prefetch(y_ahead + i * y.row_stride + j * y_step);
-          hwy::Prefetch(d_y_ahead + i * d_y.row_stride + j * d_y_step);
+          Fetch<kRows>(y_ahead + i * y.row_stride + j * y_step);
+          Fetch<kRows>(d_y_ahead + i * d_y.row_stride + j * d_y_step);
         }
         const auto probability =
             LoadElements<kGaps>(d, y_block + i * y.row_stride + j * y_step, y_step);

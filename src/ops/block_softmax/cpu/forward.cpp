@@ -151,7 +151,7 @@ HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t b, R scale, c
     const T* ahead = fetch ? next.block(k) : nullptr;
     for (std::int64_t j = 0; j < b; j += lanes) {
       for (int i = 0; i < kRows; ++i) {
-        if (fetch) hwy::Prefetch(ahead + i * next.row_stride + j);
+        if (fetch) Fetch<kRows>(ahead + i * next.row_stride + j);
         // The maximum may have lost a NaN; the sum keeps it.
         const auto s = hn::Mul(HWY_NAMESPACE::Load(d, from + i * x.row_stride), by);
         const auto value = ExpNonPositive(d, hn::Sub(s, row_most[i]));

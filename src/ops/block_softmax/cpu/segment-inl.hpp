@@ -91,6 +91,14 @@ HWY_INLINE Strip<T> WritableStrip(const Strip<const T>& strip) {
   return {const_cast<T*>(strip.at), strip.block_stride, strip.row_stride, strip.blocks};
 }
 
+// Asks for what the next strip will read. A strip's lines lie whole blocks apart and share few sets
+// of the first-level cache: rows of many small blocks would displace there what is still needed.
+template <int kRows>
+HWY_INLINE void Fetch(const void* from) {
+  constexpr int kFirstLevel = 3, kSecondLevel = 2;
+  __builtin_prefetch(from, 0, kRows > 1 ? kSecondLevel : kFirstLevel);
+}
+
 // Whether a tensor [Z,nnz,b,b] at `data` may be written with StreamStore: every vector is aligned.
 template <class T>
 bool Streamable(const TensorSpec& spec, const void* data) {
