@@ -10,7 +10,7 @@
 #define HWY_TARGET_INCLUDE "ops/block_matmul/cpu/products.cpp"
 #include <hwy/foreach_target.h>
 
-#include "cpu/tile_matmul-inl.hpp"
+#include "cpu/tile_pack-inl.hpp"
 #include "ops/block_matmul/cpu/products.hpp"
 
 #ifndef PULLBACK_BLOCK_MATMUL_TASKS
@@ -112,18 +112,41 @@ Panel<R> RightPanel(const T* from, std::int64_t row_stride, std::int64_t column_
     }
     return {scratch, padded, 1};
   }
-  // Reads down the columns, 16 rows at a time, so that a cache line of either side is used whole.
-  constexpr std::int64_t kRows = 16;
+  // Reads down the columns, a few rows at a time, so that a cache line of either side is used
+  // whole.
+  constexpr std::int64_t kRows = 16, kSide = kTransposeBlock<R>;
   for (std::int64_t k0 = 0; k0 < rows; k0 += kRows) {
     const std::int64_t k1 = std::min(k0 + kRows, rows);
-    for (std::int64_t j = 0; j < columns; ++j) {
+    std::int64_t j = 0;
+    if (row_stride == 1 && k1 - k0 == kRows) {
+      R staged[kSide * kRows];
+      for (; j + kSide <= columns; j += kSide) {
+        const R* square = staged;
+        std::int64_t square_row = kRows;
+        if constexpr (std::is_same_v<T, R>) {
+          square = from + j * column_stride + k0;
+          square_row = column_stride;
+        } else {
+          for (std::int64_t i = 0; i < kSide; ++i) {
+            const T* column = from + (j + i) * column_stride + k0;
+            for (std::int64_t k = 0; k < kRows; k += lanes) {
+              hn::StoreU(HWY_NAMESPACE::Load(d, column + k), d, staged + i * kRows + k);
+            }
+          }
+        }
+        for (std::int64_t k = 0; k < kRows; k += kSide) {
+          TransposeBlock(square + k, square_row, scratch + (k0 + k) * padded + j, padded);
+        }
+      }
+    }
+    for (; j < columns; ++j) {
       const T* column = from + j * column_stride;
       for (std::int64_t k = k0; k < k1; ++k) {
         scratch[k * padded + j] = static_cast<R>(column[k * row_stride]);
       }
     }
     for (std::int64_t k = k0; k < k1; ++k) {
-      for (std::int64_t j = columns; j < padded; ++j) scratch[k * padded + j] = 0;
+      for (j = columns; j < padded; ++j) scratch[k * padded + j] = 0;
     }
   }
   return {scratch, padded, 1};
