@@ -17,14 +17,14 @@ struct RowGroup {
   std::int32_t head, row, begin, end;
 };
 
-// Elements of a group, unless a single row is longer: what all passes over it leave in the
-// second-level cache.
+// Elements of a group, unless a single row is longer: few enough that threads share block rows.
 inline constexpr std::int64_t kGroupElements = 64 * 1024;
 
 // Small groups are gone through by one task, which has to fill and drain its pipeline only once.
 inline constexpr std::int64_t kTaskElements = 32 * 1024;
 
-// Rows that are gone over together: in a block they are a run of memory of 64 elements. Longer runs
+// Rows that are gone over together: in a block they are a run of memory of 64
+// elements or a few more. Longer runs
 // of both input and output would not stay in the first-level cache.
 constexpr int strip_rows(std::int64_t block) { return block < 32 ? 4 : block < 64 ? 2 : 1; }
 
