@@ -23,9 +23,8 @@ inline constexpr std::int64_t kGroupElements = 64 * 1024;
 // Small groups are gone through by one task, which has to fill and drain its pipeline only once.
 inline constexpr std::int64_t kTaskElements = 32 * 1024;
 
-// Rows that are gone over together: in a block they are a run of memory of 64
-// elements or a few more. Longer runs
-// of both input and output would not stay in the first-level cache.
+// Rows that are gone over together: in a block, a run of memory of 64 elements or a few more.
+// Longer runs of both input and output would not stay in the first-level cache.
 constexpr int strip_rows(std::int64_t block) { return block < 32 ? 4 : block < 64 ? 2 : 1; }
 
 // What one thread does at a time: groups of one z.
