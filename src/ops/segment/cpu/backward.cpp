@@ -183,9 +183,8 @@ class Backward {
         });
         break;
       case Rule::power:
-        StartLogSum(state.log_sum(), task.columns);
         ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
-          AddLogSum(state.log_sum(), XBlock(row, rows, task), task.columns, task.vector);
+          AddLogSum(state.log_sum(), XBlock(row, rows, task), row == piece.begin, task.columns);
         });
         break;
       case Rule::softmax:
@@ -339,8 +338,12 @@ class Backward {
         }
         break;
       case Rule::power:
-        if (first) StartLogSum(total.log_sum(), task.columns);
-        MergeLogSum(total.log_sum(), later.log_sum(), task.columns);
+        if (first) {
+          std::copy_n(later.a, task.columns, total.a);
+          std::copy_n(later.b, task.columns, total.b);
+        } else {
+          MergeLogSum(total.log_sum(), later.log_sum(), task.columns);
+        }
         break;
       case Rule::softmax:
         for (std::int64_t c = 0; c < task.columns; ++c) {

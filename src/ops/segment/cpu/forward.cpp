@@ -126,12 +126,12 @@ class Forward {
       case SegmentReduce::prod:
         std::fill_n(state.a, padded(columns), R{1});
         break;
-      case SegmentReduce::logsumexp:
-      case SegmentReduce::softmax:
-        StartLogSum(state.log_sum(), columns);
+      case SegmentReduce::sum:
+      case SegmentReduce::mean:
+        std::fill_n(state.a, padded(columns), R{0});
         break;
       default:
-        std::fill_n(state.a, padded(columns), R{0});
+        break;
     }
     ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
       const Block<R> block = ReadBlock(x_, segments_, row, rows, task.column, columns, task.block);
@@ -149,7 +149,7 @@ class Forward {
           break;
         case SegmentReduce::logsumexp:
         case SegmentReduce::softmax:
-          AddLogSum(state.log_sum(), block, columns, task.vector);
+          AddLogSum(state.log_sum(), block, row == piece.begin, columns);
           break;
       }
     });
@@ -461,7 +461,8 @@ class Forward {
         MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output, task.run,
         [](std::int64_t) { return Int<R>{0}; },
         [&](auto at, auto x) {
-          return hn::Mul(ExpOf(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
+          // Where x is above the shift, or NaN, the other factor is NaN.
+          return hn::Mul(ExpOfNonPositive(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
         });
   }
 
