@@ -404,28 +404,62 @@ class Backward {
   }
 
   void WriteRuns(std::int64_t tile, Output& output) const {
-    const hn::ScalableTag<R> d;
-    const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-    const bool spread = rule_ == Rule::spread;
+    const auto write = [&](std::int64_t begin, std::int64_t end, std::int64_t row,
+                           const auto& end_of) {
+      output.Open(Piece{begin, row, end_of(end - 1), true, false});
+      R* to = output.Run(row, nullptr);
+      if (rule_ == Rule::spread) {
+        WriteRunsOf(begin, end, row, end_of, to, [](std::int64_t) { return std::int64_t{-1}; });
+      } else if (problem_.arg.dtype == DType::i64) {
+        const auto arg = saved_.template Arg<std::int64_t>();
+        WriteRunsOf(begin, end, row, end_of, to, [&](std::int64_t s) { return *arg.at(s, 0); });
+      } else {
+        WriteRunsOf(begin, end, row, end_of, to, [&](std::int64_t s) { return saved_.Row(s); });
+      }
+    };
     run_.walk(
         tile,
         [&](const Piece& piece) {
-          output.Open(piece);
-          R gradient = ToReal(*d_out_.at(piece.segment, 0));
-          if (problem_.reduce == SegmentReduce::mean) {
-            gradient /=
-                static_cast<R>(segments_.end(piece.segment) - segments_.begin(piece.segment));
-          }
-          R* to = output.Run(piece.begin, nullptr);
-          const std::int64_t rows = piece.end - piece.begin;
-          const auto value = hn::Set(d, spread ? gradient : R{0});
-          for (std::int64_t i = 0; i < rows; i += step) Store(d, value, to + i);
-          if (spread) return;
-          const std::int64_t place = saved_.Row(piece.segment) - piece.begin;
-          if (place >= 0 && place < rows) to[place] = gradient;
+          write(piece.segment, piece.segment + 1, piece.begin,
+                [&](std::int64_t) { return piece.end; });
         },
-        [](std::int64_t) {});
+        [](std::int64_t) {},
+        [&](std::int64_t begin, std::int64_t end) {
+          const IndexView& offsets = segments_.offsets;
+          if (offsets.wide && offsets.stride == 1) {
+            const auto* ends = static_cast<const std::int64_t*>(offsets.data) + 1;
+            write(begin, end, segments_.begin(begin), [=](std::int64_t s) { return ends[s]; });
+          } else {
+            write(begin, end, segments_.begin(begin),
+                  [&](std::int64_t s) { return segments_.end(s); });
+          }
+          return true;
+        });
     output.Flush();
+  }
+
+  // Rows from `row` on, in the segments [begin, end), to `to`; chosen(s) is the row of x that has
+  // the gradient.
+  template <class End, class Chosen>
+  void WriteRunsOf(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of, R* to,
+                   const Chosen& chosen) const {
+    const hn::ScalableTag<R> d;
+    const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+    const bool spread = rule_ == Rule::spread, mean = problem_.reduce == SegmentReduce::mean;
+    for (std::int64_t s = begin; s < end; ++s) {
+      const std::int64_t rows = end_of(s) - row;
+      R gradient = ToReal(*d_out_.at(s, 0));
+      if (mean) gradient /= static_cast<R>(segments_.end(s) - segments_.begin(s));
+      const auto value = hn::Set(d, spread ? gradient : R{0});
+      if (rows > 0) Store(d, value, to);
+      for (std::int64_t i = step; i < rows; i += step) Store(d, value, to + i);
+      if (!spread) {
+        const std::int64_t place = chosen(s) - row;
+        if (place >= 0 && place < rows) to[place] = gradient;
+      }
+      row += rows;
+      to += rows;
+    }
   }
 
   void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {

@@ -121,27 +121,26 @@ void ShortExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t c
 
 inline constexpr std::int64_t kShortRows = 64;
 
+// Calls f.template operator()<kMax, kLast>().
+template <class F>
+HWY_INLINE auto WithExtreme(const SegmentProblem& problem, const F& f) {
+  const bool last = problem.ties == Ties::last;
+  if (problem.reduce == SegmentReduce::max) {
+    return last ? f.template operator()<true, true>() : f.template operator()<true, false>();
+  }
+  return last ? f.template operator()<false, true>() : f.template operator()<false, false>();
+}
+
 template <class R>
 void AddExtreme(const SegmentProblem& problem, const Extreme<R>& state, const Block<R>& block,
                 std::int64_t place, std::int64_t columns) {
-  const bool last = problem.ties == Ties::last;
-  if (place == 0 && block.rows <= kShortRows) {
-    if (problem.reduce == SegmentReduce::max) {
-      last ? ShortExtreme<true, true>(state, block, columns)
-           : ShortExtreme<true, false>(state, block, columns);
+  WithExtreme(problem, [&]<bool kMax, bool kLast>() {
+    if (place == 0 && block.rows <= kShortRows) {
+      ShortExtreme<kMax, kLast>(state, block, columns);
     } else {
-      last ? ShortExtreme<false, true>(state, block, columns)
-           : ShortExtreme<false, false>(state, block, columns);
+      AddExtreme<kMax, kLast>(state, block, place, columns);
     }
-    return;
-  }
-  if (problem.reduce == SegmentReduce::max) {
-    last ? AddExtreme<true, true>(state, block, place, columns)
-         : AddExtreme<true, false>(state, block, place, columns);
-  } else {
-    last ? AddExtreme<false, true>(state, block, place, columns)
-         : AddExtreme<false, false>(state, block, place, columns);
-  }
+  });
 }
 
 // Whether a later value takes over from `best`.

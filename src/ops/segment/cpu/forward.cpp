@@ -12,6 +12,7 @@
 #include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
+#include "ops/segment/cpu/scan-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -29,8 +30,8 @@ class Forward {
         x_(problem_.x, run.tensors.x),
         out_(problem_.out, run.tensors.out),
         rows_out_(problem_.out, run.tensors.out, run.segments),
-        streams_out_(std::is_same_v<T, R> && StreamsRows(problem_.out, run.tensors.out)),
-        streams_arg_(run.tensors.arg != nullptr && StreamsRows(problem_.arg, run.tensors.arg)) {}
+        streams_out_(std::is_same_v<T, R> && Streams(problem_.out, run.tensors.out)),
+        streams_arg_(run.tensors.arg != nullptr && Streams(problem_.arg, run.tensors.arg)) {}
 
   void All() const {
     const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
@@ -78,6 +79,10 @@ class Forward {
     R *vector, *row, *block, *run, *stage;
     std::int64_t* wide;
   };
+
+  static bool Streams(const TensorSpec& spec, const void* data) {
+    return StreamsRows(spec, data) || StreamsColumn(spec, data);
+  }
 
   using Output = typename RowOutput<T>::Tile;
   Output MakeOutput(const Task& task) const {
@@ -165,9 +170,10 @@ class Forward {
       if (problem_.x.shape[1] == 1) {
         if (x_.row_stride != 1) return false;
         if (sums) {
-          SumRuns(begin, end);
+          SumColumn(begin, end);
         } else if (Extremal()) {
-          WithPlaceOfExtreme(problem_, [&](const auto& place) { ExtremeRuns(begin, end, place); });
+          WithExtreme(problem_,
+                      [&]<bool kMax, bool kLast>() { ExtremesOfColumn<kMax, kLast>(begin, end); });
         }
         return sums || Extremal();
       }
@@ -201,9 +207,73 @@ class Forward {
     }
   }
 
+  void SumColumn(std::int64_t begin, std::int64_t end) const {
+    const bool mean = problem_.reduce == SegmentReduce::mean;
+    ScanGroup<R> group;
+    for (std::int64_t s = begin; s < end; s += std::max<std::int64_t>(group.count, 1)) {
+      if (group.Fill(segments_, s, end)) {
+        ScanSums(Column() + segments_.begin(s), mean, EmptyValue(), group);
+        WriteColumn(out_, s, group.values, group.count, streams_out_);
+      } else {
+        SumRuns(s, s + std::max<std::int64_t>(group.count, 1));
+      }
+    }
+  }
+
+  template <bool kMax, bool kLast>
+  void ExtremesOfColumn(std::int64_t begin, std::int64_t end) const {
+    ScanGroup<R> group;
+    for (std::int64_t s = begin; s < end; s += std::max<std::int64_t>(group.count, 1)) {
+      if (group.Fill(segments_, s, end) &&
+          ScanExtremes<kMax, kLast>(Column() + segments_.begin(s), EmptyValue(), group)) {
+        WriteColumn(out_, s, group.values, group.count, streams_out_);
+        if (run_.tensors.arg == nullptr) continue;
+        if (problem_.arg.dtype == DType::i64) {
+          WritePlaces<std::int64_t>(s, group);
+        } else if (problem_.arg.dtype == DType::i32) {
+          WritePlaces<std::int32_t>(s, group);
+        } else {
+          WritePlaces<std::uint8_t>(s, group);
+        }
+      } else {
+        ExtremeRuns(
+            s, s + std::max<std::int64_t>(group.count, 1),
+            [](const R* from, std::int64_t n) { return PlaceOfExtreme<kMax, kLast>(from, n); });
+      }
+    }
+  }
+
+  template <class A>
+  void WritePlaces(std::int64_t s, const ScanGroup<R>& group) const {
+    constexpr bool kInSegment = std::is_same_v<A, std::uint8_t>;
+    const std::int64_t first = segments_.begin(s);
+    A places[ScanGroup<R>::kMost];
+    for (std::int64_t k = 0; k < group.count; ++k) {
+      const Int<R> place = group.places[k];
+      const std::int64_t value = kInSegment ? place - group.bounds[k] : first + place;
+      places[k] = static_cast<A>(place >= 0 ? value : kInSegment ? kNoPlace : -1);
+    }
+    WriteColumn(ArgMatrix<A>(), s, places, group.count, streams_arg_);
+  }
+
+  // Rows [s, s + count) of a tensor with one column.
+  template <class To, class A>
+  static void WriteColumn(const Matrix<To>& matrix, std::int64_t s, const A* from,
+                          std::int64_t count, bool stream) {
+    if (stream) {
+      StreamBytes(reinterpret_cast<const std::uint8_t*>(from),
+                  reinterpret_cast<std::uint8_t*>(matrix.at(s, 0)),
+                  count * static_cast<std::int64_t>(sizeof(A)));
+    } else {
+      for (std::int64_t k = 0; k < count; ++k) *matrix.at(s + k, 0) = To(from[k]);
+    }
+  }
+
+  const R* Column() const { return reinterpret_cast<const R*>(x_.data); }
+
   void SumRuns(std::int64_t begin, std::int64_t end) const {
     const bool mean = problem_.reduce == SegmentReduce::mean;
-    const auto* x = reinterpret_cast<const R*>(x_.data);
+    const R* x = Column();
     std::int64_t row = segments_.begin(begin);
     for (std::int64_t s = begin; s < end; ++s) {
       const std::int64_t next = segments_.end(s);
@@ -219,7 +289,7 @@ class Forward {
 
   template <class Place>
   void ExtremeRuns(std::int64_t begin, std::int64_t end, const Place& place_of) const {
-    const auto* x = reinterpret_cast<const R*>(x_.data);
+    const R* x = Column();
     std::int64_t row = segments_.begin(begin);
     for (std::int64_t s = begin; s < end; ++s) {
       const std::int64_t next = segments_.end(s);
@@ -255,8 +325,9 @@ class Forward {
           break;
         case SegmentReduce::max:
         case SegmentReduce::min: {
-          const std::int64_t place = WithPlaceOfExtreme(
-              problem_, [&](const auto& place_of) { return place_of(run, rows); });
+          const std::int64_t place = WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
+            return PlaceOfExtreme<kMax, kLast>(run, rows);
+          });
           if (first || Beats(problem_, run[place], state.a[0])) {
             state.a[0] = run[place];
             state.place()[0] = static_cast<Int<R>>(row - piece.begin + place);

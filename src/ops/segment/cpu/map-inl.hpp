@@ -21,7 +21,7 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
 // Less than that may be read from cache soon.
-inline constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20;
+inline constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
 inline constexpr std::int64_t kLine = 64;
 
 // Whether the rows of a tensor are worth streaming and made of whole cache lines.
@@ -30,6 +30,13 @@ inline bool StreamsRows(const TensorSpec& spec, const void* data) {
   return data != nullptr && spec.numel() * size >= kStreamBytes && spec.strides[1] == 1 &&
          reinterpret_cast<std::uintptr_t>(data) % kLine == 0 &&
          spec.strides[0] * size % kLine == 0 && spec.shape[1] * size % kLine == 0;
+}
+
+// The same of a tensor with one column.
+inline bool StreamsColumn(const TensorSpec& spec, const void* data) {
+  const auto size = static_cast<std::int64_t>(size_of(spec.dtype));
+  return data != nullptr && spec.numel() * size >= kStreamBytes && spec.shape[1] == 1 &&
+         spec.strides[0] == 1;
 }
 
 inline void StreamBytes(const std::uint8_t* from, std::uint8_t* to, std::int64_t count) {
@@ -216,6 +223,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
       block[i] =
           ReadBlock(*inputs.matrix[i], segments, first, rows, column, columns, inputs.scratch[i]);
     }
+    RowsAhead<R> ahead[2] = {{block[0], columns}, {block[1], columns}};
     for (std::int64_t r = 0; r < rows; ++r) {
       const R* in[2] = {};
       for (int i = 0; i < kInputs; ++i) in[i] = block[i].row(r);
@@ -223,6 +231,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
       R* HWY_RESTRICT to = output.Row(first + r);
       ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
         const Lanes<R, false> at{c, row_key};
+        for (int i = 0; i < kInputs; ++i) ahead[i].Step();
         if constexpr (kInputs == 0) lanes.Write(d, f(at), to + c);
         if constexpr (kInputs == 1) lanes.Write(d, f(at, lanes.Read(d, in[0] + c)), to + c);
         if constexpr (kInputs == 2) {

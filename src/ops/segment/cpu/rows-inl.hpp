@@ -153,7 +153,7 @@ struct Block {
 template <class R>
 class RowsAhead {
  public:
-  explicit RowsAhead(const Block<R>& block, std::int64_t columns)
+  RowsAhead(const Block<R>& block, std::int64_t columns)
       : at_(reinterpret_cast<std::uintptr_t>(block.data)),
         step_(block.stride == columns ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0) {}
 
@@ -161,8 +161,8 @@ class RowsAhead {
     constexpr std::uintptr_t kPage = 4096, kPages = 4, kLine = 64, kRegion = kPages * kPage;
     const std::uintptr_t line = at_ % kRegion / kLine;
     const std::uintptr_t next = at_ / kRegion * kRegion + kRegion;
-    hwy::Prefetch(reinterpret_cast<const char*>(next + line % kPages * kPage +
-                                                line / kPages * kLine));
+    hwy::Prefetch(
+        reinterpret_cast<const char*>(next + line % kPages * kPage + line / kPages * kLine));
     at_ += step_;
   }
 
