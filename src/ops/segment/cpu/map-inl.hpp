@@ -174,7 +174,8 @@ struct Lanes {
     return hn::LoadU(DI(), vector + column);
   }
   HWY_INLINE hn::Vec<DI> Key() const {
-    if constexpr (kOneColumn) return hn::Iota(DI(), static_cast<Int<R>>(key + column));
+    if constexpr (kOneColumn)
+      return hn::Add(hn::Iota(DI(), 0), hn::Set(DI(), static_cast<Int<R>>(key + column)));
     return hn::Set(DI(), key);
   }
 };

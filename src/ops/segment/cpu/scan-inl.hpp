@@ -185,6 +185,7 @@ bool ScanExtremes(const R* HWY_RESTRICT x, R empty, ScanGroup<R>& group) {
   const Slides<decltype(d)> slides;
   auto carry = hn::Zero(d);
   auto carry_row = hn::Zero(di);
+  const auto iota = hn::Iota(di, 0);
   auto nan = hn::IsNaN(carry);
   const auto better = [](auto a, auto b) { return kMax ? hn::Max(a, b) : hn::Min(a, b); };
   ForHeads(group, x, [&](std::int64_t i, unsigned heads) {
@@ -200,7 +201,8 @@ bool ScanExtremes(const R* HWY_RESTRICT x, R empty, ScanGroup<R>& group) {
     // A row that beats all before it in its segment; the extreme is the last of those.
     const auto before = hn::IfThenElse(MaskOf(d, 1u), carry, slides.Slide(best, 0));
     const auto record = hn::Or(Beats<kMax, kLast>(value, before), MaskOf(d, heads));
-    auto row = hn::IfThenElseZero(hn::RebindMask(di, record), hn::Iota(di, static_cast<Int<R>>(i)));
+    auto row = hn::IfThenElseZero(hn::RebindMask(di, record),
+                                  hn::Add(iota, hn::Set(di, static_cast<Int<R>>(i))));
     for (int k = 0; k < steps; ++k) row = hn::Max(row, slides.Slide(row, k));
     row = hn::Max(row, carry_row);
     carry = slides.Last(best);
