@@ -16,6 +16,7 @@
 
 #include "ops/segment/cpu/map-inl.hpp"
 #include "ops/segment/cpu/saved-inl.hpp"
+#include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -28,6 +29,8 @@ template <class T>
 class Backward {
   using R = Real<T>;
   using I = Int<R>;
+  using State = segment_cpu::HWY_NAMESPACE::State<R>;
+  using Task = segment_cpu::HWY_NAMESPACE::Task<R>;
 
  public:
   explicit Backward(const Run& run)
@@ -70,15 +73,10 @@ class Backward {
   }
 
   void All() const {
-    run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                       std::byte* scratch) { First(tile, MakeTask(column, columns, scratch)); });
+    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { First(tile, task); });
     if (folds_) {
-      run_.for_tiles(
-          [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
-            Combine(tile, MakeTask(column, columns, scratch));
-          });
-      run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                         std::byte* scratch) { Last(tile, MakeTask(column, columns, scratch)); });
+      ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task); });
+      ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Last(tile, task); });
     }
     ClearRows(0, segments_.first_row());
     ClearRows(segments_.last_row(), segments_.rows);
@@ -87,54 +85,19 @@ class Backward {
  private:
   using Output = typename RowOutput<T>::Tile;
 
-  // What a fold makes of a piece, and what the rows are written from:
+  // State of a piece: what a fold makes of it, and what its rows are written from.
   //   place      b = place of the chosen row from the piece's first, or -1
   //   mask, equal   b = how many rows of the segment are chosen
   //   power      (a, b) = LogSum, then a = lse
   //   product    a = product, then a = that of the earlier pieces and b = that of the later ones
   //   softmax    a = sum of out * d_out
-  struct State {
-    R *a, *b;
-    I* places() const { return reinterpret_cast<I*>(b); }
-    LogSum<R> log_sum() const { return {a, b}; }
-  };
 
-  struct Task {
-    Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch,
-         std::int64_t stage_elements)
-        : column(column_), columns(columns_), block_rows(segment_cpu::block_rows(columns_)) {
-      const std::int64_t width = padded(columns);
-      wide = reinterpret_cast<std::int64_t*>(scratch);
-      state.a = reinterpret_cast<R*>(wide + width);
-      state.b = state.a + width;
-      gradient = state.b + width;
-      value = gradient + width;
-      vector = value + width;
-      row = vector + width;
-      block = row + width;
-      block2 = block + kBlockElements + kColumnAlign;
-      run = block2 + kBlockElements + kColumnAlign;
-      stage = run + kBlockElements + kColumnAlign;
-      products = stage + stage_elements;
-      bits = reinterpret_cast<std::uint8_t*>(vector);
-    }
-    std::int64_t column, columns, block_rows;
-    State state;
-    R *gradient, *value, *vector, *row, *block, *block2, *run, *stage, *products;
-    std::uint8_t* bits;
-    std::int64_t* wide;
-  };
-
-  Task MakeTask(std::int64_t column, std::int64_t columns, std::byte* scratch) const {
-    return Task(column, columns, scratch, run_.layout.stage_elements);
-  }
   Output MakeOutput(const Task& task) const {
     return Output(d_x_, task.column, task.columns, task.row, task.stage);
   }
 
   State Slot(std::int64_t tile, bool head, std::int64_t column) const {
-    return {run_.slot<R>(tile, head ? 0 : 1, 0, column),
-            run_.slot<R>(tile, head ? 0 : 1, 1, column)};
+    return SlotOf<R>(run_, tile, head, column);
   }
 
   Block<R> XBlock(std::int64_t row, std::int64_t rows, const Task& task) const {
@@ -304,15 +267,10 @@ class Backward {
     Resolve(total, task);
     run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
       const State state = Slot(tile, piece.head, task.column);
-      if (rule_ != Rule::place) {
-        std::copy_n(total.a, task.columns, state.a);
-        std::copy_n(total.b, task.columns, state.b);
-        return;
-      }
-      for (std::int64_t c = 0; c < task.columns; ++c) {
-        const std::int64_t place = task.wide[c] - piece.begin;
-        const bool inside = task.wide[c] >= 0 && place >= 0 && place < piece.end - piece.begin;
-        state.places()[c] = inside ? static_cast<I>(place) : I{-1};
+      if (rule_ == Rule::place) {
+        task.PlacesIn(piece, state.places());
+      } else {
+        total.CopyTo(state, task.columns);
       }
     });
   }
@@ -339,8 +297,7 @@ class Backward {
         break;
       case Rule::power:
         if (first) {
-          std::copy_n(later.a, task.columns, total.a);
-          std::copy_n(later.b, task.columns, total.b);
+          later.CopyTo(total, task.columns);
         } else {
           MergeLogSum(total.log_sum(), later.log_sum(), task.columns);
         }

@@ -13,6 +13,7 @@
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
 #include "ops/segment/cpu/scan-inl.hpp"
+#include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -21,6 +22,8 @@ namespace {
 template <class T>
 class Forward {
   using R = Real<T>;
+  using State = segment_cpu::HWY_NAMESPACE::State<R>;
+  using Task = segment_cpu::HWY_NAMESPACE::Task<R>;
 
  public:
   explicit Forward(const Run& run)
@@ -35,50 +38,19 @@ class Forward {
 
   void All() const {
     const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
-    run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                       std::byte* scratch) { Fold(tile, Task(column, columns, scratch), rows); });
-    run_.for_tiles(
-        [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
-          Combine(tile, Task(column, columns, scratch), rows);
-        });
+    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Fold(tile, task, rows); });
+    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task, rows); });
     if (!rows) return;
-    run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                       std::byte* scratch) { FinishRows(tile, Task(column, columns, scratch)); });
+    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { FinishRows(tile, task); });
     ClearRows(0, segments_.first_row());
     ClearRows(segments_.last_row(), segments_.rows);
   }
 
  private:
-  // State of a piece, one vector of columns each. What they hold depends on the reduction:
+  // State of a piece, by reduction:
   //   sum, mean, prod         a = total
-  //   max, min                a = extreme, place = its row, counted from the piece's first
+  //   max, min                a = extreme, b = its row, counted from the piece's first
   //   logsumexp, softmax      a = largest, b = sum (LogSum)
-  struct State {
-    R *a, *b;
-    Int<R>* place() const { return reinterpret_cast<Int<R>*>(b); }
-    Extreme<R> extreme() const { return {a, place()}; }
-    LogSum<R> log_sum() const { return {a, b}; }
-  };
-
-  // The columns that one task handles, and its scratch memory.
-  struct Task {
-    Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch)
-        : column(column_), columns(columns_), block_rows(segment_cpu::block_rows(columns_)) {
-      const std::int64_t width = padded(columns);
-      wide = reinterpret_cast<std::int64_t*>(scratch);
-      state.a = reinterpret_cast<R*>(wide + width);
-      state.b = state.a + width;
-      vector = state.b + width;
-      row = vector + width;
-      block = row + width;
-      run = block + kBlockElements + kColumnAlign;
-      stage = run + kBlockElements + kColumnAlign;
-    }
-    std::int64_t column, columns, block_rows;
-    State state;
-    R *vector, *row, *block, *run, *stage;
-    std::int64_t* wide;
-  };
 
   static bool Streams(const TensorSpec& spec, const void* data) {
     return StreamsRows(spec, data) || StreamsColumn(spec, data);
@@ -93,8 +65,7 @@ class Forward {
   bool Extremal() const { return is_extreme(problem_.reduce); }
 
   State Slot(std::int64_t tile, bool head, std::int64_t column) const {
-    return {run_.slot<R>(tile, head ? 0 : 1, 0, column),
-            run_.slot<R>(tile, head ? 0 : 1, 1, column)};
+    return SlotOf<R>(run_, tile, head, column);
   }
 
   // --- 1 ---
@@ -119,7 +90,7 @@ class Forward {
 
   // The rows of the extremes, in the sorted order, to task.wide.
   void Widen(const Piece& piece, const State& state, const Task& task) const {
-    const Int<R>* HWY_RESTRICT place = state.place();
+    const Int<R>* HWY_RESTRICT place = state.places();
     std::int64_t* HWY_RESTRICT wide = task.wide;
     for (std::int64_t c = 0; c < task.columns; ++c) wide[c] = piece.begin + place[c];
   }
@@ -150,7 +121,8 @@ class Forward {
           break;
         case SegmentReduce::max:
         case SegmentReduce::min:
-          AddExtreme(problem_, state.extreme(), block, row - piece.begin, columns);
+          AddExtreme(problem_, Extreme<R>{state.a, state.places()}, block, row - piece.begin,
+                     columns);
           break;
         case SegmentReduce::logsumexp:
         case SegmentReduce::softmax:
@@ -330,7 +302,7 @@ class Forward {
           });
           if (first || Beats(problem_, run[place], state.a[0])) {
             state.a[0] = run[place];
-            state.place()[0] = static_cast<Int<R>>(row - piece.begin + place);
+            state.places()[0] = static_cast<Int<R>>(row - piece.begin + place);
           }
           break;
         }
@@ -355,7 +327,7 @@ class Forward {
       if (piece.head) {
         Merge(total, state, piece, task);
       } else {
-        Copy(state, total, task);
+        state.CopyTo(total, task.columns);
         if (Extremal()) Widen(piece, state, task);
       }
       segment = piece.segment;
@@ -366,18 +338,9 @@ class Forward {
     if (!rows) return;
     run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
       const State state = Slot(tile, piece.head, task.column);
-      Copy(total, state, task);
-      for (std::int64_t c = 0; Extremal() && c < task.columns; ++c) {
-        const std::int64_t place = task.wide[c] - piece.begin;
-        const bool inside = place >= 0 && place < piece.end - piece.begin;
-        state.place()[c] = inside ? static_cast<Int<R>>(place) : Int<R>{-1};
-      }
+      total.CopyTo(state, task.columns);
+      if (Extremal()) task.PlacesIn(piece, state.places());
     });
-  }
-
-  void Copy(const State& from, const State& to, const Task& task) const {
-    std::copy_n(from.a, task.columns, to.a);
-    std::copy_n(from.b, task.columns, to.b);
   }
 
   void Merge(const State& total, const State& later, const Piece& piece, const Task& task) const {
@@ -394,7 +357,7 @@ class Forward {
         for (std::int64_t c = 0; c < task.columns; ++c) {
           if (!Beats(problem_, later.a[c], total.a[c])) continue;
           total.a[c] = later.a[c];
-          task.wide[c] = piece.begin + later.place()[c];
+          task.wide[c] = piece.begin + later.places()[c];
         }
         break;
       case SegmentReduce::logsumexp:
@@ -553,8 +516,8 @@ class Forward {
         if (even) {
           MaskOfEqual(block.row(r), state.a, task.columns, to, mask.column_stride);
         } else {
-          MaskOfPlace(static_cast<Int<R>>(first + r - piece.begin), state.place(), task.columns, to,
-                      mask.column_stride);
+          MaskOfPlace(static_cast<Int<R>>(first + r - piece.begin), state.places(), task.columns,
+                      to, mask.column_stride);
         }
       }
     });
