@@ -45,9 +45,9 @@ inline void StreamBytes(const std::uint8_t* from, std::uint8_t* to, std::int64_t
   const auto past = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) %
                                               static_cast<std::uintptr_t>(step));
   std::int64_t i = std::min(count, past == 0 ? 0 : step - past);
-  std::memcpy(to, from, static_cast<std::size_t>(i));
+  if (i > 0) std::memcpy(to, from, static_cast<std::size_t>(i));
   for (; i + step <= count; i += step) hn::Stream(hn::LoadU(d, from + i), d, to + i);
-  std::memcpy(to + i, from + i, static_cast<std::size_t>(count - i));
+  if (i < count) std::memcpy(to + i, from + i, static_cast<std::size_t>(count - i));
 }
 
 template <class T>
