@@ -56,6 +56,8 @@ std::span<const CaseLists> all_case_lists();
 
 // --- Fillers for Case::inputs ---
 
+HostTensor normal_tensor(DType dtype, std::span<const std::int64_t> shape, Random& random,
+                         double sigma = 1);
 HostTensor normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
                          double sigma = 1);
 // Integers in [-magnitude, magnitude].

@@ -1,10 +1,13 @@
 #include "measure.hpp"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <mutex>
+#include <span>
 
 #include "core/check.hpp"
 #include "driver/check.hpp"
@@ -96,15 +99,26 @@ std::string variant_of(const std::string& description) {
 }
 
 double relative_difference(const HostTensor& got, const HostTensor& expected) {
+  std::mutex mutex;
   double difference = 0, largest = 0;
-  for (std::int64_t i = 0; i < got.numel(); ++i) {
-    const double want = expected.get(i);
-    if (!std::isfinite(want)) continue;
-    largest = std::max(largest, std::abs(want));
-    const double off = std::abs(got.get(i) - want);
-    difference =
-        std::isfinite(off) ? std::max(difference, off) : std::numeric_limits<double>::infinity();
-  }
+  driver::for_stretches(got.numel(), [&](std::int64_t first, std::int64_t count) {
+    std::array<double, driver::kStretch> buffers[2];
+    const auto size = static_cast<std::size_t>(count);
+    got.load(first, std::span(buffers[0]).first(size));
+    expected.load(first, std::span(buffers[1]).first(size));
+    double differs = 0, reaches = 0;
+    for (std::size_t i = 0; i < size; ++i) {
+      const double want = buffers[1][i];
+      if (!std::isfinite(want)) continue;
+      reaches = std::max(reaches, std::abs(want));
+      const double off = std::abs(buffers[0][i] - want);
+      differs =
+          std::isfinite(off) ? std::max(differs, off) : std::numeric_limits<double>::infinity();
+    }
+    const std::lock_guard lock(mutex);
+    difference = std::max(difference, differs);
+    largest = std::max(largest, reaches);
+  });
   return difference == 0 ? 0 : difference / largest;
 }
 
