@@ -7,6 +7,7 @@
 
 #include "commands.hpp"
 #include "driver/case.hpp"
+#include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"
 #include "report.hpp"
@@ -60,6 +61,9 @@ int run_bench(const BenchOptions& options) {
   const Device device = options.device.get();
   for (const auto& op : options.ops) driver::find_driver(op);
   const std::vector<Job> jobs = jobs_of(options);
+  for (const std::string& path : {options.json, options.html}) {
+    if (!path.empty()) driver::check_output_file(path);
+  }
   const Machine machine = this_machine();
   Json report;
   std::vector<std::string> failures;
