@@ -8,24 +8,21 @@
 namespace pullback::attention {
 namespace {
 
-// Backward tasks that a problem is cut into at least, where that fits: constants, as the bits of
-// d_q depend on them. Shorter key tiles cost more than more partial sums of d_q, so that fewer
-// tasks have to justify them.
-constexpr std::int64_t kTasks = 64, kTasksByTiles = 16;
+// Backward tasks that a problem is cut into at least, where that fits: a constant, as the bits of
+// d_q depend on it.
+constexpr std::int64_t kTasks = 16;
 
 // Key tiles are as long as lets the packed operands of a tile stay in a 2 MB L2 cache, as the
 // queries are packed once for each (docs/tuning/attention.md), but short enough to make
-// kTasksByTiles tasks.
+// kTasks tasks.
 std::int64_t key_tile_of(const AttentionProblem& problem, const AttentionSizes& sizes, bool amx) {
   const std::int64_t width = std::max(sizes.head_dim, sizes.value_dim);
   std::int64_t tile = 384;
   if (width > (amx ? 128 : 64)) tile /= 2;
   if (width > 128 && !amx) tile /= 2;
   if (problem.q.dtype == DType::f64) tile = 96;
-  const std::int64_t heads = std::min(kTasksByTiles, sizes.batch * sizes.kv_heads);
-  while (tile > 96 &&
-         heads * std::min(kTasksByTiles, blocks_of(sizes.max_key, tile)) < kTasksByTiles)
-    tile /= 2;
+  const std::int64_t heads = std::min(kTasks, sizes.batch * sizes.kv_heads);
+  while (tile > 96 && heads * std::min(kTasks, blocks_of(sizes.max_key, tile)) < kTasks) tile /= 2;
   return tile;
 }
 
@@ -39,7 +36,7 @@ std::int64_t task_queries_of(const AttentionSizes& sizes, int threads) {
 }
 
 // What the chunks' copies of d_q may take together.
-constexpr std::int64_t kCopiesBytes = std::int64_t{48} << 20;
+constexpr std::int64_t kCopiesBytes = std::int64_t{32} << 20;
 
 }  // namespace
 
