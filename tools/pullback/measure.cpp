@@ -7,7 +7,6 @@
 #include <limits>
 
 #include "core/check.hpp"
-#include "core/threads.hpp"
 #include "cuda_timer.hpp"
 #include "driver/check.hpp"
 
@@ -111,33 +110,9 @@ std::string variant_of(const std::string& description) {
   return colon == std::string::npos ? line : line.substr(colon + 2);
 }
 
-// By all cores: these tensors are large.
 double relative_difference(const HostTensor& got, const HostTensor& expected) {
-  struct Worst {
-    double difference = 0, largest = 0;
-  };
-  constexpr std::int64_t kPiece = 1 << 16;
-  const std::int64_t pieces = (got.numel() + kPiece - 1) / kPiece;
-  std::vector<Worst> worst(static_cast<std::size_t>(pieces));
-  Threads(0).parallel_for(pieces, [&](std::int64_t piece, int) {
-    Worst here;
-    const std::int64_t end = std::min(got.numel(), (piece + 1) * kPiece);
-    for (std::int64_t i = piece * kPiece; i < end; ++i) {
-      const double want = expected.get(i);
-      if (!std::isfinite(want)) continue;
-      here.largest = std::max(here.largest, std::abs(want));
-      const double off = std::abs(got.get(i) - want);
-      here.difference = std::isfinite(off) ? std::max(here.difference, off)
-                                           : std::numeric_limits<double>::infinity();
-    }
-    worst[static_cast<std::size_t>(piece)] = here;
-  });
-  Worst all;
-  for (const Worst& here : worst) {
-    all.difference = std::max(all.difference, here.difference);
-    all.largest = std::max(all.largest, here.largest);
-  }
-  return all.difference == 0 ? 0 : all.difference / all.largest;
+  const driver::LargestErrors errors = driver::largest_errors(got, expected);
+  return errors.difference == 0 ? 0 : errors.difference / errors.largest;
 }
 
 void add_error(Measurement& result, const driver::OpDriver& driver, const std::string& tensor,
