@@ -59,8 +59,8 @@ sanitize() {
   done
 }
 
-quick='OnDevice.*:*_cuda_fuzz.*:*_cuda_cases.*_f32'
-few='OnDevice.*:*_cuda_fuzz.*'
+quick='OnDevice*:*_cuda_fuzz.*:*_cuda_cases.*_f32'
+few='OnDevice*:*_cuda_fuzz.*'
 case $what in
   suite) suite ;;
   memcheck | initcheck) sanitize "$what" "$quick" ;;

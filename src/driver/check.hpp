@@ -33,6 +33,13 @@ CheckReport verify(const Request& request);
 // The same for outputs computed already.
 CheckReport verify_outputs(const Request& request, const TensorMap& outputs);
 
+// The largest difference where `expected` is finite (infinite where the other is not), and the
+// largest finite value expected. By all cores, for large tensors.
+struct LargestErrors {
+  double difference = 0, largest = 0;
+};
+LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected);
+
 // Everything above for one case and dtype. Failures say the seed.
 CheckReport check_case(const Case& test, DType dtype, const Device& device, std::uint64_t seed,
                        const std::string& variant = {});

@@ -31,7 +31,7 @@ class TensorMemory {
 
   // Waits for the stream, then copies outputs to the host; with `all`, inputs too (but borrowed
   // memory), so that a kernel that changed one is found out.
-  void fetch(Fetch what) const;
+  void fetch(Fetch what = Fetch::all) const;
 
  private:
   enum class Role { input, output };

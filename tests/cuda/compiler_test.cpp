@@ -82,6 +82,11 @@ TEST_F(CompilerTest, a_folder_filled_ahead_needs_no_compiler) {
   EXPECT_GT(compiled(source)->size(), 500u);
 }
 
+TEST_F(CompilerTest, a_cache_that_cannot_be_written_is_no_hindrance) {
+  setenv("PULLBACK_CACHE_DIR", "/proc/pullback", 1);
+  EXPECT_GT(compiled(kernel("uncached", "to[threadIdx.x] = 5;"))->size(), 500u);
+}
+
 TEST_F(CompilerTest, without_compiling_the_missing_kernel_is_named) {
   setenv("PULLBACK_JIT", "off", 1);
   try {

@@ -5,8 +5,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 
 namespace pullback::cuda {
 namespace {
@@ -98,6 +100,55 @@ TEST_F(DiskCacheTest, an_unwritable_place_gives_a_reason) {
   EXPECT_FALSE(blocked.write("key", payload_, reason_));
   EXPECT_NE(reason_.find("cannot create"), std::string::npos) << reason_;
   EXPECT_FALSE(blocked.read("key"));
+}
+
+TEST_F(DiskCacheTest, a_folder_that_nobody_may_write_is_read_all_the_same) {
+  const DiskCache nowhere("/proc/pullback", DiskCache::Mode::read_write);
+  EXPECT_FALSE(nowhere.write("key", payload_, reason_));
+  EXPECT_NE(reason_.find("/proc/pullback"), std::string::npos) << reason_;
+  EXPECT_FALSE(nowhere.read("key"));
+  EXPECT_TRUE(nowhere.list().empty());
+}
+
+// Keeps the variables that choose the folder, and puts them back.
+class Variables {
+ public:
+  Variables() {
+    for (const char* name : kNames) {
+      const char* value = std::getenv(name);
+      saved_.emplace_back(value ? std::optional<std::string>(value) : std::nullopt);
+      unsetenv(name);
+    }
+  }
+  ~Variables() {
+    for (std::size_t i = 0; i < saved_.size(); ++i) {
+      saved_[i] ? setenv(kNames[i], saved_[i]->c_str(), 1) : unsetenv(kNames[i]);
+    }
+  }
+
+ private:
+  static constexpr const char* kNames[] = {"PULLBACK_CACHE_DIR", "XDG_CACHE_HOME", "HOME",
+                                           "PULLBACK_CACHE"};
+  std::vector<std::optional<std::string>> saved_;
+};
+
+TEST_F(DiskCacheTest, the_folder_is_the_users) {
+  const Variables variables;
+  EXPECT_EQ(DiskCache::from_environment().folder(), "");
+  EXPECT_EQ(DiskCache::from_environment().mode(), DiskCache::Mode::off);
+  setenv("HOME", (root_ + "/missing").c_str(), 1);
+  const DiskCache home = DiskCache::from_environment();
+  EXPECT_EQ(home.folder(), root_ + "/missing/.cache/pullback");
+  EXPECT_TRUE(home.write("key", payload_, reason_)) << reason_;
+  EXPECT_EQ(DiskCache::from_environment().read("key"), payload_);
+  setenv("XDG_CACHE_HOME", "relative", 1);  // which the specification says to ignore
+  EXPECT_EQ(DiskCache::from_environment().folder(), home.folder());
+  setenv("XDG_CACHE_HOME", root_.c_str(), 1);
+  EXPECT_EQ(DiskCache::from_environment().folder(), root_ + "/pullback");
+  setenv("PULLBACK_CACHE_DIR", folder_.c_str(), 1);
+  EXPECT_EQ(DiskCache::from_environment().folder(), folder_);
+  setenv("PULLBACK_CACHE", "ro", 1);
+  EXPECT_EQ(DiskCache::from_environment().mode(), DiskCache::Mode::read_only);
 }
 
 // Writers race on few keys while readers look: a reader sees a whole entry or none.

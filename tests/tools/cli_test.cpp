@@ -77,6 +77,31 @@ TEST_F(Cli, doctor_names_the_machine_and_what_runs) {
   EXPECT_EQ(run(PULLBACK_TOOL, {"doctor"}).status, 0);
 }
 
+TEST_F(Cli, the_cache_of_kernels_is_listed_verified_and_cleared) {
+  const Environment folder("PULLBACK_CACHE_DIR", path("cache").c_str());
+  EXPECT_TRUE(has(toy({"cache"}).out, "0 damaged"));
+  std::filesystem::create_directory(path("cache"));
+  std::ofstream(path("cache/bad.pbk")) << "not an entry";
+  EXPECT_TRUE(has(toy({"cache", "list"}).out, "1 damaged"));
+  const Result verify = toy({"cache", "verify"});
+  EXPECT_EQ(verify.status, 1);
+  EXPECT_TRUE(has(verify.out, "0 sound, 1 damaged, 1 files removed")) << verify.out;
+  EXPECT_EQ(toy({"cache", "verify"}).status, 0);
+  EXPECT_TRUE(has(toy({"cache", "clear"}).out, "0 files removed"));
+  const Environment read_only("PULLBACK_CACHE", "ro");
+  EXPECT_EQ(toy({"cache", "clear"}).status, 2);
+  EXPECT_EQ(toy({"cache", "burn"}).status, 2);
+}
+
+TEST_F(Cli, compile_refuses_what_it_cannot_do) {
+  const Environment folder("PULLBACK_CACHE_DIR", path("cache").c_str());
+  const Environment nvrtc("PULLBACK_NVRTC", path("none").c_str());
+  EXPECT_EQ(toy({"compile", "--arch", "sm_12"}).status, 2);
+  const Result missing = toy({"compile", "--arch", "sm_90,80"});
+  EXPECT_EQ(missing.status, 3);
+  EXPECT_TRUE(has(missing.err, "NVRTC was not found")) << missing.err;
+}
+
 TEST_F(Cli, check_passes_what_is_right) {
   const Result check = toy({"check", "toy", "--fuzz", "3", "--cases", "full", "--seed", "5"});
   EXPECT_EQ(check.status, 0) << check.out;

@@ -6,8 +6,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <mutex>
-#include <span>
 
 #include "core/check.hpp"
 #include "cuda_timer.hpp"
@@ -113,29 +111,9 @@ std::string variant_of(const std::string& description) {
   return colon == std::string::npos ? line : line.substr(colon + 2);
 }
 
-// By all cores: these tensors are large.
 double relative_difference(const HostTensor& got, const HostTensor& expected) {
-  std::mutex mutex;
-  double difference = 0, largest = 0;
-  driver::for_stretches(got.numel(), [&](std::int64_t first, std::int64_t count) {
-    std::array<double, driver::kStretch> buffers[2];
-    const auto size = static_cast<std::size_t>(count);
-    got.load(first, std::span(buffers[0]).first(size));
-    expected.load(first, std::span(buffers[1]).first(size));
-    double differs = 0, reaches = 0;
-    for (std::size_t i = 0; i < size; ++i) {
-      const double want = buffers[1][i];
-      if (!std::isfinite(want)) continue;
-      reaches = std::max(reaches, std::abs(want));
-      const double off = std::abs(buffers[0][i] - want);
-      differs =
-          std::isfinite(off) ? std::max(differs, off) : std::numeric_limits<double>::infinity();
-    }
-    const std::lock_guard lock(mutex);
-    difference = std::max(difference, differs);
-    largest = std::max(largest, reaches);
-  });
-  return difference == 0 ? 0 : difference / largest;
+  const driver::LargestErrors errors = driver::largest_errors(got, expected);
+  return errors.difference == 0 ? 0 : errors.difference / errors.largest;
 }
 
 void add_error(Measurement& result, const driver::OpDriver& driver, const std::string& tensor,

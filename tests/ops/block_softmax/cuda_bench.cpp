@@ -55,6 +55,21 @@ std::vector<Case> block_softmax_cuda_bench() {
       });
     }
   }
+  Case huge;
+  huge.op = "block_softmax";
+  huge.name = "more than 2^31+8 elements";
+  huge.options = {{"scale", "0.125"}};
+  huge.dtypes = {DType::bf16};
+  huge.full_only = true;
+  huge.inputs = [](DType dtype, Random& random) {
+    const BlockLayout blocks = make_layout(
+        FixedSparsity{.block = 16, .num_local_blocks = 32, .num_global_blocks = 1}, 4096);
+    const std::int64_t Z = (std::int64_t{1} << 31) / (blocks.nnz() * 256) + 1;
+    return TensorMap{{"layout", layout_tensor(blocks, DType::u8)},
+                     {"x", normal_tensor(dtype, {Z, blocks.nnz(), 16, 16}, random, 2)},
+                     {"d_y", normal_tensor(dtype, {Z, blocks.nnz(), 16, 16}, random)}};
+  };
+  cases.push_back(std::move(huge));
   return cases;
 }
 

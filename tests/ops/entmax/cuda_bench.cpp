@@ -33,6 +33,18 @@ std::vector<Case> entmax_cuda_bench() {
       add({{"alpha", "2"}, {"saved", "support"}}, "alpha 2 from the mask");
     }
   }
+  Case huge;
+  huge.op = "entmax";
+  huge.name = "2^31+8 elements";
+  huge.options = {{"alpha", "1.5"}};
+  huge.dtypes = {DType::bf16};
+  huge.full_only = true;
+  huge.inputs = [](DType dtype, Random& random) {
+    constexpr std::int64_t kLength = 136, kRows = ((std::int64_t{1} << 31) + 8) / kLength;
+    return TensorMap{{"x", normal_tensor(dtype, {kRows, kLength}, random)},
+                     {"d_y", normal_tensor(dtype, {kRows, kLength}, random)}};
+  };
+  cases.push_back(std::move(huge));
   return cases;
 }
 

@@ -29,8 +29,9 @@ std::int64_t next_length(Lengths lengths, std::int64_t rows, Random& random) {
   return rows;
 }
 
-TensorMap inputs_of(std::int64_t columns, Lengths lengths, DType dtype, Random& random) {
-  const std::int64_t rows = kElements / columns;
+TensorMap inputs_of(std::int64_t elements, std::int64_t columns, Lengths lengths, DType dtype,
+                    Random& random) {
+  const std::int64_t rows = elements / columns;
   std::vector<std::int64_t> offsets = {0};
   while (offsets.back() < rows) {
     offsets.push_back(std::min(rows, offsets.back() + next_length(lengths, rows, random)));
@@ -62,7 +63,7 @@ std::vector<Case> segment_cuda_bench() {
         test.dtypes = {DType::f32, DType::bf16};
         test.same_inputs = name;
         test.inputs = [columns, kind = lengths](DType dtype, Random& random) {
-          return inputs_of(columns, kind, dtype, random);
+          return inputs_of(kElements, columns, kind, dtype, random);
         };
         test.full_only = columns == 16 || columns == 1000;
         cases.push_back(std::move(test));
@@ -76,6 +77,16 @@ std::vector<Case> segment_cuda_bench() {
       add({{"reduce", "max"}, {"arg-dtype", "i32"}, {"saved", "mask"}}, "max from the mask");
     }
   }
+  Case huge;
+  huge.op = "segment";
+  huge.name = "2^31+8 elements";
+  huge.options = {{"reduce", "max"}};
+  huge.dtypes = {DType::bf16};
+  huge.full_only = true;
+  huge.inputs = [](DType dtype, Random& random) {
+    return inputs_of((std::int64_t{1} << 31) + 8, 136, Lengths::mean_4096, dtype, random);
+  };
+  cases.push_back(std::move(huge));
   return cases;
 }
 

@@ -1,0 +1,206 @@
+// The device toolkit on a GPU, against the host.
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "core/element.hpp"
+#include "cuda/memory.hpp"
+#include "cuda/op_kernel.hpp"
+
+namespace pullback::cuda {
+namespace {
+
+struct Buffers {
+  const void* from;
+  void* to;
+  std::int64_t count;
+};
+constexpr std::string_view kBuffers =
+    "decltype([] { struct Buffers { const void* from; void* to; int64_t count; }; "
+    "return Buffers(); }())";
+
+class OnDeviceToolkit : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string problem = driver_problem(); !problem.empty()) GTEST_SKIP() << problem;
+  }
+
+  // Runs `body`, which knows `b` (the buffers), for each element: one thread each, or as told.
+  template <class To, class From>
+  static std::vector<To> run(const std::string& name, std::string_view file,
+                             const std::string& body, const std::vector<From>& from,
+                             std::size_t results, unsigned blocks, int threads,
+                             unsigned cluster = 1) {
+    const DeviceInfo& device = device_info(0);
+    const DeviceMemory input(device, std::as_bytes(std::span(from)));
+    const DeviceMemory output(device, results * sizeof(To));
+    PlannedKernel<Buffers> kernel({.name = "test_" + name,
+                                   .file = file,
+                                   .function = "[](const auto& b) {\n" + body + "\n}",
+                                   .parameters = kBuffers,
+                                   .threads = threads},
+                                  device);
+    kernel.shape.grid[0] = blocks;
+    kernel.shape.cluster = cluster;
+    const OwnStream stream(device);
+    const DeviceGuard guard(device);
+    kernel.launch({stream.get()},
+                  {input.data(), output.data(), static_cast<std::int64_t>(from.size())});
+    std::vector<To> to(results);
+    check(driver().cuMemcpyDtoHAsync(to.data(), address(output.data()), results * sizeof(To),
+                                     stream.get()),
+          "cuMemcpyDtoHAsync");
+    stream.synchronize();
+    return to;
+  }
+};
+
+const char* const kIndex = "const auto i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;\n";
+
+std::vector<std::uint16_t> all_16_bit_patterns() {
+  std::vector<std::uint16_t> bits(65536);
+  for (std::size_t i = 0; i < bits.size(); ++i) bits[i] = static_cast<std::uint16_t>(i);
+  return bits;
+}
+
+template <class Host>
+void expect_widened(const std::vector<float>& got) {
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    Host host;
+    host.bits = static_cast<std::uint16_t>(i);
+    const float want = static_cast<float>(host);
+    if (std::isnan(want)) {
+      EXPECT_TRUE(std::isnan(got[i])) << i;
+    } else {
+      EXPECT_EQ(std::bit_cast<std::uint32_t>(got[i]), std::bit_cast<std::uint32_t>(want)) << i;
+    }
+  }
+}
+
+TEST_F(OnDeviceToolkit, widens_every_16_bit_value) {
+  const auto bits = all_16_bit_patterns();
+  const auto widen = [&](const std::string& type) {
+    return run<float>("widen_" + type, "device/float.cuh",
+                      kIndex + ("static_cast<float*>(b.to)[i] = to_real(static_cast<const " + type +
+                                "*>(b.from)[i]);"),
+                      bits, bits.size(), 256, 256);
+  };
+  expect_widened<bfloat16>(widen("bf16"));
+  expect_widened<float16>(widen("f16"));
+}
+
+// Around every 16-bit value: the value, half a step above it, and a little more and less than that.
+TEST_F(OnDeviceToolkit, rounds_to_the_nearest_even) {
+  std::vector<float> values;
+  for (std::uint32_t high = 0; high < 65536; high += 3) {
+    for (const std::uint32_t low : {0u, 0x7fffu, 0x8000u, 0x8001u, 0x0fffu, 0x1000u, 0x1001u}) {
+      values.push_back(std::bit_cast<float>(high << 16 | low));
+    }
+  }
+  const auto narrow = [&](const std::string& type) {
+    return run<std::uint16_t>(
+        "narrow_" + type, "device/float.cuh",
+        kIndex + ("if (i < b.count) static_cast<" + type + "*>(b.to)[i] = from_real<" + type +
+                  ">(static_cast<const float*>(b.from)[i]);"),
+        values, values.size(), static_cast<unsigned>(values.size() / 256 + 1), 256);
+  };
+  const auto bf16 = narrow("bf16"), f16 = narrow("f16");
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (std::isnan(values[i])) continue;
+    EXPECT_EQ(bf16[i], bfloat16(values[i]).bits) << values[i];
+    EXPECT_EQ(f16[i], float16(values[i]).bits) << values[i];
+  }
+}
+
+TEST_F(OnDeviceToolkit, vectors_keep_their_bytes) {
+  std::vector<std::uint32_t> from(4096);
+  for (std::size_t i = 0; i < from.size(); ++i)
+    from[i] = static_cast<std::uint32_t>(i * 2654435761u);
+  EXPECT_EQ(
+      run<std::uint32_t>("vectors", "device/memory.cuh",
+                         kIndex + std::string("store_vector(static_cast<float*>(b.to) + 4 * i, "
+                                              "load_vector(static_cast<const float*>(b.from) "
+                                              "+ 4 * i));"),
+                         from, from.size(), 4, 256),
+      from);
+}
+
+TEST_F(OnDeviceToolkit, warps_reduce_to_the_same_bits_in_all_lanes) {
+  std::vector<float> from(1024);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = std::sin(static_cast<float>(i));
+  from[40] = std::numeric_limits<float>::quiet_NaN();  // loses in the maximum
+  const auto reduce = [&](const std::string& name) {
+    return run<float>(name, "device/warp.cuh",
+                      kIndex + ("static_cast<float*>(b.to)[i] = " + name +
+                                "(static_cast<const float*>(b.from)[i]);"),
+                      from, from.size(), 8, 128);
+  };
+  const auto sums = reduce("warp_sum"), maxima = reduce("warp_max");
+  for (std::size_t warp = 0; warp < from.size(); warp += 32) {
+    double sum = 0;
+    float maximum = -std::numeric_limits<float>::infinity();
+    for (std::size_t i = warp; i < warp + 32; ++i) {
+      sum += from[i];
+      if (from[i] > maximum) maximum = from[i];
+    }
+    for (std::size_t i = warp; i < warp + 32; ++i) {
+      EXPECT_EQ(maxima[i], maximum);
+      EXPECT_EQ(std::bit_cast<std::uint32_t>(sums[i]), std::bit_cast<std::uint32_t>(sums[warp]));
+      if (std::isnan(sum)) {
+        EXPECT_TRUE(std::isnan(sums[i]));
+      } else {
+        EXPECT_NEAR(sums[i], sum, 1e-5);
+      }
+    }
+  }
+}
+
+TEST_F(OnDeviceToolkit, bulk_copies_count_their_bytes) {
+  if (device_info(0).major < 9) GTEST_SKIP() << "needs sm_90";
+  std::vector<std::uint32_t> from(8192);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::uint32_t>(i ^ 0x5a5a5a);
+  // Two rounds through one buffer and barrier: both phases of its parity.
+  const auto to = run<std::uint32_t>("bulk", "device/bulk.cuh", R"(
+  __shared__ alignas(128) uint32_t buffer[1024];
+  __shared__ uint64_t barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 1);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  for (uint32_t round = 0; round < 2; ++round) {
+    const auto begin = (int64_t{blockIdx.x} * 2 + round) * 1024;
+    if (threadIdx.x == 0) {
+      barrier_expect_bytes(&barrier, sizeof(buffer));
+      bulk_load(buffer, static_cast<const uint32_t*>(b.from) + begin, sizeof(buffer), &barrier);
+    }
+    barrier_wait(&barrier, round % 2);
+    for (int i = threadIdx.x; i < 1024; i += blockDim.x) {
+      static_cast<uint32_t*>(b.to)[begin + i] = buffer[i];
+    }
+    __syncthreads();
+  })",
+                                     from, from.size(), 4, 128);
+  EXPECT_EQ(to, from);
+}
+
+TEST_F(OnDeviceToolkit, blocks_of_a_cluster_write_to_each_other) {
+  if (device_info(0).major < 9) GTEST_SKIP() << "needs sm_90";
+  const auto to = run<float>("cluster", "device/cluster.cuh", R"(
+  __shared__ float slot[8];
+  cluster_barrier();
+  if (threadIdx.x < cluster_size()) {
+    store_remote(remote_address(&slot[cluster_rank()], threadIdx.x), 1.0f + cluster_rank());
+  }
+  cluster_barrier();
+  if (threadIdx.x < 8) static_cast<float*>(b.to)[blockIdx.x * 8 + threadIdx.x] = slot[threadIdx.x];)",
+                             std::vector<float>(1), 128, 16, 32, 8);
+  for (std::size_t i = 0; i < to.size(); ++i) EXPECT_EQ(to[i], 1.0f + static_cast<float>(i % 8));
+}
+
+}  // namespace
+}  // namespace pullback::cuda
