@@ -84,9 +84,9 @@ int shape_for(std::int64_t row_vectors, std::int64_t per_thread) {
   return shape;
 }
 
-RowChooser::RowChooser(std::int64_t vectors, int per_thread, int tensors,
+RowChooser::RowChooser(std::int64_t vectors, int per_thread, int tensors, bool ring,
                        const cuda::DeviceInfo& device)
-    : per_thread_(per_thread), tensors_(tensors) {
+    : per_thread_(per_thread), tensors_(tensors), ring_(ring) {
   // As many rows together as fill a 128-byte line.
   most_rows_shift_ = vectors <= 2 ? 2 : vectors < 8 ? 1 : 0;
   constexpr int kStatic = 2048;
@@ -96,6 +96,7 @@ RowChooser::RowChooser(std::int64_t vectors, int per_thread, int tensors,
 RowChoice RowChooser::choose(std::int64_t row_vectors) const {
   const int shape = shape_for(row_vectors, per_thread_);
   if (row_vectors <= kUnitShapes[shape].team() * per_thread_) return {RowKernel::registers, shape};
+  if (!ring_) return {RowKernel::stream, 0};
   for (int rows = most_rows_shift_; rows >= 0; --rows) {
     if (row_vectors <= kRingShapes[rows].team() * places(RowKernel::ring)) {
       return {RowKernel::ring, rows};

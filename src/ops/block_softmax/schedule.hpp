@@ -72,8 +72,9 @@ struct RowChoice {
 
 class RowChooser {
  public:
-  // `tensors` are read.
-  RowChooser(std::int64_t vectors, int per_thread, int tensors, const cuda::DeviceInfo& device);
+  // `tensors` are read; without `ring`, what does not fit in registers is read twice.
+  RowChooser(std::int64_t vectors, int per_thread, int tensors, bool ring,
+             const cuda::DeviceInfo& device);
   RowChoice choose(std::int64_t row_vectors) const;
   int places(RowKernel kernel) const {
     return kRingPlaces[kernel == RowKernel::ring ? 0 : 1] / tensors_;
@@ -81,7 +82,7 @@ class RowChooser {
 
  private:
   int per_thread_, tensors_, most_rows_shift_;
-  bool large_;
+  bool ring_, large_;
 };
 // Of dynamic shared memory.
 inline constexpr int ring_bytes(int places) { return places * 16 * kRingThreads; }

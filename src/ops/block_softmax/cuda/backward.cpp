@@ -133,7 +133,7 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
   void plan_vectors(const BlockLayout& layout, DType dtype, Params params, bool term_gradients) {
     const std::int64_t b = params.block;
     const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
-    const RowChooser chooser(vectors, kBackwardVectors, 2, device_);
+    const RowChooser chooser(vectors, kBackwardVectors, 2, true, device_);
     params.piece = divisor_of(vectors);
     for (const RowKernel kernel :
          {RowKernel::stream, RowKernel::large_ring, RowKernel::ring, RowKernel::registers}) {

@@ -1,6 +1,7 @@
-// The forward pass on CUDA. Contiguous tensors without added terms: rows that fit in registers by
-// smxx_rows.cuh, longer ones by smxx_stream.cuh in vectors. Everything else, and pointers that are
-// not aligned to 16 bytes: smxx_stream.cuh element by element.
+// The forward pass on CUDA. Contiguous tensors: rows that fit in registers by smxx_rows.cuh, longer
+// ones without added terms by smxx_ring.cuh while they fit in shared memory, the rest by
+// smxx_stream.cuh in vectors. Other strides, and pointers that are not aligned to 16 bytes:
+// smxx_stream.cuh element by element.
 #include <fmt/format.h>
 
 #include "ops/block_softmax/schedule.hpp"
@@ -12,11 +13,12 @@ using Params = ForwardParams;
 
 std::string dtype_name(DType dtype) { return std::string(cuda::device_type(dtype)); }
 
-cuda::OpKernel rows_kernel(DType dtype) {
+cuda::OpKernel rows_kernel(DType dtype, bool terms) {
   const std::string type = dtype_name(dtype);
-  return {.name = fmt::format("block_softmax_forward_rows_{}", type),
+  return {.name = fmt::format("block_softmax_forward_rows_{}{}", type, terms ? "_terms" : ""),
           .file = "ops/block_softmax/cuda/smxx_rows.cuh",
-          .function = fmt::format("block_softmax::forward_rows<{}, {}>", type, kForwardVectors),
+          .function =
+              fmt::format("block_softmax::forward_rows<{}, {}, {}>", type, kForwardVectors, terms),
           .parameters = "block_softmax::ForwardParams",
           .threads = kThreads,
           .constants = {{"block_softmax::kForwardVectors", kForwardVectors}}};
@@ -79,8 +81,8 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
     }
 
     if (Z > 0 && nnz > 0) {
-      vectors_ = !terms && vector_layout(problem.x) && vector_layout(problem.y);
-      if (vectors_) plan_vectors(layout, dtype, params);
+      vectors_ = vector_layout(problem.x) && vector_layout(problem.y);
+      if (vectors_) plan_vectors(layout, dtype, params, terms);
       params.piece = divisor_of(b);
       params.schedule = make_schedule(
           layout, b, b, kUnitShapes,
@@ -117,10 +119,10 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
   }
 
   // The longest rows first.
-  void plan_vectors(const BlockLayout& layout, DType dtype, Params params) {
+  void plan_vectors(const BlockLayout& layout, DType dtype, Params params, bool terms) {
     const std::int64_t b = params.block;
     const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
-    const RowChooser chooser(vectors, kForwardVectors, 1, device_);
+    const RowChooser chooser(vectors, kForwardVectors, 1, !terms, device_);
     params.piece = divisor_of(vectors);
     for (const RowKernel kernel :
          {RowKernel::stream, RowKernel::large_ring, RowKernel::ring, RowKernel::registers}) {
@@ -136,11 +138,18 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
         params.slots = chooser.places(kernel);
         add_step(ring_kernel(dtype), params, vector_steps_, ring_bytes(params.slots));
       } else {
-        add_step(
-            kernel == RowKernel::stream ? stream_kernel(dtype, true, false) : rows_kernel(dtype),
-            params, vector_steps_);
+        add_step(kernel == RowKernel::stream ? stream_kernel(dtype, true, terms)
+                                             : rows_kernel(dtype, terms),
+                 params, vector_steps_);
       }
     }
+  }
+
+  // A vector of x is `length` columns, of 1 byte in u8 and bool masks; their rows and planes must
+  // keep the alignment that enqueue() sees to at the beginning.
+  static void set_vectors(Term& term, std::int64_t length) {
+    term.vectors = term.kind != TermKind::none && term.column == 1 && term.batch % length == 0 &&
+                   term.head % length == 0 && term.row % length == 0;
   }
 
   static void set_terms(const BlockSoftmaxProblem& problem, Params& params) {
@@ -161,6 +170,8 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
       attn.row = problem.attn_mask.strides[0];
       attn.column = problem.attn_mask.strides[1];
     }
+    const auto length = static_cast<std::int64_t>(16 / size_of(problem.x.dtype));
+    for (Term& term : params.terms) set_vectors(term, length);
   }
 
   void enqueue(Stream stream, const BlockSoftmaxTensors& tensors, Workspace) const override {
@@ -169,9 +180,11 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
       Params params = step.params;
       params.x.data = const_cast<void*>(tensors.x);
       params.y.data = tensors.y;
-      params.terms[0].data = tensors.rpe;
-      params.terms[1].data = tensors.key_padding_mask;
-      params.terms[2].data = tensors.attn_mask;
+      const void* const terms[kTerms] = {tensors.rpe, tensors.key_padding_mask, tensors.attn_mask};
+      for (int t = 0; t < kTerms; ++t) {
+        params.terms[t].data = terms[t];
+        if (!cuda::vector_aligned({terms[t]})) params.terms[t].vectors = 0;
+      }
       step.kernel.launch(stream, params);
     }
   }
@@ -195,11 +208,13 @@ std::vector<KernelSource> block_softmax_forward_kernels(int arch) {
   using namespace block_softmax;
   std::vector<KernelSource> kernels;
   for (const DType dtype : kFloatingDTypes) {
-    kernels.push_back(op_kernel<ForwardParams>(rows_kernel(dtype), arch));
     kernels.push_back(op_kernel<ForwardParams>(ring_kernel(dtype), arch));
-    kernels.push_back(op_kernel<ForwardParams>(stream_kernel(dtype, true, false), arch));
-    kernels.push_back(op_kernel<ForwardParams>(stream_kernel(dtype, false, false), arch));
-    kernels.push_back(op_kernel<ForwardParams>(stream_kernel(dtype, false, true), arch));
+    for (const bool terms : {false, true}) {
+      kernels.push_back(op_kernel<ForwardParams>(rows_kernel(dtype, terms), arch));
+      for (const bool vectors : {false, true}) {
+        kernels.push_back(op_kernel<ForwardParams>(stream_kernel(dtype, vectors, terms), arch));
+      }
+    }
   }
   return kernels;
 }

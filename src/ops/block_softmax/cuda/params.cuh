@@ -64,6 +64,7 @@ struct Term {
   const void* data;
   int64_t batch, head, row, column;
   TermKind kind;
+  int32_t vectors;  // columns are neighbours, and a vector of x meets an aligned one here
 };
 
 inline constexpr int kTerms = 3;  // rpe, key_padding_mask, attn_mask: in the order of the sum

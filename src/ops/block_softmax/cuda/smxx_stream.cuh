@@ -5,7 +5,7 @@
 // kWidth is 1, or the length of a 16-byte vector: then rows are contiguous and aligned.
 #pragma once
 
-#include "device/memory.cuh"
+#include "ops/block_softmax/cuda/smxx_added.cuh"
 #include "ops/block_softmax/cuda/smxx_teams.cuh"
 
 namespace pullback::block_softmax {
@@ -65,49 +65,6 @@ inline int64_t offset_of(const BlockTensor& tensor, Position at) {
   return at.block * tensor.rank + at.column * tensor.column;
 }
 
-// The added terms of one row.
-template <class T>
-class Terms {
-  using R = Real<T>;
-
- public:
-  Terms(const ForwardParams& p, const Place& place, int64_t batch) : p_(p) {
-    const int32_t head = place.block_row.index / p.rows;
-    const int64_t row =
-        static_cast<int64_t>(place.block_row.index - head * p.rows) * p.block + place.row;
-    columns_ = p.columns + place.block_row.first_rank;
-#pragma unroll
-    for (int t = 0; t < kTerms; ++t) {
-      const Term& term = p.terms[t];
-      offset_[t] = batch * term.batch + head * term.head + row * term.row;
-    }
-  }
-
-  // scale · x with all terms; `at` is the position in the row.
-  R score(R x, uint32_t block, uint32_t column_in_block) const {
-    R score = static_cast<R>(p_.scale) * x;
-    const int64_t column = static_cast<int64_t>(columns_[block]) * p_.block + column_in_block;
-#pragma unroll
-    for (int t = 0; t < kTerms; ++t) {
-      const Term& term = p_.terms[t];
-      const int64_t offset = offset_[t] + column * term.column;
-      if (term.kind == TermKind::add) {
-        score += to_real(static_cast<const T*>(term.data)[offset]);
-      } else if (term.kind == TermKind::keep) {
-        if (to_real(static_cast<const T*>(term.data)[offset]) == R{0}) score = -infinity<R>();
-      } else if (term.kind == TermKind::keep_bytes) {
-        if (static_cast<const uint8_t*>(term.data)[offset] == 0) score = -infinity<R>();
-      }
-    }
-    return score;
-  }
-
- private:
-  const ForwardParams& p_;
-  const int32_t* columns_;
-  int64_t offset_[kTerms];
-};
-
 template <class T, int kWidth, bool kWithTerms>
 void forward_stream(const ForwardParams& p) {
   using R = Real<T>;
@@ -139,14 +96,8 @@ void forward_stream(const ForwardParams& p) {
           if (first + u * place.team < count) {
             R scores[kWidth];
 #pragma unroll
-            for (int e = 0; e < kWidth; ++e) {
-              const R value = to_real(pieces[u].element[e]);
-              if constexpr (kWithTerms) {
-                scores[e] = terms.score(value, at[u].block, at[u].column + e);
-              } else {
-                scores[e] = scale * value;
-              }
-            }
+            for (int e = 0; e < kWidth; ++e) scores[e] = scale * to_real(pieces[u].element[e]);
+            if constexpr (kWithTerms) terms.apply(scores, at[u].block, at[u].column);
             visit(at[u], scores);
           }
         }
