@@ -23,23 +23,27 @@ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// The same for a number known at run time: it waits for up to 3 groups more than it must.
+// The same for a number known at run time; above 8 it waits as for 8.
 inline void async_wait(int pending) {
-  switch (pending / 4) {
+  switch (pending) {
     case 0:
       return async_wait<0>();
     case 1:
-      return async_wait<4>();
+      return async_wait<1>();
     case 2:
-      return async_wait<8>();
+      return async_wait<2>();
     case 3:
-      return async_wait<12>();
+      return async_wait<3>();
     case 4:
-      return async_wait<16>();
+      return async_wait<4>();
     case 5:
-      return async_wait<20>();
+      return async_wait<5>();
+    case 6:
+      return async_wait<6>();
+    case 7:
+      return async_wait<7>();
     default:
-      return async_wait<24>();
+      return async_wait<8>();
   }
 }
 

@@ -86,25 +86,25 @@ int shape_for(std::int64_t row_vectors, std::int64_t per_thread) {
 
 RowChooser::RowChooser(std::int64_t vectors, int per_thread, int tensors, bool ring,
                        const cuda::DeviceInfo& device)
-    : per_thread_(per_thread), tensors_(tensors), ring_(ring) {
+    : vectors_(vectors), per_thread_(per_thread), tensors_(tensors), ring_(ring) {
   // As many rows together as fill a 128-byte line.
   most_rows_shift_ = vectors <= 2 ? 2 : vectors < 8 ? 1 : 0;
   constexpr int kStatic = 2048;
-  large_ = ring_bytes(kRingPlaces[1]) + kStatic <= device.max_shared_bytes;
+  large_ = ring_bytes(kRings[1]) + kStatic <= device.max_shared_bytes;
 }
 
 RowChoice RowChooser::choose(std::int64_t row_vectors) const {
   const int shape = shape_for(row_vectors, per_thread_);
   if (row_vectors <= kUnitShapes[shape].team() * per_thread_) return {RowKernel::registers, shape};
   if (!ring_) return {RowKernel::stream, 0};
+  const auto fits = [&](RowKernel kernel, int rows) {
+    const std::int64_t team = kRingShapes[rows].team() / vectors_ * vectors_;
+    return row_vectors <= team * (ring_of(kernel) * kRingBatch / tensors_);
+  };
   for (int rows = most_rows_shift_; rows >= 0; --rows) {
-    if (row_vectors <= kRingShapes[rows].team() * places(RowKernel::ring)) {
-      return {RowKernel::ring, rows};
-    }
+    if (fits(RowKernel::ring, rows)) return {RowKernel::ring, rows};
   }
-  if (large_ && row_vectors <= kRingThreads * places(RowKernel::large_ring)) {
-    return {RowKernel::large_ring, 0};
-  }
+  if (large_ && fits(RowKernel::large_ring, 0)) return {RowKernel::large_ring, 0};
   return {RowKernel::stream, 0};
 }
 

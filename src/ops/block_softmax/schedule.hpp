@@ -72,20 +72,21 @@ struct RowChoice {
 
 class RowChooser {
  public:
-  // `tensors` are read; without `ring`, what does not fit in registers is read twice.
+  // `vectors` make up one row of a block, a thread of the kernel in registers has `per_thread` of
+  // each of `tensors`; without `ring`, what does not fit in registers is read twice.
   RowChooser(std::int64_t vectors, int per_thread, int tensors, bool ring,
              const cuda::DeviceInfo& device);
   RowChoice choose(std::int64_t row_vectors) const;
-  int places(RowKernel kernel) const {
-    return kRingPlaces[kernel == RowKernel::ring ? 0 : 1] / tensors_;
-  }
 
  private:
+  std::int64_t vectors_;
   int per_thread_, tensors_, most_rows_shift_;
   bool ring_, large_;
 };
+
+inline int ring_of(RowKernel kernel) { return kRings[kernel == RowKernel::ring ? 0 : 1]; }
 // Of dynamic shared memory.
-inline constexpr int ring_bytes(int places) { return places * 16 * kRingThreads; }
+inline constexpr int ring_bytes(int ring) { return ring * kRingBatch * 16 * kRingThreads; }
 
 // The smallest team whose threads have at most `per_thread` vectors, or the largest team.
 int shape_for(std::int64_t row_vectors, std::int64_t per_thread);

@@ -10,14 +10,18 @@ namespace {
 
 using Params = BackwardParams;
 
+Registers registers_of(DType dtype) { return backward_registers(static_cast<int>(size_of(dtype))); }
+
 cuda::OpKernel rows_kernel(DType dtype) {
   const std::string_view type = cuda::device_type(dtype);
+  const Registers registers = registers_of(dtype);
   return {.name = fmt::format("block_softmax_backward_rows_{}", type),
           .file = "ops/block_softmax/cuda/smxx_rows.cuh",
-          .function = fmt::format("block_softmax::backward_rows<{}, {}>", type, kBackwardVectors),
+          .function = fmt::format("block_softmax::backward_rows<{}, {}>", type, registers.vectors),
           .parameters = "block_softmax::BackwardParams",
           .threads = kThreads,
-          .constants = {{"block_softmax::kBackwardVectors", kBackwardVectors}}};
+          .blocks = registers.blocks,
+          .constants = {{"block_softmax::kWarps", kWarps}}};
 }
 
 cuda::OpKernel ring_kernel(DType dtype) {
@@ -29,7 +33,7 @@ cuda::OpKernel ring_kernel(DType dtype) {
           .threads = kRingThreads,
           .blocks = dtype == DType::f64 ? 1 : 2,
           .constants = {{"block_softmax::kRingThreads", kRingThreads},
-                        {"block_softmax::kRingRows", kRingRows}}};
+                        {"block_softmax::kRingBatch", kRingBatch}}};
 }
 
 cuda::OpKernel stream_kernel(DType dtype, bool vectors) {
@@ -105,7 +109,7 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
         "same bits every run",
         kThreads,
         vectors_ ? fmt::format("in registers up to {} KiB, longer ones read twice",
-                               kThreads * kBackwardVectors * 16 / 1024)
+                               kThreads * registers_of(dtype).vectors * 16 / 1024)
                  : "read twice, element by element",
         term_gradients ? "; gradients of added terms one reading each" : "",
         dtype == DType::f64 ? "f64" : "f32");
@@ -127,13 +131,15 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
                 int ring = 0) {
     if (params.schedule.ctas == 0) return;
     steps.push_back({planned(kernel, params, device_, ring), params});
+    // They write different rows, and the device code knows: smxx_teams.cuh, begin_rows().
+    steps.back().kernel.shape.programmatic = steps.size() > 1 && device_.major >= 9;
   }
 
   // The longest rows first.
   void plan_vectors(const BlockLayout& layout, DType dtype, Params params, bool term_gradients) {
     const std::int64_t b = params.block;
     const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
-    const RowChooser chooser(vectors, kBackwardVectors, 2, true, device_);
+    const RowChooser chooser(vectors, registers_of(dtype).vectors, 2, true, device_);
     params.piece = divisor_of(vectors);
     for (const RowKernel kernel :
          {RowKernel::stream, RowKernel::large_ring, RowKernel::ring, RowKernel::registers}) {
@@ -146,8 +152,8 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
           ring ? std::span<const UnitShape>(kRingShapes) : std::span<const UnitShape>(kUnitShapes);
       params.schedule = make_schedule(layout, b, vectors, shapes, choose, tables_);
       if (ring) {
-        params.slots = chooser.places(kernel);
-        add_step(ring_kernel(dtype), params, vector_steps_, ring_bytes(2 * params.slots));
+        params.ring = ring_of(kernel);
+        add_step(ring_kernel(dtype), params, vector_steps_, ring_bytes(params.ring));
       } else {
         add_step(kernel == RowKernel::stream ? stream_kernel(dtype, true) : rows_kernel(dtype),
                  params, vector_steps_);

@@ -13,15 +13,21 @@ using Params = ForwardParams;
 
 std::string dtype_name(DType dtype) { return std::string(cuda::device_type(dtype)); }
 
+Registers registers_of(DType dtype, bool terms) {
+  return forward_registers(static_cast<int>(size_of(dtype)), terms);
+}
+
 cuda::OpKernel rows_kernel(DType dtype, bool terms) {
   const std::string type = dtype_name(dtype);
+  const Registers registers = registers_of(dtype, terms);
   return {.name = fmt::format("block_softmax_forward_rows_{}{}", type, terms ? "_terms" : ""),
           .file = "ops/block_softmax/cuda/smxx_rows.cuh",
-          .function =
-              fmt::format("block_softmax::forward_rows<{}, {}, {}>", type, kForwardVectors, terms),
+          .function = fmt::format("block_softmax::forward_rows<{}, {}, {}, {}>", type,
+                                  registers.vectors, terms, registers.keep),
           .parameters = "block_softmax::ForwardParams",
           .threads = kThreads,
-          .constants = {{"block_softmax::kForwardVectors", kForwardVectors}}};
+          .blocks = registers.blocks,
+          .constants = {{"block_softmax::kWarps", kWarps}}};
 }
 
 cuda::OpKernel ring_kernel(DType dtype) {
@@ -33,7 +39,7 @@ cuda::OpKernel ring_kernel(DType dtype) {
           .threads = kRingThreads,
           .blocks = dtype == DType::f64 ? 1 : 2,
           .constants = {{"block_softmax::kRingThreads", kRingThreads},
-                        {"block_softmax::kRingRows", kRingRows}}};
+                        {"block_softmax::kRingBatch", kRingBatch}}};
 }
 
 cuda::OpKernel stream_kernel(DType dtype, bool vectors, bool terms) {
@@ -101,7 +107,7 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
         "same bits every run",
         kThreads,
         vectors_ ? fmt::format("in registers up to {} KiB, longer ones read twice",
-                               kThreads * kForwardVectors * 16 / 1024)
+                               kThreads * registers_of(dtype, terms).vectors * 16 / 1024)
                  : "read twice, element by element",
         dtype == DType::f64 ? "f64" : "f32");
   }
@@ -116,13 +122,15 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
                 int ring = 0) {
     if (params.schedule.ctas == 0) return;
     steps.push_back({planned(kernel, params, device_, ring), params});
+    // They write different rows, and the device code knows: smxx_teams.cuh, begin_rows().
+    steps.back().kernel.shape.programmatic = steps.size() > 1 && device_.major >= 9;
   }
 
   // The longest rows first.
   void plan_vectors(const BlockLayout& layout, DType dtype, Params params, bool terms) {
     const std::int64_t b = params.block;
     const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
-    const RowChooser chooser(vectors, kForwardVectors, 1, !terms, device_);
+    const RowChooser chooser(vectors, registers_of(dtype, terms).vectors, 1, !terms, device_);
     params.piece = divisor_of(vectors);
     for (const RowKernel kernel :
          {RowKernel::stream, RowKernel::large_ring, RowKernel::ring, RowKernel::registers}) {
@@ -135,8 +143,8 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
           ring ? std::span<const UnitShape>(kRingShapes) : std::span<const UnitShape>(kUnitShapes);
       params.schedule = make_schedule(layout, b, vectors, shapes, choose, tables_);
       if (ring) {
-        params.slots = chooser.places(kernel);
-        add_step(ring_kernel(dtype), params, vector_steps_, ring_bytes(params.slots));
+        params.ring = ring_of(kernel);
+        add_step(ring_kernel(dtype), params, vector_steps_, ring_bytes(params.ring));
       } else {
         add_step(kernel == RowKernel::stream ? stream_kernel(dtype, true, terms)
                                              : rows_kernel(dtype, terms),

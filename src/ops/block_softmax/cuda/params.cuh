@@ -76,7 +76,7 @@ struct ForwardParams {
   int32_t block;
   Divisor piece;  // vectors in the b elements of a row of a block
   double scale;
-  int32_t slots;  // smxx_ring.cuh only
+  int32_t ring;  // smxx_ring.cuh: batches in the ring
   // With terms only:
   const int32_t* columns;  // [nnz]
   int32_t rows;            // R
@@ -90,8 +90,8 @@ struct BackwardParams {
   int32_t block;
   Divisor piece;
   double scale;
-  int32_t slots;  // smxx_ring.cuh only
-  void* delta;    // Real [Z, H·R·b]: Σ y · d_y of each row; null: not wanted
+  int32_t ring;  // smxx_ring.cuh: batches in the ring
+  void* delta;   // Real [Z, H·R·b]: Σ y · d_y of each row; null: not wanted
   int64_t delta_batch;
 };
 

@@ -15,11 +15,12 @@ inline int vectors_of(const Place& place, uint32_t count) {
   return place.thread < count ? static_cast<int>((count - place.thread - 1) / place.team + 1) : 0;
 }
 
-template <class T, int kVectors, bool kWithTerms>
+template <class T, int kVectors, bool kWithTerms, bool kKeepPowers>
 void forward_rows(const ForwardParams& p) {
   using R = Real<T>;
   constexpr int kLength = kVectorLength<T>;
   __shared__ R shared[2][kWarps * kMaxUnitRows];
+  begin_rows();
   Place place;
   if (!find_place(p.schedule, place)) return;
   const int count = vectors_of(place, place.block_row.blocks * p.piece.value);
@@ -36,13 +37,12 @@ void forward_rows(const ForwardParams& p) {
         raw[v] = load_vector(x + vector_offset<T>(index, p.piece, p.block));
       }
     }
-    // Registers are what is scarce: without terms, x stays as it is, and in 16 bits even the powers
-    // are computed twice.
-    constexpr bool kKeepPowers = kWithTerms || sizeof(T) == sizeof(R);
-    R score[kWithTerms ? kVectors : 1][kLength];
-    const auto score_of = [&](int v, int e) {
-      return kWithTerms ? score[v][e] : scale * to_real(raw[v].element[e]);
-    };
+    // With terms: the scores, and later their powers. Without, the powers take the place of x if
+    // they fit; 16-bit x is kept and the powers are computed twice, unless registers are left for
+    // them.
+    constexpr bool kInPlace = !kWithTerms && sizeof(T) == sizeof(R);
+    constexpr bool kKeep = kWithTerms || kKeepPowers;
+    R kept[kKeep && !kInPlace ? kVectors : 1][kLength];
     R maximum = -infinity<R>();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -51,54 +51,63 @@ void forward_rows(const ForwardParams& p) {
           const Terms<T> terms(p, place, batch);
           const uint32_t index = place.thread + v * place.team;
           const uint32_t block = divide(index, p.piece);
+          const Reals<T> x_v = reals(raw[v]);
 #pragma unroll
-          for (int e = 0; e < kLength; ++e) score[v][e] = scale * to_real(raw[v].element[e]);
-          terms.apply(score[v], block, (index - block * p.piece.value) * kLength);
+          for (int e = 0; e < kLength; ++e) kept[v][e] = scale * x_v.element[e];
+          terms.apply(kept[v], block, (index - block * p.piece.value) * kLength);
+#pragma unroll
+          for (int e = 0; e < kLength; ++e) maximum = larger(maximum, kept[v][e]);
+        } else {
+          if (scale < R{0}) negate(raw[v]);
+          maximum = larger(maximum, maximum_of(raw[v]));
         }
-#pragma unroll
-        for (int e = 0; e < kLength; ++e) maximum = Maximum()(maximum, score_of(v, e));
       }
     }
+    const R factor = factor_of_scores(kWithTerms ? R{1} : scale < R{0} ? -scale : scale);
     const R shift = shift_of(reduce<Maximum>(maximum, place, shared[0]));
     R sum = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
+        const Reals<T> x_v = reals(raw[v]);
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
-          const R power = exponential(score_of(v, e) - shift);
-          sum += power;
-          if constexpr (kWithTerms) {
-            score[v][e] = power;
-          } else if constexpr (kKeepPowers) {
-            raw[v].element[e] = power;
+          const R score = kWithTerms ? kept[v][e] : x_v.element[e];
+          const R weight = power((score - shift) * factor);
+          sum += weight;
+          if constexpr (kInPlace) {
+            raw[v].element[e] = weight;
+          } else if constexpr (kKeep) {
+            kept[v][e] = weight;
           }
         }
       }
     }
-    const R factor = inverse(reduce<Sum>(sum, place, shared[1]));
+    const R inverse_sum = inverse(reduce<Sum>(sum, place, shared[1]));
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
         const uint32_t index = place.thread + v * place.team;
-        Vector<T> out;
+        const Reals<T> x_v = reals(raw[v]);
+        R out[kLength];
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
-          R power;
-          if constexpr (kWithTerms) {
-            power = score[v][e];
-          } else if constexpr (kKeepPowers) {
-            power = raw[v].element[e];
+          R weight;
+          if constexpr (kInPlace) {
+            weight = raw[v].element[e];
+          } else if constexpr (kKeep) {
+            weight = kept[v][e];
           } else {
-            power = exponential(score_of(v, e) - shift);
+            weight = power((x_v.element[e] - shift) * factor);
           }
-          out.element[e] = from_real<T>(power * factor);
+          out[e] = weight * inverse_sum;
         }
-        store_vector(y + vector_offset<T>(index, p.piece, p.block), out);
+        store_vector(y + vector_offset<T>(index, p.piece, p.block), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();
   }
+  end_rows();
 }
 
 template <class T, int kVectors>
@@ -106,6 +115,7 @@ void backward_rows(const BackwardParams& p) {
   using R = Real<T>;
   constexpr int kLength = kVectorLength<T>;
   __shared__ R shared[kWarps * kMaxUnitRows];
+  begin_rows();
   Place place;
   if (!find_place(p.schedule, place)) return;
   const int count = vectors_of(place, place.block_row.blocks * p.piece.value);
@@ -129,10 +139,10 @@ void backward_rows(const BackwardParams& p) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
+        const Reals<T> weights = reals(probability[v]), gradients = reals(gradient[v]);
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
-          const R weight = to_real(probability[v].element[e]);
-          if (weight != R{0}) sum += weight * to_real(gradient[v].element[e]);
+          if (weights.element[e] != R{0}) sum += weights.element[e] * gradients.element[e];
         }
       }
     }
@@ -141,18 +151,19 @@ void backward_rows(const BackwardParams& p) {
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
         const uint32_t index = place.thread + v * place.team;
-        Vector<T> out;
+        const Reals<T> weights = reals(probability[v]), gradients = reals(gradient[v]);
+        R out[kLength];
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
-          const R weight = to_real(probability[v].element[e]);
-          const R ds = weight * (to_real(gradient[v].element[e]) - delta);
-          out.element[e] = from_real<T>(weight == R{0} ? R{0} : scale * ds);
+          const R ds = weights.element[e] * (gradients.element[e] - delta);
+          out[e] = weights.element[e] == R{0} ? R{0} : scale * ds;
         }
-        store_vector(d_x + vector_offset<T>(index, p.piece, p.block), out);
+        store_vector(d_x + vector_offset<T>(index, p.piece, p.block), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();
   }
+  end_rows();
 }
 
 }  // namespace pullback::block_softmax

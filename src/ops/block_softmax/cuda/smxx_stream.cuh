@@ -69,10 +69,11 @@ template <class T, int kWidth, bool kWithTerms>
 void forward_stream(const ForwardParams& p) {
   using R = Real<T>;
   __shared__ R shared[2][kWarps * kMaxUnitRows];
+  begin_rows();
   Place place;
   if (!find_place(p.schedule, place)) return;
   const uint32_t count = place.block_row.blocks * p.piece.value;
-  const R scale = static_cast<R>(p.scale);
+  const R scale = static_cast<R>(p.scale), factor = factor_of_scores(R{1});
 
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     const T* x = row_of<const T>(p.x, place, batch);
@@ -110,33 +111,35 @@ void forward_stream(const ForwardParams& p) {
 #pragma unroll
       for (int e = 1; e < kWidth; ++e) largest = Maximum()(largest, scores[e]);
       if (largest > maximum) {
-        sum *= exponential(maximum - largest);
+        sum *= power((maximum - largest) * factor);
         maximum = largest;
       }
       const R shift = shift_of(maximum);
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) sum += exponential(scores[e] - shift);
+      for (int e = 0; e < kWidth; ++e) sum += power((scores[e] - shift) * factor);
     });
     const R shift = shift_of(reduce<Maximum>(maximum, place, shared[0]));
     // A thread that saw only −inf has the sum 0; one that saw +inf or NaN has the sum NaN.
-    sum *= maximum == -infinity<R>() ? R{1} : exponential(maximum - shift);
-    const R factor = inverse(reduce<Sum>(sum, place, shared[1]));
+    sum *= maximum == -infinity<R>() ? R{1} : power((maximum - shift) * factor);
+    const R weight = inverse(reduce<Sum>(sum, place, shared[1]));
     for_each([&](Position at, const R(&scores)[kWidth]) {
       Piece<T, kWidth> out;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        out.element[e] = from_real<T>(exponential(scores[e] - shift) * factor);
+        out.element[e] = from_real<T>(power((scores[e] - shift) * factor) * weight);
       }
       store_piece(y + offset_of(p.y, at), out);
     });
     if (place.warps > 1) __syncthreads();
   }
+  end_rows();
 }
 
 template <class T, int kWidth>
 void backward_stream(const BackwardParams& p) {
   using R = Real<T>;
   __shared__ R shared[kWarps * kMaxUnitRows];
+  begin_rows();
   Place place;
   if (!find_place(p.schedule, place)) return;
   const uint32_t count = place.block_row.blocks * p.piece.value;
@@ -195,6 +198,7 @@ void backward_stream(const BackwardParams& p) {
     }
     if (place.warps > 1) __syncthreads();
   }
+  end_rows();
 }
 
 }  // namespace pullback::block_softmax

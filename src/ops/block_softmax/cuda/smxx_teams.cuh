@@ -6,10 +6,10 @@
 // fill the gaps at its end.
 #pragma once
 
-#include "device/float.cuh"
-#include "device/memory.cuh"
+#include "device/dependent.cuh"
 #include "device/warp.cuh"
 #include "ops/block_softmax/cuda/params.cuh"
+#include "ops/block_softmax/cuda/smxx_powers.cuh"
 #include "ops/block_softmax/cuda/tuning.hpp"
 
 namespace pullback::block_softmax {
@@ -72,9 +72,10 @@ inline bool find_place(const Schedule& schedule, Place& place) {
 }
 
 struct Maximum {
-  // NaN loses against any number.
-  float operator()(float a, float b) const { return fmaxf(a, b); }
-  double operator()(double a, double b) const { return fmax(a, b); }
+  template <class R>
+  R operator()(R a, R b) const {
+    return larger(a, b);
+  }
 };
 struct Sum {
   template <class R>
@@ -114,13 +115,13 @@ R reduce(R value, const Place& place, R* shared) {
   return value;
 }
 
-// exp of a difference from the maximum. Results below 2^-126 are 0 in f32.
-inline float exponential(float value) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value * 1.4426950408889634f));
-  return result;
+// The kernels of one pass work on rows of their own, so each may start while the one before still
+// runs; only the last block of each waits at its end, so that whatever follows in the stream finds
+// all rows written.
+inline void begin_rows() { allow_next_kernel(); }
+inline void end_rows() {
+  if (blockIdx.x == gridDim.x - 1) wait_for_previous_kernel();
 }
-inline double exponential(double value) { return exp(value); }
 
 // What to subtract before exp: the maximum, or 0 in a row that sees nothing.
 template <class R>

@@ -6,17 +6,30 @@ namespace pullback::block_softmax {
 inline constexpr int kThreads = 256;  // of a thread block
 inline constexpr int kWarps = kThreads / 32;
 
-// 16-byte vectors of each tensor that a thread of the kernels in smxx_rows.cuh holds in registers.
-inline constexpr int kForwardVectors = 8;
-inline constexpr int kBackwardVectors = 8;
+// 16-byte vectors of each tensor that a thread of the kernels in smxx_rows.cuh holds in registers,
+// and the blocks a multiprocessor is to hold: they bound the registers of a thread.
+struct Registers {
+  int vectors, blocks;
+  bool keep = true;  // forward, 16 bits: the powers are kept, not computed twice
+};
+inline constexpr Registers forward_registers(int element_bytes, bool terms) {
+  if (terms) return {4, 2};
+  return element_bytes == 4   ? Registers{8, 4}
+         : element_bytes == 2 ? Registers{4, 4}
+                              : Registers{4, 3};
+}
+inline constexpr Registers backward_registers(int element_bytes) {
+  return {4, element_bytes == 8 ? 3 : 4};
+}
 
-// The kernels of smxx_ring.cuh: threads of a block, rows that it takes at a time, and the 16-byte
-// places that each thread has in shared memory. The first number leaves room for two blocks on a
+// The kernels of smxx_ring.cuh: threads of a block, rows that it takes at a time, vectors of a
+// batch, and batches in the ring of a thread. The first number leaves room for two blocks on a
 // multiprocessor of sm_90, the second takes what a single block can have there.
-inline constexpr int kRingThreads = 512;
+inline constexpr int kRingThreads = 384;
 inline constexpr int kRingWarps = kRingThreads / 32;
 inline constexpr int kRingRows = 4;
-inline constexpr int kRingPlaces[] = {12, 28};
+inline constexpr int kRingBatch = 4;
+inline constexpr int kRings[] = {4, 9};
 
 // Vectors (or elements) of a row that decide which team of smxx_stream.cuh takes it.
 inline constexpr int kStreamVectors = 16;
