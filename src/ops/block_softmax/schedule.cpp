@@ -78,10 +78,14 @@ Schedule make_schedule(const BlockLayout& layout, std::int64_t block, std::int64
   return schedule;
 }
 
-int shape_for(std::int64_t row_vectors, std::int64_t per_thread) {
-  int shape = kMaxRowClasses - 1;
-  while (shape > 0 && row_vectors > kUnitShapes[shape].team() * per_thread) --shape;
-  return shape;
+int shape_for(std::int64_t row_vectors, std::int64_t per_thread, int row_shift) {
+  for (int shape = kMaxRowClasses - 1; shape >= 0; --shape) {
+    if (kUnitShapes[shape].row_shift >= row_shift &&
+        row_vectors <= kUnitShapes[shape].team() * per_thread) {
+      return shape;
+    }
+  }
+  return -1;
 }
 
 RowChooser::RowChooser(std::int64_t vectors, int per_thread, int tensors, bool ring,
@@ -94,17 +98,18 @@ RowChooser::RowChooser(std::int64_t vectors, int per_thread, int tensors, bool r
 }
 
 RowChoice RowChooser::choose(std::int64_t row_vectors) const {
-  const int shape = shape_for(row_vectors, per_thread_);
-  if (row_vectors <= kUnitShapes[shape].team() * per_thread_) return {RowKernel::registers, shape};
-  if (!ring_) return {RowKernel::stream, 0};
-  const auto fits = [&](RowKernel kernel, int rows) {
-    const std::int64_t team = kRingShapes[rows].team() / vectors_ * vectors_;
+  const auto fits = [&](RowKernel kernel, int row_shift) {
+    const std::int64_t team = kRingShapes[row_shift].team() / vectors_ * vectors_;
     return row_vectors <= team * (ring_of(kernel) * kRingBatch / tensors_);
   };
-  for (int rows = most_rows_shift_; rows >= 0; --rows) {
-    if (fits(RowKernel::ring, rows)) return {RowKernel::ring, rows};
+  // Whole lines count for more than the kernel.
+  for (int row_shift = most_rows_shift_; row_shift >= 0; --row_shift) {
+    const int shape = shape_for(row_vectors, per_thread_, row_shift);
+    if (shape >= 0) return {RowKernel::registers, shape};
+    if (!ring_) continue;
+    if (fits(RowKernel::ring, row_shift)) return {RowKernel::ring, row_shift};
+    if (large_ && fits(RowKernel::large_ring, row_shift)) return {RowKernel::large_ring, row_shift};
   }
-  if (large_ && fits(RowKernel::large_ring, 0)) return {RowKernel::large_ring, 0};
   return {RowKernel::stream, 0};
 }
 

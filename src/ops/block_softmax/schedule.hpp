@@ -50,9 +50,10 @@ struct UnitShape {
   int team() const { return 32 * warps >> row_shift; }
 };
 
-// Units of one warp and of a block of kWarps, from the largest team to the smallest.
-inline constexpr UnitShape kUnitShapes[] = {{kWarps, 0}, {kWarps, 1}, {kWarps, 2}, {1, 0},
-                                            {1, 1},      {1, 2},      {1, 3},      {1, 4}};
+// Units of a block of kWarps and of one warp, from the largest team to the smallest.
+inline constexpr UnitShape kUnitShapes[] = {{kWarps, 0}, {kWarps, 1}, {kWarps, 2}, {kWarps, 3},
+                                            {1, 0},      {kWarps, 4}, {1, 1},      {1, 2},
+                                            {1, 3},      {1, 4}};
 static_assert(std::size(kUnitShapes) == kMaxRowClasses);
 inline constexpr UnitShape kRingShapes[] = {{kRingWarps, 0}, {kRingWarps, 1}, {kRingWarps, 2}};
 
@@ -88,8 +89,9 @@ inline int ring_of(RowKernel kernel) { return kRings[kernel == RowKernel::ring ?
 // Of dynamic shared memory.
 inline constexpr int ring_bytes(int ring) { return ring * kRingBatch * 16 * kRingThreads; }
 
-// The smallest team whose threads have at most `per_thread` vectors, or the largest team.
-int shape_for(std::int64_t row_vectors, std::int64_t per_thread);
+// The smallest team whose threads have at most `per_thread` vectors, among those whose units have
+// at least 2^row_shift rows. -1 when there is none.
+int shape_for(std::int64_t row_vectors, std::int64_t per_thread, int row_shift = 0);
 
 // Blocks are contiguous and lie one behind the other, and so do the vectors of all batch entries.
 bool vector_layout(const TensorSpec& spec);

@@ -125,7 +125,7 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
     PlaneGradientParams params;
   };
 
-  static int stream_shape(std::int64_t row) { return shape_for(row, kStreamVectors); }
+  static int stream_shape(std::int64_t row) { return std::max(shape_for(row, kStreamVectors), 0); }
 
   void add_step(const cuda::OpKernel& kernel, const Params& params, std::vector<Step>& steps,
                 int ring = 0) {

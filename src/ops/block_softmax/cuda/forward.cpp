@@ -22,8 +22,8 @@ cuda::OpKernel rows_kernel(DType dtype, bool terms) {
   const Registers registers = registers_of(dtype, terms);
   return {.name = fmt::format("block_softmax_forward_rows_{}{}", type, terms ? "_terms" : ""),
           .file = "ops/block_softmax/cuda/smxx_rows.cuh",
-          .function = fmt::format("block_softmax::forward_rows<{}, {}, {}, {}>", type,
-                                  registers.vectors, terms, registers.keep),
+          .function = fmt::format("block_softmax::forward_rows<{}, {}, {}>", type,
+                                  registers.vectors, terms),
           .parameters = "block_softmax::ForwardParams",
           .threads = kThreads,
           .blocks = registers.blocks,
@@ -92,7 +92,7 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
       params.piece = divisor_of(b);
       params.schedule = make_schedule(
           layout, b, b, kUnitShapes,
-          [](std::int64_t row) { return shape_for(row, kStreamVectors); }, tables_);
+          [](std::int64_t row) { return std::max(shape_for(row, kStreamVectors), 0); }, tables_);
       add_step(stream_kernel(dtype, false, terms), params, element_steps_);
     }
     tables_.upload(device_);

@@ -42,7 +42,7 @@ struct RowClass {
   Divisor units_per_block_row;
 };
 
-inline constexpr int kMaxRowClasses = 8;
+inline constexpr int kMaxRowClasses = 10;
 
 struct Schedule {
   const BlockRow* block_rows;

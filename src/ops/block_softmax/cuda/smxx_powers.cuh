@@ -24,24 +24,26 @@ inline float power(float exponent) {
 }
 inline double power(double exponent) { return exp(exponent); }
 
-template <class T>
-union Words {
-  Vector<T> vector;
-  uint32_t word[4];
-};
+// 16 bytes of memory as words, whatever they hold: a compiler that sees 16-bit pieces takes them
+// apart, and spends registers and instructions on it.
+using Raw = Vector<uint32_t>;
 
 template <class T>
-void negate(Vector<T>& vector) {
-  Words<T> words = {vector};
+Raw load_raw(const T* from) {
+  return load_vector(reinterpret_cast<const uint32_t*>(from));
+}
+template <class T>
+void store_raw(T* to, const Raw& raw) {
+  store_vector(reinterpret_cast<uint32_t*>(to), raw);
+}
+
+template <class T>
+void negate(Raw& raw) {
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    if constexpr (sizeof(T) == 8) {
-      if (w % 2 == 1) words.word[w] ^= 0x80000000u;
-    } else {
-      words.word[w] ^= sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
-    }
+    if (sizeof(T) == 2) raw.element[w] ^= 0x80008000u;
+    if (sizeof(T) == 4 || (sizeof(T) == 8 && w % 2 == 1)) raw.element[w] ^= 0x80000000u;
   }
-  vector = words.vector;
 }
 
 inline void unpack(uint32_t word, float& low, float& high, bf16) {
@@ -55,23 +57,27 @@ inline void unpack(uint32_t word, float& low, float& high, f16) {
       : "r"(word));
 }
 
-// By words: 16-bit pieces in registers of their own would take twice the space.
 template <class T>
 struct Reals {
   Real<T> element[kVectorLength<T>];
 };
 template <class T>
-Reals<T> reals(const Vector<T>& vector) {
+Reals<T> reals(const Raw& raw) {
   Reals<T> result;
   if constexpr (sizeof(T) == 2) {
-    const Words<T> words = {vector};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      unpack(words.word[w], result.element[2 * w], result.element[2 * w + 1], T{});
+      unpack(raw.element[w], result.element[2 * w], result.element[2 * w + 1], T{});
     }
+  } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) result.element[e] = __uint_as_float(raw.element[e]);
   } else {
 #pragma unroll
-    for (int e = 0; e < kVectorLength<T>; ++e) result.element[e] = vector.element[e];
+    for (int e = 0; e < 2; ++e) {
+      result.element[e] = __hiloint2double(static_cast<int>(raw.element[2 * e + 1]),
+                                           static_cast<int>(raw.element[2 * e]));
+    }
   }
   return result;
 }
@@ -93,20 +99,19 @@ inline double larger(double a, double b) { return fmax(a, b); }
 
 // The maximum of a vector's elements.
 template <class T>
-Real<T> maximum_of(const Vector<T>& vector) {
+Real<T> maximum_of(const Raw& raw) {
   using R = Real<T>;
   if constexpr (sizeof(T) == 2) {
-    const Words<T> words = {vector};
-    const uint32_t a = packed_maximum(words.word[0], words.word[1], T{});
-    const uint32_t b = packed_maximum(words.word[2], words.word[3], T{});
-    const uint32_t both = packed_maximum(a, b, T{});
+    const uint32_t a = packed_maximum(raw.element[0], raw.element[1], T{});
+    const uint32_t b = packed_maximum(raw.element[2], raw.element[3], T{});
     R low, high;
-    unpack(both, low, high, T{});
+    unpack(packed_maximum(a, b, T{}), low, high, T{});
     return larger(low, high);
   } else {
-    R result = vector.element[0];
+    const Reals<T> values = reals<T>(raw);
+    R result = values.element[0];
 #pragma unroll
-    for (int e = 1; e < kVectorLength<T>; ++e) result = larger(result, vector.element[e]);
+    for (int e = 1; e < kVectorLength<T>; ++e) result = larger(result, values.element[e]);
     return result;
   }
 }
@@ -123,16 +128,22 @@ inline uint32_t pack(float low, float high, f16) {
 }
 
 template <class T, class R>
-Vector<T> rounded(const R (&values)[kVectorLength<T>]) {
-  Words<T> words;
+Raw rounded(const R (&values)[kVectorLength<T>]) {
+  Raw raw;
   if constexpr (sizeof(T) == 2) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) words.word[w] = pack(values[2 * w], values[2 * w + 1], T{});
+    for (int w = 0; w < 4; ++w) raw.element[w] = pack(values[2 * w], values[2 * w + 1], T{});
+  } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) raw.element[e] = __float_as_uint(values[e]);
   } else {
 #pragma unroll
-    for (int e = 0; e < kVectorLength<T>; ++e) words.vector.element[e] = values[e];
+    for (int e = 0; e < 2; ++e) {
+      raw.element[2 * e] = static_cast<uint32_t>(__double2loint(values[e]));
+      raw.element[2 * e + 1] = static_cast<uint32_t>(__double2hiint(values[e]));
+    }
   }
-  return words.vector;
+  return raw;
 }
 
 }  // namespace pullback::block_softmax

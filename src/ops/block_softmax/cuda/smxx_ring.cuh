@@ -63,7 +63,7 @@ class Ring {
         begin_(begin),
         item_(blockIdx.x) {
     extern __shared__ __align__(128) unsigned char memory[];
-    mine_ = reinterpret_cast<Vector<T>*>(memory) + threadIdx.x;
+    mine_ = reinterpret_cast<Raw*>(memory) + threadIdx.x;
     open();
     for (int32_t slot = 0; slot < size; ++slot) fill(slot);
   }
@@ -71,13 +71,13 @@ class Ring {
   // Until batch `batch` from the oldest has arrived.
   void wait(int32_t batch) const { async_wait(size_ - 1 - batch); }
 
-  const Vector<T>* batch(int32_t batch) const {
+  const Raw* batch(int32_t batch) const {
     int32_t slot = oldest_ + batch;
     if (slot >= size_) slot -= size_;
     return mine_ + slot * (kRingBatch * kRingThreads);
   }
   // Of what batch() returned.
-  static Vector<T> get(const Vector<T>* batch, int vector, int tensor) {
+  static Raw get(const Raw* batch, int vector, int tensor) {
     return batch[(vector * kTensors + tensor) * kRingThreads];
   }
 
@@ -100,7 +100,7 @@ class Ring {
 
   void fill(int32_t slot) {
     if (left_ > 0) {
-      Vector<T>* const to = mine_ + slot * (kRingBatch * kRingThreads);
+      Raw* const to = mine_ + slot * (kRingBatch * kRingThreads);
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < vectors_) {
@@ -127,7 +127,7 @@ class Ring {
   const Divisor& piece_;
   const int32_t size_;
   const Begin& begin_;
-  Vector<T>* mine_;
+  Raw* mine_;
   int32_t oldest_ = 0;
   // The group that is being copied: batches and vectors of this thread that are left.
   int64_t item_;
@@ -164,15 +164,15 @@ void forward_ring(const ForwardParams& p) {
     for (int32_t b = 0; b < group.batches; ++b) {
       ring.wait(b);
       const int32_t left = group.mine - b * kBatch;
-      const Vector<T>* const batch = ring.batch(b);
-      Vector<T> x[kBatch];
+      const Raw* const batch = ring.batch(b);
+      Raw x[kBatch];
       R largest = maximum;
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
           x[v] = TheRing::get(batch, v, 0);
-          if (negative) negate(x[v]);
-          largest = larger(largest, maximum_of(x[v]));
+          if (negative) negate<T>(x[v]);
+          largest = larger(largest, maximum_of<T>(x[v]));
         }
       }
       const R shift = shift_of(largest);
@@ -181,7 +181,7 @@ void forward_ring(const ForwardParams& p) {
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
-          const Reals<T> x_v = reals(x[v]);
+          const Reals<T> x_v = reals<T>(x[v]);
 #pragma unroll
           for (int e = 0; e < kLength; ++e) sum += power((x_v.element[e] - shift) * factor);
         }
@@ -213,8 +213,8 @@ void forward_ring(const ForwardParams& p) {
     T* y = row_begin<T>(p.y, place, group.batch, p.block) + group.first;
     for (int32_t b = 0; b < group.batches; ++b) {
       const int32_t left = group.mine - b * kBatch;
-      const Vector<T>* const batch = ring.batch(0);
-      Vector<T> x[kBatch];
+      const Raw* const batch = ring.batch(0);
+      Raw x[kBatch];
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) x[v] = TheRing::get(batch, v, 0);
@@ -223,14 +223,14 @@ void forward_ring(const ForwardParams& p) {
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
-          if (negative) negate(x[v]);
-          const Reals<T> x_v = reals(x[v]);
+          if (negative) negate<T>(x[v]);
+          const Reals<T> x_v = reals<T>(x[v]);
           R out[kLength];
 #pragma unroll
           for (int e = 0; e < kLength; ++e) {
             out[e] = power((x_v.element[e] - shift) * factor) * weight;
           }
-          store_vector(y, rounded<T>(out));
+          store_raw(y, rounded<T>(out));
         }
         y += group.step;
       }
@@ -264,12 +264,12 @@ void backward_ring(const BackwardParams& p) {
     for (int32_t b = 0; b < group.batches; ++b) {
       ring.wait(b);
       const int32_t left = group.mine - b * kBatch;
-      const Vector<T>* const batch = ring.batch(b);
+      const Raw* const batch = ring.batch(b);
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
-          const Reals<T> weights = reals(TheRing::get(batch, v, 0));
-          const Reals<T> gradients = reals(TheRing::get(batch, v, 1));
+          const Reals<T> weights = reals<T>(TheRing::get(batch, v, 0));
+          const Reals<T> gradients = reals<T>(TheRing::get(batch, v, 1));
 #pragma unroll
           for (int e = 0; e < kLength; ++e) {
             if (weights.element[e] != R{0}) sum += weights.element[e] * gradients.element[e];
@@ -286,8 +286,8 @@ void backward_ring(const BackwardParams& p) {
     T* d_x = row_begin<T>(p.d_x, place, group.batch, p.block) + group.first;
     for (int32_t b = 0; b < group.batches; ++b) {
       const int32_t left = group.mine - b * kBatch;
-      const Vector<T>* const batch = ring.batch(0);
-      Vector<T> y[kBatch], d_y[kBatch];
+      const Raw* const batch = ring.batch(0);
+      Raw y[kBatch], d_y[kBatch];
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
@@ -299,14 +299,14 @@ void backward_ring(const BackwardParams& p) {
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
-          const Reals<T> weights = reals(y[v]), gradients = reals(d_y[v]);
+          const Reals<T> weights = reals<T>(y[v]), gradients = reals<T>(d_y[v]);
           R out[kLength];
 #pragma unroll
           for (int e = 0; e < kLength; ++e) {
             const R ds = weights.element[e] * (gradients.element[e] - delta);
             out[e] = weights.element[e] == R{0} ? R{0} : scale * ds;
           }
-          store_vector(d_x, rounded<T>(out));
+          store_raw(d_x, rounded<T>(out));
         }
         d_x += group.step;
       }

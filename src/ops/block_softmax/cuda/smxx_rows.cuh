@@ -15,7 +15,7 @@ inline int vectors_of(const Place& place, uint32_t count) {
   return place.thread < count ? static_cast<int>((count - place.thread - 1) / place.team + 1) : 0;
 }
 
-template <class T, int kVectors, bool kWithTerms, bool kKeepPowers>
+template <class T, int kVectors, bool kWithTerms>
 void forward_rows(const ForwardParams& p) {
   using R = Real<T>;
   constexpr int kLength = kVectorLength<T>;
@@ -29,20 +29,18 @@ void forward_rows(const ForwardParams& p) {
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     const T* const x = row_begin<const T>(p.x, place, batch, p.block);
     T* const y = row_begin<T>(p.y, place, batch, p.block);
-    Vector<T> raw[kVectors];
+    Raw raw[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
         const uint32_t index = place.thread + v * place.team;
-        raw[v] = load_vector(x + vector_offset<T>(index, p.piece, p.block));
+        raw[v] = load_raw(x + vector_offset<T>(index, p.piece, p.block));
       }
     }
-    // With terms: the scores, and later their powers. Without, the powers take the place of x if
-    // they fit; 16-bit x is kept and the powers are computed twice, unless registers are left for
-    // them.
+    // With terms the scores are kept, and then their powers. Without, the powers take the place of
+    // x where they fit; in 16 bits they are computed twice: registers are what is scarce.
     constexpr bool kInPlace = !kWithTerms && sizeof(T) == sizeof(R);
-    constexpr bool kKeep = kWithTerms || kKeepPowers;
-    R kept[kKeep && !kInPlace ? kVectors : 1][kLength];
+    R kept[kWithTerms ? kVectors : 1][kLength];
     R maximum = -infinity<R>();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -51,15 +49,15 @@ void forward_rows(const ForwardParams& p) {
           const Terms<T> terms(p, place, batch);
           const uint32_t index = place.thread + v * place.team;
           const uint32_t block = divide(index, p.piece);
-          const Reals<T> x_v = reals(raw[v]);
+          const Reals<T> values = reals<T>(raw[v]);
 #pragma unroll
-          for (int e = 0; e < kLength; ++e) kept[v][e] = scale * x_v.element[e];
+          for (int e = 0; e < kLength; ++e) kept[v][e] = scale * values.element[e];
           terms.apply(kept[v], block, (index - block * p.piece.value) * kLength);
 #pragma unroll
           for (int e = 0; e < kLength; ++e) maximum = larger(maximum, kept[v][e]);
         } else {
-          if (scale < R{0}) negate(raw[v]);
-          maximum = larger(maximum, maximum_of(raw[v]));
+          if (scale < R{0}) negate<T>(raw[v]);
+          maximum = larger(maximum, maximum_of<T>(raw[v]));
         }
       }
     }
@@ -69,40 +67,35 @@ void forward_rows(const ForwardParams& p) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
-        const Reals<T> x_v = reals(raw[v]);
+        const Reals<T> values = reals<T>(raw[v]);
+        R powers[kLength];
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
-          const R score = kWithTerms ? kept[v][e] : x_v.element[e];
-          const R weight = power((score - shift) * factor);
-          sum += weight;
-          if constexpr (kInPlace) {
-            raw[v].element[e] = weight;
-          } else if constexpr (kKeep) {
-            kept[v][e] = weight;
-          }
+          powers[e] = power(((kWithTerms ? kept[v][e] : values.element[e]) - shift) * factor);
+          sum += powers[e];
+          if constexpr (kWithTerms) kept[v][e] = powers[e];
         }
+        if constexpr (kInPlace) raw[v] = rounded<T>(powers);
       }
     }
-    const R inverse_sum = inverse(reduce<Sum>(sum, place, shared[1]));
+    const R weight = inverse(reduce<Sum>(sum, place, shared[1]));
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
         const uint32_t index = place.thread + v * place.team;
-        const Reals<T> x_v = reals(raw[v]);
+        const Reals<T> values = reals<T>(raw[v]);
         R out[kLength];
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
-          R weight;
-          if constexpr (kInPlace) {
-            weight = raw[v].element[e];
-          } else if constexpr (kKeep) {
-            weight = kept[v][e];
+          if constexpr (kWithTerms) {
+            out[e] = kept[v][e] * weight;
+          } else if constexpr (kInPlace) {
+            out[e] = values.element[e] * weight;
           } else {
-            weight = power((x_v.element[e] - shift) * factor);
+            out[e] = power((values.element[e] - shift) * factor) * weight;
           }
-          out[e] = weight * inverse_sum;
         }
-        store_vector(y + vector_offset<T>(index, p.piece, p.block), rounded<T>(out));
+        store_raw(y + vector_offset<T>(index, p.piece, p.block), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();
@@ -125,21 +118,21 @@ void backward_rows(const BackwardParams& p) {
     const T* y = row_begin<const T>(p.y, place, batch, p.block);
     const T* d_y = row_begin<const T>(p.d_y, place, batch, p.block);
     T* d_x = row_begin<T>(p.d_x, place, batch, p.block);
-    Vector<T> probability[kVectors], gradient[kVectors];
+    Raw probability[kVectors], gradient[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
         const uint32_t index = place.thread + v * place.team;
         const int64_t offset = vector_offset<T>(index, p.piece, p.block);
-        probability[v] = load_vector(y + offset);
-        gradient[v] = load_vector(d_y + offset);
+        probability[v] = load_raw(y + offset);
+        gradient[v] = load_raw(d_y + offset);
       }
     }
     R sum = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
-        const Reals<T> weights = reals(probability[v]), gradients = reals(gradient[v]);
+        const Reals<T> weights = reals<T>(probability[v]), gradients = reals<T>(gradient[v]);
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
           if (weights.element[e] != R{0}) sum += weights.element[e] * gradients.element[e];
@@ -151,14 +144,14 @@ void backward_rows(const BackwardParams& p) {
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
         const uint32_t index = place.thread + v * place.team;
-        const Reals<T> weights = reals(probability[v]), gradients = reals(gradient[v]);
+        const Reals<T> weights = reals<T>(probability[v]), gradients = reals<T>(gradient[v]);
         R out[kLength];
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
           const R ds = weights.element[e] * (gradients.element[e] - delta);
           out[e] = weights.element[e] == R{0} ? R{0} : scale * ds;
         }
-        store_vector(d_x + vector_offset<T>(index, p.piece, p.block), rounded<T>(out));
+        store_raw(d_x + vector_offset<T>(index, p.piece, p.block), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();

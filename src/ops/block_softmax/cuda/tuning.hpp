@@ -10,12 +10,11 @@ inline constexpr int kWarps = kThreads / 32;
 // and the blocks a multiprocessor is to hold: they bound the registers of a thread.
 struct Registers {
   int vectors, blocks;
-  bool keep = true;  // forward, 16 bits: the powers are kept, not computed twice
 };
 inline constexpr Registers forward_registers(int element_bytes, bool terms) {
   if (terms) return {4, 2};
   return element_bytes == 4   ? Registers{8, 4}
-         : element_bytes == 2 ? Registers{4, 4}
+         : element_bytes == 2 ? Registers{6, 5}
                               : Registers{4, 3};
 }
 inline constexpr Registers backward_registers(int element_bytes) {
