@@ -98,19 +98,22 @@ RowChooser::RowChooser(std::int64_t vectors, int per_thread, int tensors, bool r
 }
 
 RowChoice RowChooser::choose(std::int64_t row_vectors) const {
-  const auto fits = [&](RowKernel kernel, int row_shift) {
+  const auto capacity = [&](RowKernel kernel, int row_shift) {
     const std::int64_t team = kRingShapes[row_shift].team() / vectors_ * vectors_;
-    return row_vectors <= team * (ring_of(kernel) * kRingBatch / tensors_);
+    return team * (ring_of(kernel) * kRingBatch / tensors_);
   };
-  // Whole lines count for more than the kernel.
+  // Whole lines count for more than the kernel, and are worth some reading twice.
   for (int row_shift = most_rows_shift_; row_shift >= 0; --row_shift) {
     const int shape = shape_for(row_vectors, per_thread_, row_shift);
     if (shape >= 0) return {RowKernel::registers, shape};
     if (!ring_) continue;
-    if (fits(RowKernel::ring, row_shift)) return {RowKernel::ring, row_shift};
-    if (large_ && fits(RowKernel::large_ring, row_shift)) return {RowKernel::large_ring, row_shift};
+    if (row_vectors <= capacity(RowKernel::ring, row_shift)) return {RowKernel::ring, row_shift};
+    if (large_ && row_vectors <= capacity(RowKernel::large_ring, row_shift) * 5 / 4) {
+      return {RowKernel::large_ring, row_shift};
+    }
   }
-  return {RowKernel::stream, 0};
+  if (!ring_) return {RowKernel::stream, 0};
+  return {large_ ? RowKernel::large_ring : RowKernel::ring, 0};
 }
 
 bool vector_layout(const TensorSpec& spec) {

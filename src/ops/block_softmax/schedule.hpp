@@ -97,6 +97,11 @@ int shape_for(std::int64_t row_vectors, std::int64_t per_thread, int row_shift =
 bool vector_layout(const TensorSpec& spec);
 BlockTensor block_tensor(const TensorSpec& spec);
 
+// tuning.hpp's numbers of blocks are for sm_90; elsewhere kernels take registers rather than spill.
+inline int blocks_for(int blocks, int arch) {
+  return std::max(arch == 90 ? blocks : arch < 90 ? blocks - 1 : blocks - 2, 1);
+}
+
 // The grid of params.schedule: a block for each of its units with the batch along y, or with a ring
 // as many blocks as the device holds.
 template <class Params>

@@ -12,7 +12,7 @@ using Params = BackwardParams;
 
 Registers registers_of(DType dtype) { return backward_registers(static_cast<int>(size_of(dtype))); }
 
-cuda::OpKernel rows_kernel(DType dtype) {
+cuda::OpKernel rows_kernel(DType dtype, int arch) {
   const std::string_view type = cuda::device_type(dtype);
   const Registers registers = registers_of(dtype);
   return {.name = fmt::format("block_softmax_backward_rows_{}", type),
@@ -20,18 +20,18 @@ cuda::OpKernel rows_kernel(DType dtype) {
           .function = fmt::format("block_softmax::backward_rows<{}, {}>", type, registers.vectors),
           .parameters = "block_softmax::BackwardParams",
           .threads = kThreads,
-          .blocks = registers.blocks,
+          .blocks = blocks_for(registers.blocks, arch),
           .constants = {{"block_softmax::kWarps", kWarps}}};
 }
 
-cuda::OpKernel ring_kernel(DType dtype) {
+cuda::OpKernel ring_kernel(DType dtype, int arch) {
   const std::string_view type = cuda::device_type(dtype);
   return {.name = fmt::format("block_softmax_backward_ring_{}", type),
           .file = "ops/block_softmax/cuda/smxx_ring.cuh",
           .function = fmt::format("block_softmax::backward_ring<{}>", type),
           .parameters = "block_softmax::BackwardParams",
           .threads = kRingThreads,
-          .blocks = dtype == DType::f64 ? 1 : 2,
+          .blocks = blocks_for(dtype == DType::f64 ? 1 : 2, arch),
           .constants = {{"block_softmax::kRingThreads", kRingThreads},
                         {"block_softmax::kRingBatch", kRingBatch}}};
 }
@@ -108,8 +108,9 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
         "rows grouped by length, each by 2 to {} threads: {}{}; sums in {}, in a fixed order: the "
         "same bits every run",
         kThreads,
-        vectors_ ? fmt::format("in registers up to {} KiB, longer ones read twice",
-                               kThreads * registers_of(dtype).vectors * 16 / 1024)
+        vectors_ ? fmt::format(
+                       "in registers up to {} KiB, longer ones in shared memory as far as they fit",
+                       kThreads * registers_of(dtype).vectors * 16 / 1024)
                  : "read twice, element by element",
         term_gradients ? "; gradients of added terms one reading each" : "",
         dtype == DType::f64 ? "f64" : "f32");
@@ -153,9 +154,11 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
       params.schedule = make_schedule(layout, b, vectors, shapes, choose, tables_);
       if (ring) {
         params.ring = ring_of(kernel);
-        add_step(ring_kernel(dtype), params, vector_steps_, ring_bytes(params.ring));
+        add_step(ring_kernel(dtype, cuda::compile_arch(device_)), params, vector_steps_,
+                 ring_bytes(params.ring));
       } else {
-        add_step(kernel == RowKernel::stream ? stream_kernel(dtype, true) : rows_kernel(dtype),
+        add_step(kernel == RowKernel::stream ? stream_kernel(dtype, true)
+                                             : rows_kernel(dtype, cuda::compile_arch(device_)),
                  params, vector_steps_);
       }
     }
@@ -346,8 +349,8 @@ std::vector<KernelSource> block_softmax_backward_kernels(int arch) {
   using namespace block_softmax;
   std::vector<KernelSource> kernels;
   for (const DType dtype : kFloatingDTypes) {
-    kernels.push_back(op_kernel<BackwardParams>(rows_kernel(dtype), arch));
-    kernels.push_back(op_kernel<BackwardParams>(ring_kernel(dtype), arch));
+    kernels.push_back(op_kernel<BackwardParams>(rows_kernel(dtype, arch), arch));
+    kernels.push_back(op_kernel<BackwardParams>(ring_kernel(dtype, arch), arch));
     kernels.push_back(op_kernel<BackwardParams>(stream_kernel(dtype, true), arch));
     kernels.push_back(op_kernel<BackwardParams>(stream_kernel(dtype, false), arch));
     kernels.push_back(

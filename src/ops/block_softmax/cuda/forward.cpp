@@ -17,7 +17,7 @@ Registers registers_of(DType dtype, bool terms) {
   return forward_registers(static_cast<int>(size_of(dtype)), terms);
 }
 
-cuda::OpKernel rows_kernel(DType dtype, bool terms) {
+cuda::OpKernel rows_kernel(DType dtype, bool terms, int arch) {
   const std::string type = dtype_name(dtype);
   const Registers registers = registers_of(dtype, terms);
   return {.name = fmt::format("block_softmax_forward_rows_{}{}", type, terms ? "_terms" : ""),
@@ -26,18 +26,18 @@ cuda::OpKernel rows_kernel(DType dtype, bool terms) {
                                   registers.vectors, terms),
           .parameters = "block_softmax::ForwardParams",
           .threads = kThreads,
-          .blocks = registers.blocks,
+          .blocks = blocks_for(registers.blocks, arch),
           .constants = {{"block_softmax::kWarps", kWarps}}};
 }
 
-cuda::OpKernel ring_kernel(DType dtype) {
+cuda::OpKernel ring_kernel(DType dtype, int arch) {
   const std::string type = dtype_name(dtype);
   return {.name = fmt::format("block_softmax_forward_ring_{}", type),
           .file = "ops/block_softmax/cuda/smxx_ring.cuh",
           .function = fmt::format("block_softmax::forward_ring<{}>", type),
           .parameters = "block_softmax::ForwardParams",
           .threads = kRingThreads,
-          .blocks = dtype == DType::f64 ? 1 : 2,
+          .blocks = blocks_for(dtype == DType::f64 ? 1 : 2, arch),
           .constants = {{"block_softmax::kRingThreads", kRingThreads},
                         {"block_softmax::kRingBatch", kRingBatch}}};
 }
@@ -106,8 +106,9 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
         "rows grouped by length, each by 2 to {} threads: {}; sums in {}, in a fixed order: the "
         "same bits every run",
         kThreads,
-        vectors_ ? fmt::format("in registers up to {} KiB, longer ones read twice",
-                               kThreads * registers_of(dtype, terms).vectors * 16 / 1024)
+        vectors_ ? fmt::format("in registers up to {} KiB, longer ones {}",
+                               kThreads * registers_of(dtype, terms).vectors * 16 / 1024,
+                               terms ? "read twice" : "in shared memory as far as they fit")
                  : "read twice, element by element",
         dtype == DType::f64 ? "f64" : "f32");
   }
@@ -144,10 +145,12 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
       params.schedule = make_schedule(layout, b, vectors, shapes, choose, tables_);
       if (ring) {
         params.ring = ring_of(kernel);
-        add_step(ring_kernel(dtype), params, vector_steps_, ring_bytes(params.ring));
+        add_step(ring_kernel(dtype, cuda::compile_arch(device_)), params, vector_steps_,
+                 ring_bytes(params.ring));
       } else {
-        add_step(kernel == RowKernel::stream ? stream_kernel(dtype, true, terms)
-                                             : rows_kernel(dtype, terms),
+        add_step(kernel == RowKernel::stream
+                     ? stream_kernel(dtype, true, terms)
+                     : rows_kernel(dtype, terms, cuda::compile_arch(device_)),
                  params, vector_steps_);
       }
     }
@@ -216,9 +219,9 @@ std::vector<KernelSource> block_softmax_forward_kernels(int arch) {
   using namespace block_softmax;
   std::vector<KernelSource> kernels;
   for (const DType dtype : kFloatingDTypes) {
-    kernels.push_back(op_kernel<ForwardParams>(ring_kernel(dtype), arch));
+    kernels.push_back(op_kernel<ForwardParams>(ring_kernel(dtype, arch), arch));
     for (const bool terms : {false, true}) {
-      kernels.push_back(op_kernel<ForwardParams>(rows_kernel(dtype, terms), arch));
+      kernels.push_back(op_kernel<ForwardParams>(rows_kernel(dtype, terms, arch), arch));
       for (const bool vectors : {false, true}) {
         kernels.push_back(op_kernel<ForwardParams>(stream_kernel(dtype, vectors, terms), arch));
       }

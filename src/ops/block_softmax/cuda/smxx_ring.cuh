@@ -1,17 +1,21 @@
 // Contiguous rows that are too long for registers: they stay in shared memory, so that every
-// element is read once and written once.
+// element is read once and written once. Of rows that are longer than that, what does not fit is
+// read twice.
 //   forward   y = exp(scale x − m) / Σ exp(scale x − m),  m = max scale x
 //   backward  d_x = scale y (d_y − Σ y d_y)
 // A block walks over its groups of rows. Each thread has places of its own in shared memory that it
 // fills by asynchronous copies and that only it reads: a ring of batches, always full. A group is
 // gone over twice: first for its sums, as its copies arrive; then for the results, where every
-// batch that has been read is refilled at once with what comes next.
+// batch that has been read is refilled at once with what comes next. If a group has n more batches
+// than the ring, the first n are given up in the first round and come again at the end.
 #pragma once
 
 #include "device/async_copy.cuh"
 #include "ops/block_softmax/cuda/smxx_teams.cuh"
 
 namespace pullback::block_softmax {
+
+// Groups are numbered in 32 bits: 2^32 rows of this length fit in no memory.
 
 // Some neighbouring rows of one block row. A row's team is as many threads as make up whole pieces
 // of it, so that a thread goes on by the same distance each time; the rest of the team idles.
@@ -25,13 +29,14 @@ struct Group {
 };
 
 template <class T, int kBatch>
-Group group_of(const Schedule& schedule, int64_t item, int64_t batches, const Divisor& piece,
+Group group_of(const Schedule& schedule, uint32_t item, int64_t batches, const Divisor& piece,
                int32_t block) {
   Group group;
   group.batches = 0;
   if (item >= schedule.ctas * batches) return group;
-  const auto cta = static_cast<uint32_t>(item / batches);
-  group.batch = item - cta * batches;
+  const auto all = static_cast<uint32_t>(batches);
+  const uint32_t cta = item / all;
+  group.batch = item - cta * all;
   const RowClass& row_class = find_class(schedule, cta);
   group.place = place_of(schedule, row_class, cta - row_class.first_cta, threadIdx.x / kWarpSize);
   Place& place = group.place;
@@ -68,6 +73,9 @@ class Ring {
     for (int32_t slot = 0; slot < size; ++slot) fill(slot);
   }
 
+  // Batches of the group that come twice.
+  int32_t excess(const Group& group) const { return max(0, group.batches - size_); }
+
   // Until batch `batch` from the oldest has arrived.
   void wait(int32_t batch) const { async_wait(size_ - 1 - batch); }
 
@@ -92,6 +100,7 @@ class Ring {
     const Group group = group_of<T, kBatch>(schedule_, item_, batches_, piece_, block_);
     left_ = group.batches;
     if (left_ == 0) return;
+    again_ = excess(group);
     vectors_ = group.mine;
     step_ = group.step;
 #pragma unroll
@@ -114,8 +123,17 @@ class Ring {
       }
       vectors_ -= kBatch;
       if (--left_ == 0) {
-        item_ += gridDim.x;
-        open();
+        if (again_ > 0) {  // back to the beginning
+          const int32_t vectors = (again_ + size_) * kBatch;
+          vectors_ += vectors;
+#pragma unroll
+          for (int t = 0; t < kTensors; ++t) from_[t] -= vectors * step_;
+          left_ = again_;
+          again_ = 0;
+        } else {
+          item_ += gridDim.x;
+          open();
+        }
       }
     }
     async_commit();
@@ -130,8 +148,8 @@ class Ring {
   Raw* mine_;
   int32_t oldest_ = 0;
   // The group that is being copied: batches and vectors of this thread that are left.
-  int64_t item_;
-  int32_t left_, vectors_;
+  uint32_t item_;
+  int32_t left_, again_, vectors_;
   int64_t step_;
   const T* from_[kTensors];
 };
@@ -154,17 +172,19 @@ void forward_ring(const ForwardParams& p) {
   const uint32_t warp = threadIdx.x / kWarpSize;
 
   int parity = 0;
-  for (int64_t item = blockIdx.x;; item += gridDim.x, parity ^= 1) {
+  for (uint32_t item = blockIdx.x;; item += gridDim.x, parity ^= 1) {
     const Group group = group_of<T, kBatch>(p.schedule, item, p.batches, p.piece, p.block);
     if (group.batches == 0) break;
     const Place& place = group.place;
 
     // In the units of x: the scale is in the factor.
     R maximum = -infinity<R>(), sum = 0;
+    const int32_t excess = ring.excess(group);
     for (int32_t b = 0; b < group.batches; ++b) {
-      ring.wait(b);
+      const int32_t from_oldest = max(0, b - excess);
+      ring.wait(from_oldest);
       const int32_t left = group.mine - b * kBatch;
-      const Raw* const batch = ring.batch(b);
+      const Raw* const batch = ring.batch(from_oldest);
       Raw x[kBatch];
       R largest = maximum;
 #pragma unroll
@@ -186,6 +206,7 @@ void forward_ring(const ForwardParams& p) {
           for (int e = 0; e < kLength; ++e) sum += power((x_v.element[e] - shift) * factor);
         }
       }
+      if (b < excess) ring.refill();
     }
     // A part of the row whose maximum is −inf has the sum 0, or NaN if it holds one.
     const R lanes_maximum = reduce_lanes<Maximum>(maximum, place);
@@ -196,13 +217,13 @@ void forward_ring(const ForwardParams& p) {
     sums[parity][warp * kRingRows + place.slot] = sum;
     __syncthreads();
     maximum = -infinity<R>();
-#pragma unroll
+#pragma unroll 1
     for (int w = 0; w < kRingWarps; ++w) {
       maximum = larger(maximum, maxima[parity][w * kRingRows + place.slot]);
     }
     const R shift = shift_of(maximum);
     sum = 0;
-#pragma unroll
+#pragma unroll 1
     for (int w = 0; w < kRingWarps; ++w) {
       const R part = sums[parity][w * kRingRows + place.slot];
       const R of_part = maxima[parity][w * kRingRows + place.slot];
@@ -210,30 +231,27 @@ void forward_ring(const ForwardParams& p) {
     }
     const R weight = inverse(sum);
 
-    T* y = row_begin<T>(p.y, place, group.batch, p.block) + group.first;
-    for (int32_t b = 0; b < group.batches; ++b) {
+    T* const first = row_begin<T>(p.y, place, group.batch, p.block) + group.first;
+    for (int32_t n = 0; n < group.batches; ++n) {
+      const int32_t b = n + excess < group.batches ? n + excess : n + excess - group.batches;
       const int32_t left = group.mine - b * kBatch;
+      if (excess > 0) ring.wait(0);
       const Raw* const batch = ring.batch(0);
-      Raw x[kBatch];
-#pragma unroll
-      for (int v = 0; v < kBatch; ++v) {
-        if (v < left) x[v] = TheRing::get(batch, v, 0);
-      }
-      ring.refill();
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
-          if (negative) negate<T>(x[v]);
-          const Reals<T> x_v = reals<T>(x[v]);
+          Raw x = TheRing::get(batch, v, 0);
+          if (negative) negate<T>(x);
+          const Reals<T> x_v = reals<T>(x);
           R out[kLength];
 #pragma unroll
           for (int e = 0; e < kLength; ++e) {
             out[e] = power((x_v.element[e] - shift) * factor) * weight;
           }
-          store_raw(y, rounded<T>(out));
+          store_raw(first + (b * kBatch + v) * group.step, rounded<T>(out));
         }
-        y += group.step;
       }
+      ring.refill();
     }
   }
   end_rows();
@@ -255,16 +273,18 @@ void backward_ring(const BackwardParams& p) {
   const uint32_t warp = threadIdx.x / kWarpSize;
 
   int parity = 0;
-  for (int64_t item = blockIdx.x;; item += gridDim.x, parity ^= 1) {
+  for (uint32_t item = blockIdx.x;; item += gridDim.x, parity ^= 1) {
     const Group group = group_of<T, kBatch>(p.schedule, item, p.batches, p.piece, p.block);
     if (group.batches == 0) break;
     const Place& place = group.place;
 
     R sum = 0;
+    const int32_t excess = ring.excess(group);
     for (int32_t b = 0; b < group.batches; ++b) {
-      ring.wait(b);
+      const int32_t from_oldest = max(0, b - excess);
+      ring.wait(from_oldest);
       const int32_t left = group.mine - b * kBatch;
-      const Raw* const batch = ring.batch(b);
+      const Raw* const batch = ring.batch(from_oldest);
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
@@ -276,16 +296,20 @@ void backward_ring(const BackwardParams& p) {
           }
         }
       }
+      if (b < excess) ring.refill();
     }
     sums[parity][warp * kRingRows + place.slot] = reduce_lanes<Sum>(sum, place);
     __syncthreads();
     R delta = 0;
-#pragma unroll
+#pragma unroll 1
     for (int w = 0; w < kRingWarps; ++w) delta += sums[parity][w * kRingRows + place.slot];
 
-    T* d_x = row_begin<T>(p.d_x, place, group.batch, p.block) + group.first;
-    for (int32_t b = 0; b < group.batches; ++b) {
+    T* const first = row_begin<T>(p.d_x, place, group.batch, p.block) + group.first;
+    for (int32_t n = 0; n < group.batches; ++n) {
+      const int32_t b = n + excess < group.batches ? n + excess : n + excess - group.batches;
       const int32_t left = group.mine - b * kBatch;
+      T* d_x = first + b * kBatch * group.step;
+      if (excess > 0) ring.wait(0);
       const Raw* const batch = ring.batch(0);
       Raw y[kBatch], d_y[kBatch];
 #pragma unroll
