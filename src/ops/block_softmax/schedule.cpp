@@ -88,11 +88,13 @@ int shape_for(std::int64_t row_vectors, std::int64_t per_thread, int row_shift) 
   return -1;
 }
 
+constexpr int kMostRowShift = static_cast<int>(std::size(kRingShapes)) - 1;
+
 RowChooser::RowChooser(std::int64_t vectors, int per_thread, int tensors, bool ring,
                        const cuda::DeviceInfo& device)
     : vectors_(vectors), per_thread_(per_thread), tensors_(tensors), ring_(ring) {
   // As many rows together as fill a 128-byte line.
-  most_rows_shift_ = vectors <= 2 ? 2 : vectors < 8 ? 1 : 0;
+  line_shift_ = vectors <= 2 ? 2 : vectors < 8 ? 1 : 0;
   constexpr int kStatic = 2048;
   large_ = ring_bytes(kRings[1]) + kStatic <= device.max_shared_bytes;
 }
@@ -102,17 +104,24 @@ RowChoice RowChooser::choose(std::int64_t row_vectors) const {
     const std::int64_t team = kRingShapes[row_shift].team() / vectors_ * vectors_;
     return team * (ring_of(kernel) * kRingBatch / tensors_);
   };
-  // Whole lines count for more than the kernel, and are worth some reading twice.
-  for (int row_shift = most_rows_shift_; row_shift >= 0; --row_shift) {
-    const int shape = shape_for(row_vectors, per_thread_, row_shift);
-    if (shape >= 0) return {RowKernel::registers, shape};
-    if (!ring_) continue;
+  // In registers half a line is enough: other warps ask for the rest at about the same time.
+  const int shape = shape_for(row_vectors, per_thread_, std::max(line_shift_ - 1, 0));
+  if (shape >= 0) return {RowKernel::registers, shape};
+  if (!ring_) {
+    return shape_for(row_vectors, per_thread_) < 0
+               ? RowChoice{RowKernel::stream, 0}
+               : RowChoice{RowKernel::registers, shape_for(row_vectors, per_thread_)};
+  }
+  for (int row_shift = kMostRowShift; row_shift > line_shift_; --row_shift) {
+    if (row_vectors <= capacity(RowKernel::ring, row_shift)) return {RowKernel::ring, row_shift};
+  }
+  // Whole lines are worth some reading twice.
+  for (int row_shift = line_shift_; row_shift >= 0; --row_shift) {
     if (row_vectors <= capacity(RowKernel::ring, row_shift)) return {RowKernel::ring, row_shift};
     if (large_ && row_vectors <= capacity(RowKernel::large_ring, row_shift) * 5 / 4) {
       return {RowKernel::large_ring, row_shift};
     }
   }
-  if (!ring_) return {RowKernel::stream, 0};
   return {large_ ? RowKernel::large_ring : RowKernel::ring, 0};
 }
 

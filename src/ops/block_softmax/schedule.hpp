@@ -81,7 +81,7 @@ class RowChooser {
 
  private:
   std::int64_t vectors_;
-  int per_thread_, tensors_, most_rows_shift_;
+  int per_thread_, tensors_, line_shift_;
   bool ring_, large_;
 };
 

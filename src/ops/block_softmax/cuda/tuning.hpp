@@ -18,7 +18,7 @@ inline constexpr Registers forward_registers(int element_bytes, bool terms) {
                               : Registers{4, 3};
 }
 inline constexpr Registers backward_registers(int element_bytes) {
-  return {4, element_bytes == 8 ? 3 : 4};
+  return element_bytes == 8 ? Registers{4, 3} : Registers{6, 3};
 }
 
 // The kernels of smxx_ring.cuh: threads of a block, rows that it takes at a time, vectors of a
