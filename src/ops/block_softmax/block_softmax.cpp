@@ -11,6 +11,7 @@ constexpr std::string_view kOp = "block_softmax";
 
 constexpr Variant<BlockSoftmaxProblem, BlockSoftmaxTensors> kVariants[] = {
     {{"cpu", DeviceKind::cpu, CpuIsa::any, kAllFeatures, 10}, make_cpu},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80}, make_cuda},
     {{"reference", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_reference},
     {{"textbook", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_textbook},
 };
@@ -90,6 +91,12 @@ std::unique_ptr<Body> make_cpu(const BlockSoftmaxProblem& problem, const Device&
                                Pass pass) {
   return pass == Pass::forward ? make_cpu_forward(problem, device)
                                : make_cpu_backward(problem, device);
+}
+
+std::unique_ptr<Body> make_cuda(const BlockSoftmaxProblem& problem, const Device& device,
+                                Pass pass) {
+  return pass == Pass::forward ? make_cuda_forward(problem, device)
+                               : make_cuda_backward(problem, device);
 }
 
 }  // namespace block_softmax

@@ -34,6 +34,11 @@ std::unique_ptr<Body> make_cpu(const BlockSoftmaxProblem& problem, const Device&
 // The two passes of the cpu variant.
 std::unique_ptr<Body> make_cpu_forward(const BlockSoftmaxProblem& problem, const Device& device);
 std::unique_ptr<Body> make_cpu_backward(const BlockSoftmaxProblem& problem, const Device& device);
+std::unique_ptr<Body> make_cuda(const BlockSoftmaxProblem& problem, const Device& device,
+                                Pass pass);
+// The two passes of the cuda variant.
+std::unique_ptr<Body> make_cuda_forward(const BlockSoftmaxProblem& problem, const Device& device);
+std::unique_ptr<Body> make_cuda_backward(const BlockSoftmaxProblem& problem, const Device& device);
 std::unique_ptr<Body> make_reference(const BlockSoftmaxProblem& problem, const Device& device,
                                      Pass pass);
 std::unique_ptr<Body> make_textbook(const BlockSoftmaxProblem& problem, const Device& device,

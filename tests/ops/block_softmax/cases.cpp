@@ -203,6 +203,10 @@ std::vector<Case> block_softmax_cases() {
   cases.push_back(make_case("row of 32784 elements",
                             BlockLayout(1, 1, 2049, std::vector<std::uint8_t>(2049, 1)), 1, 16));
   cases.back().dtypes = {DType::f32, DType::bf16};
+  // Past the shared memory of a GPU's multiprocessor.
+  cases.push_back(make_case("row of 65552 elements",
+                            BlockLayout(1, 1, 4097, std::vector<std::uint8_t>(4097, 1)), 1, 16));
+  cases.back().dtypes = {DType::f32};
   cases.push_back(make_case(
       "BigBird",
       make_layout(BigBirdSparsity{.num_heads = 2, .different_layout_per_head = true}, 256), 2, 16,

@@ -1,0 +1,50 @@
+// Copies from global to shared memory that run beside the thread (sm_80). A thread that reads only
+// what it copied itself needs no barrier: async_wait is enough.
+#pragma once
+
+#include "device/types.cuh"
+
+namespace pullback::device {
+
+// 16 bytes; both addresses are aligned to 16. Past the first-level cache.
+inline void async_copy(void* to_shared, const void* from_global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(to_shared))),
+               "l"(from_global)
+               : "memory");
+}
+
+// Closes the group of all copies since the last call; a group may be empty.
+inline void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's groups, the youngest, are under way.
+template <int kPending>
+void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// The same for a number known at run time; above 8 it waits as for 8.
+inline void async_wait(int pending) {
+  switch (pending) {
+    case 0:
+      return async_wait<0>();
+    case 1:
+      return async_wait<1>();
+    case 2:
+      return async_wait<2>();
+    case 3:
+      return async_wait<3>();
+    case 4:
+      return async_wait<4>();
+    case 5:
+      return async_wait<5>();
+    case 6:
+      return async_wait<6>();
+    case 7:
+      return async_wait<7>();
+    default:
+      return async_wait<8>();
+  }
+}
+
+}  // namespace pullback::device

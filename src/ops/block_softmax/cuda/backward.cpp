@@ -1,0 +1,366 @@
+// The backward pass on CUDA: d_x as in forward.cpp, and the gradients of the added terms from δ of
+// every row, which a first pass leaves in the workspace. They come before d_x, which may overwrite
+// d_y.
+#include <fmt/format.h>
+
+#include "ops/block_softmax/schedule.hpp"
+
+namespace pullback::block_softmax {
+namespace {
+
+using Params = BackwardParams;
+
+Registers registers_of(DType dtype) { return backward_registers(static_cast<int>(size_of(dtype))); }
+
+cuda::OpKernel rows_kernel(DType dtype, int arch) {
+  const std::string_view type = cuda::device_type(dtype);
+  const Registers registers = registers_of(dtype);
+  return {.name = fmt::format("block_softmax_backward_rows_{}", type),
+          .file = "ops/block_softmax/cuda/smxx_rows.cuh",
+          .function = fmt::format("block_softmax::backward_rows<{}, {}>", type, registers.vectors),
+          .parameters = "block_softmax::BackwardParams",
+          .threads = kThreads,
+          .blocks = blocks_for(registers.blocks, arch),
+          .constants = {{"block_softmax::kWarps", kWarps}}};
+}
+
+cuda::OpKernel ring_kernel(DType dtype, int arch) {
+  const std::string_view type = cuda::device_type(dtype);
+  return {.name = fmt::format("block_softmax_backward_ring_{}", type),
+          .file = "ops/block_softmax/cuda/smxx_ring.cuh",
+          .function = fmt::format("block_softmax::backward_ring<{}>", type),
+          .parameters = "block_softmax::BackwardParams",
+          .threads = kRingThreads,
+          .blocks = blocks_for(dtype == DType::f64 ? 1 : 2, arch),
+          .constants = {{"block_softmax::kRingThreads", kRingThreads},
+                        {"block_softmax::kRingBatch", kRingBatch}}};
+}
+
+cuda::OpKernel stream_kernel(DType dtype, bool vectors) {
+  const std::string_view type = cuda::device_type(dtype);
+  const std::size_t width = vectors ? 16 / size_of(dtype) : 1;
+  return {.name = fmt::format("block_softmax_backward_stream_{}_{}", type, width),
+          .file = "ops/block_softmax/cuda/smxx_stream.cuh",
+          .function = fmt::format("block_softmax::backward_stream<{}, {}>", type, width),
+          .parameters = "block_softmax::BackwardParams",
+          .threads = kThreads,
+          .constants = {{"block_softmax::kWarps", kWarps}}};
+}
+
+// `what` is plane_gradient, column_partial or column_gradient.
+cuda::OpKernel term_kernel(DType dtype, std::string_view what, std::string_view parameters) {
+  const std::string_view type = cuda::device_type(dtype);
+  return {.name = fmt::format("block_softmax_{}_{}", what, type),
+          .file = "ops/block_softmax/cuda/smxx_terms.cuh",
+          .function = fmt::format("block_softmax::{}<{}>", what, type),
+          .parameters = parameters,
+          .threads = kThreads,
+          .constants = {{"block_softmax::kColumnChunk", kColumnChunk},
+                        {"block_softmax::kStripRows", kStripRows}}};
+}
+constexpr std::string_view kPlaneParams = "block_softmax::PlaneGradientParams";
+constexpr std::string_view kColumnParams = "block_softmax::ColumnGradientParams";
+
+std::size_t aligned(std::int64_t bytes) {
+  return (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
+         kWorkspaceAlignment;
+}
+
+unsigned grid_of(std::int64_t items) {
+  constexpr std::int64_t kMaxGrid = std::int64_t{1} << 20;
+  return static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, kMaxGrid));
+}
+
+class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
+ public:
+  Backward(const BlockSoftmaxProblem& problem, const Device& device) : CudaBody(device) {
+    const auto [Z, H, R, C, b, nnz] = sizes_of(problem);
+    const BlockLayout& layout = *problem.layout;
+    const DType dtype = problem.y.dtype;
+    const std::int64_t block_rows = H * R;
+    const bool term_gradients =
+        problem.d_rpe.given() || problem.d_key_padding_mask.given() || problem.d_attn_mask.given();
+
+    Params params{};
+    params.y = block_tensor(problem.y);
+    params.d_y = block_tensor(problem.d_y);
+    params.d_x = block_tensor(problem.d_x);
+    params.batches = Z;
+    params.block = static_cast<std::int32_t>(b);
+    params.scale = problem.scale;
+    params.delta_batch = block_rows * b;
+
+    if (Z > 0 && nnz > 0) {
+      vectors_ =
+          vector_layout(problem.y) && vector_layout(problem.d_y) && vector_layout(problem.d_x);
+      if (vectors_) plan_vectors(layout, dtype, params, term_gradients);
+      params.piece = divisor_of(b);
+      params.schedule = make_schedule(layout, b, b, kUnitShapes, stream_shape, tables_);
+      add_step(stream_kernel(dtype, false), params, element_steps_);
+    }
+    if (term_gradients) plan_term_gradients(problem, block_rows);
+    tables_.upload(device_);
+    for (auto* steps : {&vector_steps_, &vector_delta_, &element_steps_}) {
+      for (Step& step : *steps) tables_.resolve(step.params.schedule.block_rows);
+    }
+    resolve_term_gradients();
+    description = fmt::format(
+        "rows grouped by length, each by 2 to {} threads: {}{}; sums in {}, in a fixed order: the "
+        "same bits every run",
+        kThreads,
+        vectors_ ? fmt::format(
+                       "in registers up to {} KiB, longer ones in shared memory as far as they fit",
+                       kThreads * registers_of(dtype).vectors * 16 / 1024)
+                 : "read twice, element by element",
+        term_gradients ? "; gradients of added terms one reading each" : "",
+        dtype == DType::f64 ? "f64" : "f32");
+  }
+
+ private:
+  struct Step {
+    cuda::PlannedKernel<Params> kernel;
+    Params params;
+  };
+  struct Plane {
+    cuda::PlannedKernel<PlaneGradientParams> kernel;
+    PlaneGradientParams params;
+  };
+
+  static int stream_shape(std::int64_t row) { return std::max(shape_for(row, kStreamVectors), 0); }
+
+  void add_step(const cuda::OpKernel& kernel, const Params& params, std::vector<Step>& steps,
+                int ring = 0) {
+    if (params.schedule.ctas == 0) return;
+    steps.push_back({planned(kernel, params, device_, ring), params});
+    // They write different rows, and the device code knows: smxx_teams.cuh, begin_rows().
+    steps.back().kernel.shape.programmatic = steps.size() > 1 && device_.major >= 9;
+  }
+
+  // The longest rows first.
+  void plan_vectors(const BlockLayout& layout, DType dtype, Params params, bool term_gradients) {
+    const std::int64_t b = params.block;
+    const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
+    const RowChooser chooser(vectors, registers_of(dtype).vectors, 2, true, device_);
+    params.piece = divisor_of(vectors);
+    for (const RowKernel kernel :
+         {RowKernel::stream, RowKernel::large_ring, RowKernel::ring, RowKernel::registers}) {
+      const bool ring = kernel == RowKernel::ring || kernel == RowKernel::large_ring;
+      const auto choose = [&](std::int64_t row) {
+        const RowChoice choice = chooser.choose(row);
+        return choice.kernel == kernel ? choice.shape : -1;
+      };
+      const std::span<const UnitShape> shapes =
+          ring ? std::span<const UnitShape>(kRingShapes) : std::span<const UnitShape>(kUnitShapes);
+      params.schedule = make_schedule(layout, b, vectors, shapes, choose, tables_);
+      if (ring) {
+        params.ring = ring_of(kernel);
+        add_step(ring_kernel(dtype, cuda::compile_arch(device_)), params, vector_steps_,
+                 ring_bytes(params.ring));
+      } else {
+        add_step(kernel == RowKernel::stream ? stream_kernel(dtype, true)
+                                             : rows_kernel(dtype, cuda::compile_arch(device_)),
+                 params, vector_steps_);
+      }
+    }
+    if (term_gradients) {
+      params.schedule = make_schedule(layout, b, vectors, kUnitShapes, stream_shape, tables_);
+      add_step(stream_kernel(dtype, true), params, vector_delta_);
+    }
+  }
+
+  void plan_term_gradients(const BlockSoftmaxProblem& problem, std::int64_t block_rows) {
+    const Sizes sizes = sizes_of(problem);
+    const auto real_bytes = static_cast<std::int64_t>(problem.y.dtype == DType::f64 ? 8 : 4);
+    delta_bytes_ = aligned(sizes.Z * block_rows * sizes.b * real_bytes);
+    workspace_bytes = delta_bytes_;
+    if (problem.d_rpe.given() || problem.d_attn_mask.given()) plan_planes(problem, block_rows);
+    if (problem.d_key_padding_mask.given()) {
+      plan_columns(problem, block_rows);
+      workspace_bytes += aligned(sizes.Z * columns_.chunk_count * sizes.b * real_bytes);
+    }
+  }
+
+  void plan_planes(const BlockSoftmaxProblem& problem, std::int64_t block_rows) {
+    const auto [Z, H, R, C, b, nnz] = sizes_of(problem);
+    const BlockLayout& layout = *problem.layout;
+    std::vector<BlockRow> rows;
+    rows.reserve(static_cast<std::size_t>(block_rows));
+    std::vector<std::int32_t> columns;
+    columns.reserve(static_cast<std::size_t>(nnz));
+    for (std::int64_t head = 0; head < H; ++head) {
+      for (std::int64_t row = 0; row < R; ++row) {
+        const auto blocks = layout.row(head, row);
+        rows.push_back({static_cast<std::int64_t>(columns.size()),
+                        static_cast<std::int32_t>(blocks.size()),
+                        static_cast<std::int32_t>(head * R + row)});
+        for (const auto& block : blocks) columns.push_back(block.column);
+      }
+    }
+    PlaneGradientParams params{};
+    params.y = block_tensor(problem.y);
+    params.d_y = block_tensor(problem.d_y);
+    params.delta_batch = block_rows * b;
+    params.block_rows = tables_.add(std::span<const BlockRow>(rows));
+    params.columns = tables_.add(std::span<const std::int32_t>(columns));
+    params.batches = Z;
+    params.heads = H;
+    params.block_rows_per_head = R;
+    params.block_columns = C;
+    params.block = static_cast<std::int32_t>(b);
+    const auto add = [&](Plane& plane, const TensorSpec& spec, int rank) {
+      if (spec.numel() == 0) return;
+      params.per_batch = rank == 4 && spec.shape[0] != 1;
+      params.per_head = rank == 4 && spec.shape[1] != 1;
+      params.batch = rank == 4 ? spec.strides[0] : 0;
+      params.head = rank == 4 ? spec.strides[1] : 0;
+      params.row = spec.strides[static_cast<std::size_t>(rank - 2)];
+      params.column = spec.strides[static_cast<std::size_t>(rank - 1)];
+      plane.params = params;
+      plane.kernel = cuda::PlannedKernel<PlaneGradientParams>(
+          term_kernel(problem.y.dtype, "plane_gradient", kPlaneParams), device_);
+      const std::int64_t planes = (params.per_batch ? Z : 1) * (params.per_head ? H : 1);
+      plane.kernel.shape.grid[0] = grid_of(planes * R * (b / kStripRows) * C);
+    };
+    if (problem.d_rpe.given()) add(d_rpe_, problem.d_rpe, 4);
+    if (problem.d_attn_mask.given()) add(d_attn_mask_, problem.d_attn_mask, 2);
+  }
+
+  void plan_columns(const BlockSoftmaxProblem& problem, std::int64_t block_rows) {
+    const auto [Z, H, R, C, b, nnz] = sizes_of(problem);
+    const BlockLayout& layout = *problem.layout;
+    std::vector<ColumnBlock> blocks;
+    blocks.reserve(static_cast<std::size_t>(nnz));
+    std::vector<ColumnChunk> chunks;
+    std::vector<std::int32_t> first_chunk = {0};
+    for (std::int64_t column = 0; column < C; ++column) {
+      const std::size_t begin = blocks.size();
+      for (std::int64_t head = 0; head < H; ++head) {
+        for (const auto& block : layout.column(head, column)) {
+          blocks.push_back({block.rank, static_cast<std::int32_t>(head * R + block.row), 0});
+        }
+      }
+      for (std::size_t first = begin; first < blocks.size(); first += kColumnChunk) {
+        const std::size_t count = std::min<std::size_t>(kColumnChunk, blocks.size() - first);
+        chunks.push_back({static_cast<std::int64_t>(first), static_cast<std::int32_t>(count),
+                          static_cast<std::int32_t>(column)});
+      }
+      first_chunk.push_back(static_cast<std::int32_t>(chunks.size()));
+    }
+    columns_.y = block_tensor(problem.y);
+    columns_.d_y = block_tensor(problem.d_y);
+    columns_.delta_batch = block_rows * b;
+    columns_.blocks = tables_.add(std::span<const ColumnBlock>(blocks));
+    columns_.chunks = tables_.add(std::span<const ColumnChunk>(chunks));
+    columns_.first_chunk = tables_.add(std::span<const std::int32_t>(first_chunk));
+    columns_.batches = problem.d_key_padding_mask.numel() == 0 ? 0 : Z;
+    columns_.chunk_count = static_cast<std::int64_t>(chunks.size());
+    columns_.block_columns = C;
+    columns_.block = static_cast<std::int32_t>(b);
+    columns_.batch = problem.d_key_padding_mask.strides[0];
+    columns_.column = problem.d_key_padding_mask.strides[1];
+    if (columns_.batches == 0) return;
+    const DType dtype = problem.y.dtype;
+    partial_kernel_ = {term_kernel(dtype, "column_partial", kColumnParams), device_};
+    partial_kernel_.shape.grid[0] = grid_of(Z * columns_.chunk_count);
+    column_kernel_ = {term_kernel(dtype, "column_gradient", kColumnParams), device_};
+    column_kernel_.shape.grid[0] = grid_of((Z * C * b + kThreads - 1) / kThreads);
+  }
+
+  void resolve_term_gradients() {
+    for (Plane* plane : {&d_rpe_, &d_attn_mask_}) {
+      tables_.resolve(plane->params.block_rows);
+      tables_.resolve(plane->params.columns);
+    }
+    tables_.resolve(columns_.blocks);
+    tables_.resolve(columns_.chunks);
+    tables_.resolve(columns_.first_chunk);
+  }
+
+  void enqueue(Stream stream, const BlockSoftmaxTensors& tensors,
+               Workspace workspace) const override {
+    const bool vectors = vectors_ && cuda::vector_aligned({tensors.y, tensors.d_y, tensors.d_x});
+    if (tensors.d_rpe || tensors.d_attn_mask || tensors.d_key_padding_mask) {
+      for (const Step& step : vectors ? vector_delta_ : element_steps_) {
+        launch_rows(stream, step, tensors, nullptr, workspace.data);
+      }
+      launch_plane(stream, d_rpe_, tensors, tensors.d_rpe, workspace.data);
+      launch_plane(stream, d_attn_mask_, tensors, tensors.d_attn_mask, workspace.data);
+      launch_columns(stream, tensors, workspace.data);
+    }
+    if (tensors.d_x == nullptr) return;
+    for (const Step& step : vectors ? vector_steps_ : element_steps_) {
+      launch_rows(stream, step, tensors, tensors.d_x, nullptr);
+    }
+  }
+
+  static void launch_rows(Stream stream, const Step& step, const BlockSoftmaxTensors& tensors,
+                          void* d_x, void* delta) {
+    Params params = step.params;
+    params.y.data = tensors.y;
+    params.d_y.data = const_cast<void*>(tensors.d_y);
+    params.d_x.data = d_x;
+    params.delta = delta;
+    step.kernel.launch(stream, params);
+  }
+
+  static void launch_plane(Stream stream, const Plane& plane, const BlockSoftmaxTensors& tensors,
+                           void* gradient, const void* delta) {
+    if (gradient == nullptr || plane.params.block == 0) return;
+    PlaneGradientParams params = plane.params;
+    params.y.data = tensors.y;
+    params.d_y.data = const_cast<void*>(tensors.d_y);
+    params.delta = delta;
+    params.gradient = gradient;
+    plane.kernel.launch(stream, params);
+  }
+
+  void launch_columns(Stream stream, const BlockSoftmaxTensors& tensors, void* workspace) const {
+    if (tensors.d_key_padding_mask == nullptr || columns_.batches == 0) return;
+    ColumnGradientParams params = columns_;
+    params.y.data = tensors.y;
+    params.d_y.data = const_cast<void*>(tensors.d_y);
+    params.delta = workspace;
+    params.partial = static_cast<std::byte*>(workspace) + delta_bytes_;
+    params.gradient = tensors.d_key_padding_mask;
+    if (params.chunk_count > 0) partial_kernel_.launch(stream, params);
+    column_kernel_.launch(stream, params);
+  }
+
+  DeviceTables tables_;
+  std::vector<Step> vector_steps_, vector_delta_, element_steps_;
+  Plane d_rpe_{}, d_attn_mask_{};
+  cuda::PlannedKernel<ColumnGradientParams> partial_kernel_, column_kernel_;
+  ColumnGradientParams columns_{};
+  std::size_t delta_bytes_ = 0;
+  bool vectors_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Body> make_cuda_backward(const BlockSoftmaxProblem& problem, const Device& device) {
+  return std::make_unique<Backward>(problem, device);
+}
+
+}  // namespace pullback::block_softmax
+
+namespace pullback::cuda {
+
+std::vector<KernelSource> block_softmax_backward_kernels(int arch) {
+  using namespace block_softmax;
+  std::vector<KernelSource> kernels;
+  for (const DType dtype : kFloatingDTypes) {
+    kernels.push_back(op_kernel<BackwardParams>(rows_kernel(dtype, arch), arch));
+    kernels.push_back(op_kernel<BackwardParams>(ring_kernel(dtype, arch), arch));
+    kernels.push_back(op_kernel<BackwardParams>(stream_kernel(dtype, true), arch));
+    kernels.push_back(op_kernel<BackwardParams>(stream_kernel(dtype, false), arch));
+    kernels.push_back(
+        op_kernel<PlaneGradientParams>(term_kernel(dtype, "plane_gradient", kPlaneParams), arch));
+    for (const std::string_view what : {"column_partial", "column_gradient"}) {
+      kernels.push_back(
+          op_kernel<ColumnGradientParams>(term_kernel(dtype, what, kColumnParams), arch));
+    }
+  }
+  return kernels;
+}
+
+}  // namespace pullback::cuda

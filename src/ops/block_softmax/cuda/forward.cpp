@@ -1,0 +1,233 @@
+// The forward pass on CUDA. Contiguous tensors: rows that fit in registers by smxx_rows.cuh, longer
+// ones without added terms by smxx_ring.cuh while they fit in shared memory, the rest by
+// smxx_stream.cuh in vectors. Other strides, and pointers that are not aligned to 16 bytes:
+// smxx_stream.cuh element by element.
+#include <fmt/format.h>
+
+#include "ops/block_softmax/schedule.hpp"
+
+namespace pullback::block_softmax {
+namespace {
+
+using Params = ForwardParams;
+
+std::string dtype_name(DType dtype) { return std::string(cuda::device_type(dtype)); }
+
+Registers registers_of(DType dtype, bool terms) {
+  return forward_registers(static_cast<int>(size_of(dtype)), terms);
+}
+
+cuda::OpKernel rows_kernel(DType dtype, bool terms, int arch) {
+  const std::string type = dtype_name(dtype);
+  const Registers registers = registers_of(dtype, terms);
+  return {.name = fmt::format("block_softmax_forward_rows_{}{}", type, terms ? "_terms" : ""),
+          .file = "ops/block_softmax/cuda/smxx_rows.cuh",
+          .function = fmt::format("block_softmax::forward_rows<{}, {}, {}>", type,
+                                  registers.vectors, terms),
+          .parameters = "block_softmax::ForwardParams",
+          .threads = kThreads,
+          .blocks = blocks_for(registers.blocks, arch),
+          .constants = {{"block_softmax::kWarps", kWarps}}};
+}
+
+cuda::OpKernel ring_kernel(DType dtype, int arch) {
+  const std::string type = dtype_name(dtype);
+  return {.name = fmt::format("block_softmax_forward_ring_{}", type),
+          .file = "ops/block_softmax/cuda/smxx_ring.cuh",
+          .function = fmt::format("block_softmax::forward_ring<{}>", type),
+          .parameters = "block_softmax::ForwardParams",
+          .threads = kRingThreads,
+          .blocks = blocks_for(dtype == DType::f64 ? 1 : 2, arch),
+          .constants = {{"block_softmax::kRingThreads", kRingThreads},
+                        {"block_softmax::kRingBatch", kRingBatch}}};
+}
+
+cuda::OpKernel stream_kernel(DType dtype, bool vectors, bool terms) {
+  const std::string type = dtype_name(dtype);
+  const std::size_t width = vectors ? 16 / size_of(dtype) : 1;
+  return {.name = fmt::format("block_softmax_forward_stream_{}_{}{}", type, width,
+                              terms ? "_terms" : ""),
+          .file = "ops/block_softmax/cuda/smxx_stream.cuh",
+          .function = fmt::format("block_softmax::forward_stream<{}, {}, {}>", type, width, terms),
+          .parameters = "block_softmax::ForwardParams",
+          .threads = kThreads,
+          .constants = {{"block_softmax::kWarps", kWarps}}};
+}
+
+Term term_of(const TensorSpec& spec, MaskMode mode) {
+  Term term{};
+  if (!spec.given()) return term;
+  const bool bytes = spec.dtype == DType::u8 || spec.dtype == DType::boolean;
+  term.kind = mode == MaskMode::add ? TermKind::add : bytes ? TermKind::keep_bytes : TermKind::keep;
+  return term;
+}
+
+class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
+ public:
+  Forward(const BlockSoftmaxProblem& problem, const Device& device) : CudaBody(device) {
+    const auto [Z, H, R, C, b, nnz] = sizes_of(problem);
+    const BlockLayout& layout = *problem.layout;
+    const DType dtype = problem.x.dtype;
+    const bool terms =
+        problem.rpe.given() || problem.key_padding_mask.given() || problem.attn_mask.given();
+
+    Params params{};
+    params.x = block_tensor(problem.x);
+    params.y = block_tensor(problem.y);
+    params.batches = Z;
+    params.block = static_cast<std::int32_t>(b);
+    params.scale = problem.scale;
+    if (terms) {
+      std::vector<std::int32_t> columns;
+      columns.reserve(static_cast<std::size_t>(nnz));
+      for (const auto& block : layout.blocks()) columns.push_back(block.column);
+      params.columns = tables_.add(std::span<const std::int32_t>(columns));
+      params.rows = static_cast<std::int32_t>(R);
+      set_terms(problem, params);
+    }
+
+    if (Z > 0 && nnz > 0) {
+      vectors_ = vector_layout(problem.x) && vector_layout(problem.y);
+      if (vectors_) plan_vectors(layout, dtype, params, terms);
+      params.piece = divisor_of(b);
+      params.schedule = make_schedule(
+          layout, b, b, kUnitShapes,
+          [](std::int64_t row) { return std::max(shape_for(row, kStreamVectors), 0); }, tables_);
+      add_step(stream_kernel(dtype, false, terms), params, element_steps_);
+    }
+    tables_.upload(device_);
+    for (auto* steps : {&vector_steps_, &element_steps_}) {
+      for (Step& step : *steps) {
+        tables_.resolve(step.params.schedule.block_rows);
+        tables_.resolve(step.params.columns);
+      }
+    }
+    description = fmt::format(
+        "rows grouped by length, each by 2 to {} threads: {}; sums in {}, in a fixed order: the "
+        "same bits every run",
+        kThreads,
+        vectors_ ? fmt::format("in registers up to {} KiB, longer ones {}",
+                               kThreads * registers_of(dtype, terms).vectors * 16 / 1024,
+                               terms ? "read twice" : "in shared memory as far as they fit")
+                 : "read twice, element by element",
+        dtype == DType::f64 ? "f64" : "f32");
+  }
+
+ private:
+  struct Step {
+    cuda::PlannedKernel<Params> kernel;
+    Params params;
+  };
+
+  void add_step(const cuda::OpKernel& kernel, const Params& params, std::vector<Step>& steps,
+                int ring = 0) {
+    if (params.schedule.ctas == 0) return;
+    steps.push_back({planned(kernel, params, device_, ring), params});
+    // They write different rows, and the device code knows: smxx_teams.cuh, begin_rows().
+    steps.back().kernel.shape.programmatic = steps.size() > 1 && device_.major >= 9;
+  }
+
+  // The longest rows first.
+  void plan_vectors(const BlockLayout& layout, DType dtype, Params params, bool terms) {
+    const std::int64_t b = params.block;
+    const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
+    const RowChooser chooser(vectors, registers_of(dtype, terms).vectors, 1, !terms, device_);
+    params.piece = divisor_of(vectors);
+    for (const RowKernel kernel :
+         {RowKernel::stream, RowKernel::large_ring, RowKernel::ring, RowKernel::registers}) {
+      const bool ring = kernel == RowKernel::ring || kernel == RowKernel::large_ring;
+      const auto choose = [&](std::int64_t row) {
+        const RowChoice choice = chooser.choose(row);
+        return choice.kernel == kernel ? choice.shape : -1;
+      };
+      const std::span<const UnitShape> shapes =
+          ring ? std::span<const UnitShape>(kRingShapes) : std::span<const UnitShape>(kUnitShapes);
+      params.schedule = make_schedule(layout, b, vectors, shapes, choose, tables_);
+      if (ring) {
+        params.ring = ring_of(kernel);
+        add_step(ring_kernel(dtype, cuda::compile_arch(device_)), params, vector_steps_,
+                 ring_bytes(params.ring));
+      } else {
+        add_step(kernel == RowKernel::stream
+                     ? stream_kernel(dtype, true, terms)
+                     : rows_kernel(dtype, terms, cuda::compile_arch(device_)),
+                 params, vector_steps_);
+      }
+    }
+  }
+
+  // A vector of x is `length` columns, of 1 byte in u8 and bool masks; their rows and planes must
+  // keep the alignment that enqueue() sees to at the beginning.
+  static void set_vectors(Term& term, std::int64_t length) {
+    term.vectors = term.kind != TermKind::none && term.column == 1 && term.batch % length == 0 &&
+                   term.head % length == 0 && term.row % length == 0;
+  }
+
+  static void set_terms(const BlockSoftmaxProblem& problem, Params& params) {
+    Term& rpe = params.terms[0] = term_of(problem.rpe, MaskMode::add);
+    if (problem.rpe.given()) {
+      rpe.batch = problem.rpe.shape[0] == 1 ? 0 : problem.rpe.strides[0];
+      rpe.head = problem.rpe.shape[1] == 1 ? 0 : problem.rpe.strides[1];
+      rpe.row = problem.rpe.strides[2];
+      rpe.column = problem.rpe.strides[3];
+    }
+    Term& keys = params.terms[1] = term_of(problem.key_padding_mask, problem.key_padding_mode);
+    if (problem.key_padding_mask.given()) {
+      keys.batch = problem.key_padding_mask.strides[0];
+      keys.column = problem.key_padding_mask.strides[1];
+    }
+    Term& attn = params.terms[2] = term_of(problem.attn_mask, problem.attn_mask_mode);
+    if (problem.attn_mask.given()) {
+      attn.row = problem.attn_mask.strides[0];
+      attn.column = problem.attn_mask.strides[1];
+    }
+    const auto length = static_cast<std::int64_t>(16 / size_of(problem.x.dtype));
+    for (Term& term : params.terms) set_vectors(term, length);
+  }
+
+  void enqueue(Stream stream, const BlockSoftmaxTensors& tensors, Workspace) const override {
+    const bool vectors = vectors_ && cuda::vector_aligned({tensors.x, tensors.y});
+    for (const Step& step : vectors ? vector_steps_ : element_steps_) {
+      Params params = step.params;
+      params.x.data = const_cast<void*>(tensors.x);
+      params.y.data = tensors.y;
+      const void* const terms[kTerms] = {tensors.rpe, tensors.key_padding_mask, tensors.attn_mask};
+      for (int t = 0; t < kTerms; ++t) {
+        params.terms[t].data = terms[t];
+        if (!cuda::vector_aligned({terms[t]})) params.terms[t].vectors = 0;
+      }
+      step.kernel.launch(stream, params);
+    }
+  }
+
+  DeviceTables tables_;
+  std::vector<Step> vector_steps_, element_steps_;
+  bool vectors_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Body> make_cuda_forward(const BlockSoftmaxProblem& problem, const Device& device) {
+  return std::make_unique<Forward>(problem, device);
+}
+
+}  // namespace pullback::block_softmax
+
+namespace pullback::cuda {
+
+std::vector<KernelSource> block_softmax_forward_kernels(int arch) {
+  using namespace block_softmax;
+  std::vector<KernelSource> kernels;
+  for (const DType dtype : kFloatingDTypes) {
+    kernels.push_back(op_kernel<ForwardParams>(ring_kernel(dtype, arch), arch));
+    for (const bool terms : {false, true}) {
+      kernels.push_back(op_kernel<ForwardParams>(rows_kernel(dtype, terms, arch), arch));
+      for (const bool vectors : {false, true}) {
+        kernels.push_back(op_kernel<ForwardParams>(stream_kernel(dtype, vectors, terms), arch));
+      }
+    }
+  }
+  return kernels;
+}
+
+}  // namespace pullback::cuda

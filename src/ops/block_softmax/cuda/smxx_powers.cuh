@@ -1,0 +1,149 @@
+// The arithmetic of forward on whole vectors: y = 2^((x − m) c) / Σ 2^((x − m) c), where m is the
+// maximum of a row and c = scale · log₂e (f64: powers of e, c = scale). Subtracting first is exact
+// where it matters, however large the scores are. A negative scale is the vector's: its sign bits
+// are flipped, and c is positive.
+#pragma once
+
+#include "device/float.cuh"
+#include "device/memory.cuh"
+
+namespace pullback::block_softmax {
+
+using namespace device;
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+inline float factor_of_scores(float scale) { return scale * kLog2E; }
+inline double factor_of_scores(double scale) { return scale; }
+
+// Results below 2^-126 are 0 in f32.
+inline float power(float exponent) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
+  return result;
+}
+inline double power(double exponent) { return exp(exponent); }
+
+// 16 bytes of memory as words, whatever they hold: a compiler that sees 16-bit pieces takes them
+// apart, and spends registers and instructions on it.
+using Raw = Vector<uint32_t>;
+
+template <class T>
+Raw load_raw(const T* from) {
+  return load_vector(reinterpret_cast<const uint32_t*>(from));
+}
+template <class T>
+void store_raw(T* to, const Raw& raw) {
+  store_vector(reinterpret_cast<uint32_t*>(to), raw);
+}
+
+template <class T>
+void negate(Raw& raw) {
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if (sizeof(T) == 2) raw.element[w] ^= 0x80008000u;
+    if (sizeof(T) == 4 || (sizeof(T) == 8 && w % 2 == 1)) raw.element[w] ^= 0x80000000u;
+  }
+}
+
+inline void unpack(uint32_t word, float& low, float& high, bf16) {
+  low = __uint_as_float(word << 16);
+  high = __uint_as_float(word & 0xffff0000u);
+}
+inline void unpack(uint32_t word, float& low, float& high, f16) {
+  asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n}"
+      : "=f"(low), "=f"(high)
+      : "r"(word));
+}
+
+template <class T>
+struct Reals {
+  Real<T> element[kVectorLength<T>];
+};
+template <class T>
+Reals<T> reals(const Raw& raw) {
+  Reals<T> result;
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      unpack(raw.element[w], result.element[2 * w], result.element[2 * w + 1], T{});
+    }
+  } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) result.element[e] = __uint_as_float(raw.element[e]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      result.element[e] = __hiloint2double(static_cast<int>(raw.element[2 * e + 1]),
+                                           static_cast<int>(raw.element[2 * e]));
+    }
+  }
+  return result;
+}
+
+inline uint32_t packed_maximum(uint32_t a, uint32_t b, bf16) {
+  uint32_t result;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+inline uint32_t packed_maximum(uint32_t a, uint32_t b, f16) {
+  uint32_t result;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+// NaN loses against any number.
+inline float larger(float a, float b) { return fmaxf(a, b); }
+inline double larger(double a, double b) { return fmax(a, b); }
+
+// The maximum of a vector's elements.
+template <class T>
+Real<T> maximum_of(const Raw& raw) {
+  using R = Real<T>;
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t a = packed_maximum(raw.element[0], raw.element[1], T{});
+    const uint32_t b = packed_maximum(raw.element[2], raw.element[3], T{});
+    R low, high;
+    unpack(packed_maximum(a, b, T{}), low, high, T{});
+    return larger(low, high);
+  } else {
+    const Reals<T> values = reals<T>(raw);
+    R result = values.element[0];
+#pragma unroll
+    for (int e = 1; e < kVectorLength<T>; ++e) result = larger(result, values.element[e]);
+    return result;
+  }
+}
+
+inline uint32_t pack(float low, float high, bf16) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+inline uint32_t pack(float low, float high, f16) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+template <class T, class R>
+Raw rounded(const R (&values)[kVectorLength<T>]) {
+  Raw raw;
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) raw.element[w] = pack(values[2 * w], values[2 * w + 1], T{});
+  } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) raw.element[e] = __float_as_uint(values[e]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      raw.element[2 * e] = static_cast<uint32_t>(__double2loint(values[e]));
+      raw.element[2 * e + 1] = static_cast<uint32_t>(__double2hiint(values[e]));
+    }
+  }
+  return raw;
+}
+
+}  // namespace pullback::block_softmax

@@ -1,0 +1,124 @@
+// Plan-time tables: block rows grouped by length, and the lists that the kernels walk.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <iterator>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "cuda/memory.hpp"
+#include "cuda/op_kernel.hpp"
+#include "ops/block_softmax/cuda/params.cuh"
+#include "ops/block_softmax/cuda/tuning.hpp"
+#include "ops/block_softmax/problem.hpp"
+
+namespace pullback::block_softmax {
+
+// Tables that travel to the device together. Until upload() a pointer from add() holds an offset.
+class DeviceTables {
+ public:
+  template <class T>
+  const T* add(std::span<const T> table) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    const std::size_t begin = (bytes_.size() + 15) / 16 * 16;
+    bytes_.resize(begin + table.size_bytes());
+    if (!table.empty()) std::memcpy(bytes_.data() + begin, table.data(), table.size_bytes());
+    return reinterpret_cast<const T*>(begin);
+  }
+  void upload(const cuda::DeviceInfo& device) {
+    memory_ = cuda::DeviceMemory(device, bytes_);
+    bytes_ = {};
+  }
+  template <class T>
+  void resolve(const T*& pointer) const {
+    pointer = reinterpret_cast<const T*>(memory_.data() + reinterpret_cast<std::size_t>(pointer));
+  }
+
+ private:
+  std::vector<std::byte> bytes_;
+  cuda::DeviceMemory memory_;
+};
+
+Divisor divisor_of(std::int64_t value);
+
+// How a class of rows is shared out: see RowClass.
+struct UnitShape {
+  int warps, row_shift;
+  int team() const { return 32 * warps >> row_shift; }
+};
+
+// Units of a block of kWarps and of one warp, from the largest team to the smallest.
+inline constexpr UnitShape kUnitShapes[] = {{kWarps, 0}, {kWarps, 1}, {kWarps, 2}, {kWarps, 3},
+                                            {1, 0},      {kWarps, 4}, {1, 1},      {1, 2},
+                                            {1, 3},      {1, 4}};
+static_assert(std::size(kUnitShapes) == kMaxRowClasses);
+inline constexpr UnitShape kRingShapes[] = {{kRingWarps, 0}, {kRingWarps, 1}, {kRingWarps, 2}};
+
+// `vectors` make up one row of a block. choose(vectors in a row) is an index of `shapes`, or -1 for
+// rows that the schedule is to leave out. Classes come in the order of `shapes`.
+Schedule make_schedule(const BlockLayout& layout, std::int64_t block, std::int64_t vectors,
+                       std::span<const UnitShape> shapes,
+                       const std::function<int(std::int64_t)>& choose, DeviceTables& tables);
+
+// Which kernel takes a row of a contiguous tensor.
+enum class RowKernel { registers, ring, large_ring, stream };
+
+struct RowChoice {
+  RowKernel kernel;
+  int shape;  // of kUnitShapes, or of kRingShapes
+};
+
+class RowChooser {
+ public:
+  // `vectors` make up one row of a block, a thread of the kernel in registers has `per_thread` of
+  // each of `tensors`; without `ring`, what does not fit in registers is read twice.
+  RowChooser(std::int64_t vectors, int per_thread, int tensors, bool ring,
+             const cuda::DeviceInfo& device);
+  RowChoice choose(std::int64_t row_vectors) const;
+
+ private:
+  std::int64_t vectors_;
+  int per_thread_, tensors_, line_shift_;
+  bool ring_, large_;
+};
+
+inline int ring_of(RowKernel kernel) { return kRings[kernel == RowKernel::ring ? 0 : 1]; }
+// Of dynamic shared memory.
+inline constexpr int ring_bytes(int ring) { return ring * kRingBatch * 16 * kRingThreads; }
+
+// The smallest team whose threads have at most `per_thread` vectors, among those whose units have
+// at least 2^row_shift rows. -1 when there is none.
+int shape_for(std::int64_t row_vectors, std::int64_t per_thread, int row_shift = 0);
+
+// Blocks are contiguous and lie one behind the other, and so do the vectors of all batch entries.
+bool vector_layout(const TensorSpec& spec);
+BlockTensor block_tensor(const TensorSpec& spec);
+
+// tuning.hpp's numbers of blocks are for sm_90; elsewhere kernels take registers rather than spill.
+inline int blocks_for(int blocks, int arch) {
+  return std::max(arch == 90 ? blocks : arch < 90 ? blocks - 1 : blocks - 2, 1);
+}
+
+// The grid of params.schedule: a block for each of its units with the batch along y, or with a ring
+// as many blocks as the device holds.
+template <class Params>
+cuda::PlannedKernel<Params> planned(const cuda::OpKernel& kernel, const Params& params,
+                                    const cuda::DeviceInfo& device, int ring = 0) {
+  cuda::PlannedKernel<Params> result(kernel, device, ring);
+  const std::int64_t ctas = params.schedule.ctas;
+  if (ring > 0) {
+    const std::int64_t held = static_cast<std::int64_t>(result.blocks_per_multiprocessor(device)) *
+                              device.multiprocessors;
+    result.shape.grid[0] = static_cast<unsigned>(std::min(ctas * params.batches, held));
+  } else {
+    constexpr std::int64_t kMaxGridY = 65535;
+    result.shape.grid = {params.schedule.ctas,
+                         static_cast<unsigned>(std::min(params.batches, kMaxGridY)), 1};
+  }
+  return result;
+}
+
+}  // namespace pullback::block_softmax
