@@ -1,0 +1,383 @@
+// Which backward kernels run: d_x by the fastest one that the layout allows, from y or from the
+// support mask; d_alpha by a pass of its own, before d_x, which may be d_y's memory.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "cuda/op_kernel.hpp"
+#include "ops/entmax/cpu/family.hpp"
+#include "ops/entmax/cuda/backward_params.cuh"
+#include "ops/entmax/cuda/backward_tuning.cuh"
+#include "ops/entmax/cuda/rows.hpp"
+#include "ops/entmax/problem.hpp"
+
+namespace pullback::entmax {
+namespace {
+
+using cuda::OpKernel;
+using Kernel = cuda::PlannedKernel<BackwardParams>;
+
+constexpr std::string_view kWeightsNames[] = {"softmax", "sparsemax", "entmax15",
+                                              "power",   "mixed",     "mask"};
+constexpr Weights kAllWeights[] = {Weights::softmax, Weights::sparsemax, Weights::entmax15,
+                                   Weights::power,   Weights::mixed,     Weights::mask};
+
+// How a row is worked on.
+enum class Path {
+  warp2,  // in a warp's registers, 2 pieces a thread
+  warp4,
+  block,    // in a block's registers
+  whole,    // a block, twice
+  cluster,  // several blocks, twice; sm_90
+  chunks,   // two kernels
+};
+constexpr std::string_view kPathNames[] = {
+    "a warp a row, in registers",
+    "a warp a row, in registers",
+    "a block a row, in registers",
+    "a block a row, read twice, the second time from L2",
+    "a cluster of blocks a row, read twice, the second time from L2",
+    "chunks of rows over all blocks, two kernels"};
+constexpr int kBlockThreads = 512, kBlockPieces = 4 * kBlockThreads;
+
+// f64 has no use for kernels that save arithmetic, nor chunks for all formulas.
+Weights served(Weights weights, Path path, DType dtype) {
+  if (weights == Weights::mask) return weights;
+  if (dtype == DType::f64) return Weights::mixed;
+  if (path == Path::chunks && weights != Weights::mixed) return Weights::power;
+  return weights;
+}
+
+std::string with_weights(std::string_view function, DType dtype, Weights weights,
+                         std::string_view more = {}) {
+  return fmt::format("entmax::{}<{}, entmax::Weights::{}{}>", function, cuda::device_type(dtype),
+                     kWeightsNames[static_cast<int>(weights)], more);
+}
+
+OpKernel kernel_of(std::string_view what, std::string_view file, std::string function,
+                   std::string_view variant, DType dtype, int threads, int blocks = 1) {
+  return {
+      .name = fmt::format("entmax_backward_{}_{}_{}", what, variant, name_of(dtype)),
+      .file = file,
+      .function = std::move(function),
+      .parameters = "entmax::BackwardParams",
+      .threads = threads,
+      .blocks = blocks,
+      .constants = {{"sizeof(entmax::RowTensor)", static_cast<std::int64_t>(sizeof(RowTensor))}}};
+}
+
+constexpr std::string_view kRegistersFile = "ops/entmax/cuda/smxx_backward_registers.cuh";
+constexpr std::string_view kStreamFile = "ops/entmax/cuda/smxx_backward_stream.cuh";
+constexpr std::string_view kClusterFile = "ops/entmax/cuda/sm90_backward_cluster.cuh";
+constexpr std::string_view kAnyFile = "ops/entmax/cuda/smxx_backward_any.cuh";
+
+// The kernels of a path; `weights` is served by it. mixed computes in double: fewer blocks, so that
+// its registers suffice.
+std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights) {
+  const std::string_view name = kWeightsNames[static_cast<int>(weights)];
+  const bool wide = weights == Weights::mixed;
+  const auto make = [&](std::string_view what, std::string_view file, std::string_view function,
+                        int threads, std::string_view more = {}) {
+    return kernel_of(what, file, with_weights(function, dtype, weights, more), name, dtype, threads,
+                     std::max(1, (wide ? 512 : 1024) / threads));
+  };
+  constexpr int kWarpThreads = kWarpRows * 32;
+  switch (path) {
+    case Path::warp2:
+      return {make("warp2", kRegistersFile, "backward_registers", kWarpThreads,
+                   ", 2, entmax::Group::warp")};
+    case Path::warp4:
+      return {make("warp4", kRegistersFile, "backward_registers", kWarpThreads,
+                   ", 4, entmax::Group::warp")};
+    case Path::block:
+      return {make("block", kRegistersFile, "backward_registers", kBlockThreads,
+                   ", 4, entmax::Group::block")};
+    case Path::whole:
+      return {make("whole", kStreamFile, "backward_whole", kBlockThreads)};
+    case Path::cluster:
+      return {make("cluster", kClusterFile, "backward_cluster", kBlockThreads)};
+    case Path::chunks:
+      return {make("chunk_sums", kStreamFile, "backward_chunk_sums", kBlockThreads),
+              make("chunk_gradients", kStreamFile, "backward_chunk_gradients", kBlockThreads)};
+  }
+  return {};
+}
+
+std::string_view mapping_name(bool across) { return across ? "across" : "block"; }
+
+OpKernel any_kernel(DType dtype, bool wide, bool across) {
+  const std::string_view real = wide || dtype == DType::f64 ? "double" : "float";
+  return kernel_of("any", kAnyFile,
+                   fmt::format("entmax::backward_any<{}, {}, entmax::Mapping::{}>",
+                               cuda::device_type(dtype), real, mapping_name(across)),
+                   fmt::format("{}_{}", real, mapping_name(across)), dtype, kAnyThreads);
+}
+
+OpKernel d_alpha_kernel(DType dtype, bool across) {
+  return kernel_of("d_alpha", kAnyFile,
+                   fmt::format("entmax::backward_d_alpha<{}, entmax::Mapping::{}>",
+                               cuda::device_type(dtype), mapping_name(across)),
+                   mapping_name(across), dtype, kAnyThreads);
+}
+
+OpKernel rest_kernel(DType dtype) {
+  return kernel_of("rest", kAnyFile,
+                   fmt::format("entmax::backward_rest<{}>", cuda::device_type(dtype)), "zeros",
+                   dtype, kAnyThreads);
+}
+
+Weights weights_of(const EntmaxProblem& problem) {
+  if (problem.alpha_per_row.given()) return Weights::mixed;
+  switch (family_of(problem.alpha)) {
+    case Family::softmax:
+      return Weights::softmax;
+    case Family::sparsemax:
+      return Weights::sparsemax;
+    case Family::entmax15:
+      return Weights::entmax15;
+    case Family::near_one:
+    case Family::general:
+      return Weights::power;
+    case Family::invalid:
+    case Family::steep:
+      return Weights::mixed;
+  }
+  return Weights::mixed;
+}
+
+class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
+ public:
+  CudaBackward(const EntmaxProblem& problem, const Device& device)
+      : CudaBody(device), problem_(problem), offsets_(problem, device_) {
+    const EntmaxProblem& p = problem_;
+    params_.y = with_axis(p.y);
+    params_.d_y = with_axis(p.d_y);
+    params_.d_x = with_axis(p.d_x);
+    params_.support = row_tensor(steps_of_support(p.support));
+    params_.support_size = row_tensor(steps_per_row(p, p.support_size));
+    params_.alpha = row_tensor(steps_per_row(p, p.alpha_per_row));
+    params_.d_alpha = row_tensor(steps_per_row(p, p.d_alpha));
+    params_.alpha_of_all = p.alpha;
+    RowTensor* const tensors[] = {&params_.d_x,     &params_.d_y,   &params_.y,
+                                  &params_.support, &params_.alpha, &params_.support_size,
+                                  &params_.d_alpha};
+    params_.rows = merged_rows(p, tensors);
+    tasks_ = params_.rows.count * params_.rows.groups;
+    offsets_bytes_ = (offsets_.workspace_bytes() + 255) / 256 * 256;
+    workspace_bytes = offsets_.workspace_bytes();
+    if (params_.rows.count * std::max<std::int64_t>(params_.rows.length, tasks_) == 0) {
+      description = "nothing to compute";
+    }
+    load_any();
+    if (tasks_ > 0) load_fast();
+  }
+
+ private:
+  // One source of s, one path.
+  struct Fast {
+    Path path;
+    std::int64_t chunks = 1;
+    Kernel first, second;
+  };
+
+  RowTensor with_axis(const TensorSpec& spec) const {
+    RowTensor tensor = row_tensor(steps_with_axis(problem_, spec));
+    if (row_length(problem_) == 1) tensor.axis = 1;
+    return tensor;
+  }
+
+  static unsigned grid(std::int64_t blocks) {
+    return static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, 0x7fffffff));
+  }
+
+  void load_any() {
+    const DType dtype = problem_.x.dtype;
+    // Neighbouring threads go along the axis where it is the fastest dimension.
+    const Rows& rows = params_.rows;
+    const bool ragged = problem_.offsets.given();
+    const std::int64_t next = rows.rank == 0 ? 0 : std::abs(params_.d_x.outer[rows.rank - 1]);
+    const bool across =
+        !ragged && (std::abs(params_.d_x.axis) > next ? next > 0 : rows.length < 128);
+    const auto load = [&](const OpKernel& kernel) {
+      Kernel loaded(kernel, device_);
+      loaded.shape.grid[0] = grid(across ? (tasks_ + kAcrossRows - 1) / kAcrossRows : tasks_);
+      return loaded;
+    };
+    any_ = load(any_kernel(dtype, weights_of(problem_) == Weights::mixed, across));
+    d_alpha_ = load(d_alpha_kernel(dtype, across));
+    if (ragged) {
+      rest_ = Kernel(rest_kernel(dtype), device_);
+      rest_.shape.grid[0] = grid(std::min<std::int64_t>(rows.count, 8 * device_.multiprocessors));
+    }
+    description = fmt::format(
+        "rows of {} elements{}; accumulation {}\ndeterministic: sums are added in one order",
+        rows.length, ragged ? " in ragged groups" : "", name_of(accumulation_dtype(dtype)));
+  }
+
+  // 16-byte pieces of a row begin at the same positions in all three tensors, as far as the steps
+  // tell; enqueue() looks at the pointers.
+  bool pieces_match(const RowTensor& tensor) const {
+    const auto length = static_cast<std::int64_t>(16 / size_of(problem_.x.dtype));
+    bool match = tensor.axis == 1;
+    for (int dim = 0; dim < params_.rows.rank; ++dim) {
+      match &= (tensor.outer[dim] - params_.d_x.outer[dim]) % length == 0;
+    }
+    return match;
+  }
+
+  void load_fast() {
+    if (!pieces_match(params_.d_x) || !pieces_match(params_.d_y)) return;
+    if (params_.rows.length > kLongestRow) return;
+    if (pieces_match(params_.y)) from_y_ = fast(weights_of(problem_));
+    const bool mask_possible =
+        problem_.alpha == 2 && !problem_.alpha_per_row.given() && !problem_.offsets.given();
+    if (mask_possible && (params_.support.axis == 1 || params_.rows.length <= 8)) {
+      from_mask_ = fast(Weights::mask);
+    }
+    if (from_y_)
+      description = std::string(kPathNames[static_cast<int>(from_y_->path)]) + "; " + description;
+  }
+
+  Fast fast(Weights weights) {
+    const DType dtype = problem_.x.dtype;
+    const auto bytes = static_cast<std::int64_t>(size_of(dtype));
+    const std::int64_t pieces = params_.rows.length * bytes / 16;
+    const bool ragged = problem_.offsets.given();
+    const bool clusters = device_.major == 9 || device_.major == 10;
+    const std::int64_t row_bytes = 2 * pieces * 16;  // y and d_y
+    Fast fast{};
+    int cluster = 1;
+    if (pieces <= 64) {
+      fast.path = Path::warp2;
+    } else if (pieces <= 128) {
+      fast.path = Path::warp4;
+    } else if (pieces <= kBlockPieces && !ragged) {
+      fast.path = Path::block;
+    } else if (!ragged && tasks_ * (clusters ? kMaxCluster : 1) < device_.multiprocessors) {
+      fast.path = Path::chunks;
+    } else {
+      while (clusters && !ragged && cluster < kMaxCluster && row_bytes > cluster * kBlockBytes) {
+        cluster *= 2;
+      }
+      fast.path = cluster > 1 ? Path::cluster : Path::whole;
+    }
+    const auto kernels = kernels_of(fast.path, dtype, served(weights, fast.path, dtype));
+    fast.first = Kernel(kernels[0], device_);
+    auto& shape = fast.first.shape;
+    switch (fast.path) {
+      case Path::warp2:
+      case Path::warp4:
+        shape.grid[0] = grid((tasks_ + kWarpRows - 1) / kWarpRows);
+        break;
+      case Path::block:
+        shape.grid[0] = grid(tasks_);
+        shape.block = static_cast<unsigned>((pieces + 127) / 128 * 32);
+        break;
+      case Path::whole:
+      case Path::cluster:
+        shape.grid[0] = grid(tasks_ * cluster);
+        shape.cluster = static_cast<unsigned>(cluster);
+        if (ragged) {
+          const std::int64_t mean = pieces / params_.rows.groups;
+          shape.block = static_cast<unsigned>(std::clamp<std::int64_t>(mean / 4 / 32, 1, 16) * 32);
+        }
+        break;
+      case Path::chunks:
+        fast.chunks = std::clamp<std::int64_t>(8 * device_.multiprocessors / tasks_, 1,
+                                               std::min<std::int64_t>(kMaxChunks, pieces / 2048));
+        shape.grid[0] = grid(tasks_ * fast.chunks);
+        fast.second = Kernel(kernels[1], device_);
+        fast.second.shape = shape;
+        sums_bytes_ = std::max(sums_bytes_,
+                               static_cast<std::size_t>(tasks_ * fast.chunks) * 2 * sizeof(double));
+        workspace_bytes = offsets_bytes_ + sums_bytes_;
+        break;
+    }
+    return fast;
+  }
+
+  void enqueue(Stream stream, const EntmaxTensors& tensors, Workspace workspace) const override {
+    BackwardParams params = params_;
+    const std::int64_t* offsets = offsets_.enqueue(stream, tensors.offsets, workspace);
+    params.rows.offsets = offsets;
+    params.alpha.data = const_cast<void*>(tensors.alpha_per_row);
+    params.d_y.data = const_cast<void*>(tensors.d_y);
+    params.d_x.data = tensors.d_x;
+    params.d_alpha.data = tensors.d_alpha;
+    params.y.data = tensors.y;
+    if (tensors.d_alpha && tasks_ > 0) d_alpha_.launch(stream, params);
+    if (!tensors.d_x || params.rows.count * params.rows.length == 0) return;
+    if (offsets) rest_.launch(stream, params);
+    if (tasks_ == 0) return;
+    if (!tensors.y) {
+      params.support.data = tensors.support;
+      params.support_size.data = tensors.support_size;
+    }
+    const std::optional<Fast>& fast = tensors.y ? from_y_ : from_mask_;
+    if (!fast || !aligned_alike(tensors)) return any_.launch(stream, params);
+    params.chunks = fast->chunks;
+    params.partial_sums = static_cast<std::byte*>(workspace.data) + offsets_bytes_;
+    fast->first.launch(stream, params);
+    if (fast->path == Path::chunks) fast->second.launch(stream, params);
+  }
+
+  static bool aligned_alike(const EntmaxTensors& tensors) {
+    const auto past = [](const void* pointer) {
+      return reinterpret_cast<std::uintptr_t>(pointer) % 16;
+    };
+    return past(tensors.d_y) == past(tensors.d_x) &&
+           (!tensors.y || past(tensors.y) == past(tensors.d_x));
+  }
+
+  // Positions of pieces fit 32 bits.
+  static constexpr std::int64_t kLongestRow = std::int64_t{1} << 30;
+  // Of y and d_y that a block may pass between its first and its second look: what the blocks that
+  // run at a time have under way stays within L2.
+  static constexpr std::int64_t kBlockBytes = 256 << 10;
+
+  EntmaxProblem problem_;
+  RaggedOffsets offsets_;
+  BackwardParams params_{};
+  std::int64_t tasks_ = 0;
+  std::size_t offsets_bytes_ = 0, sums_bytes_ = 0;
+  Kernel any_, d_alpha_, rest_;
+  std::optional<Fast> from_y_, from_mask_;
+};
+
+}  // namespace
+
+Body make_cuda_backward(const EntmaxProblem& problem, const Device& device) {
+  return std::make_unique<CudaBackward>(problem, device);
+}
+
+}  // namespace pullback::entmax
+
+namespace pullback::cuda {
+
+std::vector<KernelSource> entmax_backward_kernels(int arch) {
+  using namespace entmax;
+  std::vector<KernelSource> sources;
+  const auto add = [&](const OpKernel& kernel) {
+    sources.push_back(op_kernel<BackwardParams>(kernel, arch));
+  };
+  for (DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+    for (Path path :
+         {Path::warp2, Path::warp4, Path::block, Path::whole, Path::cluster, Path::chunks}) {
+      if (path == Path::cluster && arch / 10 != 9 && arch / 10 != 10) continue;
+      for (Weights weights : kAllWeights) {
+        if (served(weights, path, dtype) != weights) continue;
+        for (const OpKernel& kernel : kernels_of(path, dtype, weights)) add(kernel);
+      }
+    }
+    for (bool across : {false, true}) {
+      add(any_kernel(dtype, true, across));
+      if (dtype != DType::f64) add(any_kernel(dtype, false, across));
+      add(d_alpha_kernel(dtype, across));
+    }
+    add(rest_kernel(dtype));
+  }
+  return sources;
+}
+
+}  // namespace pullback::cuda

@@ -1,0 +1,195 @@
+// A block's slice of a long row: sums of s and s * d_y, then the gradient. Both read the slice from
+// global memory, the second time from the second-level cache, last pieces first.
+#pragma once
+
+#include "ops/entmax/cuda/backward_row.cuh"
+
+namespace pullback::entmax {
+
+// Partial sums of any length keep the digits of their type.
+template <class R>
+struct CompensatedSum {
+  R sum = 0, rest = 0;
+  void add(R value) {
+    const R total = sum + value;
+    const R part = total - sum;
+    rest += (sum - (total - part)) + (value - part);
+    sum = total;
+  }
+  R total() const { return sum + rest; }
+};
+
+// Sums over the threads of the block, the same bits on all. `scratch` has room for a value per
+// warp.
+template <class R>
+Sums<R> block_sum(Sums<R> value, Sums<R>* scratch) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  value = {warp_sum(value.s), warp_sum(value.s_d_y)};
+  if (lane == 0) scratch[warp] = value;
+  __syncthreads();
+  value = lane < static_cast<int>(blockDim.x) / kWarpSize ? scratch[lane] : Sums<R>{};
+  return {warp_sum(value.s), warp_sum(value.s_d_y)};
+}
+
+// `with_edge`: the slice takes the row's edge too. At most 2^28 pieces.
+template <class T, Weights kWeights>
+class Slice {
+ public:
+  using R = Arithmetic<T, kWeights>;
+
+  Slice(const PieceRow<T, kWeights>& row, double alpha, int64_t begin, int64_t end, bool with_edge)
+      : row_(row), range_(row, begin, end), alpha_(alpha) {
+    has_edge_ = with_edge && thread() < row.edge;
+    step_ = kBatch * static_cast<int>(blockDim.x);
+    whole_ = range_.count / step_ * step_;
+  }
+
+  // With kZeros, pieces without support get their zeros at once.
+  template <bool kZeros>
+  Sums<R> collect() {
+    // A warp whose last pieces mostly had support reads d_y without waiting for y.
+    bool dense = kDense;
+    int bit = 0;
+    for (int begin = thread(); begin < whole_; begin += step_, bit += kBatch) {
+      if (kDense || dense) {
+        dense = collect_batch<kBatch, true, kZeros>(begin, bit);
+      } else {
+        dense = collect_batch<kBatch, false, kZeros>(begin, bit);
+      }
+    }
+    for (int begin = whole_ + thread(); begin < range_.count; begin += threads(), ++bit) {
+      collect_batch<1, kDense, kZeros>(begin, bit);
+    }
+    if (has_edge_) {
+      const R d_y = static_cast<R>(to_real(row_.d_y[row_.edge_at(thread())]));
+      Sums<R> sums;
+      add(sums, row_.template edge_slope<R>(thread(), alpha_), d_y);
+      add_sums(sums);
+    }
+    return {s_.total(), s_d_y_.total()};
+  }
+
+  // After collect() by the same thread with the same kZeros.
+  template <bool kZeros>
+  void write(R mean) const {
+    const int batches = whole_ / step_;
+    int bit = batches * kBatch;
+    for (int begin = whole_ + thread(); begin < range_.count; begin += threads(), ++bit) {
+      write_batch<1, kZeros>(begin, bit, mean);
+    }
+    for (int batch = batches - 1; batch >= 0; --batch) {
+      write_batch<kBatch, kZeros>(batch * step_ + thread(), batch * kBatch, mean);
+    }
+    if (has_edge_) {
+      const int64_t at = row_.edge_at(thread());
+      const R d_y = static_cast<R>(to_real(row_.d_y[at]));
+      const R d_x = gradient(row_.template edge_slope<R>(thread(), alpha_), d_y, mean);
+      row_.d_x[at] = from_real<T>(static_cast<Real<T>>(d_x));
+    }
+  }
+
+ private:
+  using SlopeOf = SlopePiece<T, kWeights>;
+  using SlopeData = typename SlopeOf::Data;
+  static constexpr int kBatch = 4;  // pieces of a thread in flight
+  static constexpr int kKnownPieces = 64;
+  static constexpr bool kDense = kWeights == Weights::softmax;
+
+  static int thread() { return static_cast<int>(threadIdx.x); }
+  static int threads() { return static_cast<int>(blockDim.x); }
+
+  void add_sums(const Sums<R>& sums) {
+    s_.add(sums.s);
+    s_d_y_.add(sums.s_d_y);
+  }
+
+  // kAll: as if all pieces had support. Whether the pieces of the warp mostly have.
+  template <int kCount, bool kAll, bool kZeros>
+  bool collect_batch(int begin, int bit) {
+    const uint64_t policy = cache_policy<Hint::keep>();
+    SlopeData data[kCount];
+    Piece d_y[kCount];
+    Sums<R> sums;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) data[j] = range_.load_slope(begin + j * threads(), policy);
+    if constexpr (kAll) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) d_y[j] = range_.load_d_y(begin + j * threads(), policy);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) add_piece<T, kWeights>(sums, data[j], d_y[j], alpha_);
+      if (!kDense && bit < kKnownPieces) known_ |= ((uint64_t{1} << kCount) - 1) << bit;
+    } else {
+      bool active[kCount];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        active[j] = SlopeOf::any(data[j]);
+        if (active[j]) d_y[j] = range_.load_d_y(begin + j * threads(), policy);
+      }
+      if (kZeros && bit < kKnownPieces) {
+        const uint64_t drop = cache_policy<Hint::drop>();
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          if (active[j]) {
+            known_ |= uint64_t{1} << (bit + j);
+          } else {
+            range_.store(begin + j * threads(), {}, drop);
+          }
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        if (active[j]) add_piece<T, kWeights>(sums, data[j], d_y[j], alpha_);
+      }
+    }
+    add_sums(sums);
+    if constexpr (kDense || kCount == 1) return kDense;
+    return __popc(__ballot_sync(kAllLanes, SlopeOf::any(data[0]))) > kWarpSize / 2;
+  }
+
+  template <int kCount, bool kZeros>
+  void write_batch(int begin, int bit, R mean) const {
+    constexpr uint32_t kAll = (1u << kCount) - 1;
+    uint32_t wanted = kAll;
+    const bool known = kZeros && !kDense && bit < kKnownPieces;
+    if (known) wanted = static_cast<uint32_t>(known_ >> bit) & kAll;
+    if (wanted == 0) return;
+    const uint64_t drop = cache_policy<Hint::drop>();
+    SlopeData data[kCount];
+    Piece d_y[kCount];
+    if (kDense || (known && wanted == kAll)) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        data[j] = range_.load_slope(begin + j * threads(), drop);
+        d_y[j] = range_.load_d_y(begin + j * threads(), drop);
+      }
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        range_.store(begin + j * threads(),
+                     gradient_piece<T, kWeights>(data[j], d_y[j], mean, alpha_), drop);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int j = 0; j < kCount; ++j) {
+      if ((wanted >> j & 1) == 0) continue;
+      const SlopeData slope = range_.load_slope(begin + j * threads(), drop);
+      Piece d_x{};
+      if (SlopeOf::any(slope)) {
+        const Piece of_d_y = range_.load_d_y(begin + j * threads(), drop);
+        d_x = gradient_piece<T, kWeights>(slope, of_d_y, mean, alpha_);
+      }
+      range_.store(begin + j * threads(), d_x, drop);
+    }
+  }
+
+  const PieceRow<T, kWeights>& row_;
+  PieceRange<T, kWeights> range_;
+  double alpha_;
+  bool has_edge_;
+  int step_, whole_;  // of pieces: a batch of the block, all whole batches
+  CompensatedSum<R> s_, s_d_y_;
+  uint64_t known_ = 0;  // which pieces of this thread have support
+};
+
+}  // namespace pullback::entmax
