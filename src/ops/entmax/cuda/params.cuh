@@ -19,7 +19,8 @@ struct RowTensor {
                  //   byte to byte
 };
 
-// The dimensions of x without the axis, merged as far as all tensors allow; the last varies fastest.
+// The dimensions of x without the axis, merged as far as all tensors allow; the last varies
+// fastest.
 struct Rows {
   int64_t count;   // rows, ragged ones not counted: the product of sizes
   int64_t length;  // of the axis
