@@ -65,9 +65,8 @@ void forward_registers(const ForwardParams& p) {
   Group<kWarps> group(scratch);
   const int thread = group.thread();
   const int length = static_cast<int>(p.rows.length);
-  const int64_t row = kWarps > 1
-                          ? blockIdx.x
-                          : static_cast<int64_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  int64_t row = blockIdx.x;
+  if constexpr (kWarps == 1) row = row * kSingleWarps + threadIdx.x / device::kWarpSize;
   if (row >= p.rows.count) return;
 
   const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row);

@@ -19,4 +19,7 @@ inline constexpr int kOffsetsThreads = 1024;
 // smxx_forward_any.cuh: threads of a block; a row takes a warp or the block.
 inline constexpr int kAnyWarps = 8;
 
+// smxx_forward_registers.cuh: warps of a block where a warp has a row of its own.
+inline constexpr int kSingleWarps = 8;
+
 }  // namespace pullback::entmax
