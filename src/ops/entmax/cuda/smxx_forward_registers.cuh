@@ -1,0 +1,175 @@
+// The forward of contiguous rows of at most a few thousand elements: the row stays in the registers
+// of a warp or a block from the one read to the one write.
+//
+// All steps of the threshold run over all elements. The first lower bound, from the largest element
+// of each lane alone, leaves two to four of them.
+#pragma once
+
+#include "ops/entmax/cuda/forward_params.cuh"
+#include "ops/entmax/cuda/smxx_solve.cuh"
+#include "ops/entmax/cuda/smxx_vector.cuh"
+
+namespace pullback::entmax {
+
+template <class T, int kVectors>
+inline constexpr int kHeld = kVectors * device::kVectorLength<T>;  // elements of a lane
+
+// Elements of this thread's vector j begin at vector_begin(j).
+template <class T, int kWarps>
+int vector_begin(int j, int thread) {
+  return (j * kWarps * device::kWarpSize + thread) * device::kVectorLength<T>;
+}
+
+template <class T, int kWarps, int kVectors, class ValueOf>
+void store_held(T* to, int length, int thread, const ValueOf& value_of) {
+  constexpr int kLength = device::kVectorLength<T>;
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int begin = vector_begin<T, kWarps>(j, thread);
+    if (begin >= length) break;
+    Packed<T> packed;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float x[kPerWord<T>];
+#pragma unroll
+      for (int k = 0; k < kPerWord<T>; ++k) x[k] = value_of(j * kLength + w * kPerWord<T> + k);
+      packed.word[w] = pack(x, T{});
+    }
+    store_packed(to + begin, packed);
+  }
+}
+
+// Bit k of the result: element k of this thread's vector j is active.
+template <class T, int kWarps, int kVectors, class Active>
+void store_held_bits(uint8_t* to, int64_t step, int length, int thread, const Active& active) {
+  constexpr int kLength = device::kVectorLength<T>;
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int begin = vector_begin<T, kWarps>(j, thread);
+    unsigned bits = 0;
+#pragma unroll
+    for (int k = 0; k < kLength; ++k) bits |= (active(j * kLength + k) ? 1u : 0u) << k;
+    // Two lanes make a byte of f32.
+    if constexpr (kLength == 4) bits |= __shfl_down_sync(device::kAllLanes, bits, 1) << 4;
+    if (begin % 8 == 0 && begin < length) to[begin / 8 * step] = static_cast<uint8_t>(bits);
+  }
+}
+
+// Rows are `length` elements, a multiple of the vector length, and begin at multiples of 16 bytes
+// in x and y, where the axis has unit stride. No mask, no offsets, one alpha.
+template <class T, Family kFamily, int kWarps, int kVectors>
+void forward_registers(const ForwardParams& p) {
+  constexpr int kCount = kHeld<T, kVectors>;
+  constexpr int kLength = device::kVectorLength<T>;
+  __shared__ GroupScratch<kWarps> scratch;
+  Group<kWarps> group(scratch);
+  const int thread = group.thread();
+  const int length = static_cast<int>(p.rows.length);
+  int64_t row = blockIdx.x;
+  if constexpr (kWarps == 1) row = row * kSingleWarps + threadIdx.x / device::kWarpSize;
+  if (row >= p.rows.count) return;
+
+  const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row);
+  Packed<T> held[kVectors];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int begin = vector_begin<T, kWarps>(j, thread);
+    if (begin < length) {
+      held[j] = load_packed<T>(x + begin);
+    } else {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) held[j].word[w] = kHiddenWord<T>;
+    }
+  }
+  uint32_t largest_word = max_of(held[0]);
+#pragma unroll
+  for (int j = 1; j < kVectors; ++j) largest_word = max_of_words<T>(largest_word, max_of(held[j]));
+  const float own = max_in_word<T>(largest_word);
+  const float largest = group.max(own);
+
+  T* y = p.y.data ? static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row) : nullptr;
+  uint8_t* support =
+      p.support.data ? static_cast<uint8_t*>(p.support.data) + row_offset(p.rows, p.support, row)
+                     : nullptr;
+  const auto finish = [&](float tau, int size) {
+    if (thread != 0) return;
+    if (p.tau.data) static_cast<float*>(p.tau.data)[row_offset(p.rows, p.tau, row)] = tau;
+    if (p.support_size.data) {
+      static_cast<int32_t*>(p.support_size.data)[row_offset(p.rows, p.support_size, row)] = size;
+    }
+  };
+
+  if (!(magnitude(largest) < device::infinity<float>())) {
+    const bool empty = largest < 0;
+    const float fill = empty ? 0 : device::quiet_nan<float>();
+    if (y) store_held<T, kWarps, kVectors>(y, length, thread, [&](int) { return fill; });
+    if (support) {
+      store_held_bits<T, kWarps, kVectors>(support, p.support.axis, length, thread,
+                                           [](int) { return false; });
+    }
+    finish(empty ? device::infinity<float>() : fill, empty ? 0 : -1);
+    return;
+  }
+
+  float z[kCount];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float pair[kPerWord<T>];
+      unpack(held[j].word[w], pair, T{});
+#pragma unroll
+      for (int k = 0; k < kPerWord<T>; ++k) {
+        z[j * kLength + w * kPerWord<T> + k] = pair[k] - largest;
+      }
+    }
+  }
+  // How many elements `active` holds for, in the row.
+  const auto count = [&](auto active) {
+    int mine = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) mine += active(z[i]);
+    float unused = 0;
+    group.sum_and_count(unused, mine);
+    return mine;
+  };
+
+  if constexpr (kFamily == Family::softmax) {
+    float sum = 0, unused = 0;
+    const int size =
+        p.support_size.data ? count([](float v) { return v > -device::infinity<float>(); }) : 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      z[i] = exp_of(z[i]);
+      sum += z[i];
+    }
+    group.sum(sum, unused);
+    const float scale = 1 / sum;
+    if (y) store_held<T, kWarps, kVectors>(y, length, thread, [&](int i) { return z[i] * scale; });
+    finish(largest + log_of(sum), size);
+  } else {
+    const Power<kFamily, float> power(p.alpha);
+    const float bound = lower_bound(power, own - largest, group);
+    const Threshold<float> threshold = rise<float>(power, bound, group, [&](auto use) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) use(z[i]);
+    });
+    const float theta = threshold.theta;
+    const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
+    if (y) {
+      store_held<T, kWarps, kVectors>(y, length, thread, [&](int i) {
+        const float v = power.value(power.excess(z[i], theta));
+        return kFamily == Family::sparsemax ? v : v * threshold.scale;
+      });
+    }
+    if constexpr (kFamily == Family::sparsemax) {
+      if (support) {
+        store_held_bits<T, kWarps, kVectors>(support, p.support.axis, length, thread,
+                                             [&](int i) { return active(z[i]); });
+      }
+    }
+    finish(tau_of(power, largest, theta), p.support_size.data ? count(active) : 0);
+  }
+}
+
+}  // namespace pullback::entmax

@@ -1,0 +1,135 @@
+// The threads that share a row: a warp, or a block of several. All threads get the same bits, in a
+// fixed order of additions.
+#pragma once
+
+#include "device/float.cuh"
+#include "device/warp.cuh"
+
+namespace pullback::entmax {
+
+inline int lane_index() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
+
+inline float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+inline double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
+
+// Floats as integers of the same order; the one NaN that max.NaN makes is above all numbers.
+inline int ordered(float value) {
+  const int bits = __float_as_int(value);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+inline float from_ordered(int bits) { return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff)); }
+
+inline int warp_sum_int(int value) {
+  int result;
+  asm("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
+  return result;
+}
+inline float warp_max_or_nan(float value) {
+  int result;
+  asm("redux.sync.max.s32 %0, %1, 0xffffffff;"
+      : "=r"(result)
+      : "r"(ordered(max_or_nan(value, value))));
+  return from_ordered(result);
+}
+inline double warp_max_or_nan(double value) {
+#pragma unroll
+  for (int step = device::kWarpSize / 2; step > 0; step /= 2) {
+    value = max_or_nan(value, __shfl_xor_sync(device::kAllLanes, value, step));
+  }
+  return value;
+}
+
+// Sums a over one half of the lanes and b over the other, both over all: 6 exchanges, not 10.
+template <class R>
+void warp_sum_pair(R& a, R& b) {
+  using device::kAllLanes;
+  const bool upper = lane_index() >= device::kWarpSize / 2;
+  R mine = upper ? b : a;
+  mine += __shfl_xor_sync(kAllLanes, upper ? a : b, device::kWarpSize / 2);
+#pragma unroll
+  for (int step = device::kWarpSize / 4; step > 0; step /= 2) {
+    mine += __shfl_xor_sync(kAllLanes, mine, step);
+  }
+  const R other = __shfl_xor_sync(kAllLanes, mine, device::kWarpSize / 2);
+  a = upper ? other : mine;
+  b = upper ? mine : other;
+}
+
+// Two values of each warp, twice: a warp may write the next pair while another reads this one.
+template <int kWarps>
+struct GroupScratch {
+  double pair[2][kWarps][2];
+};
+template <>
+struct GroupScratch<1> {};
+
+template <int kWarps>
+class Group {
+ public:
+  static constexpr int kThreads = kWarps * device::kWarpSize;
+
+  explicit Group(GroupScratch<kWarps>& scratch) : scratch_(scratch) {}
+
+  int thread() const { return kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x); }
+
+  template <class R>
+  R max(R value) {
+    value = warp_max_or_nan(value);
+    if constexpr (kWarps > 1) {
+      R unused = 0;
+      exchange(value, unused, [](R& a, R&, R b, R) { a = max_or_nan(a, b); });
+    }
+    return value;
+  }
+
+  template <class R>
+  void sum(R& a, R& b) {
+    warp_sum_pair(a, b);
+    if constexpr (kWarps > 1) {
+      exchange(a, b, [](R& x, R& y, R other_x, R other_y) {
+        x += other_x;
+        y += other_y;
+      });
+    }
+  }
+  // Counts are exact.
+  template <class R>
+  void sum_and_count(R& a, int& count) {
+    a = device::warp_sum(a);
+    count = warp_sum_int(count);
+    if constexpr (kWarps > 1) {
+      R wide = static_cast<R>(count);  // f32 holds counts up to 2^24: rows in registers are shorter
+      exchange(a, wide, [](R& x, R& y, R other_x, R other_y) {
+        x += other_x;
+        y += other_y;
+      });
+      count = static_cast<int>(wide);
+    }
+  }
+
+ private:
+  template <class R, class Combine>
+  void exchange(R& a, R& b, Combine combine) {
+    auto* slots = reinterpret_cast<R(*)[2]>(scratch_.pair[parity_]);
+    const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
+    if (lane_index() == 0) {
+      slots[warp][0] = a;
+      slots[warp][1] = b;
+    }
+    __syncthreads();
+    a = slots[0][0];
+    b = slots[0][1];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) combine(a, b, slots[w][0], slots[w][1]);
+    parity_ ^= 1;
+  }
+
+  GroupScratch<kWarps>& scratch_;
+  int parity_ = 0;
+};
+
+}  // namespace pullback::entmax

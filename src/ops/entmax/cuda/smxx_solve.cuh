@@ -1,0 +1,203 @@
+// The threshold of a row. With b = alpha - 1 and z = x - max(x) <= 0, find theta such that
+//   f(theta) = sum_i [b z_i - theta]_+^(1/b) = 1,   -1 <= theta < 0.
+// The method is that of cpu/solve-inl.hpp: up to alpha = 2 Newton steps on f^b from a lower bound
+// rise to the root and never pass it (for alpha = 2 they are Michelot's, which are finite); above,
+// Newton within a bracket, in f64. Near alpha = 1, theta stands for c in p = (1 + b (z - c))^(1/b).
+//
+// Elements come from a functor: for_each(f) calls f(z) for all elements of this thread.
+#pragma once
+
+#include "ops/entmax/cuda/smxx_group.cuh"
+#include "ops/entmax/cuda/tuning.hpp"
+
+namespace pullback::entmax {
+
+inline Family family_of(double alpha) {
+  if (!(alpha >= 1) || alpha == device::infinity<double>()) return Family::invalid;
+  if (alpha == 1) return Family::softmax;
+  if (alpha == 2) return Family::sparsemax;
+  if (alpha == 1.5) return Family::entmax15;
+  if (alpha < 1.125) return Family::near_one;
+  return alpha < 2 ? Family::general : Family::steep;
+}
+
+inline float exp_of(float x) { return expf(x); }
+inline double exp_of(double x) { return exp(x); }
+inline float log_of(float x) { return logf(x); }
+inline double log_of(double x) { return log(x); }
+inline float log1p_of(float x) { return log1pf(x); }
+inline double log1p_of(double x) { return log1p(x); }
+inline float expm1_of(float x) { return expm1f(x); }
+inline double expm1_of(double x) { return expm1(x); }
+inline float power_of(float x, float y) { return exp2f(log2f(x) * y); }
+inline double power_of(double x, double y) { return pow(x, y); }
+inline float root_of(float x) { return sqrtf(x); }
+inline double root_of(double x) { return sqrt(x); }
+inline float quotient(float a, float b) { return __fdividef(a, b); }
+inline double quotient(double a, double b) { return a / b; }
+inline float magnitude(float x) { return fabsf(x); }
+inline double magnitude(double x) { return fabs(x); }
+
+template <class R>
+inline constexpr R kEpsilon = sizeof(R) == 8 ? R{0x1p-52} : R{0x1p-23f};
+
+// p as a function of z and theta.
+template <Family kFamily, class R>
+struct Power {
+  static constexpr Family family = kFamily;
+  static constexpr bool near_one = kFamily == Family::near_one;
+  static constexpr R edge = near_one ? R{-1} : R{0};   // of excess(): where p leaves 0
+  static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
+
+  R b, inverse;
+
+  explicit Power(double alpha)
+      : b(static_cast<R>(alpha - 1)), inverse(static_cast<R>(1 / (alpha - 1))) {}
+
+  // b z - theta, or b (z - c).
+  R excess(R z, R theta) const {
+    if constexpr (kFamily == Family::sparsemax) return z - theta;
+    if constexpr (near_one) return b * (z - theta);
+    if constexpr (kFamily == Family::entmax15) return fma(R{0.5}, z, -theta);
+    return fma(b, z, -theta);
+  }
+  R value(R e) const {
+    if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
+    if constexpr (kFamily == Family::entmax15) return max(e, R{0}) * max(e, R{0});
+    if (!(e > edge)) return R{0};
+    if constexpr (near_one) return exp_of(log1p_of(e) * inverse);
+    return power_of(e, inverse);
+  }
+  // The summand of the slope, given p.
+  R slope(R e, R p) const {
+    if constexpr (kFamily == Family::entmax15) return max(e, R{0});
+    if (!(e > edge)) return R{0};
+    return quotient(p, near_one ? 1 + e : e);
+  }
+  // From which f - 1 on a step ends closer than the type's precision.
+  R tolerance() const {
+    if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
+    return root_of(kEpsilon<R>);
+  }
+  // -df / dtheta.
+  R descent(R slope) const { return near_one ? slope : slope * inverse; }
+  R step(R f, R slope) const {
+    if constexpr (kFamily == Family::entmax15) return quotient(f - root_of(f), slope);
+    if constexpr (near_one) return -f * expm1_of(-b * log_of(f)) * inverse / slope;
+    return (f - power_of(f, 1 - b)) / slope;
+  }
+};
+
+// The root is theta + rest; scale = 1 / f(theta) makes the sum of all p equal to 1.
+template <class R>
+struct Threshold {
+  R theta, rest, scale;
+};
+
+template <class R>
+struct Sums {
+  R f = 0, slope = 0;  // sparsemax: the sum and the number of the active z
+};
+
+// At most this many f32 summands before they are added up in double: rows of any length.
+inline constexpr int kPartLength = 64;
+
+template <class P, class R, class A, class G, class Elements>
+Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
+  Sums<A> sums;
+  Sums<R> part;
+  int length = 0;
+  for_each([&](R z) {
+    if constexpr (P::family == Family::sparsemax) {
+      if (z > theta) {
+        part.f += z;
+        part.slope += 1;
+      }
+    } else {
+      const R e = power.excess(z, theta);
+      const R p = power.value(e);
+      part.f += p;
+      part.slope += power.slope(e, p);
+    }
+    if constexpr (sizeof(A) > sizeof(R)) {
+      if (++length == kPartLength) {
+        sums.f += part.f;
+        sums.slope += part.slope;
+        part = {};
+        length = 0;
+      }
+    }
+  });
+  sums.f += part.f;
+  sums.slope += part.slope;
+  group.sum(sums.f, sums.slope);
+  return sums;
+}
+
+// alpha <= 2; `theta` is a lower bound of the root. A is the type of the sums.
+template <class A, class P, class R, class G, class Elements>
+Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each) {
+  while (true) {
+    const Sums<A> sums = evaluate<P, R, A>(power, theta, group, for_each);
+    if constexpr (P::family == Family::sparsemax) {
+      // The threshold of the active set, which is the answer when it drops nobody.
+      const R next = static_cast<R>((sums.f - 1) / sums.slope);
+      if (!(next > theta)) return {theta, R{0}, R{1}};
+      theta = next;
+    } else {
+      const R f = static_cast<R>(sums.f), slope = static_cast<R>(sums.slope);
+      const R step = power.step(f, slope);
+      const R root = theta + step;
+      const R rest = step - (root - theta);
+      theta = root;
+      // Sums that round up would never come closer to 1.
+      if (static_cast<R>(sums.f - 1) > power.tolerance() &&
+          step > 4 * kEpsilon<R> * magnitude(root)) {
+        continue;
+      }
+      return {theta, rest, 1 / (1 + rest * power.descent(slope))};
+    }
+  }
+}
+
+// alpha > 2: f^b is not convex, and Newton may pass the root or creep; a bracket is kept, and
+// halved when two steps have not done so.
+template <class P, class G, class Elements>
+Threshold<double> bracket(const P& power, int64_t count, G& group, const Elements& for_each) {
+  double low = P::start;
+  double high = -pow(static_cast<double>(count), -power.b);  // all elements equal: the highest
+  double theta = low, width_before = high - low;
+  for (int i = 0;; ++i) {
+    const Sums<double> sums = evaluate<P, double, double>(power, theta, group, for_each);
+    const double step = power.step(sums.f, sums.slope);
+    (sums.f >= 1 ? low : high) = theta;
+    double next = theta + step;
+    const bool slow = i % 2 == 1 && high - low > width_before / 2;
+    if (i % 2 == 1) width_before = high - low;
+    if (slow || !(next > low && next < high)) next = low + (high - low) / 2;
+    if (next > low && next < high) {
+      theta = next;
+    } else if (theta == low) {
+      return {low, step < 0 ? 0 : step > high - low ? high - low : step, 1};
+    } else {
+      theta = low;  // the last one to look at: none lies between the two
+    }
+  }
+}
+
+// A lower bound of the root from one element of each thread; any subset's root is one. The slack
+// covers the rounding of sums.
+template <class P, class R, class G>
+R lower_bound(const P& power, R own_largest, G& group) {
+  const R root = rise<R>(power, power.start, group, [&](auto use) { use(own_largest); }).theta;
+  return max(power.start, root - 16 * kEpsilon<R> * (1 + magnitude(root)));
+}
+
+// tau of a row, given its maximum and theta.
+template <class P, class R>
+R tau_of(const P& power, R largest, R theta) {
+  const double b = static_cast<double>(power.b), wide = static_cast<double>(theta);
+  return static_cast<R>(b * static_cast<double>(largest) + (P::near_one ? b * wide - 1 : wide));
+}
+
+}  // namespace pullback::entmax
