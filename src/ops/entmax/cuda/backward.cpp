@@ -178,6 +178,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
   struct Fast {
     Path path;
     std::int64_t chunks = 1;
+    std::int32_t cached_pieces = 0;
     Kernel first, second;
   };
 
@@ -245,7 +246,6 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     const std::int64_t pieces = params_.rows.length * bytes / 16;
     const bool ragged = problem_.offsets.given();
     const bool clusters = device_.major == 9 || device_.major == 10;
-    const std::int64_t row_bytes = 2 * pieces * 16;  // y and d_y
     Fast fast{};
     int cluster = 1;
     if (pieces <= 64) {
@@ -257,13 +257,20 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     } else if (!ragged && tasks_ * (clusters ? kMaxCluster : 1) < device_.multiprocessors) {
       fast.path = Path::chunks;
     } else {
-      while (clusters && !ragged && cluster < kMaxCluster && row_bytes > cluster * kBlockBytes) {
-        cluster *= 2;
-      }
+      // Where most of y is zero, a cluster gains nothing and its blocks wait for each other.
+      const std::int64_t fits = weights == Weights::softmax ? kSlicePieces : 2 * kSlicePieces;
+      while (clusters && !ragged && cluster < kMaxCluster && pieces > cluster * fits) cluster *= 2;
       fast.path = cluster > 1 ? Path::cluster : Path::whole;
     }
     const auto kernels = kernels_of(fast.path, dtype, served(weights, fast.path, dtype));
-    fast.first = Kernel(kernels[0], device_);
+    int shared_bytes = 0;
+    if ((fast.path == Path::whole || fast.path == Path::cluster) && weights != Weights::mask) {
+      // Two blocks a multiprocessor.
+      fast.cached_pieces =
+          (device_.max_shared_bytes - kStaticSharedBytes) / 2 / (2 * 16 * kBlockThreads);
+      shared_bytes = fast.cached_pieces * 2 * 16 * kBlockThreads;
+    }
+    fast.first = Kernel(kernels[0], device_, shared_bytes);
     auto& shape = fast.first.shape;
     switch (fast.path) {
       case Path::warp2:
@@ -317,6 +324,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     const std::optional<Fast>& fast = tensors.y ? from_y_ : from_mask_;
     if (!fast || !aligned_alike(tensors)) return any_.launch(stream, params);
     params.chunks = fast->chunks;
+    params.cached_pieces = fast->cached_pieces;
     params.partial_sums = static_cast<std::byte*>(workspace.data) + offsets_bytes_;
     fast->first.launch(stream, params);
     if (fast->path == Path::chunks) fast->second.launch(stream, params);
@@ -332,9 +340,11 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
 
   // Positions of pieces fit 32 bits.
   static constexpr std::int64_t kLongestRow = std::int64_t{1} << 30;
-  // Of y and d_y that a block may pass between its first and its second look: what the blocks that
-  // run at a time have under way stays within L2.
-  static constexpr std::int64_t kBlockBytes = 256 << 10;
+  // Of a block, when a cluster can share the row: most of it stays in shared memory between the
+  // first look and the second, and the rest in L2.
+  static constexpr std::int64_t kSlicePieces = 8 * kBlockThreads;
+
+  static constexpr int kStaticSharedBytes = 4096;  // of both blocks: more than they have
 
   EntmaxProblem problem_;
   RaggedOffsets offsets_;

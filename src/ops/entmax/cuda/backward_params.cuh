@@ -21,6 +21,7 @@ struct BackwardParams {
   RowTensor y, support, d_y, d_x;          // y or support
   RowTensor alpha, support_size, d_alpha;  // per row; alpha null: alpha_of_all
   double alpha_of_all;
+  int32_t cached_pieces;  // of a thread (backward_slice.cuh)
   // Rows cut into chunks over several blocks (smxx_backward_stream.cuh).
   int64_t chunks;
   void* partial_sums;  // [rows][chunks] of two numbers

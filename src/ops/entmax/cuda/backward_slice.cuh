@@ -1,5 +1,6 @@
-// A block's slice of a long row: sums of s and s * d_y, then the gradient. Both read the slice from
-// global memory, the second time from the second-level cache, last pieces first.
+// A block's slice of a long row: sums of s and s * d_y, then the gradient. The second pass takes
+// the first pieces from shared memory and the others from the second-level cache, last pieces
+// first.
 #pragma once
 
 #include "ops/entmax/cuda/backward_row.cuh"
@@ -32,14 +33,16 @@ Sums<R> block_sum(Sums<R> value, Sums<R>* scratch) {
   return {warp_sum(value.s), warp_sum(value.s_d_y)};
 }
 
-// `with_edge`: the slice takes the row's edge too. At most 2^28 pieces.
+// `with_edge`: the slice takes the row's edge too. At most 2^28 pieces. `cached`: pieces of y and
+// of d_y that a thread may keep in the block's dynamic shared memory.
 template <class T, Weights kWeights>
 class Slice {
  public:
   using R = Arithmetic<T, kWeights>;
 
-  Slice(const PieceRow<T, kWeights>& row, double alpha, int64_t begin, int64_t end, bool with_edge)
-      : row_(row), range_(row, begin, end), alpha_(alpha) {
+  Slice(const PieceRow<T, kWeights>& row, double alpha, int64_t begin, int64_t end, bool with_edge,
+        int cached)
+      : row_(row), range_(row, begin, end), alpha_(alpha), cached_(cached) {
     has_edge_ = with_edge && thread() < row.edge;
     step_ = kBatch * static_cast<int>(blockDim.x);
     whole_ = range_.count / step_ * step_;
@@ -96,6 +99,14 @@ class Slice {
   static constexpr int kKnownPieces = 64;
   static constexpr bool kDense = kWeights == Weights::softmax;
 
+  static constexpr bool kCaches = kWeights != Weights::mask;
+
+  // Piece `bit` of this thread: y or d_y.
+  static Piece& cached_piece(int bit, int which) {
+    extern __shared__ Piece pieces[];
+    return pieces[(bit * 2 + which) * threads() + thread()];
+  }
+
   static int thread() { return static_cast<int>(threadIdx.x); }
   static int threads() { return static_cast<int>(blockDim.x); }
 
@@ -118,6 +129,15 @@ class Slice {
       for (int j = 0; j < kCount; ++j) d_y[j] = range_.load_d_y(begin + j * threads(), policy);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) add_piece<T, kWeights>(sums, data[j], d_y[j], alpha_);
+      if constexpr (kCaches) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          if (bit + j >= cached_) continue;
+          cached_piece(bit + j, 0) = data[j];
+          cached_piece(bit + j, 1) = d_y[j];
+        }
+        if (!kDense && bit < kKnownPieces) in_cache_ |= uint64_t{1} << bit;
+      }
       if (!kDense && bit < kKnownPieces) known_ |= ((uint64_t{1} << kCount) - 1) << bit;
     } else {
       bool active[kCount];
@@ -160,6 +180,13 @@ class Slice {
     if (kDense || (known && wanted == kAll)) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
+        if constexpr (kCaches) {
+          if (bit + j < cached_ && (kDense || (in_cache_ >> bit & 1))) {
+            data[j] = cached_piece(bit + j, 0);
+            d_y[j] = cached_piece(bit + j, 1);
+            continue;
+          }
+        }
         data[j] = range_.load_slope(begin + j * threads(), drop);
         d_y[j] = range_.load_d_y(begin + j * threads(), drop);
       }
@@ -189,7 +216,9 @@ class Slice {
   bool has_edge_;
   int step_, whole_;  // of pieces: a batch of the block, all whole batches
   CompensatedSum<R> s_, s_d_y_;
-  uint64_t known_ = 0;  // which pieces of this thread have support
+  int cached_;
+  uint64_t known_ = 0;     // which pieces of this thread have support
+  uint64_t in_cache_ = 0;  // first pieces of batches that are in shared memory
 };
 
 }  // namespace pullback::entmax

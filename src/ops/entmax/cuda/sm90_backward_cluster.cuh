@@ -19,7 +19,7 @@ void backward_cluster(const BackwardParams& p) {
   const int64_t share = (row.pieces + blocks - 1) / blocks;
   const int64_t begin = share * rank;
   const int64_t end = begin + share < row.pieces ? begin + share : row.pieces;
-  Slice<T, kWeights> slice(row, place.alpha, begin, end, rank == 0);
+  Slice<T, kWeights> slice(row, place.alpha, begin, end, rank == 0, p.cached_pieces);
   if (place.nan) {
     return fill_nan(row, rank * blockDim.x + threadIdx.x, blocks * blockDim.x);
   }

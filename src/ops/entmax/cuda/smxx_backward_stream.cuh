@@ -15,7 +15,7 @@ void backward_whole(const BackwardParams& p) {
   const RowPlace place = place_of<T, kWeights>(p, static_cast<int64_t>(blockIdx.x));
   const PieceRow<T, kWeights> row(p, place);
   if (place.nan) return fill_nan(row, threadIdx.x, blockDim.x);
-  Slice<T, kWeights> slice(row, place.alpha, 0, row.pieces, true);
+  Slice<T, kWeights> slice(row, place.alpha, 0, row.pieces, true, p.cached_pieces);
   const Sums<R> sums = block_sum(slice.template collect<true>(), scratch);
   slice.template write<true>(sums.s_d_y / sums.s);
 }
@@ -47,7 +47,8 @@ void backward_chunk_sums(const BackwardParams& p) {
   using R = Arithmetic<T, kWeights>;
   __shared__ Sums<R> scratch[kWarpSize];
   const Chunk<T, kWeights> chunk(p);
-  Slice<T, kWeights> slice(chunk.row, chunk.place.alpha, chunk.begin, chunk.end, chunk.index == 0);
+  Slice<T, kWeights> slice(chunk.row, chunk.place.alpha, chunk.begin, chunk.end, chunk.index == 0,
+                           0);
   const Sums<R> sums = block_sum(slice.template collect<false>(), scratch);
   if (threadIdx.x == 0) chunk.sums[chunk.index] = sums;
 }
@@ -67,7 +68,7 @@ void backward_chunk_gradients(const BackwardParams& p) {
   }
   sums = block_sum(sums, scratch);
   const Slice<T, kWeights> slice(chunk.row, chunk.place.alpha, chunk.begin, chunk.end,
-                                 chunk.index == 0);
+                                 chunk.index == 0, 0);
   slice.template write<false>(sums.s_d_y / sums.s);
 }
 
