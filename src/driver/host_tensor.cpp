@@ -9,6 +9,7 @@
 
 #include "core/check.hpp"
 #include "core/element.hpp"
+#include "core/threads.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -17,6 +18,18 @@ constexpr std::size_t kMargin = 512;
 
 std::byte* allocate(std::size_t bytes) {
   return static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kWorkspaceAlignment}));
+}
+
+// With all cores: a benchmark's tensors have gigabytes, and the first touch of a page is slow.
+void fill(std::byte* memory, std::uint8_t value, std::size_t bytes) {
+  constexpr std::size_t kPiece = std::size_t{4} << 20;
+  const auto pieces = static_cast<std::int64_t>((bytes + kPiece - 1) / kPiece);
+  const auto fill_piece = [&](std::int64_t piece, int) {
+    const std::size_t begin = static_cast<std::size_t>(piece) * kPiece;
+    std::memset(memory + begin, value, std::min(kPiece, bytes - begin));
+  };
+  if (pieces == 1) return fill_piece(0, 0);
+  Threads(0).parallel_for(pieces, fill_piece);
 }
 
 struct Free {
@@ -43,7 +56,7 @@ HostTensor::HostTensor(const TensorSpec& spec) : spec_(spec) {
   storage_bytes_ = static_cast<std::size_t>(high - low + 1) * size + 2 * kMargin;
   storage_ = allocate(storage_bytes_);
   owner_ = std::shared_ptr<const void>(storage_, Free());
-  std::memset(storage_, kGuard, storage_bytes_);
+  fill(storage_, kGuard, storage_bytes_);
   data_ = storage_ + kMargin - low * static_cast<std::int64_t>(size);
 }
 
