@@ -27,10 +27,12 @@ constexpr Weights kAllWeights[] = {Weights::softmax, Weights::sparsemax, Weights
 enum class Path {
   warp2,  // in a warp's registers, 2 pieces a thread
   warp4,
-  block,    // in a block's registers
-  whole,    // a block, twice
-  cluster,  // several blocks, twice; sm_90
-  chunks,   // two kernels
+  block,       // in a block's registers
+  whole,       // a block, twice
+  cluster,     // several blocks, twice; sm_90
+  chunks,      // two kernels
+  mask_warp,   // from the mask: a warp a row
+  mask_block,  // from the mask: a block a row
 };
 constexpr std::string_view kPathNames[] = {
     "a warp a row, in registers",
@@ -38,12 +40,23 @@ constexpr std::string_view kPathNames[] = {
     "a block a row, in registers",
     "a block a row, read twice, the second time from L2",
     "a cluster of blocks a row, read twice, the second time from L2",
-    "chunks of rows over all blocks, two kernels"};
+    "chunks of rows over all blocks, two kernels",
+    "a warp a row",
+    "a block a row"};
+constexpr Path kAllPaths[] = {Path::warp2,   Path::warp4,  Path::block,     Path::whole,
+                              Path::cluster, Path::chunks, Path::mask_warp, Path::mask_block};
 constexpr int kBlockThreads = 512, kBlockPieces = 4 * kBlockThreads;
+
+bool serves_mask(Path path) {
+  return path == Path::whole || path == Path::chunks || path == Path::mask_warp ||
+         path == Path::mask_block;
+}
 
 // f64 has no use for kernels that save arithmetic, nor chunks for all formulas.
 Weights served(Weights weights, Path path, DType dtype) {
-  if (weights == Weights::mask) return weights;
+  if (weights == Weights::mask || path == Path::mask_warp || path == Path::mask_block) {
+    return Weights::mask;
+  }
   if (dtype == DType::f64) return Weights::mixed;
   if (path == Path::chunks && weights != Weights::mixed) return Weights::power;
   return weights;
@@ -70,6 +83,7 @@ OpKernel kernel_of(std::string_view what, std::string_view file, std::string fun
 constexpr std::string_view kRegistersFile = "ops/entmax/cuda/smxx_backward_registers.cuh";
 constexpr std::string_view kStreamFile = "ops/entmax/cuda/smxx_backward_stream.cuh";
 constexpr std::string_view kClusterFile = "ops/entmax/cuda/sm90_backward_cluster.cuh";
+constexpr std::string_view kMaskFile = "ops/entmax/cuda/smxx_backward_mask.cuh";
 constexpr std::string_view kAnyFile = "ops/entmax/cuda/smxx_backward_any.cuh";
 
 // The kernels of a path; `weights` is served by it. mixed computes in double: fewer blocks, so that
@@ -83,6 +97,11 @@ std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights) {
                      std::max(1, (wide ? 512 : 1024) / threads));
   };
   constexpr int kWarpThreads = kWarpRows * 32;
+  const auto mask = [&](std::string_view what, int threads, int blocks, bool warp) {
+    return kernel_of(what, kMaskFile,
+                     fmt::format("entmax::backward_mask<{}, {}>", cuda::device_type(dtype), warp),
+                     "rows", dtype, threads, blocks);
+  };
   switch (path) {
     case Path::warp2:
       return {make("warp2", kRegistersFile, "backward_registers", kWarpThreads,
@@ -100,6 +119,10 @@ std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights) {
     case Path::chunks:
       return {make("chunk_sums", kStreamFile, "backward_chunk_sums", kBlockThreads),
               make("chunk_gradients", kStreamFile, "backward_chunk_gradients", kBlockThreads)};
+    case Path::mask_warp:
+      return {mask("mask_warp", kWarpThreads, 5, true)};
+    case Path::mask_block:
+      return {mask("mask_block", kBlockThreads, 2, false)};
   }
   return {};
 }
@@ -176,7 +199,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
  private:
   // One source of s, one path.
   struct Fast {
-    Path path;
+    Path path = Path::whole;
     std::int64_t chunks = 1;
     std::int32_t cached_pieces = 0;
     Kernel first, second;
@@ -229,77 +252,120 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
 
   void load_fast() {
     if (!pieces_match(params_.d_x) || !pieces_match(params_.d_y)) return;
-    if (params_.rows.length > kLongestRow) return;
-    if (pieces_match(params_.y)) from_y_ = fast(weights_of(problem_));
+    const std::int64_t length = params_.rows.length;
+    if (length > kLongestRow) return;
+    if (pieces_match(params_.y)) {
+      from_y_ = fast(best_path(weights_of(problem_)), weights_of(problem_));
+      description = fmt::format("{}; {}", kPathNames[static_cast<int>(from_y_->path)], description);
+    }
     const bool mask_possible =
         problem_.alpha == 2 && !problem_.alpha_per_row.given() && !problem_.offsets.given();
-    if (mask_possible && (params_.support.axis == 1 || params_.rows.length <= 8)) {
-      from_mask_ = fast(Weights::mask);
-    }
-    if (from_y_)
-      description = std::string(kPathNames[static_cast<int>(from_y_->path)]) + "; " + description;
+    if (!mask_possible || (params_.support.axis != 1 && length > 8)) return;
+    const Path path = few_rows() ? Path::chunks : Path::whole;
+    from_mask_ = fast(path, Weights::mask);
+    if (path == Path::chunks || length % 128 != 0 || !rows_begin_on_16_bytes()) return;
+    from_aligned_mask_ =
+        fast(length <= kWarpMaskLength ? Path::mask_warp : Path::mask_block, Weights::mask);
   }
 
-  Fast fast(Weights weights) {
-    const DType dtype = problem_.x.dtype;
-    const auto bytes = static_cast<std::int64_t>(size_of(dtype));
-    const std::int64_t pieces = params_.rows.length * bytes / 16;
-    const bool ragged = problem_.offsets.given();
-    const bool clusters = device_.major == 9 || device_.major == 10;
-    Fast fast{};
+  bool rows_begin_on_16_bytes() const {
+    const auto bytes = static_cast<std::int64_t>(size_of(problem_.x.dtype));
+    bool all = true;
+    for (int dim = 0; dim < params_.rows.rank; ++dim) {
+      all &= params_.d_x.outer[dim] * bytes % 16 == 0 && params_.d_y.outer[dim] * bytes % 16 == 0 &&
+             params_.support.outer[dim] % 16 == 0;
+    }
+    return all;
+  }
+
+  std::int64_t pieces() const {
+    return params_.rows.length * static_cast<std::int64_t>(size_of(problem_.x.dtype)) / 16;
+  }
+  bool has_clusters() const { return device_.major == 9 || device_.major == 10; }
+  // Long rows, too few to fill the device.
+  bool few_rows() const {
+    return !problem_.offsets.given() && pieces() > kBlockPieces &&
+           tasks_ * (has_clusters() ? kMaxCluster : 1) < device_.multiprocessors;
+  }
+  // Blocks of a row. Where most of y is zero a cluster gains little, and its blocks wait for each
+  // other.
+  int cluster_of(Weights weights) const {
+    if (!has_clusters() || problem_.offsets.given()) return 1;
+    const std::int64_t fits = weights == Weights::softmax ? kSlicePieces * cluster_threads(weights)
+                                                          : 2 * kSlicePieces * kBlockThreads;
     int cluster = 1;
-    if (pieces <= 64) {
-      fast.path = Path::warp2;
-    } else if (pieces <= 128) {
-      fast.path = Path::warp4;
-    } else if (pieces <= kBlockPieces && !ragged) {
-      fast.path = Path::block;
-    } else if (!ragged && tasks_ * (clusters ? kMaxCluster : 1) < device_.multiprocessors) {
-      fast.path = Path::chunks;
-    } else {
-      // Where most of y is zero, a cluster gains nothing and its blocks wait for each other.
-      const std::int64_t fits = weights == Weights::softmax ? kSlicePieces : 2 * kSlicePieces;
-      while (clusters && !ragged && cluster < kMaxCluster && pieces > cluster * fits) cluster *= 2;
-      fast.path = cluster > 1 ? Path::cluster : Path::whole;
-    }
-    const auto kernels = kernels_of(fast.path, dtype, served(weights, fast.path, dtype));
-    int shared_bytes = 0;
-    if ((fast.path == Path::whole || fast.path == Path::cluster) && weights != Weights::mask) {
-      // Two blocks a multiprocessor.
-      fast.cached_pieces =
-          (device_.max_shared_bytes - kStaticSharedBytes) / 2 / (2 * 16 * kBlockThreads);
-      shared_bytes = fast.cached_pieces * 2 * 16 * kBlockThreads;
-    }
-    fast.first = Kernel(kernels[0], device_, shared_bytes);
-    auto& shape = fast.first.shape;
-    switch (fast.path) {
+    while (cluster < kMaxCluster && pieces() > cluster * fits) cluster *= 2;
+    return cluster;
+  }
+  // More blocks of fewer threads hide the waits better, while the row is on chip all the same.
+  int cluster_threads(Weights weights) const {
+    const bool small = pieces() > kSlicePieces * kBlockThreads &&
+                       pieces() <= kSlicePieces * kMaxCluster * kBlockThreads / 2;
+    return weights == Weights::softmax && small ? kBlockThreads / 2 : kBlockThreads;
+  }
+  Path best_path(Weights weights) const {
+    if (pieces() <= 64) return Path::warp2;
+    if (pieces() <= 128) return Path::warp4;
+    if (pieces() <= kBlockPieces && !problem_.offsets.given()) return Path::block;
+    if (few_rows()) return Path::chunks;
+    return cluster_of(weights) > 1 ? Path::cluster : Path::whole;
+  }
+
+  Fast fast(Path path, Weights weights) {
+    const DType dtype = problem_.x.dtype;
+    const auto kernels = kernels_of(path, dtype, served(weights, path, dtype));
+    const auto threads_for = [](std::int64_t pieces_of_row) {
+      return static_cast<unsigned>(
+          std::clamp<std::int64_t>((pieces_of_row / 4 + 31) / 32 * 32, 32, kBlockThreads));
+    };
+    Fast fast;
+    fast.path = path;
+    cuda::LaunchShape shape{.block = static_cast<unsigned>(kernels[0].threads)};
+    shape.grid[0] = grid(tasks_);
+    switch (path) {
       case Path::warp2:
       case Path::warp4:
+      case Path::mask_warp:
         shape.grid[0] = grid((tasks_ + kWarpRows - 1) / kWarpRows);
         break;
       case Path::block:
-        shape.grid[0] = grid(tasks_);
-        shape.block = static_cast<unsigned>((pieces + 127) / 128 * 32);
+        shape.block = threads_for(pieces());
         break;
       case Path::whole:
+        shape.block = threads_for(pieces() / params_.rows.groups);
+        break;
       case Path::cluster:
-        shape.grid[0] = grid(tasks_ * cluster);
-        shape.cluster = static_cast<unsigned>(cluster);
-        if (ragged) {
-          const std::int64_t mean = pieces / params_.rows.groups;
-          shape.block = static_cast<unsigned>(std::clamp<std::int64_t>(mean / 4 / 32, 1, 16) * 32);
-        }
+        shape.cluster = static_cast<unsigned>(cluster_of(weights));
+        shape.block = static_cast<unsigned>(cluster_threads(weights));
+        shape.grid[0] = grid(tasks_ * shape.cluster);
         break;
       case Path::chunks:
         fast.chunks = std::clamp<std::int64_t>(8 * device_.multiprocessors / tasks_, 1,
-                                               std::min<std::int64_t>(kMaxChunks, pieces / 2048));
+                                               std::min<std::int64_t>(kMaxChunks, pieces() / 2048));
         shape.grid[0] = grid(tasks_ * fast.chunks);
-        fast.second = Kernel(kernels[1], device_);
-        fast.second.shape = shape;
         sums_bytes_ = std::max(sums_bytes_,
                                static_cast<std::size_t>(tasks_ * fast.chunks) * 2 * sizeof(double));
         workspace_bytes = offsets_bytes_ + sums_bytes_;
         break;
+      case Path::mask_block:
+        shape.block = static_cast<unsigned>(std::clamp<std::int64_t>(
+            (params_.rows.length + kMaskChunk - 1) / kMaskChunk * 32, 32, kBlockThreads));
+        break;
+    }
+    int shared_bytes = 0;
+    if ((path == Path::whole || path == Path::cluster) && weights != Weights::mask) {
+      // Half of the shared memory, by as many threads as two whole blocks have; what remains is L1,
+      // which keeps its part of the row by itself.
+      constexpr int kPieceBytes = 2 * 16;
+      const auto per_thread = device_.max_shared_bytes / (2 * 2 * kBlockThreads * kPieceBytes);
+      fast.cached_pieces = per_thread;
+      shared_bytes = per_thread * kPieceBytes * static_cast<int>(shape.block);
+    }
+    fast.first = Kernel(kernels[0], device_, shared_bytes);
+    fast.first.shape = shape;
+    if (kernels.size() > 1) {
+      fast.second = Kernel(kernels[1], device_);
+      fast.second.shape = shape;
     }
     return fast;
   }
@@ -321,7 +387,10 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
       params.support.data = tensors.support;
       params.support_size.data = tensors.support_size;
     }
-    const std::optional<Fast>& fast = tensors.y ? from_y_ : from_mask_;
+    const bool aligned = cuda::vector_aligned({tensors.d_y, tensors.d_x, tensors.support});
+    const std::optional<Fast>& mask =
+        from_aligned_mask_ && aligned ? from_aligned_mask_ : from_mask_;
+    const std::optional<Fast>& fast = tensors.y ? from_y_ : mask;
     if (!fast || !aligned_alike(tensors)) return any_.launch(stream, params);
     params.chunks = fast->chunks;
     params.cached_pieces = fast->cached_pieces;
@@ -340,11 +409,12 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
 
   // Positions of pieces fit 32 bits.
   static constexpr std::int64_t kLongestRow = std::int64_t{1} << 30;
-  // Of a block, when a cluster can share the row: most of it stays in shared memory between the
-  // first look and the second, and the rest in L2.
-  static constexpr std::int64_t kSlicePieces = 8 * kBlockThreads;
+  // Of a thread, where a cluster can share the row: it then stays on chip between the first look
+  // and the second, in shared memory, L1 and L2.
+  static constexpr std::int64_t kSlicePieces = 8;
 
-  static constexpr int kStaticSharedBytes = 4096;  // of both blocks: more than they have
+  // smxx_backward_mask.cuh: elements of a chunk, and of rows that a warp takes.
+  static constexpr std::int64_t kMaskChunk = 4096, kWarpMaskLength = 4096;
 
   EntmaxProblem problem_;
   RaggedOffsets offsets_;
@@ -352,7 +422,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
   std::int64_t tasks_ = 0;
   std::size_t offsets_bytes_ = 0, sums_bytes_ = 0;
   Kernel any_, d_alpha_, rest_;
-  std::optional<Fast> from_y_, from_mask_;
+  std::optional<Fast> from_y_, from_mask_, from_aligned_mask_;
 };
 
 }  // namespace
@@ -372,11 +442,11 @@ std::vector<KernelSource> entmax_backward_kernels(int arch) {
     sources.push_back(op_kernel<BackwardParams>(kernel, arch));
   };
   for (DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
-    for (Path path :
-         {Path::warp2, Path::warp4, Path::block, Path::whole, Path::cluster, Path::chunks}) {
+    for (Path path : kAllPaths) {
       if (path == Path::cluster && arch / 10 != 9 && arch / 10 != 10) continue;
       for (Weights weights : kAllWeights) {
         if (served(weights, path, dtype) != weights) continue;
+        if (weights == Weights::mask && !serves_mask(path)) continue;
         for (const OpKernel& kernel : kernels_of(path, dtype, weights)) add(kernel);
       }
     }

@@ -33,15 +33,24 @@ inline float square_root(float value) {
 }
 inline double square_root(double value) { return sqrt(value); }
 
-inline float power(float base, float exponent) { return powf(base, exponent); }
+// For results of 16 bits the hardware's logarithm has digits enough.
+template <class T>
+float power(float base, float exponent) {
+  if constexpr (sizeof(T) > 2) return powf(base, exponent);
+  float logarithm, result;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(logarithm) : "f"(base));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent * logarithm));
+  return result;
+}
 // A call: the code of a piece's elements side by side takes seconds to compile.
-inline __noinline__ double power(double base, double exponent) {
+template <class T>
+__noinline__ double power(double base, double exponent) {
   // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
   return base != base ? base : exp(fmin(exponent * log(base), 600.0));
 }
 
 // s of y > 0, and NaN of NaN. For the mask y is 1.
-template <Weights kWeights, class R>
+template <class T, Weights kWeights, class R>
 R weight(R y, double alpha) {
   if constexpr (kWeights == Weights::softmax || kWeights == Weights::mask) return y;
   if constexpr (kWeights == Weights::sparsemax) return fma(y, R{0}, R{1});
@@ -49,7 +58,7 @@ R weight(R y, double alpha) {
   if constexpr (kWeights == Weights::power || kWeights == Weights::mixed) {
     if (alpha == 1) return y;
     if (alpha == 2) return fma(y, R{0}, R{1});
-    return alpha == 1.5 ? square_root(y) : power(y, static_cast<R>(2 - alpha));
+    return alpha == 1.5 ? square_root(y) : power<T>(y, static_cast<R>(2 - alpha));
   }
 }
 
@@ -92,9 +101,9 @@ RowPlace place_of(const BackwardParams& p, int64_t task) {
 }
 
 // s of y, and 0 where y is.
-template <Weights kWeights, class R>
+template <class T, Weights kWeights, class R>
 R slope(R y, double alpha) {
-  return y == 0 ? R{0} : weight<kWeights>(y, alpha);
+  return y == 0 ? R{0} : weight<T, kWeights>(y, alpha);
 }
 
 // 16 bytes of a row as words: arrays of 16-bit elements would end up in local memory.
@@ -166,7 +175,7 @@ struct SlopePiece {
   static bool any(const Data& data) { return any_of<T>(data); }
   template <class R>
   static R at(const Data& data, int e, double alpha) {
-    return slope<kWeights>(static_cast<R>(element_of(data, e, T{})), alpha);
+    return slope<T, kWeights>(static_cast<R>(element_of(data, e, T{})), alpha);
   }
 };
 template <class T>
@@ -249,7 +258,7 @@ struct PieceRow {
     if constexpr (kWeights == Weights::mask) {
       return bits[at >> 3] >> (at & 7) & 1 ? R{1} : R{0};
     } else {
-      return slope<kWeights>(static_cast<R>(to_real(y[at])), alpha);
+      return slope<T, kWeights>(static_cast<R>(to_real(y[at])), alpha);
     }
   }
 };

@@ -73,7 +73,7 @@ struct AnyRow {
   R s(int64_t i, double alpha) const {
     if (bits) return static_cast<R>(bits[(i >> 3) * bits_step] >> (i & 7) & 1);
     const R value = static_cast<R>(to_real(y[i * y_step]));
-    return value == 0 ? R{0} : weight<Weights::power>(value, alpha);
+    return value == 0 ? R{0} : weight<T, Weights::power>(value, alpha);
   }
 };
 
