@@ -31,7 +31,7 @@ enum class Path {
   whole,       // a block, twice
   cluster,     // several blocks, twice; sm_90
   chunks,      // two kernels
-  mask_warp,   // from the mask: a warp a row
+  mask_rows,   // from the mask: several rows a warp
   mask_block,  // from the mask: a block a row
 };
 constexpr std::string_view kPathNames[] = {
@@ -41,20 +41,20 @@ constexpr std::string_view kPathNames[] = {
     "a block a row, read twice, the second time from L2",
     "a cluster of blocks a row, read twice, the second time from L2",
     "chunks of rows over all blocks, two kernels",
-    "a warp a row",
+    "several rows a warp",
     "a block a row"};
 constexpr Path kAllPaths[] = {Path::warp2,   Path::warp4,  Path::block,     Path::whole,
-                              Path::cluster, Path::chunks, Path::mask_warp, Path::mask_block};
+                              Path::cluster, Path::chunks, Path::mask_rows, Path::mask_block};
 constexpr int kBlockThreads = 512, kBlockPieces = 4 * kBlockThreads;
 
 bool serves_mask(Path path) {
-  return path == Path::whole || path == Path::chunks || path == Path::mask_warp ||
+  return path == Path::whole || path == Path::chunks || path == Path::mask_rows ||
          path == Path::mask_block;
 }
 
 // f64 has no use for kernels that save arithmetic, nor chunks for all formulas.
 Weights served(Weights weights, Path path, DType dtype) {
-  if (weights == Weights::mask || path == Path::mask_warp || path == Path::mask_block) {
+  if (weights == Weights::mask || path == Path::mask_rows || path == Path::mask_block) {
     return Weights::mask;
   }
   if (dtype == DType::f64) return Weights::mixed;
@@ -86,21 +86,22 @@ constexpr std::string_view kClusterFile = "ops/entmax/cuda/sm90_backward_cluster
 constexpr std::string_view kMaskFile = "ops/entmax/cuda/smxx_backward_mask.cuh";
 constexpr std::string_view kAnyFile = "ops/entmax/cuda/smxx_backward_any.cuh";
 
-// The kernels of a path; `weights` is served by it. mixed computes in double: fewer blocks, so that
-// its registers suffice.
+// The kernels of a path; `weights` is served by it. Kernels in double or with powers need
+// more registers, and that for any mask makes way for those of mask_rows and mask_block.
 std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights) {
   const std::string_view name = kWeightsNames[static_cast<int>(weights)];
-  const bool wide = weights == Weights::mixed;
+  const bool wide = dtype == DType::f64 || weights == Weights::mixed || weights == Weights::power ||
+                    weights == Weights::mask;
   const auto make = [&](std::string_view what, std::string_view file, std::string_view function,
                         int threads, std::string_view more = {}) {
     return kernel_of(what, file, with_weights(function, dtype, weights, more), name, dtype, threads,
                      std::max(1, (wide ? 512 : 1024) / threads));
   };
   constexpr int kWarpThreads = kWarpRows * 32;
-  const auto mask = [&](std::string_view what, int threads, int blocks, bool warp) {
+  const auto mask = [&](std::string_view what, int threads, int blocks) {
     return kernel_of(what, kMaskFile,
-                     fmt::format("entmax::backward_mask<{}, {}>", cuda::device_type(dtype), warp),
-                     "rows", dtype, threads, blocks);
+                     fmt::format("entmax::backward_{}<{}>", what, cuda::device_type(dtype)), "all",
+                     dtype, threads, blocks);
   };
   switch (path) {
     case Path::warp2:
@@ -119,10 +120,10 @@ std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights) {
     case Path::chunks:
       return {make("chunk_sums", kStreamFile, "backward_chunk_sums", kBlockThreads),
               make("chunk_gradients", kStreamFile, "backward_chunk_gradients", kBlockThreads)};
-    case Path::mask_warp:
-      return {mask("mask_warp", kWarpThreads, 5, true)};
+    case Path::mask_rows:
+      return {mask("mask_rows", kWarpThreads, 4)};
     case Path::mask_block:
-      return {mask("mask_block", kBlockThreads, 2, false)};
+      return {mask("mask_block", kBlockThreads, 2)};
   }
   return {};
 }
@@ -265,7 +266,8 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     from_mask_ = fast(path, Weights::mask);
     if (path == Path::chunks || length % 128 != 0 || !rows_begin_on_16_bytes()) return;
     from_aligned_mask_ =
-        fast(length <= kWarpMaskLength ? Path::mask_warp : Path::mask_block, Weights::mask);
+        fast(kMaskChunk % length == 0 && rows_side_by_side() ? Path::mask_rows : Path::mask_block,
+             Weights::mask);
   }
 
   bool rows_begin_on_16_bytes() const {
@@ -276,6 +278,13 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
              params_.support.outer[dim] % 16 == 0;
     }
     return all;
+  }
+
+  bool rows_side_by_side() const {
+    const Rows& rows = params_.rows;
+    return rows.rank == 0 ||
+           (rows.rank == 1 && params_.d_x.outer[0] == rows.length &&
+            params_.d_y.outer[0] == rows.length && params_.support.outer[0] == rows.length / 8);
   }
 
   std::int64_t pieces() const {
@@ -323,9 +332,12 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     cuda::LaunchShape shape{.block = static_cast<unsigned>(kernels[0].threads)};
     shape.grid[0] = grid(tasks_);
     switch (path) {
+      case Path::mask_rows:
+        shape.grid[0] = grid((tasks_ * params_.rows.length + kMaskChunk * kWarpRows - 1) /
+                             (kMaskChunk * kWarpRows));
+        break;
       case Path::warp2:
       case Path::warp4:
-      case Path::mask_warp:
         shape.grid[0] = grid((tasks_ + kWarpRows - 1) / kWarpRows);
         break;
       case Path::block:
@@ -413,8 +425,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
   // and the second, in shared memory, L1 and L2.
   static constexpr std::int64_t kSlicePieces = 8;
 
-  // smxx_backward_mask.cuh: elements of a chunk, and of rows that a warp takes.
-  static constexpr std::int64_t kMaskChunk = 4096, kWarpMaskLength = 4096;
+  static constexpr std::int64_t kMaskChunk = 4096;  // elements (smxx_backward_mask.cuh)
 
   EntmaxProblem problem_;
   RaggedOffsets offsets_;

@@ -252,15 +252,6 @@ struct PieceRow {
 
   // Which element the i-th of the edge is.
   int64_t edge_at(int i) const { return i < head ? i : i + pieces * kLength; }
-  template <class R>
-  R edge_slope(int i, double alpha) const {
-    const int64_t at = edge_at(i);
-    if constexpr (kWeights == Weights::mask) {
-      return bits[at >> 3] >> (at & 7) & 1 ? R{1} : R{0};
-    } else {
-      return slope<T, kWeights>(static_cast<R>(to_real(y[at])), alpha);
-    }
-  }
 };
 
 // `count` pieces of a row from piece `begin` on.
@@ -286,6 +277,17 @@ struct PieceRange {
     d_y = row.d_y + at;
     d_x = row.d_x + at;
     count = end > begin ? static_cast<int>(end - begin) : 0;
+  }
+
+  // Of one element, which counts from the first piece on.
+  template <class R>
+  R slope_at(int64_t at, double alpha) const {
+    if constexpr (kWeights == Weights::mask) {
+      const int64_t bit = at + first_bit;
+      return bits[bit >> 3] >> (bit & 7) & 1 ? R{1} : R{0};
+    } else {
+      return slope<T, kWeights>(static_cast<R>(to_real(y[at])), alpha);
+    }
   }
 
   typename Slope::Data load_slope(int piece, uint64_t policy) const {

@@ -42,8 +42,9 @@ class Slice {
 
   Slice(const PieceRow<T, kWeights>& row, double alpha, int64_t begin, int64_t end, bool with_edge,
         int cached)
-      : row_(row), range_(row, begin, end), alpha_(alpha), cached_(cached) {
+      : range_(row, begin, end), alpha_(alpha), cached_(cached) {
     has_edge_ = with_edge && thread() < row.edge;
+    edge_ = row.edge_at(thread()) - row.head - begin * kVectorLength<T>;
     step_ = kBatch * static_cast<int>(blockDim.x);
     whole_ = range_.count / step_ * step_;
   }
@@ -65,9 +66,9 @@ class Slice {
       collect_batch<1, kDense, kZeros>(begin, bit);
     }
     if (has_edge_) {
-      const R d_y = static_cast<R>(to_real(row_.d_y[row_.edge_at(thread())]));
+      const R d_y = static_cast<R>(to_real(range_.d_y[edge_]));
       Sums<R> sums;
-      add(sums, row_.template edge_slope<R>(thread(), alpha_), d_y);
+      add(sums, range_.template slope_at<R>(edge_, alpha_), d_y);
       add_sums(sums);
     }
     return {s_.total(), s_d_y_.total()};
@@ -85,10 +86,9 @@ class Slice {
       write_batch<kBatch, kZeros>(batch * step_ + thread(), batch * kBatch, mean);
     }
     if (has_edge_) {
-      const int64_t at = row_.edge_at(thread());
-      const R d_y = static_cast<R>(to_real(row_.d_y[at]));
-      const R d_x = gradient(row_.template edge_slope<R>(thread(), alpha_), d_y, mean);
-      row_.d_x[at] = from_real<T>(static_cast<Real<T>>(d_x));
+      const R d_y = static_cast<R>(to_real(range_.d_y[edge_]));
+      const R d_x = gradient(range_.template slope_at<R>(edge_, alpha_), d_y, mean);
+      range_.d_x[edge_] = from_real<T>(static_cast<Real<T>>(d_x));
     }
   }
 
@@ -210,10 +210,10 @@ class Slice {
     }
   }
 
-  const PieceRow<T, kWeights>& row_;
   PieceRange<T, kWeights> range_;
   double alpha_;
   bool has_edge_;
+  int64_t edge_;      // this thread's element of the edge, from the first piece on
   int step_, whole_;  // of pieces: a batch of the block, all whole batches
   CompensatedSum<R> s_, s_d_y_;
   int cached_;

@@ -23,41 +23,58 @@ class MaskChunk {
     if (at < bytes) bits_ = load_piece(row.bits + at, cache_policy<Hint::normal>());
   }
 
+  // Over the warp, pieces of a lane are spread over the chunk: the sums of one row.
   Sums<R> collect() const {
     Sums<R> sums;
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) count += __popc(bits_.word[i]);
-    if (__any_sync(kAllLanes, count > kFewBits)) {
-      const uint64_t policy = cache_policy<Hint::keep>();
-      for_each_piece([&](int piece, bool busy) {
-        if (!busy) return;
-        const uint32_t data = row_.load_slope(piece, policy);
-        if (data == 0) return;
-        add_piece<T, Weights::mask>(sums, data, row_.load_d_y(piece, policy), 2);
-      });
-    } else if (count > 0) {
-      const T* d_y = row_.d_y + static_cast<int64_t>(first_piece_) * kLength + lane() * 128;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        for (uint32_t word = bits_.word[i]; word != 0; word &= word - 1) {
-          sums.s_d_y += to_real(d_y[i * 32 + __ffs(static_cast<int>(word)) - 1]);
-        }
-      }
-      sums.s = static_cast<R>(count);
+    const int count = bits_of_lane();
+    if (!__any_sync(kAllLanes, count > kFewBits)) return collect_bits(count);
+    const uint64_t policy = cache_policy<Hint::keep>();
+    for_each_piece([&](int piece, bool inside, bool busy) {
+      if (!inside || !busy) return;
+      const uint32_t data = row_.load_slope(piece, policy);
+      if (data == 0) return;
+      add_piece<T, Weights::mask>(sums, data, row_.load_d_y(piece, policy), 2);
+    });
+    return sums;
+  }
+
+  // Of the lane's own 128 elements.
+  Sums<R> collect_of_lane() const {
+    Sums<R> sums;
+    const int count = bits_of_lane();
+    if (count <= kFewBits) return collect_bits(count);
+    const uint64_t policy = cache_policy<Hint::keep>();
+    const int first = first_piece_ + lane() * (128 / kLength);
+#pragma unroll 1
+    for (int piece = first; piece < first + 128 / kLength; ++piece) {
+      const uint32_t data = row_.load_slope(piece, policy);
+      if (data == 0) continue;
+      add_piece<T, Weights::mask>(sums, data, row_.load_d_y(piece, policy), 2);
     }
     return sums;
   }
 
-  void write(R mean) const {
+  // mean_of and nan_of: of the row that holds an element of the chunk, called by whole warps. A row
+  // is NaN everywhere where nan_of says so.
+  template <class MeanOf, class NanOf>
+  void write(const MeanOf& mean_of, const NanOf& nan_of) const {
     const uint64_t policy = cache_policy<Hint::drop>();
-    for_each_piece([&](int piece, bool busy) {
+    for_each_piece([&](int piece, bool inside, bool busy) {
       Piece d_x{};
-      const uint32_t data = busy ? row_.load_slope(piece, policy) : 0;
-      if (data != 0) {
-        d_x = gradient_piece<T, Weights::mask>(data, row_.load_d_y(piece, policy), mean, 2);
+      const int element = (piece - first_piece_) * kLength;
+      const R mean = busy ? mean_of(element) : R{0};
+      if (nan_of(element)) {
+        Real<T> values[kLength];
+#pragma unroll
+        for (int e = 0; e < kLength; ++e) values[e] = quiet_nan<Real<T>>();
+        d_x = packed(values, T{});
+      } else if (busy && inside) {
+        const uint32_t data = row_.load_slope(piece, policy);
+        if (data != 0) {
+          d_x = gradient_piece<T, Weights::mask>(data, row_.load_d_y(piece, policy), mean, 2);
+        }
       }
-      row_.store(piece, d_x, policy);
+      if (inside) row_.store(piece, d_x, policy);
     });
   }
 
@@ -67,8 +84,30 @@ class MaskChunk {
 
   static int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
-  // Calls body(piece, busy) for the lane's pieces, 32 neighbours at a time over the warp; busy is
-  // false for all of them when none of their bits is set.
+  int bits_of_lane() const {
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) count += __popc(bits_.word[i]);
+    return count;
+  }
+
+  Sums<R> collect_bits(int count) const {
+    Sums<R> sums;
+    sums.s = static_cast<R>(count);
+    if (count == 0) return sums;
+    const T* d_y = row_.d_y + static_cast<int64_t>(first_piece_) * kLength + lane() * 128;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll 1
+      for (uint32_t word = bits_.word[i]; word != 0; word &= word - 1) {
+        sums.s_d_y += to_real(d_y[i * 32 + __ffs(static_cast<int>(word)) - 1]);
+      }
+    }
+    return sums;
+  }
+
+  // Calls body(piece, inside, busy) on all lanes, for 32 neighbouring pieces at a time; busy is the
+  // same on all: whether one of their bits is set.
   template <class Body>
   void for_each_piece(const Body& body) const {
     const uint32_t low = __ballot_sync(kAllLanes, (bits_.word[0] | bits_.word[1]) != 0);
@@ -86,7 +125,7 @@ class MaskChunk {
       } else {
         busy = (low | high) >> (2 * set) & 3;
       }
-      if (piece < row_.count) body(piece, busy);
+      body(piece, piece < row_.count, busy);
     }
   }
 
@@ -95,43 +134,65 @@ class MaskChunk {
   Piece bits_{};
 };
 
-template <class T, bool kWarpRow>
-void backward_mask(const BackwardParams& p) {
+// A block a row.
+template <class T>
+void backward_mask_block(const BackwardParams& p) {
   using R = Real<T>;
   using Chunk = MaskChunk<T>;
   __shared__ Sums<R> scratch[kWarpSize];
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int warps = kWarpRow ? 1 : static_cast<int>(blockDim.x) / kWarpSize;
-  int64_t task = static_cast<int64_t>(blockIdx.x);
-  if constexpr (kWarpRow) {
-    task = task * kWarpRows + warp;
-    if (task >= p.rows.count) return;
-  }
-  const RowPlace place = place_of<T, Weights::mask>(p, task);
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  const RowPlace place = place_of<T, Weights::mask>(p, static_cast<int64_t>(blockIdx.x));
   const PieceRow<T, Weights::mask> row(p, place);
-  if (place.nan) {
-    constexpr int kThreads = kWarpSize;
-    return kWarpRow ? fill_nan(row, threadIdx.x % kThreads, kThreads)
-                    : fill_nan(row, threadIdx.x, blockDim.x);
-  }
   const PieceRange<T, Weights::mask> range(row, 0, row.pieces);
   const auto chunks = static_cast<int>((p.rows.length + Chunk::kElements - 1) / Chunk::kElements);
-  const int first = kWarpRow ? 0 : warp;
 
   CompensatedSum<R> s, s_d_y;
-  for (int chunk = first; chunk < chunks; chunk += warps) {
+  for (int chunk = warp; chunk < chunks; chunk += warps) {
     const Sums<R> sums = Chunk(range, chunk).collect();
     s.add(sums.s);
     s_d_y.add(sums.s_d_y);
   }
-  Sums<R> sums{s.total(), s_d_y.total()};
-  if constexpr (kWarpRow) {
-    sums = {warp_sum(sums.s), warp_sum(sums.s_d_y)};
-  } else {
-    sums = block_sum(sums, scratch);
+  const Sums<R> sums = block_sum({s.total(), s_d_y.total()}, scratch);
+  const R mean = sums.s_d_y / sums.s;
+  for (int chunk = warp; chunk < chunks; chunk += warps) {
+    Chunk(range, chunk).write([&](int) { return mean; }, [&](int) { return place.nan; });
+  }
+}
+
+// A warp a chunk, which is 4096 / V rows.
+template <class T>
+void backward_mask_rows(const BackwardParams& p) {
+  using R = Real<T>;
+  using Chunk = MaskChunk<T>;
+  const auto length = static_cast<int>(p.rows.length);
+  const int rows_of_chunk = Chunk::kElements / length, lanes_of_row = kWarpSize / rows_of_chunk;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int64_t warp =
+      static_cast<int64_t>(blockIdx.x) * kWarpRows + static_cast<int>(threadIdx.x) / kWarpSize;
+  const int64_t first = warp * rows_of_chunk;
+  if (first >= p.rows.count) return;
+  RowPlace place{first, 0, 0, length, 2, false};
+  const int64_t left = p.rows.count - first;
+  const int64_t rows_here = left < rows_of_chunk ? left : rows_of_chunk;
+  const PieceRow<T, Weights::mask> row(p, place);
+  const PieceRange<T, Weights::mask> range(row, 0, rows_here * row.pieces);
+  const Chunk chunk(range, 0);
+  bool nan = false;
+  if (const int64_t of_lane = lane / lanes_of_row; of_lane < rows_here) {
+    const auto* sizes = static_cast<const int32_t*>(p.support_size.data);
+    nan = sizes[row_offset(p.rows, p.support_size, first + of_lane)] < 0;
+  }
+
+  Sums<R> sums = chunk.collect_of_lane();
+  for (int step = lanes_of_row / 2; step > 0; step /= 2) {
+    sums.s += __shfl_xor_sync(kAllLanes, sums.s, step);
+    sums.s_d_y += __shfl_xor_sync(kAllLanes, sums.s_d_y, step);
   }
   const R mean = sums.s_d_y / sums.s;
-  for (int chunk = first; chunk < chunks; chunk += warps) Chunk(range, chunk).write(mean);
+  const uint32_t nans = __ballot_sync(kAllLanes, nan);
+  chunk.write([&](int element) { return __shfl_sync(kAllLanes, mean, element / 128); },
+              [&](int element) { return nans >> (element / 128) & 1; });
 }
 
 }  // namespace pullback::entmax

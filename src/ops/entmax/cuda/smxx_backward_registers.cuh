@@ -43,10 +43,11 @@ void backward_registers(const BackwardParams& p) {
     }
   }
   const bool has_edge = thread < row.edge;
+  const int64_t edge_at = row.edge_at(thread) - row.head;
   R edge_s = 0, edge_d_y = 0;
   if (has_edge) {
-    edge_s = row.template edge_slope<R>(thread, place.alpha);
-    edge_d_y = static_cast<R>(to_real(row.d_y[row.edge_at(thread)]));
+    edge_s = range.template slope_at<R>(edge_at, place.alpha);
+    edge_d_y = static_cast<R>(to_real(range.d_y[edge_at]));
   }
   if constexpr (kWeights != Weights::softmax) {
 #pragma unroll
@@ -78,8 +79,7 @@ void backward_registers(const BackwardParams& p) {
     range.store(piece, d_x, policy);
   }
   if (has_edge)
-    row.d_x[row.edge_at(thread)] =
-        from_real<T>(static_cast<Real<T>>(gradient(edge_s, edge_d_y, mean)));
+    range.d_x[edge_at] = from_real<T>(static_cast<Real<T>>(gradient(edge_s, edge_d_y, mean)));
 }
 
 }  // namespace pullback::entmax
