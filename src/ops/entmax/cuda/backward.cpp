@@ -325,7 +325,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     const auto kernels = kernels_of(path, dtype, served(weights, path, dtype));
     const auto threads_for = [](std::int64_t pieces_of_row) {
       return static_cast<unsigned>(
-          std::clamp<std::int64_t>((pieces_of_row / 4 + 31) / 32 * 32, 32, kBlockThreads));
+          std::clamp<std::int64_t>((pieces_of_row + 127) / 128 * 32, 32, kBlockThreads));
     };
     Fast fast;
     fast.path = path;

@@ -188,37 +188,40 @@ struct SlopePiece<T, Weights::mask> {
   }
 };
 
-// Rows are read twice, the second time from a cache: the first pass asks for the lines to stay, the
-// second lets them go, and so do the stores.
-enum class Hint { normal, keep, drop };
-
-template <Hint kHint>
-uint64_t cache_policy() {
-  uint64_t policy;
-  if constexpr (kHint == Hint::normal) {
-    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  } else if constexpr (kHint == Hint::keep) {
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  } else {
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  }
-  return policy;
-}
-
+// Long rows are read twice, the second time from a cache: what is read for the first time asks to
+// stay in the second-level cache, what is read for the last time, and stored, to go.
 // d_x may be d_y's memory, so that d_y is no read-only data.
-inline Piece load_piece(const void* from, uint64_t policy) {
-  Piece piece;
-  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]), "=r"(piece.word[3])
-               : "l"(from), "l"(policy));
-  return piece;
-}
-inline void store_piece(void* to, const Piece& piece, uint64_t policy) {
-  asm volatile(
-      "st.global.L1::no_allocate.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to),
-      "r"(piece.word[0]), "r"(piece.word[1]), "r"(piece.word[2]), "r"(piece.word[3]), "l"(policy)
-      : "memory");
-}
+class Keep {
+ public:
+  Keep() { asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy_)); }
+
+  Piece load(const void* from) const {
+    Piece piece;
+    asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]),
+                   "=r"(piece.word[3])
+                 : "l"(from), "l"(policy_));
+    return piece;
+  }
+
+ private:
+  uint64_t policy_;
+};
+struct Drop {
+  static Piece load(const void* from) {
+    Piece piece;
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]),
+                   "=r"(piece.word[3])
+                 : "l"(from));
+    return piece;
+  }
+  static void store(void* to, const Piece& piece) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(piece.word[0]),
+                 "r"(piece.word[1]), "r"(piece.word[2]), "r"(piece.word[3])
+                 : "memory");
+  }
+};
 
 // A row with unit stride along the axis: `head` elements up to the first multiple of 16 bytes,
 // whole pieces of 16 bytes, and what is left. All tensors of a row are aligned alike. The elements
@@ -290,7 +293,8 @@ struct PieceRange {
     }
   }
 
-  typename Slope::Data load_slope(int piece, uint64_t policy) const {
+  template <class Cache>
+  typename Slope::Data load_slope(int piece, const Cache& cache) const {
     constexpr int kLength = kVectorLength<T>;
     if constexpr (kWeights == Weights::mask) {
       const int64_t bit = static_cast<int64_t>(piece) * kLength + first_bit;
@@ -299,14 +303,15 @@ struct PieceRange {
       if (low + kLength > 8) data |= static_cast<uint32_t>(bits[(bit >> 3) + 1]) << 8;
       return data >> low & ((1u << kLength) - 1);
     } else {
-      return load_piece(y + static_cast<int64_t>(piece) * kLength, policy);
+      return cache.load(y + static_cast<int64_t>(piece) * kLength);
     }
   }
-  Piece load_d_y(int piece, uint64_t policy) const {
-    return load_piece(d_y + static_cast<int64_t>(piece) * kVectorLength<T>, policy);
+  template <class Cache>
+  Piece load_d_y(int piece, const Cache& cache) const {
+    return cache.load(d_y + static_cast<int64_t>(piece) * kVectorLength<T>);
   }
-  void store(int piece, const Piece& value, uint64_t policy) const {
-    store_piece(d_x + static_cast<int64_t>(piece) * kVectorLength<T>, value, policy);
+  void store(int piece, const Piece& value) const {
+    Drop::store(d_x + static_cast<int64_t>(piece) * kVectorLength<T>, value);
   }
 };
 

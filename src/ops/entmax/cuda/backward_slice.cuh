@@ -33,7 +33,7 @@ Sums<R> block_sum(Sums<R> value, Sums<R>* scratch) {
   return {warp_sum(value.s), warp_sum(value.s_d_y)};
 }
 
-// `with_edge`: the slice takes the row's edge too. At most 2^28 pieces. `cached`: pieces of y and
+// `with_edge`: the slice takes the row's edge too. `cached`: pieces of y and
 // of d_y that a thread may keep in the block's dynamic shared memory.
 template <class T, Weights kWeights>
 class Slice {
@@ -43,10 +43,11 @@ class Slice {
   Slice(const PieceRow<T, kWeights>& row, double alpha, int64_t begin, int64_t end, bool with_edge,
         int cached)
       : range_(row, begin, end), alpha_(alpha), cached_(cached) {
-    has_edge_ = with_edge && thread() < row.edge;
-    edge_ = row.edge_at(thread()) - row.head - begin * kVectorLength<T>;
-    step_ = kBatch * static_cast<int>(blockDim.x);
-    whole_ = range_.count / step_ * step_;
+    edge_ = kNoEdge;
+    if (with_edge && thread() < row.edge) {
+      edge_ = static_cast<int>(row.edge_at(thread()) - row.head - begin * kVectorLength<T>);
+    }
+    whole_ = range_.count / step() * step();
   }
 
   // With kZeros, pieces without support get their zeros at once.
@@ -55,7 +56,7 @@ class Slice {
     // A warp whose last pieces mostly had support reads d_y without waiting for y.
     bool dense = kDense;
     int bit = 0;
-    for (int begin = thread(); begin < whole_; begin += step_, bit += kBatch) {
+    for (int begin = thread(); begin < whole_; begin += step(), bit += kBatch) {
       if (kDense || dense) {
         dense = collect_batch<kBatch, true, kZeros>(begin, bit);
       } else {
@@ -65,7 +66,7 @@ class Slice {
     for (int begin = whole_ + thread(); begin < range_.count; begin += threads(), ++bit) {
       collect_batch<1, kDense, kZeros>(begin, bit);
     }
-    if (has_edge_) {
+    if (edge_ != kNoEdge) {
       const R d_y = static_cast<R>(to_real(range_.d_y[edge_]));
       Sums<R> sums;
       add(sums, range_.template slope_at<R>(edge_, alpha_), d_y);
@@ -77,15 +78,15 @@ class Slice {
   // After collect() by the same thread with the same kZeros.
   template <bool kZeros>
   void write(R mean) const {
-    const int batches = whole_ / step_;
+    const int batches = whole_ / step();
     int bit = batches * kBatch;
     for (int begin = whole_ + thread(); begin < range_.count; begin += threads(), ++bit) {
       write_batch<1, kZeros>(begin, bit, mean);
     }
     for (int batch = batches - 1; batch >= 0; --batch) {
-      write_batch<kBatch, kZeros>(batch * step_ + thread(), batch * kBatch, mean);
+      write_batch<kBatch, kZeros>(batch * step() + thread(), batch * kBatch, mean);
     }
-    if (has_edge_) {
+    if (edge_ != kNoEdge) {
       const R d_y = static_cast<R>(to_real(range_.d_y[edge_]));
       const R d_x = gradient(range_.template slope_at<R>(edge_, alpha_), d_y, mean);
       range_.d_x[edge_] = from_real<T>(static_cast<Real<T>>(d_x));
@@ -96,7 +97,8 @@ class Slice {
   using SlopeOf = SlopePiece<T, kWeights>;
   using SlopeData = typename SlopeOf::Data;
   static constexpr int kBatch = 4;  // pieces of a thread in flight
-  static constexpr int kKnownPieces = 64;
+  static constexpr int kNoEdge = -0x7fffffff;
+  static constexpr int kKnownPieces = 32;
   static constexpr bool kDense = kWeights == Weights::softmax;
 
   static constexpr bool kCaches = kWeights != Weights::mask;
@@ -109,6 +111,7 @@ class Slice {
 
   static int thread() { return static_cast<int>(threadIdx.x); }
   static int threads() { return static_cast<int>(blockDim.x); }
+  static int step() { return kBatch * threads(); }
 
   void add_sums(const Sums<R>& sums) {
     s_.add(sums.s);
@@ -118,15 +121,15 @@ class Slice {
   // kAll: as if all pieces had support. Whether the pieces of the warp mostly have.
   template <int kCount, bool kAll, bool kZeros>
   bool collect_batch(int begin, int bit) {
-    const uint64_t policy = cache_policy<Hint::keep>();
+    const Keep keep;
     SlopeData data[kCount];
     Piece d_y[kCount];
     Sums<R> sums;
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) data[j] = range_.load_slope(begin + j * threads(), policy);
+    for (int j = 0; j < kCount; ++j) data[j] = range_.load_slope(begin + j * threads(), keep);
     if constexpr (kAll) {
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) d_y[j] = range_.load_d_y(begin + j * threads(), policy);
+      for (int j = 0; j < kCount; ++j) d_y[j] = range_.load_d_y(begin + j * threads(), keep);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) add_piece<T, kWeights>(sums, data[j], d_y[j], alpha_);
       if constexpr (kCaches) {
@@ -136,24 +139,23 @@ class Slice {
           cached_piece(bit + j, 0) = data[j];
           cached_piece(bit + j, 1) = d_y[j];
         }
-        if (!kDense && bit < kKnownPieces) in_cache_ |= uint64_t{1} << bit;
+        if (!kDense && bit < kKnownPieces) in_cache_ |= 1u << bit;
       }
-      if (!kDense && bit < kKnownPieces) known_ |= ((uint64_t{1} << kCount) - 1) << bit;
+      if (!kDense && bit < kKnownPieces) known_ |= ((1u << kCount) - 1) << bit;
     } else {
       bool active[kCount];
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         active[j] = SlopeOf::any(data[j]);
-        if (active[j]) d_y[j] = range_.load_d_y(begin + j * threads(), policy);
+        if (active[j]) d_y[j] = range_.load_d_y(begin + j * threads(), keep);
       }
       if (kZeros && bit < kKnownPieces) {
-        const uint64_t drop = cache_policy<Hint::drop>();
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
           if (active[j]) {
-            known_ |= uint64_t{1} << (bit + j);
+            known_ |= 1u << (bit + j);
           } else {
-            range_.store(begin + j * threads(), {}, drop);
+            range_.store(begin + j * threads(), {});
           }
         }
       }
@@ -172,53 +174,52 @@ class Slice {
     constexpr uint32_t kAll = (1u << kCount) - 1;
     uint32_t wanted = kAll;
     const bool known = kZeros && !kDense && bit < kKnownPieces;
-    if (known) wanted = static_cast<uint32_t>(known_ >> bit) & kAll;
+    if (known) wanted = known_ >> bit & kAll;
     if (wanted == 0) return;
-    const uint64_t drop = cache_policy<Hint::drop>();
+
     SlopeData data[kCount];
     Piece d_y[kCount];
     if (kDense || (known && wanted == kAll)) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         if constexpr (kCaches) {
-          if (bit + j < cached_ && (kDense || (in_cache_ >> bit & 1))) {
+          if (bit + j < cached_ && (kDense || (known && (in_cache_ >> bit & 1)))) {
             data[j] = cached_piece(bit + j, 0);
             d_y[j] = cached_piece(bit + j, 1);
             continue;
           }
         }
-        data[j] = range_.load_slope(begin + j * threads(), drop);
-        d_y[j] = range_.load_d_y(begin + j * threads(), drop);
+        data[j] = range_.load_slope(begin + j * threads(), Drop());
+        d_y[j] = range_.load_d_y(begin + j * threads(), Drop());
       }
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         range_.store(begin + j * threads(),
-                     gradient_piece<T, kWeights>(data[j], d_y[j], mean, alpha_), drop);
+                     gradient_piece<T, kWeights>(data[j], d_y[j], mean, alpha_));
       }
       return;
     }
 #pragma unroll 1
     for (int j = 0; j < kCount; ++j) {
       if ((wanted >> j & 1) == 0) continue;
-      const SlopeData slope = range_.load_slope(begin + j * threads(), drop);
+      const SlopeData slope = range_.load_slope(begin + j * threads(), Drop());
       Piece d_x{};
       if (SlopeOf::any(slope)) {
-        const Piece of_d_y = range_.load_d_y(begin + j * threads(), drop);
+        const Piece of_d_y = range_.load_d_y(begin + j * threads(), Drop());
         d_x = gradient_piece<T, kWeights>(slope, of_d_y, mean, alpha_);
       }
-      range_.store(begin + j * threads(), d_x, drop);
+      range_.store(begin + j * threads(), d_x);
     }
   }
 
   PieceRange<T, kWeights> range_;
   double alpha_;
-  bool has_edge_;
-  int64_t edge_;      // this thread's element of the edge, from the first piece on
-  int step_, whole_;  // of pieces: a batch of the block, all whole batches
+  int edge_;   // this thread's element of the edge, from the first piece on
+  int whole_;  // pieces of whole batches of the block
   CompensatedSum<R> s_, s_d_y_;
   int cached_;
-  uint64_t known_ = 0;     // which pieces of this thread have support
-  uint64_t in_cache_ = 0;  // first pieces of batches that are in shared memory
+  uint32_t known_ = 0;     // which pieces of this thread have support
+  uint32_t in_cache_ = 0;  // first pieces of batches that are in shared memory
 };
 
 }  // namespace pullback::entmax

@@ -14,13 +14,14 @@ template <class T>
 class MaskChunk {
  public:
   static constexpr int kElements = 8 * 16 * kWarpSize;
+  static constexpr int kFewBits = 4;
   using R = Real<T>;
 
   MaskChunk(const PieceRange<T, Weights::mask>& row, int chunk)
       : row_(row), first_piece_(chunk * (kElements / kLength)) {
     const int bytes = row.count * kLength / 8;
     const int at = chunk * (kElements / 8) + lane() * 16;
-    if (at < bytes) bits_ = load_piece(row.bits + at, cache_policy<Hint::normal>());
+    if (at < bytes) bits_ = Keep().load(row.bits + at);
   }
 
   // Over the warp, pieces of a lane are spread over the chunk: the sums of one row.
@@ -28,12 +29,12 @@ class MaskChunk {
     Sums<R> sums;
     const int count = bits_of_lane();
     if (!__any_sync(kAllLanes, count > kFewBits)) return collect_bits(count);
-    const uint64_t policy = cache_policy<Hint::keep>();
+    const Keep keep;
     for_each_piece([&](int piece, bool inside, bool busy) {
       if (!inside || !busy) return;
-      const uint32_t data = row_.load_slope(piece, policy);
+      const uint32_t data = row_.load_slope(piece, keep);
       if (data == 0) return;
-      add_piece<T, Weights::mask>(sums, data, row_.load_d_y(piece, policy), 2);
+      add_piece<T, Weights::mask>(sums, data, row_.load_d_y(piece, keep), 2);
     });
     return sums;
   }
@@ -41,24 +42,64 @@ class MaskChunk {
   // Of the lane's own 128 elements.
   Sums<R> collect_of_lane() const {
     Sums<R> sums;
-    const int count = bits_of_lane();
-    if (count <= kFewBits) return collect_bits(count);
-    const uint64_t policy = cache_policy<Hint::keep>();
+    const Keep keep;
     const int first = first_piece_ + lane() * (128 / kLength);
 #pragma unroll 1
-    for (int piece = first; piece < first + 128 / kLength; ++piece) {
-      const uint32_t data = row_.load_slope(piece, policy);
+    for (int piece = first; piece < first + 128 / kLength && piece < row_.count; ++piece) {
+      const uint32_t data = row_.load_slope(piece, keep);
       if (data == 0) continue;
-      add_piece<T, Weights::mask>(sums, data, row_.load_d_y(piece, policy), 2);
+      add_piece<T, Weights::mask>(sums, data, row_.load_d_y(piece, keep), 2);
     }
     return sums;
+  }
+
+  // Whether the lanes have so few bits that take() holds all their elements of d_y.
+  bool few_bits() const { return !__any_sync(kAllLanes, bits_of_lane() > kFewBits); }
+
+  // What a lane with few bits takes from d_y, to write it when zeros are everywhere else.
+  struct Taken {
+    int count;
+    int at[kFewBits];  // in the range
+    R d_y[kFewBits];
+  };
+  Taken take() const {
+    Taken taken{bits_of_lane(), {}, {}};
+    Piece left = bits_;
+#pragma unroll
+    for (int k = 0; k < kFewBits; ++k) {
+      if (k >= taken.count) break;
+      int word = 3;
+#pragma unroll
+      for (int i = 2; i >= 0; --i) word = left.word[i] != 0 ? i : word;
+      int bit = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i != word) continue;
+        bit = __ffs(static_cast<int>(left.word[i])) - 1;
+        left.word[i] &= left.word[i] - 1;
+      }
+      taken.at[k] = first_piece_ * kLength + lane() * 128 + word * 32 + bit;
+      taken.d_y[k] = to_real(row_.d_y[taken.at[k]]);
+    }
+    return taken;
+  }
+  void write(const Taken& taken, R mean) const {
+    // Until here other lanes may have read d_y, which may be d_x's memory.
+    __syncwarp();
+    for_each_piece([&](int piece, bool inside, bool) {
+      if (inside) row_.store(piece, {});
+    });
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < kFewBits; ++k) {
+      if (k < taken.count) row_.d_x[taken.at[k]] = from_real<T>(taken.d_y[k] - mean);
+    }
   }
 
   // mean_of and nan_of: of the row that holds an element of the chunk, called by whole warps. A row
   // is NaN everywhere where nan_of says so.
   template <class MeanOf, class NanOf>
   void write(const MeanOf& mean_of, const NanOf& nan_of) const {
-    const uint64_t policy = cache_policy<Hint::drop>();
     for_each_piece([&](int piece, bool inside, bool busy) {
       Piece d_x{};
       const int element = (piece - first_piece_) * kLength;
@@ -69,18 +110,17 @@ class MaskChunk {
         for (int e = 0; e < kLength; ++e) values[e] = quiet_nan<Real<T>>();
         d_x = packed(values, T{});
       } else if (busy && inside) {
-        const uint32_t data = row_.load_slope(piece, policy);
+        const uint32_t data = row_.load_slope(piece, Drop());
         if (data != 0) {
-          d_x = gradient_piece<T, Weights::mask>(data, row_.load_d_y(piece, policy), mean, 2);
+          d_x = gradient_piece<T, Weights::mask>(data, row_.load_d_y(piece, Drop()), mean, 2);
         }
       }
-      if (inside) row_.store(piece, d_x, policy);
+      if (inside) row_.store(piece, d_x);
     });
   }
 
  private:
   static constexpr int kLength = kVectorLength<T>;
-  static constexpr int kFewBits = 4;
 
   static int lane() { return static_cast<int>(threadIdx.x) % kWarpSize; }
 
@@ -184,13 +224,23 @@ void backward_mask_rows(const BackwardParams& p) {
     nan = sizes[row_offset(p.rows, p.support_size, first + of_lane)] < 0;
   }
 
-  Sums<R> sums = chunk.collect_of_lane();
-  for (int step = lanes_of_row / 2; step > 0; step /= 2) {
-    sums.s += __shfl_xor_sync(kAllLanes, sums.s, step);
-    sums.s_d_y += __shfl_xor_sync(kAllLanes, sums.s_d_y, step);
-  }
-  const R mean = sums.s_d_y / sums.s;
   const uint32_t nans = __ballot_sync(kAllLanes, nan);
+  const auto mean_of_row = [&](Sums<R> sums) {
+    for (int step = lanes_of_row / 2; step > 0; step /= 2) {
+      sums.s += __shfl_xor_sync(kAllLanes, sums.s, step);
+      sums.s_d_y += __shfl_xor_sync(kAllLanes, sums.s_d_y, step);
+    }
+    return sums.s_d_y / sums.s;
+  };
+  if (nans == 0 && chunk.few_bits()) {
+    const typename Chunk::Taken taken = chunk.take();
+    Sums<R> sums;
+    sums.s = static_cast<R>(taken.count);
+#pragma unroll
+    for (int k = 0; k < Chunk::kFewBits; ++k) sums.s_d_y += taken.d_y[k];
+    return chunk.write(taken, mean_of_row(sums));
+  }
+  const R mean = mean_of_row(chunk.collect_of_lane());
   chunk.write([&](int element) { return __shfl_sync(kAllLanes, mean, element / 128); },
               [&](int element) { return nans >> (element / 128) & 1; });
 }

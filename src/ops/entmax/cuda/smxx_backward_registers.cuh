@@ -28,7 +28,6 @@ void backward_registers(const BackwardParams& p) {
   const PieceRow<T, kWeights> row(p, place);
   if (place.nan) return fill_nan(row, thread, threads);
   const PieceRange<T, kWeights> range(row, 0, row.pieces);
-  const uint64_t policy = cache_policy<Hint::drop>();
 
   typename SlopeOf::Data data[kVectors];
   Piece d_y[kVectors];
@@ -38,8 +37,8 @@ void backward_registers(const BackwardParams& p) {
     const int piece = thread + j * threads;
     active[j] = piece < range.count;
     if (active[j]) {
-      data[j] = range.load_slope(piece, policy);
-      if constexpr (kWeights == Weights::softmax) d_y[j] = range.load_d_y(piece, policy);
+      data[j] = range.load_slope(piece, Drop());
+      if constexpr (kWeights == Weights::softmax) d_y[j] = range.load_d_y(piece, Drop());
     }
   }
   const bool has_edge = thread < row.edge;
@@ -53,7 +52,7 @@ void backward_registers(const BackwardParams& p) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       active[j] = active[j] && SlopeOf::any(data[j]);
-      if (active[j]) d_y[j] = range.load_d_y(thread + j * threads, policy);
+      if (active[j]) d_y[j] = range.load_d_y(thread + j * threads, Drop());
     }
   }
 
@@ -76,7 +75,7 @@ void backward_registers(const BackwardParams& p) {
     if (piece >= range.count) continue;
     Piece d_x{};
     if (active[j]) d_x = gradient_piece<T, kWeights>(data[j], d_y[j], mean, place.alpha);
-    range.store(piece, d_x, policy);
+    range.store(piece, d_x);
   }
   if (has_edge)
     range.d_x[edge_at] = from_real<T>(static_cast<Real<T>>(gradient(edge_s, edge_d_y, mean)));
