@@ -6,17 +6,10 @@
 #include <functional>
 #include <limits>
 
+#include "support/message_of.hpp"
+
 namespace pullback {
 namespace {
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 TEST(Checker, names_op_tensor_expected_and_got) {
   const Checker check("attention");

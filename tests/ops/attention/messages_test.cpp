@@ -6,18 +6,10 @@
 #include <limits>
 
 #include "ops/attention/run_attention.hpp"
+#include "support/message_of.hpp"
 
 namespace pullback {
 namespace {
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 TensorSpec f32(std::initializer_list<std::int64_t> shape) {
   return TensorSpec::contiguous(DType::f32, shape);
