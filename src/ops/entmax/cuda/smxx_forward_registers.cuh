@@ -55,6 +55,29 @@ void store_held_bits(uint8_t* to, int64_t step, int length, int thread, const Ac
   }
 }
 
+// Michelot's steps from `theta`. When the least active element stays above the next theta, that is
+// the answer, and the step that would find so is saved.
+template <int kCount, class G>
+float rise_of_held(const float (&z)[kCount], float theta, G& group) {
+  while (true) {
+    float sum = 0, least = device::infinity<float>();
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (z[i] > theta) {
+        sum += z[i];
+        count += 1;
+        least = min(least, z[i]);
+      }
+    }
+    group.sum_count_min(sum, count, least);
+    const float next = quotient(sum - 1, static_cast<float>(count));
+    if (!(next > theta)) return theta;
+    theta = next;
+    if (least > next) return theta;
+  }
+}
+
 // Rows are `length` elements, a multiple of the vector length, and begin at multiples of 16 bytes
 // in x and y, where the axis has unit stride. No mask, no offsets, one alpha.
 template <class T, Family kFamily, int kWarps, int kVectors>
@@ -129,9 +152,7 @@ void forward_registers(const ForwardParams& p) {
     int mine = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) mine += active(z[i]);
-    float unused = 0;
-    group.sum_and_count(unused, mine);
-    return mine;
+    return group.count(mine);
   };
 
   if constexpr (kFamily == Family::softmax) {
@@ -150,10 +171,15 @@ void forward_registers(const ForwardParams& p) {
   } else {
     const Power<kFamily, float> power(p.alpha);
     const float bound = lower_bound(power, own - largest, group);
-    const Threshold<float> threshold = rise<float>(power, bound, group, [&](auto use) {
+    Threshold<float> threshold;
+    if constexpr (kFamily == Family::sparsemax) {
+      threshold = {rise_of_held(z, bound, group), 0, 1};
+    } else {
+      threshold = rise<float>(power, bound, group, [&](auto use) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) use(z[i]);
-    });
+        for (int i = 0; i < kCount; ++i) use(z[i]);
+      });
+    }
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
     if (y) {
@@ -168,7 +194,8 @@ void forward_registers(const ForwardParams& p) {
                                              [&](int i) { return active(z[i]); });
       }
     }
-    finish(tau_of(power, largest, theta), p.support_size.data ? count(active) : 0);
+    finish(tau_of<decltype(power)>(p.alpha, largest, threshold),
+           p.support_size.data ? count(active) : 0);
   }
 }
 

@@ -22,4 +22,10 @@ inline constexpr int kAnyWarps = 8;
 // smxx_forward_registers.cuh: warps of a block where a warp has a row of its own.
 inline constexpr int kSingleWarps = 8;
 
+// smxx_forward_stream.cuh: warps of a block, vectors that a lane loads at a time, and the length of
+// a lane's list.
+inline constexpr int kStreamWarps = 8;
+inline constexpr int kStreamVectors = 4;
+inline constexpr int kSurvivors = 24;
+
 }  // namespace pullback::entmax
