@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <string>
@@ -60,13 +61,16 @@ constexpr std::int64_t kWarpLength = 1024;
 
 struct Registers {
   int warps, elements;  // of a row; of a lane
-  int blocks;           // a multiprocessor holds at least
+  int blocks[2];        // that a multiprocessor holds at least: of f32, of the 16-bit types
 
   std::int64_t capacity() const { return std::int64_t{32} * warps * elements; }
   int threads() const { return 32 * (warps == 1 ? kSingleWarps : warps); }
 };
-constexpr Registers kRegisters[] = {{1, 8, 6},  {1, 16, 5}, {1, 32, 3},  {4, 16, 9},
-                                    {4, 32, 6}, {8, 32, 3}, {16, 32, 2}, {32, 32, 1}};
+constexpr Registers kRegisters[] = {{1, 8, {6, 5}},   {1, 16, {5, 4}}, {1, 32, {3, 3}},
+                                    {4, 16, {9, 9}},  {4, 32, {6, 5}}, {8, 32, {3, 2}},
+                                    {16, 32, {2, 2}}, {32, 32, {1, 1}}};
+// The sparse families have better kernels from here on.
+constexpr std::int64_t kLongestSparse = 8192;
 
 cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& shape) {
   const auto type = cuda::device_type(dtype);
@@ -78,12 +82,34 @@ cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& sha
                                   name_of(family), shape.warps, vectors),
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
-          .blocks = shape.blocks};
+          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1]};
 }
 
 // --- smxx_forward_stream.cuh ---
 
-constexpr int kStreamShared = kStreamWarps * kSurvivors * 32 * 8;
+// Warps that work on a row, in blocks of their own; single warps share blocks.
+constexpr int kStreamGroups[] = {1, 2, 8};
+constexpr int stream_block(int warps) { return warps == 1 ? kStreamWarps : warps; }
+constexpr int stream_shared(int warps) { return stream_block(warps) * kSurvivors * 32 * 8; }
+// Of a multiprocessor, by registers and shared memory.
+constexpr int kStreamResidentWarps = 16;
+
+// All rows take the same time: what counts is how full the last wave of warps is. A row is worth
+// more warps than one only where that gains something.
+int stream_group(std::int64_t rows, int multiprocessors) {
+  int best = 1;
+  double most = 0;
+  for (const int warps : kStreamGroups) {
+    const double waves = static_cast<double>(rows) * warps /
+                         (static_cast<double>(kStreamResidentWarps) * multiprocessors);
+    const double full = waves / std::ceil(waves) * (1 - 0.02 * (warps - 1));
+    if (full > most) {
+      most = full;
+      best = warps;
+    }
+  }
+  return best;
+}
 
 cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
   const auto type = cuda::device_type(dtype);
@@ -104,9 +130,9 @@ cuda::OpKernel softmax_kernel(DType dtype) {
           .file = "ops/entmax/cuda/smxx_forward_softmax.cuh",
           .function = fmt::format("entmax::forward_softmax<{}>", type),
           .parameters = "entmax::ForwardParams",
-          .threads = 32 * kStreamWarps,
+          .threads = 32 * kSoftmaxWarps,
           .blocks = 4,
-          .constants = {{"entmax::kStreamWarps", kStreamWarps}}};
+          .constants = {{"entmax::kSoftmaxWarps", kSoftmaxWarps}}};
 }
 
 // Whether rows begin at whole vectors, given an aligned pointer.
@@ -175,12 +201,16 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const auto* shape = std::ranges::find_if(
         kRegisters, [&](const Registers& entry) { return entry.capacity() >= rows.length; });
     if (shape == std::end(kRegisters) ||
-        rows.length > (getenv("EF_LIMIT") ? atoi(getenv("EF_LIMIT")) : 1 << 20)) {
+        (family != Family::softmax && rows.length > kLongestSparse)) {
       load_long(dtype, family);
       return;
     }
     fast_.emplace(registers_kernel(dtype, family, *shape), device_);
     set_grid(shape->warps == 1 ? kSingleWarps : 1);
+    if (walks_over_rows(static_cast<int>(size_of(dtype)), shape->warps)) {
+      const int resident = fast_->blocks_per_multiprocessor(device_) * device_.multiprocessors;
+      fast_->shape.grid[0] = std::min(fast_->shape.grid[0], static_cast<unsigned>(resident));
+    }
     how_ = fmt::format("rows in the registers of {} threads", 32 * shape->warps);
   }
 
@@ -189,14 +219,14 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     if (family == Family::softmax) {
       fast_.emplace(softmax_kernel(dtype), device_);
       set_grid(1);
-      how_ = fmt::format("{} threads a row, which is read twice", 32 * kStreamWarps);
+      how_ = fmt::format("{} threads a row, which is read twice", 32 * kSoftmaxWarps);
       return;
     }
-    // Enough rows keep every multiprocessor busy with a warp for each.
-    const std::int64_t busy = std::int64_t{32 * 3} * kStreamWarps * device_.multiprocessors;
-    const int warps = params_.rows.count >= busy ? 1 : kStreamWarps;
-    fast_.emplace(stream_kernel(dtype, family, warps), device_, kStreamShared);
-    set_grid(kStreamWarps / warps);
+    const int warps = getenv("EF_STREAM")
+                          ? atoi(getenv("EF_STREAM"))
+                          : stream_group(params_.rows.count, device_.multiprocessors);
+    fast_.emplace(stream_kernel(dtype, family, warps), device_, stream_shared(warps));
+    set_grid(warps == 1 ? kStreamWarps : 1);
     how_ = fmt::format("{} threads a row, which is read once if few elements survive", 32 * warps);
   }
 
@@ -256,9 +286,12 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
     for (const Family family : kFamilies) {
       if (family == Family::steep) continue;
       if (family != Family::softmax) {
-        for (const int warps : {1, kStreamWarps}) add(stream_kernel(dtype, family, warps));
+        for (const int warps : kStreamGroups) add(stream_kernel(dtype, family, warps));
       }
-      for (const Registers& shape : kRegisters) add(registers_kernel(dtype, family, shape));
+      for (const Registers& shape : kRegisters) {
+        if (family != Family::softmax && shape.capacity() > kLongestSparse) continue;
+        add(registers_kernel(dtype, family, shape));
+      }
     }
   }
   return kernels;

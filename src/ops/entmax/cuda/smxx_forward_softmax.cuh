@@ -15,9 +15,9 @@ template <class T>
 void forward_softmax(const ForwardParams& p) {
   using device::infinity;
   constexpr int kLength = device::kVectorLength<T>;
-  constexpr int kStep = kStreamWarps * device::kWarpSize * kLength;
-  __shared__ GroupScratch<kStreamWarps> scratch;
-  Group<kStreamWarps> group(scratch);
+  constexpr int kStep = kSoftmaxWarps * device::kWarpSize * kLength;
+  __shared__ GroupScratch<kSoftmaxWarps> scratch;
+  Group<kSoftmaxWarps> group(scratch);
   const int64_t row = blockIdx.x;
   const int64_t length = p.rows.length;
   const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row);
@@ -26,10 +26,10 @@ void forward_softmax(const ForwardParams& p) {
 
   // Calls use(vectors, how many of them lie in the row, position of the first).
   const auto for_each_tile = [&](auto use) {
-    for (int64_t at = start; at < length; at += kStreamVectors * kStep) {
-      Packed<T> tile[kStreamVectors];
+    for (int64_t at = start; at < length; at += kSoftmaxVectors * kStep) {
+      Packed<T> tile[kSoftmaxVectors];
 #pragma unroll
-      for (int j = 0; j < kStreamVectors; ++j) {
+      for (int j = 0; j < kSoftmaxVectors; ++j) {
         if (at + j * kStep < length) {
           tile[j] = load_packed<T>(x + at + j * kStep);
         } else {
@@ -52,10 +52,10 @@ void forward_softmax(const ForwardParams& p) {
 
   float own = -infinity<float>();
   double sum = 0, size = 0;
-  for_each_tile([&](const Packed<T>(&tile)[kStreamVectors], int64_t) {
+  for_each_tile([&](const Packed<T>(&tile)[kSoftmaxVectors], int64_t) {
     uint32_t top = max_of(tile[0]);
 #pragma unroll
-    for (int j = 1; j < kStreamVectors; ++j) top = max_of_words<T>(top, max_of(tile[j]));
+    for (int j = 1; j < kSoftmaxVectors; ++j) top = max_of_words<T>(top, max_of(tile[j]));
     const float largest = max_or_nan(own, max_in_word<T>(top));
     if (largest > own && own > -infinity<float>()) {
       sum *= static_cast<double>(exp_of_negative(own - largest));
@@ -64,14 +64,14 @@ void forward_softmax(const ForwardParams& p) {
     if (own == -infinity<float>()) return;
     float part = 0;
 #pragma unroll
-    for (int j = 0; j < kStreamVectors; ++j) {
+    for (int j = 0; j < kSoftmaxVectors; ++j) {
       for_each_element(tile[j], [&](float v, int) { part += exp_of_negative(v - own); });
     }
     sum += static_cast<double>(part);
     if (p.support_size.data == nullptr) return;
     int count = 0;
 #pragma unroll
-    for (int j = 0; j < kStreamVectors; ++j) {
+    for (int j = 0; j < kSoftmaxVectors; ++j) {
       for_each_element(tile[j], [&](float v, int) { count += v > -infinity<float>(); });
     }
     size += count;
@@ -98,9 +98,9 @@ void forward_softmax(const ForwardParams& p) {
   }
   if (!y) return;
   const bool degenerate = !(magnitude(largest) < infinity<float>());
-  for_each_tile([&](const Packed<T>(&tile)[kStreamVectors], int64_t at) {
+  for_each_tile([&](const Packed<T>(&tile)[kSoftmaxVectors], int64_t at) {
 #pragma unroll
-    for (int j = 0; j < kStreamVectors; ++j) {
+    for (int j = 0; j < kSoftmaxVectors; ++j) {
       if (at + j * kStep >= length) break;
       float value[kLength];
       for_each_element(tile[j], [&](float v, int i) {

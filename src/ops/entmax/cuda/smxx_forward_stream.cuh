@@ -19,7 +19,8 @@ struct Survivor {
 };
 
 // One lane's list, and the bound that its warp shares.
-template <class P>
+// kLength: elements that are added at a time, at most.
+template <class P, int kLength>
 class Survivors {
  public:
   Survivors(const P& power, Survivor* list) : power_(power), list_(list) {}
@@ -27,10 +28,10 @@ class Survivors {
   float bound = -device::infinity<float>();  // of x: what is not above it is not in the support
   bool overflow = false;
 
-  // Room for `more` elements; else the list has lost something.
-  bool room(int more) {
-    if (count_ + more > kSurvivors) overflow = true;
-    return count_ + more <= kSurvivors;
+  // Room for more; else the list has lost something.
+  bool room() {
+    if (count_ + kLength > kSurvivors) overflow = true;
+    return count_ + kLength <= kSurvivors;
   }
   void add(float x, int at) {
     if (x > bound) list_[device::kWarpSize * count_++] = {x, at};
@@ -60,19 +61,20 @@ class Survivors {
     Group<1> warp(none);
     const float largest = warp.max(own_largest);
     if (!(magnitude(largest) < device::infinity<float>())) return;
-    raise(largest, rise<float>(power_, theta_of_bound(largest), warp, [&](auto use) {
-                     for_each([&](Survivor s) { use(s.x - largest); });
-                   }).theta);
+    const auto listed = [&](auto use) { for_each([&](Survivor s) { use(s.x - largest); }); };
+    const float start = theta_of_bound(largest);
+    raise(largest, rise<float>(power_.rough(), start, warp, listed, 0x1p-6f).theta);
     int kept = 0;
     for_each([&](Survivor s) {
       if (s.x > bound) list_[device::kWarpSize * kept++] = s;
     });
     count_ = kept;
-    trigger_ = max(kFirstTrigger, 2 * static_cast<int>(warp.max(static_cast<float>(count_))));
+    const int longest = static_cast<int>(warp.max(static_cast<float>(count_)));
+    trigger_ = min(max(kFirstTrigger, 2 * longest), kSurvivors - 2 * kLength);
   }
 
  private:
-  static constexpr int kFirstTrigger = kSurvivors / 3;
+  static constexpr int kFirstTrigger = kSurvivors / 4;
 
   static float slack(float largest, float edge) {
     return 8 * kEpsilon<float> * (magnitude(largest) + magnitude(edge) + 1);
@@ -101,7 +103,8 @@ void store_survivor_bits(uint8_t* support, int64_t step, const List& list, const
   }
 }
 
-// Rows as for forward_registers, of less than 2^31 elements. kWarps: of a row, 1 or kStreamWarps.
+// Rows as for forward_registers, of less than 2^31 elements. kWarps: of a row; blocks of 1 are
+// kStreamWarps rows.
 template <class T, Family kFamily, int kWarps>
 void forward_stream(const ForwardParams& p) {
   using device::infinity;
@@ -123,8 +126,8 @@ void forward_stream(const ForwardParams& p) {
                      : nullptr;
 
   const Power<kFamily, float> power(p.alpha);
-  Survivors<Power<kFamily, float>> survivors(power,
-                                             lists + warp * kSurvivors * device::kWarpSize + lane);
+  Survivors<Power<kFamily, float>, kLength> survivors(
+      power, lists + warp * kSurvivors * device::kWarpSize + lane);
 
   int begin = (kWarps == 1 ? 0 : warp * kTile) + lane * kLength;
   const auto load = [&](Packed<T>(&tile)[kStreamVectors], int first) {
@@ -170,7 +173,7 @@ void forward_stream(const ForwardParams& p) {
         if (y) store_packed(y + at, Packed<T>{});
         if (support && at % 8 == 0) support[at / 8 * p.support.axis] = 0;
       }
-      if (max_in_word<T>(tops[j]) > survivors.bound && survivors.room(kLength)) {
+      if (max_in_word<T>(tops[j]) > survivors.bound && survivors.room()) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           float element[kPerWord<T>];
@@ -212,8 +215,8 @@ void forward_stream(const ForwardParams& p) {
     return;
   }
   const Threshold<float> threshold =
-      rise<float>(power, survivors.theta_of_bound(largest), group,
-                  [&](auto use) { survivors.for_each([&](Survivor s) { use(s.x - largest); }); });
+      solve<float>(power, survivors.theta_of_bound(largest), group,
+                   [&](auto use) { survivors.for_each([&](Survivor s) { use(s.x - largest); }); });
   const auto excess = [&](Survivor s) { return power.excess(s.x - largest, threshold.theta); };
   if (y) {
     survivors.for_each([&](Survivor s) {

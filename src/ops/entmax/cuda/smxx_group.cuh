@@ -127,10 +127,18 @@ class Group {
         for (int i = 0; i < kCount; ++i) slots[warp][i] = values[i];
       }
       __syncthreads();
+      // A lane reads one warp's; butterflies among kWarps lanes.
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) values[i] = slots[0][i];
+      for (int i = 0; i < kCount; ++i) values[i] = slots[lane_index() % kWarps][i];
 #pragma unroll
-      for (int w = 1; w < kWarps; ++w) combine(values, slots[w]);
+      for (int step = kWarps / 2; step > 0; step /= 2) {
+        R others[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          others[i] = __shfl_xor_sync(device::kAllLanes, values[i], step);
+        }
+        combine(values, others);
+      }
       parity_ ^= 1;
     }
   }

@@ -32,6 +32,13 @@ inline double expm1_of(double x) { return expm1(x); }
 // Closer than powf needs to be, and half its instructions.
 inline float power_of(float x, float y) { return expf(logf(x) * y); }
 inline double power_of(double x, double y) { return pow(x, y); }
+// To some 1e-6, by the hardware's own log and exp.
+inline float rough_power_of(float x, float y) {
+  float log, power;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(log * y));
+  return power;
+}
 inline float root_of(float x) {
   float root;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
@@ -52,8 +59,8 @@ inline double magnitude(double x) { return fabs(x); }
 template <class R>
 inline constexpr R kEpsilon = sizeof(R) == 8 ? R{0x1p-52} : R{0x1p-23f};
 
-// p as a function of z and theta.
-template <Family kFamily, class R>
+// p as a function of z and theta. kRough: see rough_power_of.
+template <Family kFamily, class R, bool kRough = false>
 struct Power {
   static constexpr Family family = kFamily;
   static constexpr bool near_one = kFamily == Family::near_one;
@@ -64,6 +71,12 @@ struct Power {
 
   explicit Power(double alpha)
       : b(static_cast<R>(alpha - 1)), inverse(static_cast<R>(1 / (alpha - 1))) {}
+
+  Power(R b, R inverse) : b(b), inverse(inverse) {}
+  // The same where less precision will do.
+  auto rough() const {
+    return Power < kFamily, R, kFamily == Family::general && sizeof(R) == 4 > (b, inverse);
+  }
 
   // b z - theta, or b (z - c).
   R excess(R z, R theta) const {
@@ -77,6 +90,7 @@ struct Power {
     if constexpr (kFamily == Family::entmax15) return max(e, R{0}) * max(e, R{0});
     if (!(e > edge)) return R{0};
     if constexpr (near_one) return exp_of(log1p_of(e) * inverse);
+    if constexpr (kRough) return rough_power_of(e, inverse);
     return power_of(e, inverse);
   }
   // The summand of the slope, given p.
@@ -177,6 +191,15 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
   }
 }
 
+// The same; most of the way in rough steps where exact ones are dear.
+template <class A, class P, class R, class G, class Elements>
+Threshold<R> solve(const P& power, R theta, G& group, const Elements& for_each) {
+  if constexpr (P::family == Family::general && sizeof(R) == 4) {
+    theta = rise<A>(power.rough(), theta, group, for_each, R{0x1p-7f}).theta;
+  }
+  return rise<A>(power, theta, group, for_each);
+}
+
 // alpha > 2: f^b is not convex, and Newton may pass the root or creep; a bracket is kept, and
 // halved when two steps have not done so.
 template <class P, class G, class Elements>
@@ -239,9 +262,8 @@ float warp_bound(const P& power, float z) {
   } else {
     GroupScratch<1> none;
     Group<1> warp(none);
-    const float theta = rise<float>(
-                            power, power.start, warp, [&](auto use) { use(z); }, 0.1f)
-                            .theta;
+    const auto one = [&](auto use) { use(z); };
+    const float theta = rise<float>(power.rough(), power.start, warp, one, 0.1f).theta;
     return max(P::start, theta - 0x1p-18f * (1 + magnitude(theta)));
   }
 }
