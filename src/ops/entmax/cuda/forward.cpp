@@ -1,10 +1,14 @@
-// The forward pass on CUDA: rows that lie as vectors and fit in registers by
-// smxx_forward_registers.cuh; everything else by smxx_forward_any.cuh.
+// The forward pass on CUDA. Rows that lie as vectors: by smxx_forward_registers.cuh where they fit;
+// longer ones by smxx_forward_stream.cuh or smxx_forward_softmax.cuh. Everything else, and pointers
+// that are not aligned to 16 bytes: by smxx_forward_any.cuh.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <limits>
 #include <optional>
+#include <string>
 
 #include "ops/entmax/cpu/family.hpp"
 #include "ops/entmax/cuda/forward_params.cuh"
@@ -57,13 +61,16 @@ constexpr std::int64_t kWarpLength = 1024;
 
 struct Registers {
   int warps, elements;  // of a row; of a lane
-  int blocks;           // a multiprocessor holds at least
+  int blocks[2];        // that a multiprocessor holds at least: of f32, of the 16-bit types
 
   std::int64_t capacity() const { return std::int64_t{32} * warps * elements; }
   int threads() const { return 32 * (warps == 1 ? kSingleWarps : warps); }
 };
-constexpr Registers kRegisters[] = {{1, 8, 6},  {1, 16, 5}, {1, 32, 3},
-                                    {4, 16, 9}, {4, 32, 6}, {8, 32, 3}};
+constexpr Registers kRegisters[] = {{1, 8, {6, 5}},   {1, 16, {5, 4}}, {1, 32, {3, 3}},
+                                    {4, 16, {9, 9}},  {4, 32, {6, 5}}, {8, 32, {3, 2}},
+                                    {16, 32, {2, 2}}, {32, 32, {1, 1}}};
+// The sparse families have better kernels from here on.
+constexpr std::int64_t kLongestSparse = 8192;
 
 cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& shape) {
   const auto type = cuda::device_type(dtype);
@@ -75,7 +82,57 @@ cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& sha
                                   name_of(family), shape.warps, vectors),
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
-          .blocks = shape.blocks};
+          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1]};
+}
+
+// --- smxx_forward_stream.cuh ---
+
+// Warps that work on a row, in blocks of their own; single warps share blocks.
+constexpr int kStreamGroups[] = {1, 2, 8};
+constexpr int stream_block(int warps) { return warps == 1 ? kStreamWarps : warps; }
+constexpr int stream_shared(int warps) { return stream_block(warps) * kSurvivors * 32 * 8; }
+// Of a multiprocessor, by registers and shared memory.
+constexpr int kStreamResidentWarps = 16;
+
+// All rows take the same time: what counts is how full the last wave of warps is. A row is worth
+// more warps than one only where that gains something.
+int stream_group(std::int64_t rows, int multiprocessors) {
+  int best = 1;
+  double most = 0;
+  for (const int warps : kStreamGroups) {
+    const double waves = static_cast<double>(rows) * warps /
+                         (static_cast<double>(kStreamResidentWarps) * multiprocessors);
+    const double full = waves / std::ceil(waves) * (1 - 0.02 * (warps - 1));
+    if (full > most) {
+      most = full;
+      best = warps;
+    }
+  }
+  return best;
+}
+
+cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
+  const auto type = cuda::device_type(dtype);
+  return {
+      .name = fmt::format("entmax_forward_stream_{}_{}_{}", type, name_of(family), warps),
+      .file = "ops/entmax/cuda/smxx_forward_stream.cuh",
+      .function = fmt::format("entmax::forward_stream<{}, entmax::Family::{}, {}>", type,
+                              name_of(family), warps),
+      .parameters = "entmax::ForwardParams",
+      .threads = 32 * kStreamWarps,
+      .blocks = 3,
+      .constants = {{"entmax::kSurvivors", kSurvivors}, {"entmax::kStreamWarps", kStreamWarps}}};
+}
+
+cuda::OpKernel softmax_kernel(DType dtype) {
+  const auto type = cuda::device_type(dtype);
+  return {.name = fmt::format("entmax_forward_softmax_{}", type),
+          .file = "ops/entmax/cuda/smxx_forward_softmax.cuh",
+          .function = fmt::format("entmax::forward_softmax<{}>", type),
+          .parameters = "entmax::ForwardParams",
+          .threads = 32 * kSoftmaxWarps,
+          .blocks = 4,
+          .constants = {{"entmax::kSoftmaxWarps", kSoftmaxWarps}}};
 }
 
 // Whether rows begin at whole vectors, given an aligned pointer.
@@ -114,13 +171,10 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const bool each = problem.alpha_per_row.given();
     const Family family = each ? Family::invalid : family_of(problem.alpha);
     load_any(dtype, family, ragged);
-    if (!ragged && !each && !problem.mask.given()) load_registers(dtype, family);
-    description = fmt::format(
-        "{}; sums in {}, in a fixed order: the same bits every run",
-        registers_ ? fmt::format("rows in the registers of {} warps (pointers aligned to 16 bytes)",
-                                 static_cast<int>(held_.warps))
-                   : fmt::format("{} threads a row, which is read in every step", any_warps_ * 32),
-        name_of(accumulation_dtype(dtype)));
+    how_ = fmt::format("{} threads a row, which is read in every step", 32 * any_warps_);
+    if (!ragged && !each && !problem.mask.given()) load_fast(dtype, family);
+    description = fmt::format("{}; sums in {}, in a fixed order: the same bits every run", how_,
+                              name_of(accumulation_dtype(dtype)));
   }
 
  private:
@@ -136,7 +190,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     any_.shape.grid[0] = static_cast<unsigned>(std::min(blocks, 4 * resident));
   }
 
-  void load_registers(DType dtype, Family family) {
+  void load_fast(DType dtype, Family family) {
     const Rows& rows = params_.rows;
     const auto vector_length = static_cast<std::int64_t>(16 / size_of(dtype));
     if (dtype == DType::f64 || family == Family::steep || rows.length == 0) return;
@@ -146,11 +200,39 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     }
     const auto* shape = std::ranges::find_if(
         kRegisters, [&](const Registers& entry) { return entry.capacity() >= rows.length; });
-    if (shape == std::end(kRegisters)) return;
-    held_ = *shape;
-    registers_.emplace(registers_kernel(dtype, family, held_), device_);
-    const std::int64_t in_block = held_.warps == 1 ? kSingleWarps : 1;
-    registers_->shape.grid[0] = static_cast<unsigned>((rows.count + in_block - 1) / in_block);
+    if (shape == std::end(kRegisters) ||
+        (family != Family::softmax && rows.length > kLongestSparse)) {
+      load_long(dtype, family);
+      return;
+    }
+    fast_.emplace(registers_kernel(dtype, family, *shape), device_);
+    set_grid(shape->warps == 1 ? kSingleWarps : 1);
+    if (walks_over_rows(static_cast<int>(size_of(dtype)), shape->warps)) {
+      const int resident = fast_->blocks_per_multiprocessor(device_) * device_.multiprocessors;
+      fast_->shape.grid[0] = std::min(fast_->shape.grid[0], static_cast<unsigned>(resident));
+    }
+    how_ = fmt::format("rows in the registers of {} threads", 32 * shape->warps);
+  }
+
+  void load_long(DType dtype, Family family) {
+    if (params_.rows.length > std::numeric_limits<std::int32_t>::max() / 2) return;
+    if (family == Family::softmax) {
+      fast_.emplace(softmax_kernel(dtype), device_);
+      set_grid(1);
+      how_ = fmt::format("{} threads a row, which is read twice", 32 * kSoftmaxWarps);
+      return;
+    }
+    const int warps = getenv("EF_STREAM")
+                          ? atoi(getenv("EF_STREAM"))
+                          : stream_group(params_.rows.count, device_.multiprocessors);
+    fast_.emplace(stream_kernel(dtype, family, warps), device_, stream_shared(warps));
+    set_grid(warps == 1 ? kStreamWarps : 1);
+    how_ = fmt::format("{} threads a row, which is read once if few elements survive", 32 * warps);
+  }
+
+  void set_grid(std::int64_t rows_in_block) {
+    const std::int64_t blocks = (params_.rows.count + rows_in_block - 1) / rows_in_block;
+    fast_->shape.grid[0] = static_cast<unsigned>(blocks);
   }
 
   void enqueue(Stream stream, const EntmaxTensors& tensors, Workspace workspace) const override {
@@ -166,16 +248,16 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     params.support.data = tensors.support;
     params.support_size.data = tensors.support_size;
     const bool aligned = cuda::vector_aligned({tensors.x, tensors.y});
-    (registers_ && aligned ? *registers_ : any_).launch(stream, params);
+    (fast_ && aligned ? *fast_ : any_).launch(stream, params);
   }
 
   RaggedOffsets offsets_;
   ForwardParams params_{};
   bool empty_ = false;
   int any_warps_ = 0;
-  Registers held_{};
+  std::string how_;
   cuda::PlannedKernel<ForwardParams> any_;
-  std::optional<cuda::PlannedKernel<ForwardParams>> registers_;
+  std::optional<cuda::PlannedKernel<ForwardParams>> fast_;  // for pointers aligned to 16 bytes
 };
 
 }  // namespace
@@ -200,9 +282,16 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
       for (const Family family : kFamilies) add(any_kernel(dtype, family, warps));
     }
     if (dtype == DType::f64) continue;
+    add(softmax_kernel(dtype));
     for (const Family family : kFamilies) {
       if (family == Family::steep) continue;
-      for (const Registers& shape : kRegisters) add(registers_kernel(dtype, family, shape));
+      if (family != Family::softmax) {
+        for (const int warps : kStreamGroups) add(stream_kernel(dtype, family, warps));
+      }
+      for (const Registers& shape : kRegisters) {
+        if (family != Family::softmax && shape.capacity() > kLongestSparse) continue;
+        add(registers_kernel(dtype, family, shape));
+      }
     }
   }
   return kernels;

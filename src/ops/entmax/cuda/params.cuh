@@ -35,6 +35,9 @@ struct Rows {
 inline int64_t row_offset(const Rows& rows, const RowTensor& tensor, int64_t row) {
   if (rows.rank <= 1) return row * tensor.outer[0];
   int64_t offset = 0;
+#ifdef __CUDACC_RTC__
+#pragma unroll 1
+#endif
   for (int dim = rows.rank - 1; dim > 0; --dim) {
     const int64_t rest = row / rows.sizes[dim];
     offset += (row - rest * rows.sizes[dim]) * tensor.outer[dim];

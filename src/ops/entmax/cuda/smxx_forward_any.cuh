@@ -116,7 +116,7 @@ RowResult<device::Real<T>> sparse_row(const RowOfAny<T>& row, double alpha, G& g
     threshold = bracket(power, row.length, group, all);
   } else {
     const R bound = lower_bound(power, own_largest - largest, group);
-    threshold = rise<double>(power, bound, group, all);
+    threshold = solve<double>(power, bound, group, all);
   }
   const R theta = threshold.theta;
   store_y(row, group, [&](int64_t i) {
@@ -130,7 +130,7 @@ RowResult<device::Real<T>> sparse_row(const RowOfAny<T>& row, double alpha, G& g
       return power.excess(static_cast<R>(x) - largest, theta) > power.edge;
     });
   }
-  return {static_cast<device::Real<T>>(tau_of(power, largest, theta)), count};
+  return {static_cast<device::Real<T>>(tau_of<decltype(power)>(alpha, largest, threshold)), count};
 }
 
 template <Family kFamily, class T, class G>

@@ -55,22 +55,31 @@ void store_held_bits(uint8_t* to, int64_t step, int length, int thread, const Ac
   }
 }
 
-// Rows are `length` elements, a multiple of the vector length, and begin at multiples of 16 bytes
-// in x and y, where the axis has unit stride. No mask, no offsets, one alpha.
-template <class T, Family kFamily, int kWarps, int kVectors>
-void forward_registers(const ForwardParams& p) {
-  constexpr int kCount = kHeld<T, kVectors>;
-  constexpr int kLength = device::kVectorLength<T>;
-  __shared__ GroupScratch<kWarps> scratch;
-  Group<kWarps> group(scratch);
-  const int thread = group.thread();
-  const int length = static_cast<int>(p.rows.length);
-  int64_t row = blockIdx.x;
-  if constexpr (kWarps == 1) row = row * kSingleWarps + threadIdx.x / device::kWarpSize;
-  if (row >= p.rows.count) return;
+// Michelot's steps from `theta`. When the least active element stays above the next theta, that is
+// the answer, and the step that would find so is saved.
+template <int kCount, class G>
+float rise_of_held(const float (&z)[kCount], float theta, G& group) {
+  while (true) {
+    float sum = 0, least = device::infinity<float>();
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (z[i] > theta) {
+        sum += z[i];
+        count += 1;
+        least = min(least, z[i]);
+      }
+    }
+    group.sum_count_min(sum, count, least);
+    const float next = quotient(sum - 1, static_cast<float>(count));
+    if (!(next > theta)) return theta;
+    theta = next;
+    if (least > next) return theta;
+  }
+}
 
-  const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row);
-  Packed<T> held[kVectors];
+template <class T, int kWarps, int kVectors>
+void load_held(Packed<T> (&held)[kVectors], const T* x, int length, int thread) {
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int begin = vector_begin<T, kWarps>(j, thread);
@@ -81,16 +90,30 @@ void forward_registers(const ForwardParams& p) {
       for (int w = 0; w < 4; ++w) held[j].word[w] = kHiddenWord<T>;
     }
   }
+}
+
+template <class T, Family kFamily, int kWarps, int kVectors>
+void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[kVectors],
+                  Group<kWarps>& group) {
+  constexpr int kCount = kHeld<T, kVectors>;
+  constexpr int kLength = device::kVectorLength<T>;
+  const int thread = group.thread();
+  const int length = static_cast<int>(p.rows.length);
   uint32_t largest_word = max_of(held[0]);
 #pragma unroll
   for (int j = 1; j < kVectors; ++j) largest_word = max_of_words<T>(largest_word, max_of(held[j]));
   const float own = max_in_word<T>(largest_word);
   const float largest = group.max(own);
 
-  T* y = p.y.data ? static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row) : nullptr;
-  uint8_t* support =
-      p.support.data ? static_cast<uint8_t*>(p.support.data) + row_offset(p.rows, p.support, row)
-                     : nullptr;
+  // Computed where they are used: they need no registers before.
+  const auto y_of_row = [&] {
+    return p.y.data ? static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row) : nullptr;
+  };
+  const auto support_of_row = [&] {
+    return p.support.data
+               ? static_cast<uint8_t*>(p.support.data) + row_offset(p.rows, p.support, row)
+               : nullptr;
+  };
   const auto finish = [&](float tau, int size) {
     if (thread != 0) return;
     if (p.tau.data) static_cast<float*>(p.tau.data)[row_offset(p.rows, p.tau, row)] = tau;
@@ -102,8 +125,9 @@ void forward_registers(const ForwardParams& p) {
   if (!(magnitude(largest) < device::infinity<float>())) {
     const bool empty = largest < 0;
     const float fill = empty ? 0 : device::quiet_nan<float>();
-    if (y) store_held<T, kWarps, kVectors>(y, length, thread, [&](int) { return fill; });
-    if (support) {
+    if (T* y = y_of_row())
+      store_held<T, kWarps, kVectors>(y, length, thread, [&](int) { return fill; });
+    if (uint8_t* support = support_of_row()) {
       store_held_bits<T, kWarps, kVectors>(support, p.support.axis, length, thread,
                                            [](int) { return false; });
     }
@@ -129,9 +153,7 @@ void forward_registers(const ForwardParams& p) {
     int mine = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) mine += active(z[i]);
-    float unused = 0;
-    group.sum_and_count(unused, mine);
-    return mine;
+    return group.count(mine);
   };
 
   if constexpr (kFamily == Family::softmax) {
@@ -145,30 +167,70 @@ void forward_registers(const ForwardParams& p) {
     }
     group.sum(sum, unused);
     const float scale = 1 / sum;
-    if (y) store_held<T, kWarps, kVectors>(y, length, thread, [&](int i) { return z[i] * scale; });
+    if (T* y = y_of_row())
+      store_held<T, kWarps, kVectors>(y, length, thread, [&](int i) { return z[i] * scale; });
     finish(largest + log_of(sum), size);
   } else {
     const Power<kFamily, float> power(p.alpha);
     const float bound = lower_bound(power, own - largest, group);
-    const Threshold<float> threshold = rise<float>(power, bound, group, [&](auto use) {
+    Threshold<float> threshold;
+    if constexpr (kFamily == Family::sparsemax) {
+      threshold = {rise_of_held(z, bound, group), 0, 1};
+    } else {
+      threshold = solve<float>(power, bound, group, [&](auto use) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) use(z[i]);
-    });
+        for (int i = 0; i < kCount; ++i) use(z[i]);
+      });
+    }
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
-    if (y) {
+    if (T* y = y_of_row()) {
       store_held<T, kWarps, kVectors>(y, length, thread, [&](int i) {
         const float v = power.value(power.excess(z[i], theta));
         return kFamily == Family::sparsemax ? v : v * threshold.scale;
       });
     }
     if constexpr (kFamily == Family::sparsemax) {
-      if (support) {
+      if (uint8_t* support = support_of_row()) {
         store_held_bits<T, kWarps, kVectors>(support, p.support.axis, length, thread,
                                              [&](int i) { return active(z[i]); });
       }
     }
-    finish(tau_of(power, largest, theta), p.support_size.data ? count(active) : 0);
+    finish(tau_of<decltype(power)>(p.alpha, largest, threshold),
+           p.support_size.data ? count(active) : 0);
+  }
+}
+
+// Rows are `length` elements, a multiple of the vector length, and begin at multiples of 16 bytes
+// in x and y, where the axis has unit stride. No mask, no offsets, one alpha. Of the 16-bit types a
+// group walks over rows, and loads the next one while it works on this one.
+template <class T, Family kFamily, int kWarps, int kVectors>
+void forward_registers(const ForwardParams& p) {
+  __shared__ GroupScratch<kWarps> scratch;
+  Group<kWarps> group(scratch);
+  constexpr int kRows = kWarps == 1 ? kSingleWarps : 1;  // of a block
+  const int length = static_cast<int>(p.rows.length);
+  const T* x = static_cast<const T*>(p.x.data);
+  int64_t row = static_cast<int64_t>(blockIdx.x) * kRows;
+  if constexpr (kRows > 1) row += threadIdx.x / device::kWarpSize;
+  if (row >= p.rows.count) return;
+  Packed<T> held[kVectors];
+  load_held<T, kWarps>(held, x + row_offset(p.rows, p.x, row), length, group.thread());
+  if constexpr (!walks_over_rows(sizeof(T), kWarps)) {
+    forward_held<T, kFamily>(p, row, held, group);
+  } else {
+    while (true) {
+      const int64_t next_row = row + static_cast<int64_t>(gridDim.x) * kRows;
+      Packed<T> next[kVectors];
+      if (next_row < p.rows.count) {
+        load_held<T, kWarps>(next, x + row_offset(p.rows, p.x, next_row), length, group.thread());
+      }
+      forward_held<T, kFamily>(p, row, held, group);
+      if (next_row >= p.rows.count) return;
+      row = next_row;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) held[j] = next[j];
+    }
   }
 }
 

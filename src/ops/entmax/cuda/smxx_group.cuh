@@ -59,10 +59,10 @@ void warp_sum_pair(R& a, R& b) {
   b = upper ? mine : other;
 }
 
-// Two values of each warp, twice: a warp may write the next pair while another reads this one.
+// Three values of each warp, twice: a warp may write the next while another reads these.
 template <int kWarps>
 struct GroupScratch {
-  double pair[2][kWarps][2];
+  double values[2][kWarps][3];
 };
 template <>
 struct GroupScratch<1> {};
@@ -79,53 +79,68 @@ class Group {
   template <class R>
   R max(R value) {
     value = warp_max_or_nan(value);
-    if constexpr (kWarps > 1) {
-      R unused = 0;
-      exchange(value, unused, [](R& a, R&, R b, R) { a = max_or_nan(a, b); });
-    }
+    exchange<1>(&value, [](R* a, const R* b) { a[0] = max_or_nan(a[0], b[0]); });
     return value;
   }
 
   template <class R>
   void sum(R& a, R& b) {
     warp_sum_pair(a, b);
-    if constexpr (kWarps > 1) {
-      exchange(a, b, [](R& x, R& y, R other_x, R other_y) {
-        x += other_x;
-        y += other_y;
-      });
-    }
+    R both[] = {a, b};
+    exchange<2>(both, [](R* x, const R* y) {
+      x[0] += y[0];
+      x[1] += y[1];
+    });
+    a = both[0];
+    b = both[1];
   }
-  // Counts are exact.
-  template <class R>
-  void sum_and_count(R& a, int& count) {
-    a = device::warp_sum(a);
+
+  // f32 holds counts up to 2^24 exactly; rows whose elements are counted by it are shorter.
+  void sum_count_min(float& sum, int& count, float& least) {
+    sum = device::warp_sum(sum);
     count = warp_sum_int(count);
-    if constexpr (kWarps > 1) {
-      R wide = static_cast<R>(count);  // f32 holds counts up to 2^24: rows in registers are shorter
-      exchange(a, wide, [](R& x, R& y, R other_x, R other_y) {
-        x += other_x;
-        y += other_y;
-      });
-      count = static_cast<int>(wide);
-    }
+    least = -warp_max_or_nan(-least);
+    float all[] = {sum, static_cast<float>(count), least};
+    exchange<3>(all, [](float* x, const float* y) {
+      x[0] += y[0];
+      x[1] += y[1];
+      x[2] = min(x[2], y[2]);
+    });
+    sum = all[0];
+    count = static_cast<int>(all[1]);
+    least = all[2];
+  }
+  int count(int mine) {
+    float all = static_cast<float>(warp_sum_int(mine));
+    exchange<1>(&all, [](float* x, const float* y) { x[0] += y[0]; });
+    return static_cast<int>(all);
   }
 
  private:
-  template <class R, class Combine>
-  void exchange(R& a, R& b, Combine combine) {
-    auto* slots = reinterpret_cast<R(*)[2]>(scratch_.pair[parity_]);
-    const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
-    if (lane_index() == 0) {
-      slots[warp][0] = a;
-      slots[warp][1] = b;
-    }
-    __syncthreads();
-    a = slots[0][0];
-    b = slots[0][1];
+  template <int kCount, class R, class Combine>
+  void exchange(R* values, Combine combine) {
+    if constexpr (kWarps > 1) {
+      auto* slots = reinterpret_cast<R(*)[3]>(scratch_.values[parity_]);
+      const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
+      if (lane_index() == 0) {
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) combine(a, b, slots[w][0], slots[w][1]);
-    parity_ ^= 1;
+        for (int i = 0; i < kCount; ++i) slots[warp][i] = values[i];
+      }
+      __syncthreads();
+      // A lane reads one warp's; butterflies among kWarps lanes.
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = slots[lane_index() % kWarps][i];
+#pragma unroll
+      for (int step = kWarps / 2; step > 0; step /= 2) {
+        R others[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          others[i] = __shfl_xor_sync(device::kAllLanes, values[i], step);
+        }
+        combine(values, others);
+      }
+      parity_ ^= 1;
+    }
   }
 
   GroupScratch<kWarps>& scratch_;

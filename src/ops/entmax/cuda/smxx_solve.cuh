@@ -29,11 +29,29 @@ inline float log1p_of(float x) { return log1pf(x); }
 inline double log1p_of(double x) { return log1p(x); }
 inline float expm1_of(float x) { return expm1f(x); }
 inline double expm1_of(double x) { return expm1(x); }
-inline float power_of(float x, float y) { return exp2f(log2f(x) * y); }
+// Closer than powf needs to be, and half its instructions.
+inline float power_of(float x, float y) { return expf(logf(x) * y); }
 inline double power_of(double x, double y) { return pow(x, y); }
-inline float root_of(float x) { return sqrtf(x); }
+// To some 1e-6, by the hardware's own log and exp.
+inline float rough_power_of(float x, float y) {
+  float log, power;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(log * y));
+  return power;
+}
+inline float root_of(float x) {
+  float root;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+}
 inline double root_of(double x) { return sqrt(x); }
-inline float quotient(float a, float b) { return __fdividef(a, b); }
+// For b far from overflow and underflow: as exact as division, without its branches.
+inline float quotient(float a, float b) {
+  float inverse;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  const float q = a * inverse;
+  return fma(fma(-q, b, a), inverse, q);
+}
 inline double quotient(double a, double b) { return a / b; }
 inline float magnitude(float x) { return fabsf(x); }
 inline double magnitude(double x) { return fabs(x); }
@@ -41,8 +59,8 @@ inline double magnitude(double x) { return fabs(x); }
 template <class R>
 inline constexpr R kEpsilon = sizeof(R) == 8 ? R{0x1p-52} : R{0x1p-23f};
 
-// p as a function of z and theta.
-template <Family kFamily, class R>
+// p as a function of z and theta. kRough: see rough_power_of.
+template <Family kFamily, class R, bool kRough = false>
 struct Power {
   static constexpr Family family = kFamily;
   static constexpr bool near_one = kFamily == Family::near_one;
@@ -53,6 +71,12 @@ struct Power {
 
   explicit Power(double alpha)
       : b(static_cast<R>(alpha - 1)), inverse(static_cast<R>(1 / (alpha - 1))) {}
+
+  Power(R b, R inverse) : b(b), inverse(inverse) {}
+  // The same where less precision will do.
+  auto rough() const {
+    return Power < kFamily, R, kFamily == Family::general && sizeof(R) == 4 > (b, inverse);
+  }
 
   // b z - theta, or b (z - c).
   R excess(R z, R theta) const {
@@ -66,6 +90,7 @@ struct Power {
     if constexpr (kFamily == Family::entmax15) return max(e, R{0}) * max(e, R{0});
     if (!(e > edge)) return R{0};
     if constexpr (near_one) return exp_of(log1p_of(e) * inverse);
+    if constexpr (kRough) return rough_power_of(e, inverse);
     return power_of(e, inverse);
   }
   // The summand of the slope, given p.
@@ -77,14 +102,18 @@ struct Power {
   // From which f - 1 on a step ends closer than the type's precision.
   R tolerance() const {
     if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
-    return root_of(kEpsilon<R>);
+    return sizeof(R) == 8 ? R{0x1p-26} : R{0x1p-12f};
   }
   // -df / dtheta.
   R descent(R slope) const { return near_one ? slope : slope * inverse; }
-  R step(R f, R slope) const {
-    if constexpr (kFamily == Family::entmax15) return quotient(f - root_of(f), slope);
-    if constexpr (near_one) return -f * expm1_of(-b * log_of(f)) * inverse / slope;
-    return (f - power_of(f, 1 - b)) / slope;
+  // The step from f(theta), given f - 1 with more digits than f has.
+  R step(R f, R f_minus_1, R slope) const {
+    if constexpr (kFamily == Family::entmax15) {
+      const R root = root_of(f);
+      return quotient(root * f_minus_1, (root + 1) * slope);
+    }
+    const R relative = -expm1_of(-b * log1p_of(f_minus_1)) * f / slope;  // (f - f^(1-b)) / slope
+    return near_one ? relative * inverse : relative;
   }
 };
 
@@ -135,29 +164,40 @@ Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
 }
 
 // alpha <= 2; `theta` is a lower bound of the root. A is the type of the sums.
+// `rough`: the f - 1 that is close enough where a lower bound will do.
 template <class A, class P, class R, class G, class Elements>
-Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each) {
+Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R rough = 0) {
+  const R tolerance = max(rough, power.tolerance());
   while (true) {
     const Sums<A> sums = evaluate<P, R, A>(power, theta, group, for_each);
     if constexpr (P::family == Family::sparsemax) {
       // The threshold of the active set, which is the answer when it drops nobody.
-      const R next = static_cast<R>((sums.f - 1) / sums.slope);
+      const R next = static_cast<R>(quotient(sums.f - 1, sums.slope));
       if (!(next > theta)) return {theta, R{0}, R{1}};
       theta = next;
     } else {
       const R f = static_cast<R>(sums.f), slope = static_cast<R>(sums.slope);
-      const R step = power.step(f, slope);
+      const R f_minus_1 = static_cast<R>(sums.f - 1);
+      const R step = power.step(f, f_minus_1, slope);
       const R root = theta + step;
       const R rest = step - (root - theta);
       theta = root;
       // Sums that round up would never come closer to 1.
-      if (static_cast<R>(sums.f - 1) > power.tolerance() &&
-          step > 4 * kEpsilon<R> * magnitude(root)) {
+      if (f_minus_1 > power.tolerance() && step > 4 * kEpsilon<R> * magnitude(root)) {
         continue;
       }
       return {theta, rest, 1 / (1 + rest * power.descent(slope))};
     }
   }
+}
+
+// The same; most of the way in rough steps where exact ones are dear.
+template <class A, class P, class R, class G, class Elements>
+Threshold<R> solve(const P& power, R theta, G& group, const Elements& for_each) {
+  if constexpr (P::family == Family::general && sizeof(R) == 4) {
+    theta = rise<A>(power.rough(), theta, group, for_each, R{0x1p-7f}).theta;
+  }
+  return rise<A>(power, theta, group, for_each);
 }
 
 // alpha > 2: f^b is not convex, and Newton may pass the root or creep; a bracket is kept, and
@@ -169,7 +209,7 @@ Threshold<double> bracket(const P& power, int64_t count, G& group, const Element
   double theta = low, width_before = high - low;
   for (int i = 0;; ++i) {
     const Sums<double> sums = evaluate<P, double, double>(power, theta, group, for_each);
-    const double step = power.step(sums.f, sums.slope);
+    const double step = power.step(sums.f, sums.f - 1, sums.slope);
     (sums.f >= 1 ? low : high) = theta;
     double next = theta + step;
     const bool slow = i % 2 == 1 && high - low > width_before / 2;
@@ -185,19 +225,66 @@ Threshold<double> bracket(const P& power, int64_t count, G& group, const Element
   }
 }
 
-// A lower bound of the root from one element of each thread; any subset's root is one. The slack
-// covers the rounding of sums.
-template <class P, class R, class G>
-R lower_bound(const P& power, R own_largest, G& group) {
-  const R root = rise<R>(power, power.start, group, [&](auto use) { use(own_largest); }).theta;
-  return max(power.start, root - 16 * kEpsilon<R> * (1 + magnitude(root)));
+// --- Lower bounds of the root from one element of each thread: any subset's root is one. ---
+
+// Sums of numbers in [0, 1] over a warp, in units of 2^-23: one instruction, not ten.
+inline float warp_sum_of_fractions(float u) {
+  return 0x1p-23f * static_cast<float>(warp_sum_int(__float_as_int(u + 1) - 0x3f800000));
 }
 
-// tau of a row, given its maximum and theta.
+// theta of the 32 elements z of a warp, less the rounding of the sums.
+template <class P>
+float warp_bound(const P& power, float z) {
+  if constexpr (P::family == Family::sparsemax) {
+    const float u = max(z + 1, 0.0f);
+    float theta = 0;  // of u
+    while (true) {
+      const unsigned active = __ballot_sync(device::kAllLanes, u > theta);
+      if (active == 0) break;
+      const float sum = warp_sum_of_fractions(u > theta ? u : 0);
+      const float next = quotient(sum - 1, static_cast<float>(__popc(active)));
+      if (!(next > theta)) break;
+      theta = next;
+    }
+    return max(P::start, theta - 1 - 0x1p-18f);
+  } else if constexpr (P::family == Family::entmax15) {
+    const float u = max(fma(0.5f, z, 1.0f), 0.0f);
+    float theta = 0;
+    while (true) {
+      const float d = max(u - theta, 0.0f);
+      const float f = warp_sum_of_fractions(d * d);
+      if (!(f > 1)) break;
+      const float root = root_of(f);
+      theta += quotient(root * (f - 1), (root + 1) * warp_sum_of_fractions(d));
+      if (f < 1.1f) break;
+    }
+    return max(P::start, theta - 1 - 0x1p-16f);
+  } else {
+    GroupScratch<1> none;
+    Group<1> warp(none);
+    const auto one = [&](auto use) { use(z); };
+    const float theta = rise<float>(power.rough(), power.start, warp, one, 0.1f).theta;
+    return max(P::start, theta - 0x1p-18f * (1 + magnitude(theta)));
+  }
+}
+
+template <class P, class G>
+float lower_bound(const P& power, float z, G& group) {
+  const float bound = warp_bound(power, z);
+  return G::kThreads == device::kWarpSize ? bound : group.max(bound);
+}
+template <class P, class G>
+double lower_bound(const P& power, double z, G& group) {
+  const double theta = rise<double>(power, power.start, group, [&](auto use) { use(z); }).theta;
+  return max(P::start, theta - 16 * kEpsilon<double> * (1 + magnitude(theta)));
+}
+
+// P: its Power, maybe const.
 template <class P, class R>
-R tau_of(const P& power, R largest, R theta) {
-  const double b = static_cast<double>(power.b), wide = static_cast<double>(theta);
-  return static_cast<R>(b * static_cast<double>(largest) + (P::near_one ? b * wide - 1 : wide));
+R tau_of(double alpha, R largest, const Threshold<R>& threshold) {
+  const double b = alpha - 1;
+  const double theta = static_cast<double>(threshold.theta) + static_cast<double>(threshold.rest);
+  return static_cast<R>(b * static_cast<double>(largest) + (P::near_one ? b * theta - 1 : theta));
 }
 
 }  // namespace pullback::entmax
