@@ -191,9 +191,17 @@ struct SlopePiece<T, Weights::mask> {
 // Long rows are read twice, the second time from a cache: what is read for the first time asks to
 // stay in the second-level cache, what is read for the last time, and stored, to go.
 // d_x may be d_y's memory, so that d_y is no read-only data.
-class Keep {
+enum class Use { first, last };
+template <Use kUse>
+class Cache {
  public:
-  Keep() { asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy_)); }
+  Cache() {
+    if constexpr (kUse == Use::first) {
+      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy_));
+    } else {
+      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
+    }
+  }
 
   Piece load(const void* from) const {
     Piece piece;
@@ -203,25 +211,18 @@ class Keep {
                  : "l"(from), "l"(policy_));
     return piece;
   }
+  void store(void* to, const Piece& piece) const {
+    asm volatile(
+        "st.global.L1::no_allocate.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to),
+        "r"(piece.word[0]), "r"(piece.word[1]), "r"(piece.word[2]), "r"(piece.word[3]), "l"(policy_)
+        : "memory");
+  }
 
  private:
   uint64_t policy_;
 };
-struct Drop {
-  static Piece load(const void* from) {
-    Piece piece;
-    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]),
-                   "=r"(piece.word[3])
-                 : "l"(from));
-    return piece;
-  }
-  static void store(void* to, const Piece& piece) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(piece.word[0]),
-                 "r"(piece.word[1]), "r"(piece.word[2]), "r"(piece.word[3])
-                 : "memory");
-  }
-};
+using Keep = Cache<Use::first>;
+using Drop = Cache<Use::last>;
 
 // A row with unit stride along the axis: `head` elements up to the first multiple of 16 bytes,
 // whole pieces of 16 bytes, and what is left. All tensors of a row are aligned alike. The elements
@@ -293,8 +294,8 @@ struct PieceRange {
     }
   }
 
-  template <class Cache>
-  typename Slope::Data load_slope(int piece, const Cache& cache) const {
+  template <class Hint>
+  typename Slope::Data load_slope(int piece, const Hint& hint) const {
     constexpr int kLength = kVectorLength<T>;
     if constexpr (kWeights == Weights::mask) {
       const int64_t bit = static_cast<int64_t>(piece) * kLength + first_bit;
@@ -303,15 +304,15 @@ struct PieceRange {
       if (low + kLength > 8) data |= static_cast<uint32_t>(bits[(bit >> 3) + 1]) << 8;
       return data >> low & ((1u << kLength) - 1);
     } else {
-      return cache.load(y + static_cast<int64_t>(piece) * kLength);
+      return hint.load(y + static_cast<int64_t>(piece) * kLength);
     }
   }
-  template <class Cache>
-  Piece load_d_y(int piece, const Cache& cache) const {
-    return cache.load(d_y + static_cast<int64_t>(piece) * kVectorLength<T>);
+  template <class Hint>
+  Piece load_d_y(int piece, const Hint& hint) const {
+    return hint.load(d_y + static_cast<int64_t>(piece) * kVectorLength<T>);
   }
   void store(int piece, const Piece& value) const {
-    Drop::store(d_x + static_cast<int64_t>(piece) * kVectorLength<T>, value);
+    Drop().store(d_x + static_cast<int64_t>(piece) * kVectorLength<T>, value);
   }
 };
 

@@ -15,6 +15,8 @@ template <class T, Weights kWeights, int kVectors, Group kGroup>
 void backward_registers(const BackwardParams& p) {
   using R = Arithmetic<T, kWeights>;
   using SlopeOf = SlopePiece<T, kWeights>;
+  // Short rows of 16-bit types wait for latency more than for memory: they load d_y beside y.
+  constexpr bool kAll = kWeights == Weights::softmax || (kGroup == Group::warp && sizeof(T) == 2);
   __shared__ Sums<R> scratch[kGroup == Group::block ? kWarpSize : 1];
   int64_t task = static_cast<int64_t>(blockIdx.x);
   int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -38,7 +40,7 @@ void backward_registers(const BackwardParams& p) {
     active[j] = piece < range.count;
     if (active[j]) {
       data[j] = range.load_slope(piece, Drop());
-      if constexpr (kWeights == Weights::softmax) d_y[j] = range.load_d_y(piece, Drop());
+      if constexpr (kAll) d_y[j] = range.load_d_y(piece, Drop());
     }
   }
   const bool has_edge = thread < row.edge;
@@ -48,7 +50,7 @@ void backward_registers(const BackwardParams& p) {
     edge_s = range.template slope_at<R>(edge_at, place.alpha);
     edge_d_y = static_cast<R>(to_real(range.d_y[edge_at]));
   }
-  if constexpr (kWeights != Weights::softmax) {
+  if constexpr (!kAll) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       active[j] = active[j] && SlopeOf::any(data[j]);
