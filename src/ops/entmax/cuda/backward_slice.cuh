@@ -118,6 +118,19 @@ class Slice {
     s_d_y_.add(sums.s_d_y);
   }
 
+  template <int kCount>
+  void put_into_cache(int bit, const SlopeData (&data)[kCount], const Piece (&d_y)[kCount]) {
+    if constexpr (kCaches) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        if (bit + j >= cached_) continue;
+        cached_piece(bit + j, 0) = data[j];
+        cached_piece(bit + j, 1) = d_y[j];
+      }
+      if (!kDense && bit < kKnownPieces) in_cache_ |= 1u << bit;
+    }
+  }
+
   // kAll: as if all pieces had support. Whether the pieces of the warp mostly have.
   template <int kCount, bool kAll, bool kZeros>
   bool collect_batch(int begin, int bit) {
@@ -132,15 +145,7 @@ class Slice {
       for (int j = 0; j < kCount; ++j) d_y[j] = range_.load_d_y(begin + j * threads(), keep);
 #pragma unroll
       for (int j = 0; j < kCount; ++j) add_piece<T, kWeights>(sums, data[j], d_y[j], alpha_);
-      if constexpr (kCaches) {
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-          if (bit + j >= cached_) continue;
-          cached_piece(bit + j, 0) = data[j];
-          cached_piece(bit + j, 1) = d_y[j];
-        }
-        if (!kDense && bit < kKnownPieces) in_cache_ |= 1u << bit;
-      }
+      put_into_cache(bit, data, d_y);
       if (!kDense && bit < kKnownPieces) known_ |= ((1u << kCount) - 1) << bit;
     } else {
       bool active[kCount];
@@ -163,6 +168,10 @@ class Slice {
       for (int j = 0; j < kCount; ++j) {
         if (active[j]) add_piece<T, kWeights>(sums, data[j], d_y[j], alpha_);
       }
+      bool all = kZeros && kCount == kBatch;
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) all = all && active[j];
+      if (all) put_into_cache(bit, data, d_y);
     }
     add_sums(sums);
     if constexpr (kDense || kCount == 1) return kDense;

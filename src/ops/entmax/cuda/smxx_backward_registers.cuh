@@ -1,6 +1,5 @@
 // Rows with unit stride along the axis, kept in registers: d_x = s (d_y - <s, d_y> / S), S = sum of
-// s. A row takes a warp or a block, and is read once; where y has no support d_y is not read at
-// all.
+// s. A row takes a warp or a block, and is read once, d_y only where y has support.
 #pragma once
 
 #include "ops/entmax/cuda/backward_slice.cuh"
