@@ -1,67 +1,29 @@
 #include "driver/case.hpp"
 
-#include <algorithm>
-#include <cmath>
+#include <array>
 
 #include "core/check.hpp"
-#include "core/element.hpp"
-#include "core/threads.hpp"
 
 namespace pullback::driver {
 
-HostTensor normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
+HostTensor normal_tensor(DType dtype, std::span<const std::int64_t> shape, Random& random,
                          double sigma) {
   HostTensor tensor(TensorSpec::contiguous(dtype, shape));
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, sigma * random.normal());
-  return tensor;
-}
-
-namespace {
-
-// Box and Muller's pairs, from generators that are a chunk's own.
-template <class T>
-void fill_normal(T* to, std::int64_t count, std::uint64_t seed, float sigma) {
-  constexpr std::int64_t kChunk = 1 << 16;
-  Threads(0).parallel_for((count + kChunk - 1) / kChunk, [&](std::int64_t chunk, int) {
-    Random random(seed + static_cast<std::uint64_t>(chunk) * 0xd1342543de82ef95u);
-    const std::int64_t end = std::min(count, (chunk + 1) * kChunk);
-    for (std::int64_t i = chunk * kChunk; i < end; i += 2) {
-      const std::uint64_t bits = random.bits();
-      const float uniform = (static_cast<float>(bits >> 40) + 0.5f) * 0x1p-24f;
-      const float angle = static_cast<float>(bits & 0xffffff) * (0x1p-23f * 3.14159265f);
-      const float radius = sigma * std::sqrt(-2 * std::log(uniform));
-      to[i] = static_cast<T>(radius * std::cos(angle));
-      if (i + 1 < end) to[i + 1] = static_cast<T>(radius * std::sin(angle));
-    }
+  for_stretches(tensor.numel(), [&, from = random](std::int64_t first, std::int64_t count) {
+    Random numbers = from;
+    numbers.skip(first * Random::kBitsOfNormal);
+    std::array<double, kStretch> buffer;
+    const std::span values(buffer.data(), static_cast<std::size_t>(count));
+    for (double& value : values) value = sigma * numbers.normal();
+    tensor.store(first, values);
   });
+  random.skip(tensor.numel() * Random::kBitsOfNormal);
+  return tensor;
 }
 
-}  // namespace
-
-HostTensor large_normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape,
-                               Random& random, double sigma) {
-  HostTensor tensor(TensorSpec::contiguous(dtype, shape));
-  const std::uint64_t seed = random.bits();
-  const auto fill = [&](auto* data) {
-    fill_normal(data, tensor.numel(), seed, static_cast<float>(sigma));
-  };
-  switch (dtype) {
-    case DType::f64:
-      fill(static_cast<double*>(tensor.data()));
-      break;
-    case DType::f32:
-      fill(static_cast<float*>(tensor.data()));
-      break;
-    case DType::bf16:
-      fill(static_cast<bfloat16*>(tensor.data()));
-      break;
-    case DType::f16:
-      fill(static_cast<float16*>(tensor.data()));
-      break;
-    default:
-      throw Error(ErrorCode::internal, "large_normal_tensor: not a floating dtype");
-  }
-  return tensor;
+HostTensor normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
+                         double sigma) {
+  return normal_tensor(dtype, std::span(shape.begin(), shape.size()), random, sigma);
 }
 
 HostTensor integer_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,

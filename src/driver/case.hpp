@@ -62,11 +62,10 @@ std::span<const CaseLists> all_case_lists();
 
 // --- Fillers for Case::inputs ---
 
+HostTensor normal_tensor(DType dtype, std::span<const std::int64_t> shape, Random& random,
+                         double sigma = 1);
 HostTensor normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
                          double sigma = 1);
-// The same distribution, made by all cores: for benchmarks. The same for any number of them.
-HostTensor large_normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape,
-                               Random& random, double sigma = 1);
 // Integers in [-magnitude, magnitude].
 HostTensor integer_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
                           std::int64_t magnitude);

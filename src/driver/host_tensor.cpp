@@ -1,6 +1,7 @@
 #include "driver/host_tensor.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -39,6 +40,19 @@ struct Free {
 };
 
 }  // namespace
+
+void for_stretches(std::int64_t numel,
+                   const std::function<void(std::int64_t first, std::int64_t count)>& body) {
+  const std::int64_t stretches = (numel + kStretch - 1) / kStretch;
+  const auto stretch = [&](std::int64_t i, int) {
+    body(i * kStretch, std::min(kStretch, numel - i * kStretch));
+  };
+  if (stretches <= 1) {
+    if (stretches == 1) stretch(0, 0);
+    return;
+  }
+  Threads(0).parallel_for(stretches, stretch, 16);
+}
 
 std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat) {
   std::int64_t offset = 0;
@@ -85,6 +99,28 @@ void HostTensor::set(std::int64_t flat, double value) const {
   store_element(spec_.dtype, data_, offset_of(spec_, flat), value);
 }
 
+void HostTensor::load(std::int64_t flat, std::span<double> values) const {
+  if (is_floating(spec_.dtype) && spec_.is_contiguous()) {
+    dispatch_floating(spec_.dtype, [&]<class T>() {
+      std::transform(static_cast<const T*>(data_) + flat,
+                     static_cast<const T*>(data_) + flat + values.size(), values.begin(),
+                     to_double<T>);
+    });
+    return;
+  }
+  for (double& value : values) value = get(flat++);
+}
+
+void HostTensor::store(std::int64_t flat, std::span<const double> values) const {
+  if (is_floating(spec_.dtype) && spec_.is_contiguous()) {
+    dispatch_floating(spec_.dtype, [&]<class T>() {
+      std::ranges::transform(values, static_cast<T*>(data_) + flat, from_double<T>);
+    });
+    return;
+  }
+  for (double value : values) set(flat++, value);
+}
+
 bool HostTensor::guards_intact() const {
   if (storage_ == nullptr) return true;
   std::vector<bool> element(storage_bytes_, false);
@@ -113,7 +149,12 @@ HostTensor converted(const HostTensor& tensor, DType dtype) {
   const auto& spec = tensor.spec();
   HostTensor copy(TensorSpec::contiguous(
       dtype, std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank))));
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) copy.set(i, tensor.get(i));
+  for_stretches(tensor.numel(), [&](std::int64_t first, std::int64_t count) {
+    std::array<double, kStretch> buffer;
+    const std::span values(buffer.data(), static_cast<std::size_t>(count));
+    tensor.load(first, values);
+    copy.store(first, values);
+  });
   return copy;
 }
 

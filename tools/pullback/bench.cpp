@@ -9,6 +9,7 @@
 #include "commands.hpp"
 #include "cuda/driver.hpp"
 #include "driver/case.hpp"
+#include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"
 #include "report.hpp"
@@ -93,6 +94,9 @@ int run_bench(const BenchOptions& options) {
   const Device device = options.device.get();
   for (const auto& op : options.ops) driver::find_driver(op);
   const std::vector<Job> jobs = jobs_of(options, device);
+  for (const std::string& path : {options.json, options.html}) {
+    if (!path.empty()) driver::check_output_file(path);
+  }
   const Machine machine = this_machine();
   Json report;
   std::vector<std::string> failures;

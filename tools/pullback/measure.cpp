@@ -1,13 +1,15 @@
 #include "measure.hpp"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <mutex>
+#include <span>
 
 #include "core/check.hpp"
-#include "core/threads.hpp"
 #include "cuda_timer.hpp"
 #include "driver/check.hpp"
 
@@ -113,31 +115,27 @@ std::string variant_of(const std::string& description) {
 
 // By all cores: these tensors are large.
 double relative_difference(const HostTensor& got, const HostTensor& expected) {
-  struct Worst {
-    double difference = 0, largest = 0;
-  };
-  constexpr std::int64_t kPiece = 1 << 16;
-  const std::int64_t pieces = (got.numel() + kPiece - 1) / kPiece;
-  std::vector<Worst> worst(static_cast<std::size_t>(pieces));
-  Threads(0).parallel_for(pieces, [&](std::int64_t piece, int) {
-    Worst here;
-    const std::int64_t end = std::min(got.numel(), (piece + 1) * kPiece);
-    for (std::int64_t i = piece * kPiece; i < end; ++i) {
-      const double want = expected.get(i);
+  std::mutex mutex;
+  double difference = 0, largest = 0;
+  driver::for_stretches(got.numel(), [&](std::int64_t first, std::int64_t count) {
+    std::array<double, driver::kStretch> buffers[2];
+    const auto size = static_cast<std::size_t>(count);
+    got.load(first, std::span(buffers[0]).first(size));
+    expected.load(first, std::span(buffers[1]).first(size));
+    double differs = 0, reaches = 0;
+    for (std::size_t i = 0; i < size; ++i) {
+      const double want = buffers[1][i];
       if (!std::isfinite(want)) continue;
-      here.largest = std::max(here.largest, std::abs(want));
-      const double off = std::abs(got.get(i) - want);
-      here.difference = std::isfinite(off) ? std::max(here.difference, off)
-                                           : std::numeric_limits<double>::infinity();
+      reaches = std::max(reaches, std::abs(want));
+      const double off = std::abs(buffers[0][i] - want);
+      differs =
+          std::isfinite(off) ? std::max(differs, off) : std::numeric_limits<double>::infinity();
     }
-    worst[static_cast<std::size_t>(piece)] = here;
+    const std::lock_guard lock(mutex);
+    difference = std::max(difference, differs);
+    largest = std::max(largest, reaches);
   });
-  Worst all;
-  for (const Worst& here : worst) {
-    all.difference = std::max(all.difference, here.difference);
-    all.largest = std::max(all.largest, here.largest);
-  }
-  return all.difference == 0 ? 0 : all.difference / all.largest;
+  return difference == 0 ? 0 : difference / largest;
 }
 
 void add_error(Measurement& result, const driver::OpDriver& driver, const std::string& tensor,
