@@ -66,8 +66,8 @@ struct Registers {
   std::int64_t capacity() const { return std::int64_t{32} * warps * elements; }
   int threads() const { return 32 * (warps == 1 ? kSingleWarps : warps); }
 };
-constexpr Registers kRegisters[] = {{1, 8, {6, 5}},   {1, 16, {5, 4}}, {1, 32, {3, 3}},
-                                    {4, 16, {9, 9}},  {4, 32, {6, 5}}, {8, 32, {3, 2}},
+constexpr Registers kRegisters[] = {{1, 8, {6, 5}},   {1, 16, {4, 4}}, {1, 32, {3, 3}},
+                                    {4, 16, {9, 8}},  {4, 32, {6, 5}}, {8, 32, {3, 2}},
                                     {16, 32, {2, 2}}, {32, 32, {1, 1}}};
 // The sparse families have better kernels from here on.
 constexpr std::int64_t kLongestSparse = 8192;
@@ -88,11 +88,11 @@ cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& sha
 // --- smxx_forward_stream.cuh ---
 
 // Warps that work on a row, in blocks of their own; single warps share blocks.
-constexpr int kStreamGroups[] = {1, 2, 8};
+constexpr int kStreamGroups[] = {1, 2, 4, 8};
 constexpr int stream_block(int warps) { return warps == 1 ? kStreamWarps : warps; }
 constexpr int stream_shared(int warps) { return stream_block(warps) * kSurvivors * 32 * 8; }
 // Of a multiprocessor, by registers and shared memory.
-constexpr int kStreamResidentWarps = 16;
+constexpr int kStreamResidentWarps = 24;
 
 // All rows take the same time: what counts is how full the last wave of warps is. A row is worth
 // more warps than one only where that gains something.
@@ -119,8 +119,8 @@ cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
       .function = fmt::format("entmax::forward_stream<{}, entmax::Family::{}, {}>", type,
                               name_of(family), warps),
       .parameters = "entmax::ForwardParams",
-      .threads = 32 * kStreamWarps,
-      .blocks = 3,
+      .threads = 32 * stream_block(warps),
+      .blocks = kStreamResidentWarps / stream_block(warps),
       .constants = {{"entmax::kSurvivors", kSurvivors}, {"entmax::kStreamWarps", kStreamWarps}}};
 }
 
@@ -222,9 +222,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
       how_ = fmt::format("{} threads a row, which is read twice", 32 * kSoftmaxWarps);
       return;
     }
-    const int warps = getenv("EF_STREAM")
-                          ? atoi(getenv("EF_STREAM"))
-                          : stream_group(params_.rows.count, device_.multiprocessors);
+    const int warps = stream_group(params_.rows.count, device_.multiprocessors);
     fast_.emplace(stream_kernel(dtype, family, warps), device_, stream_shared(warps));
     set_grid(warps == 1 ? kStreamWarps : 1);
     how_ = fmt::format("{} threads a row, which is read once if few elements survive", 32 * warps);
