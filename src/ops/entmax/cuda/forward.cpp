@@ -66,8 +66,8 @@ struct Registers {
   std::int64_t capacity() const { return std::int64_t{32} * warps * elements; }
   int threads() const { return 32 * (warps == 1 ? kSingleWarps : warps); }
 };
-constexpr Registers kRegisters[] = {{1, 8, {6, 5}},   {1, 16, {4, 4}}, {1, 32, {3, 3}},
-                                    {4, 16, {9, 8}},  {4, 32, {6, 5}}, {8, 32, {3, 2}},
+constexpr Registers kRegisters[] = {{1, 8, {6, 6}},   {1, 16, {5, 5}}, {1, 32, {3, 3}},
+                                    {4, 16, {9, 9}},  {4, 32, {6, 6}}, {8, 32, {3, 3}},
                                     {16, 32, {2, 2}}, {32, 32, {1, 1}}};
 // The sparse families have better kernels from here on.
 constexpr std::int64_t kLongestSparse = 8192;
@@ -75,6 +75,9 @@ constexpr std::int64_t kLongestSparse = 8192;
 cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& shape) {
   const auto type = cuda::device_type(dtype);
   const auto vectors = shape.elements * static_cast<int>(size_of(dtype)) / 16;
+  // Their steps need more registers.
+  const bool dense = family != Family::softmax && family != Family::sparsemax;
+  const int fewer = dense && shape.warps == 1 && shape.elements < 32 ? 1 : 0;
   return {.name = fmt::format("entmax_forward_registers_{}_{}_{}_{}", type, name_of(family),
                               shape.warps, vectors),
           .file = "ops/entmax/cuda/smxx_forward_registers.cuh",
@@ -82,7 +85,7 @@ cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& sha
                                   name_of(family), shape.warps, vectors),
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
-          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1]};
+          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1] - fewer};
 }
 
 // --- smxx_forward_stream.cuh ---
@@ -207,7 +210,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     }
     fast_.emplace(registers_kernel(dtype, family, *shape), device_);
     set_grid(shape->warps == 1 ? kSingleWarps : 1);
-    if (walks_over_rows(static_cast<int>(size_of(dtype)), shape->warps)) {
+    if (walks_over_rows(family, static_cast<int>(size_of(dtype)), shape->warps)) {
       const int resident = fast_->blocks_per_multiprocessor(device_) * device_.multiprocessors;
       fast_->shape.grid[0] = std::min(fast_->shape.grid[0], static_cast<unsigned>(resident));
     }

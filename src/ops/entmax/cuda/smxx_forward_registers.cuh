@@ -220,8 +220,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
 }
 
 // Rows are `length` elements, a multiple of the vector length, and begin at multiples of 16 bytes
-// in x and y, where the axis has unit stride. No mask, no offsets, one alpha. Of the 16-bit types a
-// group walks over rows, and loads the next one while it works on this one.
+// in x and y, where the axis has unit stride. No mask, no offsets, one alpha.
 template <class T, Family kFamily, int kWarps, int kVectors>
 void forward_registers(const ForwardParams& p) {
   __shared__ GroupScratch<kWarps> scratch;
@@ -234,7 +233,7 @@ void forward_registers(const ForwardParams& p) {
   if (row >= p.rows.count) return;
   Packed<T> held[kVectors];
   load_held<T, kWarps>(held, x + row_offset(p.rows, p.x, row), length, group.thread());
-  if constexpr (!walks_over_rows(sizeof(T), kWarps)) {
+  if constexpr (!walks_over_rows(kFamily, sizeof(T), kWarps)) {
     forward_held<T, kFamily>(p, row, held, group);
   } else {
     while (true) {

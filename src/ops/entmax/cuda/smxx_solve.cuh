@@ -67,11 +67,15 @@ struct Power {
   static constexpr R edge = near_one ? R{-1} : R{0};   // of excess(): where p leaves 0
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
 
-  R b, inverse;
+  R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
 
-  explicit Power(double alpha)
-      : b(static_cast<R>(alpha - 1)), inverse(static_cast<R>(1 / (alpha - 1))) {}
-
+  explicit Power(double alpha) : Power(static_cast<R>(alpha - 1), 1 / static_cast<R>(alpha - 1)) {
+    if constexpr (kFamily == Family::sparsemax) b = inverse = 1;
+    if constexpr (kFamily == Family::entmax15) {
+      b = R{0.5};
+      inverse = 2;
+    }
+  }
   Power(R b, R inverse) : b(b), inverse(inverse) {}
   // The same where less precision will do.
   auto rough() const {

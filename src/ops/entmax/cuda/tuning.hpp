@@ -21,9 +21,10 @@ inline constexpr int kAnyWarps = 8;
 
 // smxx_forward_registers.cuh: warps of a block where a warp has a row of its own.
 inline constexpr int kSingleWarps = 8;
-// Whether a group computes more than one row: where the registers hold the next one too.
-constexpr bool walks_over_rows(int element_bytes, int warps) {
-  return element_bytes == 2 && warps <= 8;
+// Whether a group computes more than one row, and loads the next one while it works on this one:
+// where the registers for it cost less than the wait.
+constexpr bool walks_over_rows(Family family, int element_bytes, int warps) {
+  return family == Family::softmax && element_bytes == 2 && warps >= 4 && warps <= 8;
 }
 
 // smxx_forward_stream.cuh: warps of a block where a warp has a row of its own, vectors that a lane
