@@ -66,8 +66,8 @@ struct Registers {
   std::int64_t capacity() const { return std::int64_t{32} * warps * elements; }
   int threads() const { return 32 * (warps == 1 ? kSingleWarps : warps); }
 };
-constexpr Registers kRegisters[] = {{1, 8, {6, 5}},   {1, 16, {5, 4}}, {1, 32, {3, 3}},
-                                    {4, 16, {9, 9}},  {4, 32, {6, 5}}, {8, 32, {3, 2}},
+constexpr Registers kRegisters[] = {{1, 8, {6, 6}},   {1, 16, {5, 5}}, {1, 32, {3, 3}},
+                                    {4, 16, {9, 9}},  {4, 32, {6, 6}}, {8, 32, {3, 3}},
                                     {16, 32, {2, 2}}, {32, 32, {1, 1}}};
 // The sparse families have better kernels from here on.
 constexpr std::int64_t kLongestSparse = 8192;
@@ -75,6 +75,9 @@ constexpr std::int64_t kLongestSparse = 8192;
 cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& shape) {
   const auto type = cuda::device_type(dtype);
   const auto vectors = shape.elements * static_cast<int>(size_of(dtype)) / 16;
+  // Their steps need more registers.
+  const bool dense = family != Family::softmax && family != Family::sparsemax;
+  const int fewer = dense && shape.warps == 1 && shape.elements < 32 ? 1 : 0;
   return {.name = fmt::format("entmax_forward_registers_{}_{}_{}_{}", type, name_of(family),
                               shape.warps, vectors),
           .file = "ops/entmax/cuda/smxx_forward_registers.cuh",
@@ -82,17 +85,17 @@ cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& sha
                                   name_of(family), shape.warps, vectors),
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
-          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1]};
+          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1] - fewer};
 }
 
 // --- smxx_forward_stream.cuh ---
 
 // Warps that work on a row, in blocks of their own; single warps share blocks.
-constexpr int kStreamGroups[] = {1, 2, 8};
+constexpr int kStreamGroups[] = {1, 2, 4, 8};
 constexpr int stream_block(int warps) { return warps == 1 ? kStreamWarps : warps; }
 constexpr int stream_shared(int warps) { return stream_block(warps) * kSurvivors * 32 * 8; }
 // Of a multiprocessor, by registers and shared memory.
-constexpr int kStreamResidentWarps = 16;
+constexpr int kStreamResidentWarps = 24;
 
 // All rows take the same time: what counts is how full the last wave of warps is. A row is worth
 // more warps than one only where that gains something.
@@ -119,8 +122,8 @@ cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
       .function = fmt::format("entmax::forward_stream<{}, entmax::Family::{}, {}>", type,
                               name_of(family), warps),
       .parameters = "entmax::ForwardParams",
-      .threads = 32 * kStreamWarps,
-      .blocks = 3,
+      .threads = 32 * stream_block(warps),
+      .blocks = kStreamResidentWarps / stream_block(warps),
       .constants = {{"entmax::kSurvivors", kSurvivors}, {"entmax::kStreamWarps", kStreamWarps}}};
 }
 
@@ -207,7 +210,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     }
     fast_.emplace(registers_kernel(dtype, family, *shape), device_);
     set_grid(shape->warps == 1 ? kSingleWarps : 1);
-    if (walks_over_rows(static_cast<int>(size_of(dtype)), shape->warps)) {
+    if (walks_over_rows(family, static_cast<int>(size_of(dtype)), shape->warps)) {
       const int resident = fast_->blocks_per_multiprocessor(device_) * device_.multiprocessors;
       fast_->shape.grid[0] = std::min(fast_->shape.grid[0], static_cast<unsigned>(resident));
     }
@@ -222,9 +225,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
       how_ = fmt::format("{} threads a row, which is read twice", 32 * kSoftmaxWarps);
       return;
     }
-    const int warps = getenv("EF_STREAM")
-                          ? atoi(getenv("EF_STREAM"))
-                          : stream_group(params_.rows.count, device_.multiprocessors);
+    const int warps = stream_group(params_.rows.count, device_.multiprocessors);
     fast_.emplace(stream_kernel(dtype, family, warps), device_, stream_shared(warps));
     set_grid(warps == 1 ? kStreamWarps : 1);
     how_ = fmt::format("{} threads a row, which is read once if few elements survive", 32 * warps);

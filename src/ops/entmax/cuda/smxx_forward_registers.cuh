@@ -2,7 +2,7 @@
 // of a warp or a block from the one read to the one write.
 //
 // All steps of the threshold run over all elements. The first lower bound, from the largest element
-// of each lane alone, leaves two to four of them.
+// of each lane alone, leaves one to four of them.
 #pragma once
 
 #include "ops/entmax/cuda/forward_params.cuh"
@@ -78,6 +78,15 @@ float rise_of_held(const float (&z)[kCount], float theta, G& group) {
   }
 }
 
+template <class T, class P>
+auto power_of_output(const P& power) {
+  if constexpr (sizeof(T) == 2) {
+    return power.rough();
+  } else {
+    return power;
+  }
+}
+
 template <class T, int kWarps, int kVectors>
 void load_held(Packed<T> (&held)[kVectors], const T* x, int length, int thread) {
 #pragma unroll
@@ -102,8 +111,13 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
   uint32_t largest_word = max_of(held[0]);
 #pragma unroll
   for (int j = 1; j < kVectors; ++j) largest_word = max_of_words<T>(largest_word, max_of(held[j]));
-  const float own = max_in_word<T>(largest_word);
-  const float largest = group.max(own);
+  // Every warp looks at the largest of all threads.
+  float tops[kWarps];
+  group.gather(max_in_word<T>(largest_word), tops);
+  float largest = tops[0];
+#pragma unroll
+  for (int w = 1; w < kWarps; ++w) largest = max_or_nan(largest, tops[w]);
+  largest = warp_max_or_nan(largest);
 
   // Computed where they are used: they need no registers before.
   const auto y_of_row = [&] {
@@ -172,7 +186,9 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
     finish(largest + log_of(sum), size);
   } else {
     const Power<kFamily, float> power(p.alpha);
-    const float bound = lower_bound(power, own - largest, group);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) tops[w] -= largest;
+    const float bound = warp_bound(power, tops);
     Threshold<float> threshold;
     if constexpr (kFamily == Family::sparsemax) {
       threshold = {rise_of_held(z, bound, group), 0, 1};
@@ -185,8 +201,10 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
     if (T* y = y_of_row()) {
+      // A 16-bit y shows no more than the rough digits.
+      const auto output = power_of_output<T>(power);
       store_held<T, kWarps, kVectors>(y, length, thread, [&](int i) {
-        const float v = power.value(power.excess(z[i], theta));
+        const float v = output.value(power.excess(z[i], theta));
         return kFamily == Family::sparsemax ? v : v * threshold.scale;
       });
     }
@@ -202,8 +220,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
 }
 
 // Rows are `length` elements, a multiple of the vector length, and begin at multiples of 16 bytes
-// in x and y, where the axis has unit stride. No mask, no offsets, one alpha. Of the 16-bit types a
-// group walks over rows, and loads the next one while it works on this one.
+// in x and y, where the axis has unit stride. No mask, no offsets, one alpha.
 template <class T, Family kFamily, int kWarps, int kVectors>
 void forward_registers(const ForwardParams& p) {
   __shared__ GroupScratch<kWarps> scratch;
@@ -216,7 +233,7 @@ void forward_registers(const ForwardParams& p) {
   if (row >= p.rows.count) return;
   Packed<T> held[kVectors];
   load_held<T, kWarps>(held, x + row_offset(p.rows, p.x, row), length, group.thread());
-  if constexpr (!walks_over_rows(sizeof(T), kWarps)) {
+  if constexpr (!walks_over_rows(kFamily, sizeof(T), kWarps)) {
     forward_held<T, kFamily>(p, row, held, group);
   } else {
     while (true) {

@@ -63,6 +63,7 @@ void warp_sum_pair(R& a, R& b) {
 template <int kWarps>
 struct GroupScratch {
   double values[2][kWarps][3];
+  float of_threads[2][kWarps * device::kWarpSize];
 };
 template <>
 struct GroupScratch<1> {};
@@ -81,6 +82,21 @@ class Group {
     value = warp_max_or_nan(value);
     exchange<1>(&value, [](R* a, const R* b) { a[0] = max_or_nan(a[0], b[0]); });
     return value;
+  }
+
+  // One value of each thread of the group, to all warps: those of thread i in lane i % 32.
+  void gather(float value, float (&all)[kWarps]) {
+    if constexpr (kWarps == 1) {
+      all[0] = value;
+    } else {
+      scratch_.of_threads[parity_][threadIdx.x] = value;
+      __syncthreads();
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        all[w] = scratch_.of_threads[parity_][w * device::kWarpSize + lane_index()];
+      }
+      parity_ ^= 1;
+    }
   }
 
   template <class R>

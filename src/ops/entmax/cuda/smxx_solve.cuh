@@ -67,11 +67,15 @@ struct Power {
   static constexpr R edge = near_one ? R{-1} : R{0};   // of excess(): where p leaves 0
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
 
-  R b, inverse;
+  R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
 
-  explicit Power(double alpha)
-      : b(static_cast<R>(alpha - 1)), inverse(static_cast<R>(1 / (alpha - 1))) {}
-
+  explicit Power(double alpha) : Power(static_cast<R>(alpha - 1), 1 / static_cast<R>(alpha - 1)) {
+    if constexpr (kFamily == Family::sparsemax) b = inverse = 1;
+    if constexpr (kFamily == Family::entmax15) {
+      b = R{0.5};
+      inverse = 2;
+    }
+  }
   Power(R b, R inverse) : b(b), inverse(inverse) {}
   // The same where less precision will do.
   auto rough() const {
@@ -85,19 +89,25 @@ struct Power {
     if constexpr (kFamily == Family::entmax15) return fma(R{0.5}, z, -theta);
     return fma(b, z, -theta);
   }
+  // p^(2-alpha), the summand of the slope: e^(1/b - 1), from which p costs a product. 0 where p is.
+  R slope(R e) const {
+    if constexpr (kFamily == Family::sparsemax) return e > 0 ? R{1} : R{0};
+    if constexpr (kFamily == Family::entmax15) return max(e, R{0});
+    if constexpr (kRough) {
+      const R rough = rough_power_of(e, inverse - 1);
+      return e > 0 ? rough : R{0};
+    }
+    if (!(e > edge)) return R{0};
+    if constexpr (near_one) return exp_of(log1p_of(e) * (inverse - 1));
+    return power_of(e, inverse - 1);
+  }
+  R value(R e, R slope) const {
+    if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
+    return near_one ? slope + e * slope : max(e, R{0}) * slope;
+  }
   R value(R e) const {
     if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
-    if constexpr (kFamily == Family::entmax15) return max(e, R{0}) * max(e, R{0});
-    if (!(e > edge)) return R{0};
-    if constexpr (near_one) return exp_of(log1p_of(e) * inverse);
-    if constexpr (kRough) return rough_power_of(e, inverse);
-    return power_of(e, inverse);
-  }
-  // The summand of the slope, given p.
-  R slope(R e, R p) const {
-    if constexpr (kFamily == Family::entmax15) return max(e, R{0});
-    if (!(e > edge)) return R{0};
-    return quotient(p, near_one ? 1 + e : e);
+    return value(e, slope(e));
   }
   // From which f - 1 on a step ends closer than the type's precision.
   R tolerance() const {
@@ -144,9 +154,9 @@ Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
       }
     } else {
       const R e = power.excess(z, theta);
-      const R p = power.value(e);
-      part.f += p;
-      part.slope += power.slope(e, p);
+      const R slope = power.slope(e);
+      part.f += power.value(e, slope);
+      part.slope += slope;
     }
     if constexpr (sizeof(A) > sizeof(R)) {
       if (++length == kPartLength) {
@@ -225,52 +235,76 @@ Threshold<double> bracket(const P& power, int64_t count, G& group, const Element
   }
 }
 
-// --- Lower bounds of the root from one element of each thread: any subset's root is one. ---
+// --- Lower bounds of the root from a few elements: any subset's root is one. ---
 
-// Sums of numbers in [0, 1] over a warp, in units of 2^-23: one instruction, not ten.
-inline float warp_sum_of_fractions(float u) {
-  return 0x1p-23f * static_cast<float>(warp_sum_int(__float_as_int(u + 1) - 0x3f800000));
+// Sums of numbers in [0, kMost] over a warp, in units of kMost 2^-23: one instruction, not ten.
+template <int kMost>
+float warp_sum_of_fractions(float u) {
+  const int bits = __float_as_int(fma(u, 1.0f / kMost, 1.0f)) - 0x3f800000;
+  return kMost * 0x1p-23f * static_cast<float>(warp_sum_int(bits));
 }
 
-// theta of the 32 elements z of a warp, less the rounding of the sums.
-template <class P>
-float warp_bound(const P& power, float z) {
+// theta of the elements z of a warp, less the rounding of the sums.
+template <class P, int kCount>
+float warp_bound(const P& power, const float (&z)[kCount]) {
+  constexpr float kSlack = 0x1p-18f * kCount;
   if constexpr (P::family == Family::sparsemax) {
-    const float u = max(z + 1, 0.0f);
+    float u[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) u[i] = max(z[i] + 1, 0.0f);
     float theta = 0;  // of u
     while (true) {
-      const unsigned active = __ballot_sync(device::kAllLanes, u > theta);
+      int active = 0;
+      float part = 0;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        active += __popc(__ballot_sync(device::kAllLanes, u[i] > theta));
+        part += u[i] > theta ? u[i] : 0;
+      }
       if (active == 0) break;
-      const float sum = warp_sum_of_fractions(u > theta ? u : 0);
-      const float next = quotient(sum - 1, static_cast<float>(__popc(active)));
+      const float sum = warp_sum_of_fractions<kCount>(part);
+      const float next = quotient(sum - 1, static_cast<float>(active));
       if (!(next > theta)) break;
       theta = next;
     }
-    return max(P::start, theta - 1 - 0x1p-18f);
+    return max(P::start, theta - 1 - kSlack);
   } else if constexpr (P::family == Family::entmax15) {
-    const float u = max(fma(0.5f, z, 1.0f), 0.0f);
+    float u[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) u[i] = max(fma(0.5f, z[i], 1.0f), 0.0f);
     float theta = 0;
     while (true) {
-      const float d = max(u - theta, 0.0f);
-      const float f = warp_sum_of_fractions(d * d);
+      float squares = 0, slope = 0;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float d = max(u[i] - theta, 0.0f);
+        squares = fma(d, d, squares);
+        slope += d;
+      }
+      const float f = warp_sum_of_fractions<kCount>(squares);
       if (!(f > 1)) break;
       const float root = root_of(f);
-      theta += quotient(root * (f - 1), (root + 1) * warp_sum_of_fractions(d));
+      theta += quotient(root * (f - 1), (root + 1) * warp_sum_of_fractions<kCount>(slope));
       if (f < 1.1f) break;
     }
-    return max(P::start, theta - 1 - 0x1p-16f);
+    return max(P::start, theta - 1 - 4 * kSlack);
   } else {
     GroupScratch<1> none;
     Group<1> warp(none);
-    const auto one = [&](auto use) { use(z); };
-    const float theta = rise<float>(power.rough(), power.start, warp, one, 0.1f).theta;
-    return max(P::start, theta - 0x1p-18f * (1 + magnitude(theta)));
+    const auto all = [&](auto use) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) use(z[i]);
+    };
+    const float theta = rise<float>(power.rough(), power.start, warp, all, 0.1f).theta;
+    return max(P::start, theta - kSlack * (1 + magnitude(theta)));
   }
 }
 
+// From one element of each thread of a group.
 template <class P, class G>
 float lower_bound(const P& power, float z, G& group) {
-  const float bound = warp_bound(power, z);
+  const float one[] = {z};
+  const float bound = warp_bound(power, one);
   return G::kThreads == device::kWarpSize ? bound : group.max(bound);
 }
 template <class P, class G>

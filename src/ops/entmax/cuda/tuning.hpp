@@ -21,16 +21,17 @@ inline constexpr int kAnyWarps = 8;
 
 // smxx_forward_registers.cuh: warps of a block where a warp has a row of its own.
 inline constexpr int kSingleWarps = 8;
-// Whether a group computes more than one row: where the registers hold the next one too.
-constexpr bool walks_over_rows(int element_bytes, int warps) {
-  return element_bytes == 2 && warps <= 8;
+// Whether a group computes more than one row, and loads the next one while it works on this one:
+// where the registers for it cost less than the wait.
+constexpr bool walks_over_rows(Family family, int element_bytes, int warps) {
+  return family == Family::softmax && element_bytes == 2 && warps >= 4 && warps <= 8;
 }
 
 // smxx_forward_stream.cuh: warps of a block where a warp has a row of its own, vectors that a lane
 // loads at a time, and the length of a lane's list.
 inline constexpr int kStreamWarps = 8;
-inline constexpr int kStreamVectors = 8;
-inline constexpr int kSurvivors = 40;
+inline constexpr int kStreamVectors = 4;
+inline constexpr int kSurvivors = 24;
 
 // smxx_forward_softmax.cuh: warps of a row, vectors that a lane loads at a time.
 inline constexpr int kSoftmaxWarps = 8;
