@@ -42,6 +42,8 @@ class MaskChunk {
   // Of the lane's own 128 elements.
   Sums<R> collect_of_lane() const {
     Sums<R> sums;
+    const int count = bits_of_lane();
+    if (count <= kFewBits) return collect_bits(count);
     const Keep keep;
     const int first = first_piece_ + lane() * (128 / kLength);
 #pragma unroll 1
@@ -232,7 +234,10 @@ void backward_mask_rows(const BackwardParams& p) {
     }
     return sums.s_d_y / sums.s;
   };
-  if (nans == 0 && chunk.few_bits()) {
+  // Where pieces of 16 bytes hold eight elements and chunks several rows, most pieces near a bit
+  // are looked at in vain.
+  const bool scatters = sizeof(T) == 2 && rows_of_chunk > 1;
+  if (scatters && nans == 0 && chunk.few_bits()) {
     const typename Chunk::Taken taken = chunk.take();
     Sums<R> sums;
     sums.s = static_cast<R>(taken.count);
