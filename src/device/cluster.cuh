@@ -23,6 +23,13 @@ inline void cluster_barrier() {
                    : "memory");
 }
 
+// The two halves of cluster_barrier(). Before the first store into another block's memory, that block
+// must have started: every block arrives when it starts, and waits before it stores.
+inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // The address in block `rank` of what `local` is in this one. Write with store_remote.
 inline uint32_t remote_address(const void* local, uint32_t rank) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(local));

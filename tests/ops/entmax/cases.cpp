@@ -246,6 +246,33 @@ void alphas(std::vector<Case>& cases) {
   }
 }
 
+// Rows that no warp holds: each way through the long ones, with and without ends beside the
+// vectors.
+void long_rows(std::vector<Case>& cases) {
+  const auto add = [&](const Shape& shape, OptionMap options, double sigma) {
+    std::string name = fmt::format("long rows {}x{} sigma {}", shape[0], shape[1], sigma);
+    for (const auto& [key, value] : options) name += fmt::format(" {} {}", key, value);
+    cases.push_back(no_differences(make_case(name, std::move(options), shape, normal(sigma))));
+    cases.back().full_only = shape[0] * shape[1] > 200000;
+  };
+  for (const char* alpha : {"1", "1.3", "1.5", "2", "3"}) {
+    add({1, 60001}, {{"alpha", alpha}}, 0.02);
+    add({17, 9001}, {{"alpha", alpha}}, 1);
+    add({17, 20000}, {{"alpha", alpha}}, 0.02);
+    add({17, 70001}, {{"alpha", alpha}}, 0.3);
+  }
+  for (double sigma : {1e-5, 1.0}) {
+    // Several rows, or one, a warp of the CUDA kernel; 384 does not fit that.
+    for (std::int64_t length : {128, 384, 512, 4096}) {
+      add({37, length}, {{"saved", "support"}}, sigma);
+    }
+    add({1, 60001}, {{"saved", "support"}}, sigma);
+    add({17, 9000}, {{"saved", "support"}}, sigma);
+    add({17, 12800}, {{"saved", "support"}}, sigma);
+    add({17, 20001}, {{"saved", "support"}}, sigma);
+  }
+}
+
 }  // namespace
 
 std::vector<Case> entmax_cases() {
@@ -256,6 +283,7 @@ std::vector<Case> entmax_cases() {
   hard_values(cases);
   masks_and_ragged(cases);
   alphas(cases);
+  long_rows(cases);
   return cases;
 }
 

@@ -3,17 +3,9 @@
 
 #include <cmath>
 
-namespace pullback::entmax {
+#include "ops/entmax/cuda/tuning.hpp"
 
-enum class Family {
-  invalid,    // alpha below 1, infinite or NaN: rows of NaN
-  softmax,    // 1
-  near_one,   // up to 1.125: p = exp(log1p(b (z - c)) / b), b = alpha - 1; loses nothing as b -> 0
-  entmax15,   // 1.5
-  general,    // up to 2: p = (b z - theta)^(1/b)
-  sparsemax,  // 2
-  steep,      // above 2: the same, in double: p has an infinite slope at the edge of the support
-};
+namespace pullback::entmax {
 
 inline Family family_of(double alpha) {
   if (!(alpha >= 1) || std::isinf(alpha)) return Family::invalid;

@@ -1,0 +1,335 @@
+// Which backward kernels run: d_x by the fastest one that the layout allows, from y or from the
+// support mask; d_alpha by a pass of its own, before d_x, which may be d_y's memory.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "ops/entmax/cpu/family.hpp"
+#include "ops/entmax/cuda/backward_kernels.hpp"
+#include "ops/entmax/cuda/rows.hpp"
+#include "ops/entmax/problem.hpp"
+
+namespace pullback::entmax {
+namespace {
+
+using Kernel = cuda::PlannedKernel<BackwardParams>;
+
+Weights weights_of(const EntmaxProblem& problem) {
+  if (problem.alpha_per_row.given()) return Weights::mixed;
+  switch (family_of(problem.alpha)) {
+    case Family::softmax:
+      return Weights::softmax;
+    case Family::sparsemax:
+      return Weights::sparsemax;
+    case Family::entmax15:
+      return Weights::entmax15;
+    case Family::near_one:
+    case Family::general:
+      return Weights::power;
+    case Family::invalid:
+    case Family::steep:
+      return Weights::mixed;
+  }
+  return Weights::mixed;
+}
+
+class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
+ public:
+  CudaBackward(const EntmaxProblem& problem, const Device& device)
+      : CudaBody(device), problem_(problem), offsets_(problem, device_) {
+    const EntmaxProblem& p = problem_;
+    params_.y = with_axis(p.y);
+    params_.d_y = with_axis(p.d_y);
+    params_.d_x = with_axis(p.d_x);
+    params_.support = row_tensor(steps_of_support(p.support));
+    params_.support_size = row_tensor(steps_per_row(p, p.support_size));
+    params_.alpha = row_tensor(steps_per_row(p, p.alpha_per_row));
+    params_.d_alpha = row_tensor(steps_per_row(p, p.d_alpha));
+    params_.alpha_of_all = p.alpha;
+    RowTensor* const tensors[] = {&params_.d_x,     &params_.d_y,   &params_.y,
+                                  &params_.support, &params_.alpha, &params_.support_size,
+                                  &params_.d_alpha};
+    params_.rows = merged_rows(p, tensors);
+    tasks_ = params_.rows.count * params_.rows.groups;
+    offsets_bytes_ = (offsets_.workspace_bytes() + 255) / 256 * 256;
+    workspace_bytes = offsets_.workspace_bytes();
+    load_any();
+    if (tasks_ > 0) load_fast();
+  }
+
+ private:
+  // One source of s, one path.
+  struct Fast {
+    Path path = Path::whole;
+    std::int64_t chunks = 1;
+    std::int32_t cached_pieces = 0;
+    Kernel first, second;
+  };
+
+  RowTensor with_axis(const TensorSpec& spec) const {
+    RowTensor tensor = row_tensor(steps_with_axis(problem_, spec));
+    if (row_length(problem_) == 1) tensor.axis = 1;
+    return tensor;
+  }
+
+  static unsigned grid(std::int64_t blocks) {
+    return static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, 0x7fffffff));
+  }
+
+  void load_any() {
+    const DType dtype = problem_.x.dtype;
+    // Neighbouring threads go along the axis where it is the fastest dimension.
+    const Rows& rows = params_.rows;
+    const bool ragged = problem_.offsets.given();
+    const std::int64_t next = rows.rank == 0 ? 0 : std::abs(params_.d_x.outer[rows.rank - 1]);
+    const bool across =
+        !ragged && (std::abs(params_.d_x.axis) > next ? next > 0 : rows.length < 128);
+    const auto load = [&](const OpKernel& kernel) {
+      Kernel loaded(kernel, device_);
+      loaded.shape.grid[0] = grid(across ? (tasks_ + kAcrossRows - 1) / kAcrossRows : tasks_);
+      return loaded;
+    };
+    any_ = load(any_kernel(dtype, weights_of(problem_) == Weights::mixed, across));
+    d_alpha_ = load(d_alpha_kernel(dtype, across));
+    if (ragged) {
+      rest_ = Kernel(rest_kernel(dtype), device_);
+      rest_.shape.grid[0] = grid(std::min<std::int64_t>(rows.count, 8 * device_.multiprocessors));
+    }
+    description = fmt::format(
+        "rows of {} elements{}; accumulation {}\ndeterministic: sums are added in one order",
+        rows.length, ragged ? " in ragged groups" : "", name_of(accumulation_dtype(dtype)));
+  }
+
+  // 16-byte pieces of a row begin at the same positions in all three tensors, as far as the steps
+  // tell; enqueue() looks at the pointers.
+  bool pieces_match(const RowTensor& tensor) const {
+    const auto length = static_cast<std::int64_t>(16 / size_of(problem_.x.dtype));
+    bool match = tensor.axis == 1;
+    for (int dim = 0; dim < params_.rows.rank; ++dim) {
+      match &= (tensor.outer[dim] - params_.d_x.outer[dim]) % length == 0;
+    }
+    return match;
+  }
+
+  void load_fast() {
+    if (!pieces_match(params_.d_x) || !pieces_match(params_.d_y)) return;
+    const std::int64_t length = params_.rows.length;
+    if (length > kLongestRow) return;
+    if (pieces_match(params_.y)) {
+      from_y_ = fast(best_path(weights_of(problem_)), weights_of(problem_));
+      description = fmt::format("{}; {}", kPathNames[static_cast<int>(from_y_->path)], description);
+    }
+    const bool mask_possible =
+        problem_.alpha == 2 && !problem_.alpha_per_row.given() && !problem_.offsets.given();
+    if (!mask_possible || (params_.support.axis != 1 && length > 8)) return;
+    const Path path = few_rows() ? Path::chunks : Path::whole;
+    from_mask_ = fast(path, Weights::mask);
+    if (path == Path::chunks || length % 128 != 0 || !rows_begin_on_16_bytes()) return;
+    from_aligned_mask_ =
+        fast(kMaskChunk % length == 0 && rows_side_by_side() ? Path::mask_rows : Path::mask_block,
+             Weights::mask);
+  }
+
+  bool rows_begin_on_16_bytes() const {
+    const auto bytes = static_cast<std::int64_t>(size_of(problem_.x.dtype));
+    bool all = true;
+    for (int dim = 0; dim < params_.rows.rank; ++dim) {
+      all &= params_.d_x.outer[dim] * bytes % 16 == 0 && params_.d_y.outer[dim] * bytes % 16 == 0 &&
+             params_.support.outer[dim] % 16 == 0;
+    }
+    return all;
+  }
+
+  bool rows_side_by_side() const {
+    const Rows& rows = params_.rows;
+    return rows.rank == 0 ||
+           (rows.rank == 1 && params_.d_x.outer[0] == rows.length &&
+            params_.d_y.outer[0] == rows.length && params_.support.outer[0] == rows.length / 8);
+  }
+
+  std::int64_t pieces() const {
+    return params_.rows.length * static_cast<std::int64_t>(size_of(problem_.x.dtype)) / 16;
+  }
+  bool has_clusters() const { return device_.major == 9 || device_.major == 10; }
+  // Long rows, too few to fill the device.
+  bool few_rows() const {
+    return !problem_.offsets.given() && pieces() > kBlockPieces &&
+           tasks_ * (has_clusters() ? kMaxCluster : 1) < device_.multiprocessors;
+  }
+  // Blocks of a row. Where most of y is zero a cluster gains little, and its blocks wait for each
+  // other.
+  int cluster_of(Weights weights) const {
+    if (!has_clusters() || problem_.offsets.given()) return 1;
+    const std::int64_t fits = weights == Weights::softmax ? kSlicePieces * cluster_threads(weights)
+                                                          : 2 * kSlicePieces * kBlockThreads;
+    int cluster = 1;
+    while (cluster < kMaxCluster && pieces() > cluster * fits) cluster *= 2;
+    return cluster;
+  }
+  // More blocks of fewer threads hide the waits better, while the row is on chip all the same.
+  int cluster_threads(Weights weights) const {
+    const bool small = pieces() > kSlicePieces * kBlockThreads &&
+                       pieces() <= kSlicePieces * kMaxCluster * kBlockThreads / 2;
+    return weights == Weights::softmax && small ? kBlockThreads / 2 : kBlockThreads;
+  }
+  Path best_path(Weights weights) const {
+    if (pieces() <= 64) return Path::warp2;
+    if (pieces() <= 128) return Path::warp4;
+    if (pieces() <= kBlockPieces && !problem_.offsets.given()) return Path::block;
+    if (few_rows()) return Path::chunks;
+    return cluster_of(weights) > 1 ? Path::cluster : Path::whole;
+  }
+
+  Fast fast(Path path, Weights weights) {
+    const DType dtype = problem_.x.dtype;
+    const auto kernels = kernels_of(path, dtype, served(weights, path, dtype));
+    const auto threads_for = [](std::int64_t pieces_of_row) {
+      return static_cast<unsigned>(
+          std::clamp<std::int64_t>((pieces_of_row + 127) / 128 * 32, 32, kBlockThreads));
+    };
+    Fast fast;
+    fast.path = path;
+    cuda::LaunchShape shape{.block = static_cast<unsigned>(kernels[0].threads)};
+    shape.grid[0] = grid(tasks_);
+    switch (path) {
+      case Path::mask_rows:
+        shape.grid[0] = grid((tasks_ * params_.rows.length + kMaskChunk * kWarpRows - 1) /
+                             (kMaskChunk * kWarpRows));
+        break;
+      case Path::warp2:
+      case Path::warp4:
+        shape.grid[0] = grid((tasks_ + kWarpRows - 1) / kWarpRows);
+        break;
+      case Path::block:
+        shape.block = threads_for(pieces());
+        break;
+      case Path::whole:
+        shape.block = threads_for(pieces() / params_.rows.groups);
+        break;
+      case Path::cluster:
+        shape.cluster = static_cast<unsigned>(cluster_of(weights));
+        shape.block = static_cast<unsigned>(cluster_threads(weights));
+        shape.grid[0] = grid(tasks_ * shape.cluster);
+        break;
+      case Path::chunks:
+        fast.chunks = std::clamp<std::int64_t>(8 * device_.multiprocessors / tasks_, 1,
+                                               std::min<std::int64_t>(kMaxChunks, pieces() / 2048));
+        shape.grid[0] = grid(tasks_ * fast.chunks);
+        sums_bytes_ = std::max(sums_bytes_,
+                               static_cast<std::size_t>(tasks_ * fast.chunks) * 2 * sizeof(double));
+        workspace_bytes = offsets_bytes_ + sums_bytes_;
+        break;
+      case Path::mask_block:
+        shape.block = static_cast<unsigned>(std::clamp<std::int64_t>(
+            (params_.rows.length + kMaskChunk - 1) / kMaskChunk * 32, 32, kBlockThreads));
+        break;
+    }
+    int shared_bytes = 0;
+    if ((path == Path::whole || path == Path::cluster) && weights != Weights::mask) {
+      // Half of the shared memory, by as many threads as two whole blocks have; what remains is L1,
+      // which keeps its part of the row by itself.
+      constexpr int kPieceBytes = 2 * 16;
+      const auto per_thread = device_.max_shared_bytes / (2 * 2 * kBlockThreads * kPieceBytes);
+      fast.cached_pieces = per_thread;
+      shared_bytes = per_thread * kPieceBytes * static_cast<int>(shape.block);
+    }
+    fast.first = Kernel(kernels[0], device_, shared_bytes);
+    fast.first.shape = shape;
+    if (kernels.size() > 1) {
+      fast.second = Kernel(kernels[1], device_);
+      fast.second.shape = shape;
+    }
+    return fast;
+  }
+
+  void enqueue(Stream stream, const EntmaxTensors& tensors, Workspace workspace) const override {
+    BackwardParams params = params_;
+    const std::int64_t* offsets = offsets_.enqueue(stream, tensors.offsets, workspace);
+    params.rows.offsets = offsets;
+    params.alpha.data = const_cast<void*>(tensors.alpha_per_row);
+    params.d_y.data = const_cast<void*>(tensors.d_y);
+    params.d_x.data = tensors.d_x;
+    params.d_alpha.data = tensors.d_alpha;
+    params.y.data = tensors.y;
+    if (tensors.d_alpha && tasks_ > 0) d_alpha_.launch(stream, params);
+    if (!tensors.d_x || params.rows.count * params.rows.length == 0) return;
+    if (offsets) rest_.launch(stream, params);
+    if (tasks_ == 0) return;
+    if (!tensors.y) {
+      params.support.data = tensors.support;
+      params.support_size.data = tensors.support_size;
+    }
+    const bool aligned = cuda::vector_aligned({tensors.d_y, tensors.d_x, tensors.support});
+    const std::optional<Fast>& mask =
+        from_aligned_mask_ && aligned ? from_aligned_mask_ : from_mask_;
+    const std::optional<Fast>& fast = tensors.y ? from_y_ : mask;
+    if (!fast || !aligned_alike(tensors)) return any_.launch(stream, params);
+    params.chunks = fast->chunks;
+    params.cached_pieces = fast->cached_pieces;
+    params.partial_sums = static_cast<std::byte*>(workspace.data) + offsets_bytes_;
+    fast->first.launch(stream, params);
+    if (fast->path == Path::chunks) fast->second.launch(stream, params);
+  }
+
+  static bool aligned_alike(const EntmaxTensors& tensors) {
+    const auto past = [](const void* pointer) {
+      return reinterpret_cast<std::uintptr_t>(pointer) % 16;
+    };
+    return past(tensors.d_y) == past(tensors.d_x) &&
+           (!tensors.y || past(tensors.y) == past(tensors.d_x));
+  }
+
+  // Positions of pieces fit 32 bits.
+  static constexpr std::int64_t kLongestRow = std::int64_t{1} << 30;
+  // Of a thread, where a cluster can share the row: it then stays on chip between the first look
+  // and the second, in shared memory, L1 and L2.
+  static constexpr std::int64_t kSlicePieces = 8;
+
+  static constexpr std::int64_t kMaskChunk = 4096;  // elements (smxx_backward_mask.cuh)
+
+  EntmaxProblem problem_;
+  RaggedOffsets offsets_;
+  BackwardParams params_{};
+  std::int64_t tasks_ = 0;
+  std::size_t offsets_bytes_ = 0, sums_bytes_ = 0;
+  Kernel any_, d_alpha_, rest_;
+  std::optional<Fast> from_y_, from_mask_, from_aligned_mask_;
+};
+
+}  // namespace
+
+Body make_cuda_backward(const EntmaxProblem& problem, const Device& device) {
+  return std::make_unique<CudaBackward>(problem, device);
+}
+
+}  // namespace pullback::entmax
+
+namespace pullback::cuda {
+
+std::vector<KernelSource> entmax_backward_kernels(int arch) {
+  using namespace entmax;
+  std::vector<KernelSource> sources;
+  const auto add = [&](const OpKernel& kernel) {
+    sources.push_back(op_kernel<BackwardParams>(kernel, arch));
+  };
+  for (DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+    for (Path path : kAllPaths) {
+      if (path == Path::cluster && arch / 10 != 9 && arch / 10 != 10) continue;
+      for (Weights weights : kAllWeights) {
+        if (served(weights, path, dtype) != weights) continue;
+        if (weights == Weights::mask && !serves_mask(path)) continue;
+        for (const OpKernel& kernel : kernels_of(path, dtype, weights)) add(kernel);
+      }
+    }
+    for (bool across : {false, true}) {
+      add(any_kernel(dtype, true, across));
+      if (dtype != DType::f64) add(any_kernel(dtype, false, across));
+      add(d_alpha_kernel(dtype, across));
+    }
+    add(rest_kernel(dtype));
+  }
+  return sources;
+}
+
+}  // namespace pullback::cuda

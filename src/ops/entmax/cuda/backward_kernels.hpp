@@ -1,0 +1,152 @@
+// The backward kernels: what there is, by the way a row is worked on, and how each is called.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "cuda/op_kernel.hpp"
+#include "ops/entmax/cuda/backward_params.cuh"
+#include "ops/entmax/cuda/backward_tuning.cuh"
+
+namespace pullback::entmax {
+
+using cuda::OpKernel;
+
+inline constexpr std::string_view kWeightsNames[] = {"softmax", "sparsemax", "entmax15",
+                                                     "power",   "mixed",     "mask"};
+inline constexpr Weights kAllWeights[] = {Weights::softmax, Weights::sparsemax, Weights::entmax15,
+                                          Weights::power,   Weights::mixed,     Weights::mask};
+
+// How a row is worked on.
+enum class Path {
+  warp2,  // in a warp's registers, 2 pieces a thread
+  warp4,
+  block,       // in a block's registers
+  whole,       // a block, twice
+  cluster,     // several blocks, twice; sm_90
+  chunks,      // two kernels
+  mask_rows,   // from the mask: several rows a warp
+  mask_block,  // from the mask: a block a row
+};
+inline constexpr std::string_view kPathNames[] = {
+    "a warp a row, in registers",
+    "a warp a row, in registers",
+    "a block a row, in registers",
+    "a block a row, read twice, the second time from L2",
+    "a cluster of blocks a row, read twice, the second time from L2",
+    "chunks of rows over all blocks, two kernels",
+    "several rows a warp",
+    "a block a row"};
+inline constexpr Path kAllPaths[] = {Path::warp2,     Path::warp4,     Path::block,
+                                     Path::whole,     Path::cluster,   Path::chunks,
+                                     Path::mask_rows, Path::mask_block};
+inline constexpr int kBlockThreads = 512, kBlockPieces = 4 * kBlockThreads;
+
+inline bool serves_mask(Path path) {
+  return path == Path::whole || path == Path::chunks || path == Path::mask_rows ||
+         path == Path::mask_block;
+}
+
+// f64 has no use for kernels that save arithmetic, nor chunks for all formulas.
+inline Weights served(Weights weights, Path path, DType dtype) {
+  if (weights == Weights::mask || path == Path::mask_rows || path == Path::mask_block) {
+    return Weights::mask;
+  }
+  if (dtype == DType::f64) return Weights::mixed;
+  if (path == Path::chunks && weights != Weights::mixed) return Weights::power;
+  return weights;
+}
+
+inline std::string with_weights(std::string_view function, DType dtype, Weights weights,
+                                std::string_view more = {}) {
+  return fmt::format("entmax::{}<{}, entmax::Weights::{}{}>", function, cuda::device_type(dtype),
+                     kWeightsNames[static_cast<int>(weights)], more);
+}
+
+inline OpKernel kernel_of(std::string_view what, std::string_view file, std::string function,
+                          std::string_view variant, DType dtype, int threads, int blocks = 1) {
+  return {
+      .name = fmt::format("entmax_backward_{}_{}_{}", what, variant, name_of(dtype)),
+      .file = file,
+      .function = std::move(function),
+      .parameters = "entmax::BackwardParams",
+      .threads = threads,
+      .blocks = blocks,
+      .constants = {{"sizeof(entmax::RowTensor)", static_cast<std::int64_t>(sizeof(RowTensor))}}};
+}
+
+inline constexpr std::string_view kRegistersFile = "ops/entmax/cuda/smxx_backward_registers.cuh";
+inline constexpr std::string_view kStreamFile = "ops/entmax/cuda/smxx_backward_stream.cuh";
+inline constexpr std::string_view kClusterFile = "ops/entmax/cuda/sm90_backward_cluster.cuh";
+inline constexpr std::string_view kMaskFile = "ops/entmax/cuda/smxx_backward_mask.cuh";
+inline constexpr std::string_view kAnyFile = "ops/entmax/cuda/smxx_backward_any.cuh";
+
+// The kernels of a path; `weights` is served by it. Kernels in double or with powers need
+// more registers, and that for any mask makes way for those of mask_rows and mask_block.
+inline std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights) {
+  const std::string_view name = kWeightsNames[static_cast<int>(weights)];
+  const bool wide = dtype == DType::f64 || weights == Weights::mixed || weights == Weights::power ||
+                    weights == Weights::mask;
+  const auto make = [&](std::string_view what, std::string_view file, std::string_view function,
+                        int threads, std::string_view more = {}) {
+    return kernel_of(what, file, with_weights(function, dtype, weights, more), name, dtype, threads,
+                     std::max(1, (wide ? 512 : 1024) / threads));
+  };
+  constexpr int kWarpThreads = kWarpRows * 32;
+  const auto mask = [&](std::string_view what, int threads, int blocks) {
+    return kernel_of(what, kMaskFile,
+                     fmt::format("entmax::backward_{}<{}>", what, cuda::device_type(dtype)), "all",
+                     dtype, threads, blocks);
+  };
+  switch (path) {
+    case Path::warp2:
+      return {make("warp2", kRegistersFile, "backward_registers", kWarpThreads,
+                   ", 2, entmax::Group::warp")};
+    case Path::warp4:
+      return {make("warp4", kRegistersFile, "backward_registers", kWarpThreads,
+                   ", 4, entmax::Group::warp")};
+    case Path::block:
+      return {make("block", kRegistersFile, "backward_registers", kBlockThreads,
+                   ", 4, entmax::Group::block")};
+    case Path::whole:
+      return {make("whole", kStreamFile, "backward_whole", kBlockThreads)};
+    case Path::cluster:
+      return {make("cluster", kClusterFile, "backward_cluster", kBlockThreads)};
+    case Path::chunks:
+      return {make("chunk_sums", kStreamFile, "backward_chunk_sums", kBlockThreads),
+              make("chunk_gradients", kStreamFile, "backward_chunk_gradients", kBlockThreads)};
+    case Path::mask_rows:
+      return {mask("mask_rows", kWarpThreads, 4)};
+    case Path::mask_block:
+      return {mask("mask_block", kBlockThreads, 2)};
+  }
+  return {};
+}
+
+inline std::string_view mapping_name(bool across) { return across ? "across" : "block"; }
+
+inline OpKernel any_kernel(DType dtype, bool wide, bool across) {
+  const std::string_view real = wide || dtype == DType::f64 ? "double" : "float";
+  return kernel_of("any", kAnyFile,
+                   fmt::format("entmax::backward_any<{}, {}, entmax::Mapping::{}>",
+                               cuda::device_type(dtype), real, mapping_name(across)),
+                   fmt::format("{}_{}", real, mapping_name(across)), dtype, kAnyThreads);
+}
+
+inline OpKernel d_alpha_kernel(DType dtype, bool across) {
+  return kernel_of("d_alpha", kAnyFile,
+                   fmt::format("entmax::backward_d_alpha<{}, entmax::Mapping::{}>",
+                               cuda::device_type(dtype), mapping_name(across)),
+                   mapping_name(across), dtype, kAnyThreads);
+}
+
+inline OpKernel rest_kernel(DType dtype) {
+  return kernel_of("rest", kAnyFile,
+                   fmt::format("entmax::backward_rest<{}>", cuda::device_type(dtype)), "zeros",
+                   dtype, kAnyThreads);
+}
+
+}  // namespace pullback::entmax

@@ -1,0 +1,367 @@
+// What the backward kernels of entmax share: s = y^(2-alpha), from y or from the support mask, and
+// rows with unit stride along the axis as 16-byte pieces, whole ones fast and those at the two ends
+// of a row element by element.
+#pragma once
+
+#include "device/float.cuh"
+#include "device/memory.cuh"
+#include "device/warp.cuh"
+#include "ops/entmax/cuda/backward_params.cuh"
+
+namespace pullback::entmax {
+
+using namespace device;
+
+// Where alpha is above 2, y^(2-alpha) leaves the range of float.
+template <class T, Weights kWeights>
+struct ArithmeticOf {
+  using Type = Real<T>;
+};
+template <class T>
+struct ArithmeticOf<T, Weights::mixed> {
+  using Type = double;
+};
+template <class T, Weights kWeights>
+using Arithmetic = typename ArithmeticOf<T, kWeights>::Type;
+
+// To 1 ulp, subnormals to 0; the exact one takes longer than the memory that these kernels wait
+// for.
+inline float square_root(float value) {
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(value));
+  return root;
+}
+inline double square_root(double value) { return sqrt(value); }
+
+// For results of 16 bits the hardware's logarithm has digits enough.
+template <class T>
+float power(float base, float exponent) {
+  if constexpr (sizeof(T) > 2) return powf(base, exponent);
+  float logarithm, result;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(logarithm) : "f"(base));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent * logarithm));
+  return result;
+}
+// A call: the code of a piece's elements side by side takes seconds to compile.
+template <class T>
+__noinline__ double power(double base, double exponent) {
+  // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
+  return base != base ? base : exp(fmin(exponent * log(base), 600.0));
+}
+
+// s of y > 0, and NaN of NaN. For the mask y is 1.
+template <class T, Weights kWeights, class R>
+R weight(R y, double alpha) {
+  if constexpr (kWeights == Weights::softmax || kWeights == Weights::mask) return y;
+  if constexpr (kWeights == Weights::sparsemax) return fma(y, R{0}, R{1});
+  if constexpr (kWeights == Weights::entmax15) return square_root(y);
+  if constexpr (kWeights == Weights::power || kWeights == Weights::mixed) {
+    if (alpha == 1) return y;
+    if (alpha == 2) return fma(y, R{0}, R{1});
+    return alpha == 1.5 ? square_root(y) : power<T>(y, static_cast<R>(2 - alpha));
+  }
+}
+
+// Which row a block or warp works on, and what of the row is not an element.
+struct RowPlace {
+  int64_t row;    // of Rows::count
+  int64_t group;  // ragged row
+  int64_t begin, length;
+  double alpha;
+  bool nan;  // all of d_x is
+};
+
+inline bool valid_alpha(double alpha) { return alpha >= 1 && alpha < infinity<double>(); }
+
+template <class T>
+double alpha_of_row(const BackwardParams& p, int64_t row, int64_t group) {
+  if (!p.alpha.data) return p.alpha_of_all;
+  const int64_t at = row_offset(p.rows, p.alpha, row) + group * p.alpha.axis;
+  return static_cast<double>(static_cast<const Real<T>*>(p.alpha.data)[at]);
+}
+
+template <class T, Weights kWeights>
+RowPlace place_of(const BackwardParams& p, int64_t task) {
+  RowPlace place{task, 0, 0, p.rows.length, p.alpha_of_all, false};
+  if (p.rows.offsets) {
+    place.row = task / p.rows.groups;
+    place.group = task - place.row * p.rows.groups;
+    place.begin = p.rows.offsets[place.group];
+    place.length = p.rows.offsets[place.group + 1] - place.begin;
+  }
+  if constexpr (kWeights == Weights::mixed) {
+    place.alpha = alpha_of_row<T>(p, place.row, place.group);
+    place.nan = !valid_alpha(place.alpha);
+  }
+  if constexpr (kWeights == Weights::mask) {
+    const auto* sizes = static_cast<const int32_t*>(p.support_size.data);
+    place.nan = sizes[row_offset(p.rows, p.support_size, place.row)] < 0;
+  }
+  return place;
+}
+
+// s of y, and 0 where y is.
+template <class T, Weights kWeights, class R>
+R slope(R y, double alpha) {
+  return y == 0 ? R{0} : weight<T, kWeights>(y, alpha);
+}
+
+// 16 bytes of a row as words: arrays of 16-bit elements would end up in local memory.
+struct alignas(16) Piece {
+  uint32_t word[4];
+};
+
+inline double element_of(const Piece& piece, int e, double) {
+  return __hiloint2double(static_cast<int>(piece.word[2 * e + 1]),
+                          static_cast<int>(piece.word[2 * e]));
+}
+inline float element_of(const Piece& piece, int e, float) { return __uint_as_float(piece.word[e]); }
+inline float element_of(const Piece& piece, int e, bf16) {
+  const uint32_t word = piece.word[e / 2];
+  return __uint_as_float(e % 2 == 0 ? word << 16 : word & 0xffff0000u);
+}
+inline float element_of(const Piece& piece, int e, f16) {
+  const uint32_t word = piece.word[e / 2];
+  return to_real(f16{static_cast<uint16_t>(e % 2 == 0 ? word : word >> 16)});
+}
+
+inline Piece packed(const double (&from)[2], double) {
+  Piece piece;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    piece.word[2 * e] = static_cast<uint32_t>(__double2loint(from[e]));
+    piece.word[2 * e + 1] = static_cast<uint32_t>(__double2hiint(from[e]));
+  }
+  return piece;
+}
+inline Piece packed(const float (&from)[4], float) {
+  return {{__float_as_uint(from[0]), __float_as_uint(from[1]), __float_as_uint(from[2]),
+           __float_as_uint(from[3])}};
+}
+inline Piece packed(const float (&from)[8], bf16) {
+  Piece piece;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+        : "=r"(piece.word[i])
+        : "f"(from[2 * i + 1]), "f"(from[2 * i]));
+  }
+  return piece;
+}
+inline Piece packed(const float (&from)[8], f16) {
+  Piece piece;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;"
+        : "=r"(piece.word[i])
+        : "f"(from[2 * i + 1]), "f"(from[2 * i]));
+  }
+  return piece;
+}
+
+// Whether an element is not zero.
+template <class T>
+bool any_of(const Piece& piece) {
+  const uint32_t all = piece.word[0] | piece.word[1] | piece.word[2] | piece.word[3];
+  if constexpr (sizeof(T) == 2) return (all & 0x7fff7fffu) != 0;
+  if constexpr (sizeof(T) == 4) return (all & 0x7fffffffu) != 0;
+  return (piece.word[0] | piece.word[2] | ((piece.word[1] | piece.word[3]) & 0x7fffffffu)) != 0;
+}
+
+// A piece of y, or the bits of the mask that stand for it.
+template <class T, Weights kWeights>
+struct SlopePiece {
+  using Data = Piece;
+  static bool any(const Data& data) { return any_of<T>(data); }
+  template <class R>
+  static R at(const Data& data, int e, double alpha) {
+    return slope<T, kWeights>(static_cast<R>(element_of(data, e, T{})), alpha);
+  }
+};
+template <class T>
+struct SlopePiece<T, Weights::mask> {
+  using Data = uint32_t;
+  static bool any(Data data) { return data != 0; }
+  template <class R>
+  static R at(Data data, int e, double) {
+    return data >> e & 1 ? R{1} : R{0};
+  }
+};
+
+// Long rows are read twice, the second time from a cache: what is read for the first time asks to
+// stay in the second-level cache, what is read for the last time, and stored, to go.
+// d_x may be d_y's memory, so that d_y is no read-only data.
+enum class Use { first, last };
+template <Use kUse>
+class Cache {
+ public:
+  Cache() {
+    if constexpr (kUse == Use::first) {
+      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy_));
+    } else {
+      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
+    }
+  }
+
+  Piece load(const void* from) const {
+    Piece piece;
+    asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]),
+                   "=r"(piece.word[3])
+                 : "l"(from), "l"(policy_));
+    return piece;
+  }
+  void store(void* to, const Piece& piece) const {
+    asm volatile(
+        "st.global.L1::no_allocate.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to),
+        "r"(piece.word[0]), "r"(piece.word[1]), "r"(piece.word[2]), "r"(piece.word[3]), "l"(policy_)
+        : "memory");
+  }
+
+ private:
+  uint64_t policy_;
+};
+using Keep = Cache<Use::first>;
+using Drop = Cache<Use::last>;
+
+// A row with unit stride along the axis: `head` elements up to the first multiple of 16 bytes,
+// whole pieces of 16 bytes, and what is left. All tensors of a row are aligned alike. The elements
+// beside the pieces are the edge: fewer than kMaxEdge, each for one thread.
+template <class T, Weights kWeights>
+struct PieceRow {
+  static constexpr int kLength = kVectorLength<T>;
+  static constexpr int kMaxEdge = 2 * kLength;
+
+  const T* y = nullptr;
+  const uint8_t* bits = nullptr;  // instead of y
+  const T* d_y;
+  T* d_x;
+  int64_t pieces;
+  int head, edge;
+
+  PieceRow(const BackwardParams& p, const RowPlace& place) {
+    d_y = static_cast<const T*>(p.d_y.data) + row_offset(p.rows, p.d_y, place.row) + place.begin;
+    d_x = static_cast<T*>(p.d_x.data) + row_offset(p.rows, p.d_x, place.row) + place.begin;
+    if constexpr (kWeights == Weights::mask) {
+      bits = static_cast<const uint8_t*>(p.support.data) + row_offset(p.rows, p.support, place.row);
+    } else {
+      y = static_cast<const T*>(p.y.data) + row_offset(p.rows, p.y, place.row) + place.begin;
+    }
+    const auto past = static_cast<int>(reinterpret_cast<uint64_t>(d_x) / sizeof(T) % kLength);
+    head = past == 0 ? 0 : kLength - past;
+    if (head > place.length) head = static_cast<int>(place.length);
+    pieces = (place.length - head) / kLength;
+    edge = static_cast<int>(place.length - pieces * kLength);
+  }
+
+  // Which element the i-th of the edge is.
+  int64_t edge_at(int i) const { return i < head ? i : i + pieces * kLength; }
+};
+
+// `count` pieces of a row from piece `begin` on.
+template <class T, Weights kWeights>
+struct PieceRange {
+  using Slope = SlopePiece<T, kWeights>;
+
+  const T* y;
+  const uint8_t* bits;
+  const T* d_y;
+  T* d_x;
+  int first_bit;
+  int count;
+
+  PieceRange(const PieceRow<T, kWeights>& row, int64_t begin, int64_t end) {
+    const int64_t at = row.head + begin * kVectorLength<T>;
+    if constexpr (kWeights == Weights::mask) {
+      bits = row.bits + (at >> 3);
+      first_bit = static_cast<int>(at & 7);
+    } else {
+      y = row.y + at;
+    }
+    d_y = row.d_y + at;
+    d_x = row.d_x + at;
+    count = end > begin ? static_cast<int>(end - begin) : 0;
+  }
+
+  // Of one element, which counts from the first piece on.
+  template <class R>
+  R slope_at(int64_t at, double alpha) const {
+    if constexpr (kWeights == Weights::mask) {
+      const int64_t bit = at + first_bit;
+      return bits[bit >> 3] >> (bit & 7) & 1 ? R{1} : R{0};
+    } else {
+      return slope<T, kWeights>(static_cast<R>(to_real(y[at])), alpha);
+    }
+  }
+
+  template <class Hint>
+  typename Slope::Data load_slope(int piece, const Hint& hint) const {
+    constexpr int kLength = kVectorLength<T>;
+    if constexpr (kWeights == Weights::mask) {
+      const int64_t bit = static_cast<int64_t>(piece) * kLength + first_bit;
+      const int low = static_cast<int>(bit & 7);
+      uint32_t data = bits[bit >> 3];
+      if (low + kLength > 8) data |= static_cast<uint32_t>(bits[(bit >> 3) + 1]) << 8;
+      return data >> low & ((1u << kLength) - 1);
+    } else {
+      return hint.load(y + static_cast<int64_t>(piece) * kLength);
+    }
+  }
+  template <class Hint>
+  Piece load_d_y(int piece, const Hint& hint) const {
+    return hint.load(d_y + static_cast<int64_t>(piece) * kVectorLength<T>);
+  }
+  void store(int piece, const Piece& value) const {
+    Drop().store(d_x + static_cast<int64_t>(piece) * kVectorLength<T>, value);
+  }
+};
+
+template <class R>
+struct Sums {
+  R s = 0, s_d_y = 0;
+};
+
+// Adds s and s * d_y. d_y does not count where s is 0, whatever it is.
+template <class R>
+void add(Sums<R>& sums, R s, R d_y) {
+  sums.s += s;
+  sums.s_d_y = fma(s, s == 0 ? R{0} : d_y, sums.s_d_y);
+}
+
+template <class T, Weights kWeights, class R>
+void add_piece(Sums<R>& sums, const typename SlopePiece<T, kWeights>::Data& data, const Piece& d_y,
+               double alpha) {
+#pragma unroll
+  for (int e = 0; e < kVectorLength<T>; ++e) {
+    add(sums, SlopePiece<T, kWeights>::template at<R>(data, e, alpha),
+        static_cast<R>(element_of(d_y, e, T{})));
+  }
+}
+
+template <class R>
+R gradient(R s, R d_y, R mean) {
+  return s == 0 ? R{0} : s * (d_y - mean);
+}
+
+template <class T, Weights kWeights, class R>
+Piece gradient_piece(const typename SlopePiece<T, kWeights>::Data& data, const Piece& d_y, R mean,
+                     double alpha) {
+  Real<T> result[kVectorLength<T>];
+#pragma unroll
+  for (int e = 0; e < kVectorLength<T>; ++e) {
+    result[e] =
+        static_cast<Real<T>>(gradient(SlopePiece<T, kWeights>::template at<R>(data, e, alpha),
+                                      static_cast<R>(element_of(d_y, e, T{})), mean));
+  }
+  return packed(result, T{});
+}
+
+// All of d_x of a row, by threads `thread` of `threads`.
+template <class T, Weights kWeights>
+void fill_nan(const PieceRow<T, kWeights>& row, int64_t thread, int64_t threads) {
+  const T nan = from_real<T>(quiet_nan<Real<T>>());
+  const int64_t length = row.pieces * kVectorLength<T> + row.edge;
+  for (int64_t i = thread; i < length; i += threads) row.d_x[i] = nan;
+}
+
+}  // namespace pullback::entmax

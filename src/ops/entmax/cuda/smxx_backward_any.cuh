@@ -1,0 +1,193 @@
+// The backward of rows of any layout: strides, ragged rows, alpha per row, any dtype, from y or
+// from the support mask; and d_alpha. With s = y^(2-alpha), S = sum of s:
+//   d_x = s (d_y - <s, d_y> / S)
+//   d_alpha = [ <p,R> (<d_y,p> - b <d_y,pL>) - (sum p - b sum pL) <d_y,pR> ] / S
+// with b = alpha - 1, L = ln p, R = L^2 (e^t - 1 - t) / t^2 at t = -b L: README.md derives it.
+// Rows are read twice, the second time from the caches.
+#pragma once
+
+#include "ops/entmax/cuda/backward_slice.cuh"
+#include "ops/entmax/cuda/backward_tuning.cuh"
+
+namespace pullback::entmax {
+
+// Who works on a row: the block, or every kAcrossRows-th thread of it, so that neighbouring threads
+// take neighbouring rows, which are neighbours in memory where the axis is not the last one.
+enum class Mapping { block, across };
+
+template <Mapping kMapping>
+struct RowThreads {
+  static constexpr int kRows = kMapping == Mapping::block ? 1 : kAcrossRows;
+  static constexpr int kThreads = kAnyThreads / kRows;  // of a row
+
+  static int row() { return static_cast<int>(threadIdx.x) % kRows; }
+  static int thread() { return static_cast<int>(threadIdx.x) / kRows; }
+
+  // The sum over a row's threads, on all of them. All threads of the block take part.
+  // `scratch`: kAnyThreads numbers.
+  template <class R>
+  static R sum(R value, R* scratch) {
+    __syncthreads();
+    R result = 0;
+    if constexpr (kMapping == Mapping::block) {
+      const R of_warp = warp_sum(value);
+      if (threadIdx.x % kWarpSize == 0) scratch[threadIdx.x / kWarpSize] = of_warp;
+      __syncthreads();
+      for (int i = 0; i < kAnyThreads / kWarpSize; ++i) result += scratch[i];
+    } else {
+      scratch[threadIdx.x] = value;
+      __syncthreads();
+      for (int i = 0; i < kThreads; ++i) result += scratch[i * kRows + row()];
+    }
+    return result;
+  }
+};
+
+// One row in global memory; positions count from its first element.
+template <class T>
+struct AnyRow {
+  const T* y = nullptr;
+  const uint8_t* bits = nullptr;  // instead of y
+  const T* d_y;
+  T* d_x;
+  int64_t y_step, bits_step, d_y_step, d_x_step;
+
+  AnyRow(const BackwardParams& p, const RowPlace& place) {
+    const auto at = [&](const RowTensor& tensor) {
+      return row_offset(p.rows, tensor, place.row) + place.begin * tensor.axis;
+    };
+    if (p.y.data) {
+      y = static_cast<const T*>(p.y.data) + at(p.y);
+    } else {
+      bits = static_cast<const uint8_t*>(p.support.data) + row_offset(p.rows, p.support, place.row);
+    }
+    d_y = static_cast<const T*>(p.d_y.data) + at(p.d_y);
+    d_x = static_cast<T*>(p.d_x.data) + at(p.d_x);
+    y_step = p.y.axis;
+    bits_step = p.support.axis;
+    d_y_step = p.d_y.axis;
+    d_x_step = p.d_x.axis;
+  }
+
+  template <class R>
+  R s(int64_t i, double alpha) const {
+    if (bits) return static_cast<R>(bits[(i >> 3) * bits_step] >> (i & 7) & 1);
+    const R value = static_cast<R>(to_real(y[i * y_step]));
+    return value == 0 ? R{0} : weight<T, Weights::power>(value, alpha);
+  }
+};
+
+template <class T>
+RowPlace any_place(const BackwardParams& p, int64_t task) {
+  RowPlace place = place_of<T, Weights::power>(p, task);
+  place.alpha = alpha_of_row<T>(p, place.row, place.group);
+  place.nan = !valid_alpha(place.alpha);
+  if (p.support_size.data) {
+    const auto* sizes = static_cast<const int32_t*>(p.support_size.data);
+    place.nan = sizes[row_offset(p.rows, p.support_size, place.row)] < 0;
+  }
+  return place;
+}
+
+// R: double where alpha may be above 2, else T's own arithmetic.
+template <class T, class R, Mapping kMapping>
+void backward_any(const BackwardParams& p) {
+  using Threads = RowThreads<kMapping>;
+  __shared__ R scratch[kAnyThreads];
+  const int64_t task = static_cast<int64_t>(blockIdx.x) * Threads::kRows + Threads::row();
+  const bool exists = task < p.rows.count * p.rows.groups;
+  // Threads without a row take part in the sums.
+  RowPlace place = any_place<T>(p, exists ? task : 0);
+  if (!exists) place.length = 0;
+  const AnyRow<T> row(p, place);
+
+  CompensatedSum<R> s_sum, s_d_y_sum;
+  for (int64_t i = Threads::thread(); i < place.length; i += Threads::kThreads) {
+    const R s = row.template s<R>(i, place.alpha);
+    if (s == 0) continue;
+    s_sum.add(s);
+    s_d_y_sum.add(s * static_cast<R>(to_real(row.d_y[i * row.d_y_step])));
+  }
+  const R s_total = Threads::sum(s_sum.total(), scratch);
+  R mean = Threads::sum(s_d_y_sum.total(), scratch) / s_total;
+  for (int64_t i = Threads::thread(); i < place.length; i += Threads::kThreads) {
+    const R s = row.template s<R>(i, place.alpha);
+    R d_x = 0;
+    if (place.nan) {
+      d_x = quiet_nan<R>();
+    } else if (!(s == 0)) {
+      d_x = s * (static_cast<R>(to_real(row.d_y[i * row.d_y_step])) - mean);
+    }
+    row.d_x[i * row.d_x_step] = from_real<T>(static_cast<Real<T>>(d_x));
+  }
+}
+
+// (e^t - 1 - t) / t^2 for t >= 0.
+inline double second_remainder(double t) {
+  if (t > 0.5) return (expm1(t) - t) / (t * t);
+  double term = 0.5, sum = 0;
+#pragma unroll 1
+  for (int k = 3; k <= 15; ++k) {
+    sum += term;
+    term *= t / k;
+  }
+  return sum;
+}
+
+// From y, in double whatever T is: seven sums of opposite signs meet in the result.
+template <class T, Mapping kMapping>
+void backward_d_alpha(const BackwardParams& p) {
+  using Threads = RowThreads<kMapping>;
+  __shared__ double scratch[kAnyThreads];
+  const int64_t task = static_cast<int64_t>(blockIdx.x) * Threads::kRows + Threads::row();
+  const bool exists = task < p.rows.count * p.rows.groups;
+  RowPlace place = any_place<T>(p, exists ? task : 0);
+  if (!exists) place.length = 0;
+  const AnyRow<T> row(p, place);
+  const double b = place.alpha - 1;
+
+  enum : int { kP, kS, kPL, kPR, kGP, kGPL, kGPR, kSums };
+  CompensatedSum<double> sums[kSums];
+  for (int64_t i = Threads::thread(); i < place.length; i += Threads::kThreads) {
+    const auto probability = static_cast<double>(to_real(row.y[i * row.y_step]));
+    if (probability == 0) continue;
+    const auto g = static_cast<double>(to_real(row.d_y[i * row.d_y_step]));
+    const double l = log(probability);
+    const double t = fmin(-b * l, 600.0);
+    const double pl = probability * l, pr = pl * l * second_remainder(fmax(t, 0.0));
+    sums[kP].add(probability);
+    sums[kS].add(probability * exp(t));
+    sums[kPL].add(pl);
+    sums[kPR].add(pr);
+    sums[kGP].add(g * probability);
+    sums[kGPL].add(g * pl);
+    sums[kGPR].add(g * pr);
+  }
+  double total[kSums];
+#pragma unroll
+  for (int k = 0; k < kSums; ++k) total[k] = Threads::sum(sums[k].total(), scratch);
+  if (!exists || Threads::thread() != 0) return;
+  double result =
+      (total[kPR] * (total[kGP] - b * total[kGPL]) - (total[kP] - b * total[kPL]) * total[kGPR]) /
+      total[kS];
+  if (total[kS] == 0) result = 0;  // nothing visible in the row
+  if (place.nan) result = quiet_nan<double>();
+  const int64_t at = row_offset(p.rows, p.d_alpha, place.row) + place.group * p.d_alpha.axis;
+  static_cast<Real<T>*>(p.d_alpha.data)[at] = static_cast<Real<T>>(result);
+}
+
+// Zeros where the axis belongs to no ragged row: before the first offset and after the last.
+template <class T>
+void backward_rest(const BackwardParams& p) {
+  const int64_t first = p.rows.offsets[0];
+  const int64_t last = p.rows.offsets[p.rows.groups];
+  const int64_t rest = first + p.rows.length - last;
+  for (int64_t row = blockIdx.x; row < p.rows.count; row += gridDim.x) {
+    T* d_x = static_cast<T*>(p.d_x.data) + row_offset(p.rows, p.d_x, row);
+    for (int64_t i = threadIdx.x; i < rest; i += blockDim.x) {
+      d_x[(i < first ? i : i - first + last) * p.d_x.axis] = T{};
+    }
+  }
+}
+
+}  // namespace pullback::entmax

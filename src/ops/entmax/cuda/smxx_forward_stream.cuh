@@ -1,0 +1,238 @@
+// The forward of contiguous rows of any length that reads x once: sparse families.
+//
+// A warp walks along the row (each of several warps: along its own tiles) and stores zeros at once.
+// What lies above a lower bound of the threshold goes to a list of the lane's own in shared memory.
+// The bound is the threshold of what the warp has seen: of the lanes' largest elements after the
+// first tile, of the lists whenever one of them has grown. At the end the threshold of the lists is
+// the row's, and their elements are stored over the zeros, by the lanes that stored those.
+// A row with more survivors than the lists hold is read again (smxx_forward_any.cuh).
+#pragma once
+
+#include "ops/entmax/cuda/smxx_forward_any.cuh"
+#include "ops/entmax/cuda/smxx_vector.cuh"
+
+namespace pullback::entmax {
+
+struct Survivor {
+  float x;
+  int at;  // in the row
+};
+
+// One lane's list, and the bound that its warp shares.
+// kLength: elements that are added at a time, at most.
+template <class P, int kLength>
+class Survivors {
+ public:
+  Survivors(const P& power, Survivor* list) : power_(power), list_(list) {}
+
+  float bound = -device::infinity<float>();  // of x: what is not above it is not in the support
+  bool overflow = false;
+
+  // Room for more; else the list has lost something.
+  bool room() {
+    if (count_ + kLength > kSurvivors) overflow = true;
+    return count_ + kLength <= kSurvivors;
+  }
+  void add(float x, int at) {
+    if (x > bound) list_[device::kWarpSize * count_++] = {x, at};
+  }
+
+  template <class Use>
+  void for_each(const Use& use) const {
+#pragma unroll 1
+    for (int k = 0; k < count_; ++k) use(list_[device::kWarpSize * k]);
+  }
+
+  // From theta, relative to `largest`, to a bound of x, and back; both round downwards.
+  void raise(float largest, float theta) {
+    const float edge = P::near_one ? theta - power_.inverse : theta * power_.inverse;
+    bound = max(bound, largest + edge - slack(largest, edge));
+  }
+  float theta_of_bound(float largest) const {
+    const float edge = bound - largest;
+    const float below = edge - slack(largest, edge);
+    return max(P::start, P::near_one ? below + power_.inverse : below * power_.b);
+  }
+
+  // Raises the bound to the threshold of the warp's lists when one of them has become long.
+  void tighten(float own_largest) {
+    if (!__any_sync(device::kAllLanes, count_ > trigger_)) return;
+    GroupScratch<1> none;
+    Group<1> warp(none);
+    const float largest = warp.max(own_largest);
+    if (!(magnitude(largest) < device::infinity<float>())) return;
+    const auto listed = [&](auto use) { for_each([&](Survivor s) { use(s.x - largest); }); };
+    const float start = theta_of_bound(largest);
+    raise(largest, rise<float>(power_.rough(), start, warp, listed, 0x1p-6f).theta);
+    int kept = 0;
+    for_each([&](Survivor s) {
+      if (s.x > bound) list_[device::kWarpSize * kept++] = s;
+    });
+    count_ = kept;
+    const int longest = static_cast<int>(warp.max(static_cast<float>(count_)));
+    trigger_ = min(max(kFirstTrigger, 2 * longest), kSurvivors - 2 * kLength);
+  }
+
+ private:
+  static constexpr int kFirstTrigger = kSurvivors / 4;
+
+  static float slack(float largest, float edge) {
+    return 8 * kEpsilon<float> * (magnitude(largest) + magnitude(edge) + 1);
+  }
+
+  const P& power_;
+  Survivor* list_;
+  int count_ = 0;
+  int trigger_ = kFirstTrigger;
+};
+
+// The bits of the survivors in the zeroed support. A byte of f32 belongs to two lanes.
+template <class T, class List, class Active>
+void store_survivor_bits(uint8_t* support, int64_t step, const List& list, const Active& active) {
+  constexpr int kLanes = 8 / device::kVectorLength<T>;  // of a byte
+#pragma unroll
+  for (int turn = 0; turn < kLanes; ++turn) {
+    if (lane_index() % kLanes == turn) {
+      list.for_each([&](Survivor s) {
+        if (!active(s)) return;
+        volatile uint8_t* byte = support + s.at / 8 * step;
+        *byte = static_cast<uint8_t>(*byte | 1u << s.at % 8);
+      });
+    }
+    __syncwarp();
+  }
+}
+
+// Rows as for forward_registers, of less than 2^31 elements. kWarps: of a row; blocks of 1 are
+// kStreamWarps rows.
+template <class T, Family kFamily, int kWarps>
+void forward_stream(const ForwardParams& p) {
+  using device::infinity;
+  constexpr int kLength = device::kVectorLength<T>;
+  constexpr int kStep = device::kWarpSize * kLength;  // from a lane's vector to its next
+  constexpr int kTile = kStreamVectors * kStep;
+  extern __shared__ Survivor lists[];
+  __shared__ GroupScratch<kWarps> scratch;
+  Group<kWarps> group(scratch);
+  const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize, lane = lane_index();
+  const int64_t row = kWarps == 1 ? static_cast<int64_t>(blockIdx.x) * kStreamWarps + warp
+                                  : static_cast<int64_t>(blockIdx.x);
+  if (row >= p.rows.count) return;
+  const int length = static_cast<int>(p.rows.length);
+  const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row);
+  T* y = p.y.data ? static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row) : nullptr;
+  uint8_t* support =
+      p.support.data ? static_cast<uint8_t*>(p.support.data) + row_offset(p.rows, p.support, row)
+                     : nullptr;
+
+  const Power<kFamily, float> power(p.alpha);
+  Survivors<Power<kFamily, float>, kLength> survivors(
+      power, lists + warp * kSurvivors * device::kWarpSize + lane);
+
+  int begin = (kWarps == 1 ? 0 : warp * kTile) + lane * kLength;
+  const auto load = [&](Packed<T>(&tile)[kStreamVectors], int first) {
+#pragma unroll
+    for (int j = 0; j < kStreamVectors; ++j) {
+      const int at = first + j * kStep;
+      if (at < length) {
+        tile[j] = load_packed<T>(x + at);
+      } else {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) tile[j].word[w] = kHiddenWord<T>;
+      }
+    }
+  };
+  float own = -infinity<float>();  // this lane's largest
+  bool first = true;
+  Packed<T> tile[kStreamVectors], next[kStreamVectors];
+  load(next, begin);
+  for (; begin - lane * kLength < length; begin += kWarps * kTile) {
+    uint32_t tops[kStreamVectors];
+#pragma unroll
+    for (int j = 0; j < kStreamVectors; ++j) tile[j] = next[j];
+    load(next, begin + kWarps * kTile);
+#pragma unroll
+    for (int j = 0; j < kStreamVectors; ++j) tops[j] = max_of(tile[j]);
+    uint32_t top = tops[0];
+#pragma unroll
+    for (int j = 1; j < kStreamVectors; ++j) top = max_of_words<T>(top, tops[j]);
+    own = max_or_nan(own, max_in_word<T>(top));
+    if (first) {
+      first = false;
+      const float largest = warp_max_or_nan(own);
+      if (magnitude(largest) < infinity<float>()) {
+        GroupScratch<1> none;
+        Group<1> alone(none);
+        survivors.raise(largest, lower_bound(power, own - largest, alone));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kStreamVectors; ++j) {
+      const int at = begin + j * kStep;
+      if (at < length) {
+        if (y) store_packed(y + at, Packed<T>{});
+        if (support && at % 8 == 0) support[at / 8 * p.support.axis] = 0;
+      }
+      if (max_in_word<T>(tops[j]) > survivors.bound && survivors.room()) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          float element[kPerWord<T>];
+          unpack(tile[j].word[w], element, T{});
+#pragma unroll
+          for (int k = 0; k < kPerWord<T>; ++k) {
+            survivors.add(element[k], at + w * kPerWord<T> + k);
+          }
+        }
+      }
+    }
+    survivors.tighten(own);
+  }
+
+  const float largest = group.max(own);
+  // All warps' bounds hold for the row. A list that has lost something spoils them all.
+  survivors.bound = group.max(survivors.bound);
+  const bool again = group.max(survivors.overflow ? 1.0f : 0.0f) > 0;
+  const auto finish = [&](float tau, int size) {
+    if (group.thread() != 0) return;
+    if (p.tau.data) static_cast<float*>(p.tau.data)[row_offset(p.rows, p.tau, row)] = tau;
+    if (p.support_size.data) {
+      static_cast<int32_t*>(p.support_size.data)[row_offset(p.rows, p.support_size, row)] = size;
+    }
+  };
+  const bool finite = magnitude(largest) < infinity<float>();
+  if (!finite || again) {
+    // The zeros above were stored by other lanes than the values to come.
+    kWarps == 1 ? __syncwarp() : __syncthreads();
+    const RowOfAny<T> whole{x, nullptr, y, support, 1, 0, 1, p.support.axis, length};
+    RowResult<float> result;
+    if (finite) {
+      result = row_of_family<kFamily>(whole, p.alpha, group, largest, own,
+                                      p.support_size.data != nullptr);
+    } else {
+      result = degenerate_row(whole, group, !(largest < 0));
+    }
+    finish(result.tau, result.size);
+    return;
+  }
+  const Threshold<float> threshold =
+      solve<float>(power, survivors.theta_of_bound(largest), group,
+                   [&](auto use) { survivors.for_each([&](Survivor s) { use(s.x - largest); }); });
+  const auto excess = [&](Survivor s) { return power.excess(s.x - largest, threshold.theta); };
+  if (y) {
+    survivors.for_each([&](Survivor s) {
+      y[s.at] = device::from_real<T>(threshold.scale * power.value(excess(s)));
+    });
+  }
+  const auto active = [&](Survivor s) { return excess(s) > power.edge; };
+  if constexpr (kFamily == Family::sparsemax) {
+    if (support) store_survivor_bits<T>(support, p.support.axis, survivors, active);
+  }
+  int size = 0;
+  if (p.support_size.data) {
+    survivors.for_each([&](Survivor s) { size += active(s); });
+    size = group.count(size);
+  }
+  finish(tau_of<decltype(power)>(p.alpha, largest, threshold), size);
+}
+
+}  // namespace pullback::entmax

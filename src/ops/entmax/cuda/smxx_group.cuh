@@ -1,0 +1,166 @@
+// The threads that share a row: a warp, or a block of several. All threads get the same bits, in a
+// fixed order of additions.
+#pragma once
+
+#include "device/float.cuh"
+#include "device/warp.cuh"
+
+namespace pullback::entmax {
+
+inline int lane_index() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
+
+inline float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+inline double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
+
+// Floats as integers of the same order; the one NaN that max.NaN makes is above all numbers.
+inline int ordered(float value) {
+  const int bits = __float_as_int(value);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+inline float from_ordered(int bits) { return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff)); }
+
+inline int warp_sum_int(int value) {
+  int result;
+  asm("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
+  return result;
+}
+inline float warp_max_or_nan(float value) {
+  int result;
+  asm("redux.sync.max.s32 %0, %1, 0xffffffff;"
+      : "=r"(result)
+      : "r"(ordered(max_or_nan(value, value))));
+  return from_ordered(result);
+}
+inline double warp_max_or_nan(double value) {
+#pragma unroll
+  for (int step = device::kWarpSize / 2; step > 0; step /= 2) {
+    value = max_or_nan(value, __shfl_xor_sync(device::kAllLanes, value, step));
+  }
+  return value;
+}
+
+// Sums a over one half of the lanes and b over the other, both over all: 6 exchanges, not 10.
+template <class R>
+void warp_sum_pair(R& a, R& b) {
+  using device::kAllLanes;
+  const bool upper = lane_index() >= device::kWarpSize / 2;
+  R mine = upper ? b : a;
+  mine += __shfl_xor_sync(kAllLanes, upper ? a : b, device::kWarpSize / 2);
+#pragma unroll
+  for (int step = device::kWarpSize / 4; step > 0; step /= 2) {
+    mine += __shfl_xor_sync(kAllLanes, mine, step);
+  }
+  const R other = __shfl_xor_sync(kAllLanes, mine, device::kWarpSize / 2);
+  a = upper ? other : mine;
+  b = upper ? mine : other;
+}
+
+// Three values of each warp, twice: a warp may write the next while another reads these.
+template <int kWarps>
+struct GroupScratch {
+  double values[2][kWarps][3];
+  float of_threads[2][kWarps * device::kWarpSize];
+};
+template <>
+struct GroupScratch<1> {};
+
+template <int kWarps>
+class Group {
+ public:
+  static constexpr int kThreads = kWarps * device::kWarpSize;
+
+  explicit Group(GroupScratch<kWarps>& scratch) : scratch_(scratch) {}
+
+  int thread() const { return kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x); }
+
+  template <class R>
+  R max(R value) {
+    value = warp_max_or_nan(value);
+    exchange<1>(&value, [](R* a, const R* b) { a[0] = max_or_nan(a[0], b[0]); });
+    return value;
+  }
+
+  // One value of each thread of the group, to all warps: those of thread i in lane i % 32.
+  void gather(float value, float (&all)[kWarps]) {
+    if constexpr (kWarps == 1) {
+      all[0] = value;
+    } else {
+      scratch_.of_threads[parity_][threadIdx.x] = value;
+      __syncthreads();
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        all[w] = scratch_.of_threads[parity_][w * device::kWarpSize + lane_index()];
+      }
+      parity_ ^= 1;
+    }
+  }
+
+  template <class R>
+  void sum(R& a, R& b) {
+    warp_sum_pair(a, b);
+    R both[] = {a, b};
+    exchange<2>(both, [](R* x, const R* y) {
+      x[0] += y[0];
+      x[1] += y[1];
+    });
+    a = both[0];
+    b = both[1];
+  }
+
+  // f32 holds counts up to 2^24 exactly; rows whose elements are counted by it are shorter.
+  void sum_count_min(float& sum, int& count, float& least) {
+    sum = device::warp_sum(sum);
+    count = warp_sum_int(count);
+    least = -warp_max_or_nan(-least);
+    float all[] = {sum, static_cast<float>(count), least};
+    exchange<3>(all, [](float* x, const float* y) {
+      x[0] += y[0];
+      x[1] += y[1];
+      x[2] = min(x[2], y[2]);
+    });
+    sum = all[0];
+    count = static_cast<int>(all[1]);
+    least = all[2];
+  }
+  int count(int mine) {
+    float all = static_cast<float>(warp_sum_int(mine));
+    exchange<1>(&all, [](float* x, const float* y) { x[0] += y[0]; });
+    return static_cast<int>(all);
+  }
+
+ private:
+  template <int kCount, class R, class Combine>
+  void exchange(R* values, Combine combine) {
+    if constexpr (kWarps > 1) {
+      auto* slots = reinterpret_cast<R(*)[3]>(scratch_.values[parity_]);
+      const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
+      if (lane_index() == 0) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) slots[warp][i] = values[i];
+      }
+      __syncthreads();
+      // A lane reads one warp's; butterflies among kWarps lanes.
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = slots[lane_index() % kWarps][i];
+#pragma unroll
+      for (int step = kWarps / 2; step > 0; step /= 2) {
+        R others[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          others[i] = __shfl_xor_sync(device::kAllLanes, values[i], step);
+        }
+        combine(values, others);
+      }
+      parity_ ^= 1;
+    }
+  }
+
+  GroupScratch<kWarps>& scratch_;
+  int parity_ = 0;
+};
+
+}  // namespace pullback::entmax

@@ -1,0 +1,324 @@
+// The threshold of a row. With b = alpha - 1 and z = x - max(x) <= 0, find theta such that
+//   f(theta) = sum_i [b z_i - theta]_+^(1/b) = 1,   -1 <= theta < 0.
+// The method is that of cpu/solve-inl.hpp: up to alpha = 2 Newton steps on f^b from a lower bound
+// rise to the root and never pass it (for alpha = 2 they are Michelot's, which are finite); above,
+// Newton within a bracket, in f64. Near alpha = 1, theta stands for c in p = (1 + b (z - c))^(1/b).
+//
+// Elements come from a functor: for_each(f) calls f(z) for all elements of this thread.
+#pragma once
+
+#include "ops/entmax/cuda/smxx_group.cuh"
+#include "ops/entmax/cuda/tuning.hpp"
+
+namespace pullback::entmax {
+
+inline Family family_of(double alpha) {
+  if (!(alpha >= 1) || alpha == device::infinity<double>()) return Family::invalid;
+  if (alpha == 1) return Family::softmax;
+  if (alpha == 2) return Family::sparsemax;
+  if (alpha == 1.5) return Family::entmax15;
+  if (alpha < 1.125) return Family::near_one;
+  return alpha < 2 ? Family::general : Family::steep;
+}
+
+inline float exp_of(float x) { return expf(x); }
+inline double exp_of(double x) { return exp(x); }
+inline float log_of(float x) { return logf(x); }
+inline double log_of(double x) { return log(x); }
+inline float log1p_of(float x) { return log1pf(x); }
+inline double log1p_of(double x) { return log1p(x); }
+inline float expm1_of(float x) { return expm1f(x); }
+inline double expm1_of(double x) { return expm1(x); }
+// Closer than powf needs to be, and half its instructions.
+inline float power_of(float x, float y) { return expf(logf(x) * y); }
+inline double power_of(double x, double y) { return pow(x, y); }
+// To some 1e-6, by the hardware's own log and exp.
+inline float rough_power_of(float x, float y) {
+  float log, power;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(log * y));
+  return power;
+}
+inline float root_of(float x) {
+  float root;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+}
+inline double root_of(double x) { return sqrt(x); }
+// For b far from overflow and underflow: as exact as division, without its branches.
+inline float quotient(float a, float b) {
+  float inverse;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  const float q = a * inverse;
+  return fma(fma(-q, b, a), inverse, q);
+}
+inline double quotient(double a, double b) { return a / b; }
+inline float magnitude(float x) { return fabsf(x); }
+inline double magnitude(double x) { return fabs(x); }
+
+template <class R>
+inline constexpr R kEpsilon = sizeof(R) == 8 ? R{0x1p-52} : R{0x1p-23f};
+
+// p as a function of z and theta. kRough: see rough_power_of.
+template <Family kFamily, class R, bool kRough = false>
+struct Power {
+  static constexpr Family family = kFamily;
+  static constexpr bool near_one = kFamily == Family::near_one;
+  static constexpr R edge = near_one ? R{-1} : R{0};   // of excess(): where p leaves 0
+  static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
+
+  R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
+
+  explicit Power(double alpha) : Power(static_cast<R>(alpha - 1), 1 / static_cast<R>(alpha - 1)) {
+    if constexpr (kFamily == Family::sparsemax) b = inverse = 1;
+    if constexpr (kFamily == Family::entmax15) {
+      b = R{0.5};
+      inverse = 2;
+    }
+  }
+  Power(R b, R inverse) : b(b), inverse(inverse) {}
+  // The same where less precision will do.
+  auto rough() const {
+    return Power < kFamily, R, kFamily == Family::general && sizeof(R) == 4 > (b, inverse);
+  }
+
+  // b z - theta, or b (z - c).
+  R excess(R z, R theta) const {
+    if constexpr (kFamily == Family::sparsemax) return z - theta;
+    if constexpr (near_one) return b * (z - theta);
+    if constexpr (kFamily == Family::entmax15) return fma(R{0.5}, z, -theta);
+    return fma(b, z, -theta);
+  }
+  // p^(2-alpha), the summand of the slope: e^(1/b - 1), from which p costs a product. 0 where p is.
+  R slope(R e) const {
+    if constexpr (kFamily == Family::sparsemax) return e > 0 ? R{1} : R{0};
+    if constexpr (kFamily == Family::entmax15) return max(e, R{0});
+    if constexpr (kRough) {
+      const R rough = rough_power_of(e, inverse - 1);
+      return e > 0 ? rough : R{0};
+    }
+    if (!(e > edge)) return R{0};
+    if constexpr (near_one) return exp_of(log1p_of(e) * (inverse - 1));
+    return power_of(e, inverse - 1);
+  }
+  R value(R e, R slope) const {
+    if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
+    return near_one ? slope + e * slope : max(e, R{0}) * slope;
+  }
+  R value(R e) const {
+    if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
+    return value(e, slope(e));
+  }
+  // From which f - 1 on a step ends closer than the type's precision.
+  R tolerance() const {
+    if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
+    return sizeof(R) == 8 ? R{0x1p-26} : R{0x1p-12f};
+  }
+  // -df / dtheta.
+  R descent(R slope) const { return near_one ? slope : slope * inverse; }
+  // The step from f(theta), given f - 1 with more digits than f has.
+  R step(R f, R f_minus_1, R slope) const {
+    if constexpr (kFamily == Family::entmax15) {
+      const R root = root_of(f);
+      return quotient(root * f_minus_1, (root + 1) * slope);
+    }
+    const R relative = -expm1_of(-b * log1p_of(f_minus_1)) * f / slope;  // (f - f^(1-b)) / slope
+    return near_one ? relative * inverse : relative;
+  }
+};
+
+// The root is theta + rest; scale = 1 / f(theta) makes the sum of all p equal to 1.
+template <class R>
+struct Threshold {
+  R theta, rest, scale;
+};
+
+template <class R>
+struct Sums {
+  R f = 0, slope = 0;  // sparsemax: the sum and the number of the active z
+};
+
+// At most this many f32 summands before they are added up in double: rows of any length.
+inline constexpr int kPartLength = 64;
+
+template <class P, class R, class A, class G, class Elements>
+Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
+  Sums<A> sums;
+  Sums<R> part;
+  int length = 0;
+  for_each([&](R z) {
+    if constexpr (P::family == Family::sparsemax) {
+      if (z > theta) {
+        part.f += z;
+        part.slope += 1;
+      }
+    } else {
+      const R e = power.excess(z, theta);
+      const R slope = power.slope(e);
+      part.f += power.value(e, slope);
+      part.slope += slope;
+    }
+    if constexpr (sizeof(A) > sizeof(R)) {
+      if (++length == kPartLength) {
+        sums.f += part.f;
+        sums.slope += part.slope;
+        part = {};
+        length = 0;
+      }
+    }
+  });
+  sums.f += part.f;
+  sums.slope += part.slope;
+  group.sum(sums.f, sums.slope);
+  return sums;
+}
+
+// alpha <= 2; `theta` is a lower bound of the root. A is the type of the sums.
+// `rough`: the f - 1 that is close enough where a lower bound will do.
+template <class A, class P, class R, class G, class Elements>
+Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R rough = 0) {
+  const R tolerance = max(rough, power.tolerance());
+  while (true) {
+    const Sums<A> sums = evaluate<P, R, A>(power, theta, group, for_each);
+    if constexpr (P::family == Family::sparsemax) {
+      // The threshold of the active set, which is the answer when it drops nobody.
+      const R next = static_cast<R>(quotient(sums.f - 1, sums.slope));
+      if (!(next > theta)) return {theta, R{0}, R{1}};
+      theta = next;
+    } else {
+      const R f = static_cast<R>(sums.f), slope = static_cast<R>(sums.slope);
+      const R f_minus_1 = static_cast<R>(sums.f - 1);
+      const R step = power.step(f, f_minus_1, slope);
+      const R root = theta + step;
+      const R rest = step - (root - theta);
+      theta = root;
+      // Sums that round up would never come closer to 1.
+      if (f_minus_1 > power.tolerance() && step > 4 * kEpsilon<R> * magnitude(root)) {
+        continue;
+      }
+      return {theta, rest, 1 / (1 + rest * power.descent(slope))};
+    }
+  }
+}
+
+// The same; most of the way in rough steps where exact ones are dear.
+template <class A, class P, class R, class G, class Elements>
+Threshold<R> solve(const P& power, R theta, G& group, const Elements& for_each) {
+  if constexpr (P::family == Family::general && sizeof(R) == 4) {
+    theta = rise<A>(power.rough(), theta, group, for_each, R{0x1p-7f}).theta;
+  }
+  return rise<A>(power, theta, group, for_each);
+}
+
+// alpha > 2: f^b is not convex, and Newton may pass the root or creep; a bracket is kept, and
+// halved when two steps have not done so.
+template <class P, class G, class Elements>
+Threshold<double> bracket(const P& power, int64_t count, G& group, const Elements& for_each) {
+  double low = P::start;
+  double high = -pow(static_cast<double>(count), -power.b);  // all elements equal: the highest
+  double theta = low, width_before = high - low;
+  for (int i = 0;; ++i) {
+    const Sums<double> sums = evaluate<P, double, double>(power, theta, group, for_each);
+    const double step = power.step(sums.f, sums.f - 1, sums.slope);
+    (sums.f >= 1 ? low : high) = theta;
+    double next = theta + step;
+    const bool slow = i % 2 == 1 && high - low > width_before / 2;
+    if (i % 2 == 1) width_before = high - low;
+    if (slow || !(next > low && next < high)) next = low + (high - low) / 2;
+    if (next > low && next < high) {
+      theta = next;
+    } else if (theta == low) {
+      return {low, step < 0 ? 0 : step > high - low ? high - low : step, 1};
+    } else {
+      theta = low;  // the last one to look at: none lies between the two
+    }
+  }
+}
+
+// --- Lower bounds of the root from a few elements: any subset's root is one. ---
+
+// Sums of numbers in [0, kMost] over a warp, in units of kMost 2^-23: one instruction, not ten.
+template <int kMost>
+float warp_sum_of_fractions(float u) {
+  const int bits = __float_as_int(fma(u, 1.0f / kMost, 1.0f)) - 0x3f800000;
+  return kMost * 0x1p-23f * static_cast<float>(warp_sum_int(bits));
+}
+
+// theta of the elements z of a warp, less the rounding of the sums.
+template <class P, int kCount>
+float warp_bound(const P& power, const float (&z)[kCount]) {
+  constexpr float kSlack = 0x1p-18f * kCount;
+  if constexpr (P::family == Family::sparsemax) {
+    float u[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) u[i] = max(z[i] + 1, 0.0f);
+    float theta = 0;  // of u
+    while (true) {
+      int active = 0;
+      float part = 0;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        active += __popc(__ballot_sync(device::kAllLanes, u[i] > theta));
+        part += u[i] > theta ? u[i] : 0;
+      }
+      if (active == 0) break;
+      const float sum = warp_sum_of_fractions<kCount>(part);
+      const float next = quotient(sum - 1, static_cast<float>(active));
+      if (!(next > theta)) break;
+      theta = next;
+    }
+    return max(P::start, theta - 1 - kSlack);
+  } else if constexpr (P::family == Family::entmax15) {
+    float u[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) u[i] = max(fma(0.5f, z[i], 1.0f), 0.0f);
+    float theta = 0;
+    while (true) {
+      float squares = 0, slope = 0;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float d = max(u[i] - theta, 0.0f);
+        squares = fma(d, d, squares);
+        slope += d;
+      }
+      const float f = warp_sum_of_fractions<kCount>(squares);
+      if (!(f > 1)) break;
+      const float root = root_of(f);
+      theta += quotient(root * (f - 1), (root + 1) * warp_sum_of_fractions<kCount>(slope));
+      if (f < 1.1f) break;
+    }
+    return max(P::start, theta - 1 - 4 * kSlack);
+  } else {
+    GroupScratch<1> none;
+    Group<1> warp(none);
+    const auto all = [&](auto use) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) use(z[i]);
+    };
+    const float theta = rise<float>(power.rough(), power.start, warp, all, 0.1f).theta;
+    return max(P::start, theta - kSlack * (1 + magnitude(theta)));
+  }
+}
+
+// From one element of each thread of a group.
+template <class P, class G>
+float lower_bound(const P& power, float z, G& group) {
+  const float one[] = {z};
+  const float bound = warp_bound(power, one);
+  return G::kThreads == device::kWarpSize ? bound : group.max(bound);
+}
+template <class P, class G>
+double lower_bound(const P& power, double z, G& group) {
+  const double theta = rise<double>(power, power.start, group, [&](auto use) { use(z); }).theta;
+  return max(P::start, theta - 16 * kEpsilon<double> * (1 + magnitude(theta)));
+}
+
+// P: its Power, maybe const.
+template <class P, class R>
+R tau_of(double alpha, R largest, const Threshold<R>& threshold) {
+  const double b = alpha - 1;
+  const double theta = static_cast<double>(threshold.theta) + static_cast<double>(threshold.rest);
+  return static_cast<R>(b * static_cast<double>(largest) + (P::near_one ? b * theta - 1 : theta));
+}
+
+}  // namespace pullback::entmax

@@ -1,0 +1,40 @@
+// Constants that the host's choice of kernels and the kernels themselves share. Plain C++20.
+#pragma once
+
+namespace pullback::entmax {
+
+// Which formula serves which alpha; README.md has the table.
+enum class Family {
+  invalid,    // alpha below 1, infinite or NaN: rows of NaN
+  softmax,    // 1
+  near_one,   // up to 1.125: p = exp(log1p(b (z - c)) / b), b = alpha - 1; loses nothing as b -> 0
+  entmax15,   // 1.5
+  general,    // up to 2: p = (b z - theta)^(1/b)
+  sparsemax,  // 2
+  steep,      // above 2: the same, in double: p has an infinite slope at the edge of the support
+};
+
+inline constexpr int kOffsetsThreads = 1024;
+
+// smxx_forward_any.cuh: threads of a block; a row takes a warp or the block.
+inline constexpr int kAnyWarps = 8;
+
+// smxx_forward_registers.cuh: warps of a block where a warp has a row of its own.
+inline constexpr int kSingleWarps = 8;
+// Whether a group computes more than one row, and loads the next one while it works on this one:
+// where the registers for it cost less than the wait.
+constexpr bool walks_over_rows(Family family, int element_bytes, int warps) {
+  return family == Family::softmax && element_bytes == 2 && warps >= 4 && warps <= 8;
+}
+
+// smxx_forward_stream.cuh: warps of a block where a warp has a row of its own, vectors that a lane
+// loads at a time, and the length of a lane's list.
+inline constexpr int kStreamWarps = 8;
+inline constexpr int kStreamVectors = 4;
+inline constexpr int kSurvivors = 24;
+
+// smxx_forward_softmax.cuh: warps of a row, vectors that a lane loads at a time.
+inline constexpr int kSoftmaxWarps = 8;
+inline constexpr int kSoftmaxVectors = 4;
+
+}  // namespace pullback::entmax
