@@ -1,0 +1,100 @@
+// Puts together the segments that reach over several tiles, from the tiles' slots, in the order of
+// the tiles. A segment of few slots is the work of one thread per column; for more, the block's
+// threads take equal runs of slots, and then their results are put together.
+#pragma once
+
+#include "ops/segment/cuda/smxx_ops.cuh"
+
+namespace pullback::segment_cuda {
+
+// The slots of a segment: the tail of tile `first`, all of the tiles between, the head of `last`.
+struct SlotRun {
+  int64_t segment = 0, first = 0, last = -1;
+  int64_t count() const { return last - first + 1; }
+};
+
+// The segment that begins in this tile and ends in another, if there is one.
+inline SlotRun slots_from(const Params& p, const Segments& segments, int64_t tile) {
+  const TileStart start = p.starts[tile], stop = p.starts[tile + 1];
+  const int64_t j = stop.segment;
+  if (j < 1 || j > p.segments) return {};
+  const int64_t begin = segments.begin(j), end = segments.end(j);
+  if (begin < start.row || begin >= stop.row || end <= stop.row) return {};
+  return {j, tile, tile_of_row(p, j, end - 1)};
+}
+
+template <class Op>
+struct PlacedState {
+  typename Op::State state;
+  int64_t row;  // places count from here
+
+  void append(const PlacedState& b) {
+    if constexpr (Op::kPlaces) {
+      if (Op::replaces(state, b.state.top)) *this = b;
+    } else {
+      Op::append(state, b.state);
+    }
+  }
+};
+
+template <class Op>
+PlacedState<Op> load_slot(const Params& p, const SlotRun& run, int64_t tile, int64_t column) {
+  using State = typename Op::State;
+  const int which = tile < run.last;
+  const auto* slots = static_cast<const State*>(p.slots);
+  return {slots[(tile * 2 + which) * p.slot_columns + column],
+          Op::kPlaces ? tile_origin(p, p.starts[tile]) : 0};
+}
+
+template <class Op>
+PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int64_t from, int64_t stop,
+                             int64_t column) {
+  PlacedState<Op> sum = load_slot<Op>(p, run, from, column);
+#pragma unroll 8
+  for (int64_t tile = from + 1; tile < stop; ++tile) sum.append(load_slot<Op>(p, run, tile, column));
+  return sum;
+}
+
+template <class Op, class Out, int kColumns, bool kPermuted>
+void combine(const Params& p) {
+  constexpr int kParts = kThreads / kColumns;  // tiles of the block, then runs of a segment's slots
+  __shared__ SlotRun long_runs[kParts];
+  __shared__ PlacedState<Op> sums[kParts][kColumns];
+  const Segments segments = make_segments(p);
+  const int part = static_cast<int>(threadIdx.x) / kColumns, lane = threadIdx.x % kColumns;
+  const int64_t column = static_cast<int64_t>(blockIdx.y) * kColumns + lane;
+  const int64_t tile = static_cast<int64_t>(blockIdx.x) * kParts + part;
+  const bool active = column < p.columns;
+  const auto done = [&](const SlotRun& run, const PlacedState<Op>& sum) {
+    const typename Op::State state[1] = {sum.state};
+    finish<Op, Out, kPermuted>(p, segments, run.segment, column, state, sum.row);
+  };
+
+  SlotRun own;
+  if (tile < p.tiles) own = slots_from(p, segments, tile);
+  const bool is_long = own.count() > kCombineSequential;
+  if (lane == 0) long_runs[part] = is_long ? own : SlotRun{};
+  if (active && own.count() > 0 && !is_long) {
+    done(own, append_slots<Op>(p, own, own.first, own.last + 1, column));
+  }
+  if (!__syncthreads_or(is_long)) return;
+  for (int i = 0; i < kParts; ++i) {
+    const SlotRun run = long_runs[i];
+    if (run.count() <= 0) continue;
+    const int64_t each = (run.count() + kParts - 1) / kParts;
+    const int64_t from = run.first + part * each;
+    const int64_t stop = from + each <= run.last ? from + each : run.last + 1;
+    if (active && from < stop) sums[part][lane] = append_slots<Op>(p, run, from, stop, column);
+    __syncthreads();
+    if (active && part == 0) {
+      PlacedState<Op> sum = sums[0][lane];
+      for (int other = 1; run.first + other * each <= run.last; ++other) {
+        sum.append(sums[other][lane]);
+      }
+      done(run, sum);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace pullback::segment_cuda

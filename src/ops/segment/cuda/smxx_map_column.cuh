@@ -1,0 +1,72 @@
+// smxx_map_rows.cuh for x of one column. What the segments of a tile give is read side by side, a
+// thread for each segment, and laid into shared memory where the segment's last row is; a lane then
+// serves 8 consecutive rows.
+#pragma once
+
+#include "ops/segment/cuda/smxx_maps.cuh"
+
+namespace pullback::segment_cuda {
+
+template <class Map, class T, bool kPermuted, bool kWide>
+void map_column(const Params& p) {
+  static_assert(!kWide || !kPermuted);
+  using Segment = typename Map::Segment;
+  constexpr int kRounds = column_rounds(sizeof(Segment));
+  constexpr int kRows = kThreads * kColumnRows * kRounds;
+  constexpr uint32_t kFull = (1u << kColumnRows) - 1;
+  __shared__ EndBits<kRows> ends;
+  __shared__ Segment at_end[kRows + 1];  // the last is of the segment that goes on after the tile
+
+  const Segments segments = make_segments(p);
+  const Tile tile = make_tile(p, segments, blockIdx.x);
+  const auto give = [&](int64_t j, int row) {
+    if (j < 1 || j > p.segments) return;
+    typename Map::Raw raw;
+    raw.load(p, segments, j, 0);
+    at_end[row] = Map::of(raw, segments, tile);
+  };
+  if (threadIdx.x == kThreads - 1) give(tile.stop, kRows);
+  ends.mark(segments, tile, give, [](int64_t) {});
+
+#pragma unroll 1
+  for (int round = 0; round < kRounds; ++round) {
+    const int row = (round * kThreads + static_cast<int>(threadIdx.x)) * kColumnRows;
+    const uint32_t all = rows_inside<true>(tile, row) & kFull;
+    const uint32_t inside = rows_inside(tile, row) & kFull;
+    if (all == 0) continue;
+    const uint32_t end_bits = ends.bits[row / 32] >> (row % 32);
+    typename Map::Row data[kColumnRows];
+    int64_t to[kColumnRows];
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      if (!(all >> i & 1)) continue;
+      to[i] = written_row<kPermuted>(p, tile.origin + row + i);
+      if (inside >> i & 1) data[i].load(p, kPermuted && to[i] < 0 ? 0 : to[i], 0);
+    }
+    Values<T, kColumnRows> value;
+    Segment segment{};
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      value.element[i] = device::from_real<T>(0);
+      if (!(inside >> i & 1)) continue;
+      if (i == 0 || !(inside >> (i > 0 ? i - 1 : 0) & 1) || (end_bits >> (i > 0 ? i - 1 : 0) & 1)) {
+        segment = at_end[ends.next(row + i)];
+      }
+      const RowAt at{static_cast<uint32_t>(row + i), static_cast<uint32_t>(to[i])};
+      value.element[i] = Map::value(segment, data[i], at, 0);
+    }
+    T* d_x = static_cast<T*>(p.d_x.data);
+    if (kWide && all == kFull) {
+      *reinterpret_cast<Values<T, kColumnRows>*>(d_x + tile.origin + row) = value;
+      continue;
+    }
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      if ((all >> i & 1) && !(kPermuted && to[i] < 0)) {
+        d_x[to[i] * p.d_x.row_stride] = value.element[i];
+      }
+    }
+  }
+}
+
+}  // namespace pullback::segment_cuda

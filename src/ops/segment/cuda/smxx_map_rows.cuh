@@ -1,0 +1,75 @@
+// One pass over rows of several columns: each gets a value from its segment (smxx_maps.cuh). Tiles
+// and lanes are those of smxx_reduce_rows.cuh. What a segment gives is read once for each run of
+// its rows in a group of lanes, early enough that several reads are in flight.
+#pragma once
+
+#include "ops/segment/cuda/smxx_maps.cuh"
+
+namespace pullback::segment_cuda {
+
+template <class Map, class T, int kVector, int kGroup, bool kPermuted>
+void map_rows(const Params& p) {
+  constexpr int kWalkers = kThreads / kGroup;
+  constexpr int kBatch = 4;  // rows whose reads are in flight together
+  __shared__ Ends<kWalkers * kWalkerRows> ends;
+
+  const Segments segments = make_segments(p);
+  const Tile tile = make_tile(p, segments, blockIdx.x);
+  const int walker = static_cast<int>(threadIdx.x) / kGroup, lane = threadIdx.x % kGroup;
+  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kGroup + lane) * kVector;
+  ends.mark(segments, tile, [](int64_t) {});
+  if (column >= p.columns) return;
+
+  const int row = walker * kWalkerRows;
+  const uint32_t end_bits = ends.bits[walker];
+  const uint32_t all = rows_inside<true>(tile, row), inside = rows_inside(tile, row);
+  const uint32_t fresh_bits = end_bits << 1 | 1u;  // first rows of runs
+  const int after = ends.next(row + kWalkerRows);
+  typename Map::Segment segment{};
+#pragma unroll 1
+  for (int base = 0; base < kWalkerRows; base += kBatch) {
+    if (all >> base == 0) break;
+    typename Map::Raw raw[kBatch];
+    typename Map::Row data[kBatch];
+    int64_t to[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int at = row + base + k;
+      if (!(all >> (base + k) & 1)) continue;
+      to[k] = written_row<kPermuted>(p, tile.origin + at);
+      if (!(inside >> (base + k) & 1)) continue;
+      if (fresh_bits >> (base + k) & 1) {
+        const uint32_t rest = end_bits >> (base + k);
+        const int end = rest != 0 ? at + __ffs(static_cast<int>(rest)) - 1 : after;
+        raw[k].load(p, segments, ends.segment_to(tile, end), column);
+      }
+      data[k].load(p, kPermuted && to[k] < 0 ? 0 : to[k], column);
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      if (!(all >> (base + k) & 1)) continue;
+      Values<T, kVector> value;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) value.element[i] = device::from_real<T>(0);
+      if (inside >> (base + k) & 1) {
+        if (fresh_bits >> (base + k) & 1) segment = Map::of(raw[k], segments, tile);
+        const RowAt at{static_cast<uint32_t>(row + base + k), static_cast<uint32_t>(to[k])};
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) value.element[i] = Map::value(segment, data[k], at, i);
+      }
+      if (kPermuted && to[k] < 0) continue;
+      T* d_x = static_cast<T*>(p.d_x.data) + to[k] * p.d_x.row_stride +
+               column * p.d_x.column_stride;
+      if constexpr (kVector == 1) {
+        *d_x = value.element[0];
+      } else {
+        device::Vector<T> vector;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) vector.element[i] = value.element[i];
+        device::store_vector(d_x, vector);
+      }
+    }
+  }
+}
+
+}  // namespace pullback::segment_cuda

@@ -1,0 +1,193 @@
+// Forward for x of one column. A lane takes 8 consecutive rows and turns them into running states,
+// begun anew after each last row of a segment; a segmented scan over the warp and over the warps
+// adds what came before. The states of last rows then lie in shared memory, and the threads turn to
+// the segments, a thread for each: their outputs are stored side by side.
+#pragma once
+
+#include "device/warp.cuh"
+#include "ops/segment/cuda/smxx_ops.cuh"
+
+namespace pullback::segment_cuda {
+
+template <class State>
+State shuffle_up(const State& state, int step) {
+  constexpr int kWords = sizeof(State) / 4;
+  union {
+    State state;
+    uint32_t word[kWords];
+  } value = {state};
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    value.word[i] = __shfl_up_sync(device::kAllLanes, value.word[i], step);
+  }
+  return value.state;
+}
+
+template <class State>
+State shuffle(const State& state, int lane) {
+  constexpr int kWords = sizeof(State) / 4;
+  union {
+    State state;
+    uint32_t word[kWords];
+  } value = {state};
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    value.word[i] = __shfl_sync(device::kAllLanes, value.word[i], lane);
+  }
+  return value.state;
+}
+
+// A run of rows in front of a point: nothing, or a state.
+template <class Op>
+struct Prefix {
+  typename Op::State state;
+  int any;    // there are rows since the last end
+  int ended;  // an end lies in the run: what is before the run does not matter
+
+  void prepend(const Prefix& before) {
+    if (ended) return;
+    if (before.any) {
+      typename Op::State sum = before.state;
+      if (any) Op::append(sum, state);
+      state = sum;
+      any = 1;
+    }
+    ended = before.ended;
+  }
+};
+
+// kColumnRows consecutive rows, as they lie in memory.
+template <class T, Input kInput, bool kPermuted, bool kWide>
+struct ColumnPiece {
+  Values<T, kColumnRows> x, y;
+
+  void load(const Params& p, int64_t place, uint32_t inside) {
+    if (kWide && inside == (1u << kColumnRows) - 1) {
+      x = *reinterpret_cast<const Values<T, kColumnRows>*>(static_cast<const T*>(p.x.data) + place);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      if (!(inside >> i & 1)) continue;
+      const int64_t n = row_of<kPermuted>(p, place + i);
+      if constexpr (kInput == Input::mask) {
+        const auto* mask = static_cast<const uint8_t*>(p.mask.data);
+        x.element[i] =
+            device::from_real<T>(static_cast<Real<T>>(mask[n * p.mask.row_stride] & 1));
+      } else {
+        x.element[i] = static_cast<const T*>(p.x.data)[n * p.x.row_stride];
+        if constexpr (kInput == Input::product) {
+          y.element[i] = static_cast<const T*>(p.y.data)[n * p.y.row_stride];
+        }
+      }
+    }
+  }
+  Real<T> value(int i) const {
+    const Real<T> a = device::to_real(x.element[i]);
+    if constexpr (kInput == Input::product) return a * device::to_real(y.element[i]);
+    return a;
+  }
+};
+
+template <class Op, class T, class Out, Input kInput, bool kPermuted, bool kWide>
+void reduce_column(const Params& p) {
+  static_assert(!kWide || (kInput == Input::x && !kPermuted));
+  using State = typename Op::State;
+  constexpr int kWarps = kThreads / device::kWarpSize;
+  constexpr int kRounds = column_rounds(sizeof(State));
+  constexpr int kWarpRows = device::kWarpSize * kColumnRows;
+  constexpr int kRows = kThreads * kColumnRows * kRounds;
+  __shared__ EndBits<kRows> ends;
+  __shared__ State at_end[kRows];  // where the bit is set: the state of the piece that ends there
+  __shared__ Prefix<Op> of_warp[kWarps];
+
+  const Segments segments = make_segments(p);
+  const Tile tile = make_tile(p, segments, blockIdx.x);
+  const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
+  const int lane = threadIdx.x % device::kWarpSize;
+  const auto first_row = [&](int round) {
+    return (warp * kRounds + round) * kWarpRows + lane * kColumnRows;
+  };
+  ColumnPiece<T, kInput, kPermuted, kWide> piece[kRounds];
+  uint32_t inside[kRounds];
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    inside[round] = rows_inside(tile, first_row(round)) & ((1u << kColumnRows) - 1);
+    piece[round].load(p, tile.origin + first_row(round), inside[round]);
+  }
+  ends.mark(segments, tile, [](int64_t, int) {}, [](int64_t) {});
+
+  Prefix<Op> before{Op::start(0), 0, 0};  // what the warp has seen
+#pragma unroll
+  for (int round = 0; round < kRounds; ++round) {
+    const int row = first_row(round);
+    const uint32_t stops = ends.bits[row / 32] >> (row % 32) & ((1u << kColumnRows) - 1);
+    State state = Op::start(row);
+    bool any = false;
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      if (inside[round] >> i & 1) {
+        if (!any) state = Op::start(row + i);
+        Op::add(state, piece[round].value(i), row + i);
+        any = true;
+      }
+      if (stops >> i & 1) {
+        at_end[row + i] = state;
+        any = false;
+      }
+    }
+    Prefix<Op> sum{state, any ? 1 : 0, stops != 0 ? 1 : 0};
+    if (lane == 0) sum.prepend(before);
+#pragma unroll
+    for (int step = 1; step < device::kWarpSize; step *= 2) {
+      const Prefix<Op> other = shuffle_up(sum, step);
+      if (lane >= step) sum.prepend(other);
+    }
+    Prefix<Op> exclusive = shuffle_up(sum, 1);
+    if (lane == 0) exclusive = before;
+    if (stops != 0 && exclusive.any) {
+      const int end = row + __ffs(static_cast<int>(stops)) - 1;
+      State whole = exclusive.state;
+      Op::append(whole, at_end[end]);
+      at_end[end] = whole;
+    }
+    before = shuffle(sum, device::kWarpSize - 1);
+  }
+  if (lane == 0) of_warp[warp] = before;
+  __syncthreads();
+
+  // The first end of a warp also gets what the warps before have left open.
+  if (lane == 0) {
+    Prefix<Op> open = before;
+    const int row = warp * kRounds * kWarpRows;
+    Prefix<Op> earlier{Op::start(0), 0, 0};
+    for (int other = warp - 1; other >= 0; --other) earlier.prepend(of_warp[other]);
+    if (before.ended && earlier.any) {
+      const int end = ends.next(row);
+      State whole = earlier.state;
+      Op::append(whole, at_end[end]);
+      at_end[end] = whole;
+    }
+    open.prepend(earlier);
+    if (warp == kWarps - 1 && open.any) slot_of<Op>(p, blockIdx.x, 1)[0] = open.state;
+  }
+  __syncthreads();
+  for (int64_t j = tile.first + threadIdx.x; j < tile.stop; j += kThreads) {
+    if (j < 1 || j > p.segments) continue;
+    const int64_t begin = segments.begin(j), end = segments.end(j);
+    if (begin == end) {
+      finish_empty<Op, Out>(p, j, 0);
+      continue;
+    }
+    const auto row = static_cast<uint64_t>(end - 1 - tile.origin);
+    if (row >= kRows) continue;
+    const State state[1] = {at_end[row]};
+    if (begin < tile.row) {
+      slot_of<Op>(p, blockIdx.x, 0)[0] = state[0];
+    } else {
+      finish<Op, Out, kPermuted>(p, segments, j, 0, state, tile.origin);
+    }
+  }
+}
+
+}  // namespace pullback::segment_cuda

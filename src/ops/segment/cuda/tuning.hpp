@@ -1,0 +1,32 @@
+// Constants of the segment kernels that the host plans with.
+#pragma once
+
+namespace pullback::segment_cuda {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWalkerRows = 32;         // rows that one group of lanes walks: a word of bits
+inline constexpr int kProductRows = 8;         // the same in backward of prod, which keeps them
+inline constexpr int kColumnRows = 8;          // D = 1: consecutive rows of a lane
+inline constexpr int kCheckBlocks = 1024;      // blocks that check the indices, at most
+inline constexpr int kRepairThreads = 1024;    // the one block that repairs what is out of order
+inline constexpr int kCombineColumns = 32;     // columns of a block that combines slots
+inline constexpr int kCombineSequential = 32;  // slots that one thread combines by itself
+
+// Rows and segment ends of a tile.
+constexpr int tile_items(int lanes_per_row) { return kThreads / lanes_per_row * kWalkerRows; }
+constexpr int product_tile_items(int lanes_per_row) {
+  return kThreads / lanes_per_row * kProductRows;
+}
+// D = 1: a warp takes 32 lanes of kColumnRows rows this many times; the states of a tile's rows fit
+// into 48 KiB. Tiles begin on any row, lanes on multiples of kColumnRows.
+constexpr int column_rounds(int state_bytes) { return state_bytes <= 8 ? 2 : 1; }
+constexpr int column_tile_items(int rounds) { return kColumnRows * (kThreads * rounds - 1); }
+
+// Sort of plan_permutation.
+inline constexpr int kDigitBits = 8;
+inline constexpr int kDigits = 1 << kDigitBits;
+inline constexpr int kSortThreads = 256;
+inline constexpr int kSortRows = 16;  // rows of a thread
+inline constexpr int kSortTile = kSortThreads * kSortRows;
+
+}  // namespace pullback::segment_cuda
