@@ -14,3 +14,12 @@ foreach(case_file ${case_files})
   string(APPEND op_list "PULLBACK_OP(${op})\n")
 endforeach()
 file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/generated/op_list.inc CONTENT "${op_list}")
+
+# Every file in an op's cuda folder offers its kernels: one line PULLBACK_CUDA_PART(op, file).
+file(GLOB cuda_files RELATIVE ${PROJECT_SOURCE_DIR}/src/ops CONFIGURE_DEPENDS src/ops/*/cuda/*.cpp)
+set(cuda_part_list "")
+foreach(cuda_file ${cuda_files})
+  string(REGEX REPLACE "^([^/]+)/cuda/(.+)[.]cpp$" "PULLBACK_CUDA_PART(\\1, \\2)\n" line ${cuda_file})
+  string(APPEND cuda_part_list "${line}")
+endforeach()
+file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/generated/cuda_part_list.inc CONTENT "${cuda_part_list}")

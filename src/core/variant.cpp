@@ -7,6 +7,7 @@
 
 #include "core/check.hpp"
 #include "core/cpu_info.hpp"
+#include "cuda/driver.hpp"
 
 namespace pullback {
 namespace {
@@ -32,10 +33,21 @@ std::string_view name_of(CpuIsa isa) {
   return "?";
 }
 
+bool serves(const VariantInfo& variant, Pass pass) {
+  if (variant.passes == Passes::both) return true;
+  return (variant.passes == Passes::forward) == (pass == Pass::forward);
+}
+
 // Empty when the variant can serve; else the reason why not.
 std::string refusal(const VariantInfo& variant, FeatureSet needs,
                     std::span<const std::string_view> names, const Device& device) {
   if (variant.backend != device.kind) return "runs on another kind of device";
+  if (device.kind == DeviceKind::cuda) {
+    const int arch = cuda::device_info(device.index).arch();
+    if (arch < variant.arch) {
+      return fmt::format("needs sm_{} or newer, the device is sm_{}", variant.arch, arch);
+    }
+  }
   if (!cpu_has(variant.isa)) return fmt::format("needs {}", name_of(variant.isa));
   const FeatureSet missing = needs & ~variant.supports;
   if (missing == 0) return {};
@@ -47,7 +59,7 @@ std::string refusal(const VariantInfo& variant, FeatureSet needs,
 
 Choice choose_variant(std::string_view op, std::span<const VariantInfo> variants, FeatureSet needs,
                       std::span<const std::string_view> feature_names, const Device& device,
-                      std::string_view forced) {
+                      Pass pass, std::string_view forced) {
   check_device(op, device);
   const char* from_environment = std::getenv("PULLBACK_FORCE_VARIANT");
   if (forced.empty() && from_environment) forced = from_environment;
@@ -57,6 +69,7 @@ Choice choose_variant(std::string_view op, std::span<const VariantInfo> variants
   std::string known;
   for (std::size_t i = 0; i < variants.size(); ++i) {
     const VariantInfo& variant = variants[i];
+    if (!serves(variant, pass)) continue;
     known += (known.empty() ? "" : ", ") + std::string(variant.name);
     if (!forced.empty() && variant.name != forced) continue;
     if (forced.empty() && variant.priority < 0) continue;

@@ -24,6 +24,8 @@ constexpr FeatureSet features(Feature... feature) {
   return (FeatureSet{0} | ... | (FeatureSet{1} << static_cast<int>(feature)));
 }
 
+enum class Passes { both, forward, backward };
+
 struct VariantInfo {
   std::string_view name;
   DeviceKind backend;
@@ -31,6 +33,9 @@ struct VariantInfo {
   FeatureSet supports;
   // The highest one that can serve wins. Negative: only when asked for by name.
   int priority;
+  int arch = 0;  // CUDA: the least compute capability, 90 for sm_90
+  // Rows of one name may serve a pass each.
+  Passes passes = Passes::both;
 };
 
 template <class Problem, class Tensors>
@@ -45,10 +50,11 @@ struct Choice {
   std::string why;  // for describe(): why this one, and what ruled the others out
 };
 
-// Throws Error(unsupported) listing needed, supported and missing features of every candidate.
+// Throws Error(unsupported) listing needed, supported and missing features of every candidate, and
+// Error(device) when the op has variants for CUDA devices and there is none.
 Choice choose_variant(std::string_view op, std::span<const VariantInfo> variants, FeatureSet needs,
                       std::span<const std::string_view> feature_names, const Device& device,
-                      std::string_view forced);
+                      Pass pass, std::string_view forced);
 
 // What run() does before any variant sees the pointers.
 template <class Problem, class Tensors>
@@ -91,7 +97,7 @@ Plan<Tensors> plan_with_variants(std::string_view op,
   std::array<VariantInfo, 16> infos;
   for (std::size_t i = 0; i < variants.size(); ++i) infos[i] = variants[i].info;
   const Choice choice = choose_variant(op, std::span(infos).first(variants.size()), needs,
-                                       feature_names, device, options.variant);
+                                       feature_names, device, pass, options.variant);
   const Variant<Problem, Tensors>& variant = variants[choice.index];
   auto body = std::make_unique<CheckedBody<Problem, Tensors>>(op, problem, pass, uses_of,
                                                               variant.make(problem, device, pass));

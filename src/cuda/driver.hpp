@@ -33,6 +33,8 @@ struct DeviceInfo {
   int l2_bytes;
   int max_shared_bytes;  // per block, opted in
   std::size_t memory_bytes;
+
+  int arch() const { return major * 10 + minor; }  // 90 for sm_90
 };
 
 int device_count();

@@ -7,6 +7,7 @@
 
 #include "core/check.hpp"
 #include "driver/driver.hpp"
+#include "driver/session.hpp"
 #include "ops/attention/problem.hpp"
 
 namespace pullback::driver {
@@ -55,24 +56,18 @@ AttentionProblem problem_of(const Request& request) {
   return complete(problem);
 }
 
-class AttentionSession final : public Session {
+class AttentionSession final : public OpSession<AttentionProblem, AttentionTensors> {
  public:
-  explicit AttentionSession(const Request& request) {
+  explicit AttentionSession(const Request& request) : OpSession(request) {
     AttentionProblem problem = problem_of(request);
-    tensors_.q = data_of(request.inputs, "q");
-    tensors_.k = data_of(request.inputs, "k");
-    tensors_.v = data_of(request.inputs, "v");
-    tensors_.bias = data_of(request.inputs, "bias");
-    tensors_.cu_seqlens_q = data_of(request.inputs, "cu_seqlens_q");
-    tensors_.cu_seqlens_k = data_of(request.inputs, "cu_seqlens_k");
-    tensors_.d_out = data_of(request.inputs, "d_out");
-    tensors_.d_lse = data_of(request.inputs, "d_lse");
-    inputs_ = request.inputs;
-
-    const auto output = [&](std::string_view name, TensorSpec& spec) {
-      const auto it = outputs.emplace(name, make_output(spec, request, name)).first;
-      return it->second.data();
-    };
+    tensors_.q = input("q");
+    tensors_.k = input("k");
+    tensors_.v = input("v");
+    tensors_.bias = input("bias");
+    tensors_.cu_seqlens_q = input("cu_seqlens_q");
+    tensors_.cu_seqlens_k = input("cu_seqlens_k");
+    tensors_.d_out = input("d_out");
+    tensors_.d_lse = input("d_lse");
     tensors_.out = output("out", problem.out);
     tensors_.lse = output("lse", problem.lse);
     if (request.backward) {
@@ -81,27 +76,8 @@ class AttentionSession final : public Session {
       tensors_.d_v = output("d_v", problem.d_v);
       if (problem.bias.given()) tensors_.d_bias = output("d_bias", problem.d_bias);
     }
-
-    const PlanOptions options{request.variant};
-    forward_.emplace_back(make_plan(request.device, problem, Pass::forward, options));
-    forward_description = forward_[0].describe();
-    forward_workspace_bytes = forward_[0].workspace_bytes();
-    if (request.backward) {
-      backward_.emplace_back(make_plan(request.device, problem, Pass::backward, options));
-      backward_description = backward_[0].describe();
-      backward_workspace_bytes = backward_[0].workspace_bytes();
-    }
-    workspace_ = WorkspaceBuffer(std::max(forward_workspace_bytes, backward_workspace_bytes));
+    make_plans(problem);
   }
-
-  void forward() override { forward_.at(0).run({}, tensors_, workspace_.get()); }
-  void backward() override { backward_.at(0).run({}, tensors_, workspace_.get()); }
-
- private:
-  TensorMap inputs_;  // keeps their memory
-  AttentionTensors tensors_;
-  std::vector<Plan<AttentionTensors>> forward_, backward_;  // at most one each
-  WorkspaceBuffer workspace_;
 };
 
 // Pairs of query and key that see each other, over all sequences and heads.

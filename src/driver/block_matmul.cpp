@@ -3,6 +3,7 @@
 #include "core/check.hpp"
 #include "driver/block_layout.hpp"
 #include "driver/driver.hpp"
+#include "driver/session.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -41,44 +42,20 @@ BlockMatmulProblem problem_of(const Request& request) {
   return p;
 }
 
-class BlockMatmulSession final : public Session {
+class BlockMatmulSession final : public OpSession<BlockMatmulProblem, BlockMatmulTensors> {
  public:
-  explicit BlockMatmulSession(const Request& request) {
+  explicit BlockMatmulSession(const Request& request) : OpSession(request) {
     BlockMatmulProblem p = complete(problem_of(request));
-    tensors_.a = data_of(request.inputs, "a");
-    tensors_.b = data_of(request.inputs, "b");
-    tensors_.d_c = data_of(request.inputs, "d_c");
-    const auto output = [&](std::string_view name, TensorSpec& spec) {
-      const HostTensor tensor = make_output(spec, request, name);
-      outputs.emplace(name, tensor);
-      return tensor.data();
-    };
+    tensors_.a = input("a");
+    tensors_.b = input("b");
+    tensors_.d_c = input("d_c");
     tensors_.c = output("c", p.c);
     if (request.backward) {
       tensors_.d_a = output("d_a", p.d_a);
       tensors_.d_b = output("d_b", p.d_b);
     }
-    const PlanOptions options{.variant = request.variant};
-    forward_ = std::make_unique<Plan<BlockMatmulTensors>>(
-        make_plan(request.device, p, Pass::forward, options));
-    forward_description = forward_->describe();
-    forward_workspace_bytes = forward_->workspace_bytes();
-    if (request.backward) {
-      backward_ = std::make_unique<Plan<BlockMatmulTensors>>(
-          make_plan(request.device, p, Pass::backward, options));
-      backward_description = backward_->describe();
-      backward_workspace_bytes = backward_->workspace_bytes();
-    }
-    workspace_ = WorkspaceBuffer(std::max(forward_workspace_bytes, backward_workspace_bytes));
+    make_plans(p);
   }
-
-  void forward() override { forward_->run({}, tensors_, workspace_.get()); }
-  void backward() override { backward_->run({}, tensors_, workspace_.get()); }
-
- private:
-  BlockMatmulTensors tensors_;
-  std::unique_ptr<Plan<BlockMatmulTensors>> forward_, backward_;
-  WorkspaceBuffer workspace_;
 };
 
 std::unique_ptr<Session> prepare(const Request& request) {

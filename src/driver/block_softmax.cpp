@@ -4,6 +4,7 @@
 #include "core/element.hpp"
 #include "driver/block_layout.hpp"
 #include "driver/driver.hpp"
+#include "driver/session.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -30,22 +31,16 @@ BlockSoftmaxProblem problem_of(const Request& request, bool& mask_gradients) {
   return p;
 }
 
-class BlockSoftmaxSession final : public Session {
+class BlockSoftmaxSession final : public OpSession<BlockSoftmaxProblem, BlockSoftmaxTensors> {
  public:
-  explicit BlockSoftmaxSession(const Request& request) {
+  explicit BlockSoftmaxSession(const Request& request) : OpSession(request) {
     bool mask_gradients = false;
     BlockSoftmaxProblem p = complete(problem_of(request, mask_gradients));
-    tensors_.x = data_of(request.inputs, "x");
-    tensors_.rpe = data_of(request.inputs, "rpe");
-    tensors_.key_padding_mask = data_of(request.inputs, "key_padding_mask");
-    tensors_.attn_mask = data_of(request.inputs, "attn_mask");
-    tensors_.d_y = data_of(request.inputs, "d_y");
-
-    const auto output = [&](std::string_view name, TensorSpec& spec) {
-      const HostTensor tensor = make_output(spec, request, name);
-      outputs.emplace(name, tensor);
-      return tensor.data();
-    };
+    tensors_.x = input("x");
+    tensors_.rpe = input("rpe");
+    tensors_.key_padding_mask = input("key_padding_mask");
+    tensors_.attn_mask = input("attn_mask");
+    tensors_.d_y = input("d_y");
     tensors_.y = output("y", p.y);
     if (request.backward) {
       tensors_.d_x = output("d_x", p.d_x);
@@ -57,27 +52,8 @@ class BlockSoftmaxSession final : public Session {
         tensors_.d_attn_mask = output("d_attn_mask", p.d_attn_mask);
       }
     }
-    const PlanOptions options{.variant = request.variant};
-    forward_ = std::make_unique<Plan<BlockSoftmaxTensors>>(
-        make_plan(request.device, p, Pass::forward, options));
-    forward_description = forward_->describe();
-    forward_workspace_bytes = forward_->workspace_bytes();
-    if (request.backward) {
-      backward_ = std::make_unique<Plan<BlockSoftmaxTensors>>(
-          make_plan(request.device, p, Pass::backward, options));
-      backward_description = backward_->describe();
-      backward_workspace_bytes = backward_->workspace_bytes();
-    }
-    workspace_ = WorkspaceBuffer(std::max(forward_workspace_bytes, backward_workspace_bytes));
+    make_plans(p);
   }
-
-  void forward() override { forward_->run({}, tensors_, workspace_.get()); }
-  void backward() override { backward_->run({}, tensors_, workspace_.get()); }
-
- private:
-  BlockSoftmaxTensors tensors_;
-  std::unique_ptr<Plan<BlockSoftmaxTensors>> forward_, backward_;
-  WorkspaceBuffer workspace_;
 };
 
 std::unique_ptr<Session> prepare(const Request& request) {

@@ -29,13 +29,16 @@ struct Request {
   std::uint64_t layout_seed = 0;  // not 0: outputs get random strides
 };
 
-// A request with its plans made and its outputs allocated. forward() then backward() fill
-// `outputs`; both may be repeated.
+// A request with its plans made and its outputs allocated. forward() then backward() compute; both
+// may be repeated. On a GPU they only enqueue work, on stream(); fetch() waits for it and brings
+// the results to `outputs`.
 class Session {
  public:
   virtual ~Session() = default;
   virtual void forward() = 0;
   virtual void backward() = 0;
+  virtual void fetch() {}
+  virtual Stream stream() const { return {}; }
 
   TensorMap outputs;
   std::string forward_description, backward_description;
@@ -75,7 +78,7 @@ std::span<const OpDriver* const> all_drivers();
 // Throws Error naming the known ops.
 const OpDriver& find_driver(std::string_view op);
 
-// Prepares and runs; the outputs.
+// Prepares, runs and fetches; the outputs.
 TensorMap evaluate(const Request& request);
 
 // --- For the drivers of the ops (driver/<op>.cpp) ---

@@ -2,10 +2,10 @@
 #include "pullback/entmax.hpp"
 
 #include <algorithm>
-#include <optional>
 
 #include "core/check.hpp"
 #include "driver/driver.hpp"
+#include "driver/session.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -55,19 +55,16 @@ EntmaxProblem problem_of(const Request& request, const Options& options) {
   return complete(problem);
 }
 
-class EntmaxSession final : public Session {
+class EntmaxSession final : public OpSession<EntmaxProblem, EntmaxTensors> {
  public:
-  explicit EntmaxSession(const Request& request) : inputs_(request.inputs) {
+  explicit EntmaxSession(const Request& request) : OpSession(request) {
     const Options options = read_options(request);
     EntmaxProblem problem = problem_of(request, options);
-    const auto output = [&](std::string_view name, TensorSpec& spec) {
-      return (outputs[std::string(name)] = make_output(spec, request, name)).data();
-    };
-    tensors_.x = data_of(inputs_, "x");
-    tensors_.alpha_per_row = data_of(inputs_, "alpha");
-    tensors_.mask = data_of(inputs_, "mask");
-    tensors_.offsets = data_of(inputs_, "offsets");
-    tensors_.d_y = data_of(inputs_, "d_y");
+    tensors_.x = input("x");
+    tensors_.alpha_per_row = input("alpha");
+    tensors_.mask = input("mask");
+    tensors_.offsets = input("offsets");
+    tensors_.d_y = input("d_y");
     tensors_.y = output("y", problem.y);
     tensors_.tau = output("tau", problem.tau);
     if (options.from_support) {
@@ -78,36 +75,9 @@ class EntmaxSession final : public Session {
       tensors_.d_x = output("d_x", problem.d_x);
       if (options.d_alpha) tensors_.d_alpha = output("d_alpha", problem.d_alpha);
     }
-    from_support_ = options.from_support;
-
-    const PlanOptions plan_options{request.variant};
-    forward_ = make_plan(request.device, problem, Pass::forward, plan_options);
-    forward_description = forward_->describe();
-    forward_workspace_bytes = forward_->workspace_bytes();
-    std::size_t workspace = forward_workspace_bytes;
-    if (request.backward) {
-      backward_ = make_plan(request.device, problem, Pass::backward, plan_options);
-      backward_description = backward_->describe();
-      backward_workspace_bytes = backward_->workspace_bytes();
-      workspace = std::max(workspace, backward_workspace_bytes);
-    }
-    workspace_ = WorkspaceBuffer(workspace);
+    make_plans(problem);
+    if (options.from_support) backward_tensors_.y = nullptr;
   }
-
-  void forward() override { forward_->run({}, tensors_, workspace_.get()); }
-
-  void backward() override {
-    EntmaxTensors tensors = tensors_;
-    if (from_support_) tensors.y = nullptr;
-    backward_->run({}, tensors, workspace_.get());
-  }
-
- private:
-  TensorMap inputs_;
-  EntmaxTensors tensors_;
-  bool from_support_ = false;
-  std::optional<Plan<EntmaxTensors>> forward_, backward_;
-  WorkspaceBuffer workspace_;
 };
 
 const OpDriver& driver();

@@ -56,6 +56,14 @@ HostTensor HostTensor::borrow(const TensorSpec& spec, const void* data,
   return tensor;
 }
 
+std::span<std::byte> HostTensor::memory() const {
+  if (owns_memory()) return {storage_, storage_bytes_};
+  const auto [low, high] = spec_.offset_range();
+  const auto size = static_cast<std::int64_t>(size_of(spec_.dtype));
+  return {static_cast<std::byte*>(data_) + low * size,
+          static_cast<std::size_t>((high - low + 1) * size)};
+}
+
 double HostTensor::get(std::int64_t flat) const {
   return load_element(spec_.dtype, data_, offset_of(spec_, flat));
 }

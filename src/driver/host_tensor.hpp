@@ -30,6 +30,9 @@ class HostTensor {
   const TensorSpec& spec() const { return spec_; }
   void* data() const { return data_; }
   std::int64_t numel() const { return spec_.numel(); }
+  // Margins and gaps too; of borrowed memory the stretch that elements lie in.
+  std::span<std::byte> memory() const;
+  bool owns_memory() const { return storage_ != nullptr; }
 
   // `flat` counts elements in row-major order of the shape, whatever the strides.
   double get(std::int64_t flat) const;

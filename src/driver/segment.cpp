@@ -2,6 +2,7 @@
 #include "core/check.hpp"
 #include "core/element.hpp"
 #include "driver/driver.hpp"
+#include "driver/session.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -94,57 +95,36 @@ bool is_extreme_reduce(SegmentReduce reduce) {
   return reduce == SegmentReduce::max || reduce == SegmentReduce::min;
 }
 
-class SegmentSession final : public Session {
+class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
  public:
-  explicit SegmentSession(const Request& request) : request_(request) {
+  explicit SegmentSession(const Request& request) : OpSession(request) {
     const Options options = read_options(request);
     SegmentProblem problem = complete(problem_of(request, options));
     if (request.backward && !request.inputs.contains("d_out")) {
       fail(ErrorCode::invalid_argument, kOp, "d_out", "a tensor " + shape_text(problem.out),
            "none");
     }
-    tensors_.x = data_of(request.inputs, "x");
-    tensors_.offsets = data_of(request.inputs, "offsets");
-    tensors_.ids = data_of(request.inputs, "ids");
-    tensors_.d_out = data_of(request.inputs, "d_out");
-    if (problem.ids.given() && !ascending(problem.ids, tensors_.ids)) sort_ids(problem);
+    tensors_.x = input("x");
+    tensors_.offsets = input("offsets");
+    tensors_.ids = input("ids");
+    tensors_.d_out = input("d_out");
+    if (problem.ids.given() && !ascending(problem.ids, data_of(request.inputs, "ids"))) {
+      sort_ids(problem);
+    }
 
-    outputs["out"] = make_output(problem.out, request, "out");
-    tensors_.out = data_of(outputs, "out");
+    tensors_.out = output("out", problem.out);
     if (is_extreme_reduce(options.reduce)) {
       const std::int64_t rows = problem.x.shape[0], columns = problem.x.shape[1];
       problem.arg = TensorSpec::contiguous(options.arg_dtype, {problem.num_segments, columns});
-      outputs["arg"] = make_output(problem.arg, request, "arg");
-      tensors_.arg = data_of(outputs, "arg");
+      tensors_.arg = output("arg", problem.arg);
       if (options.saved == Saved::mask) {
         problem.arg_mask = TensorSpec::contiguous(DType::u8, {rows, (columns + 7) / 8});
-        mask_ = make_output(problem.arg_mask, request, "arg_mask");
-        tensors_.arg_mask = mask_.data();
+        tensors_.arg_mask = memory_.output(make_output(problem.arg_mask, request, "arg_mask"));
       }
     }
-    if (request.backward) {
-      outputs["d_x"] = make_output(problem.d_x, request, "d_x");
-      tensors_.d_x = data_of(outputs, "d_x");
-    }
-    const PlanOptions plan_options{request.variant};
-    forward_ = std::make_unique<Plan<SegmentTensors>>(
-        make_plan(request.device, problem, Pass::forward, plan_options));
-    backward_tensors_ = tensors_;
+    if (request.backward) tensors_.d_x = output("d_x", problem.d_x);
+    make_plans(problem);
     if (options.saved != Saved::arg) backward_tensors_.arg = nullptr;
-    if (request.backward) {
-      backward_ = std::make_unique<Plan<SegmentTensors>>(
-          make_plan(request.device, problem, Pass::backward, plan_options));
-      backward_description = backward_->describe();
-      backward_workspace_bytes = backward_->workspace_bytes();
-    }
-    forward_description = forward_->describe();
-    forward_workspace_bytes = forward_->workspace_bytes();
-    workspace_ = WorkspaceBuffer(std::max(forward_workspace_bytes, backward_workspace_bytes));
-  }
-
-  void forward() override { forward_->run({}, tensors_, workspace_.get()); }
-  void backward() override {
-    if (backward_) backward_->run({}, backward_tensors_, workspace_.get());
   }
 
  private:
@@ -158,24 +138,18 @@ class SegmentSession final : public Session {
                                            .num_segments = problem.num_segments,
                                            .permutation = {},
                                            .offsets = {}});
-    permutation_ = HostTensor(sort.permutation);
-    offsets_ = HostTensor(sort.offsets);
+    void* permutation = memory_.output(HostTensor(sort.permutation));
+    void* offsets = memory_.output(HostTensor(sort.offsets));
     const auto plan = plan_permutation(request_.device, sort);
-    const WorkspaceBuffer workspace(plan.workspace_bytes());
-    plan.run({}, {tensors_.ids, permutation_.data(), offsets_.data()}, workspace.get());
+    memory_.reserve_workspace(plan.workspace_bytes());
+    plan.run(stream(), {tensors_.ids, permutation, offsets}, memory_.workspace());
     problem.ids = {};
     problem.offsets = sort.offsets;
     problem.permutation = sort.permutation;
     tensors_.ids = nullptr;
-    tensors_.offsets = offsets_.data();
-    tensors_.permutation = permutation_.data();
+    tensors_.offsets = offsets;
+    tensors_.permutation = permutation;
   }
-
-  Request request_;  // keeps the inputs alive
-  HostTensor permutation_, offsets_, mask_;
-  SegmentTensors tensors_, backward_tensors_;
-  std::unique_ptr<Plan<SegmentTensors>> forward_, backward_;
-  WorkspaceBuffer workspace_;
 };
 
 std::unique_ptr<Session> prepare(const Request& request);

@@ -7,8 +7,10 @@
 #include <cstdlib>
 #include <string>
 
+#include "cuda/driver.hpp"
 #include "driver/case.hpp"
 #include "driver/check.hpp"
+#include "driver/kernel_list.hpp"
 
 namespace pullback::testing {
 
@@ -24,6 +26,17 @@ inline std::vector<CaseParameter> parameters(const std::vector<driver::Case>& ca
     for (DType dtype : test.dtypes) result.push_back({test, dtype});
   }
   return result;
+}
+
+// Why the cases of an op cannot run on a GPU here; empty: they can.
+inline std::string cuda_problem(std::string_view op) {
+  return driver::has_cuda(op) ? cuda::driver_problem() : "no CUDA variants";
+}
+
+// None where there is no GPU: the fuzz test says so, once.
+inline std::vector<CaseParameter> cuda_parameters(std::string_view op,
+                                                  const std::vector<driver::Case>& cases) {
+  return cuda_problem(op).empty() ? parameters(cases) : std::vector<CaseParameter>{};
 }
 
 inline std::string parameter_name(const ::testing::TestParamInfo<CaseParameter>& info) {
@@ -45,13 +58,13 @@ inline void expect_passed(const driver::CheckReport& report) {
 }
 
 // Random problems: PULLBACK_FUZZ_COUNT of them (default `count`), from PULLBACK_TEST_SEED on.
-inline void run_fuzz(driver::Case (*fuzz)(std::uint64_t), int count) {
+inline void run_fuzz(driver::Case (*fuzz)(std::uint64_t), int count, const Device& device) {
   if (const char* text = std::getenv("PULLBACK_FUZZ_COUNT")) count = std::atoi(text);
   for (int i = 0; i < count; ++i) {
     const std::uint64_t case_seed = seed() * 1000003 + static_cast<std::uint64_t>(i);
     const driver::Case test = fuzz(case_seed);
     const DType dtype = test.dtypes[case_seed % test.dtypes.size()];
-    expect_passed(driver::check_case(test, dtype, Device::cpu(2), case_seed));
+    expect_passed(driver::check_case(test, dtype, device, case_seed));
     if (::testing::Test::HasFailure()) {
       FAIL() << "repeat with PULLBACK_TEST_SEED=" << seed() << " (fuzz case " << i << ")";
     }
@@ -71,5 +84,20 @@ inline void run_fuzz(driver::Case (*fuzz)(std::uint64_t), int count) {
       ::testing::ValuesIn(pullback::testing::parameters(pullback::driver::op##_cases())),         \
       pullback::testing::parameter_name);                                                         \
   TEST(op##_fuzz, agrees_with_reference) {                                                        \
-    pullback::testing::run_fuzz(pullback::driver::op##_fuzz, 60);                                 \
+    pullback::testing::run_fuzz(pullback::driver::op##_fuzz, 60, pullback::Device::cpu(2));       \
+  }                                                                                               \
+  class op##_cuda_cases : public ::testing::TestWithParam<pullback::testing::CaseParameter> {};   \
+  GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(op##_cuda_cases);                                 \
+  TEST_P(op##_cuda_cases, agrees_with_reference) {                                                \
+    pullback::testing::expect_passed(pullback::driver::check_case(                                \
+        GetParam().test, GetParam().dtype, pullback::Device::cuda(), pullback::testing::seed())); \
+  }                                                                                               \
+  INSTANTIATE_TEST_SUITE_P(op, op##_cuda_cases,                                                   \
+                           ::testing::ValuesIn(pullback::testing::cuda_parameters(                \
+                               #op, pullback::driver::op##_cases())),                             \
+                           pullback::testing::parameter_name);                                    \
+  TEST(op##_cuda_fuzz, agrees_with_reference) {                                                   \
+    const std::string problem = pullback::testing::cuda_problem(#op);                             \
+    if (!problem.empty()) GTEST_SKIP() << "no case of " #op " ran on a GPU: " << problem;         \
+    pullback::testing::run_fuzz(pullback::driver::op##_fuzz, 200, pullback::Device::cuda());      \
   }

@@ -1,0 +1,103 @@
+// What the CUDA variants of all ops share: from a function template in an op's .cuh file to a
+// kernel that run() launches.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "cuda/kernel.hpp"
+#include "pullback/device.hpp"
+#include "pullback/dtype.hpp"
+#include "pullback/plan.hpp"
+
+namespace pullback::cuda {
+
+// The architectures that kernels are compiled for ahead of time and checked for in the tests.
+inline constexpr int kArchs[] = {80, 86, 89, 90, 100, 120};
+
+// The one of kArchs whose machine code the device runs, else the device's own.
+int compile_arch(const DeviceInfo& device);
+
+// "float", "bf16", "int64_t", …: the dtype's name in device code. bool reads as uint8_t.
+std::string_view device_type(DType dtype);
+
+struct OpKernel {
+  std::string name;       // an identifier, unique in the library: "entmax_forward_rows_bf16_16"
+  std::string_view file;  // "ops/entmax/cuda/smxx_forward.cuh"
+  // A device function that takes the parameters, named from namespace pullback:
+  // "entmax::forward_rows<bf16, 16>".
+  std::string function;
+  std::string_view parameters;  // its parameter's type: "entmax::ForwardParams"
+  int threads = 0;              // a block's
+  int blocks = 1;               // a multiprocessor holds at least: bounds the registers
+  // Constants that the host computed with; the device code must agree: {"entmax::kTile", kTile}.
+  std::vector<std::pair<std::string_view, std::int64_t>> constants = {};
+};
+
+KernelSource op_kernel(const OpKernel& kernel, int arch, std::size_t parameter_bytes);
+
+// The source of a kernel whose parameter is the struct Parameters, shared by host and device.
+template <class Parameters>
+KernelSource op_kernel(const OpKernel& kernel, int arch) {
+  static_assert(std::is_trivially_copyable_v<Parameters> && sizeof(Parameters) <= 4096);
+  return op_kernel(kernel, arch, sizeof(Parameters));
+}
+
+// A kernel loaded at plan time with the shape it is launched in.
+template <class Parameters>
+class PlannedKernel {
+ public:
+  PlannedKernel() = default;
+  PlannedKernel(const OpKernel& kernel, const DeviceInfo& device, int shared_bytes = 0)
+      : kernel_(Kernel::load(op_kernel<Parameters>(kernel, compile_arch(device)), device,
+                             shared_bytes)) {
+    shape.block = static_cast<unsigned>(kernel.threads);
+  }
+
+  // For the size of a grid: blocks that one multiprocessor holds at a time.
+  int blocks_per_multiprocessor(const DeviceInfo& device) const {
+    return kernel_->blocks_per_multiprocessor(device, static_cast<int>(shape.block));
+  }
+  // The device's context must be current: CudaBody sees to it.
+  void launch(Stream stream, const Parameters& parameters) const {
+    cuda::launch(*kernel_, shape, stream.handle, &parameters);
+  }
+
+  LaunchShape shape;
+
+ private:
+  std::shared_ptr<const Kernel> kernel_;
+};
+
+// A CUDA variant's PlanBody. The constructor of the derived class loads kernels and prepares their
+// parameters; enqueue() fills in pointers and launches, and does nothing that a stream's capture
+// into a graph forbids.
+template <class Tensors>
+class CudaBody : public PlanBody<Tensors> {
+ public:
+  void run(Stream stream, const Tensors& tensors, Workspace workspace) const final {
+    const DeviceGuard guard(device_);
+    enqueue(stream, tensors, workspace);
+  }
+
+ protected:
+  explicit CudaBody(const Device& device) : device_(device_info(device.index)) {}
+  virtual void enqueue(Stream stream, const Tensors& tensors, Workspace workspace) const = 0;
+
+  const DeviceInfo& device_;
+};
+
+// Whether 16-byte loads and stores may begin at all of these; null pointers do not count.
+inline bool vector_aligned(std::initializer_list<const void*> pointers) {
+  std::uintptr_t bits = 0;
+  for (const void* pointer : pointers) bits |= reinterpret_cast<std::uintptr_t>(pointer);
+  return bits % 16 == 0;
+}
+
+}  // namespace pullback::cuda
