@@ -1,11 +1,7 @@
 // What the host tells the segment kernels. Every kernel gets the same struct and reads its part.
 #pragma once
 
-#ifdef __CUDACC_RTC__
 #include "device/types.cuh"
-#else
-#include <cstdint>
-#endif
 
 namespace pullback::segment_cuda {
 
@@ -35,6 +31,8 @@ enum class ArgType : int32_t { i64, i32, u8 };
 struct Params {
   int64_t rows, segments, columns;  // N, S, D
   int64_t tiles, tile_items;
+  int32_t column_block;   // of the blocks with blockIdx.y = 0
+  int32_t lane_bits;      // 2^lane_bits lanes share a row
   int32_t row_alignment;  // tiles count their rows from a multiple of it: a power of two
   Indices offsets, ids, permutation;
 
@@ -47,11 +45,11 @@ struct Params {
   int64_t slot_columns;
   void* carries;  // prod: [tiles, 2, slot_columns]: product before the head, after the tail
 
-  Matrix x, y;             // inputs with a row for each of x
-  Matrix result, result2;  // [S,D]
-  Matrix arg;              // [S,D]
-  Matrix mask;             // u8 [N,ceil(D/8)]
-  Matrix d_out;            // [S,D] or [N,D]
+  Matrix x, y;                        // inputs with a row for each of x
+  Matrix result, result2;             // [S,D]
+  Matrix arg;                         // [S,D]
+  Matrix mask;                        // u8 [N,ceil(D/8)]
+  Matrix d_out;                       // [S,D] or [N,D]
   Matrix statistic, statistic2, out;  // [S,D], read by backward
   Matrix d_x;                         // [N,D]; softmax forward writes out through it
 
@@ -64,10 +62,12 @@ struct Params {
 struct SortParams {
   int64_t rows, segments, tiles;
   Indices ids, permutation, offsets;
-  uint64_t* from;  // pairs id << 32 | row, or ids and then rows where those are wide
-  uint64_t* to;
-  uint32_t* counts;  // [digits, tiles], then sums
-  int32_t shift, first, last;
+  void* from;  // pairs
+  void* to;
+  uint32_t* counts;  // [digits, tiles]
+  int64_t* places;   // [digits, tiles]: their sums
+  int32_t shift;
+  int32_t first;  // pairs come from ids
 };
 
 }  // namespace pullback::segment_cuda

@@ -51,23 +51,24 @@ PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int64_t from, 
                              int64_t column) {
   PlacedState<Op> sum = load_slot<Op>(p, run, from, column);
 #pragma unroll 8
-  for (int64_t tile = from + 1; tile < stop; ++tile) sum.append(load_slot<Op>(p, run, tile, column));
+  for (int64_t tile = from + 1; tile < stop; ++tile)
+    sum.append(load_slot<Op>(p, run, tile, column));
   return sum;
 }
 
-template <class Op, class Out, int kColumns, bool kPermuted>
+template <class Op, class Out, int kColumns>
 void combine(const Params& p) {
   constexpr int kParts = kThreads / kColumns;  // tiles of the block, then runs of a segment's slots
   __shared__ SlotRun long_runs[kParts];
   __shared__ PlacedState<Op> sums[kParts][kColumns];
   const Segments segments = make_segments(p);
   const int part = static_cast<int>(threadIdx.x) / kColumns, lane = threadIdx.x % kColumns;
-  const int64_t column = static_cast<int64_t>(blockIdx.y) * kColumns + lane;
+  const int64_t column = column_block(p) * kColumns + lane;
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * kParts + part;
   const bool active = column < p.columns;
   const auto done = [&](const SlotRun& run, const PlacedState<Op>& sum) {
     const typename Op::State state[1] = {sum.state};
-    finish<Op, Out, kPermuted>(p, segments, run.segment, column, state, sum.row);
+    finish<Op, Out>(p, segments, run.segment, column, state, sum.row);
   };
 
   SlotRun own;

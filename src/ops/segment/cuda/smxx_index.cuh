@@ -120,8 +120,8 @@ void repair(const Params& p) {
   }
 }
 
-inline void starts_from_ids(const Params& p) {
-  find_starts(p, make_segments(p, true), thread_number(), thread_count());
+inline void find_all_starts(const Params& p) {
+  find_starts(p, make_segments(p), thread_number(), thread_count());
 }
 
 }  // namespace pullback::segment_cuda

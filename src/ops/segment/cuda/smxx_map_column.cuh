@@ -7,10 +7,11 @@
 
 namespace pullback::segment_cuda {
 
-template <class Map, class T, bool kPermuted, bool kWide>
+template <class Map, class T, bool kPermuted, bool kWide, int kSegmentBytes>
 void map_column(const Params& p) {
   static_assert(!kWide || !kPermuted);
   using Segment = typename Map::Segment;
+  static_assert(column_rounds(sizeof(Segment)) == column_rounds(kSegmentBytes));
   constexpr int kRounds = column_rounds(sizeof(Segment));
   constexpr int kRows = kThreads * kColumnRows * kRounds;
   constexpr uint32_t kFull = (1u << kColumnRows) - 1;
@@ -52,7 +53,7 @@ void map_column(const Params& p) {
       if (i == 0 || !(inside >> (i > 0 ? i - 1 : 0) & 1) || (end_bits >> (i > 0 ? i - 1 : 0) & 1)) {
         segment = at_end[ends.next(row + i)];
       }
-      const RowAt at{static_cast<uint32_t>(row + i), static_cast<uint32_t>(to[i])};
+      const RowAt at{static_cast<uint32_t>(row + i), to[i]};
       value.element[i] = Map::value(segment, data[i], at, 0);
     }
     T* d_x = static_cast<T*>(p.d_x.data);

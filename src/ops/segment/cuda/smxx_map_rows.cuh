@@ -7,16 +7,17 @@
 
 namespace pullback::segment_cuda {
 
-template <class Map, class T, int kVector, int kGroup, bool kPermuted>
+template <class Map, class T, int kVector, bool kPermuted>
 void map_rows(const Params& p) {
-  constexpr int kWalkers = kThreads / kGroup;
   constexpr int kBatch = 4;  // rows whose reads are in flight together
-  __shared__ Ends<kWalkers * kWalkerRows> ends;
+  __shared__ Ends<kThreads / kFewestLanes * kWalkerRows> ends;
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, segments, blockIdx.x);
-  const int walker = static_cast<int>(threadIdx.x) / kGroup, lane = threadIdx.x % kGroup;
-  const int64_t column = (static_cast<int64_t>(blockIdx.y) * kGroup + lane) * kVector;
+  const int lanes = 1 << p.lane_bits;
+  const int walker = static_cast<int>(threadIdx.x) >> p.lane_bits;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int64_t column = (column_block(p) * lanes + lane) * kVector;
   ends.mark(segments, tile, [](int64_t) {});
   if (column >= p.columns) return;
 
@@ -53,13 +54,13 @@ void map_rows(const Params& p) {
       for (int i = 0; i < kVector; ++i) value.element[i] = device::from_real<T>(0);
       if (inside >> (base + k) & 1) {
         if (fresh_bits >> (base + k) & 1) segment = Map::of(raw[k], segments, tile);
-        const RowAt at{static_cast<uint32_t>(row + base + k), static_cast<uint32_t>(to[k])};
+        const RowAt at{static_cast<uint32_t>(row + base + k), to[k]};
 #pragma unroll
         for (int i = 0; i < kVector; ++i) value.element[i] = Map::value(segment, data[k], at, i);
       }
       if (kPermuted && to[k] < 0) continue;
-      T* d_x = static_cast<T*>(p.d_x.data) + to[k] * p.d_x.row_stride +
-               column * p.d_x.column_stride;
+      T* d_x =
+          static_cast<T*>(p.d_x.data) + to[k] * p.d_x.row_stride + column * p.d_x.column_stride;
       if constexpr (kVector == 1) {
         *d_x = value.element[0];
       } else {

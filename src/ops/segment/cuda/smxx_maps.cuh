@@ -9,8 +9,20 @@ namespace pullback::segment_cuda {
 
 // Where a row is: its place in the sorted order, counted from the tile's origin, and its number.
 struct RowAt {
-  uint32_t place, row;
+  uint32_t place;
+  int64_t row;
 };
+
+template <bool kFirst, class A, class B>
+struct Either {
+  using Type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using Type = B;
+};
+template <bool kFirst, class A, class B>
+using Select = typename Either<kFirst, A, B>::Type;
 
 template <class T, int kCount>
 Values<T, kCount> load_columns(const Matrix& from, int64_t row, int64_t column) {
@@ -68,6 +80,7 @@ template <class T, int kCount, class Arg, bool kPermuted>
 struct ByArg {
   static constexpr uint32_t kNone = 0xffffffffu;
   static constexpr bool kByRow = kPermuted && sizeof(Arg) > 1;
+  using Chosen = Select<kByRow, int64_t, uint32_t>;
   struct Raw {
     Values<T, kCount> g;
     Values<Arg, kCount> arg;
@@ -81,7 +94,7 @@ struct ByArg {
   };
   struct Segment {
     Values<T, kCount> g;
-    uint32_t chosen[kCount];
+    Chosen chosen[kCount];
   };
   using Row = NoRow;
   static Segment of(const Raw& raw, const Segments&, const Tile& tile) {
@@ -90,18 +103,23 @@ struct ByArg {
     for (int i = 0; i < kCount; ++i) {
       const auto arg = static_cast<int64_t>(raw.arg.element[i]);
       if constexpr (kByRow) {
-        segment.chosen[i] = static_cast<uint32_t>(arg);
+        segment.chosen[i] = arg;
       } else {
         const bool none = sizeof(Arg) == 1 && arg == kNoPlace;
-        const auto place = static_cast<uint64_t>(
-            (sizeof(Arg) == 1 ? raw.begin : 0) + arg - tile.origin);
+        const auto place =
+            static_cast<uint64_t>((sizeof(Arg) == 1 ? raw.begin : 0) + arg - tile.origin);
         segment.chosen[i] = none || place >= kNone ? kNone : static_cast<uint32_t>(place);
       }
     }
     return segment;
   }
   static T value(const Segment& segment, const Row&, const RowAt& at, int i) {
-    const bool chosen = segment.chosen[i] == (kByRow ? at.row : at.place);
+    bool chosen = false;
+    if constexpr (kByRow) {
+      chosen = segment.chosen[i] == at.row;
+    } else {
+      chosen = segment.chosen[i] == at.place;
+    }
     return chosen ? segment.g.element[i] : device::from_real<T>(0);
   }
 };
@@ -274,8 +292,7 @@ struct SoftmaxGradient {
   static Segment of(const Raw& raw, const Segments&, const Tile&) { return {raw.dot}; }
   static T value(const Segment& segment, const Row& row, const RowAt&, int i) {
     const Real<T> out = device::to_real(row.x.element[i]);
-    return device::from_real<T>(
-        out * (device::to_real(row.y.element[i]) - segment.dot.element[i]));
+    return device::from_real<T>(out * (device::to_real(row.y.element[i]) - segment.dot.element[i]));
   }
 };
 

@@ -3,15 +3,14 @@
 // by comparing x with out.
 #pragma once
 
-#include "device/warp.cuh"
 #include "ops/segment/cuda/smxx_ops.cuh"
 
 namespace pullback::segment_cuda {
 
 // p.arg holds rows of x, or (u8) places in the segment; p.out the extremes, as x does.
-template <class T, class Arg, bool kEven, bool kPermuted>
+template <class T, class Arg, bool kEven>
 void write_mask(const Params& p) {
-  __shared__ Ends<tile_items(device::kWarpSize)> ends;
+  __shared__ Ends<kMaskTileItems> ends;
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, segments, blockIdx.x);
   ends.mark(segments, tile, [](int64_t) {});
@@ -21,7 +20,7 @@ void write_mask(const Params& p) {
   for (int64_t item = threadIdx.x; item < work; item += kThreads) {
     const int row = static_cast<int>(item / bytes);
     const int64_t byte = item % bytes, place = tile.row + row;
-    const int64_t n = written_row<kPermuted>(p, place);
+    const int64_t n = written_row<true>(p, place);
     if (n < 0) continue;
     uint32_t bits = 0;
     if (place >= tile.lowest && place < tile.highest) {

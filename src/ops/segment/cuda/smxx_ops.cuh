@@ -22,6 +22,19 @@ struct Sum {
   static R value(const State& a) { return a.sum; }
 };
 
+// The same of zeros and ones, in an integer.
+template <class R>
+struct Count {
+  struct State {
+    int64_t count;
+  };
+  static constexpr bool kPlaces = false;
+  static State start(int) { return {0}; }
+  static void add(State& a, R x, int) { a.count += x != 0; }
+  static void append(State& a, const State& b) { a.count += b.count; }
+  static R value(const State& a) { return static_cast<R>(a.count); }
+};
+
 template <class R>
 struct Product {
   struct State {
@@ -186,7 +199,7 @@ inline constexpr int64_t kNoPlace = 255;
 
 // Stores what segment j of the list has come to; its states stand for kCount columns from `column`
 // on, its places count from `place`.
-template <class Op, class Out, bool kPermuted, int kCount>
+template <class Op, class Out, int kCount>
 void finish(const Params& p, const Segments& segments, int64_t j, int64_t column,
             const typename Op::State (&state)[kCount], int64_t place) {
   const int64_t s = Tile::problem_segment(j);
@@ -213,15 +226,15 @@ void finish(const Params& p, const Segments& segments, int64_t j, int64_t column
     for (int i = 0; i < kCount; ++i) values.element[i] = state[i].sum;
     store_row(p.result2, s, column, values);
   }
-  if constexpr (Op::kPlaces) {
+  if (Op::kPlaces && p.arg.data != nullptr) {
     int64_t arg[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      arg[i] = place + state[i].place;
+      if constexpr (Op::kPlaces) arg[i] = place + state[i].place;
       if (p.arg_type == ArgType::u8) {
         arg[i] -= segments.begin(j);
         if (arg[i] > kNoPlace) arg[i] = kNoPlace;
-      } else if constexpr (kPermuted) {
+      } else {
         arg[i] = written_row<true>(p, arg[i]);
       }
     }
@@ -237,7 +250,7 @@ void finish_empty(const Params& p, int64_t j, int64_t column) {
     const auto value = static_cast<Real<Out>>(p.empty_value);
     store_row(p.result, s, column, Values<Out, 1>{{device::from_real<Out>(value)}});
   }
-  if constexpr (Op::kPlaces) {
+  if (Op::kPlaces && p.arg.data != nullptr) {
     const int64_t arg[1] = {p.arg_type == ArgType::u8 ? kNoPlace : -1};
     store_arg(p, s, column, arg);
   }

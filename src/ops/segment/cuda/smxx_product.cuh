@@ -1,8 +1,8 @@
-// Backward of prod: d_x = d_out · (product of the rows before) · (product of the rows after), without
-// a division, so that zeros and infinities come out right.
+// Backward of prod: d_x = d_out · (product of the rows before) · (product of the rows after),
+// without a division, so that zeros and infinities come out right.
 //
-// Three launches: product_rows<…, false> leaves the products of each tile's open ends in its slots,
-// product_carries turns them into what comes before and after each tile, product_rows<…, true> does
+// Three launches: product_rows<T, false> leaves the products of each tile's open ends in its slots,
+// product_carries turns them into what comes before and after each tile, product_rows<T, true> does
 // the rows. A group of lanes keeps 8 consecutive rows in registers, a lane one column.
 #pragma once
 
@@ -10,17 +10,17 @@
 
 namespace pullback::segment_cuda {
 
-template <class T, int kGroup, bool kPermuted, bool kStore>
+template <class T, bool kStore>
 void product_rows(const Params& p) {
   using R = Real<T>;
-  constexpr int kWalkers = kThreads / kGroup;
-  __shared__ Ends<kWalkers * kProductRows> ends;
-  __shared__ R heads[kWalkers][kGroup], tails[kWalkers][kGroup];
+  __shared__ Ends<kThreads * kProductRows> ends;
+  __shared__ R heads[kThreads], tails[kThreads];
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, segments, blockIdx.x);
-  const int walker = static_cast<int>(threadIdx.x) / kGroup, lane = threadIdx.x % kGroup;
-  const int64_t column = static_cast<int64_t>(blockIdx.y) * kGroup + lane;
+  const int lanes = 1 << p.lane_bits, walkers = kThreads >> p.lane_bits;
+  const int thread = threadIdx.x, walker = thread >> p.lane_bits, lane = thread & (lanes - 1);
+  const int64_t column = column_block(p) * lanes + lane;
   const bool active = column < p.columns;
   ends.mark(segments, tile, [](int64_t) {});
 
@@ -37,7 +37,7 @@ void product_rows(const Params& p) {
   for (int i = 0; i < kProductRows; ++i) {
     x[i] = 1;
     if (inside >> i & 1) {
-      const int64_t n = row_of<kPermuted>(p, tile.origin + row + i);
+      const int64_t n = row_of<true>(p, tile.origin + row + i);
       x[i] = device::to_real(
           static_cast<const T*>(p.x.data)[n * p.x.row_stride + column * p.x.column_stride]);
     }
@@ -53,8 +53,8 @@ void product_rows(const Params& p) {
       tail = 1;
     }
   }
-  heads[walker][lane] = head;
-  tails[walker][lane] = tail;
+  heads[thread] = head;
+  tails[thread] = tail;
   __syncthreads();
   if (!active) return;
 
@@ -65,23 +65,25 @@ void product_rows(const Params& p) {
     while (from > 0 && ends_of(from - 1) == 0) --from;
     open_left = from == 0;
     R product = 1;
-    for (int other = from > 0 ? from - 1 : 0; other < stop; ++other) product *= tails[other][lane];
+    for (int other = from > 0 ? from - 1 : 0; other < stop; ++other) {
+      product *= tails[(other << p.lane_bits) + lane];
+    }
     return product;
   };
   const auto product_after = [&](int from) {
     R product = 1;
     int other = from + 1;
-    for (; other < kWalkers; ++other) {
-      product *= heads[other][lane];
+    for (; other < walkers; ++other) {
+      product *= heads[(other << p.lane_bits) + lane];
       if (ends_of(other) != 0) break;
     }
-    open_right = other == kWalkers;
+    open_right = other == walkers;
     return product;
   };
   if constexpr (!kStore) {
     R* slots = static_cast<R*>(p.slots) + blockIdx.x * int64_t{2} * p.slot_columns + column;
     if (walker == 0) slots[0] = stops != 0 ? head : head * product_after(0);
-    if (walker == kWalkers - 1) slots[p.slot_columns] = product_before(kWalkers);
+    if (walker == walkers - 1) slots[p.slot_columns] = product_before(walkers);
   } else {
     const R* carries =
         static_cast<const R*>(p.carries) + blockIdx.x * int64_t{2} * p.slot_columns + column;
@@ -111,7 +113,7 @@ void product_rows(const Params& p) {
       }
       prefix *= x[i];
       if (stops >> i & 1) prefix = 1;
-      const int64_t n = written_row<kPermuted>(p, tile.origin + row + i);
+      const int64_t n = written_row<true>(p, tile.origin + row + i);
       if (n < 0) continue;
       static_cast<T*>(p.d_x.data)[n * p.d_x.row_stride + column * p.d_x.column_stride] =
           device::from_real<T>(value);
@@ -126,8 +128,7 @@ void product_carries(const Params& p) {
   using R = Real<T>;
   constexpr int kParts = kThreads / kColumns;
   const Segments segments = make_segments(p);
-  const int64_t column =
-      static_cast<int64_t>(blockIdx.y) * kColumns + static_cast<int>(threadIdx.x) % kColumns;
+  const int64_t column = column_block(p) * kColumns + static_cast<int>(threadIdx.x) % kColumns;
   const int64_t tile =
       static_cast<int64_t>(blockIdx.x) * kParts + static_cast<int>(threadIdx.x) / kColumns;
   if (tile >= p.tiles || column >= p.columns) return;

@@ -72,8 +72,7 @@ struct ColumnPiece {
       const int64_t n = row_of<kPermuted>(p, place + i);
       if constexpr (kInput == Input::mask) {
         const auto* mask = static_cast<const uint8_t*>(p.mask.data);
-        x.element[i] =
-            device::from_real<T>(static_cast<Real<T>>(mask[n * p.mask.row_stride] & 1));
+        x.element[i] = device::from_real<T>(static_cast<Real<T>>(mask[n * p.mask.row_stride] & 1));
       } else {
         x.element[i] = static_cast<const T*>(p.x.data)[n * p.x.row_stride];
         if constexpr (kInput == Input::product) {
@@ -89,10 +88,11 @@ struct ColumnPiece {
   }
 };
 
-template <class Op, class T, class Out, Input kInput, bool kPermuted, bool kWide>
+template <class Op, class T, class Out, Input kInput, bool kPermuted, bool kWide, int kStateBytes>
 void reduce_column(const Params& p) {
   static_assert(!kWide || (kInput == Input::x && !kPermuted));
   using State = typename Op::State;
+  static_assert(sizeof(State) == kStateBytes);
   constexpr int kWarps = kThreads / device::kWarpSize;
   constexpr int kRounds = column_rounds(sizeof(State));
   constexpr int kWarpRows = device::kWarpSize * kColumnRows;
@@ -115,7 +115,8 @@ void reduce_column(const Params& p) {
     inside[round] = rows_inside(tile, first_row(round)) & ((1u << kColumnRows) - 1);
     piece[round].load(p, tile.origin + first_row(round), inside[round]);
   }
-  ends.mark(segments, tile, [](int64_t, int) {}, [](int64_t) {});
+  ends.mark(
+      segments, tile, [](int64_t, int) {}, [](int64_t) {});
 
   Prefix<Op> before{Op::start(0), 0, 0};  // what the warp has seen
 #pragma unroll
@@ -185,7 +186,7 @@ void reduce_column(const Params& p) {
     if (begin < tile.row) {
       slot_of<Op>(p, blockIdx.x, 0)[0] = state[0];
     } else {
-      finish<Op, Out, kPermuted>(p, segments, j, 0, state, tile.origin);
+      finish<Op, Out>(p, segments, j, 0, state, tile.origin);
     }
   }
 }

@@ -1,7 +1,7 @@
 // Forward for rows of several columns: tiles of rows, whose pieces of segments are reduced without
 // a word between lanes.
 //
-// A group of kGroup lanes walks 32 consecutive rows of its tile; each lane owns kVector columns.
+// A group of lanes walks 32 consecutive rows of its tile; each lane owns kVector columns.
 // What ends inside is stored at once, except the first end, whose segment may have begun before:
 // its head waits for the tails of the groups before it. Heads and tails that reach beyond the tile
 // go to the tile's two slots, and smxx_combine.cuh puts them together. The order of all additions
@@ -50,23 +50,25 @@ struct RowPiece {
   }
 };
 
-template <class Op, class T, class Out, int kVector, int kGroup, Input kInput, bool kPermuted>
+template <class Op, class T, class Out, int kVector, Input kInput, bool kPermuted, int kStateBytes>
 void reduce_rows(const Params& p) {
   using State = typename Op::State;
-  constexpr int kWalkers = kThreads / kGroup;
+  static_assert(sizeof(State) == kStateBytes);
+  constexpr int kMostWalkers = kThreads / kFewestLanes;
   constexpr int kBatch = 8;  // rows whose loads are in flight together
-  __shared__ Ends<kWalkers * kWalkerRows> ends;
-  __shared__ State tails[kWalkers][kGroup][kVector];
-  __shared__ bool has_tail[kWalkers];
+  __shared__ Ends<kMostWalkers * kWalkerRows> ends;
+  __shared__ State tails[kThreads][kVector];
+  __shared__ bool has_tail[kMostWalkers];
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, segments, blockIdx.x);
-  const int walker = static_cast<int>(threadIdx.x) / kGroup, lane = threadIdx.x % kGroup;
-  const int64_t first_column = static_cast<int64_t>(blockIdx.y) * kGroup * kVector;
+  const int lanes = 1 << p.lane_bits, walkers = kThreads >> p.lane_bits;
+  const int thread = threadIdx.x, walker = thread >> p.lane_bits, lane = thread & (lanes - 1);
+  const int64_t first_column = column_block(p) * lanes * kVector;
   const int64_t column = first_column + lane * kVector;
   const bool active = column < p.columns;
   ends.mark(segments, tile, [&](int64_t j) {
-    const int64_t stop = first_column + kGroup * kVector;
+    const int64_t stop = first_column + lanes * kVector;
     for (int64_t d = first_column; d < stop && d < p.columns; ++d) finish_empty<Op, Out>(p, j, d);
   });
 
@@ -109,15 +111,14 @@ void reduce_rows(const Params& p) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) head[i] = state[i];
         } else if (active) {
-          finish<Op, Out, kPermuted>(p, segments, tile.first + ends.segment[at], column, state,
-                                     tile.origin);
+          finish<Op, Out>(p, segments, tile.first + ends.segment[at], column, state, tile.origin);
         }
         in_head = in_piece = false;
       }
     }
   }
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) tails[walker][lane][i] = state[i];
+  for (int i = 0; i < kVector; ++i) tails[thread][i] = state[i];
   if (lane == 0) has_tail[walker] = in_piece;
   __syncthreads();
   if (!active) return;
@@ -133,9 +134,9 @@ void reduce_rows(const Params& p) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         if (any) {
-          Op::append(sum[i], tails[from][lane][i]);
+          Op::append(sum[i], tails[(from << p.lane_bits) + lane][i]);
         } else {
-          sum[i] = tails[from][lane][i];
+          sum[i] = tails[(from << p.lane_bits) + lane][i];
         }
       }
       any = true;
@@ -159,10 +160,10 @@ void reduce_rows(const Params& p) {
     if (segments.begin(j) < tile.row) {
       store_slot(0, sum);
     } else {
-      finish<Op, Out, kPermuted>(p, segments, j, column, sum, tile.origin);
+      finish<Op, Out>(p, segments, j, column, sum, tile.origin);
     }
   }
-  if (walker == kWalkers - 1 && gather(kWalkers, sum)) store_slot(1, sum);
+  if (walker == walkers - 1 && gather(walkers, sum)) store_slot(1, sum);
 }
 
 }  // namespace pullback::segment_cuda

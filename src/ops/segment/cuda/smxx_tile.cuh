@@ -13,6 +13,10 @@ inline int64_t index_at(const Indices& indices, int64_t i) {
                       : static_cast<const int32_t*>(indices.data)[i * indices.stride];
 }
 
+inline int64_t column_block(const Params& p) {
+  return static_cast<int64_t>(p.column_block) + blockIdx.y;
+}
+
 // Segments 0 to S+1 of the list (params.cuh), over offsets of the caller or of our own.
 struct Segments {
   Indices offsets;
@@ -30,17 +34,18 @@ inline Segments make_segments(const Params& p, bool own) {
 }
 inline Segments make_segments(const Params& p) { return make_segments(p, *p.use_own_offsets != 0); }
 
-// Row of x at place r of the sorted order; reading, a bad entry of the permutation stands for row 0.
+// Row of x at place r of the sorted order, which kPermuted allows to be another than r. Reading, a
+// bad entry of the permutation stands for row 0.
 template <bool kPermuted>
 int64_t row_of(const Params& p, int64_t place) {
-  if constexpr (!kPermuted) return place;
+  if (!kPermuted || p.permutation.data == nullptr) return place;
   const int64_t row = index_at(p.permutation, place);
   return row >= 0 && row < p.rows ? row : 0;
 }
 // Writing, it stands for no row: -1.
 template <bool kPermuted>
 int64_t written_row(const Params& p, int64_t place) {
-  if constexpr (!kPermuted) return place;
+  if (!kPermuted || p.permutation.data == nullptr) return place;
   const int64_t row = index_at(p.permutation, place);
   return row >= 0 && row < p.rows ? row : -1;
 }
@@ -58,8 +63,8 @@ inline TileStart find_start(const Segments& segments, int64_t item) {
   }
   const int64_t row = item - low;
   // With its last row in the tile before, the segment has ended there.
-  const bool ended = low < segments.count + 2 && segments.end(low) == row &&
-                     segments.begin(low) < row;
+  const bool ended =
+      low < segments.count + 2 && segments.end(low) == row && segments.begin(low) < row;
   return {low + ended, row};
 }
 
@@ -79,8 +84,13 @@ inline int64_t tile_origin(const Params& p, const TileStart& start) {
 
 inline Tile make_tile(const Params& p, const Segments& segments, int64_t tile) {
   const TileStart start = p.starts[tile], stop = p.starts[tile + 1];
-  return {start.segment, stop.segment,      start.row, stop.row, tile_origin(p, start),
-          segments.begin(1), segments.end(segments.count)};
+  return {start.segment,
+          stop.segment,
+          start.row,
+          stop.row,
+          tile_origin(p, start),
+          segments.begin(1),
+          segments.end(segments.count)};
 }
 
 // Of the 32 rows from `row` of the tile on, one bit for each that the tile has and a segment of the

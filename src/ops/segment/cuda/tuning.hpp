@@ -12,11 +12,12 @@ inline constexpr int kRepairThreads = 1024;    // the one block that repairs wha
 inline constexpr int kCombineColumns = 32;     // columns of a block that combines slots
 inline constexpr int kCombineSequential = 32;  // slots that one thread combines by itself
 
-// Rows and segment ends of a tile.
-constexpr int tile_items(int lanes_per_row) { return kThreads / lanes_per_row * kWalkerRows; }
-constexpr int product_tile_items(int lanes_per_row) {
-  return kThreads / lanes_per_row * kProductRows;
-}
+inline constexpr int kFewestLanes = 2;  // of a row of several columns
+inline constexpr int kMaskTileItems = 256;
+
+// Rows and segment ends of a tile whose rows take 2^lane_bits lanes.
+constexpr int tile_items(int lane_bits) { return (kThreads >> lane_bits) * kWalkerRows; }
+constexpr int product_tile_items(int lane_bits) { return (kThreads >> lane_bits) * kProductRows; }
 // D = 1: a warp takes 32 lanes of kColumnRows rows this many times; the states of a tile's rows fit
 // into 48 KiB. Tiles begin on any row, lanes on multiples of kColumnRows.
 constexpr int column_rounds(int state_bytes) { return state_bytes <= 8 ? 2 : 1; }
