@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <limits>
+#include <utility>
 
 #include "ops/segment/cuda/stages.hpp"
 
@@ -164,95 +165,73 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
 
   void enqueue(Stream stream, const SegmentTensors& tensors, Workspace workspace) const override {
     if (tensors.d_x == nullptr || problem_.x.shape[0] == 0 || problem_.x.shape[1] == 0) return;
-    const auto begin = [&](const Tiling& tiling) {
-      Launcher launcher = setup_.begin(stream, tensors, workspace.data, tiling);
-      Params& p = launcher.params;
+    Launcher launcher = setup_.begin(stream, tensors, workspace.data);
+    Params p = launcher.params;
+    const auto own = [&](std::size_t at) { return bound(own_, launcher.workspace + at); };
+    // What a reduction in front leaves for the pass over rows.
+    const auto reduce = [&](const Reduction& reduction, std::size_t at) {
+      p.result = own(at);
+      reduction.enqueue(setup_, launcher, p);
+      p.statistic = std::exchange(p.result, {});
+    };
+    const auto map = [&](const Mapping& mapping) {
       p.d_out = bound(d_out_, tensors.d_out);
       p.d_x = bound(d_x_, tensors.d_x);
-      return launcher;
-    };
-    const auto own = [&](const Launcher& launcher, std::size_t at) {
-      return bound(own_, launcher.workspace + at);
+      mapping.enqueue(setup_, launcher, p);
     };
     switch (problem_.reduce) {
       case SegmentReduce::sum:
-      case SegmentReduce::mean: {
-        Launcher launcher = begin(map_->tiling({tensors.d_x}));
-        map_->enqueue(setup_, launcher, launcher.params, {tensors.d_x});
+      case SegmentReduce::mean:
+        map(*map_);
         return;
-      }
-      case SegmentReduce::prod: {
-        Launcher launcher = begin(product_->tiling());
-        Params p = launcher.params;
+      case SegmentReduce::prod:
         p.x = bound(x_, tensors.x);
-        product_->enqueue(launcher, p);
+        p.d_out = bound(d_out_, tensors.d_out);
+        p.d_x = bound(d_x_, tensors.d_x);
+        product_->enqueue(launcher, setup_.tiled(launcher, p, product_->tiling()));
         return;
-      }
-      case SegmentReduce::logsumexp: {
-        Launcher launcher = begin(reduction_ ? reduction_->tiling({tensors.x})
-                                             : map_->tiling({tensors.x, tensors.d_x}));
-        Params p = launcher.params;
+      case SegmentReduce::logsumexp:
         p.x = bound(x_, tensors.x);
-        p.statistic = bound(out_, tensors.out);
         if (reduction_) {
-          p.statistic = p.result = own(launcher, statistic_at_);
-          reduction_->enqueue(setup_, launcher, p, {tensors.x});
+          reduce(*reduction_, statistic_at_);
+        } else {
+          p.statistic = bound(out_, tensors.out);
         }
-        map_->enqueue(setup_, launcher, p, {tensors.x, tensors.d_x});
+        map(*map_);
         return;
-      }
-      case SegmentReduce::softmax: {
-        Launcher launcher = begin(reduction_->tiling({tensors.out, tensors.d_out}));
-        Params p = launcher.params;
+      case SegmentReduce::softmax:
         p.x = bound(out_, tensors.out);
         p.y = bound(d_out_, tensors.d_out);
-        p.statistic = p.result = own(launcher, statistic_at_);
-        reduction_->enqueue(setup_, launcher, p, {tensors.out, tensors.d_out});
-        map_->enqueue(setup_, launcher, p, {tensors.out, tensors.d_out, tensors.d_x});
+        reduce(*reduction_, statistic_at_);
+        map(*map_);
         return;
-      }
       default:
         break;
     }
     const bool even = problem_.ties == Ties::even;
     switch (saved_of(problem_, tensors)) {
-      case SegmentSaved::arg: {
-        Launcher launcher = begin(extremes_.by_arg->tiling({tensors.d_x}));
-        launcher.params.arg = bound(arg_, tensors.arg);
-        extremes_.by_arg->enqueue(setup_, launcher, launcher.params, {tensors.d_x});
+      case SegmentSaved::arg:
+        p.arg = bound(arg_, tensors.arg);
+        map(*extremes_.by_arg);
         return;
-      }
-      case SegmentSaved::arg_mask: {
-        Launcher launcher = begin(even ? extremes_.mask_counts->tiling({})
-                                       : extremes_.by_mask->tiling({tensors.d_x}));
-        Params p = launcher.params;
+      case SegmentSaved::arg_mask:
         p.mask = bound(mask_, tensors.arg_mask);
-        if (even) {
-          p.statistic = p.result = own(launcher, extremes_.statistic_at);
-          extremes_.mask_counts->enqueue(setup_, launcher, p, {});
-        }
-        extremes_.by_mask->enqueue(setup_, launcher, p, {tensors.d_x});
+        if (even) reduce(*extremes_.mask_counts, extremes_.statistic_at);
+        map(*extremes_.by_mask);
         return;
-      }
-      case SegmentSaved::nothing: {
-        Launcher launcher = begin(extremes_.recompute->tiling({tensors.x}));
-        Params p = launcher.params;
+      case SegmentSaved::nothing:
         p.x = bound(x_, tensors.x);
-        p.out = bound(out_, tensors.out);
         if (even) {
-          p.statistic = p.result = own(launcher, extremes_.statistic_at);
+          reduce(*extremes_.recompute, extremes_.statistic_at);
+          p.out = bound(out_, tensors.out);
         } else {
-          p.arg = own(launcher, extremes_.arg_at);
+          p.arg = own(extremes_.arg_at);
           p.arg_type = own_arg_dtype_ == DType::i64 ? ArgType::i64 : ArgType::i32;
+          extremes_.recompute->enqueue(setup_, launcher, p);
+          p.x = {};
         }
-        extremes_.recompute->enqueue(setup_, launcher, p, {tensors.x});
-        if (even) {
-          extremes_.recomputed->enqueue(setup_, launcher, p, {tensors.x, tensors.d_x});
-        } else {
-          extremes_.recomputed->enqueue(setup_, launcher, p, {tensors.d_x});
-        }
+        map(*extremes_.recomputed);
         return;
-      }
     }
   }
 

@@ -81,23 +81,17 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     setup_.reserve(layout_);
     workspace_bytes = layout_.bytes;
     description = fmt::format(
-        "tiles of {} rows and segment ends (of {} where 16-byte pieces can be read), {} "
-        "accumulation in an order that follows from the offsets: the same bits every run",
-        reduction_->tiling({&kUnaligned}).items, reduction_->tiling({}).items,
-        name_of(accumulation_dtype(dtype)));
+        "tiles of {} rows and segment ends, {} accumulation in an order that follows from the "
+        "offsets: the same bits every run",
+        reduction_->tiling().items, name_of(accumulation_dtype(dtype)));
   }
 
  private:
-  // No pointer: an address that is not aligned, to ask for the tiling without vectors.
-  alignas(16) static constexpr char kUnalignedBytes[2] = {};
-  static constexpr const char& kUnaligned = kUnalignedBytes[1];
-
   void enqueue(Stream stream, const SegmentTensors& tensors, Workspace workspace) const override {
     const bool softmax = problem_.reduce == SegmentReduce::softmax;
     if (tensors.out == nullptr && tensors.arg == nullptr && tensors.arg_mask == nullptr) return;
     if (problem_.x.shape[1] == 0) return;
-    Launcher launcher =
-        setup_.begin(stream, tensors, workspace.data, reduction_->tiling({tensors.x}));
+    Launcher launcher = setup_.begin(stream, tensors, workspace.data);
     Params p = launcher.params;
     p.x = bound(x_, tensors.x);
     p.empty_value = empty_value(problem_);
@@ -121,19 +115,16 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     if (mask && problem_.ties == Ties::even && tensors.out == nullptr) {
       p.result = own(own_out_at_);
     }
-    reduction_->enqueue(setup_, launcher, p, {tensors.x});
+    reduction_->enqueue(setup_, launcher, p);
     if (softmax) {
       p.statistic = p.result;
       p.statistic2 = p.result2;
       p.d_x = bound(out_, tensors.out);
-      map_->enqueue(setup_, launcher, p, {tensors.x, tensors.out});
+      map_->enqueue(setup_, launcher, p);
     }
     if (mask) {
-      setup_.retile(launcher, kMaskTiling);
-      Params q = launcher.params;
-      q.x = p.x;
+      Params q = setup_.tiled(launcher, p, kMaskTiling);
       q.out = p.result;
-      q.arg = p.arg;
       q.mask = bound(mask_matrix_, tensors.arg_mask);
       launcher.launch(mask_, q, q.tiles, 1);
     }

@@ -19,12 +19,16 @@ cuda::OpKernel kernel_of(const MapOp& op, std::string_view what, DType dtype, bo
                            perm ? op.segment_bytes : op.wide_segment_bytes)
              : fmt::format("segment_cuda::map_rows<segment_cuda::{}, {}, {}, {}>", map, element,
                            vector, perm);
+  const bool many = access == Access::wide;
   return {.name = fmt::format("segment_{}_{}_{}", what, op.name, element),
           .file = column ? "ops/segment/cuda/smxx_map_column.cuh"
                          : "ops/segment/cuda/smxx_map_rows.cuh",
           .function = function,
           .parameters = "segment_cuda::Params",
           .threads = kThreads,
+          .blocks = !many || dtype == DType::f64 ? 1
+                    : column                     ? 5
+                                                 : 4,
           .constants = {{"segment_cuda::kThreads", kThreads},
                         {"segment_cuda::kWalkerRows", kWalkerRows}}};
 }
@@ -52,7 +56,8 @@ MapOp spread_map(bool mean, DType dtype) {
 MapOp arg_map(DType arg, DType dtype) {
   return {fmt::format("arg_{}", name_of(arg)),
           fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
-          arg == DType::u8 ? 2 * real_bytes(dtype) : 16, 2 * real_bytes(dtype)};
+          arg == DType::u8 ? 2 * real_bytes(dtype) : 16, 2 * real_bytes(dtype),
+          size_of(arg) == 8 ? 4 : 5};
 }
 MapOp mask_map(bool even, DType dtype) {
   return {even ? "mask_even" : "mask", fmt::format("ByMask<{{T}}, {{V}}, {}>", even), bytes(dtype),
@@ -62,7 +67,7 @@ MapOp ties_map(DType dtype) {
   return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2 * bytes(dtype)};
 }
 MapOp exponential_map(DType dtype) {
-  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype)};
+  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype), 4};
 }
 MapOp softmax_map(DType dtype) {
   return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype)};
@@ -100,21 +105,11 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
   if (wide_) setup.allow(wide_tiling_);
 }
 
-Tiling Mapping::tiling(std::initializer_list<const void*> rows) const {
-  return wide_ && cuda::vector_aligned(rows) ? wide_tiling_ : any_tiling_;
-}
-
-void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params,
-                      std::initializer_list<const void*> rows) const {
-  const Tiling shape = tiling(rows);
-  setup.retile(launcher, shape);
-  Params p = bound_params;
-  const Params& common = launcher.params;
-  p.tile_items = common.tile_items;
-  p.tiles = common.tiles;
-  p.row_alignment = common.row_alignment;
-  p.lane_bits = common.lane_bits;
-  const bool wide = wide_ && cuda::vector_aligned(rows);
+void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
+  const bool column = bound_params.columns == 1;
+  const bool wide = wide_ && (column ? column_in_vectors(bound_params) : in_vectors(bound_params));
+  const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
+  const Params p = setup.tiled(launcher, bound_params, shape);
   launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
 }
 

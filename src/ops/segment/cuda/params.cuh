@@ -40,7 +40,7 @@ struct Params {
   int64_t* own_offsets;      // [S+1]: made from ids, or repaired
   int32_t* use_own_offsets;  // [1]
   int32_t* disorder;         // [check_blocks]: whether a block met indices out of order
-  TileStart* starts;         // [tiles+1]
+  TileStart* starts;         // [tiles+2]; the last holds offsets[0] and offsets[S]
   void* slots;               // states [tiles, 2, slot_columns]: head and tail
   int64_t slot_columns;
   void* carries;  // prod: [tiles, 2, slot_columns]: product before the head, after the tail

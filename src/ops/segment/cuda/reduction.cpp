@@ -29,23 +29,28 @@ cuda::OpKernel kernel_of(const ReduceOp& op, std::string_view what, std::string_
 }
 
 cuda::OpKernel rows_kernel(const ReduceOp& op, DType dtype, Access access) {
-  return kernel_of(
+  cuda::OpKernel kernel = kernel_of(
       op, fmt::format("reduce_rows_{}", name_of(access)), "ops/segment/cuda/smxx_reduce_rows.cuh",
       fmt::format("segment_cuda::reduce_rows<segment_cuda::{}, {}, {}, {}, "
                   "segment_cuda::Input::{}, {}, {}>",
                   op.type, element(dtype), op.out, access == Access::any ? 1 : vector_length(dtype),
                   op.input, access != Access::wide, op.state_bytes),
       dtype);
+  if (access != Access::any) kernel.blocks = 4;
+  return kernel;
 }
 
 cuda::OpKernel column_kernel(const ReduceOp& op, DType dtype, Access access) {
-  return kernel_of(op, fmt::format("reduce_column_{}", name_of(access)),
-                   "ops/segment/cuda/smxx_reduce_column.cuh",
-                   fmt::format("segment_cuda::reduce_column<segment_cuda::{}, {}, {}, "
-                               "segment_cuda::Input::{}, {}, {}, {}>",
-                               op.type, element(dtype), op.out, op.input, access != Access::wide,
-                               access == Access::wide, op.state_bytes),
-                   dtype);
+  cuda::OpKernel kernel =
+      kernel_of(op, fmt::format("reduce_column_{}", name_of(access)),
+                "ops/segment/cuda/smxx_reduce_column.cuh",
+                fmt::format("segment_cuda::reduce_column<segment_cuda::{}, {}, {}, "
+                            "segment_cuda::Input::{}, {}, {}, {}>",
+                            op.type, element(dtype), op.out, op.input, access != Access::wide,
+                            access == Access::wide, op.state_bytes),
+                dtype);
+  if (access == Access::wide) kernel.blocks = dtype == DType::f64 ? 2 : 5;
+  return kernel;
 }
 
 constexpr int kMostCombineColumns = 32;
@@ -177,24 +182,14 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
                           static_cast<std::size_t>(op.state_bytes));
 }
 
-Tiling Reduction::tiling(std::initializer_list<const void*> inputs) const {
-  return wide_ && cuda::vector_aligned(inputs) ? wide_tiling_ : any_tiling_;
-}
-
-void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params,
-                        std::initializer_list<const void*> inputs) const {
-  const Tiling shape = tiling(inputs);
-  setup.retile(launcher, shape);
-  Params p = bound_params;
-  const Params& common = launcher.params;
-  p.tile_items = common.tile_items;
-  p.tiles = common.tiles;
-  p.row_alignment = common.row_alignment;
-  p.lane_bits = common.lane_bits;
+void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
+  const bool column = bound_params.columns == 1;
+  const bool wide = wide_ && (column ? column_in_vectors(bound_params) : in_vectors(bound_params));
+  const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
+  Params p = setup.tiled(launcher, bound_params, shape);
   p.slots = launcher.workspace + slots_at_;
   p.slot_columns = slot_columns_;
-  const Kernel& main = wide_ && cuda::vector_aligned(inputs) ? *wide_ : any_;
-  launcher.launch(main, p, p.tiles, shape.column_blocks);
+  launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
   const std::int64_t parts = kThreads / combine_columns_;
   launcher.launch(combine_, p, (p.tiles + parts - 1) / parts,
                   (p.columns + combine_columns_ - 1) / combine_columns_);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 #include "ops/segment/cuda/stages.hpp"
 
@@ -73,7 +74,7 @@ Tiling rows_tiling(const SegmentProblem& problem, int vector) {
   const auto pieces = static_cast<std::uint64_t>((columns + vector - 1) / vector);
   Tiling tiling;
   tiling.lane_bits =
-      std::clamp(pieces == 0 ? 0 : static_cast<int>(std::bit_width(pieces - 1)), 1, 5);
+      std::clamp(pieces == 0 ? 0 : static_cast<int>(std::bit_width(pieces - 1)), 1, kMostLaneBits);
   tiling.items = tile_items(tiling.lane_bits);
   const std::int64_t width = std::int64_t{vector} << tiling.lane_bits;
   tiling.column_blocks = (columns + width - 1) / width;
@@ -125,19 +126,10 @@ void Setup::allow(const Tiling& tiling) {
 }
 
 void Setup::reserve(Layout& layout) {
-  starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 1) * sizeof(TileStart));
+  starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
 }
 
-void Setup::set_tiling(Launcher& launcher, const Tiling& tiling) const {
-  launcher.tiling = tiling;
-  launcher.params.tile_items = tiling.items;
-  launcher.params.tiles = tiles_of(problem_, tiling);
-  launcher.params.row_alignment = tiling.alignment;
-  launcher.params.lane_bits = tiling.lane_bits;
-}
-
-Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* workspace,
-                      const Tiling& first) const {
+Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* workspace) const {
   auto* memory = static_cast<std::byte*>(workspace);
   Launcher launcher{.stream = stream, .params = params_, .workspace = memory};
   Params& p = launcher.params;
@@ -148,19 +140,40 @@ Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* worksp
   p.use_own_offsets = reinterpret_cast<std::int32_t*>(memory + use_at_);
   p.disorder = reinterpret_cast<std::int32_t*>(memory + disorder_at_);
   p.starts = reinterpret_cast<TileStart*>(memory + starts_at_);
-  set_tiling(launcher, first);
-  launcher.launch(check_, p, p.check_blocks, 1);
-  launcher.launch(repair_, p, 1, 1);
-  if (problem_.ids.given()) launcher.launch(starts_, p, blocks_for(p.tiles + 1), 1);
   return launcher;
 }
 
-void Setup::retile(Launcher& launcher, const Tiling& tiling) const {
-  const bool same =
-      tiling.items == launcher.tiling.items && tiling.alignment == launcher.tiling.alignment;
-  set_tiling(launcher, tiling);
-  if (same) return;
-  launcher.launch(starts_, launcher.params, blocks_for(launcher.params.tiles + 1), 1);
+Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling& tiling) const {
+  Params p = bound_params;
+  p.tile_items = tiling.items;
+  p.tiles = tiles_of(problem_, tiling);
+  p.row_alignment = tiling.alignment;
+  p.lane_bits = tiling.lane_bits;
+  const Tiling before = std::exchange(launcher.tiling, tiling);
+  const bool checked = before.items != 0;
+  if (!checked) {
+    launcher.launch(check_, p, p.check_blocks, 1);
+    launcher.launch(repair_, p, 1, 1);
+  }
+  const bool same = before.items == tiling.items && before.alignment == tiling.alignment;
+  if (checked ? !same : problem_.ids.given()) {
+    launcher.launch(starts_, p, blocks_for(p.tiles + 1), 1);
+  }
+  return p;
+}
+
+bool in_vectors(const Params& p) {
+  for (const Matrix* matrix : {&p.x, &p.y, &p.result, &p.result2, &p.arg, &p.d_out, &p.statistic,
+                               &p.statistic2, &p.out, &p.d_x}) {
+    if (matrix->data != nullptr && !matrix->vectors) return false;
+  }
+  return true;
+}
+
+bool column_in_vectors(const Params& p) {
+  return cuda::vector_aligned({p.x.data, p.d_x.data}) &&
+         (p.x.data == nullptr || p.x.row_stride <= 1) &&
+         (p.d_x.data == nullptr || p.d_x.row_stride <= 1);
 }
 
 }  // namespace pullback::segment_cuda

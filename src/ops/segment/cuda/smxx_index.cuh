@@ -28,6 +28,7 @@ inline void find_starts(const Params& p, const Segments& segments, int64_t from,
     const int64_t item = tile * p.tile_items;
     p.starts[tile] = find_start(segments, item < items ? item : items);
   }
+  if (from == 0) p.starts[p.tiles + 1] = {segments.begin(1), segments.end(segments.count)};
 }
 
 // Starts of tiles are found as if all were well; if not, repair() finds them again.

@@ -19,7 +19,7 @@ void map_column(const Params& p) {
   __shared__ Segment at_end[kRows + 1];  // the last is of the segment that goes on after the tile
 
   const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, segments, blockIdx.x);
+  const Tile tile = make_tile(p, blockIdx.x);
   const auto give = [&](int64_t j, int row) {
     if (j < 1 || j > p.segments) return;
     typename Map::Raw raw;
@@ -35,7 +35,8 @@ void map_column(const Params& p) {
     const uint32_t all = rows_inside<true>(tile, row) & kFull;
     const uint32_t inside = rows_inside(tile, row) & kFull;
     if (all == 0) continue;
-    const uint32_t end_bits = ends.bits[row / 32] >> (row % 32);
+    const uint32_t end_bits = ends.bits[row / 32] >> (row % 32) & kFull;
+    const int after = end_bits >> (kColumnRows - 1) != 0 ? 0 : ends.next(row + kColumnRows);
     typename Map::Row data[kColumnRows];
     int64_t to[kColumnRows];
 #pragma unroll
@@ -44,27 +45,33 @@ void map_column(const Params& p) {
       to[i] = written_row<kPermuted>(p, tile.origin + row + i);
       if (inside >> i & 1) data[i].load(p, kPermuted && to[i] < 0 ? 0 : to[i], 0);
     }
-    Values<T, kColumnRows> value;
+    Values<T, 1> values[kColumnRows];
     Segment segment{};
 #pragma unroll
     for (int i = 0; i < kColumnRows; ++i) {
-      value.element[i] = device::from_real<T>(0);
+      values[i] = {};
       if (!(inside >> i & 1)) continue;
-      if (i == 0 || !(inside >> (i > 0 ? i - 1 : 0) & 1) || (end_bits >> (i > 0 ? i - 1 : 0) & 1)) {
-        segment = at_end[ends.next(row + i)];
+      const bool same =
+          i > 0 && (inside >> (i > 0 ? i - 1 : 0) & ~(end_bits >> (i > 0 ? i - 1 : 0)) & 1);
+      if (!same) {
+        const uint32_t rest = end_bits >> i;
+        segment = at_end[rest != 0 ? row + i + __ffs(static_cast<int>(rest)) - 1 : after];
       }
-      const RowAt at{static_cast<uint32_t>(row + i), to[i]};
-      value.element[i] = Map::value(segment, data[i], at, 0);
+      values[i] = Map::values(segment, data[i], {static_cast<uint32_t>(row + i), to[i]});
     }
     T* d_x = static_cast<T*>(p.d_x.data);
     if (kWide && all == kFull) {
-      *reinterpret_cast<Values<T, kColumnRows>*>(d_x + tile.origin + row) = value;
+      Real<T> reals[kColumnRows];
+#pragma unroll
+      for (int i = 0; i < kColumnRows; ++i) reals[i] = values[i].real(0);
+      *reinterpret_cast<Values<T, kColumnRows>*>(d_x + tile.origin + row) =
+          Values<T, kColumnRows>::of(reals);
       continue;
     }
 #pragma unroll
     for (int i = 0; i < kColumnRows; ++i) {
       if ((all >> i & 1) && !(kPermuted && to[i] < 0)) {
-        d_x[to[i] * p.d_x.row_stride] = value.element[i];
+        d_x[to[i] * p.d_x.row_stride] = values[i].element[0];
       }
     }
   }

@@ -9,11 +9,11 @@ namespace pullback::segment_cuda {
 
 template <class Map, class T, int kVector, bool kPermuted>
 void map_rows(const Params& p) {
-  constexpr int kBatch = 4;  // rows whose reads are in flight together
+  constexpr int kBatch = Map::kBatch;  // rows whose reads are in flight together
   __shared__ Ends<kThreads / kFewestLanes * kWalkerRows> ends;
 
   const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, segments, blockIdx.x);
+  const Tile tile = make_tile(p, blockIdx.x);
   const int lanes = 1 << p.lane_bits;
   const int walker = static_cast<int>(threadIdx.x) >> p.lane_bits;
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
@@ -49,26 +49,15 @@ void map_rows(const Params& p) {
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       if (!(all >> (base + k) & 1)) continue;
-      Values<T, kVector> value;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) value.element[i] = device::from_real<T>(0);
+      Values<T, kVector> values{};
       if (inside >> (base + k) & 1) {
         if (fresh_bits >> (base + k) & 1) segment = Map::of(raw[k], segments, tile);
-        const RowAt at{static_cast<uint32_t>(row + base + k), to[k]};
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) value.element[i] = Map::value(segment, data[k], at, i);
+        values = Map::values(segment, data[k], {static_cast<uint32_t>(row + base + k), to[k]});
       }
       if (kPermuted && to[k] < 0) continue;
-      T* d_x =
-          static_cast<T*>(p.d_x.data) + to[k] * p.d_x.row_stride + column * p.d_x.column_stride;
-      if constexpr (kVector == 1) {
-        *d_x = value.element[0];
-      } else {
-        device::Vector<T> vector;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) vector.element[i] = value.element[i];
-        device::store_vector(d_x, vector);
-      }
+      store_once(
+          static_cast<T*>(p.d_x.data) + to[k] * p.d_x.row_stride + column * p.d_x.column_stride,
+          values);
     }
   }
 }

@@ -26,18 +26,17 @@ using Select = typename Either<kFirst, A, B>::Type;
 
 template <class T, int kCount>
 Values<T, kCount> load_columns(const Matrix& from, int64_t row, int64_t column) {
-  const T* at =
-      static_cast<const T*>(from.data) + row * from.row_stride + column * from.column_stride;
-  Values<T, kCount> values;
-  if constexpr (kCount == device::kVectorLength<T>) {
-    const device::Vector<T> vector = device::load_vector(at);
+  return load_once<T, kCount>(static_cast<const T*>(from.data) + row * from.row_stride +
+                              column * from.column_stride);
+}
+
+// The values that `value(i)` gives.
+template <class T, int kCount, class Value>
+Values<T, kCount> values_of(const Value& value) {
+  Real<T> values[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values.element[i] = vector.element[i];
-  } else {
-    static_assert(kCount == 1);
-    values.element[0] = *at;
-  }
-  return values;
+  for (int i = 0; i < kCount; ++i) values[i] = value(i);
+  return Values<T, kCount>::of(values);
 }
 
 struct NoRow {
@@ -47,6 +46,7 @@ struct NoRow {
 // sum, mean: d_x = d_out, or d_out / L.
 template <class T, int kCount, bool kMean>
 struct Spread {
+  static constexpr int kBatch = 4;
   struct Raw {
     Values<T, kCount> g;
     int64_t length;
@@ -60,24 +60,19 @@ struct Spread {
   };
   using Row = NoRow;
   static Segment of(const Raw& raw, const Segments&, const Tile&) {
-    Segment segment{raw.g};
-    if constexpr (kMean) {
-      const auto length = static_cast<Real<T>>(raw.length);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        segment.value.element[i] = device::from_real<T>(device::to_real(raw.g.element[i]) / length);
-      }
-    }
-    return segment;
+    if constexpr (!kMean) return {raw.g};
+    const auto length = static_cast<Real<T>>(raw.length);
+    return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / length; })};
   }
-  static T value(const Segment& segment, const Row&, const RowAt&, int i) {
-    return segment.value.element[i];
+  static Values<T, kCount> values(const Segment& segment, const Row&, const RowAt&) {
+    return segment.value;
   }
 };
 
 // max, min from arg, which holds rows, or (u8) places in the segment.
 template <class T, int kCount, class Arg, bool kPermuted>
 struct ByArg {
+  static constexpr int kBatch = 2;
   static constexpr uint32_t kNone = 0xffffffffu;
   static constexpr bool kByRow = kPermuted && sizeof(Arg) > 1;
   using Chosen = Select<kByRow, int64_t, uint32_t>;
@@ -113,20 +108,23 @@ struct ByArg {
     }
     return segment;
   }
-  static T value(const Segment& segment, const Row&, const RowAt& at, int i) {
-    bool chosen = false;
-    if constexpr (kByRow) {
-      chosen = segment.chosen[i] == at.row;
-    } else {
-      chosen = segment.chosen[i] == at.place;
-    }
-    return chosen ? segment.g.element[i] : device::from_real<T>(0);
+  static Values<T, kCount> values(const Segment& segment, const Row&, const RowAt& at) {
+    return values_of<T, kCount>([&](int i) {
+      bool chosen = false;
+      if constexpr (kByRow) {
+        chosen = segment.chosen[i] == at.row;
+      } else {
+        chosen = segment.chosen[i] == at.place;
+      }
+      return chosen ? segment.g.real(i) : 0;
+    });
   }
 };
 
 // max, min from the mask, and a share of d_out where ties are even.
 template <class T, int kCount, bool kEven>
 struct ByMask {
+  static constexpr int kBatch = 4;
   struct Raw {
     Values<T, kCount> g;
     Values<Real<T>, kCount> count;
@@ -147,24 +145,18 @@ struct ByMask {
     }
   };
   static Segment of(const Raw& raw, const Segments&, const Tile&) {
-    Segment segment{raw.g};
-    if constexpr (kEven) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        segment.g.element[i] =
-            device::from_real<T>(device::to_real(raw.g.element[i]) / raw.count.element[i]);
-      }
-    }
-    return segment;
+    if constexpr (!kEven) return {raw.g};
+    return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / raw.count.real(i); })};
   }
-  static T value(const Segment& segment, const Row& row, const RowAt&, int i) {
-    return row.bits >> i & 1 ? segment.g.element[i] : device::from_real<T>(0);
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>([&](int i) { return row.bits >> i & 1 ? segment.g.real(i) : 0; });
   }
 };
 
 // max, min with even ties, from x and out and the number of ties.
 template <class T, int kCount>
 struct ByTies {
+  static constexpr int kBatch = 2;
   struct Raw {
     Values<T, kCount> g, top;
     Values<Real<T>, kCount> count;
@@ -185,25 +177,22 @@ struct ByTies {
     }
   };
   static Segment of(const Raw& raw, const Segments&, const Tile&) {
-    Segment segment{{}, raw.top};
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      segment.share.element[i] =
-          device::from_real<T>(device::to_real(raw.g.element[i]) / raw.count.element[i]);
-    }
-    return segment;
+    return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / raw.count.real(i); }),
+            raw.top};
   }
-  static T value(const Segment& segment, const Row& row, const RowAt&, int i) {
-    const Real<T> x = device::to_real(row.x.element[i]);
-    const Real<T> top = device::to_real(segment.top.element[i]);
-    const bool tied = x == top || (x != x && top != top);
-    return tied ? segment.share.element[i] : device::from_real<T>(0);
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>([&](int i) {
+      const Real<T> x = row.x.real(i), top = segment.top.real(i);
+      const bool tied = x == top || (x != x && top != top);
+      return tied ? segment.share.real(i) : 0;
+    });
   }
 };
 
 // logsumexp: d_x = d_out exp(x - lse).
 template <class T, int kCount>
 struct ByExponential {
+  static constexpr int kBatch = 2;
   struct Raw {
     Values<T, kCount> g;
     Values<Real<T>, kCount> lse;
@@ -232,16 +221,17 @@ struct ByExponential {
     }
     return segment;
   }
-  static T value(const Segment& segment, const Row& row, const RowAt&, int i) {
-    const Real<T> x = device::to_real(row.x.element[i]);
-    return device::from_real<T>(device::to_real(segment.g.element[i]) *
-                                exponential(x - segment.lse.element[i]));
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>([&](int i) {
+      return segment.g.real(i) * exponential(row.x.real(i) - segment.lse.element[i]);
+    });
   }
 };
 
 // softmax forward: exp(x - shift) / sum.
 template <class T, int kCount>
 struct Softmax {
+  static constexpr int kBatch = 2;
   struct Raw {
     Values<Real<T>, kCount> shift, sum;
     void load(const Params& p, const Segments&, int64_t j, int64_t column) {
@@ -260,19 +250,22 @@ struct Softmax {
     }
   };
   static Segment of(const Raw& raw, const Segments&, const Tile&) { return {raw.shift, raw.sum}; }
-  static T value(const Segment& segment, const Row& row, const RowAt&, int i) {
-    const Real<T> shift = segment.shift.element[i], sum = segment.sum.element[i];
-    const Real<T> infinity = device::infinity<Real<T>>();
-    Real<T> y = exponential(device::to_real(row.x.element[i]) - shift) / sum;
-    if (shift == -infinity) y = sum == sum ? 0 : sum;
-    if (shift == infinity) y = device::quiet_nan<Real<T>>();
-    return device::from_real<T>(y);
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>([&](int i) {
+      const Real<T> shift = segment.shift.element[i], sum = segment.sum.element[i];
+      const Real<T> infinity = device::infinity<Real<T>>();
+      Real<T> y = exponential(row.x.real(i) - shift) / sum;
+      if (shift == -infinity) y = sum == sum ? 0 : sum;
+      if (shift == infinity) y = device::quiet_nan<Real<T>>();
+      return y;
+    });
   }
 };
 
 // softmax backward: d_x = out (d_out - sum of out d_out).
 template <class T, int kCount>
 struct SoftmaxGradient {
+  static constexpr int kBatch = 2;
   struct Raw {
     Values<Real<T>, kCount> dot;
     void load(const Params& p, const Segments&, int64_t j, int64_t column) {
@@ -290,9 +283,9 @@ struct SoftmaxGradient {
     }
   };
   static Segment of(const Raw& raw, const Segments&, const Tile&) { return {raw.dot}; }
-  static T value(const Segment& segment, const Row& row, const RowAt&, int i) {
-    const Real<T> out = device::to_real(row.x.element[i]);
-    return device::from_real<T>(out * (device::to_real(row.y.element[i]) - segment.dot.element[i]));
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>(
+        [&](int i) { return row.x.real(i) * (row.y.real(i) - segment.dot.element[i]); });
   }
 };
 

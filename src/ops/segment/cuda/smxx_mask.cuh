@@ -12,7 +12,7 @@ template <class T, class Arg, bool kEven>
 void write_mask(const Params& p) {
   __shared__ Ends<kMaskTileItems> ends;
   const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, segments, blockIdx.x);
+  const Tile tile = make_tile(p, blockIdx.x);
   ends.mark(segments, tile, [](int64_t) {});
 
   const int64_t bytes = (p.columns + 7) / 8;

@@ -144,31 +144,17 @@ inline constexpr bool kStoresPair<SoftmaxSum<R>> = true;
 
 // --- Storing ---
 
-template <class T, int kCount>
-struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Values {
-  T element[kCount];
-};
-
+// More than one column at a time only where the host has seen that rows are made of aligned pieces.
 template <class T, int kCount>
 void store_row(const Matrix& to, int64_t row, int64_t column, const Values<T, kCount>& values) {
   T* at = static_cast<T*>(to.data) + row * to.row_stride + column * to.column_stride;
-  if (kCount == 1 || to.vectors) {
-    *reinterpret_cast<Values<T, kCount>*>(at) = values;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) at[i * to.column_stride] = values.element[i];
+  *reinterpret_cast<Values<T, kCount>*>(at) = values;
 }
-
 template <class T, int kCount>
 Values<T, kCount> load_row(const Matrix& from, int64_t row, int64_t column) {
   const T* at =
       static_cast<const T*>(from.data) + row * from.row_stride + column * from.column_stride;
-  if (kCount == 1 || from.vectors) return *reinterpret_cast<const Values<T, kCount>*>(at);
-  Values<T, kCount> values;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) values.element[i] = at[i * from.column_stride];
-  return values;
+  return *reinterpret_cast<const Values<T, kCount>*>(at);
 }
 
 template <int kCount>
@@ -204,21 +190,19 @@ void finish(const Params& p, const Segments& segments, int64_t j, int64_t column
             const typename Op::State (&state)[kCount], int64_t place) {
   const int64_t s = Tile::problem_segment(j);
   if (p.result.data != nullptr) {
-    Values<Out, kCount> values;
+    Real<Out> values[kCount];
     Real<Out> divisor = 1;
     if (p.mean) divisor = static_cast<Real<Out>>(segments.length(j));
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      Real<Out> value = 0;
       if constexpr (kStoresPair<Op>) {
-        value = state[i].shift;
+        values[i] = state[i].shift;
       } else {
-        value = Op::value(state[i]);
+        values[i] = Op::value(state[i]);
       }
-      if (p.mean) value /= divisor;
-      values.element[i] = device::from_real<Out>(value);
+      if (p.mean) values[i] /= divisor;
     }
-    store_row(p.result, s, column, values);
+    store_row(p.result, s, column, Values<Out, kCount>::of(values));
   }
   if constexpr (kStoresPair<Op>) {
     Values<Out, kCount> values;

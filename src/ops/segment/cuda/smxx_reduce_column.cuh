@@ -56,35 +56,36 @@ struct Prefix {
   }
 };
 
-// kColumnRows consecutive rows, as they lie in memory.
+// kColumnRows consecutive rows, as they lie in memory where they can be read in one go.
 template <class T, Input kInput, bool kPermuted, bool kWide>
 struct ColumnPiece {
-  Values<T, kColumnRows> x, y;
+  Values<T, kColumnRows> x;
 
+  static Real<T> read(const Params& p, int64_t place) {
+    const int64_t n = row_of<kPermuted>(p, place);
+    if constexpr (kInput == Input::mask) {
+      const auto* mask = static_cast<const uint8_t*>(p.mask.data);
+      return static_cast<Real<T>>(mask[n * p.mask.row_stride] & 1);
+    } else {
+      const Real<T> value = device::to_real(static_cast<const T*>(p.x.data)[n * p.x.row_stride]);
+      if constexpr (kInput != Input::product) return value;
+      return value * device::to_real(static_cast<const T*>(p.y.data)[n * p.y.row_stride]);
+    }
+  }
   void load(const Params& p, int64_t place, uint32_t inside) {
     if (kWide && inside == (1u << kColumnRows) - 1) {
       x = *reinterpret_cast<const Values<T, kColumnRows>*>(static_cast<const T*>(p.x.data) + place);
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kColumnRows; ++i) {
-      if (!(inside >> i & 1)) continue;
-      const int64_t n = row_of<kPermuted>(p, place + i);
-      if constexpr (kInput == Input::mask) {
-        const auto* mask = static_cast<const uint8_t*>(p.mask.data);
-        x.element[i] = device::from_real<T>(static_cast<Real<T>>(mask[n * p.mask.row_stride] & 1));
-      } else {
-        x.element[i] = static_cast<const T*>(p.x.data)[n * p.x.row_stride];
-        if constexpr (kInput == Input::product) {
-          y.element[i] = static_cast<const T*>(p.y.data)[n * p.y.row_stride];
-        }
-      }
     }
   }
-  Real<T> value(int i) const {
-    const Real<T> a = device::to_real(x.element[i]);
-    if constexpr (kInput == Input::product) return a * device::to_real(y.element[i]);
-    return a;
+  void get(const Params& p, int64_t place, uint32_t inside, Real<T> (&value)[kColumnRows]) const {
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      if (kWide && inside == (1u << kColumnRows) - 1) {
+        value[i] = x.real(i);
+      } else {
+        value[i] = inside >> i & 1 ? read(p, place + i) : 0;
+      }
+    }
   }
 };
 
@@ -102,7 +103,7 @@ void reduce_column(const Params& p) {
   __shared__ Prefix<Op> of_warp[kWarps];
 
   const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, segments, blockIdx.x);
+  const Tile tile = make_tile(p, blockIdx.x);
   const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
   const int lane = threadIdx.x % device::kWarpSize;
   const auto first_row = [&](int round) {
@@ -123,13 +124,15 @@ void reduce_column(const Params& p) {
   for (int round = 0; round < kRounds; ++round) {
     const int row = first_row(round);
     const uint32_t stops = ends.bits[row / 32] >> (row % 32) & ((1u << kColumnRows) - 1);
+    Real<T> value[kColumnRows];
+    piece[round].get(p, tile.origin + row, inside[round], value);
     State state = Op::start(row);
     bool any = false;
 #pragma unroll
     for (int i = 0; i < kColumnRows; ++i) {
       if (inside[round] >> i & 1) {
         if (!any) state = Op::start(row + i);
-        Op::add(state, piece[round].value(i), row + i);
+        Op::add(state, value[i], row + i);
         any = true;
       }
       if (stops >> i & 1) {

@@ -1,52 +1,67 @@
 // Forward for rows of several columns: tiles of rows, whose pieces of segments are reduced without
 // a word between lanes.
 //
-// A group of lanes walks 32 consecutive rows of its tile; each lane owns kVector columns.
-// What ends inside is stored at once, except the first end, whose segment may have begun before:
-// its head waits for the tails of the groups before it. Heads and tails that reach beyond the tile
-// go to the tile's two slots, and smxx_combine.cuh puts them together. The order of all additions
-// follows from the offsets alone.
+// A group of lanes walks 32 consecutive rows of its tile; each lane owns kVector columns, and its
+// pieces of the next rows are on their way to its own ring in shared memory. What ends inside is
+// stored at once, except the first end, whose segment may have begun before: its head waits for the
+// tails of the groups before it. Heads and tails that reach beyond the tile go to the tile's two
+// slots, and smxx_combine.cuh puts them together. The order of all additions follows from the
+// offsets alone.
 #pragma once
 
 #include "ops/segment/cuda/smxx_ops.cuh"
 
 namespace pullback::segment_cuda {
 
-// kVector elements of one row, as they lie in memory.
+// How a lane gets its kVector elements of a row.
 template <class T, int kVector, Input kInput>
-struct RowPiece {
-  static constexpr bool kWide = kVector == device::kVectorLength<T>;
-  Values<T, kVector> x, y;
+struct RowReader {
+  static constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
+  static constexpr int kInputs = kInput == Input::product ? 2 : 1;
+  // Elements of 2 bytes and masks cannot be copied asynchronously.
+  static constexpr bool kRing = kInput != Input::mask && kBytes >= 4;
+  static constexpr int kDepth = kInput == Input::product ? 2 : 4;  // rows on their way
+  using Piece = Values<T, kVector>;
+  struct Shared {
+    Piece ring[kRing ? kDepth : 1][kInputs][kThreads];
+  };
 
-  static Values<T, kVector> read(const Matrix& from, int64_t row, int64_t column) {
-    const T* at =
-        static_cast<const T*>(from.data) + row * from.row_stride + column * from.column_stride;
-    Values<T, kVector> values;
-    if constexpr (kWide) {
-      const device::Vector<T> vector = device::load_vector(at);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) values.element[i] = vector.element[i];
-    } else {
-      static_assert(kVector == 1);
-      values.element[0] = *at;
-    }
-    return values;
+  Shared& shared;
+  const Params& p;
+  int64_t column;
+
+  static const T* address(const Matrix& from, int64_t row, int64_t column) {
+    return static_cast<const T*>(from.data) + row * from.row_stride + column * from.column_stride;
   }
-  void load(const Params& p, int64_t row, int64_t column) {
+  void request(int step, int64_t row) {
+    if constexpr (kRing) {
+      Piece(&slot)[kInputs][kThreads] = shared.ring[step % kDepth];
+      copy_async<kBytes>(&slot[0][threadIdx.x], address(p.x, row, column));
+      if constexpr (kInputs == 2) {
+        copy_async<kBytes>(&slot[1][threadIdx.x], address(p.y, row, column));
+      }
+    }
+  }
+  void get(int step, int64_t row, Real<T> (&value)[kVector]) const {
     if constexpr (kInput == Input::mask) {
       const auto* mask = static_cast<const uint8_t*>(p.mask.data);
-      const int byte =
-          mask[row * p.mask.row_stride + column / 8 * p.mask.column_stride] >> (column % 8);
-      x.element[0] = device::from_real<T>(static_cast<Real<T>>(byte & 1));
+      const int byte = mask[row * p.mask.row_stride + column / 8 * p.mask.column_stride];
+      value[0] = static_cast<Real<T>>(byte >> (column % 8) & 1);
     } else {
-      x = read(p.x, row, column);
-      if constexpr (kInput == Input::product) y = read(p.y, row, column);
+      Piece x, y;
+      if constexpr (kRing) {
+        x = shared.ring[step % kDepth][0][threadIdx.x];
+        if constexpr (kInputs == 2) y = shared.ring[step % kDepth][1][threadIdx.x];
+      } else {
+        x = load_once<T, kVector>(address(p.x, row, column));
+        if constexpr (kInputs == 2) y = load_once<T, kVector>(address(p.y, row, column));
+      }
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        value[i] = x.real(i);
+        if constexpr (kInputs == 2) value[i] *= y.real(i);
+      }
     }
-  }
-  Real<T> value(int i) const {
-    const Real<T> a = device::to_real(x.element[i]);
-    if constexpr (kInput == Input::product) return a * device::to_real(y.element[i]);
-    return a;
   }
 };
 
@@ -54,14 +69,18 @@ template <class Op, class T, class Out, int kVector, Input kInput, bool kPermute
 void reduce_rows(const Params& p) {
   using State = typename Op::State;
   static_assert(sizeof(State) == kStateBytes);
+  using Reader = RowReader<T, kVector, kInput>;
   constexpr int kMostWalkers = kThreads / kFewestLanes;
-  constexpr int kBatch = 8;  // rows whose loads are in flight together
   __shared__ Ends<kMostWalkers * kWalkerRows> ends;
-  __shared__ State tails[kThreads][kVector];
   __shared__ bool has_tail[kMostWalkers];
+  __shared__ union {
+    typename Reader::Shared reader;
+    State tails[kThreads][kVector];  // once all rows are read
+  } shared;
+  __shared__ State heads[kThreads][kVector];
 
   const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, segments, blockIdx.x);
+  const Tile tile = make_tile(p, blockIdx.x);
   const int lanes = 1 << p.lane_bits, walkers = kThreads >> p.lane_bits;
   const int thread = threadIdx.x, walker = thread >> p.lane_bits, lane = thread & (lanes - 1);
   const int64_t first_column = column_block(p) * lanes * kVector;
@@ -79,46 +98,49 @@ void reduce_rows(const Params& p) {
   // An end before the first row is one of rows that are in no segment.
   const bool headless = inside == 0 || (end_bits & (inside - 1) & ~inside) != 0;
 
-  State state[kVector], head[kVector];
-  bool in_head = !headless, in_piece = false;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) head[i] = state[i] = Op::start(row);
-  uint32_t rest = inside;
+  Reader reader{shared.reader, p, column};
+  const int first = inside != 0 ? __ffs(static_cast<int>(inside)) - 1 : 0;
+  const int count = active ? __popc(inside) : 0;
+  const auto place = [&](int step) { return tile.origin + row + first + step; };
+  const auto request = [&](int step) {
+    if (step < count) reader.request(step, row_of<kPermuted>(p, place(step)));
+    if constexpr (Reader::kRing) commit_copies();
+  };
 #pragma unroll 1
-  for (int base = 0; base < kWalkerRows; base += kBatch, rest >>= kBatch) {
-    if (rest == 0) break;
-    const uint32_t rows = active ? rest : 0, stops = end_bits >> base;
-    RowPiece<T, kVector, kInput> piece[kBatch];
+  for (int step = 0; step < Reader::kDepth; ++step) request(step);
+  State state[kVector];
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (rows >> k & 1) {
-        piece[k].load(p, row_of<kPermuted>(p, tile.origin + row + base + k), column);
-      }
+  for (int i = 0; i < kVector; ++i) state[i] = Op::start(row + first);
+  bool in_head = !headless, in_piece = false;
+#pragma unroll 1
+  for (int step = 0; step < count; ++step) {
+    const int at = row + first + step;
+    Real<T> value[kVector];
+    if constexpr (Reader::kRing) {
+      wait_copies<Reader::kDepth - 1>();
+      reader.get(step, 0, value);
+    } else {
+      reader.get(step, row_of<kPermuted>(p, place(step)), value);
     }
+    request(step + Reader::kDepth);
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      if (!(rest >> k & 1)) continue;
-      const int at = row + base + k;
-      if (!in_piece) {
+    for (int i = 0; i < kVector; ++i) Op::add(state[i], value[i], at);
+    in_piece = true;
+    if (end_bits >> (first + step) & 1) {
+      if (in_head) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) state[i] = Op::start(at);
-        in_piece = true;
+        for (int i = 0; i < kVector; ++i) heads[thread][i] = state[i];
+      } else {
+        finish<Op, Out>(p, segments, tile.first + ends.segment[at], column, state, tile.origin);
       }
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) Op::add(state[i], piece[k].value(i), at);
-      if (stops >> k & 1) {
-        if (in_head) {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) head[i] = state[i];
-        } else if (active) {
-          finish<Op, Out>(p, segments, tile.first + ends.segment[at], column, state, tile.origin);
-        }
-        in_head = in_piece = false;
-      }
+      for (int i = 0; i < kVector; ++i) state[i] = Op::start(at + 1);
+      in_head = in_piece = false;
     }
   }
+  __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) tails[thread][i] = state[i];
+  for (int i = 0; i < kVector; ++i) shared.tails[thread][i] = state[i];
   if (lane == 0) has_tail[walker] = in_piece;
   __syncthreads();
   if (!active) return;
@@ -134,9 +156,9 @@ void reduce_rows(const Params& p) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         if (any) {
-          Op::append(sum[i], tails[(from << p.lane_bits) + lane][i]);
+          Op::append(sum[i], shared.tails[(from << p.lane_bits) + lane][i]);
         } else {
-          sum[i] = tails[(from << p.lane_bits) + lane][i];
+          sum[i] = shared.tails[(from << p.lane_bits) + lane][i];
         }
       }
       any = true;
@@ -151,10 +173,10 @@ void reduce_rows(const Params& p) {
   if (end_bits != 0 && !headless) {
     if (gather(walker, sum)) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) Op::append(sum[i], head[i]);
+      for (int i = 0; i < kVector; ++i) Op::append(sum[i], heads[thread][i]);
     } else {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) sum[i] = head[i];
+      for (int i = 0; i < kVector; ++i) sum[i] = heads[thread][i];
     }
     const int64_t j = tile.first + ends.segment[ends.next(row)];
     if (segments.begin(j) < tile.row) {

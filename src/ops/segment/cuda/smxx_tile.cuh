@@ -82,15 +82,10 @@ inline int64_t tile_origin(const Params& p, const TileStart& start) {
   return start.row & -static_cast<int64_t>(p.row_alignment);
 }
 
-inline Tile make_tile(const Params& p, const Segments& segments, int64_t tile) {
-  const TileStart start = p.starts[tile], stop = p.starts[tile + 1];
-  return {start.segment,
-          stop.segment,
-          start.row,
-          stop.row,
-          tile_origin(p, start),
-          segments.begin(1),
-          segments.end(segments.count)};
+inline Tile make_tile(const Params& p, int64_t tile) {
+  const TileStart start = p.starts[tile], stop = p.starts[tile + 1], bounds = p.starts[p.tiles + 1];
+  return {start.segment,         stop.segment,   start.row, stop.row,
+          tile_origin(p, start), bounds.segment, bounds.row};
 }
 
 // Of the 32 rows from `row` of the tile on, one bit for each that the tile has and a segment of the
@@ -157,13 +152,15 @@ struct EndBits {
 // The same with the segments that end there.
 template <int kRows>
 struct Ends : EndBits<kRows> {
-  int32_t segment[kRows];  // after `first` of the tile; where the bit is set
+  static_assert(kRows < 65535);
+  uint16_t segment[kRows];  // after `first` of the tile; where the bit is set
 
   template <class OnEmpty>
   void mark(const Segments& segments, const Tile& tile, const OnEmpty& on_empty) {
     EndBits<kRows>::mark(
         segments, tile,
-        [&](int64_t j, int row) { segment[row] = static_cast<int32_t>(j - tile.first); }, on_empty);
+        [&](int64_t j, int row) { segment[row] = static_cast<uint16_t>(j - tile.first); },
+        on_empty);
   }
   // The segment of the rows up to this last one, or to the end of the tile, in the list.
   int64_t segment_to(const Tile& tile, int end_row) const {

@@ -57,6 +57,9 @@ Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, std::size_t vec
 // A contiguous matrix of the workspace.
 Matrix matrix(std::int64_t rows, std::int64_t columns);
 Matrix bound(Matrix matrix, const void* data);
+// Whether all bound matrices are made of 16-byte pieces; of one column, x and d_x.
+bool in_vectors(const Params& p);
+bool column_in_vectors(const Params& p);
 
 int vector_length(DType dtype);
 bool permuted(const SegmentProblem& problem);
@@ -74,13 +77,11 @@ class Setup {
   // After the last allow().
   void reserve(Layout& layout);
 
-  Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace,
-                 const Tiling& first) const;
-  void retile(Launcher& launcher, const Tiling& tiling) const;
+  Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace) const;
+  // `p` for a kernel that cuts the problem so; launches what has to come before it.
+  Params tiled(Launcher& launcher, const Params& p, const Tiling& tiling) const;
 
  private:
-  void set_tiling(Launcher& launcher, const Tiling& tiling) const;
-
   SegmentProblem problem_;
   Params params_{};
   Kernel check_, repair_, starts_;
@@ -108,14 +109,13 @@ ReduceOp logsumexp_real(DType dtype);
 
 class Reduction {
  public:
-  // `inputs`: whose rows are read.
+  // `inputs`: whose rows are read; they decide what is worth planning.
   Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device, const ReduceOp& op,
             std::initializer_list<const TensorSpec*> inputs, Setup& setup, Layout& layout);
 
-  Tiling tiling(std::initializer_list<const void*> inputs) const;
-  // `p` has the inputs and results bound; `inputs` are the pointers of the constructor's.
-  void enqueue(const Setup& setup, Launcher& launcher, const Params& p,
-               std::initializer_list<const void*> inputs) const;
+  // `p` has the inputs and results bound.
+  void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
+  const Tiling& tiling() const { return wide_ ? wide_tiling_ : any_tiling_; }
 
   static std::vector<cuda::KernelSource> kernels(const ReduceOp& op, DType dtype, int arch);
 
@@ -135,6 +135,7 @@ struct MapOp {
   std::string type;   // with {T} for the element, {V} for the columns of a lane, {P} for permuted
   int segment_bytes;  // sizeof(Segment) for one column of rows that may be permuted
   int wide_segment_bytes;  // of rows that may not
+  int blocks = 5;          // of one column on a multiprocessor, one less of several
 };
 
 MapOp spread_map(bool mean, DType dtype);
@@ -151,9 +152,7 @@ class Mapping {
   Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
           std::initializer_list<const TensorSpec*> rows, Setup& setup);
 
-  Tiling tiling(std::initializer_list<const void*> rows) const;
-  void enqueue(const Setup& setup, Launcher& launcher, const Params& p,
-               std::initializer_list<const void*> rows) const;
+  void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
 
   static std::vector<cuda::KernelSource> kernels(const MapOp& op, DType dtype, int arch);
 

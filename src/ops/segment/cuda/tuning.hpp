@@ -12,7 +12,8 @@ inline constexpr int kRepairThreads = 1024;    // the one block that repairs wha
 inline constexpr int kCombineColumns = 32;     // columns of a block that combines slots
 inline constexpr int kCombineSequential = 32;  // slots that one thread combines by itself
 
-inline constexpr int kFewestLanes = 2;  // of a row of several columns
+inline constexpr int kFewestLanes = 2;   // of a row of several columns
+inline constexpr int kMostLaneBits = 8;  // a row takes the whole block
 inline constexpr int kMaskTileItems = 256;
 
 // Rows and segment ends of a tile whose rows take 2^lane_bits lanes.
