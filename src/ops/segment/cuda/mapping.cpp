@@ -26,9 +26,7 @@ cuda::OpKernel kernel_of(const MapOp& op, std::string_view what, DType dtype, bo
           .function = function,
           .parameters = "segment_cuda::Params",
           .threads = kThreads,
-          .blocks = !many || dtype == DType::f64 ? 1
-                    : column                     ? 5
-                                                 : 4,
+          .blocks = many && dtype != DType::f64 ? (column ? 4 : op.blocks) : 1,
           .constants = {{"segment_cuda::kThreads", kThreads},
                         {"segment_cuda::kWalkerRows", kWalkerRows}}};
 }
@@ -57,7 +55,7 @@ MapOp arg_map(DType arg, DType dtype) {
   return {fmt::format("arg_{}", name_of(arg)),
           fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
           arg == DType::u8 ? 2 * real_bytes(dtype) : 16, 2 * real_bytes(dtype),
-          size_of(arg) == 8 ? 4 : 5};
+          size_of(arg) == 8 ? 3 : 4};
 }
 MapOp mask_map(bool even, DType dtype) {
   return {even ? "mask_even" : "mask", fmt::format("ByMask<{{T}}, {{V}}, {}>", even), bytes(dtype),
@@ -67,7 +65,7 @@ MapOp ties_map(DType dtype) {
   return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2 * bytes(dtype)};
 }
 MapOp exponential_map(DType dtype) {
-  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype), 4};
+  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype), 3};
 }
 MapOp softmax_map(DType dtype) {
   return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype)};

@@ -49,11 +49,11 @@ cuda::OpKernel column_kernel(const ReduceOp& op, DType dtype, Access access) {
                             op.type, element(dtype), op.out, op.input, access != Access::wide,
                             access == Access::wide, op.state_bytes),
                 dtype);
-  if (access == Access::wide) kernel.blocks = dtype == DType::f64 ? 2 : 5;
+  if (access == Access::wide) kernel.blocks = dtype == DType::f64 ? 2 : 4;
   return kernel;
 }
 
-constexpr int kMostCombineColumns = 32;
+constexpr int kMostCombineColumns = 8;
 
 cuda::OpKernel combine_kernel(const ReduceOp& op, DType dtype, int columns) {
   return kernel_of(
@@ -85,7 +85,7 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
   const int bytes = real_bytes(dtype);
   switch (reduce) {
     case SegmentReduce::prod:
-      return named("prod", fmt::format("Product<{}>", r), dtype, bytes);
+      return named("prod", fmt::format("Product<{}>", r), dtype, 8);
     case SegmentReduce::max:
     case SegmentReduce::min:
       return named(std::string(extreme_name(reduce)),

@@ -82,7 +82,7 @@ Tiling rows_tiling(const SegmentProblem& problem, int vector) {
 }
 
 Tiling column_tiling(int bytes) {
-  return {.items = column_tile_items(column_rounds(bytes)), .alignment = kColumnRows};
+  return {.items = column_tile_items(bytes), .alignment = column_rows(bytes)};
 }
 
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling) {
@@ -95,6 +95,7 @@ void Launcher::launch(const Kernel& kernel, Params p, std::int64_t blocks,
   constexpr std::int64_t kMostY = 65535;
   Kernel shaped = kernel;
   shaped.shape.grid[0] = static_cast<unsigned>(blocks);
+  shaped.shape.programmatic = overlapping;
   for (std::int64_t y = 0; y < column_blocks; y += kMostY) {
     p.column_block = static_cast<std::int32_t>(y);
     shaped.shape.grid[1] = static_cast<unsigned>(std::min(kMostY, column_blocks - y));
@@ -106,7 +107,8 @@ Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layo
     : problem_(problem),
       check_(problem.offsets.given() ? kCheckOffsets : kCheckIds, device),
       repair_(problem.offsets.given() ? kRepairOffsets : kRepairIds, device),
-      starts_(kStarts, device) {
+      starts_(kStarts, device),
+      overlapping_(device.arch() >= 90) {
   params_.rows = problem.x.shape[0];
   params_.segments = problem.num_segments;
   params_.columns = problem.x.shape[1];
@@ -153,6 +155,7 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
   const bool checked = before.items != 0;
   if (!checked) {
     launcher.launch(check_, p, p.check_blocks, 1);
+    launcher.overlapping = overlapping_;
     launcher.launch(repair_, p, 1, 1);
   }
   const bool same = before.items == tiling.items && before.alignment == tiling.alignment;

@@ -30,7 +30,7 @@ struct PlacedState {
 
   void append(const PlacedState& b) {
     if constexpr (Op::kPlaces) {
-      if (Op::replaces(state, b.state.top)) *this = b;
+      if (b.state.place >= 0 && Op::replaces(state, b.state.top)) *this = b;
     } else {
       Op::append(state, b.state);
     }
@@ -49,10 +49,19 @@ PlacedState<Op> load_slot(const Params& p, const SlotRun& run, int64_t tile, int
 template <class Op>
 PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int64_t from, int64_t stop,
                              int64_t column) {
+  constexpr int kAtOnce = 8;
   PlacedState<Op> sum = load_slot<Op>(p, run, from, column);
-#pragma unroll 8
-  for (int64_t tile = from + 1; tile < stop; ++tile)
-    sum.append(load_slot<Op>(p, run, tile, column));
+  for (int64_t base = from + 1; base < stop; base += kAtOnce) {
+    PlacedState<Op> next[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + i < stop) next[i] = load_slot<Op>(p, run, base + i, column);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + i < stop) sum.append(next[i]);
+    }
+  }
   return sum;
 }
 

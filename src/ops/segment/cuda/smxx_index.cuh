@@ -33,6 +33,7 @@ inline void find_starts(const Params& p, const Segments& segments, int64_t from,
 
 // Starts of tiles are found as if all were well; if not, repair() finds them again.
 inline void check_offsets(const Params& p) {
+  let_next_kernel_begin();
   const Segments segments = make_segments(p, false);
   bool bad = false;
   for (int64_t s = thread_number(); s <= p.segments; s += thread_count()) {
@@ -46,6 +47,7 @@ inline void check_offsets(const Params& p) {
 
 // offset(s) = number of ids below s, by bisection of ids that are taken to be in order.
 inline void offsets_of_ids(const Params& p) {
+  let_next_kernel_begin();
   bool bad = false;
   for (int64_t n = thread_number() + 1; n < p.rows; n += thread_count()) {
     const int64_t id = clamped(index_at(p.ids, n), -1, p.segments);
@@ -94,6 +96,8 @@ void scan_own_offsets(const Params& p) {
 
 template <bool kIds>
 void repair(const Params& p) {
+  let_next_kernel_begin();
+  wait_for_kernel_ahead();
   bool bad = false;
   for (int block = threadIdx.x; block < p.check_blocks; block += blockDim.x) {
     bad |= p.disorder[block] != 0;

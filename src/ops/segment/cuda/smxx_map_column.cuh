@@ -1,6 +1,6 @@
 // smxx_map_rows.cuh for x of one column. What the segments of a tile give is read side by side, a
 // thread for each segment, and laid into shared memory where the segment's last row is; a lane then
-// serves 8 consecutive rows.
+// serves consecutive rows.
 #pragma once
 
 #include "ops/segment/cuda/smxx_maps.cuh"
@@ -11,8 +11,9 @@ template <class Map, class T, bool kPermuted, bool kWide, int kSegmentBytes>
 void map_column(const Params& p) {
   static_assert(!kWide || !kPermuted);
   using Segment = typename Map::Segment;
-  static_assert(column_rounds(sizeof(Segment)) == column_rounds(kSegmentBytes));
+  static_assert(column_tile_items(sizeof(Segment)) == column_tile_items(kSegmentBytes));
   constexpr int kRounds = column_rounds(sizeof(Segment));
+  constexpr int kColumnRows = column_rows(sizeof(Segment));
   constexpr int kRows = kThreads * kColumnRows * kRounds;
   constexpr uint32_t kFull = (1u << kColumnRows) - 1;
   __shared__ EndBits<kRows> ends;
@@ -20,14 +21,18 @@ void map_column(const Params& p) {
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, blockIdx.x);
-  const auto give = [&](int64_t j, int row) {
-    if (j < 1 || j > p.segments) return;
+  const auto read = [&](int64_t j) {
     typename Map::Raw raw;
-    raw.load(p, segments, j, 0);
-    at_end[row] = Map::of(raw, segments, tile);
+    if (j >= 1 && j <= p.segments) raw.load(p, segments, j, 0);
+    return raw;
   };
-  if (threadIdx.x == kThreads - 1) give(tile.stop, kRows);
-  ends.mark(segments, tile, give, [](int64_t) {});
+  if (threadIdx.x == kThreads - 1) at_end[kRows] = Map::of(read(tile.stop), segments, tile);
+  ends.mark(
+      segments, tile, read,
+      [&](int64_t, int row, const typename Map::Raw& raw) {
+        at_end[row] = Map::of(raw, segments, tile);
+      },
+      [](int64_t) {});
 
 #pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {

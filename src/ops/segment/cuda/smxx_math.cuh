@@ -69,13 +69,19 @@ struct alignas(alignment_of(2 * kCount)) PackedValues {
     return result;
   }
 };
-template <>
-struct Values<device::bf16, 8> : PackedValues<device::bf16, 8> {
-  static Values of(const float (&values)[8]) { return pack<Values>(values); }
+template <int kCount>
+  requires(kCount % 8 == 0)
+struct Values<device::bf16, kCount> : PackedValues<device::bf16, kCount> {
+  static Values of(const float (&values)[kCount]) {
+    return PackedValues<device::bf16, kCount>::template pack<Values>(values);
+  }
 };
-template <>
-struct Values<device::f16, 8> : PackedValues<device::f16, 8> {
-  static Values of(const float (&values)[8]) { return pack<Values>(values); }
+template <int kCount>
+  requires(kCount % 8 == 0)
+struct Values<device::f16, kCount> : PackedValues<device::f16, kCount> {
+  static Values of(const float (&values)[kCount]) {
+    return PackedValues<device::f16, kCount>::template pack<Values>(values);
+  }
 };
 
 // 16-byte pieces pass by the first-level cache: every one is touched once.
@@ -102,6 +108,20 @@ void store_once(T* at, const Values<T, kCount>& values) {
   } else {
     *reinterpret_cast<Values<T, kCount>*>(at) = values;
   }
+}
+
+// A kernel launched "programmatic" may begin before the one ahead of it has ended: nothing that one
+// wrote may be read before this.
+inline void wait_for_kernel_ahead() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel's blocks may take their places; for kernels that leave room.
+inline void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // Copies 4, 8 or 16 bytes to shared memory without waiting; commit_copies() closes a group of them.

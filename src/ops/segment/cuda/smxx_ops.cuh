@@ -16,7 +16,7 @@ struct Sum {
     R sum;
   };
   static constexpr bool kPlaces = false;
-  static State start(int) { return {0}; }
+  static State start() { return {0}; }
   static void add(State& a, R x, int) { a.sum += x; }
   static void append(State& a, const State& b) { a.sum += b.sum; }
   static R value(const State& a) { return a.sum; }
@@ -29,22 +29,23 @@ struct Count {
     int64_t count;
   };
   static constexpr bool kPlaces = false;
-  static State start(int) { return {0}; }
+  static State start() { return {0}; }
   static void add(State& a, R x, int) { a.count += x != 0; }
   static void append(State& a, const State& b) { a.count += b.count; }
   static R value(const State& a) { return static_cast<R>(a.count); }
 };
 
+// In double, as the rounding of many factors adds up.
 template <class R>
 struct Product {
   struct State {
-    R product;
+    double product;
   };
   static constexpr bool kPlaces = false;
-  static State start(int) { return {1}; }
+  static State start() { return {1}; }
   static void add(State& a, R x, int) { a.product *= x; }
   static void append(State& a, const State& b) { a.product *= b.product; }
-  static R value(const State& a) { return a.product; }
+  static R value(const State& a) { return static_cast<R>(a.product); }
 };
 
 // min is max of the negated rows.
@@ -54,7 +55,7 @@ struct Extreme {
     R top;
   };
   static constexpr bool kPlaces = false;
-  static State start(int) { return {-device::infinity<R>()}; }
+  static State start() { return {-device::infinity<R>()}; }
   static void add(State& a, R x, int) { a.top = larger(a.top, kMin ? -x : x); }
   static void append(State& a, const State& b) { a.top = larger(a.top, b.top); }
   static R value(const State& a) { return kMin ? -a.top : a.top; }
@@ -68,10 +69,10 @@ struct ExtremePlace {
     int place;  // after the first row of the tile
   };
   static constexpr bool kPlaces = true;
-  // The first row takes over only when it is above -inf; at -inf the place is right as it is.
-  static State start(int place) { return {-device::infinity<R>(), place}; }
+  // Place -1: no row yet.
+  static State start() { return {-device::infinity<R>(), -1}; }
   static bool replaces(const State& a, R x) {
-    return a.top == a.top && (kLast ? !(x < a.top) : !(x <= a.top));
+    return a.place < 0 || (a.top == a.top && (kLast ? !(x < a.top) : !(x <= a.top)));
   }
   static void add(State& a, R x, int place) {
     const R value = kMin ? -x : x;
@@ -80,7 +81,7 @@ struct ExtremePlace {
     a.place = better ? place : a.place;
   }
   static void append(State& a, const State& b) {
-    if (replaces(a, b.top)) a = b;
+    if (b.place >= 0 && replaces(a, b.top)) a = b;
   }
   static R value(const State& a) { return kMin ? -a.top : a.top; }
 };
@@ -93,7 +94,7 @@ struct ExtremeCount {
     int64_t count;
   };
   static constexpr bool kPlaces = false;
-  static State start(int) { return {-device::infinity<R>(), 0}; }
+  static State start() { return {-device::infinity<R>(), 0}; }
   static void add(State& a, R x, int) { append(a, {kMin ? -x : x, 1}); }
   static void append(State& a, const State& b) {
     const bool nan = a.top != a.top;
@@ -113,7 +114,7 @@ struct ExponentialSum {
     R shift, sum;
   };
   static constexpr bool kPlaces = false;
-  static State start(int) { return {-device::infinity<R>(), 0}; }
+  static State start() { return {-device::infinity<R>(), 0}; }
   static void add(State& a, R x, int) {
     const R difference = x - a.shift;
     const bool above = difference > 0;

@@ -1,7 +1,7 @@
-// Forward for x of one column. A lane takes 8 consecutive rows and turns them into running states,
-// begun anew after each last row of a segment; a segmented scan over the warp and over the warps
-// adds what came before. The states of last rows then lie in shared memory, and the threads turn to
-// the segments, a thread for each: their outputs are stored side by side.
+// Forward for x of one column. A lane takes some consecutive rows and turns them into running
+// states, begun anew after each last row of a segment; a segmented scan over the warp and over the
+// warps adds what came before. The states of last rows then lie in shared memory, and the threads
+// turn to the segments, a thread for each: their outputs are stored side by side.
 #pragma once
 
 #include "device/warp.cuh"
@@ -37,27 +37,8 @@ State shuffle(const State& state, int lane) {
   return value.state;
 }
 
-// A run of rows in front of a point: nothing, or a state.
-template <class Op>
-struct Prefix {
-  typename Op::State state;
-  int any;    // there are rows since the last end
-  int ended;  // an end lies in the run: what is before the run does not matter
-
-  void prepend(const Prefix& before) {
-    if (ended) return;
-    if (before.any) {
-      typename Op::State sum = before.state;
-      if (any) Op::append(sum, state);
-      state = sum;
-      any = 1;
-    }
-    ended = before.ended;
-  }
-};
-
 // kColumnRows consecutive rows, as they lie in memory where they can be read in one go.
-template <class T, Input kInput, bool kPermuted, bool kWide>
+template <class T, int kColumnRows, Input kInput, bool kPermuted, bool kWide>
 struct ColumnPiece {
   Values<T, kColumnRows> x;
 
@@ -95,12 +76,15 @@ void reduce_column(const Params& p) {
   using State = typename Op::State;
   static_assert(sizeof(State) == kStateBytes);
   constexpr int kWarps = kThreads / device::kWarpSize;
+  constexpr int kColumnRows = column_rows(sizeof(State));
   constexpr int kRounds = column_rounds(sizeof(State));
   constexpr int kWarpRows = device::kWarpSize * kColumnRows;
-  constexpr int kRows = kThreads * kColumnRows * kRounds;
+  constexpr int kRows = kWarps * kWarpRows * kRounds;
+  constexpr uint32_t kFull = (1u << kColumnRows) - 1;
   __shared__ EndBits<kRows> ends;
   __shared__ State at_end[kRows];  // where the bit is set: the state of the piece that ends there
-  __shared__ Prefix<Op> of_warp[kWarps];
+  __shared__ State open[kWarps];   // of the rows after the last end in each warp
+  __shared__ bool ended[kWarps];   // whether there is one
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, blockIdx.x);
@@ -109,71 +93,84 @@ void reduce_column(const Params& p) {
   const auto first_row = [&](int round) {
     return (warp * kRounds + round) * kWarpRows + lane * kColumnRows;
   };
-  ColumnPiece<T, kInput, kPermuted, kWide> piece[kRounds];
+  ColumnPiece<T, kColumnRows, kInput, kPermuted, kWide> piece[kRounds];
   uint32_t inside[kRounds];
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    inside[round] = rows_inside(tile, first_row(round)) & ((1u << kColumnRows) - 1);
+    inside[round] = rows_inside(tile, first_row(round)) & kFull;
     piece[round].load(p, tile.origin + first_row(round), inside[round]);
   }
   ends.mark(
-      segments, tile, [](int64_t, int) {}, [](int64_t) {});
+      segments, tile, [](int64_t) { return 0; }, [](int64_t, int, int) {}, [](int64_t) {});
 
-  Prefix<Op> before{Op::start(0), 0, 0};  // what the warp has seen
+  State before = Op::start();  // since the warp's last end
+  bool any_end = false;
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
     const int row = first_row(round);
-    const uint32_t stops = ends.bits[row / 32] >> (row % 32) & ((1u << kColumnRows) - 1);
+    const uint32_t stops = ends.bits[row / 32] >> (row % 32) & kFull;
     Real<T> value[kColumnRows];
     piece[round].get(p, tile.origin + row, inside[round], value);
-    State state = Op::start(row);
-    bool any = false;
+    State state = Op::start();
 #pragma unroll
     for (int i = 0; i < kColumnRows; ++i) {
-      if (inside[round] >> i & 1) {
-        if (!any) state = Op::start(row + i);
-        Op::add(state, value[i], row + i);
-        any = true;
-      }
+      if (inside[round] >> i & 1) Op::add(state, value[i], row + i);
       if (stops >> i & 1) {
         at_end[row + i] = state;
-        any = false;
+        state = Op::start();
       }
     }
-    Prefix<Op> sum{state, any ? 1 : 0, stops != 0 ? 1 : 0};
-    if (lane == 0) sum.prepend(before);
+    // Of the lanes up to this one, those since the last end.
+    const uint32_t enders = __ballot_sync(device::kAllLanes, stops != 0);
+    const uint32_t enders_here = enders & (0xffffffffu >> (31 - lane));
+    const int since = enders_here != 0 ? 31 - __clz(static_cast<int>(enders_here)) : 0;
+    if (lane == 0 && stops == 0) {
+      State whole = before;
+      Op::append(whole, state);
+      state = whole;
+    }
 #pragma unroll
     for (int step = 1; step < device::kWarpSize; step *= 2) {
-      const Prefix<Op> other = shuffle_up(sum, step);
-      if (lane >= step) sum.prepend(other);
+      State whole = shuffle_up(state, step);
+      if (lane - step >= since) {
+        Op::append(whole, state);
+        state = whole;
+      }
     }
-    Prefix<Op> exclusive = shuffle_up(sum, 1);
-    if (lane == 0) exclusive = before;
-    if (stops != 0 && exclusive.any) {
+    State earlier = shuffle_up(state, 1);
+    if (lane == 0) earlier = before;
+    if (stops != 0) {
       const int end = row + __ffs(static_cast<int>(stops)) - 1;
-      State whole = exclusive.state;
-      Op::append(whole, at_end[end]);
-      at_end[end] = whole;
+      Op::append(earlier, at_end[end]);
+      at_end[end] = earlier;
     }
-    before = shuffle(sum, device::kWarpSize - 1);
+    before = shuffle(state, device::kWarpSize - 1);
+    any_end |= enders != 0;
   }
-  if (lane == 0) of_warp[warp] = before;
+  if (lane == 0) {
+    open[warp] = before;
+    ended[warp] = any_end;
+  }
   __syncthreads();
 
   // The first end of a warp also gets what the warps before have left open.
   if (lane == 0) {
-    Prefix<Op> open = before;
-    const int row = warp * kRounds * kWarpRows;
-    Prefix<Op> earlier{Op::start(0), 0, 0};
-    for (int other = warp - 1; other >= 0; --other) earlier.prepend(of_warp[other]);
-    if (before.ended && earlier.any) {
-      const int end = ends.next(row);
-      State whole = earlier.state;
+    int from = warp;
+    while (from > 0 && !ended[from - 1]) --from;
+    if (from > 0) --from;
+    State earlier = Op::start();
+    for (; from < warp; ++from) Op::append(earlier, open[from]);
+    if (any_end) {
+      const int end = ends.next(warp * kRounds * kWarpRows);
+      State whole = earlier;
       Op::append(whole, at_end[end]);
       at_end[end] = whole;
     }
-    open.prepend(earlier);
-    if (warp == kWarps - 1 && open.any) slot_of<Op>(p, blockIdx.x, 1)[0] = open.state;
+    if (warp == kWarps - 1) {
+      if (any_end) earlier = Op::start();
+      Op::append(earlier, before);
+      slot_of<Op>(p, blockIdx.x, 1)[0] = earlier;
+    }
   }
   __syncthreads();
   for (int64_t j = tile.first + threadIdx.x; j < tile.stop; j += kThreads) {

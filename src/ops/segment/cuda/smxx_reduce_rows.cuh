@@ -14,13 +14,13 @@
 namespace pullback::segment_cuda {
 
 // How a lane gets its kVector elements of a row.
-template <class T, int kVector, Input kInput>
+template <class T, int kVector, Input kInput, bool kDeep>
 struct RowReader {
   static constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
   static constexpr int kInputs = kInput == Input::product ? 2 : 1;
   // Elements of 2 bytes and masks cannot be copied asynchronously.
   static constexpr bool kRing = kInput != Input::mask && kBytes >= 4;
-  static constexpr int kDepth = kInput == Input::product ? 2 : 4;  // rows on their way
+  static constexpr int kDepth = kDeep ? 8 / kInputs : 4 / kInputs;  // rows on their way
   using Piece = Values<T, kVector>;
   struct Shared {
     Piece ring[kRing ? kDepth : 1][kInputs][kThreads];
@@ -69,7 +69,8 @@ template <class Op, class T, class Out, int kVector, Input kInput, bool kPermute
 void reduce_rows(const Params& p) {
   using State = typename Op::State;
   static_assert(sizeof(State) == kStateBytes);
-  using Reader = RowReader<T, kVector, kInput>;
+  // Shared memory also holds two states of each lane.
+  using Reader = RowReader<T, kVector, kInput, sizeof(State) * kVector <= 16>;
   constexpr int kMostWalkers = kThreads / kFewestLanes;
   __shared__ Ends<kMostWalkers * kWalkerRows> ends;
   __shared__ bool has_tail[kMostWalkers];
@@ -110,7 +111,7 @@ void reduce_rows(const Params& p) {
   for (int step = 0; step < Reader::kDepth; ++step) request(step);
   State state[kVector];
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) state[i] = Op::start(row + first);
+  for (int i = 0; i < kVector; ++i) state[i] = Op::start();
   bool in_head = !headless, in_piece = false;
 #pragma unroll 1
   for (int step = 0; step < count; ++step) {
@@ -134,7 +135,7 @@ void reduce_rows(const Params& p) {
         finish<Op, Out>(p, segments, tile.first + ends.segment[at], column, state, tile.origin);
       }
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) state[i] = Op::start(at + 1);
+      for (int i = 0; i < kVector; ++i) state[i] = Op::start();
       in_head = in_piece = false;
     }
   }

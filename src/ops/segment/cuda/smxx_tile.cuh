@@ -2,8 +2,8 @@
 // bit for each row that is the last of its segment, with the segment's number beside it.
 #pragma once
 
-#include "device/types.cuh"
 #include "ops/segment/cuda/params.cuh"
+#include "ops/segment/cuda/smxx_math.cuh"
 #include "ops/segment/cuda/tuning.hpp"
 
 namespace pullback::segment_cuda {
@@ -32,7 +32,11 @@ inline Segments make_segments(const Params& p, bool own) {
   if (own) segments.offsets = {p.own_offsets, 1, 1};
   return segments;
 }
-inline Segments make_segments(const Params& p) { return make_segments(p, *p.use_own_offsets != 0); }
+// What every kernel after repair() begins with.
+inline Segments make_segments(const Params& p) {
+  wait_for_kernel_ahead();
+  return make_segments(p, *p.use_own_offsets != 0);
+}
 
 // Row of x at place r of the sorted order, which kPermuted allows to be another than r. Reading, a
 // bad entry of the permutation stands for row 0.
@@ -110,23 +114,39 @@ struct EndBits {
   uint32_t bits[kWords];
   uint32_t words[kGroups];  // which words have a bit
 
-  // By all threads of the block: calls on_end(j, row) for segments with a last row in the tile, and
-  // on_empty(j) for empty segments of the problem.
-  template <class OnEnd, class OnEmpty>
-  void mark(const Segments& segments, const Tile& tile, const OnEnd& on_end,
+  // By all threads of the block: calls on_end(j, row, early(j)) for segments with a last row in the
+  // tile, and on_empty(j) for empty segments of the problem. What early(j) reads is on its way
+  // while the offsets are.
+  template <class Early, class OnEnd, class OnEmpty>
+  void mark(const Segments& segments, const Tile& tile, const Early& early, const OnEnd& on_end,
             const OnEmpty& on_empty) {
+    constexpr int kAtOnce = 2;
     for (int word = threadIdx.x; word < kWords; word += blockDim.x) bits[word] = 0;
     if (threadIdx.x < kGroups) words[threadIdx.x] = 0;
     __syncthreads();
-    for (int64_t j = tile.first + threadIdx.x; j < tile.stop; j += blockDim.x) {
-      const int64_t begin = segments.begin(j), end = segments.end(j);
-      const auto row = static_cast<uint64_t>(end - 1 - tile.origin);
-      if (begin == end) {
-        if (j >= 1 && j <= segments.count) on_empty(j);
-      } else if (row < static_cast<uint64_t>(kRows)) {
-        atomicOr(&bits[row / 32], 1u << (row % 32));
-        atomicOr(&words[row / 1024], 1u << (row / 32 % 32));
-        on_end(j, static_cast<int>(row));
+    for (int64_t base = tile.first + threadIdx.x; base < tile.stop; base += kAtOnce * blockDim.x) {
+      int64_t begin[kAtOnce], end[kAtOnce];
+      decltype(early(base)) read[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t j = base + i * blockDim.x;
+        if (j >= tile.stop) continue;
+        begin[i] = segments.begin(j);
+        end[i] = segments.end(j);
+        read[i] = early(j);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t j = base + i * blockDim.x;
+        if (j >= tile.stop) continue;
+        const auto row = static_cast<uint64_t>(end[i] - 1 - tile.origin);
+        if (begin[i] == end[i]) {
+          if (j >= 1 && j <= segments.count) on_empty(j);
+        } else if (row < static_cast<uint64_t>(kRows)) {
+          atomicOr(&bits[row / 32], 1u << (row % 32));
+          atomicOr(&words[row / 1024], 1u << (row / 32 % 32));
+          on_end(j, static_cast<int>(row), read[i]);
+        }
       }
     }
     __syncthreads();
@@ -158,8 +178,8 @@ struct Ends : EndBits<kRows> {
   template <class OnEmpty>
   void mark(const Segments& segments, const Tile& tile, const OnEmpty& on_empty) {
     EndBits<kRows>::mark(
-        segments, tile,
-        [&](int64_t j, int row) { segment[row] = static_cast<uint16_t>(j - tile.first); },
+        segments, tile, [](int64_t) { return 0; },
+        [&](int64_t j, int row, int) { segment[row] = static_cast<uint16_t>(j - tile.first); },
         on_empty);
   }
   // The segment of the rows up to this last one, or to the end of the tile, in the list.

@@ -47,6 +47,7 @@ struct Launcher {
   Params params;       // what all stages share
   Tiling tiling = {};  // of params.starts
   std::byte* workspace = nullptr;
+  bool overlapping = false;  // kernels begin while the one ahead ends, and wait for it themselves
 
   // With the grid of the kernel's tiling.
   void launch(const Kernel& kernel, Params p, std::int64_t blocks,
@@ -85,8 +86,8 @@ class Setup {
   SegmentProblem problem_;
   Params params_{};
   Kernel check_, repair_, starts_;
+  bool overlapping_;
   std::int64_t most_tiles_ = 0;
-  int most_blocks_ = 0;
   std::size_t offsets_at_, use_at_, disorder_at_, starts_at_ = 0;
 };
 
@@ -135,7 +136,7 @@ struct MapOp {
   std::string type;   // with {T} for the element, {V} for the columns of a lane, {P} for permuted
   int segment_bytes;  // sizeof(Segment) for one column of rows that may be permuted
   int wide_segment_bytes;  // of rows that may not
-  int blocks = 5;          // of one column on a multiprocessor, one less of several
+  int blocks = 4;          // on a multiprocessor, of 16-byte pieces of rows
 };
 
 MapOp spread_map(bool mean, DType dtype);

@@ -6,7 +6,6 @@ namespace pullback::segment_cuda {
 inline constexpr int kThreads = 256;
 inline constexpr int kWalkerRows = 32;         // rows that one group of lanes walks: a word of bits
 inline constexpr int kProductRows = 8;         // the same in backward of prod, which keeps them
-inline constexpr int kColumnRows = 8;          // D = 1: consecutive rows of a lane
 inline constexpr int kCheckBlocks = 1024;      // blocks that check the indices, at most
 inline constexpr int kRepairThreads = 1024;    // the one block that repairs what is out of order
 inline constexpr int kCombineColumns = 32;     // columns of a block that combines slots
@@ -19,10 +18,13 @@ inline constexpr int kMaskTileItems = 256;
 // Rows and segment ends of a tile whose rows take 2^lane_bits lanes.
 constexpr int tile_items(int lane_bits) { return (kThreads >> lane_bits) * kWalkerRows; }
 constexpr int product_tile_items(int lane_bits) { return (kThreads >> lane_bits) * kProductRows; }
-// D = 1: a warp takes 32 lanes of kColumnRows rows this many times; the states of a tile's rows fit
-// into 48 KiB. Tiles begin on any row, lanes on multiples of kColumnRows.
-constexpr int column_rounds(int state_bytes) { return state_bytes <= 8 ? 2 : 1; }
-constexpr int column_tile_items(int rounds) { return kColumnRows * (kThreads * rounds - 1); }
+// D = 1: a lane takes this many consecutive rows, a warp 32 times as many, this many times; what is
+// kept for each row of a tile fits into 48 KiB. Tiles begin on any row, lanes on multiples.
+constexpr int column_rows(int kept_bytes) { return kept_bytes <= 8 ? 16 : 8; }
+constexpr int column_rounds(int kept_bytes) { return kept_bytes <= 4 ? 2 : 1; }
+constexpr int column_tile_items(int kept_bytes) {
+  return column_rows(kept_bytes) * (kThreads * column_rounds(kept_bytes) - 1);
+}
 
 // Sort of plan_permutation.
 inline constexpr int kDigitBits = 8;
