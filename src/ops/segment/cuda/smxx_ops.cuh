@@ -72,7 +72,9 @@ struct ExtremePlace {
   // Place -1: no row yet.
   static State start() { return {-device::infinity<R>(), -1}; }
   static bool replaces(const State& a, R x) {
-    return a.place < 0 || (a.top == a.top && (kLast ? !(x < a.top) : !(x <= a.top)));
+    // Without && and ||, which become branches.
+    const bool above = kLast ? !(x < a.top) : !(x <= a.top);
+    return (above & (a.top == a.top)) | (a.place < 0);
   }
   static void add(State& a, R x, int place) {
     const R value = kMin ? -x : x;
@@ -81,7 +83,7 @@ struct ExtremePlace {
     a.place = better ? place : a.place;
   }
   static void append(State& a, const State& b) {
-    if (b.place >= 0 && replaces(a, b.top)) a = b;
+    if ((b.place >= 0) & replaces(a, b.top)) a = b;
   }
   static R value(const State& a) { return kMin ? -a.top : a.top; }
 };
@@ -120,7 +122,7 @@ struct ExponentialSum {
     const bool above = difference > 0;
     R scale = exponential(above ? -difference : difference);
     scale = x == a.shift ? 1 : scale;  // also where both are infinite
-    a.sum = above ? a.sum * scale + 1 : a.sum + scale;
+    a.sum = a.sum * (above ? scale : 1) + (above ? 1 : scale);
     a.shift = above ? x : a.shift;
   }
   static void append(State& a, const State& b) {

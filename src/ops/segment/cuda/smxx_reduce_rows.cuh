@@ -29,17 +29,22 @@ struct RowReader {
   Shared& shared;
   const Params& p;
   int64_t column;
+  const T* x;  // this column of row 0
+  const T* y;
 
-  static const T* address(const Matrix& from, int64_t row, int64_t column) {
-    return static_cast<const T*>(from.data) + row * from.row_stride + column * from.column_stride;
-  }
+  RowReader(Shared& shared_, const Params& p_, int64_t column_)
+      : shared(shared_),
+        p(p_),
+        column(column_),
+        x(static_cast<const T*>(p.x.data) + column * p.x.column_stride),
+        y(static_cast<const T*>(p.y.data) + column * p.y.column_stride) {}
+
   void request(int step, int64_t row) {
     if constexpr (kRing) {
       Piece(&slot)[kInputs][kThreads] = shared.ring[step % kDepth];
-      copy_async<kBytes>(&slot[0][threadIdx.x], address(p.x, row, column));
-      if constexpr (kInputs == 2) {
-        copy_async<kBytes>(&slot[1][threadIdx.x], address(p.y, row, column));
-      }
+      copy_async<kBytes>(&slot[0][threadIdx.x], x + row * p.x.row_stride);
+      if constexpr (kInputs == 2)
+        copy_async<kBytes>(&slot[1][threadIdx.x], y + row * p.y.row_stride);
     }
   }
   void get(int step, int64_t row, Real<T> (&value)[kVector]) const {
@@ -48,18 +53,18 @@ struct RowReader {
       const int byte = mask[row * p.mask.row_stride + column / 8 * p.mask.column_stride];
       value[0] = static_cast<Real<T>>(byte >> (column % 8) & 1);
     } else {
-      Piece x, y;
+      Piece a, b;
       if constexpr (kRing) {
-        x = shared.ring[step % kDepth][0][threadIdx.x];
-        if constexpr (kInputs == 2) y = shared.ring[step % kDepth][1][threadIdx.x];
+        a = shared.ring[step % kDepth][0][threadIdx.x];
+        if constexpr (kInputs == 2) b = shared.ring[step % kDepth][1][threadIdx.x];
       } else {
-        x = load_once<T, kVector>(address(p.x, row, column));
-        if constexpr (kInputs == 2) y = load_once<T, kVector>(address(p.y, row, column));
+        a = load_once<T, kVector>(x + row * p.x.row_stride);
+        if constexpr (kInputs == 2) b = load_once<T, kVector>(y + row * p.y.row_stride);
       }
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        value[i] = x.real(i);
-        if constexpr (kInputs == 2) value[i] *= y.real(i);
+        value[i] = a.real(i);
+        if constexpr (kInputs == 2) value[i] *= b.real(i);
       }
     }
   }
@@ -99,7 +104,7 @@ void reduce_rows(const Params& p) {
   // An end before the first row is one of rows that are in no segment.
   const bool headless = inside == 0 || (end_bits & (inside - 1) & ~inside) != 0;
 
-  Reader reader{shared.reader, p, column};
+  Reader reader(shared.reader, p, column);
   const int first = inside != 0 ? __ffs(static_cast<int>(inside)) - 1 : 0;
   const int count = active ? __popc(inside) : 0;
   const auto place = [&](int step) { return tile.origin + row + first + step; };
