@@ -27,6 +27,9 @@ void map_rows(const Params& p) {
   const uint32_t fresh_bits = end_bits << 1 | 1u;  // first rows of runs
   const int after = ends.next(row + kWalkerRows);
   typename Map::Segment segment{};
+  // This column of row 0, or where rows follow each other, of the batch's first.
+  T* d_x = static_cast<T*>(p.d_x.data) + column * p.d_x.column_stride;
+  if (!kPermuted) d_x += (tile.origin + row) * p.d_x.row_stride;
 #pragma unroll 1
   for (int base = 0; base < kWalkerRows; base += kBatch) {
     if (all >> base == 0) break;
@@ -55,10 +58,9 @@ void map_rows(const Params& p) {
         values = Map::values(segment, data[k], {static_cast<uint32_t>(row + base + k), to[k]});
       }
       if (kPermuted && to[k] < 0) continue;
-      store_once(
-          static_cast<T*>(p.d_x.data) + to[k] * p.d_x.row_stride + column * p.d_x.column_stride,
-          values);
+      store_once(kPermuted ? d_x + to[k] * p.d_x.row_stride : d_x + k * p.d_x.row_stride, values);
     }
+    if (!kPermuted) d_x += kBatch * p.d_x.row_stride;
   }
 }
 
