@@ -53,7 +53,10 @@ cuda::OpKernel column_kernel(const ReduceOp& op, DType dtype, Access access) {
   return kernel;
 }
 
-constexpr int kMostCombineColumns = 8;
+// Columns of a block of combine(): few, so that a giant segment has many threads, unless there are
+// many.
+constexpr int kCombineWidths[] = {1, 8, 32};
+int combine_width(std::int64_t columns) { return columns == 1 ? 1 : columns <= 256 ? 8 : 32; }
 
 cuda::OpKernel combine_kernel(const ReduceOp& op, DType dtype, int columns) {
   return kernel_of(
@@ -172,7 +175,7 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     }
   }
   setup.allow(any_tiling_);
-  combine_columns_ = column ? 1 : kMostCombineColumns;
+  combine_columns_ = combine_width(columns);
   combine_ = {combine_kernel(op, dtype, combine_columns_), device};
 
   std::int64_t most_tiles = tiles_of(problem, any_tiling_);
@@ -190,8 +193,8 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   p.slots = launcher.workspace + slots_at_;
   p.slot_columns = slot_columns_;
   launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
-  const std::int64_t parts = kThreads / combine_columns_;
-  launcher.launch(combine_, p, (p.tiles + parts - 1) / parts,
+  const std::int64_t looked_at = combine_tiles(combine_columns_);
+  launcher.launch(combine_, p, (p.tiles + looked_at - 1) / looked_at,
                   (p.columns + combine_columns_ - 1) / combine_columns_);
 }
 
@@ -207,8 +210,7 @@ std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dty
     add(rows_kernel(op, dtype, Access::wide_permuted));
   }
   if (op.wide && op.input == "x") add(column_kernel(op, dtype, Access::wide));
-  add(combine_kernel(op, dtype, 1));
-  add(combine_kernel(op, dtype, kMostCombineColumns));
+  for (const int width : kCombineWidths) add(combine_kernel(op, dtype, width));
   return all;
 }
 

@@ -67,30 +67,35 @@ PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int64_t from, 
 
 template <class Op, class Out, int kColumns>
 void combine(const Params& p) {
-  constexpr int kParts = kThreads / kColumns;  // tiles of the block, then runs of a segment's slots
-  __shared__ SlotRun long_runs[kParts];
+  constexpr int kParts = kThreads / kColumns;
+  constexpr int kTiles = combine_tiles(kColumns);
+  __shared__ SlotRun runs[kTiles];
   __shared__ PlacedState<Op> sums[kParts][kColumns];
   const Segments segments = make_segments(p);
-  const int part = static_cast<int>(threadIdx.x) / kColumns, lane = threadIdx.x % kColumns;
+  const int thread = threadIdx.x, part = thread / kColumns, lane = thread % kColumns;
   const int64_t column = column_block(p) * kColumns + lane;
-  const int64_t tile = static_cast<int64_t>(blockIdx.x) * kParts + part;
+  const int64_t first_tile = static_cast<int64_t>(blockIdx.x) * kTiles;
   const bool active = column < p.columns;
   const auto done = [&](const SlotRun& run, const PlacedState<Op>& sum) {
     const typename Op::State state[1] = {sum.state};
     finish<Op, Out>(p, segments, run.segment, column, state, sum.row);
   };
 
-  SlotRun own;
-  if (tile < p.tiles) own = slots_from(p, segments, tile);
-  const bool is_long = own.count() > kCombineSequential;
-  if (lane == 0) long_runs[part] = is_long ? own : SlotRun{};
-  if (active && own.count() > 0 && !is_long) {
-    done(own, append_slots<Op>(p, own, own.first, own.last + 1, column));
+  bool any_long = false;
+  for (int i = thread; i < kTiles; i += kThreads) {
+    runs[i] = first_tile + i < p.tiles ? slots_from(p, segments, first_tile + i) : SlotRun{};
+    any_long |= runs[i].count() > kCombineSequential;
   }
-  if (!__syncthreads_or(is_long)) return;
-  for (int i = 0; i < kParts; ++i) {
-    const SlotRun run = long_runs[i];
-    if (run.count() <= 0) continue;
+  any_long = __syncthreads_or(any_long) != 0;
+  for (int i = part; i < kTiles; i += kParts) {
+    const SlotRun run = runs[i];
+    if (!active || run.count() <= 0 || run.count() > kCombineSequential) continue;
+    done(run, append_slots<Op>(p, run, run.first, run.last + 1, column));
+  }
+  if (!any_long) return;
+  for (int i = 0; i < kTiles; ++i) {
+    const SlotRun run = runs[i];
+    if (run.count() <= kCombineSequential) continue;
     const int64_t each = (run.count() + kParts - 1) / kParts;
     const int64_t from = run.first + part * each;
     const int64_t stop = from + each <= run.last ? from + each : run.last + 1;

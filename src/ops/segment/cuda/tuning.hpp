@@ -26,6 +26,9 @@ constexpr int column_tile_items(int kept_bytes) {
   return column_rows(kept_bytes) * (kThreads * column_rounds(kept_bytes) - 1);
 }
 
+// Tiles that a block looks at for segments to combine.
+constexpr int combine_tiles(int columns) { return columns == 1 ? kThreads : 32; }
+
 // Sort of plan_permutation.
 inline constexpr int kDigitBits = 8;
 inline constexpr int kDigits = 1 << kDigitBits;
