@@ -26,7 +26,7 @@ cuda::OpKernel kernel_of(const MapOp& op, std::string_view what, DType dtype, bo
           .function = function,
           .parameters = "segment_cuda::Params",
           .threads = kThreads,
-          .blocks = many && dtype != DType::f64 ? (column ? 4 : op.blocks) : 1,
+          .blocks = many && dtype != DType::f64 ? op.blocks : 1,
           .constants = {{"segment_cuda::kThreads", kThreads},
                         {"segment_cuda::kWalkerRows", kWalkerRows}}};
 }
@@ -59,19 +59,19 @@ MapOp arg_map(DType arg, DType dtype) {
 }
 MapOp mask_map(bool even, DType dtype) {
   return {even ? "mask_even" : "mask", fmt::format("ByMask<{{T}}, {{V}}, {}>", even), bytes(dtype),
-          bytes(dtype)};
+          bytes(dtype), 2};
 }
 MapOp ties_map(DType dtype) {
-  return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2 * bytes(dtype)};
+  return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2 * bytes(dtype), 2};
 }
 MapOp exponential_map(DType dtype) {
   return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype), 3};
 }
 MapOp softmax_map(DType dtype) {
-  return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype)};
+  return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype), 2};
 }
 MapOp softmax_gradient_map(DType dtype) {
-  return {"softmax_gradient", "SoftmaxGradient<{T}, {V}>", real_bytes(dtype), real_bytes(dtype)};
+  return {"softmax_gradient", "SoftmaxGradient<{T}, {V}>", real_bytes(dtype), real_bytes(dtype), 2};
 }
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,

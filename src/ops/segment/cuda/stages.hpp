@@ -136,7 +136,7 @@ struct MapOp {
   std::string type;   // with {T} for the element, {V} for the columns of a lane, {P} for permuted
   int segment_bytes;  // sizeof(Segment) for one column of rows that may be permuted
   int wide_segment_bytes;  // of rows that may not
-  int blocks = 4;          // on a multiprocessor, of 16-byte pieces of rows
+  int blocks = 4;          // on a multiprocessor, of the wide kernels: bounds registers
 };
 
 MapOp spread_map(bool mean, DType dtype);
