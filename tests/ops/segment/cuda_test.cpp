@@ -83,7 +83,7 @@ struct OneRun {
     if (saved != Saved::arg) tensors.arg = nullptr;
     if (saved != Saved::mask) tensors.arg_mask = nullptr;
     pass(Pass::backward);
-    memory.fetch();
+    memory.fetch(driver::Fetch::all);
   }
 };
 
@@ -217,7 +217,7 @@ void expect_sorted(const Index& ids, std::int64_t count, DType id_dtype, DType d
   const auto plan = plan_permutation(Device::cuda(), problem);
   memory.reserve_workspace(plan.workspace_bytes());
   plan.run(memory.stream(), tensors, memory.workspace());
-  memory.fetch();
+  memory.fetch(driver::Fetch::all);
 
   Index expected(ids.size());
   std::iota(expected.begin(), expected.end(), 0);
