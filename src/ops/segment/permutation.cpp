@@ -11,6 +11,7 @@
 #include "core/element.hpp"
 #include "core/variant.hpp"
 #include "ops/segment/index.hpp"
+#include "ops/segment/problem.hpp"
 
 namespace pullback {
 
@@ -184,19 +185,28 @@ TensorUses permutation_uses(const SegmentPermutationProblem& problem,
   return uses;
 }
 
+std::unique_ptr<PlanBody<SegmentPermutationTensors>> make_permutation_cpu(
+    const SegmentPermutationProblem& problem, const Device& device, Pass) {
+  return std::make_unique<PermutationBody>(problem, device);
+}
+std::unique_ptr<PlanBody<SegmentPermutationTensors>> make_permutation_on_gpu(
+    const SegmentPermutationProblem& problem, const Device& device, Pass) {
+  return make_permutation_cuda(problem, device);
+}
+
+constexpr Variant<SegmentPermutationProblem, SegmentPermutationTensors> kVariants[] = {
+    {{"cpu", DeviceKind::cpu, CpuIsa::any, 0, 10}, make_permutation_cpu},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, 0, 10, 80}, make_permutation_on_gpu},
+};
+
 }  // namespace
 
 Plan<SegmentPermutationTensors> plan_permutation(const Device& device,
                                                  const SegmentPermutationProblem& given) {
   const SegmentPermutationProblem problem = complete(given);
-  if (device.kind != DeviceKind::cpu) {
-    fail(ErrorCode::unsupported, "segment permutation", "device", "the CPU", "a CUDA device");
-  }
-  auto body = std::make_unique<CheckedBody<SegmentPermutationProblem, SegmentPermutationTensors>>(
-      "segment permutation", problem, Pass::forward, permutation_uses,
-      std::make_unique<PermutationBody>(problem, device));
-  body->describe("cpu", "chosen: the only one");
-  return Plan<SegmentPermutationTensors>(std::move(body));
+  return plan_with_variants<SegmentPermutationProblem, SegmentPermutationTensors>(
+      "segment permutation", kVariants, 0, {}, permutation_uses, device, problem, Pass::forward,
+      {.variant = device.kind == DeviceKind::cpu ? "cpu" : "cuda"});
 }
 
 }  // namespace pullback

@@ -61,5 +61,10 @@ std::unique_ptr<SegmentBody> make_segment_textbook(const SegmentProblem& problem
                                                    const Device& device, Pass pass);
 std::unique_ptr<SegmentBody> make_segment_cpu(const SegmentProblem& problem, const Device& device,
                                               Pass pass);
+std::unique_ptr<SegmentBody> make_segment_cuda(const SegmentProblem& problem, const Device& device,
+                                               Pass pass);
+
+std::unique_ptr<PlanBody<SegmentPermutationTensors>> make_permutation_cuda(
+    const SegmentPermutationProblem& problem, const Device& device);
 
 }  // namespace pullback

@@ -134,10 +134,13 @@ TensorUses uses_of(const SegmentProblem& problem, const SegmentTensors& tensors,
 }
 
 constexpr FeatureSet kEverything = (FeatureSet{1} << kSegmentFeatureNames.size()) - 1;
+// On a GPU nobody waits for a run, so that nobody could be told of a bad index.
+constexpr FeatureSet kUnchecked = kEverything & ~features(SegmentFeature::checked_indices);
 constexpr Variant<SegmentProblem, SegmentTensors> kVariants[] = {
     {{"cpu", DeviceKind::cpu, CpuIsa::any, kEverything, 10}, make_segment_cpu},
     {{"reference", DeviceKind::cpu, CpuIsa::any, kEverything, -1}, make_segment_reference},
     {{"textbook", DeviceKind::cpu, CpuIsa::any, kEverything, -1}, make_segment_textbook},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, kUnchecked, 10, 80}, make_segment_cuda},
 };
 
 }  // namespace
@@ -145,6 +148,10 @@ constexpr Variant<SegmentProblem, SegmentTensors> kVariants[] = {
 Plan<SegmentTensors> make_plan(const Device& device, const SegmentProblem& given, Pass pass,
                                const PlanOptions& options) {
   const SegmentProblem problem = complete(given);
+  if (device.kind == DeviceKind::cuda && problem.check_indices) {
+    fail(ErrorCode::unsupported, kOp, "check_indices", "false on a CUDA device", "true",
+         "check the indices in a plan for the CPU");
+  }
   return plan_with_variants<SegmentProblem, SegmentTensors>(kOp, kVariants, needs_of(problem),
                                                             kSegmentFeatureNames, uses_of, device,
                                                             problem, pass, options);

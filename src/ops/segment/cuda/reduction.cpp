@@ -1,0 +1,245 @@
+// Which kernels reduce, and in which shape.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "ops/segment/cuda/stages.hpp"
+
+namespace pullback::segment_cuda {
+namespace {
+
+std::string real(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
+int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
+std::string element(DType dtype) { return std::string(cuda::device_type(dtype)); }
+
+std::string_view name_of(Access access) {
+  return access == Access::wide ? "wide" : access == Access::any ? "any" : "wide_permuted";
+}
+
+cuda::OpKernel kernel_of(const ReduceOp& op, std::string_view what, std::string_view file,
+                         const std::string& function, DType dtype) {
+  return {.name = fmt::format("segment_{}_{}_{}", what, op.name, cuda::device_type(dtype)),
+          .file = file,
+          .function = function,
+          .parameters = "segment_cuda::Params",
+          .threads = kThreads,
+          .constants = {{"segment_cuda::kThreads", kThreads},
+                        {"segment_cuda::kWalkerRows", kWalkerRows}}};
+}
+
+cuda::OpKernel rows_kernel(const ReduceOp& op, DType dtype, Access access) {
+  cuda::OpKernel kernel = kernel_of(
+      op, fmt::format("reduce_rows_{}", name_of(access)), "ops/segment/cuda/smxx_reduce_rows.cuh",
+      fmt::format("segment_cuda::reduce_rows<segment_cuda::{}, {}, {}, {}, "
+                  "segment_cuda::Input::{}, {}, {}>",
+                  op.type, element(dtype), op.out, access == Access::any ? 1 : vector_length(dtype),
+                  op.input, access != Access::wide, op.state_bytes),
+      dtype);
+  if (access != Access::any) kernel.blocks = 4;
+  return kernel;
+}
+
+cuda::OpKernel column_kernel(const ReduceOp& op, DType dtype, Access access) {
+  cuda::OpKernel kernel =
+      kernel_of(op, fmt::format("reduce_column_{}", name_of(access)),
+                "ops/segment/cuda/smxx_reduce_column.cuh",
+                fmt::format("segment_cuda::reduce_column<segment_cuda::{}, {}, {}, "
+                            "segment_cuda::Input::{}, {}, {}, {}>",
+                            op.type, element(dtype), op.out, op.input, access != Access::wide,
+                            access == Access::wide, op.state_bytes),
+                dtype);
+  if (access == Access::wide) kernel.blocks = dtype == DType::f64 ? 2 : 4;
+  return kernel;
+}
+
+// Columns of a block of combine(): few, so that a giant segment has many threads, unless there are
+// many.
+constexpr int kCombineWidths[] = {1, 8, 32};
+int combine_width(std::int64_t columns) { return columns == 1 ? 1 : columns <= 256 ? 8 : 32; }
+
+cuda::OpKernel combine_kernel(const ReduceOp& op, DType dtype, int columns) {
+  return kernel_of(
+      op, fmt::format("combine_{}", columns), "ops/segment/cuda/smxx_combine.cuh",
+      fmt::format("segment_cuda::combine<segment_cuda::{}, {}, {}>", op.type, op.out, columns),
+      dtype);
+}
+
+ReduceOp named(std::string name, std::string type, DType dtype, int state_bytes) {
+  return {.name = std::move(name),
+          .type = std::move(type),
+          .out = element(dtype),
+          .input = "x",
+          .state_bytes = state_bytes,
+          .wide = true};
+}
+
+std::string min_flag(SegmentReduce reduce) {
+  return reduce == SegmentReduce::min ? "true" : "false";
+}
+std::string_view extreme_name(SegmentReduce reduce) {
+  return reduce == SegmentReduce::min ? "min" : "max";
+}
+
+}  // namespace
+
+ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
+  const std::string r = real(dtype);
+  const int bytes = real_bytes(dtype);
+  switch (reduce) {
+    case SegmentReduce::prod:
+      return named("prod", fmt::format("Product<{}>", r), dtype, 8);
+    case SegmentReduce::max:
+    case SegmentReduce::min:
+      return named(std::string(extreme_name(reduce)),
+                   fmt::format("Extreme<{}, {}>", r, min_flag(reduce)), dtype, bytes);
+    case SegmentReduce::logsumexp:
+      return named("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype, 2 * bytes);
+    case SegmentReduce::softmax: {
+      ReduceOp op = named("softmax", fmt::format("SoftmaxSum<{}>", r), dtype, 2 * bytes);
+      op.out = r;
+      return op;
+    }
+    default:
+      return named("sum", fmt::format("Sum<{}>", r), dtype, bytes);
+  }
+}
+
+ReduceOp extreme_place(SegmentReduce reduce, bool last, DType dtype) {
+  return named(fmt::format("arg_{}_{}", extreme_name(reduce), last ? "last" : "first"),
+               fmt::format("ExtremePlace<{}, {}, {}>", real(dtype), min_flag(reduce), last), dtype,
+               2 * real_bytes(dtype));
+}
+
+ReduceOp extreme_count(SegmentReduce reduce, DType dtype) {
+  ReduceOp op =
+      named(fmt::format("count_{}", extreme_name(reduce)),
+            fmt::format("ExtremeCount<{}, {}>", real(dtype), min_flag(reduce)), dtype, 16);
+  op.out = real(dtype);
+  op.wide = false;
+  return op;
+}
+
+ReduceOp mask_count(DType dtype) {
+  ReduceOp op = reduce_op(SegmentReduce::sum, dtype);
+  op.name = "count_mask";
+  op.type = "Count<" + real(dtype) + ">";
+  op.state_bytes = 8;
+  op.out = real(dtype);
+  op.input = "mask";
+  op.wide = false;
+  return op;
+}
+
+ReduceOp row_product_sum(DType dtype) {
+  ReduceOp op = reduce_op(SegmentReduce::sum, dtype);
+  op.name = "dot";
+  op.out = real(dtype);
+  op.input = "product";
+  return op;
+}
+
+ReduceOp logsumexp_real(DType dtype) {
+  ReduceOp op = reduce_op(SegmentReduce::logsumexp, dtype);
+  op.name = "logsumexp_real";
+  op.out = real(dtype);
+  return op;
+}
+
+Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device,
+                     const ReduceOp& op, std::initializer_list<const TensorSpec*> inputs,
+                     Setup& setup, Layout& layout)
+    : problem_(problem) {
+  const DType dtype = problem.x.dtype;
+  const std::int64_t columns = problem.x.shape[1];
+  const bool column = columns == 1;
+  const bool perm = permuted(problem);
+  bool wide = op.wide && (column ? op.input == "x" && !perm : dtype != DType::f64);
+  for (const TensorSpec* input : inputs) {
+    const auto length = static_cast<std::size_t>(vector_length(dtype));
+    wide &= column ? input->shape[0] == 1 || input->strides[0] == 1
+                   : matrix(*input, size_of(dtype), length).vectors != 0;
+  }
+  if (column) {
+    any_ = {column_kernel(op, dtype, Access::any), device};
+    any_tiling_ = column_tiling(op.state_bytes);
+    if (wide) wide_ = {column_kernel(op, dtype, Access::wide), device};
+    wide_tiling_ = any_tiling_;
+  } else {
+    any_ = {rows_kernel(op, dtype, Access::any), device};
+    any_tiling_ = rows_tiling(problem, 1);
+    if (wide) {
+      wide_ = {rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide), device};
+      wide_tiling_ = rows_tiling(problem, vector_length(dtype));
+      setup.allow(wide_tiling_);
+    }
+  }
+  setup.allow(any_tiling_);
+  combine_columns_ = combine_width(columns);
+  combine_ = {combine_kernel(op, dtype, combine_columns_), device};
+
+  std::int64_t most_tiles = tiles_of(problem, any_tiling_);
+  if (wide_) most_tiles = std::max(most_tiles, tiles_of(problem, wide_tiling_));
+  slot_columns_ = (columns + 7) / 8 * 8;
+  slots_at_ = layout.take(static_cast<std::size_t>(most_tiles * 2 * slot_columns_) *
+                          static_cast<std::size_t>(op.state_bytes));
+}
+
+void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
+  const bool column = bound_params.columns == 1;
+  const bool wide = wide_ && (column ? column_in_vectors(bound_params) : in_vectors(bound_params));
+  const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
+  Params p = setup.tiled(launcher, bound_params, shape);
+  p.slots = launcher.workspace + slots_at_;
+  p.slot_columns = slot_columns_;
+  launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
+  const std::int64_t looked_at = combine_tiles(combine_columns_);
+  launcher.launch(combine_, p, (p.tiles + looked_at - 1) / looked_at,
+                  (p.columns + combine_columns_ - 1) / combine_columns_);
+}
+
+std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dtype, int arch) {
+  std::vector<cuda::KernelSource> all;
+  const auto add = [&](const cuda::OpKernel& kernel) {
+    all.push_back(cuda::op_kernel<Params>(kernel, arch));
+  };
+  add(rows_kernel(op, dtype, Access::any));
+  add(column_kernel(op, dtype, Access::any));
+  if (op.wide && dtype != DType::f64) {
+    add(rows_kernel(op, dtype, Access::wide));
+    add(rows_kernel(op, dtype, Access::wide_permuted));
+  }
+  if (op.wide && op.input == "x") add(column_kernel(op, dtype, Access::wide));
+  for (const int width : kCombineWidths) add(combine_kernel(op, dtype, width));
+  return all;
+}
+
+}  // namespace pullback::segment_cuda
+
+namespace pullback::cuda {
+
+std::vector<KernelSource> segment_reduction_kernels(int arch) {
+  using namespace segment_cuda;
+  std::vector<KernelSource> all;
+  for (const DType dtype : kDTypes) {
+    std::vector<ReduceOp> ops = {mask_count(dtype), row_product_sum(dtype)};
+    for (int reduce = 0; reduce <= static_cast<int>(SegmentReduce::softmax); ++reduce) {
+      if (reduce == static_cast<int>(SegmentReduce::mean)) continue;  // a sum to the kernels
+      ops.push_back(reduce_op(static_cast<SegmentReduce>(reduce), dtype));
+    }
+    for (const SegmentReduce reduce : {SegmentReduce::max, SegmentReduce::min}) {
+      ops.push_back(extreme_place(reduce, false, dtype));
+      ops.push_back(extreme_place(reduce, true, dtype));
+      ops.push_back(extreme_count(reduce, dtype));
+    }
+    if (size_of(dtype) == 2) ops.push_back(logsumexp_real(dtype));
+    for (const ReduceOp& op : ops) {
+      for (KernelSource& kernel : Reduction::kernels(op, dtype, arch)) {
+        all.push_back(std::move(kernel));
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace pullback::cuda

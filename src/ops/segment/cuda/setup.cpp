@@ -1,0 +1,195 @@
+// The first launches of every run (smxx_index.cuh), and what all stages share.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "ops/segment/cuda/stages.hpp"
+
+namespace pullback::segment_cuda {
+namespace {
+
+cuda::OpKernel index_kernel(std::string_view name, std::string_view function, int threads) {
+  return {.name = fmt::format("segment_{}", name),
+          .file = "ops/segment/cuda/smxx_index.cuh",
+          .function = fmt::format("segment_cuda::{}", function),
+          .parameters = "segment_cuda::Params",
+          .threads = threads,
+          .constants = {{"segment_cuda::kRepairThreads", kRepairThreads}}};
+}
+const cuda::OpKernel kCheckOffsets = index_kernel("check_offsets", "check_offsets", kThreads);
+const cuda::OpKernel kCheckIds = index_kernel("offsets_of_ids", "offsets_of_ids", kThreads);
+const cuda::OpKernel kRepairOffsets =
+    index_kernel("repair_offsets", "repair<false>", kRepairThreads);
+const cuda::OpKernel kRepairIds = index_kernel("repair_ids", "repair<true>", kRepairThreads);
+const cuda::OpKernel kStarts = index_kernel("starts", "find_all_starts", kThreads);
+
+Indices indices(const TensorSpec& spec) {
+  if (!spec.given()) return {};
+  return {.data = nullptr,
+          .stride = spec.shape[0] == 1 ? 0 : spec.strides[0],
+          .wide = spec.dtype == DType::i64};
+}
+
+std::int64_t blocks_for(std::int64_t work) {
+  return std::max<std::int64_t>(1, (work + kThreads - 1) / kThreads);
+}
+
+}  // namespace
+
+Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, std::size_t vector_length) {
+  if (!spec.given()) return {};
+  Matrix result{.data = nullptr,
+                .row_stride = spec.shape[0] == 1 ? 0 : spec.strides[0],
+                .column_stride = spec.shape[1] == 1 ? 0 : spec.strides[1],
+                .vectors = 0};
+  const auto piece =
+      static_cast<std::int64_t>(std::min<std::size_t>(16 / element_bytes, vector_length));
+  result.vectors = result.column_stride == 1 && result.row_stride % piece == 0 &&
+                   spec.shape[1] % static_cast<std::int64_t>(vector_length) == 0;
+  return result;
+}
+
+Matrix matrix(std::int64_t rows, std::int64_t columns) {
+  const TensorSpec spec = TensorSpec::contiguous(DType::u8, {rows, columns});
+  return {.data = nullptr,
+          .row_stride = spec.strides[0],
+          .column_stride = 1,
+          .vectors = columns % 8 == 0};
+}
+
+Matrix bound(Matrix matrix, const void* data) {
+  matrix.data = const_cast<void*>(data);
+  matrix.vectors = matrix.vectors && cuda::vector_aligned({data});
+  return matrix;
+}
+
+int vector_length(DType dtype) { return static_cast<int>(16 / size_of(dtype)); }
+
+bool permuted(const SegmentProblem& problem) { return problem.permutation.given(); }
+
+Tiling rows_tiling(const SegmentProblem& problem, int vector) {
+  const std::int64_t columns = problem.x.shape[1];
+  const auto pieces = static_cast<std::uint64_t>((columns + vector - 1) / vector);
+  Tiling tiling;
+  tiling.lane_bits =
+      std::clamp(pieces == 0 ? 0 : static_cast<int>(std::bit_width(pieces - 1)), 1, kMostLaneBits);
+  tiling.items = tile_items(tiling.lane_bits);
+  const std::int64_t width = std::int64_t{vector} << tiling.lane_bits;
+  tiling.column_blocks = (columns + width - 1) / width;
+  return tiling;
+}
+
+Tiling column_tiling(int bytes) {
+  return {.items = column_tile_items(bytes), .alignment = column_rows(bytes)};
+}
+
+std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling) {
+  const std::int64_t items = problem.x.shape[0] + problem.num_segments + 2;
+  return (items + tiling.items - 1) / tiling.items;
+}
+
+void Launcher::launch(const Kernel& kernel, Params p, std::int64_t blocks,
+                      std::int64_t column_blocks) const {
+  constexpr std::int64_t kMostY = 65535;
+  Kernel shaped = kernel;
+  shaped.shape.grid[0] = static_cast<unsigned>(blocks);
+  shaped.shape.programmatic = overlapping;
+  for (std::int64_t y = 0; y < column_blocks; y += kMostY) {
+    p.column_block = static_cast<std::int32_t>(y);
+    shaped.shape.grid[1] = static_cast<unsigned>(std::min(kMostY, column_blocks - y));
+    shaped.launch(stream, p);
+  }
+}
+
+Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layout& layout)
+    : problem_(problem),
+      check_(problem.offsets.given() ? kCheckOffsets : kCheckIds, device),
+      repair_(problem.offsets.given() ? kRepairOffsets : kRepairIds, device),
+      starts_(kStarts, device),
+      overlapping_(device.arch() >= 90) {
+  params_.rows = problem.x.shape[0];
+  params_.segments = problem.num_segments;
+  params_.columns = problem.x.shape[1];
+  params_.offsets = indices(problem.offsets);
+  params_.ids = indices(problem.ids);
+  params_.permutation = indices(problem.permutation);
+  const std::int64_t work = std::max(problem.ids.given() ? params_.rows : 0, params_.segments + 1);
+  params_.check_blocks =
+      static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
+  offsets_at_ = layout.take(static_cast<std::size_t>(params_.segments + 1) * sizeof(std::int64_t));
+  use_at_ = layout.take(sizeof(std::int32_t));
+  disorder_at_ = layout.take(kCheckBlocks * sizeof(std::int32_t));
+}
+
+void Setup::allow(const Tiling& tiling) {
+  most_tiles_ = std::max(most_tiles_, tiles_of(problem_, tiling));
+}
+
+void Setup::reserve(Layout& layout) {
+  starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
+}
+
+Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* workspace) const {
+  auto* memory = static_cast<std::byte*>(workspace);
+  Launcher launcher{.stream = stream, .params = params_, .workspace = memory};
+  Params& p = launcher.params;
+  p.offsets.data = tensors.offsets;
+  p.ids.data = tensors.ids;
+  p.permutation.data = tensors.permutation;
+  p.own_offsets = reinterpret_cast<std::int64_t*>(memory + offsets_at_);
+  p.use_own_offsets = reinterpret_cast<std::int32_t*>(memory + use_at_);
+  p.disorder = reinterpret_cast<std::int32_t*>(memory + disorder_at_);
+  p.starts = reinterpret_cast<TileStart*>(memory + starts_at_);
+  return launcher;
+}
+
+Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling& tiling) const {
+  Params p = bound_params;
+  p.tile_items = tiling.items;
+  p.tiles = tiles_of(problem_, tiling);
+  p.row_alignment = tiling.alignment;
+  p.lane_bits = tiling.lane_bits;
+  const Tiling before = std::exchange(launcher.tiling, tiling);
+  const bool checked = before.items != 0;
+  if (!checked) {
+    launcher.launch(check_, p, p.check_blocks, 1);
+    launcher.overlapping = overlapping_;
+    launcher.launch(repair_, p, 1, 1);
+  }
+  const bool same = before.items == tiling.items && before.alignment == tiling.alignment;
+  if (checked ? !same : problem_.ids.given()) {
+    launcher.launch(starts_, p, blocks_for(p.tiles + 1), 1);
+  }
+  return p;
+}
+
+bool in_vectors(const Params& p) {
+  for (const Matrix* matrix : {&p.x, &p.y, &p.result, &p.result2, &p.arg, &p.d_out, &p.statistic,
+                               &p.statistic2, &p.out, &p.d_x}) {
+    if (matrix->data != nullptr && !matrix->vectors) return false;
+  }
+  return true;
+}
+
+bool column_in_vectors(const Params& p) {
+  return cuda::vector_aligned({p.x.data, p.d_x.data}) &&
+         (p.x.data == nullptr || p.x.row_stride <= 1) &&
+         (p.d_x.data == nullptr || p.d_x.row_stride <= 1);
+}
+
+}  // namespace pullback::segment_cuda
+
+namespace pullback::cuda {
+
+std::vector<KernelSource> segment_setup_kernels(int arch) {
+  using namespace segment_cuda;
+  std::vector<KernelSource> all;
+  for (const OpKernel& kernel : {kCheckOffsets, kCheckIds, kRepairOffsets, kRepairIds, kStarts}) {
+    all.push_back(op_kernel<Params>(kernel, arch));
+  }
+  return all;
+}
+
+}  // namespace pullback::cuda

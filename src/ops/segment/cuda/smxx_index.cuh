@@ -1,0 +1,132 @@
+// From index tensors that nobody vouches for to segments that the other kernels can trust, without
+// the host hearing of it: check (all blocks), repair (one block, idle unless a check failed), and
+// with ids the starts of tiles. The rules are those of index.hpp: an offset or id that is smaller
+// than one before it counts as the largest so far.
+#pragma once
+
+#include "ops/segment/cuda/smxx_tile.cuh"
+
+namespace pullback::segment_cuda {
+
+inline int64_t clamped(int64_t value, int64_t low, int64_t high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+inline void report_disorder(const Params& p, bool bad) {
+  const int any = __syncthreads_or(bad);
+  if (threadIdx.x == 0) p.disorder[blockIdx.x] = any;
+}
+
+inline int64_t thread_number() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+inline int64_t thread_count() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
+
+inline void find_starts(const Params& p, const Segments& segments, int64_t from, int64_t step) {
+  const int64_t items = p.rows + p.segments + 2;
+  for (int64_t tile = from; tile <= p.tiles; tile += step) {
+    const int64_t item = tile * p.tile_items;
+    p.starts[tile] = find_start(segments, item < items ? item : items);
+  }
+  if (from == 0) p.starts[p.tiles + 1] = {segments.begin(1), segments.end(segments.count)};
+}
+
+// Starts of tiles are found as if all were well; if not, repair() finds them again.
+inline void check_offsets(const Params& p) {
+  let_next_kernel_begin();
+  const Segments segments = make_segments(p, false);
+  bool bad = false;
+  for (int64_t s = thread_number(); s <= p.segments; s += thread_count()) {
+    const int64_t offset = index_at(p.offsets, s);
+    const int64_t before = s > 0 ? index_at(p.offsets, s - 1) : 0;
+    bad |= offset < before || offset > p.rows;
+  }
+  find_starts(p, segments, thread_number(), thread_count());
+  report_disorder(p, bad);
+}
+
+// offset(s) = number of ids below s, by bisection of ids that are taken to be in order.
+inline void offsets_of_ids(const Params& p) {
+  let_next_kernel_begin();
+  bool bad = false;
+  for (int64_t n = thread_number() + 1; n < p.rows; n += thread_count()) {
+    const int64_t id = clamped(index_at(p.ids, n), -1, p.segments);
+    bad |= id < clamped(index_at(p.ids, n - 1), -1, p.segments);
+  }
+  for (int64_t s = thread_number(); s <= p.segments; s += thread_count()) {
+    int64_t low = 0, high = p.rows;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (index_at(p.ids, middle) >= s) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    p.own_offsets[s] = low;
+  }
+  report_disorder(p, bad);
+}
+
+// own_offsets[i] becomes the largest (kForward) of elements 0 to i, or the smallest of i to S.
+template <bool kForward>
+void scan_own_offsets(const Params& p) {
+  __shared__ int64_t scan[kRepairThreads];
+  const int thread = threadIdx.x;
+  const int64_t count = p.segments + 1;
+  const int64_t neutral = kForward ? 0 : p.rows;
+  int64_t carry = neutral;
+  const auto pick = [](int64_t a, int64_t b) { return kForward == (a < b) ? b : a; };
+  for (int64_t base = 0; base < count; base += kRepairThreads) {
+    const int64_t i = base + thread;
+    const int64_t at = kForward ? i : count - 1 - i;
+    scan[thread] = i < count ? p.own_offsets[at] : neutral;
+    __syncthreads();
+    for (int step = 1; step < kRepairThreads; step *= 2) {
+      const int64_t other = thread >= step ? scan[thread - step] : neutral;
+      __syncthreads();
+      scan[thread] = pick(scan[thread], other);
+      __syncthreads();
+    }
+    if (i < count) p.own_offsets[at] = pick(scan[thread], carry);
+    carry = pick(carry, scan[kRepairThreads - 1]);
+    __syncthreads();
+  }
+}
+
+template <bool kIds>
+void repair(const Params& p) {
+  let_next_kernel_begin();
+  wait_for_kernel_ahead();
+  bool bad = false;
+  for (int block = threadIdx.x; block < p.check_blocks; block += blockDim.x) {
+    bad |= p.disorder[block] != 0;
+  }
+  bad = __syncthreads_or(bad) != 0;
+  if (threadIdx.x == 0) *p.use_own_offsets = kIds || bad;
+  if (!bad) return;
+  if constexpr (kIds) {
+    // The first row whose id is s or more: the smallest, over ids from s on, of first rows.
+    for (int64_t s = threadIdx.x; s <= p.segments; s += blockDim.x) p.own_offsets[s] = p.rows;
+    __syncthreads();
+    for (int64_t n = threadIdx.x; n < p.rows; n += blockDim.x) {
+      const int64_t id = clamped(index_at(p.ids, n), -1, p.segments);
+      if (id >= 0) atomicMin(&p.own_offsets[id], n);
+    }
+    __syncthreads();
+    scan_own_offsets<false>(p);
+  } else {
+    for (int64_t s = threadIdx.x; s <= p.segments; s += blockDim.x) {
+      p.own_offsets[s] = clamped(index_at(p.offsets, s), 0, p.rows);
+    }
+    __syncthreads();
+    scan_own_offsets<true>(p);
+    find_starts(p, make_segments(p, true), threadIdx.x, blockDim.x);
+  }
+}
+
+inline void find_all_starts(const Params& p) {
+  find_starts(p, make_segments(p), thread_number(), thread_count());
+}
+
+}  // namespace pullback::segment_cuda

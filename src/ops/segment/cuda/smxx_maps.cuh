@@ -1,0 +1,292 @@
+// What each row gets from its segment: the gradients, and softmax itself. A map says what it reads
+// of a segment (Raw), what that comes to once for all rows (Segment), what it reads of a row, and
+// the value to store.
+#pragma once
+
+#include "ops/segment/cuda/smxx_ops.cuh"
+
+namespace pullback::segment_cuda {
+
+// Where a row is: its place in the sorted order, counted from the tile's origin, and its number.
+struct RowAt {
+  uint32_t place;
+  int64_t row;
+};
+
+template <bool kFirst, class A, class B>
+struct Either {
+  using Type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+  using Type = B;
+};
+template <bool kFirst, class A, class B>
+using Select = typename Either<kFirst, A, B>::Type;
+
+template <class T, int kCount>
+Values<T, kCount> load_columns(const Matrix& from, int64_t row, int64_t column) {
+  return load_once<T, kCount>(static_cast<const T*>(from.data) + row * from.row_stride +
+                              column * from.column_stride);
+}
+
+// The values that `value(i)` gives.
+template <class T, int kCount, class Value>
+Values<T, kCount> values_of(const Value& value) {
+  Real<T> values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = value(i);
+  return Values<T, kCount>::of(values);
+}
+
+struct NoRow {
+  void load(const Params&, int64_t, int64_t) {}
+};
+
+// sum, mean: d_x = d_out, or d_out / L.
+template <class T, int kCount, bool kMean>
+struct Spread {
+  static constexpr int kBatch = 4;
+  struct Raw {
+    Values<T, kCount> g;
+    int64_t length;
+    void load(const Params& p, const Segments& segments, int64_t j, int64_t column) {
+      g = load_row<T, kCount>(p.d_out, Tile::problem_segment(j), column);
+      if (kMean) length = segments.length(j);
+    }
+  };
+  struct Segment {
+    Values<T, kCount> value;
+  };
+  using Row = NoRow;
+  static Segment of(const Raw& raw, const Segments&, const Tile&) {
+    if constexpr (!kMean) return {raw.g};
+    const auto length = static_cast<Real<T>>(raw.length);
+    return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / length; })};
+  }
+  static Values<T, kCount> values(const Segment& segment, const Row&, const RowAt&) {
+    return segment.value;
+  }
+};
+
+// max, min from arg, which holds rows, or (u8) places in the segment.
+template <class T, int kCount, class Arg, bool kPermuted>
+struct ByArg {
+  static constexpr int kBatch = 2;
+  static constexpr uint32_t kNone = 0xffffffffu;
+  static constexpr bool kByRow = kPermuted && sizeof(Arg) > 1;
+  using Chosen = Select<kByRow, int64_t, uint32_t>;
+  struct Raw {
+    Values<T, kCount> g;
+    Values<Arg, kCount> arg;
+    int64_t begin;
+    void load(const Params& p, const Segments& segments, int64_t j, int64_t column) {
+      const int64_t s = Tile::problem_segment(j);
+      g = load_row<T, kCount>(p.d_out, s, column);
+      arg = load_row<Arg, kCount>(p.arg, s, column);
+      if (sizeof(Arg) == 1) begin = segments.begin(j);
+    }
+  };
+  struct Segment {
+    Values<T, kCount> g;
+    Chosen chosen[kCount];
+  };
+  using Row = NoRow;
+  static Segment of(const Raw& raw, const Segments&, const Tile& tile) {
+    Segment segment{raw.g, {}};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const auto arg = static_cast<int64_t>(raw.arg.element[i]);
+      if constexpr (kByRow) {
+        segment.chosen[i] = arg;
+      } else {
+        const bool none = sizeof(Arg) == 1 && arg == kNoPlace;
+        const auto place =
+            static_cast<uint64_t>((sizeof(Arg) == 1 ? raw.begin : 0) + arg - tile.origin);
+        segment.chosen[i] = none || place >= kNone ? kNone : static_cast<uint32_t>(place);
+      }
+    }
+    return segment;
+  }
+  static Values<T, kCount> values(const Segment& segment, const Row&, const RowAt& at) {
+    return values_of<T, kCount>([&](int i) {
+      bool chosen = false;
+      if constexpr (kByRow) {
+        chosen = segment.chosen[i] == at.row;
+      } else {
+        chosen = segment.chosen[i] == at.place;
+      }
+      return chosen ? segment.g.real(i) : 0;
+    });
+  }
+};
+
+// max, min from the mask, and a share of d_out where ties are even.
+template <class T, int kCount, bool kEven>
+struct ByMask {
+  static constexpr int kBatch = 4;
+  struct Raw {
+    Values<T, kCount> g;
+    Values<Real<T>, kCount> count;
+    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
+      const int64_t s = Tile::problem_segment(j);
+      g = load_row<T, kCount>(p.d_out, s, column);
+      if (kEven) count = load_row<Real<T>, kCount>(p.statistic, s, column);
+    }
+  };
+  struct Segment {
+    Values<T, kCount> g;
+  };
+  struct Row {
+    uint32_t bits;
+    void load(const Params& p, int64_t n, int64_t column) {
+      const auto* mask = static_cast<const uint8_t*>(p.mask.data);
+      bits = mask[n * p.mask.row_stride + column / 8 * p.mask.column_stride] >> (column % 8);
+    }
+  };
+  static Segment of(const Raw& raw, const Segments&, const Tile&) {
+    if constexpr (!kEven) return {raw.g};
+    return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / raw.count.real(i); })};
+  }
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>([&](int i) { return row.bits >> i & 1 ? segment.g.real(i) : 0; });
+  }
+};
+
+// max, min with even ties, from x and out and the number of ties.
+template <class T, int kCount>
+struct ByTies {
+  static constexpr int kBatch = 2;
+  struct Raw {
+    Values<T, kCount> g, top;
+    Values<Real<T>, kCount> count;
+    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
+      const int64_t s = Tile::problem_segment(j);
+      g = load_row<T, kCount>(p.d_out, s, column);
+      top = load_row<T, kCount>(p.out, s, column);
+      count = load_row<Real<T>, kCount>(p.statistic, s, column);
+    }
+  };
+  struct Segment {
+    Values<T, kCount> share, top;
+  };
+  struct Row {
+    Values<T, kCount> x;
+    void load(const Params& p, int64_t n, int64_t column) {
+      x = load_columns<T, kCount>(p.x, n, column);
+    }
+  };
+  static Segment of(const Raw& raw, const Segments&, const Tile&) {
+    return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / raw.count.real(i); }),
+            raw.top};
+  }
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>([&](int i) {
+      const Real<T> x = row.x.real(i), top = segment.top.real(i);
+      const bool tied = x == top || (x != x && top != top);
+      return tied ? segment.share.real(i) : 0;
+    });
+  }
+};
+
+// logsumexp: d_x = d_out exp(x - lse).
+template <class T, int kCount>
+struct ByExponential {
+  static constexpr int kBatch = 2;
+  struct Raw {
+    Values<T, kCount> g;
+    Values<Real<T>, kCount> lse;
+    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
+      const int64_t s = Tile::problem_segment(j);
+      g = load_row<T, kCount>(p.d_out, s, column);
+      lse = load_row<Real<T>, kCount>(p.statistic, s, column);
+    }
+  };
+  struct Segment {
+    Values<T, kCount> g;
+    Values<Real<T>, kCount> lse;
+  };
+  struct Row {
+    Values<T, kCount> x;
+    void load(const Params& p, int64_t n, int64_t column) {
+      x = load_columns<T, kCount>(p.x, n, column);
+    }
+  };
+  static Segment of(const Raw& raw, const Segments&, const Tile&) {
+    Segment segment{raw.g, raw.lse};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      Real<T>& lse = segment.lse.element[i];
+      lse = lse == -device::infinity<Real<T>>() ? 0 : lse;  // all rows are -inf: no gradient
+    }
+    return segment;
+  }
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>([&](int i) {
+      return segment.g.real(i) * exponential(row.x.real(i) - segment.lse.element[i]);
+    });
+  }
+};
+
+// softmax forward: exp(x - shift) / sum.
+template <class T, int kCount>
+struct Softmax {
+  static constexpr int kBatch = 2;
+  struct Raw {
+    Values<Real<T>, kCount> shift, sum;
+    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
+      const int64_t s = Tile::problem_segment(j);
+      shift = load_row<Real<T>, kCount>(p.statistic, s, column);
+      sum = load_row<Real<T>, kCount>(p.statistic2, s, column);
+    }
+  };
+  struct Segment {
+    Values<Real<T>, kCount> shift, sum;
+  };
+  struct Row {
+    Values<T, kCount> x;
+    void load(const Params& p, int64_t n, int64_t column) {
+      x = load_columns<T, kCount>(p.x, n, column);
+    }
+  };
+  static Segment of(const Raw& raw, const Segments&, const Tile&) { return {raw.shift, raw.sum}; }
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>([&](int i) {
+      const Real<T> shift = segment.shift.element[i], sum = segment.sum.element[i];
+      const Real<T> infinity = device::infinity<Real<T>>();
+      Real<T> y = exponential(row.x.real(i) - shift) / sum;
+      if (shift == -infinity) y = sum == sum ? 0 : sum;
+      if (shift == infinity) y = device::quiet_nan<Real<T>>();
+      return y;
+    });
+  }
+};
+
+// softmax backward: d_x = out (d_out - sum of out d_out).
+template <class T, int kCount>
+struct SoftmaxGradient {
+  static constexpr int kBatch = 2;
+  struct Raw {
+    Values<Real<T>, kCount> dot;
+    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
+      dot = load_row<Real<T>, kCount>(p.statistic, Tile::problem_segment(j), column);
+    }
+  };
+  struct Segment {
+    Values<Real<T>, kCount> dot;
+  };
+  struct Row {
+    Values<T, kCount> x, y;
+    void load(const Params& p, int64_t n, int64_t column) {
+      x = load_columns<T, kCount>(p.x, n, column);
+      y = load_columns<T, kCount>(p.y, n, column);
+    }
+  };
+  static Segment of(const Raw& raw, const Segments&, const Tile&) { return {raw.dot}; }
+  static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
+    return values_of<T, kCount>(
+        [&](int i) { return row.x.real(i) * (row.y.real(i) - segment.dot.element[i]); });
+  }
+};
+
+}  // namespace pullback::segment_cuda

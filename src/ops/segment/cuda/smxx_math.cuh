@@ -1,0 +1,155 @@
+// Single instructions, and 16-byte pieces of rows.
+#pragma once
+
+#include "device/float.cuh"
+#include "device/memory.cuh"
+
+namespace pullback::segment_cuda {
+
+using device::Real;
+
+// A NaN beats everything.
+inline float larger(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+inline double larger(double a, double b) { return a != a || a > b ? a : b; }
+
+// Two 16-bit floats in a word. Left to itself the compiler spends a register on each.
+template <class T>
+uint32_t packed(float low, float high);
+template <>
+inline uint32_t packed<device::bf16>(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+template <>
+inline uint32_t packed<device::f16>(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+inline float unpacked(device::bf16, uint32_t word, bool high) {
+  return __uint_as_float(high ? word & 0xffff0000u : word << 16);
+}
+inline float unpacked(device::f16, uint32_t word, bool high) {
+  return device::to_real(device::f16{static_cast<uint16_t>(high ? word >> 16 : word)});
+}
+
+constexpr int alignment_of(int bytes) { return bytes < 16 ? bytes : 16; }
+
+// kCount neighbours of a row, as they lie in memory.
+template <class T, int kCount>
+struct alignas(alignment_of(sizeof(T) * kCount)) Values {
+  T element[kCount];
+
+  Real<T> real(int i) const { return device::to_real(element[i]); }
+  static Values of(const Real<T> (&values)[kCount]) {
+    Values result;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) result.element[i] = device::from_real<T>(values[i]);
+    return result;
+  }
+};
+
+template <class T, int kCount>
+struct alignas(alignment_of(2 * kCount)) PackedValues {
+  uint32_t word[kCount / 2];
+
+  float real(int i) const { return unpacked(T{}, word[i / 2], i % 2 != 0); }
+  template <class Result>
+  static Result pack(const float (&values)[kCount]) {
+    Result result;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      result.word[i] = packed<T>(values[2 * i], values[2 * i + 1]);
+    }
+    return result;
+  }
+};
+template <int kCount>
+  requires(kCount % 8 == 0)
+struct Values<device::bf16, kCount> : PackedValues<device::bf16, kCount> {
+  static Values of(const float (&values)[kCount]) {
+    return PackedValues<device::bf16, kCount>::template pack<Values>(values);
+  }
+};
+template <int kCount>
+  requires(kCount % 8 == 0)
+struct Values<device::f16, kCount> : PackedValues<device::f16, kCount> {
+  static Values of(const float (&values)[kCount]) {
+    return PackedValues<device::f16, kCount>::template pack<Values>(values);
+  }
+};
+
+// 16-byte pieces pass by the first-level cache: every one is touched once.
+template <class T, int kCount>
+Values<T, kCount> load_once(const T* at) {
+  if constexpr (sizeof(T) * kCount == 16) {
+    union {
+      device::Vector<uint32_t> words;
+      Values<T, kCount> values;
+    } piece = {device::load_vector(reinterpret_cast<const uint32_t*>(at))};
+    return piece.values;
+  } else {
+    return *reinterpret_cast<const Values<T, kCount>*>(at);
+  }
+}
+template <class T, int kCount>
+void store_once(T* at, const Values<T, kCount>& values) {
+  if constexpr (sizeof(T) * kCount == 16) {
+    union {
+      Values<T, kCount> values;
+      device::Vector<uint32_t> words;
+    } piece = {values};
+    device::store_vector(reinterpret_cast<uint32_t*>(at), piece.words);
+  } else {
+    *reinterpret_cast<Values<T, kCount>*>(at) = values;
+  }
+}
+
+// A kernel launched "programmatic" may begin before the one ahead of it has ended: nothing that one
+// wrote may be read before this.
+inline void wait_for_kernel_ahead() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel's blocks may take their places; for kernels that leave room.
+inline void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Copies 4, 8 or 16 bytes to shared memory without waiting; commit_copies() closes a group of them.
+template <int kBytes>
+void copy_async(void* to_shared, const void* from) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes)
+                 : "memory");
+  }
+}
+inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last kPending groups of this thread have arrived.
+template <int kPending>
+void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// For arguments of at most 0, where its absolute error is below an ulp of 1.
+inline float exponential(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504088896341f));
+  return result;
+}
+inline double exponential(double x) { return exp(x); }
+inline float logarithm(float x) { return logf(x); }
+inline double logarithm(double x) { return log(x); }
+
+}  // namespace pullback::segment_cuda

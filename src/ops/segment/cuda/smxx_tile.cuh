@@ -1,0 +1,196 @@
+// The segments of a tile, as all kernels see them: offsets that can be trusted, and for a tile one
+// bit for each row that is the last of its segment, with the segment's number beside it.
+#pragma once
+
+#include "ops/segment/cuda/params.cuh"
+#include "ops/segment/cuda/smxx_math.cuh"
+#include "ops/segment/cuda/tuning.hpp"
+
+namespace pullback::segment_cuda {
+
+inline int64_t index_at(const Indices& indices, int64_t i) {
+  return indices.wide ? static_cast<const int64_t*>(indices.data)[i * indices.stride]
+                      : static_cast<const int32_t*>(indices.data)[i * indices.stride];
+}
+
+inline int64_t column_block(const Params& p) {
+  return static_cast<int64_t>(p.column_block) + blockIdx.y;
+}
+
+// Segments 0 to S+1 of the list (params.cuh), over offsets of the caller or of our own.
+struct Segments {
+  Indices offsets;
+  int64_t rows, count;
+
+  int64_t end(int64_t j) const { return j <= count ? index_at(offsets, j) : rows; }
+  int64_t begin(int64_t j) const { return j == 0 ? 0 : index_at(offsets, j - 1); }
+  int64_t length(int64_t j) const { return end(j) - begin(j); }
+};
+
+inline Segments make_segments(const Params& p, bool own) {
+  Segments segments{p.offsets, p.rows, p.segments};
+  if (own) segments.offsets = {p.own_offsets, 1, 1};
+  return segments;
+}
+// What every kernel after repair() begins with.
+inline Segments make_segments(const Params& p) {
+  wait_for_kernel_ahead();
+  return make_segments(p, *p.use_own_offsets != 0);
+}
+
+// Row of x at place r of the sorted order, which kPermuted allows to be another than r. Reading, a
+// bad entry of the permutation stands for row 0.
+template <bool kPermuted>
+int64_t row_of(const Params& p, int64_t place) {
+  if (!kPermuted || p.permutation.data == nullptr) return place;
+  const int64_t row = index_at(p.permutation, place);
+  return row >= 0 && row < p.rows ? row : 0;
+}
+// Writing, it stands for no row: -1.
+template <bool kPermuted>
+int64_t written_row(const Params& p, int64_t place) {
+  if (!kPermuted || p.permutation.data == nullptr) return place;
+  const int64_t row = index_at(p.permutation, place);
+  return row >= 0 && row < p.rows ? row : -1;
+}
+
+// Where the tile that begins with item `item` of the list begins.
+inline TileStart find_start(const Segments& segments, int64_t item) {
+  int64_t low = 0, high = segments.count + 2;  // first segment whose end is at or after the item
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (segments.end(middle) + middle >= item) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  const int64_t row = item - low;
+  // With its last row in the tile before, the segment has ended there.
+  const bool ended =
+      low < segments.count + 2 && segments.end(low) == row && segments.begin(low) < row;
+  return {low + ended, row};
+}
+
+struct Tile {
+  int64_t first, stop;  // segments that end in the tile
+  int64_t row, row_stop;
+  int64_t origin;           // rows of the tile are counted from here, at most a few before `row`
+  int64_t lowest, highest;  // rows below and from there on are in no segment
+
+  // Segments of the problem, 0 to S-1, are the inner ones of the list.
+  static int64_t problem_segment(int64_t j) { return j - 1; }
+};
+
+inline int64_t tile_origin(const Params& p, const TileStart& start) {
+  return start.row & -static_cast<int64_t>(p.row_alignment);
+}
+
+inline Tile make_tile(const Params& p, int64_t tile) {
+  const TileStart start = p.starts[tile], stop = p.starts[tile + 1], bounds = p.starts[p.tiles + 1];
+  return {start.segment,         stop.segment,   start.row, stop.row,
+          tile_origin(p, start), bounds.segment, bounds.row};
+}
+
+// Of the 32 rows from `row` of the tile on, one bit for each that the tile has and a segment of the
+// problem too (kAll: or none).
+template <bool kAll = false>
+uint32_t rows_inside(const Tile& tile, int row) {
+  const int64_t place = tile.origin + row;
+  const auto below = [&](int64_t stop) {
+    const int64_t count = stop - place;
+    return count <= 0 ? 0u : count >= 32 ? 0xffffffffu : (1u << count) - 1;
+  };
+  if (kAll) return below(tile.row_stop) & ~below(tile.row);
+  return below(tile.row_stop < tile.highest ? tile.row_stop : tile.highest) &
+         ~below(tile.row > tile.lowest ? tile.row : tile.lowest);
+}
+
+// Which of a tile's rows, kRows at most, are the last ones of segments.
+template <int kRows>
+struct EndBits {
+  static constexpr int kWords = (kRows + 31) / 32;
+  static constexpr int kGroups = (kWords + 31) / 32;
+  uint32_t bits[kWords];
+  uint32_t words[kGroups];  // which words have a bit
+
+  // By all threads of the block: calls on_end(j, row, early(j)) for segments with a last row in the
+  // tile, and on_empty(j) for empty segments of the problem. What early(j) reads is on its way
+  // while the offsets are.
+  template <class Early, class OnEnd, class OnEmpty>
+  void mark(const Segments& segments, const Tile& tile, const Early& early, const OnEnd& on_end,
+            const OnEmpty& on_empty) {
+    constexpr int kAtOnce = 2;
+    for (int word = threadIdx.x; word < kWords; word += blockDim.x) bits[word] = 0;
+    if (threadIdx.x < kGroups) words[threadIdx.x] = 0;
+    __syncthreads();
+    for (int64_t base = tile.first + threadIdx.x; base < tile.stop; base += kAtOnce * blockDim.x) {
+      int64_t begin[kAtOnce], end[kAtOnce];
+      decltype(early(base)) read[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t j = base + i * blockDim.x;
+        if (j >= tile.stop) continue;
+        begin[i] = segments.begin(j);
+        end[i] = segments.end(j);
+        read[i] = early(j);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t j = base + i * blockDim.x;
+        if (j >= tile.stop) continue;
+        const auto row = static_cast<uint64_t>(end[i] - 1 - tile.origin);
+        if (begin[i] == end[i]) {
+          if (j >= 1 && j <= segments.count) on_empty(j);
+        } else if (row < static_cast<uint64_t>(kRows)) {
+          atomicOr(&bits[row / 32], 1u << (row % 32));
+          atomicOr(&words[row / 1024], 1u << (row / 32 % 32));
+          on_end(j, static_cast<int>(row), read[i]);
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // First marked row from `row` on; kRows when there is none.
+  int next(int row) const {
+    int word = row / 32;
+    if (word >= kWords) return kRows;
+    uint32_t rest = bits[word] & (0xffffffffu << (row % 32));
+    if (rest == 0) {
+      int group = word / 32;
+      uint32_t more = words[group] & (0xfffffffeu << (word % 32));
+      while (more == 0 && ++group < kGroups) more = words[group];
+      if (more == 0) return kRows;
+      word = group * 32 + __ffs(static_cast<int>(more)) - 1;
+      rest = bits[word];
+    }
+    return word * 32 + __ffs(static_cast<int>(rest)) - 1;
+  }
+};
+
+// The same with the segments that end there.
+template <int kRows>
+struct Ends : EndBits<kRows> {
+  static_assert(kRows < 65535);
+  uint16_t segment[kRows];  // after `first` of the tile; where the bit is set
+
+  template <class OnEmpty>
+  void mark(const Segments& segments, const Tile& tile, const OnEmpty& on_empty) {
+    EndBits<kRows>::mark(
+        segments, tile, [](int64_t) { return 0; },
+        [&](int64_t j, int row, int) { segment[row] = static_cast<uint16_t>(j - tile.first); },
+        on_empty);
+  }
+  // The segment of the rows up to this last one, or to the end of the tile, in the list.
+  int64_t segment_to(const Tile& tile, int end_row) const {
+    return end_row < kRows ? tile.first + segment[end_row] : tile.stop;
+  }
+};
+
+// The tile that has this row, of a segment of the list.
+inline int64_t tile_of_row(const Params& p, int64_t segment, int64_t row) {
+  return (row + segment) / p.tile_items;
+}
+
+}  // namespace pullback::segment_cuda

@@ -1,0 +1,171 @@
+// The launches that the passes on CUDA are made of. Every run begins with Setup, which makes of the
+// caller's indices what all kernels trust, and cuts the rows into tiles; then come reductions over
+// segments (smxx_reduce_*.cuh, smxx_combine.cuh) and maps over rows (smxx_map_*.cuh).
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda/op_kernel.hpp"
+#include "ops/segment/cuda/params.cuh"
+#include "ops/segment/cuda/tuning.hpp"
+#include "ops/segment/problem.hpp"
+
+namespace pullback::segment_cuda {
+
+using Kernel = cuda::PlannedKernel<Params>;
+
+// The workspace of a plan: pieces by offset.
+struct Layout {
+  std::size_t bytes = 0;
+  std::size_t take(std::size_t count) {
+    const std::size_t at = bytes;
+    bytes += (count + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    return at;
+  }
+};
+
+// How a kernel reads rows: in aligned 16-byte pieces, the same of permuted rows, or one by one with
+// any strides, permuted or not.
+enum class Access { wide, wide_permuted, any };
+
+// How a kernel cuts the problem.
+struct Tiling {
+  std::int64_t items = 0;  // rows and segment ends of a tile
+  int alignment = 1;
+  int lane_bits = 0;
+  std::int64_t column_blocks = 1;
+
+  friend bool operator==(const Tiling&, const Tiling&) = default;
+};
+
+// One call of run().
+struct Launcher {
+  Stream stream;
+  Params params;       // what all stages share
+  Tiling tiling = {};  // of params.starts
+  std::byte* workspace = nullptr;
+  bool overlapping = false;  // kernels begin while the one ahead ends, and wait for it themselves
+
+  // With the grid of the kernel's tiling.
+  void launch(const Kernel& kernel, Params p, std::int64_t blocks,
+              std::int64_t column_blocks) const;
+};
+
+Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, std::size_t vector_length);
+// A contiguous matrix of the workspace.
+Matrix matrix(std::int64_t rows, std::int64_t columns);
+Matrix bound(Matrix matrix, const void* data);
+// Whether all bound matrices are made of 16-byte pieces; of one column, x and d_x.
+bool in_vectors(const Params& p);
+bool column_in_vectors(const Params& p);
+
+int vector_length(DType dtype);
+bool permuted(const SegmentProblem& problem);
+// The tiling of rows read in pieces of `vector` elements, and of x of one column.
+Tiling rows_tiling(const SegmentProblem& problem, int vector);
+Tiling column_tiling(int bytes);
+std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
+
+class Setup {
+ public:
+  Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layout& layout);
+
+  // For every tiling that a run may use, before the first run.
+  void allow(const Tiling& tiling);
+  // After the last allow().
+  void reserve(Layout& layout);
+
+  Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace) const;
+  // `p` for a kernel that cuts the problem so; launches what has to come before it.
+  Params tiled(Launcher& launcher, const Params& p, const Tiling& tiling) const;
+
+ private:
+  SegmentProblem problem_;
+  Params params_{};
+  Kernel check_, repair_, starts_;
+  bool overlapping_;
+  std::int64_t most_tiles_ = 0;
+  std::size_t offsets_at_, use_at_, disorder_at_, starts_at_ = 0;
+};
+
+// A reduction: what of (smxx_ops.cuh), and how it is stored.
+struct ReduceOp {
+  std::string name;   // for kernels' names
+  std::string type;   // in device code
+  std::string out;    // element of result
+  std::string input;  // Input::…
+  int state_bytes;
+  bool wide;  // whether there are kernels that read 16-byte pieces
+};
+
+ReduceOp reduce_op(SegmentReduce reduce, DType dtype);
+ReduceOp extreme_place(SegmentReduce reduce, bool last, DType dtype);
+ReduceOp extreme_count(SegmentReduce reduce, DType dtype);
+ReduceOp mask_count(DType dtype);
+ReduceOp row_product_sum(DType dtype);
+ReduceOp logsumexp_real(DType dtype);
+
+class Reduction {
+ public:
+  // `inputs`: whose rows are read; they decide what is worth planning.
+  Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device, const ReduceOp& op,
+            std::initializer_list<const TensorSpec*> inputs, Setup& setup, Layout& layout);
+
+  // `p` has the inputs and results bound.
+  void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
+  const Tiling& tiling() const { return wide_ ? wide_tiling_ : any_tiling_; }
+
+  static std::vector<cuda::KernelSource> kernels(const ReduceOp& op, DType dtype, int arch);
+
+ private:
+  SegmentProblem problem_;
+  std::optional<Kernel> wide_;
+  Kernel any_, combine_;
+  Tiling wide_tiling_, any_tiling_;
+  int combine_columns_;
+  std::int64_t slot_columns_;
+  std::size_t slots_at_;
+};
+
+// A pass over rows: by what (smxx_maps.cuh).
+struct MapOp {
+  std::string name;
+  std::string type;   // with {T} for the element, {V} for the columns of a lane, {P} for permuted
+  int segment_bytes;  // sizeof(Segment) for one column of rows that may be permuted
+  int wide_segment_bytes;  // of rows that may not
+  int blocks = 4;          // on a multiprocessor, of the wide kernels: bounds registers
+};
+
+MapOp spread_map(bool mean, DType dtype);
+MapOp arg_map(DType arg, DType dtype);
+MapOp mask_map(bool even, DType dtype);
+MapOp ties_map(DType dtype);
+MapOp exponential_map(DType dtype);
+MapOp softmax_map(DType dtype);
+MapOp softmax_gradient_map(DType dtype);
+
+class Mapping {
+ public:
+  // `rows`: the tensors with a row for each of x that are read or written.
+  Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
+          std::initializer_list<const TensorSpec*> rows, Setup& setup);
+
+  void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
+
+  static std::vector<cuda::KernelSource> kernels(const MapOp& op, DType dtype, int arch);
+
+ private:
+  SegmentProblem problem_;
+  std::optional<Kernel> wide_;
+  Kernel any_;
+  Tiling wide_tiling_, any_tiling_;
+};
+
+std::unique_ptr<SegmentBody> make_forward(const SegmentProblem& problem, const Device& device);
+
+inline constexpr DType kDTypes[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
+
+}  // namespace pullback::segment_cuda

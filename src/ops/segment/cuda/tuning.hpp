@@ -1,0 +1,39 @@
+// Constants of the segment kernels that the host plans with.
+#pragma once
+
+namespace pullback::segment_cuda {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kWalkerRows = 32;         // rows that one group of lanes walks: a word of bits
+inline constexpr int kProductRows = 8;         // the same in backward of prod, which keeps them
+inline constexpr int kCheckBlocks = 1024;      // blocks that check the indices, at most
+inline constexpr int kRepairThreads = 1024;    // the one block that repairs what is out of order
+inline constexpr int kCombineColumns = 32;     // columns of a block that combines slots
+inline constexpr int kCombineSequential = 32;  // slots that one thread combines by itself
+
+inline constexpr int kFewestLanes = 2;   // of a row of several columns
+inline constexpr int kMostLaneBits = 8;  // a row takes the whole block
+inline constexpr int kMaskTileItems = 256;
+
+// Rows and segment ends of a tile whose rows take 2^lane_bits lanes.
+constexpr int tile_items(int lane_bits) { return (kThreads >> lane_bits) * kWalkerRows; }
+constexpr int product_tile_items(int lane_bits) { return (kThreads >> lane_bits) * kProductRows; }
+// D = 1: a lane takes this many consecutive rows, a warp 32 times as many, this many times; what is
+// kept for each row of a tile fits into 48 KiB. Tiles begin on any row, lanes on multiples.
+constexpr int column_rows(int kept_bytes) { return kept_bytes <= 8 ? 16 : 8; }
+constexpr int column_rounds(int kept_bytes) { return kept_bytes <= 4 ? 2 : 1; }
+constexpr int column_tile_items(int kept_bytes) {
+  return column_rows(kept_bytes) * (kThreads * column_rounds(kept_bytes) - 1);
+}
+
+// Tiles that a block looks at for segments to combine.
+constexpr int combine_tiles(int columns) { return columns == 1 ? kThreads : 32; }
+
+// Sort of plan_permutation.
+inline constexpr int kDigitBits = 8;
+inline constexpr int kDigits = 1 << kDigitBits;
+inline constexpr int kSortThreads = 256;
+inline constexpr int kSortRows = 16;  // rows of a thread
+inline constexpr int kSortTile = kSortThreads * kSortRows;
+
+}  // namespace pullback::segment_cuda

@@ -1,0 +1,267 @@
+// segment on a GPU where the case list does not look: indices that nobody should trust, and the
+// sort of plan_permutation.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "core/element.hpp"
+#include "cuda/driver.hpp"
+#include "driver/host_tensor.hpp"
+#include "driver/random.hpp"
+#include "driver/tensor_memory.hpp"
+#include "pullback/error.hpp"
+#include "pullback/segment.hpp"
+
+namespace pullback {
+namespace {
+
+using driver::HostTensor;
+using driver::Random;
+using Index = std::vector<std::int64_t>;
+
+constexpr auto kLowest = std::numeric_limits<std::int64_t>::min();
+constexpr auto kHighest = std::numeric_limits<std::int64_t>::max();
+
+HostTensor index_tensor(const Index& values, DType dtype) {
+  HostTensor tensor(TensorSpec::contiguous(dtype, {static_cast<std::int64_t>(values.size())}));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (dtype == DType::i64) {
+      static_cast<std::int64_t*>(tensor.data())[i] = values[i];
+    } else {
+      static_cast<std::int32_t*>(tensor.data())[i] = static_cast<std::int32_t>(values[i]);
+    }
+  }
+  return tensor;
+}
+
+enum class Saved { arg, mask, nothing };
+
+// Forward and backward on one device.
+struct OneRun {
+  SegmentProblem problem;
+  HostTensor x, index, permutation, d_out;
+  Saved saved = Saved::arg;
+  HostTensor out, arg, mask, d_x;
+
+  void operator()(const Device& device, const std::string& variant) {
+    problem.x = x.spec();
+    (problem.num_segments > 0 ? problem.ids : problem.offsets) = index.spec();
+    if (permutation.spec().given()) problem.permutation = permutation.spec();
+    problem.d_out = d_out.spec();
+    SegmentProblem full = complete(problem);
+    const bool extreme =
+        problem.reduce == SegmentReduce::max || problem.reduce == SegmentReduce::min;
+    driver::TensorMemory memory(device);
+    SegmentTensors tensors;
+    if (extreme) {
+      const std::int64_t columns = x.spec().shape[1];
+      full.arg = TensorSpec::contiguous(DType::i64, {full.num_segments, columns});
+      full.arg_mask = TensorSpec::contiguous(DType::u8, {x.spec().shape[0], (columns + 7) / 8});
+      arg = HostTensor(full.arg);
+      mask = HostTensor(full.arg_mask);
+      tensors.arg = memory.output(arg);
+      tensors.arg_mask = memory.output(mask);
+    }
+    out = HostTensor(full.out);
+    d_x = HostTensor(full.d_x);
+    tensors.x = memory.input(x);
+    (full.ids.given() ? tensors.ids : tensors.offsets) = memory.input(index);
+    tensors.permutation = permutation.spec().given() ? memory.input(permutation) : nullptr;
+    tensors.out = memory.output(out);
+    tensors.d_out = memory.input(d_out);
+    tensors.d_x = memory.output(d_x);
+    const auto pass = [&](Pass which) {
+      const auto plan = make_plan(device, full, which, {variant});
+      memory.reserve_workspace(plan.workspace_bytes());
+      plan.run(memory.stream(), tensors, memory.workspace());
+    };
+    pass(Pass::forward);
+    if (saved != Saved::arg) tensors.arg = nullptr;
+    if (saved != Saved::mask) tensors.arg_mask = nullptr;
+    pass(Pass::backward);
+    memory.fetch(driver::Fetch::all);
+  }
+};
+
+constexpr SegmentReduce kReduces[] = {
+    SegmentReduce::sum,  SegmentReduce::mean,      SegmentReduce::max,    SegmentReduce::min,
+    SegmentReduce::prod, SegmentReduce::logsumexp, SegmentReduce::softmax};
+
+void expect_near(const HostTensor& a, const HostTensor& b, const char* what) {
+  for (std::int64_t i = 0; i < b.numel(); ++i) {
+    if (std::isfinite(b.get(i))) {
+      ASSERT_NEAR(a.get(i), b.get(i), 1e-9 * (1 + std::abs(b.get(i)))) << what << " " << i;
+    } else {
+      ASSERT_EQ(std::isnan(a.get(i)), std::isnan(b.get(i))) << what << " " << i;
+    }
+  }
+  ASSERT_TRUE(a.guards_intact()) << what;
+}
+
+class segment_cuda : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string problem = cuda::driver_problem(); !problem.empty()) {
+      GTEST_SKIP() << problem;
+    }
+  }
+
+  static void expect_same_as_reference(const Index& index, std::int64_t rows, std::int64_t columns,
+                                       std::int64_t num_segments, DType dtype,
+                                       const Index& permutation = {}) {
+    Random random(5);
+    const std::int64_t segments =
+        num_segments > 0 ? num_segments : static_cast<std::int64_t>(index.size()) - 1;
+    for (SegmentReduce reduce : kReduces) {
+      for (Saved saved : {Saved::arg, Saved::mask, Saved::nothing}) {
+        OneRun run;
+        run.problem.reduce = reduce;
+        run.problem.num_segments = num_segments;
+        run.index = index_tensor(index, dtype);
+        if (!permutation.empty()) run.permutation = index_tensor(permutation, dtype);
+        run.x = HostTensor(TensorSpec::contiguous(DType::f64, {rows, columns}));
+        for (std::int64_t i = 0; i < run.x.numel(); ++i) {
+          run.x.set(i, static_cast<double>(random.integer(-2, 2)));
+        }
+        const std::int64_t out_rows = reduce == SegmentReduce::softmax ? rows : segments;
+        run.d_out = HostTensor(TensorSpec::contiguous(DType::f64, {out_rows, columns}));
+        for (std::int64_t i = 0; i < run.d_out.numel(); ++i) {
+          run.d_out.set(i, static_cast<double>(i % 3 - 1));
+        }
+        run.saved = saved;
+        OneRun expected = run;
+        run(Device::cuda(), {});
+        expected(Device::cpu(1), "reference");
+        // A permutation that is none leaves the rows it does not name as they were.
+        const bool every_row = permutation.empty();
+        if (every_row || reduce != SegmentReduce::softmax)
+          expect_near(run.out, expected.out, "out");
+        if (run.arg.spec().given()) expect_near(run.arg, expected.arg, "arg");
+        if (run.arg.spec().given() && every_row) expect_near(run.mask, expected.mask, "arg_mask");
+        if (every_row) expect_near(run.d_x, expected.d_x, "d_x");
+        EXPECT_TRUE(run.d_x.guards_intact());
+        if (HasFailure()) FAIL() << "reduce " << static_cast<int>(reduce);
+      }
+    }
+  }
+};
+
+TEST_F(segment_cuda, hostile_ids) {
+  for (DType dtype : {DType::i32, DType::i64}) {
+    expect_same_as_reference({3, 1, 2, 0, 3, 3, 1}, 7, 5, 4, dtype);
+    expect_same_as_reference({-5, 0, 0, 1, 4, 4, 9}, 7, 5, 4, dtype);
+    expect_same_as_reference({9, 9, 9, -1, -1, 0, 1}, 7, 1, 4, dtype);
+  }
+  expect_same_as_reference({kLowest, 0, 1, 3, kHighest, 2, kLowest}, 7, 5, 4, DType::i64);
+  Random random(9);
+  for (int round = 0; round < 3; ++round) {
+    Index ids(static_cast<std::size_t>(random.integer(1, 9000)));
+    for (auto& id : ids) id = random.integer(-2, 6);
+    expect_same_as_reference(ids, static_cast<std::int64_t>(ids.size()), round + 1, 4, DType::i64);
+  }
+}
+
+TEST_F(segment_cuda, hostile_offsets) {
+  for (DType dtype : {DType::i32, DType::i64}) {
+    expect_same_as_reference({0, 5, 3, 6}, 7, 5, 0, dtype);
+    expect_same_as_reference({6, 4, 2, 0}, 7, 1, 0, dtype);
+    expect_same_as_reference({-4, 3, 900, 5}, 7, 5, 0, dtype);
+    expect_same_as_reference({100, 200}, 7, 5, 0, dtype);
+  }
+  expect_same_as_reference({kLowest, kHighest, kLowest, 3, kHighest}, 7, 5, 0, DType::i64);
+  Random random(4);
+  for (int round = 0; round < 6; ++round) {
+    Index offsets(static_cast<std::size_t>(random.integer(1, 3000)));
+    for (auto& offset : offsets) offset = random.integer(-10, 900);
+    expect_same_as_reference(offsets, 850, 1 + round % 3, 0, DType::i64);
+  }
+}
+
+TEST_F(segment_cuda, hostile_permutation_is_read_as_row_0_and_written_nowhere) {
+  for (std::int64_t columns : {1, 5}) {
+    expect_same_as_reference({0, 3, 3, 7}, 7, columns, 0, DType::i64,
+                             {6, -1, 2, kLowest, kHighest, 0, 7});
+  }
+}
+
+TEST_F(segment_cuda, checked_indices_are_for_the_cpu) {
+  SegmentProblem problem;
+  problem.x = TensorSpec::contiguous(DType::f32, {4, 2});
+  problem.offsets = TensorSpec::contiguous(DType::i64, {3});
+  problem.check_indices = true;
+  try {
+    make_plan(Device::cuda(), problem, Pass::forward);
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::unsupported);
+    EXPECT_NE(std::string(error.what()).find("a plan for the CPU"), std::string::npos)
+        << error.what();
+  }
+}
+
+void expect_sorted(const Index& ids, std::int64_t count, DType id_dtype, DType dtype) {
+  const auto rows = static_cast<std::int64_t>(ids.size());
+  const SegmentPermutationProblem problem{.ids = TensorSpec::contiguous(id_dtype, {rows}),
+                                          .num_segments = count,
+                                          .permutation = TensorSpec::contiguous(dtype, {rows}),
+                                          .offsets = TensorSpec::contiguous(dtype, {count + 1})};
+  const HostTensor tensor = index_tensor(ids, id_dtype);
+  const HostTensor permutation(problem.permutation), offsets(problem.offsets);
+  driver::TensorMemory memory(Device::cuda());
+  const SegmentPermutationTensors tensors{memory.input(tensor), memory.output(permutation),
+                                          memory.output(offsets)};
+  const auto plan = plan_permutation(Device::cuda(), problem);
+  memory.reserve_workspace(plan.workspace_bytes());
+  plan.run(memory.stream(), tensors, memory.workspace());
+  memory.fetch(driver::Fetch::all);
+
+  Index expected(ids.size());
+  std::iota(expected.begin(), expected.end(), 0);
+  const auto key = [&](std::int64_t n) {
+    const std::int64_t id = ids[static_cast<std::size_t>(n)];
+    return id < 0 || id >= count ? count : id;
+  };
+  std::ranges::stable_sort(expected, {}, key);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    ASSERT_EQ(load_index(dtype, permutation.data(), r), expected[static_cast<std::size_t>(r)])
+        << "place " << r;
+  }
+  Index keys(ids.size());
+  std::ranges::transform(expected, keys.begin(), key);
+  for (std::int64_t s = 0; s <= count; ++s) {
+    ASSERT_EQ(load_index(dtype, offsets.data(), s),
+              std::ranges::lower_bound(keys, s) - keys.begin())
+        << "offset " << s;
+  }
+  EXPECT_TRUE(permutation.guards_intact());
+  EXPECT_TRUE(offsets.guards_intact());
+}
+
+TEST_F(segment_cuda, permutation_sorts_stably) {
+  Random random(1);
+  const auto ids = [&](std::int64_t rows, std::int64_t low, std::int64_t high) {
+    Index result(static_cast<std::size_t>(rows));
+    for (auto& id : result) id = random.integer(low, high);
+    return result;
+  };
+  for (DType id_dtype : {DType::i32, DType::i64}) {
+    for (DType dtype : {DType::i32, DType::i64}) {
+      expect_sorted(ids(1000, 0, 30), 31, id_dtype, dtype);
+    }
+  }
+  for (std::int64_t count : {1, 255, 256, 257, 70000}) {
+    expect_sorted(ids(20000, -2, count + 2), count, DType::i64, DType::i64);
+  }
+  expect_sorted({kHighest, 1, kLowest, 0, -1, 2, 3, 1, kHighest, std::int64_t{1} << 32}, 3,
+                DType::i64, DType::i64);
+  expect_sorted({}, 0, DType::i64, DType::i64);
+  expect_sorted({}, 5, DType::i32, DType::i64);
+  expect_sorted({0, 3, -1}, 0, DType::i64, DType::i64);
+}
+
+}  // namespace
+}  // namespace pullback
