@@ -34,6 +34,23 @@ need_packages() {
     apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
+# Finds NVRTC, or unpacks its Python wheel into FOLDER, and sets PULLBACK_NVRTC. The release is the one
+# that tests/cuda/budgets.json was recorded with.
+# need_nvrtc FOLDER
+need_nvrtc() {
+  local folder=$1/nvrtc wheel=nvidia-cuda-nvrtc==13.0.88
+  [ -z "${PULLBACK_NVRTC:-}" ] || return 0
+  if [ ! -e "$folder/nvidia/cu13/lib/libnvrtc.so.13" ]; then
+    python3 -m pip --version >/dev/null 2>&1 || need_packages python3-pip
+    rm -rf "$folder" && mkdir -p "$folder"
+    python3 -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: \
+      -d "$folder" "$wheel" || return 1
+    python3 -m zipfile -e "$folder"/*.whl "$folder"
+    rm "$folder"/*.whl
+  fi
+  export PULLBACK_NVRTC=$PWD/$folder/nvidia/cu13/lib
+}
+
 # configure FOLDER [CMAKE OPTIONS...]; quiet unless it fails.
 configure() {
   local folder=$1 launcher=()

@@ -26,6 +26,9 @@ class PULLBACK_API BlockLayout {
     std::int64_t rank;  // position along nnz
   };
 
+  // Over all heads there are at most this many block rows, block columns, and heads.
+  static constexpr std::int64_t kMostRows = std::int64_t{1} << 28;
+
   // `present` is [H,R,C] row-major, 0 or 1. Throws Error on negative sizes, another length or other
   // values. Rows and columns without a block are fine, and so are sizes of 0.
   BlockLayout(std::int64_t heads, std::int64_t rows, std::int64_t columns,
@@ -56,6 +59,8 @@ class PULLBACK_API BlockLayout {
   friend bool operator==(const BlockLayout& a, const BlockLayout& b);
 
  private:
+  void build_tables(std::span<const std::uint8_t> present);
+
   std::int64_t heads_, rows_, columns_;
   std::vector<Block> by_row_, by_column_;
   std::vector<std::int64_t> row_start_, column_start_;  // [H*R+1], [H*C+1]

@@ -21,7 +21,9 @@
  *     f64 f32 f16   kDLFloat 64, 32, 16        i64 i32   kDLInt 64, 32
  *     bf16          kDLBfloat 16               u8, bool  kDLUInt 8, and code 6 (kDLBool) 8
  *   with 1 lane. data and byte_offset are not read: one plan serves any memory of that layout. The
- *   DLTensor and its arrays may be freed once the plan function has returned.
+ *   DLTensor and its arrays may be freed once the plan function has returned. Sizes are bounded
+ *   where no memory reaches: a tensor's sizes other than 0 multiply to at most 2^50 bytes, and
+ *   its strides reach no further, even where a size of 0 leaves it without elements.
  *   At run time a tensor is the address of its element [0, 0, ...], aligned to its elements:
  *   pullback_tensor_data(t). Gradients whose pointer is NULL are not computed. Outputs must not
  *   overlap themselves or other tensors, save where an op allows in-place use.

@@ -17,9 +17,7 @@ BlockLayout::BlockLayout(std::int64_t heads, std::int64_t rows, std::int64_t col
     check.that(size >= 0 && size <= kLimit, "shape", "three sizes from 0 to 2^31 - 1",
                shape_text(std::array{heads, rows, columns}));
   }
-  // The tables of row and column starts are this long, even where the layout has no element.
-  constexpr std::int64_t kMostRows = std::int64_t{1} << 28;
-  check.that(heads == 0 || std::max(rows, columns) <= kMostRows / heads, "shape",
+  check.that(heads == 0 || std::max({rows, columns, std::int64_t{1}}) <= kMostRows / heads, "shape",
              "at most 2^28 block rows and columns over all heads",
              shape_text(std::array{heads, rows, columns}));
   // Compared by division: the product may not fit 64 bits.
@@ -31,24 +29,28 @@ BlockLayout::BlockLayout(std::int64_t heads, std::int64_t rows, std::int64_t col
              "one value for each of " + shape_text(std::array{heads, rows, columns}),
              fmt::format("{} values", length));
 
+  with_memory("BlockLayout", [&] { build_tables(present); });
+}
+
+void BlockLayout::build_tables(std::span<const std::uint8_t> present) {
   const auto set = static_cast<std::size_t>(std::ranges::count(present, 1));
   by_row_.reserve(set);
-  row_start_.reserve(static_cast<std::size_t>(heads * rows + 1));
-  column_start_.assign(static_cast<std::size_t>(heads * columns + 1), 0);
+  row_start_.reserve(static_cast<std::size_t>(heads_ * rows_ + 1));
+  column_start_.assign(static_cast<std::size_t>(heads_ * columns_ + 1), 0);
   std::size_t index = 0;
-  for (std::int64_t h = 0; h < heads; ++h) {
-    for (std::int64_t r = 0; r < rows; ++r) {
+  for (std::int64_t h = 0; h < heads_; ++h) {
+    for (std::int64_t r = 0; r < rows_; ++r) {
       row_start_.push_back(nnz());
-      for (std::int64_t c = 0; c < columns; ++c, ++index) {
+      for (std::int64_t c = 0; c < columns_; ++c, ++index) {
         const std::uint8_t value = present[index];
         if (value > 1) {
-          check.that(false, "present", "0 or 1",
-                     fmt::format("{} at head {}, row {}, column {}", value, h, r, c));
+          fail(ErrorCode::invalid_argument, "BlockLayout", "present", "0 or 1",
+               fmt::format("{} at head {}, row {}, column {}", value, h, r, c));
         }
         if (value == 0) continue;
         by_row_.push_back({static_cast<std::int32_t>(h), static_cast<std::int32_t>(r),
                            static_cast<std::int32_t>(c), nnz()});
-        ++column_start_[static_cast<std::size_t>(h * columns + c + 1)];
+        ++column_start_[static_cast<std::size_t>(h * columns_ + c + 1)];
       }
     }
   }
@@ -59,7 +61,7 @@ BlockLayout::BlockLayout(std::int64_t heads, std::int64_t rows, std::int64_t col
   std::vector<std::int64_t> next(column_start_.begin(), column_start_.end() - 1);
   by_column_.resize(by_row_.size());
   for (const Block& block : by_row_) {
-    const auto slot = static_cast<std::size_t>(block.head * columns + block.column);
+    const auto slot = static_cast<std::size_t>(block.head * columns_ + block.column);
     by_column_[static_cast<std::size_t>(next[slot]++)] = block;
   }
 }

@@ -43,27 +43,32 @@ void Checker::sane(std::string_view name, const TensorSpec& spec) const {
   if (!spec.given()) return;
   that(spec.rank <= kMaxRank, name, fmt::format("at most {} dimensions", kMaxRank),
        fmt::format("{}", spec.rank));
-  // 2^60 bytes is beyond any address space; staying below it keeps all offset sums in 64 bits.
-  constexpr std::int64_t kLimit = std::int64_t{1} << 60;
-  std::int64_t numel = 1;
-  bool empty = false;
   for (std::int64_t size : shape_of(spec)) {
     that(size >= 0, name, "sizes of 0 or more", shape_text(shape_of(spec)));
-    empty |= size == 0;
   }
-  if (empty) return;
-  const auto bytes = static_cast<std::int64_t>(size_of(spec.dtype));
-  std::int64_t reach = 0;
+  const std::int64_t limit = kMaxTensorBytes / static_cast<std::int64_t>(size_of(spec.dtype));
+  std::int64_t numel = 1, reach = 0;
   for (int dim = 0; dim < spec.rank; ++dim) {
-    const std::int64_t size = spec.shape[dim];
-    const std::int64_t stride = spec.strides[dim];
-    that(size <= kLimit / bytes / numel, name, "fewer than 2^60 bytes", spec.to_string());
-    numel *= size;
+    const std::int64_t size = spec.shape[dim], stride = spec.strides[dim];
     if (size == 1) continue;
-    const bool fits = stride > -kLimit && stride < kLimit &&
-                      std::abs(stride) <= (kLimit / bytes - reach) / (size - 1);
-    that(fits, name, "strides that reach less than 2^60 bytes", spec.to_string());
-    reach += std::abs(stride) * (size - 1);
+    if (size > 0) {
+      that(size <= limit / numel, name, "at most 2^50 bytes", spec.to_string());
+      numel *= size;
+    }
+    const bool fits = stride > -limit && stride < limit &&
+                      (size == 0 || std::abs(stride) <= (limit - reach) / (size - 1));
+    that(fits, name, "strides that reach at most 2^50 bytes", spec.to_string());
+    if (size > 0) reach += std::abs(stride) * (size - 1);
+  }
+}
+
+void Checker::product(std::string_view what, std::initializer_list<std::int64_t> sizes) const {
+  std::int64_t product = 1;
+  for (std::int64_t size : sizes) {
+    if (size == 0) continue;
+    that(size <= kMaxTensorBytes / product, what, "a product of at most 2^50",
+         shape_text({sizes.begin(), sizes.size()}));
+    product *= size;
   }
 }
 

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <new>
 #include <span>
 #include <string>
 #include <string_view>
@@ -22,13 +23,26 @@ namespace pullback {
 
 std::string shape_text(std::span<const std::int64_t> shape);
 
+// f(), where memory running out is an Error like any other.
+template <class F>
+decltype(auto) with_memory(std::string_view op, const F& f) {
+  try {
+    return f();
+  } catch (const std::bad_alloc&) {
+    fail(ErrorCode::device, op, "memory", "enough for the tables of this problem", "none left");
+  }
+}
+
 // Every check of one op's problem starts from here, so that messages name the op.
 class Checker {
  public:
   explicit Checker(std::string_view op) : op_(op) {}
 
-  // Rank within limits, no negative size, and all offsets addressable.
+  // Rank within limits, no negative size, and the bounds of tensor.hpp: products of a tensor's
+  // sizes, and sums of its offsets, cannot overflow then.
   void sane(std::string_view name, const TensorSpec& spec) const;
+  // For sizes that no single tensor has: their product, those of 0 left out, is at most 2^50.
+  void product(std::string_view what, std::initializer_list<std::int64_t> sizes) const;
   void given(std::string_view name, const TensorSpec& spec) const;
   void rank(std::string_view name, const TensorSpec& spec, int rank) const;
   void dtype(std::string_view name, const TensorSpec& spec,

@@ -28,7 +28,9 @@ class Canvas {
     constexpr std::int64_t kMostBlocks = std::int64_t{1} << 34;  // 16 GiB of bytes
     check_.that(nb_ == 0 || nb_ <= kMostBlocks / nb_ / num_heads, "seq_len",
                 "a layout of at most 2^34 entries", shape_text(std::array{num_heads, nb_, nb_}));
-    present_.assign(static_cast<std::size_t>(heads_ * nb_ * nb_), 0);
+    check_.that(num_heads <= BlockLayout::kMostRows / std::max<std::int64_t>(nb_, 1), "num_heads",
+                "at most 2^28 block rows over all heads", shape_text(std::array{num_heads, nb_}));
+    with_memory(name, [&] { present_.assign(static_cast<std::size_t>(heads_ * nb_ * nb_), 0); });
   }
 
   std::int64_t nb() const { return nb_; }
@@ -112,15 +114,14 @@ std::uint64_t random_below(std::uint64_t bound, std::uint64_t seed, std::int64_t
 // likely.
 void Canvas::random_blocks(std::int64_t head, std::int64_t count, bool up_to_diagonal,
                            std::uint64_t seed) {
-  std::vector<std::int64_t> chosen;
+  std::vector<std::int64_t> chosen_in(static_cast<std::size_t>(nb_), -1);  // the last row
   for (std::int64_t r = 0; r < nb_; ++r) {
     const std::int64_t pool = up_to_diagonal ? r + 1 : nb_;
-    chosen.clear();
     for (std::int64_t last = pool - std::min(count, pool); last < pool; ++last) {
       auto column = static_cast<std::int64_t>(
           random_below(static_cast<std::uint64_t>(last) + 1, seed, head, r, last));
-      if (std::ranges::find(chosen, column) != chosen.end()) column = last;
-      chosen.push_back(column);
+      if (chosen_in[static_cast<std::size_t>(column)] == r) column = last;
+      chosen_in[static_cast<std::size_t>(column)] = r;
       set(head, r, column);
     }
   }

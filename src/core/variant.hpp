@@ -99,10 +99,12 @@ Plan<Tensors> plan_with_variants(std::string_view op,
   const Choice choice = choose_variant(op, std::span(infos).first(variants.size()), needs,
                                        feature_names, device, pass, options.variant);
   const Variant<Problem, Tensors>& variant = variants[choice.index];
-  auto body = std::make_unique<CheckedBody<Problem, Tensors>>(op, problem, pass, uses_of,
-                                                              variant.make(problem, device, pass));
-  body->describe(variant.info.name, choice.why);
-  return Plan<Tensors>(std::move(body));
+  return with_memory(op, [&] {
+    auto body = std::make_unique<CheckedBody<Problem, Tensors>>(
+        op, problem, pass, uses_of, variant.make(problem, device, pass));
+    body->describe(variant.info.name, choice.why);
+    return Plan<Tensors>(std::move(body));
+  });
 }
 
 }  // namespace pullback

@@ -4,7 +4,8 @@
 //   A  read one element at a time and broadcast, so any strides do: a transposed tile costs
 //   nothing. B  packed in panels: columns are cut into panels of kPanelVectors vectors (the last
 //   one may be
-//      narrower); a panel holds its `depth` rows one after the other.
+//      narrower); a panel holds its `depth` rows one after the other. RowMajorMatmul takes B
+//      row-major instead.
 //   C  row-major, rows padded to whole vectors.
 //
 // A register block holds kBlockRows(NV) x NV accumulators; for each step of depth it loads NV
@@ -38,7 +39,12 @@ inline constexpr int kAccumulators = 24;
 inline constexpr int kPanelVectors = 2;
 inline constexpr int kAccumulators = 12;
 #endif
-constexpr int BlockRows(int vectors) { return std::min(12, kAccumulators / vectors); }
+// The highest block of so many vectors that divides `multiple`.
+constexpr int BlockRows(int multiple, int vectors) {
+  int rows = std::min(16, kAccumulators / vectors);
+  while (multiple % rows != 0) --rows;
+  return rows;
+}
 
 // Depth of a pass over C: 128 rows of a panel (32 KB in f32) stay in a 48 KB L1 cache beside A.
 inline constexpr std::ptrdiff_t kDepthBlock = 128;
@@ -93,14 +99,33 @@ HWY_NOINLINE void RegisterBlock(std::ptrdiff_t depth, const Real* HWY_RESTRICT a
   }
 }
 
-template <int kVectors, class Real>
+template <int kMultiple, int kVectors, class Real>
 HWY_INLINE void PanelMatmul(std::ptrdiff_t rows, std::ptrdiff_t depth, StridedTile<const Real> a,
                             const Real* b, std::ptrdiff_t b_depth, Real* c, std::ptrdiff_t c_row,
                             bool add) {
-  constexpr int kRows = BlockRows(kVectors);
+  constexpr int kRows = BlockRows(kMultiple, kVectors);
   for (std::ptrdiff_t row = 0; row < rows; row += kRows) {
     RegisterBlock<kRows, kVectors>(depth, a.data + row * a.row, a.row, a.column, b, b_depth,
                                    c + row * c_row, c_row, add);
+  }
+}
+
+// A panel of B `vectors` wide, its rows b_depth apart. Rows of A and C are padded to kMultiple.
+template <int kMultiple, class Real>
+HWY_INLINE void PanelMatmul(std::ptrdiff_t vectors, std::ptrdiff_t rows, std::ptrdiff_t depth,
+                            StridedTile<const Real> a, const Real* b, std::ptrdiff_t b_depth,
+                            Real* c, std::ptrdiff_t c_row, bool add) {
+  switch (vectors) {
+    case 1:
+      return PanelMatmul<kMultiple, 1>(rows, depth, a, b, b_depth, c, c_row, add);
+    case 2:
+      return PanelMatmul<kMultiple, 2>(rows, depth, a, b, b_depth, c, c_row, add);
+#if HWY_TARGET <= HWY_AVX3 || HWY_ARCH_ARM_A64
+    case 3:
+      return PanelMatmul<kMultiple, 3>(rows, depth, a, b, b_depth, c, c_row, add);
+    case 4:
+      return PanelMatmul<kMultiple, 4>(rows, depth, a, b, b_depth, c, c_row, add);
+#endif
   }
 }
 
@@ -123,24 +148,25 @@ HWY_INLINE void TileMatmul(std::ptrdiff_t rows, std::ptrdiff_t columns, std::ptr
       const StridedTile<const Real> block{a.data + k * a.column, a.row, a.column};
       const Real* block_b = panel_b + k * b_depth;
       const bool adding = add || k > 0;
-      switch (width) {
-        case 1:
-          PanelMatmul<1>(rows, step, block, block_b, b_depth, panel_c, c_row, adding);
-          break;
-        case 2:
-          PanelMatmul<2>(rows, step, block, block_b, b_depth, panel_c, c_row, adding);
-          break;
-#if HWY_TARGET <= HWY_AVX3 || HWY_ARCH_ARM_A64
-        case 3:
-          PanelMatmul<3>(rows, step, block, block_b, b_depth, panel_c, c_row, adding);
-          break;
-        case 4:
-          PanelMatmul<4>(rows, step, block, block_b, b_depth, panel_c, c_row, adding);
-          break;
-#endif
-      }
+      PanelMatmul<kTileRowMultiple>(width, rows, step, block, block_b, b_depth, panel_c, c_row,
+                                    adding);
       k += step;
     } while (k < depth);
+  }
+}
+
+// B row-major with rows b_row apart, readable up to whole vectors; depth up to about kDepthBlock.
+// `rows` is a multiple of kMultiple, and neither A nor C are touched past it.
+template <int kMultiple, class Real>
+HWY_INLINE void RowMajorMatmul(std::ptrdiff_t rows, std::ptrdiff_t columns, std::ptrdiff_t depth,
+                               StridedTile<const Real> a, const Real* b, std::ptrdiff_t b_row,
+                               Real* c, std::ptrdiff_t c_row, bool add) {
+  const auto lanes = static_cast<std::ptrdiff_t>(hn::Lanes(TileVector<Real>()));
+  const std::ptrdiff_t vectors = VectorsFor<Real>(columns);
+  const std::ptrdiff_t panel = PanelVectors(vectors);
+  for (std::ptrdiff_t first = 0; first < vectors; first += panel) {
+    PanelMatmul<kMultiple>(std::min(panel, vectors - first), rows, depth, a, b + first * lanes,
+                           b_row, c + first * lanes, c_row, add);
   }
 }
 

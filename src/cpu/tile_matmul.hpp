@@ -14,7 +14,7 @@ struct StridedTile {
 
 // Rows of tiles are padded to a multiple of every register block: 1, 2, 3, 4 vectors wide and
 // 12, 12, 8, 6 rows high.
-inline constexpr std::ptrdiff_t kTileRowMultiple = 24;
+inline constexpr int kTileRowMultiple = 24;
 
 constexpr std::ptrdiff_t padded_rows(std::ptrdiff_t rows) {
   return (rows + kTileRowMultiple - 1) / kTileRowMultiple * kTileRowMultiple;

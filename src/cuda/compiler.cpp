@@ -12,7 +12,6 @@
 
 #include "core/log.hpp"
 #include "cuda/device_sources.hpp"
-#include "cuda/disk_cache.hpp"
 #include "cuda/nvrtc.hpp"
 #include "pullback/error.hpp"
 
@@ -52,8 +51,7 @@ void dump(const KernelSource& kernel, const Cubin& cubin) {
 }
 
 Cubin find_or_compile(const KernelSource& kernel) {
-  const Nvrtc& nvrtc = Nvrtc::instance();
-  const std::string key = key_text(kernel, nvrtc.version());
+  const std::string key = key_text(kernel);
   const DiskCache cache = DiskCache::from_environment();
   if (auto cubin = cache.read(key)) return std::move(*cubin);
   if (environment("PULLBACK_JIT") == "off") {
@@ -93,7 +91,7 @@ std::vector<std::string> compile_options(const KernelSource& kernel) {
 std::shared_ptr<const Cubin> compiled(const KernelSource& kernel) {
   static std::mutex mutex;
   static std::map<std::string, std::shared_future<std::shared_ptr<const Cubin>>> known;
-  const std::string key = key_text(kernel, 0);
+  const std::string key = key_text(kernel);
   std::promise<std::shared_ptr<const Cubin>> promise;
   std::shared_future<std::shared_ptr<const Cubin>> future;
   bool mine = false;
@@ -112,6 +110,16 @@ std::shared_ptr<const Cubin> compiled(const KernelSource& kernel) {
     }
   }
   return future.get();
+}
+
+bool precompile(const KernelSource& kernel, const DiskCache& cache) {
+  const std::string key = key_text(kernel);
+  if (cache.read(key)) return false;
+  std::string reason;
+  if (!cache.write(key, compile_now(kernel, compile_options(kernel)).cubin, reason)) {
+    throw Error(ErrorCode::device, "CUDA: kernel cache: " + reason);
+  }
+  return true;
 }
 
 Report compile_with_report(const KernelSource& kernel) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/disk_cache.hpp"
 #include "cuda/kernel_key.hpp"
 
 namespace pullback::cuda {
@@ -25,6 +26,10 @@ std::vector<std::string> compile_options(const KernelSource& kernel);
 // run beside it; a failure is remembered and thrown again. PULLBACK_JIT=off forbids compiling,
 // PULLBACK_JIT_DUMP names a folder for sources and cubins. Throws Error(device) with the whole log.
 std::shared_ptr<const Cubin> compiled(const KernelSource& kernel);
+
+// Puts the kernel into the cache unless it is there. True when it was compiled. Throws
+// Error(device) also when the cache cannot be written.
+bool precompile(const KernelSource& kernel, const DiskCache& cache);
 
 // Compiles now, past every cache, and reads what the assembler reports. For tests and tools.
 struct Report {

@@ -15,7 +15,7 @@ namespace {
 CUkernel loaded(const KernelSource& source) {
   static std::mutex mutex;
   static std::map<std::string, CUkernel> kernels;
-  const std::string key = key_text(source, 0);
+  const std::string key = key_text(source);
   {
     const std::lock_guard lock(mutex);
     if (const auto it = kernels.find(key); it != kernels.end()) return it->second;

@@ -9,7 +9,7 @@ namespace pullback::cuda {
 namespace {
 
 // Raised when the meaning of an entry changes.
-constexpr int kSchema = 1;
+constexpr int kSchema = 2;
 
 }  // namespace
 
@@ -17,13 +17,12 @@ std::string arch_name(const KernelSource& kernel) {
   return fmt::format("sm_{}{}", kernel.arch, kernel.arch_specific ? "a" : "");
 }
 
-std::string key_text(const KernelSource& kernel, int nvrtc_version) {
+std::string key_text(const KernelSource& kernel) {
   std::string options;
   for (const std::string& option : compile_options(kernel)) options += option + " ";
-  return fmt::format(
-      "schema {}\nname {}\nentry {}\narch {}\nnvrtc {}\nsources {}\noptions {}\nsource\n{}",
-      kSchema, kernel.name, kernel.entry, arch_name(kernel), nvrtc_version, device_sources_hash(),
-      options, kernel.source);
+  return fmt::format("schema {}\nname {}\nentry {}\narch {}\nsources {}\noptions {}\nsource\n{}",
+                     kSchema, kernel.name, kernel.entry, arch_name(kernel), device_sources_hash(),
+                     options, kernel.source);
 }
 
 }  // namespace pullback::cuda

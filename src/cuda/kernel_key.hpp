@@ -1,4 +1,6 @@
-// What a compiled kernel depends on, and nothing else: no path, driver version or shape.
+// What a compiled kernel depends on, and nothing else: no path, driver version or shape. Nor the
+// release of the compiler: any one's machine code will do, so that a folder of them serves machines
+// without NVRTC, and finding a kernel does not load it (50 ms).
 #pragma once
 
 #include <string>
@@ -18,6 +20,6 @@ std::string arch_name(const KernelSource& kernel);  // "sm_90a"
 
 // All that enters the key, as text that a person can read; stored in cache entries and compared on
 // every read, so that equal hashes of different keys do no harm.
-std::string key_text(const KernelSource& kernel, int nvrtc_version);
+std::string key_text(const KernelSource& kernel);
 
 }  // namespace pullback::cuda

@@ -1,14 +1,29 @@
 #include "driver/case.hpp"
 
+#include <array>
+
 #include "core/check.hpp"
 
 namespace pullback::driver {
 
-HostTensor normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
+HostTensor normal_tensor(DType dtype, std::span<const std::int64_t> shape, Random& random,
                          double sigma) {
   HostTensor tensor(TensorSpec::contiguous(dtype, shape));
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, sigma * random.normal());
+  for_stretches(tensor.numel(), [&, from = random](std::int64_t first, std::int64_t count) {
+    Random numbers = from;
+    numbers.skip(first * Random::kBitsOfNormal);
+    std::array<double, kStretch> buffer;
+    const std::span values(buffer.data(), static_cast<std::size_t>(count));
+    for (double& value : values) value = sigma * numbers.normal();
+    tensor.store(first, values);
+  });
+  random.skip(tensor.numel() * Random::kBitsOfNormal);
   return tensor;
+}
+
+HostTensor normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
+                         double sigma) {
+  return normal_tensor(dtype, std::span(shape.begin(), shape.size()), random, sigma);
 }
 
 HostTensor integer_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,

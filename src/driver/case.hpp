@@ -24,6 +24,9 @@ struct Case {
   bool exact = false;
   // Off where the function has a kink at the inputs (ties), so that differences mean nothing.
   bool finite_differences = true;
+  // Benchmarks next to each other with the same text here (and dtype) have the same inputs, which
+  // are then made once. Empty: inputs of its own.
+  std::string same_inputs = {};
 };
 
 // tests/ops/<op>/cases.cpp. Names are unique within an op.
@@ -46,6 +49,9 @@ std::vector<Case> block_matmul_bench();
 std::vector<Case> entmax_bench();
 std::vector<Case> segment_bench();
 
+// Problems of a size for GPUs: tests/ops/<op>/cuda_bench.cpp, for the ops that have one.
+std::vector<Case> all_cuda_benches();
+
 struct CaseLists {
   std::string_view op;
   std::vector<Case> (*cases)();
@@ -56,6 +62,8 @@ std::span<const CaseLists> all_case_lists();
 
 // --- Fillers for Case::inputs ---
 
+HostTensor normal_tensor(DType dtype, std::span<const std::int64_t> shape, Random& random,
+                         double sigma = 1);
 HostTensor normal_tensor(DType dtype, std::initializer_list<std::int64_t> shape, Random& random,
                          double sigma = 1);
 // Integers in [-magnitude, magnitude].

@@ -25,7 +25,7 @@ TensorMap evaluate(const Request& request) {
   const auto session = find_driver(request.op).prepare(request);
   session->forward();
   if (request.backward) session->backward();
-  session->fetch();
+  session->fetch(Fetch::all);
   return session->outputs;
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "driver/host_tensor.hpp"
+#include "driver/tensor_memory.hpp"
 #include "pullback/device.hpp"
 #include "pullback/plan.hpp"
 
@@ -37,12 +38,13 @@ class Session {
   virtual ~Session() = default;
   virtual void forward() = 0;
   virtual void backward() = 0;
-  virtual void fetch() {}
+  virtual void fetch(Fetch) {}
   virtual Stream stream() const { return {}; }
 
   TensorMap outputs;
   std::string forward_description, backward_description;
   std::size_t forward_workspace_bytes = 0, backward_workspace_bytes = 0;
+  double forward_plan_seconds = 0, backward_plan_seconds = 0;
 };
 
 // What a pass has to do at the least: its floors on a machine.

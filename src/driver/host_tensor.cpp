@@ -1,6 +1,7 @@
 #include "driver/host_tensor.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -9,6 +10,7 @@
 
 #include "core/check.hpp"
 #include "core/element.hpp"
+#include "core/threads.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -19,6 +21,18 @@ std::byte* allocate(std::size_t bytes) {
   return static_cast<std::byte*>(::operator new(bytes, std::align_val_t{kWorkspaceAlignment}));
 }
 
+// With all cores: a benchmark's tensors have gigabytes, and the first touch of a page is slow.
+void fill(std::byte* memory, std::uint8_t value, std::size_t bytes) {
+  constexpr std::size_t kPiece = std::size_t{4} << 20;
+  const auto pieces = static_cast<std::int64_t>((bytes + kPiece - 1) / kPiece);
+  const auto fill_piece = [&](std::int64_t piece, int) {
+    const std::size_t begin = static_cast<std::size_t>(piece) * kPiece;
+    std::memset(memory + begin, value, std::min(kPiece, bytes - begin));
+  };
+  if (pieces == 1) return fill_piece(0, 0);
+  Threads(0).parallel_for(pieces, fill_piece);
+}
+
 struct Free {
   void operator()(const void* memory) const {
     ::operator delete(const_cast<void*>(memory), std::align_val_t{kWorkspaceAlignment});
@@ -26,6 +40,19 @@ struct Free {
 };
 
 }  // namespace
+
+void for_stretches(std::int64_t numel,
+                   const std::function<void(std::int64_t first, std::int64_t count)>& body) {
+  const std::int64_t stretches = (numel + kStretch - 1) / kStretch;
+  const auto stretch = [&](std::int64_t i, int) {
+    body(i * kStretch, std::min(kStretch, numel - i * kStretch));
+  };
+  if (stretches <= 1) {
+    if (stretches == 1) stretch(0, 0);
+    return;
+  }
+  Threads(0).parallel_for(stretches, stretch, 16);
+}
 
 std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat) {
   std::int64_t offset = 0;
@@ -43,7 +70,7 @@ HostTensor::HostTensor(const TensorSpec& spec) : spec_(spec) {
   storage_bytes_ = static_cast<std::size_t>(high - low + 1) * size + 2 * kMargin;
   storage_ = allocate(storage_bytes_);
   owner_ = std::shared_ptr<const void>(storage_, Free());
-  std::memset(storage_, kGuard, storage_bytes_);
+  fill(storage_, kGuard, storage_bytes_);
   data_ = storage_ + kMargin - low * static_cast<std::int64_t>(size);
 }
 
@@ -70,6 +97,28 @@ double HostTensor::get(std::int64_t flat) const {
 
 void HostTensor::set(std::int64_t flat, double value) const {
   store_element(spec_.dtype, data_, offset_of(spec_, flat), value);
+}
+
+void HostTensor::load(std::int64_t flat, std::span<double> values) const {
+  if (is_floating(spec_.dtype) && spec_.is_contiguous()) {
+    dispatch_floating(spec_.dtype, [&]<class T>() {
+      std::transform(static_cast<const T*>(data_) + flat,
+                     static_cast<const T*>(data_) + flat + values.size(), values.begin(),
+                     to_double<T>);
+    });
+    return;
+  }
+  for (double& value : values) value = get(flat++);
+}
+
+void HostTensor::store(std::int64_t flat, std::span<const double> values) const {
+  if (is_floating(spec_.dtype) && spec_.is_contiguous()) {
+    dispatch_floating(spec_.dtype, [&]<class T>() {
+      std::ranges::transform(values, static_cast<T*>(data_) + flat, from_double<T>);
+    });
+    return;
+  }
+  for (double value : values) set(flat++, value);
 }
 
 bool HostTensor::guards_intact() const {
@@ -100,7 +149,12 @@ HostTensor converted(const HostTensor& tensor, DType dtype) {
   const auto& spec = tensor.spec();
   HostTensor copy(TensorSpec::contiguous(
       dtype, std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank))));
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) copy.set(i, tensor.get(i));
+  for_stretches(tensor.numel(), [&](std::int64_t first, std::int64_t count) {
+    std::array<double, kStretch> buffer;
+    const std::span values(buffer.data(), static_cast<std::size_t>(count));
+    tensor.load(first, values);
+    copy.store(first, values);
+  });
   return copy;
 }
 

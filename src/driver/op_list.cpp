@@ -24,4 +24,17 @@ std::span<const CaseLists> all_case_lists() {
   return std::span(lists).first(std::size(lists) - 1);
 }
 
+#define PULLBACK_CUDA_BENCH(op) std::vector<Case> op##_cuda_bench();
+#include "cuda_bench_list.inc"
+#undef PULLBACK_CUDA_BENCH
+
+std::vector<Case> all_cuda_benches() {
+  std::vector<Case> all;
+#define PULLBACK_CUDA_BENCH(op) \
+  for (Case & test : op##_cuda_bench()) all.push_back(std::move(test));
+#include "cuda_bench_list.inc"
+#undef PULLBACK_CUDA_BENCH
+  return all;
+}
+
 }  // namespace pullback::driver

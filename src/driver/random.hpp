@@ -18,12 +18,17 @@ class Random {
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
   }
+  // As if bits() had been called `count` times: where another thread goes on.
+  void skip(std::int64_t count) {
+    state_ += 0x9e3779b97f4a7c15u * static_cast<std::uint64_t>(count);
+  }
   // Uniform in [low, high], both included.
   std::int64_t integer(std::int64_t low, std::int64_t high) {
     return low + static_cast<std::int64_t>(bits() % static_cast<std::uint64_t>(high - low + 1));
   }
   bool chance(double probability) { return uniform() < probability; }
   double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
+  static constexpr std::int64_t kBitsOfNormal = 2;  // calls of bits()
   double normal() {
     const double radius = std::sqrt(-2 * std::log(1 - uniform()));
     return radius * std::cos(2 * std::numbers::pi * uniform());

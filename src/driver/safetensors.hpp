@@ -24,7 +24,7 @@ TensorMap parse_safetensors(std::span<const std::byte> bytes, std::string_view o
 TensorMap read_safetensors(const std::string& path);
 
 // Fails as write_safetensors would for reasons that can be known beforehand.
-void check_safetensors_output(const std::string& path);
+void check_output_file(const std::string& path);
 
 // Writes a temporary file in the same folder and renames it, so that `path` is never half written
 // and may be a file whose tensors are mapped. Throws Error(device) when the system refuses.

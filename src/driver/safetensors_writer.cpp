@@ -90,7 +90,7 @@ class TemporaryFile {
 
 }  // namespace
 
-void check_safetensors_output(const std::string& path) {
+void check_output_file(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
     throw Error(ErrorCode::invalid_argument,
@@ -104,7 +104,7 @@ void check_safetensors_output(const std::string& path) {
 }
 
 void write_safetensors(const std::string& path, const TensorMap& tensors) {
-  check_safetensors_output(path);
+  check_output_file(path);
   // Wide elements first: every tensor is then aligned for its dtype.
   std::vector<const std::string*> order;
   for (const auto& [name, tensor] : tensors) order.push_back(&name);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
 #include <string_view>
 
@@ -19,7 +20,7 @@ class OpSession : public Session {
   void backward() final {
     if (backward_) backward_->run(stream(), backward_tensors_, memory_.workspace());
   }
-  void fetch() final { memory_.fetch(); }
+  void fetch(Fetch what) final { memory_.fetch(what); }
   Stream stream() const final { return memory_.stream(); }
 
  protected:
@@ -39,11 +40,16 @@ class OpSession : public Session {
 
   void make_plans(const Problem& problem) {
     const PlanOptions options{.variant = request_.variant};
+    const auto begin = std::chrono::steady_clock::now();
     forward_ = make_plan(request_.device, problem, Pass::forward, options);
+    const auto middle = std::chrono::steady_clock::now();
+    forward_plan_seconds = std::chrono::duration<double>(middle - begin).count();
     forward_description = forward_->describe();
     forward_workspace_bytes = forward_->workspace_bytes();
     if (request_.backward) {
       backward_ = make_plan(request_.device, problem, Pass::backward, options);
+      backward_plan_seconds =
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - middle).count();
       backward_description = backward_->describe();
       backward_workspace_bytes = backward_->workspace_bytes();
     }

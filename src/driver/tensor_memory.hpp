@@ -11,35 +11,39 @@
 
 namespace pullback::driver {
 
+enum class Fetch { outputs, all };
+
 class TensorMemory {
  public:
   // Throws Error when there is no such device.
   explicit TensorMemory(const Device& device);
 
   // The address that a plan's run() is given for this tensor. The content is the host's, now.
-  const void* input(const HostTensor& tensor) { return image(tensor, tensor.owns_memory()); }
-  // The same, and fetch() brings it back.
-  void* output(const HostTensor& tensor) { return image(tensor, true); }
+  const void* input(const HostTensor& tensor) { return image(tensor, Role::input); }
+  // Filled with guard bytes, as a new host tensor is; fetch() brings it back.
+  void* output(const HostTensor& tensor) { return image(tensor, Role::output); }
 
   // Grows the workspace; on a GPU it is filled with NaN.
   void reserve_workspace(std::size_t bytes);
   Workspace workspace() const;
-  Stream stream() const { return {stream_.get()}; }
+  // One stream a device, for all sessions of the process: their work never overlaps.
+  Stream stream() const { return {stream_}; }
 
-  // Waits for the stream, then copies to the host all outputs, and those inputs whose memory a
-  // kernel could have changed without anybody noticing.
-  void fetch() const;
+  // Waits for the stream, then copies outputs to the host; with `all`, inputs too (but borrowed
+  // memory), so that a kernel that changed one is found out.
+  void fetch(Fetch what) const;
 
  private:
-  void* image(const HostTensor& tensor, bool fetched);
+  enum class Role { input, output };
+  void* image(const HostTensor& tensor, Role role);
 
   struct Image {
     HostTensor tensor;
     cuda::DeviceMemory memory;
-    bool fetched;
+    Role role;
   };
   const cuda::DeviceInfo* device_ = nullptr;  // null: the CPU
-  cuda::OwnStream stream_;
+  cuda::CUstream stream_ = nullptr;
   std::vector<Image> images_;  // on the CPU too: they keep the tensors
   WorkspaceBuffer host_workspace_;
   cuda::DeviceMemory workspace_;

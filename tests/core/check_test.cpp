@@ -6,17 +6,10 @@
 #include <functional>
 #include <limits>
 
+#include "support/message_of.hpp"
+
 namespace pullback {
 namespace {
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 TEST(Checker, names_op_tensor_expected_and_got) {
   const Checker check("attention");
@@ -39,7 +32,37 @@ TEST(Checker, refuses_sizes_that_no_address_space_holds) {
   auto far = TensorSpec::contiguous(DType::f32, {2, 2});
   far.strides[0] = std::numeric_limits<std::int64_t>::min();
   EXPECT_THROW(check.sane("x", far), Error);
-  EXPECT_NO_THROW(check.sane("x", TensorSpec::contiguous(DType::f32, {0, std::int64_t{1} << 62})));
+}
+
+TEST(Checker, bounds_the_sizes_of_empty_tensors_too) {
+  const Checker check("op");
+  const auto empty = [](std::int64_t a, std::int64_t b) {
+    return TensorSpec::contiguous(DType::f32, {a, 0, b});
+  };
+  EXPECT_NO_THROW(check.sane("x", empty(1 << 20, std::int64_t{1} << 28)));
+  EXPECT_EQ(message_of([&] { check.sane("x", empty(std::int64_t{1} << 30, 1 << 30)); }),
+            "op: x: expected at most 2^50 bytes, got f32 [1073741824, 0, 1073741824]");
+  auto far = empty(2, 2);
+  far.strides[0] = std::int64_t{1} << 50;
+  EXPECT_THROW(check.sane("x", far), Error);
+  far.shape[0] = 1;  // nobody steps along it
+  EXPECT_NO_THROW(check.sane("x", far));
+}
+
+TEST(Checker, bounds_products_over_several_tensors) {
+  const Checker check("op");
+  constexpr std::int64_t kMany = std::int64_t{1} << 25;
+  EXPECT_NO_THROW(check.product("rows", {kMany, kMany - 1, 0}));
+  EXPECT_EQ(message_of([&] {
+              check.product("rows", {kMany, 0, 2 * kMany});
+            }),
+            "op: rows: expected a product of at most 2^50, got [33554432, 0, 67108864]");
+}
+
+TEST(Checker, no_memory_is_an_error_of_the_op) {
+  EXPECT_EQ(message_of([] { with_memory("op", []() -> int { throw std::bad_alloc(); }); }),
+            "op: memory: expected enough for the tables of this problem, got none left");
+  EXPECT_EQ(with_memory("op", [] { return 3; }), 3);
 }
 
 TEST(Checker, an_output_must_not_overlap_itself) {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "pullback/error.hpp"
+#include "support/message_of.hpp"
 
 namespace pullback {
 namespace {
@@ -24,15 +25,6 @@ std::string grid(const BlockLayout& layout, std::int64_t head = 0) {
     text += '\n';
   }
   return text;
-}
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 bool is_lower_triangular(const BlockLayout& layout) {

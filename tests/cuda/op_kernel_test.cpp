@@ -78,7 +78,7 @@ TEST_F(OnDevice, a_kernel_fills_a_tensor) {
     const DeviceGuard guard(device_info(0));
     kernel.launch(memory.stream(), parameters);
   }
-  memory.fetch();
+  memory.fetch(driver::Fetch::all);
   for (std::int64_t i = 0; i < tensor.numel(); ++i) ASSERT_EQ(tensor.get(i), 1.5) << i;
   EXPECT_TRUE(tensor.guards_intact());
 }
@@ -95,7 +95,7 @@ TEST_F(OnDevice, stray_writes_come_back_with_the_tensor) {
                                      static_cast<CUstream>(memory.stream().handle)),
             "cuMemsetD8Async");
     }
-    memory.fetch();
+    memory.fetch(driver::Fetch::all);
     EXPECT_FALSE(output.guards_intact());
     EXPECT_FALSE(given.guards_intact());
   }
@@ -111,7 +111,7 @@ TEST_F(OnDevice, borrowed_memory_is_never_written) {
   check(driver().cuMemsetD8Async(address(image), 0, 400,
                                  static_cast<CUstream>(memory.stream().handle)),
         "cuMemsetD8Async");
-  memory.fetch();
+  memory.fetch(driver::Fetch::all);
   EXPECT_EQ(content, std::vector<float>(100, 2.0f));
 }
 

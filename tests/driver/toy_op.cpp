@@ -137,6 +137,8 @@ std::span<const OpDriver* const> all_drivers() {
   return drivers;
 }
 
+std::vector<Case> all_cuda_benches() { return {}; }
+
 std::span<const CaseLists> all_case_lists() {
   static const CaseLists lists[] = {{"toy", toy_cases, toy_fuzz, toy_bench}};
   return lists;

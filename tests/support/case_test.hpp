@@ -3,7 +3,9 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <hwy/targets.h>
 
+#include <cstdint>
 #include <cstdlib>
 #include <string>
 
@@ -71,6 +73,49 @@ inline void run_fuzz(driver::Case (*fuzz)(std::uint64_t), int count, const Devic
   }
 }
 
+// While one lives, kernels run as on a CPU of that instruction set.
+class CpuTarget {
+ public:
+  explicit CpuTarget(std::int64_t target) { set(target); }
+  ~CpuTarget() { set(0); }
+  CpuTarget(const CpuTarget&) = delete;
+  CpuTarget& operator=(const CpuTarget&) = delete;
+
+ private:
+  static void set(std::int64_t target) {
+    hwy::SetSupportedTargetsForTest(target);
+    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+  }
+};
+
+// The variant "cpu" for each instruction set that this build has and this machine can run. Cases
+// take turns with dtypes, another turn for each instruction set.
+inline void run_on_every_target(const std::vector<driver::Case>& cases,
+                                driver::Case (*fuzz)(std::uint64_t), int fuzz_count) {
+  const auto targets = hwy::SupportedAndGeneratedTargets();
+  if (targets.size() == 1) GTEST_SKIP() << "one instruction set, which the other tests run on";
+  if (const char* text = std::getenv("PULLBACK_FUZZ_COUNT")) fuzz_count = std::atoi(text);
+  std::uint64_t turn = 0;
+  const auto run = [&](driver::Case test, std::uint64_t case_seed) {
+    test.finite_differences = false;  // they test the reference
+    const DType dtype = test.dtypes[turn++ % test.dtypes.size()];
+    expect_passed(driver::check_case(test, dtype, Device::cpu(2), case_seed, "cpu"));
+  };
+  std::uint64_t first_turn = 0;
+  for (const std::int64_t target : targets) {
+    SCOPED_TRACE(hwy::TargetName(target));
+    const CpuTarget chosen(target);
+    turn = first_turn++;
+    for (const driver::Case& test : cases) {
+      if (!test.full_only) run(test, seed());
+    }
+    for (int i = 0; i < fuzz_count; ++i) {
+      const std::uint64_t case_seed = seed() * 1000033 + static_cast<std::uint64_t>(i);
+      run(fuzz(case_seed), case_seed);
+    }
+  }
+}
+
 }  // namespace pullback::testing
 
 #define PULLBACK_CASE_TESTS(op)                                                                   \
@@ -85,6 +130,10 @@ inline void run_fuzz(driver::Case (*fuzz)(std::uint64_t), int count, const Devic
       pullback::testing::parameter_name);                                                         \
   TEST(op##_fuzz, agrees_with_reference) {                                                        \
     pullback::testing::run_fuzz(pullback::driver::op##_fuzz, 60, pullback::Device::cpu(2));       \
+  }                                                                                               \
+  TEST(op##_cpu, every_instruction_set) {                                                         \
+    pullback::testing::run_on_every_target(pullback::driver::op##_cases(),                        \
+                                           pullback::driver::op##_fuzz, 20);                      \
   }                                                                                               \
   class op##_cuda_cases : public ::testing::TestWithParam<pullback::testing::CaseParameter> {};   \
   GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(op##_cuda_cases);                                 \

@@ -14,15 +14,6 @@ bool has(const std::string& text, std::string_view part) {
   return text.find(part) != std::string::npos;
 }
 
-// Sets a variable for the runs of one scope.
-struct Environment {
-  Environment(const char* variable, const char* value) : name(variable) {
-    ::setenv(variable, value, 1);
-  }
-  ~Environment() { ::unsetenv(name); }
-  const char* name;
-};
-
 class Cli : public ToolTest {
  protected:
   Result toy(const Names& arguments) const { return run(TOY_TOOL, arguments); }
@@ -79,7 +70,7 @@ TEST_F(Cli, version_is_the_projects) {
 TEST_F(Cli, doctor_names_the_machine_and_what_runs) {
   const Result doctor = toy({"doctor", "--verbose"});
   EXPECT_EQ(doctor.status, 0);
-  for (const char* part : {"CPU ", "SIMD", "last-level cache", "no CUDA backend in this build",
+  for (const char* part : {"CPU ", "SIMD", "last-level cache", "CUDA  ", "NVRTC  ", "kernel cache",
                            "toy  bf16", "plain loops"}) {
     EXPECT_TRUE(has(doctor.out, part)) << part;
   }

@@ -120,8 +120,11 @@ TEST_F(Grad, bad_usage_is_one_line_and_status_2) {
 }
 
 TEST_F(Grad, system_failures_are_one_line_and_status_3) {
-  expect_refused(grad({"--device", "cuda"}), 3, "no CUDA device: ");
-  expect_refused(grad({"--device", "cuda:3"}), 3, "no CUDA device: ");
+  {
+    const Environment hidden("CUDA_VISIBLE_DEVICES", "");
+    expect_refused(grad({"--device", "cuda"}), 3, "no CUDA device: ");
+  }
+  expect_refused(grad({"--device", "cuda:999"}), 3, "no CUDA device: ");
   expect_refused(grad({"--fault", "system"}), 3, "no such device");
   expect_refused(run(TOY_TOOL, {"grad", "toy", "--input", input_, "--output", path("no/out")}), 3,
                  "cannot write: No such file or directory");

@@ -21,6 +21,15 @@ struct Result {
   std::string out, err;
 };
 
+// Sets a variable for the runs of one scope.
+struct Environment {
+  Environment(const char* variable, const char* value) : name(variable) {
+    ::setenv(variable, value, 1);
+  }
+  ~Environment() { ::unsetenv(name); }
+  const char* name;
+};
+
 class ToolTest : public ::testing::Test {
  protected:
   ToolTest() {

@@ -3,10 +3,13 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <memory>
 
 #include "commands.hpp"
+#include "cuda/driver.hpp"
 #include "driver/case.hpp"
+#include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"
 #include "report.hpp"
@@ -18,7 +21,7 @@ struct BenchOptions {
   std::vector<std::string> ops, dtypes;
   DeviceOptions device;
   std::string json, html, filter, variant;
-  bool quick = false;
+  bool quick = false, no_compare = false;
   double seconds = 0;
   std::uint64_t seed = 1;
 };
@@ -28,19 +31,26 @@ struct Job {
   DType dtype;
 };
 
-std::vector<Job> jobs_of(const BenchOptions& options) {
+std::vector<Job> jobs_of(const BenchOptions& options, const Device& device) {
   const auto listed = [](const std::vector<std::string>& list, std::string_view item) {
     return list.empty() || std::find(list.begin(), list.end(), item) != list.end();
   };
   std::vector<Job> jobs;
-  for (const driver::CaseLists& lists : driver::all_case_lists()) {
-    if (!listed(options.ops, lists.op)) continue;
-    for (const driver::Case& test : lists.bench()) {
+  const auto add = [&](const std::vector<driver::Case>& cases) {
+    for (const driver::Case& test : cases) {
+      if (!listed(options.ops, test.op)) continue;
       if (test.name.find(options.filter) == std::string::npos) continue;
       if (options.quick && test.full_only) continue;
       for (DType dtype : test.dtypes) {
         if (listed(options.dtypes, name_of(dtype))) jobs.push_back({test, dtype});
       }
+    }
+  };
+  if (device.kind == DeviceKind::cuda) {
+    add(driver::all_cuda_benches());
+  } else {
+    for (const driver::CaseLists& lists : driver::all_case_lists()) {
+      if (listed(options.ops, lists.op)) add(lists.bench());
     }
   }
   if (jobs.empty()) {
@@ -51,6 +61,30 @@ std::vector<Job> jobs_of(const BenchOptions& options) {
   return jobs;
 }
 
+// Keeps the inputs of the last job of each dtype for the next one, which may have the same.
+class Inputs {
+ public:
+  explicit Inputs(std::uint64_t seed) : seed_(seed) {}
+
+  const driver::TensorMap& of(const Job& job) {
+    Kept& kept = kept_[job.dtype];
+    if (job.test.same_inputs.empty() || kept.name != job.test.same_inputs) {
+      kept = {};  // before the new ones are made: both may not fit
+      driver::Random random(seed_);
+      kept = {job.test.same_inputs, job.test.inputs(job.dtype, random)};
+    }
+    return kept.inputs;
+  }
+
+ private:
+  struct Kept {
+    std::string name;
+    driver::TensorMap inputs;
+  };
+  std::uint64_t seed_;
+  std::map<DType, Kept> kept_;
+};
+
 void save(const Json& report, const BenchOptions& options) {
   if (!options.json.empty()) write_text_file(options.json, report.dump(1) + "\n");
   if (!options.html.empty()) write_text_file(options.html, html_of(report));
@@ -59,26 +93,33 @@ void save(const Json& report, const BenchOptions& options) {
 int run_bench(const BenchOptions& options) {
   const Device device = options.device.get();
   for (const auto& op : options.ops) driver::find_driver(op);
-  const std::vector<Job> jobs = jobs_of(options);
+  const std::vector<Job> jobs = jobs_of(options, device);
+  for (const std::string& path : {options.json, options.html}) {
+    if (!path.empty()) driver::check_output_file(path);
+  }
   const Machine machine = this_machine();
   Json report;
   std::vector<std::string> failures;
   {
     Progress progress(jobs.size() + 1);
     progress.next("measuring the ceilings of this machine");
-    report =
-        new_report(machine, measure_ceilings(device.threads, machine, options.quick), options.seed);
+    report = new_report(machine, ceilings_of(device, machine, options.quick), device, options.seed);
+    const bool on_gpu = device.kind == DeviceKind::cuda;
+    const auto cache_bytes =
+        on_gpu ? static_cast<std::size_t>(cuda::device_info(device.index).l2_bytes)
+               : machine.cache_bytes;
     const MeasureSettings settings{
-        .seconds = options.seconds > 0 ? options.seconds
-                   : options.quick     ? 0.1
-                                       : 0.5,
-        .rotate_bytes = machine.cache_bytes + machine.cache_bytes / 4,
-        .memory_limit = std::min<std::size_t>(machine.memory_bytes / 4, std::size_t{4} << 30)};
+        .seconds = options.seconds > 0       ? options.seconds
+                   : on_gpu || options.quick ? 0.1
+                                             : 0.5,
+        .rotate_bytes = cache_bytes + cache_bytes / 4,
+        .memory_limit = std::min<std::size_t>(machine.memory_bytes / 4, std::size_t{4} << 30),
+        .compare = !options.no_compare};
+    Inputs inputs(options.seed);
     for (const Job& job : jobs) {
       progress.next(fmt::format("{} {} {}", job.test.op, name_of(job.dtype), job.test.name));
-      driver::Random random(options.seed);
       const driver::Request request{.op = job.test.op,
-                                    .inputs = job.test.inputs(job.dtype, random),
+                                    .inputs = inputs.of(job),
                                     .options = job.test.options,
                                     .device = device,
                                     .variant = options.variant};
@@ -88,8 +129,8 @@ int run_bench(const BenchOptions& options) {
             fmt::format("{} '{}' {}: {}", job.test.op, job.test.name, name_of(job.dtype), failure));
       }
       add_results(report, job.test.name, request, measurement,
-                  fmt::format("pullback bench {} --dtype {} --seed {} --threads {} --filter {}",
-                              job.test.op, name_of(job.dtype), options.seed, device.threads,
+                  fmt::format("pullback bench {} --dtype {} --seed {} {} --filter {}", job.test.op,
+                              name_of(job.dtype), options.seed, text_of(device),
                               shell_quoted(job.test.name)));
       save(report, options);  // an interrupted run leaves what it had
     }
@@ -118,7 +159,11 @@ void add_bench(CLI::App& app, Command& command) {
       ->allow_extra_args(false)
       ->type_name("DTYPE");
   bench->add_flag("--quick", options->quick, "shorter timings, and no slow cases");
-  bench->add_option("--seconds", options->seconds, "timing of each pass (0.5; 0.1 when quick)")
+  bench->add_flag("--no-compare", options->no_compare,
+                  "leave out the error of large problems, which another computation tells");
+  bench
+      ->add_option("--seconds", options->seconds,
+                   "timing of each pass (0.5; 0.1 when quick and on GPUs)")
       ->check(CLI::Range(0.001, 600.0))
       ->type_name("X");
   bench->add_option("--seed", options->seed, "seed of the inputs (1)")->type_name("N");

@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "core/threads.hpp"
+#include "cuda_timer.hpp"
 
 namespace pullback::tool {
 namespace {
@@ -160,6 +161,11 @@ Ceilings measure_ceilings(int threads, const Machine& machine, bool quick) {
   measure_copy(ceilings, machine, quick);
   measure_products(ceilings, quick);
   return ceilings;
+}
+
+Ceilings ceilings_of(const Device& device, const Machine& machine, bool quick) {
+  return device.kind == DeviceKind::cpu ? measure_ceilings(device.threads, machine, quick)
+                                        : measure_device_ceilings(device);
 }
 
 }  // namespace pullback::tool

@@ -79,6 +79,21 @@ Outcome run_job(const Job& job, const Device& device, const std::string& variant
   return outcome;
 }
 
+// A name that no variant has is bad usage, not a failure of every case.
+void check_variant(const Job& job, const Device& device, const CheckOptions& options) {
+  driver::Random random(job.seed);
+  try {
+    driver::find_driver(job.test.op)
+        .prepare({.op = job.test.op,
+                  .inputs = job.test.inputs(job.dtype, random),
+                  .options = job.test.options,
+                  .device = device,
+                  .variant = options.variant});
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::invalid_argument) throw;
+  }
+}
+
 int run_check(const CheckOptions& options) {
   const Device device = options.device.get();
   for (const auto& op : options.ops) driver::find_driver(op);
@@ -90,6 +105,7 @@ int run_check(const CheckOptions& options) {
     if (!wanted) continue;
     plan.emplace_back(lists.op, jobs_of(lists, options));
     total += plan.back().second.size();
+    if (!plan.back().second.empty()) check_variant(plan.back().second.front(), device, options);
   }
   if (total == 0) {
     throw Error(ErrorCode::invalid_argument,
@@ -110,7 +126,7 @@ int run_check(const CheckOptions& options) {
         worst = std::max(worst, outcome.worst);
         for (const auto& failure : outcome.failures) failures.push_back("FAILED " + failure);
         if (!outcome.failures.empty()) {
-          failures.push_back(fmt::format("  repeat: {} --threads {}", job.repeat, device.threads));
+          failures.push_back(fmt::format("  repeat: {} {}", job.repeat, text_of(device)));
         }
       }
       table.add({std::string(op), fmt::format("{}", jobs.size()), fmt::format("{}", passed),

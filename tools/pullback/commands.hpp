@@ -25,6 +25,8 @@ void add_check(CLI::App& app, Command& command);
 void add_bench(CLI::App& app, Command& command);
 void add_compare(CLI::App& app, Command& command);
 void add_demo(CLI::App& app, Command& command);
+void add_compile(CLI::App& app, Command& command);
+void add_cache(CLI::App& app, Command& command);
 
 // --device and --threads, the same in every command.
 struct DeviceOptions {
@@ -35,5 +37,8 @@ struct DeviceOptions {
   // Throws Error when there is no such device.
   Device get() const;
 };
+
+// The options that choose the device: "--threads 4", "--device cuda:1".
+std::string text_of(const Device& device);
 
 }  // namespace pullback::tool

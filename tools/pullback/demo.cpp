@@ -55,7 +55,7 @@ int run_demo(const DemoOptions& options) {
   {
     Progress progress(demo_jobs().size() + 1);
     progress.next("measuring the ceilings of this machine");
-    report = new_report(machine, measure_ceilings(device.threads, machine, true), 0);
+    report = new_report(machine, ceilings_of(device, machine, true), device, 0);
     // The files are small: they are timed in the cache, as the layers around them would leave them.
     const MeasureSettings settings{.seconds = 0.3, .verify = true};
     for (const DemoJob& job : demo_jobs()) {

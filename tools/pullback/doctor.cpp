@@ -6,7 +6,11 @@
 
 #include "commands.hpp"
 #include "core/cpu_info.hpp"
+#include "cuda/disk_cache.hpp"
+#include "cuda/driver.hpp"
+#include "cuda/nvrtc.hpp"
 #include "driver/case.hpp"
+#include "driver/kernel_list.hpp"
 #include "machine.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"
@@ -15,7 +19,7 @@ namespace pullback::tool {
 namespace {
 
 // The plans of a small problem of the op: what would run, and why.
-void describe_op(const driver::CaseLists& lists, DType dtype, Table& table,
+void describe_op(const driver::CaseLists& lists, DType dtype, const Device& device, Table& table,
                  std::vector<std::string>& reasons) {
   for (const driver::Case& test : lists.cases()) {
     if (std::find(test.dtypes.begin(), test.dtypes.end(), dtype) == test.dtypes.end()) continue;
@@ -23,7 +27,7 @@ void describe_op(const driver::CaseLists& lists, DType dtype, Table& table,
     const driver::Request request{.op = test.op,
                                   .inputs = test.inputs(dtype, random),
                                   .options = test.options,
-                                  .device = Device::cpu(),
+                                  .device = device,
                                   .variant = {}};
     std::unique_ptr<driver::Session> session;
     try {
@@ -35,14 +39,43 @@ void describe_op(const driver::CaseLists& lists, DType dtype, Table& table,
       const std::string line = description.substr(0, description.find('\n'));
       return line.substr(std::min(line.size(), line.find(": ") + 2));
     };
-    table.add({std::string(lists.op), std::string(name_of(dtype)),
-               variant(session->forward_description), variant(session->backward_description)});
+    table.add({device.kind == DeviceKind::cpu ? "cpu" : "cuda", std::string(lists.op),
+               std::string(name_of(dtype)), variant(session->forward_description),
+               variant(session->backward_description)});
     if (dtype == DType::f32) {
       reasons.push_back(session->forward_description);
       reasons.push_back(session->backward_description);
     }
     return;
   }
+}
+
+void print_cuda() {
+  const std::string problem = cuda::driver_problem();
+  if (problem.empty()) {
+    const int version = cuda::driver().version;
+    fmt::print("CUDA              {}.{}\n", version / 1000, version % 1000 / 10);
+    for (int i = 0; i < cuda::device_count(); ++i) {
+      const cuda::DeviceInfo& device = cuda::device_info(i);
+      fmt::print("cuda:{:<13}{}, sm_{}, {} multiprocessors, {}\n", i, device.name, device.arch(),
+                 device.multiprocessors, bytes_text(static_cast<double>(device.memory_bytes)));
+    }
+  } else {
+    fmt::print("CUDA              no device: {}\n", problem);
+  }
+  const std::string no_compiler = cuda::nvrtc_problem();
+  if (no_compiler.empty()) {
+    const int version = cuda::Nvrtc::instance().version();
+    fmt::print("NVRTC             {}.{}, {}\n", version / 1000, version % 1000 / 10,
+               cuda::Nvrtc::instance().path());
+  } else {
+    fmt::print("NVRTC             none: {}\n", no_compiler);
+  }
+  const auto cache = cuda::DiskCache::from_environment();
+  constexpr std::string_view kModes[] = {"read and written", "only read", "off"};
+  fmt::print("kernel cache      {}, {} kernels, {}\n",
+             cache.folder().empty() ? "no folder" : cache.folder(), cache.list().size(),
+             kModes[static_cast<int>(cache.mode())]);
 }
 
 int run_doctor(bool verbose) {
@@ -57,16 +90,19 @@ int run_doctor(bool verbose) {
   fmt::print("free memory       {}\n", bytes_text(static_cast<double>(machine.memory_bytes)));
   fmt::print("NVIDIA driver     {}\n",
              machine.nvidia_driver.empty() ? "none" : machine.nvidia_driver);
-  fmt::print("CUDA              no CUDA backend in this build\n");
+  print_cuda();
   if (const char* forced = std::getenv("PULLBACK_FORCE_VARIANT")) {
     fmt::print("forced variant    {} (PULLBACK_FORCE_VARIANT)\n", forced);
   }
 
-  Table table({{"op"}, {"dtype"}, {"forward runs"}, {"backward runs"}});
+  Table table({{"device"}, {"op"}, {"dtype"}, {"forward runs"}, {"backward runs"}});
   std::vector<std::string> reasons;
   for (const driver::CaseLists& lists : driver::all_case_lists()) {
     for (DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
-      describe_op(lists, dtype, table, reasons);
+      describe_op(lists, dtype, Device::cpu(), table, reasons);
+      if (driver::has_cuda(lists.op) && cuda::driver_problem().empty()) {
+        describe_op(lists, dtype, Device::cuda(), table, reasons);
+      }
     }
   }
   fmt::print("\n{}", table.text());

@@ -46,7 +46,7 @@ int run_grad(const std::string& op, const GradOptions& options) {
                           .options = options.options,
                           .device = options.device.get(),
                           .variant = options.variant};
-  driver::check_safetensors_output(options.output);
+  driver::check_output_file(options.output);
   request.inputs = driver::read_safetensors(options.input);
   const driver::TensorMap outputs = driver::evaluate(request);
   if (options.verify && !verified(request, outputs)) {

@@ -277,13 +277,18 @@ std::string html_of(const Json& report) {
       R"(<meta name="viewport" content="width=device-width, initial-scale=1"><style>{}</style></head>)"
       R"(<body><h1>Pullback: measured</h1><p>{}, {}</p><div class="cards">)",
       kStyle, text_of(report["tool"]), text_of(report["time"]));
-  html += card(machine["cpu"], isa);
-  html += card(fmt::format("{} threads", report["threads"].get<int>()),
-               fmt::format("{} usable cores", machine["cores"].get<int>()));
+  if (const Json& gpu = report["gpu"]; !gpu.is_null()) {
+    html += card(gpu["name"], fmt::format("{}, {} multiprocessors, CUDA {}", text_of(gpu["arch"]),
+                                          gpu["multiprocessors"].get<int>(), text_of(gpu["cuda"])));
+  } else {
+    html += card(machine["cpu"], isa);
+    html += card(fmt::format("{} threads", report["threads"].get<int>()),
+                 fmt::format("{} usable cores", machine["cores"].get<int>()));
+  }
   html += card(bandwidth_text(ceilings["copy_bytes_per_second"]),
                "copy ceiling, " + ceilings["copy_method"].get<std::string>());
   if (ceilings["f32_flops_per_second"].is_null()) {
-    html += card("unavailable", "matrix product ceiling: OpenBLAS was not found");
+    html += card("unavailable", "matrix product ceiling: " + ceilings["blas"].get<std::string>());
   } else {
     html += card(flops_text(ceilings["f32_flops_per_second"]), "f32 matrix product ceiling");
     html += card(flops_text(ceilings["f64_flops_per_second"]), "f64 matrix product ceiling");

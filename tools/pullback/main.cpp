@@ -7,6 +7,7 @@
 
 #include "commands.hpp"
 #include "core/cpu_info.hpp"
+#include "cuda/driver.hpp"
 #include "driver/safetensors.hpp"
 #include "pullback/error.hpp"
 
@@ -53,6 +54,8 @@ int run(int argc, char** argv) {
   add_bench(app, command);
   add_compare(app, command);
   add_demo(app, command);
+  add_compile(app, command);
+  add_cache(app, command);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -61,7 +64,8 @@ int run(int argc, char** argv) {
     return kBadUsage;
   }
   if (!command.run) {
-    report("expected a command: doctor, grad, check, bench or compare (see --help)");
+    report(
+        "expected a command: doctor, grad, check, bench, compare, compile or cache (see --help)");
     return kBadUsage;
   }
   return command.run();
@@ -81,10 +85,23 @@ Device DeviceOptions::get() const {
   const bool digits = device.size() > 5 && device.size() < 10 &&
                       device.find_first_not_of("0123456789", 5) == std::string::npos;
   if (device == "cuda" || (device.starts_with("cuda:") && digits)) {
-    throw Error(ErrorCode::device, "no CUDA device: this build has no CUDA backend");
+    const int index = digits ? std::stoi(device.substr(5)) : 0;
+    const std::string problem = cuda::driver_problem();
+    if (!problem.empty()) throw Error(ErrorCode::device, "no CUDA device: " + problem);
+    if (index >= cuda::device_count()) {
+      throw Error(ErrorCode::device,
+                  fmt::format("no CUDA device: expected an index below {}, got {}",
+                              cuda::device_count(), index));
+    }
+    return Device::cuda(index);
   }
   throw Error(ErrorCode::invalid_argument,
               fmt::format("--device: expected cpu, cuda or cuda:N, got '{}'", device));
+}
+
+std::string text_of(const Device& device) {
+  return device.kind == DeviceKind::cpu ? fmt::format("--threads {}", device.threads)
+                                        : fmt::format("--device cuda:{}", device.index);
 }
 
 }  // namespace pullback::tool

@@ -1,12 +1,16 @@
 #include "measure.hpp"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <mutex>
+#include <span>
 
 #include "core/check.hpp"
+#include "cuda_timer.hpp"
 #include "driver/check.hpp"
 
 namespace pullback::tool {
@@ -50,7 +54,9 @@ std::vector<Copy> make_copies(const driver::Request& request, const MeasureSetti
   copies.push_back({request, driver::find_driver(request.op).prepare(request)});
   const std::size_t bytes =
       std::max<std::size_t>(bytes_of(request.inputs) + bytes_of(copies[0].session->outputs), 1);
-  const std::size_t wanted = settings.rotate_bytes / bytes + 2;
+  // One set that is larger than all of it has left the cache when its turn comes again.
+  const std::size_t wanted =
+      bytes > 4 * settings.rotate_bytes ? 1 : settings.rotate_bytes / bytes + 2;
   const std::size_t affordable = settings.memory_limit / bytes;
   constexpr std::size_t kMost = 64;  // more would take longer to set up than to run
   for (std::size_t i = 1; i < std::min({wanted, affordable, kMost}); ++i) {
@@ -88,6 +94,18 @@ Timing time_runs(std::vector<Copy>& copies, double seconds, const Run& run) {
   return summary(std::move(times));
 }
 
+template <class Run>
+Timing time_device_runs(std::vector<Copy>& copies, double seconds, const Device& device,
+                        const Run& run) {
+  const auto count = static_cast<int>(copies.size());
+  const DeviceTimes times =
+      time_on_device(device, copies[0].session->stream(), seconds, 5, std::max(count, 2),
+                     [&](int i) { run(*copies[static_cast<std::size_t>(i % count)].session); });
+  Timing timing = summary(times.seconds);
+  timing.host = summary(times.host_seconds).median;
+  return timing;
+}
+
 // "entmax forward: cpu\n…" -> "cpu"
 std::string variant_of(const std::string& description) {
   const std::string line = description.substr(0, description.find('\n'));
@@ -95,16 +113,28 @@ std::string variant_of(const std::string& description) {
   return colon == std::string::npos ? line : line.substr(colon + 2);
 }
 
+// By all cores: these tensors are large.
 double relative_difference(const HostTensor& got, const HostTensor& expected) {
+  std::mutex mutex;
   double difference = 0, largest = 0;
-  for (std::int64_t i = 0; i < got.numel(); ++i) {
-    const double want = expected.get(i);
-    if (!std::isfinite(want)) continue;
-    largest = std::max(largest, std::abs(want));
-    const double off = std::abs(got.get(i) - want);
-    difference =
-        std::isfinite(off) ? std::max(difference, off) : std::numeric_limits<double>::infinity();
-  }
+  driver::for_stretches(got.numel(), [&](std::int64_t first, std::int64_t count) {
+    std::array<double, driver::kStretch> buffers[2];
+    const auto size = static_cast<std::size_t>(count);
+    got.load(first, std::span(buffers[0]).first(size));
+    expected.load(first, std::span(buffers[1]).first(size));
+    double differs = 0, reaches = 0;
+    for (std::size_t i = 0; i < size; ++i) {
+      const double want = buffers[1][i];
+      if (!std::isfinite(want)) continue;
+      reaches = std::max(reaches, std::abs(want));
+      const double off = std::abs(buffers[0][i] - want);
+      differs =
+          std::isfinite(off) ? std::max(differs, off) : std::numeric_limits<double>::infinity();
+    }
+    const std::lock_guard lock(mutex);
+    difference = std::max(difference, differs);
+    largest = std::max(largest, reaches);
+  });
   return difference == 0 ? 0 : difference / largest;
 }
 
@@ -119,29 +149,34 @@ void add_error(Measurement& result, const driver::OpDriver& driver, const std::s
 }
 
 void add_errors(Measurement& result, const driver::Request& request, const TensorMap& outputs,
-                bool verify) {
+                const MeasureSettings& settings) {
   const driver::OpDriver& driver = driver::find_driver(request.op);
   double flops = 0, bytes = 0;
   for (const PassResult& pass : result.passes) {
     flops += pass.cost.flops;
     bytes += pass.cost.bytes;
   }
-  if (verify || (flops <= kReferenceFlops && bytes <= kReferenceBytes)) {
+  if (settings.verify || (flops <= kReferenceFlops && bytes <= kReferenceBytes)) {
     const driver::CheckReport report = driver::verify_outputs(request, outputs);
     result.failures = report.failures;
     for (const auto& error : report.errors) {
       const double relative = error.error == 0 ? 0 : error.error / error.scale;
       add_error(result, driver, error.tensor, relative, "reference");
     }
-  } else if (main_dtype(request.inputs) != DType::f64) {
-    // `pullback check` holds the double precision of this library against the reference.
+    return;
+  }
+  const bool on_gpu = request.device.kind == DeviceKind::cuda;
+  if (settings.compare && (on_gpu || main_dtype(request.inputs) != DType::f64)) {
+    // `pullback check` holds all of these against the reference.
     driver::Request exact = request;
-    exact.inputs = driver::in_double(request.inputs);
     exact.variant.clear();
+    exact.device = Device::cpu(request.device.threads);
+    if (!on_gpu) exact.inputs = driver::in_double(request.inputs);
     for (const auto& [name, expected] : driver::evaluate(exact)) {
       const auto got = outputs.find(name);
       if (got == outputs.end() || !is_floating(expected.spec().dtype)) continue;
-      add_error(result, driver, name, relative_difference(got->second, expected), "f64");
+      add_error(result, driver, name, relative_difference(got->second, expected),
+                on_gpu ? "cpu" : "f64");
     }
   }
 }
@@ -170,13 +205,18 @@ Measurement measure(const driver::Request& request, const MeasureSettings& setti
     timed.workspace_bytes =
         forward ? first.forward_workspace_bytes : first.backward_workspace_bytes;
     timed.cost = driver.cost(request, pass);
-    timed.time = time_runs(copies, settings.seconds, [&](driver::Session& session) {
+    timed.plan_seconds = forward ? first.forward_plan_seconds : first.backward_plan_seconds;
+    const auto run = [forward](driver::Session& session) {
       forward ? session.forward() : session.backward();
-    });
+    };
+    timed.time = request.device.kind == DeviceKind::cpu
+                     ? time_runs(copies, settings.seconds, run)
+                     : time_device_runs(copies, settings.seconds, request.device, run);
   }
-  const TensorMap outputs = copies[0].session->outputs;
   copies.resize(1);
-  add_errors(result, request, outputs, settings.verify);
+  copies[0].session->fetch(driver::Fetch::outputs);
+  const TensorMap outputs = copies[0].session->outputs;
+  add_errors(result, request, outputs, settings);
   return result;
 }
 

@@ -17,16 +17,20 @@ struct MeasureSettings {
   std::size_t rotate_bytes = 0;  // working set that runs walk through: past the last-level cache
   std::size_t memory_limit = 0;  // of all copies together
   bool verify = false;           // against the reference, however long that takes
+  bool compare = true;           // large problems with double precision, on a GPU with the CPU
 };
 
 struct Timing {
   double median = 0, p20 = 0, p80 = 0;  // seconds
   int runs = 0;
+  double host = 0;  // on a GPU: median time that run() keeps its caller
 };
 
 // The worst tensor of a pass: largest difference over the largest value.
 struct PassError {
-  std::string against;  // "reference", "f64" (this library in double precision) or "" (unknown)
+  // "reference", "f64" (this library in double precision), "cpu" (this library there) or ""
+  // (unknown).
+  std::string against;
   std::string tensor;
   double relative = 0;
 };
@@ -37,6 +41,7 @@ struct PassResult {
   Timing time;
   driver::Cost cost;
   std::size_t workspace_bytes = 0;
+  double plan_seconds = 0;  // of make_plan, with whatever it had to compile or load
   PassError error;
 
   bool bound_by_products() const { return cost.flops > 0; }

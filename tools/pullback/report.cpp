@@ -6,6 +6,7 @@
 #include <cmath>
 #include <fstream>
 
+#include "cuda/driver.hpp"
 #include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"
@@ -31,9 +32,22 @@ std::string error_cell(const Json& record) {
   return error["relative"].is_null() ? "not finite" : error_text(error["relative"]);
 }
 
+Json gpu_of(const Device& device) {
+  if (device.kind == DeviceKind::cpu) return nullptr;
+  const cuda::DeviceInfo& info = cuda::device_info(device.index);
+  return {{"name", info.name},
+          {"arch", fmt::format("sm_{}", info.arch())},
+          {"multiprocessors", info.multiprocessors},
+          {"l2_bytes", info.l2_bytes},
+          {"memory_bytes", info.memory_bytes},
+          {"cuda", fmt::format("{}.{}", cuda::driver().version / 1000,
+                               cuda::driver().version % 1000 / 10)}};
+}
+
 }  // namespace
 
-Json new_report(const Machine& machine, const Ceilings& ceilings, std::uint64_t seed) {
+Json new_report(const Machine& machine, const Ceilings& ceilings, const Device& device,
+                std::uint64_t seed) {
   const bool products = ceilings.f32_flops_per_second > 0;
   return {{"schema", kReportSchema},
           {"tool", "pullback " PULLBACK_VERSION},
@@ -46,7 +60,8 @@ Json new_report(const Machine& machine, const Ceilings& ceilings, std::uint64_t 
             {"last_level_cache_bytes", machine.cache_bytes},
             {"memory_available_bytes", machine.memory_bytes},
             {"compiler", machine.compiler}}},
-          {"device", "cpu"},
+          {"device", device.kind == DeviceKind::cpu ? "cpu" : fmt::format("cuda:{}", device.index)},
+          {"gpu", gpu_of(device)},
           {"threads", ceilings.threads},
           {"seed", seed},
           {"ceilings",
@@ -87,6 +102,7 @@ void add_results(Json& report, const std::string& title, const driver::Request& 
                                  {"description", pass.description},
                                  {"seconds",
                                   {{"median", pass.time.median},
+                                   {"host", number_or_null(pass.time.host, pass.time.host > 0)},
                                    {"p20", pass.time.p20},
                                    {"p80", pass.time.p80},
                                    {"runs", pass.time.runs}}},
@@ -95,6 +111,7 @@ void add_results(Json& report, const std::string& title, const driver::Request& 
                                  {"bound", pass.bound_by_products() ? "products" : "copy"},
                                  {"share_of_ceiling", number_or_null(share, share > 0)},
                                  {"workspace_bytes", pass.workspace_bytes},
+                                 {"plan_seconds", pass.plan_seconds},
                                  {"copies", measurement.copies},
                                  {"error", error},
                                  {"inputs", inputs},
@@ -106,9 +123,16 @@ void add_results(Json& report, const std::string& title, const driver::Request& 
 std::string heading_text(const Json& report) {
   const Json& machine = report["machine"];
   const Json& ceilings = report["ceilings"];
+  if (!report["gpu"].is_null()) {
+    const Json& gpu = report["gpu"];
+    return fmt::format("{} ({}), {} multiprocessors, CUDA {}\nceiling: copy {}\n",
+                       gpu["name"].get<std::string>(), gpu["arch"].get<std::string>(),
+                       gpu["multiprocessors"].get<int>(), gpu["cuda"].get<std::string>(),
+                       bandwidth_text(ceilings["copy_bytes_per_second"]));
+  }
   std::string isa = machine["simd"];
   for (const auto& extra : machine["isa"]) isa += ", " + extra.get<std::string>();
-  std::string products = "no OpenBLAS: matrix product ceiling unavailable";
+  std::string products = "no matrix product ceiling: " + ceilings["blas"].get<std::string>();
   if (!ceilings["f32_flops_per_second"].is_null()) {
     products =
         fmt::format("matrix product f32 {}, f64 {}", flops_text(ceilings["f32_flops_per_second"]),
@@ -131,14 +155,24 @@ std::string table_text(const Json& report) {
                {"of ceiling", true},
                {"error", true},
                {"workspace", true}});
+  const bool on_gpu = !report["gpu"].is_null();
+  if (on_gpu) table.add_column({"host", true});
   for (const Json& record : report["results"]) {
     const Json& seconds = record["seconds"];
     const Json& share = record["share_of_ceiling"];
-    table.add({record["op"], record["case"], record["dtype"], record["pass"],
-               time_text(seconds["median"]),
-               fmt::format("{}–{}", time_text(seconds["p20"]), time_text(seconds["p80"])),
-               rate_text(record), share.is_null() ? "—" : percent_text(share), error_cell(record),
-               bytes_text(record["workspace_bytes"])});
+    std::vector<std::string> row = {
+        record["op"],
+        record["case"],
+        record["dtype"],
+        record["pass"],
+        time_text(seconds["median"]),
+        fmt::format("{}–{}", time_text(seconds["p20"]), time_text(seconds["p80"])),
+        rate_text(record),
+        share.is_null() ? "—" : percent_text(share),
+        error_cell(record),
+        bytes_text(record["workspace_bytes"])};
+    if (on_gpu) row.push_back(time_text(seconds["host"]));
+    table.add(std::move(row));
   }
   return table.text();
 }

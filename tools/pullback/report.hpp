@@ -12,7 +12,8 @@ using Json = nlohmann::ordered_json;
 
 inline constexpr int kReportSchema = 1;
 
-Json new_report(const Machine& machine, const Ceilings& ceilings, std::uint64_t seed);
+Json new_report(const Machine& machine, const Ceilings& ceilings, const Device& device,
+                std::uint64_t seed);
 
 // Two records, forward and backward. `title` names the problem; `repeat` is a command line.
 void add_results(Json& report, const std::string& title, const driver::Request& request,

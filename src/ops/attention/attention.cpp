@@ -209,6 +209,10 @@ AttentionProblem complete(const AttentionProblem& given) {
   check_options(check, problem);
 
   const AttentionSizes sizes = sizes_of(problem);
+  if (varlen) {
+    check.product("cu_seqlens_q and the heads of q", {sizes.batch, sizes.heads});
+    check.product("cu_seqlens_k and the heads of k", {sizes.batch, sizes.kv_heads});
+  }
   if (!problem.scale) problem.scale = 1 / std::sqrt(static_cast<double>(sizes.head_dim));
   if (varlen) {
     const auto bound = [](std::int64_t stated, std::int64_t total) {

@@ -108,6 +108,7 @@ BlockSoftmaxProblem complete(const BlockSoftmaxProblem& problem) {
   check.rank("x", p.x, 4);
   const auto [Z, H, R, C, b, nnz] = sizes_of(p);
   check.shape("x", p.x, {Z, nnz, b, b});
+  check.product("the batch of x and the rows of layout", {Z, H, R, b});
 
   if (p.rpe.given()) {
     check.sane("rpe", p.rpe);

@@ -14,15 +14,32 @@ constexpr std::int64_t kBlock = 1 << 14;
 
 std::size_t bitmap_bytes(std::int64_t rows) { return static_cast<std::size_t>((rows + 7) / 8); }
 
+template <class Index>
+bool ascends(const Index* offsets, std::int64_t count) {
+  bool ok = true;
+  for (std::int64_t s = 0; s < count; ++s) ok &= offsets[s] <= offsets[s + 1];
+  return ok;
+}
+
+bool ascends(const IndexView& offsets, std::int64_t begin, std::int64_t end) {
+  if (offsets.stride == 1) {
+    const std::int64_t count = end - begin;
+    return offsets.wide ? ascends(static_cast<const std::int64_t*>(offsets.data) + begin, count)
+                        : ascends(static_cast<const std::int32_t*>(offsets.data) + begin, count);
+  }
+  bool ok = true;
+  for (std::int64_t s = begin; s < end; ++s) ok &= offsets[s] <= offsets[s + 1];
+  return ok;
+}
+
 bool offsets_ascend(const IndexView& offsets, std::int64_t count, std::int64_t rows,
                     const Threads& threads) {
   if (offsets[0] < 0 || offsets[count] > rows) return false;
   std::atomic<bool> ascend = true;
   threads.parallel_for((count + kBlock - 1) / kBlock, [&](std::int64_t block, int) {
-    bool ok = true;
-    const std::int64_t end = std::min(count, (block + 1) * kBlock);
-    for (std::int64_t s = block * kBlock; s < end; ++s) ok &= offsets[s] <= offsets[s + 1];
-    if (!ok) ascend.store(false, std::memory_order_relaxed);
+    if (!ascends(offsets, block * kBlock, std::min(count, (block + 1) * kBlock))) {
+      ascend.store(false, std::memory_order_relaxed);
+    }
   });
   return ascend.load();
 }

@@ -47,6 +47,7 @@ SegmentProblem complete(const SegmentProblem& given) {
                fmt::format("{} rows", rows));
   }
   const std::int64_t segments = problem.num_segments;
+  check.product("num_segments and the columns of x", {segments, columns});
 
   // out and d_out have a row per segment, or for softmax one per row of x.
   const std::int64_t out_rows = reduce == SegmentReduce::softmax ? rows : segments;

@@ -40,10 +40,10 @@ inline TensorMap inputs_of(const Setup& s, DType dtype, Random& random) {
   const bool varlen = !s.cu_q.empty();
   const auto values = [&](DType type, std::vector<std::int64_t> shape, double sigma) {
     if (varlen && shape.size() == 4) shape.erase(shape.begin());
+    if (!s.integers) return normal_tensor(type, shape, random, sigma);
     HostTensor tensor(TensorSpec::contiguous(type, shape));
     for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-      tensor.set(i,
-                 s.integers ? static_cast<double>(random.integer(-2, 2)) : sigma * random.normal());
+      tensor.set(i, static_cast<double>(random.integer(-2, 2)));
     }
     return tensor;
   };

@@ -5,18 +5,10 @@
 #include "driver/driver.hpp"
 #include "pullback/block_sparse.hpp"
 #include "pullback/error.hpp"
+#include "support/message_of.hpp"
 
 namespace pullback {
 namespace {
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 // Z 2, H 1, R 2, C 1, nnz 1, b 16, K 5.
 BlockMatmulProblem valid() {

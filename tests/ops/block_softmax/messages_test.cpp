@@ -6,18 +6,10 @@
 #include "driver/driver.hpp"
 #include "pullback/block_sparse.hpp"
 #include "pullback/error.hpp"
+#include "support/message_of.hpp"
 
 namespace pullback {
 namespace {
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 const std::vector<std::uint8_t> kPresent = {1, 1, 0, 1};
 

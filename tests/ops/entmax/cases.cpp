@@ -305,6 +305,12 @@ std::vector<Case> entmax_bench() {
     std::string name = fmt::format("{}x{} sigma {}", rows, length, sigma);
     for (const auto& [key, value] : options) name += fmt::format(" {} {}", key, value);
     Case test = make_case(name, options, {rows, length}, normal(sigma));
+    test.inputs = [=](DType dtype, Random& random) {
+      TensorMap inputs;
+      inputs["x"] = normal_tensor(dtype, {rows, length}, random, sigma);
+      inputs["d_y"] = normal_tensor(dtype, {rows, length}, random);
+      return inputs;
+    };
     test.dtypes = {DType::f32, DType::bf16};
     cases.push_back(test);
   };

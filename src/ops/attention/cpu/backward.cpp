@@ -323,13 +323,9 @@ void WriteQueryGradient(const CpuRun& run) {
   const AttentionSizes& sizes = layout.sizes;
   const TensorSpec& spec = layout.problem.d_q;
   const auto head_dim = static_cast<std::ptrdiff_t>(sizes.head_dim);
-  const std::int64_t blocks = blocks_of(sizes.max_query, kRowBlock);
-  run.threads.parallel_for(sizes.batch * sizes.heads * blocks, [&](std::int64_t task, int) {
-    const std::int64_t b = task / blocks / sizes.heads, h = task / blocks % sizes.heads;
+  // Queries [first, last) of a sequence.
+  const auto write = [&](std::int64_t b, std::int64_t h, std::int64_t first, std::int64_t last) {
     const Sequence sequence = run.sequences[b];
-    const std::int64_t first = task % blocks * kRowBlock;
-    const std::int64_t last = std::min(first + kRowBlock, sequence.q_length);
-    if (first >= last) return;
     HWY_ALIGN Real line[kMaxWidth];
     const TileSource target =
         tile_source(spec, run.tensors.d_q, b, sequence.q_begin + first, h, last - first);
@@ -352,6 +348,21 @@ void WriteQueryGradient(const CpuRun& run) {
             static_cast<std::ptrdiff_t>(target.element), head_dim);
       }
     });
+  };
+  const std::int64_t items = sizes.varlen ? 1 : sizes.batch;
+  const std::int64_t blocks = blocks_of(sizes.total_query, kRowBlock);
+  run.threads.parallel_for(items * sizes.heads * blocks, [&](std::int64_t task, int) {
+    const std::int64_t first = task % blocks * kRowBlock, h = task / blocks % sizes.heads;
+    const std::int64_t last = std::min(first + kRowBlock, sizes.total_query);
+    if (!sizes.varlen) return write(task / blocks / sizes.heads, h, first, last);
+    // The sequences that have rows here. They come in order, and so do their ends.
+    const auto table = run.sequences.table();
+    const auto behind = [&](const Sequence& s) { return s.q_begin + s.q_length <= first; };
+    for (auto s = std::ranges::partition_point(table, behind);
+         s != table.end() && s->q_begin < last; ++s) {
+      write(s - table.begin(), h, std::max(first - s->q_begin, std::int64_t{0}),
+            std::min(last - s->q_begin, s->q_length));
+    }
   });
 }
 

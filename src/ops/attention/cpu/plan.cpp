@@ -13,16 +13,16 @@ namespace {
 constexpr std::int64_t kTasks = 16;
 
 // Key tiles are as long as lets the packed operands of a tile stay in a 2 MB L2 cache, as the
-// queries are packed once for each (docs/tuning/attention.md), but short enough to make kTasks
-// tasks.
+// queries are packed once for each (docs/tuning/attention.md), but short enough to make
+// kTasks tasks.
 std::int64_t key_tile_of(const AttentionProblem& problem, const AttentionSizes& sizes, bool amx) {
   const std::int64_t width = std::max(sizes.head_dim, sizes.value_dim);
   std::int64_t tile = 384;
   if (width > (amx ? 128 : 64)) tile /= 2;
   if (width > 128 && !amx) tile /= 2;
   if (problem.q.dtype == DType::f64) tile = 96;
-  const std::int64_t heads = sizes.batch * sizes.kv_heads;
-  while (tile > 96 && heads * blocks_of(sizes.max_key, tile) < kTasks) tile /= 2;
+  const std::int64_t heads = std::min(kTasks, sizes.batch * sizes.kv_heads);
+  while (tile > 96 && heads * std::min(kTasks, blocks_of(sizes.max_key, tile)) < kTasks) tile /= 2;
   return tile;
 }
 
@@ -30,7 +30,7 @@ std::int64_t key_tile_of(const AttentionProblem& problem, const AttentionSizes& 
 // without work.
 std::int64_t task_queries_of(const AttentionSizes& sizes, int threads) {
   std::int64_t tiles = 4;
-  const std::int64_t rows = sizes.batch * sizes.heads * sizes.max_query;
+  const std::int64_t rows = sizes.heads * sizes.total_query * (sizes.varlen ? 1 : sizes.batch);
   while (tiles > 1 && rows < 4 * threads * tiles * kQueryTile) --tiles;
   return tiles * kQueryTile;
 }

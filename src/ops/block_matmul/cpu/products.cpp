@@ -10,7 +10,7 @@
 #define HWY_TARGET_INCLUDE "ops/block_matmul/cpu/products.cpp"
 #include <hwy/foreach_target.h>
 
-#include "cpu/simd-inl.hpp"
+#include "cpu/tile_pack-inl.hpp"
 #include "ops/block_matmul/cpu/products.hpp"
 
 #ifndef PULLBACK_BLOCK_MATMUL_TASKS
@@ -22,10 +22,10 @@ inline constexpr std::int64_t kTile = 128;   // columns of a spread task
 inline constexpr std::int64_t kDepth = 128;  // terms of a sample summed between panels
 inline constexpr std::int64_t kMostBlocks = 32;
 // Elements of Real in a slot's scratch: the accumulators of a task, then a left and a right panel.
-inline constexpr std::int64_t kAccumulators = 64 * 1024;
+inline constexpr std::int64_t kSums = 64 * 1024;
 inline constexpr std::int64_t kLeftPanel = kMaxBlock * kDepth;
 inline constexpr std::int64_t kRightPanel = kDepth * kTile;
-inline constexpr std::int64_t kScratch = kAccumulators + kLeftPanel + kRightPanel;
+inline constexpr std::int64_t kScratch = kSums + kLeftPanel + kRightPanel;
 
 struct SpreadTask {
   DType dtype;
@@ -53,67 +53,12 @@ namespace pullback::HWY_NAMESPACE {
 
 using namespace block_matmul;
 
-// At most 16 lanes, which divide every block size.
+// Divides every block size.
+inline constexpr int kBlockMultiple = 16;
+
+// Left operands are tiles of any strides; right ones are row-major, with rows `row` apart.
 template <class R>
-using Tag = hn::CappedTag<R, 16>;
-
-template <class R>
-struct Panel {
-  const R* data;
-  std::int64_t row_stride, column_stride;
-};
-
-inline constexpr std::int64_t kStrip = 4;  // rows of a register tile
-
-// accumulators [kStrip, V vectors] += left [kStrip, depth] · right [depth, V vectors].
-template <std::size_t V, class D, class R = hn::TFromD<D>>
-HWY_INLINE void MultiplyAddStrip(D d, const Panel<R>& left, const R* HWY_RESTRICT right,
-                                 std::int64_t right_stride, std::int64_t depth,
-                                 R* HWY_RESTRICT accumulators, std::int64_t stride) {
-  const std::size_t lanes = hn::Lanes(d);
-  hn::Vec<D> sum[kStrip][V];
-  for (std::int64_t i = 0; i < kStrip; ++i) {
-    for (std::size_t v = 0; v < V; ++v)
-      sum[i][v] = hn::LoadU(d, accumulators + i * stride + v * lanes);
-  }
-  for (std::int64_t k = 0; k < depth; ++k) {
-    hn::Vec<D> row[V];
-    for (std::size_t v = 0; v < V; ++v) row[v] = hn::LoadU(d, right + k * right_stride + v * lanes);
-    const R* column = left.data + k * left.column_stride;
-    for (std::int64_t i = 0; i < kStrip; ++i) {
-      const auto by = hn::Set(d, column[i * left.row_stride]);
-      for (std::size_t v = 0; v < V; ++v) sum[i][v] = hn::MulAdd(by, row[v], sum[i][v]);
-    }
-  }
-  for (std::int64_t i = 0; i < kStrip; ++i) {
-    for (std::size_t v = 0; v < V; ++v)
-      hn::StoreU(sum[i][v], d, accumulators + i * stride + v * lanes);
-  }
-}
-
-// accumulators [rows, columns] += left [rows, depth] · right [depth, columns]; rows is a multiple
-// of kStrip, columns of the lanes.
-template <class R>
-void MultiplyAdd(const Panel<R>& left, const Panel<R>& right, std::int64_t rows,
-                 std::int64_t columns, std::int64_t depth, R* accumulators, std::int64_t stride) {
-  const Tag<R> d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  // 4 strips of 4 vectors leave room in 32 registers, 4 of 2 in 16.
-  constexpr std::size_t kVectors = HWY_TARGET <= HWY_AVX3 ? 4 : 2;
-  constexpr auto kWide = static_cast<std::int64_t>(kVectors);
-  std::int64_t j = 0;
-  const auto columns_of = [&](auto vectors) {
-    for (std::int64_t i = 0; i < rows; i += kStrip) {
-      const Panel<R> strip{left.data + i * left.row_stride, left.row_stride, left.column_stride};
-      MultiplyAddStrip<decltype(vectors)::value>(d, strip, right.data + j, right.row_stride, depth,
-                                                 accumulators + i * stride + j, stride);
-    }
-    j += static_cast<std::int64_t>(decltype(vectors)::value) * lanes;
-  };
-  while (j + kWide * lanes <= columns) columns_of(std::integral_constant<std::size_t, kVectors>());
-  if (kWide > 2 && j + 2 * lanes <= columns) columns_of(std::integral_constant<std::size_t, 2>());
-  while (j < columns) columns_of(std::integral_constant<std::size_t, 1>());
-}
+using Panel = StridedTile<const R>;
 
 // The matrix [rows, columns] at `from` as Real: itself, or a copy in `scratch` that keeps the order
 // of memory.
@@ -123,11 +68,11 @@ Panel<R> LeftPanel(const T* from, std::int64_t row_stride, std::int64_t column_s
   if constexpr (std::is_same_v<T, R>) {
     return {from, row_stride, column_stride};
   } else {
-    const Tag<R> d;
+    const TileVector<R> d;
     const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
     if (row_stride == 1 && column_stride != 1) {
       const Panel<R> flipped = LeftPanel(from, column_stride, row_stride, columns, rows, scratch);
-      return {flipped.data, flipped.column_stride, flipped.row_stride};
+      return {flipped.data, flipped.column, flipped.row};
     }
     for (std::int64_t i = 0; i < rows; ++i) {
       const T* row = from + i * row_stride;
@@ -154,7 +99,7 @@ Panel<R> RightPanel(const T* from, std::int64_t row_stride, std::int64_t column_
       return {from, row_stride, 1};
     }
   }
-  const Tag<R> d;
+  const TileVector<R> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   if (column_stride == 1) {
     for (std::int64_t k = 0; k < rows; ++k) {
@@ -167,18 +112,41 @@ Panel<R> RightPanel(const T* from, std::int64_t row_stride, std::int64_t column_
     }
     return {scratch, padded, 1};
   }
-  // Reads down the columns, 16 rows at a time, so that a cache line of either side is used whole.
-  constexpr std::int64_t kRows = 16;
+  // Reads down the columns, a few rows at a time, so that a cache line of either side is used
+  // whole.
+  constexpr std::int64_t kRows = 16, kSide = kTransposeBlock<R>;
   for (std::int64_t k0 = 0; k0 < rows; k0 += kRows) {
     const std::int64_t k1 = std::min(k0 + kRows, rows);
-    for (std::int64_t j = 0; j < columns; ++j) {
+    std::int64_t j = 0;
+    if (row_stride == 1 && k1 - k0 == kRows) {
+      R staged[kSide * kRows];
+      for (; j + kSide <= columns; j += kSide) {
+        const R* square = staged;
+        std::int64_t square_row = kRows;
+        if constexpr (std::is_same_v<T, R>) {
+          square = from + j * column_stride + k0;
+          square_row = column_stride;
+        } else {
+          for (std::int64_t i = 0; i < kSide; ++i) {
+            const T* column = from + (j + i) * column_stride + k0;
+            for (std::int64_t k = 0; k < kRows; k += lanes) {
+              hn::StoreU(HWY_NAMESPACE::Load(d, column + k), d, staged + i * kRows + k);
+            }
+          }
+        }
+        for (std::int64_t k = 0; k < kRows; k += kSide) {
+          TransposeBlock(square + k, square_row, scratch + (k0 + k) * padded + j, padded);
+        }
+      }
+    }
+    for (; j < columns; ++j) {
       const T* column = from + j * column_stride;
       for (std::int64_t k = k0; k < k1; ++k) {
         scratch[k * padded + j] = static_cast<R>(column[k * row_stride]);
       }
     }
     for (std::int64_t k = k0; k < k1; ++k) {
-      for (std::int64_t j = columns; j < padded; ++j) scratch[k * padded + j] = 0;
+      for (j = columns; j < padded; ++j) scratch[k * padded + j] = 0;
     }
   }
   return {scratch, padded, 1};
@@ -188,7 +156,7 @@ Panel<R> RightPanel(const T* from, std::int64_t row_stride, std::int64_t column_
 template <class T, class R = Real<T>>
 void StoreTile(const R* from, std::int64_t stride, std::int64_t rows, std::int64_t columns, T* to,
                std::int64_t row_stride, std::int64_t column_stride) {
-  const Tag<R> d;
+  const TileVector<R> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   if (column_stride == 1) {
     for (std::int64_t i = 0; i < rows; ++i) {
@@ -210,13 +178,13 @@ void StoreTile(const R* from, std::int64_t stride, std::int64_t rows, std::int64
 template <class T>
 void Spread(const SpreadTask& task) {
   using R = Real<T>;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(Tag<R>()));
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(TileVector<R>()));
   const auto& [sparse, in, out] = *task.form;
   const std::int64_t b = task.b, first = task.tile * kTile;
   const std::int64_t columns = std::min(kTile, out.columns - first);
   const std::int64_t padded = (columns + lanes - 1) / lanes * lanes;
   R* accumulators = static_cast<R*>(task.scratch);
-  R* left_scratch = accumulators + kAccumulators;
+  R* left_scratch = accumulators + kSums;
   R* right_scratch = left_scratch + kLeftPanel;
 
   std::fill(accumulators, accumulators + b * padded, R{0});
@@ -236,7 +204,8 @@ void Spread(const SpreadTask& task) {
                                 column_stride, b, b, left_scratch);
     const auto right = RightPanel(x + x_begin + x_row * in.row_stride, in.row_stride,
                                   in.column_stride, b, columns, padded, right_scratch);
-    MultiplyAdd(left, right, b, padded, b, accumulators, padded);
+    RowMajorMatmul<kBlockMultiple, R>(b, padded, b, left, right.data, right.row, accumulators,
+                                      padded, true);
   }
   T* y = static_cast<T*>(out.data) + task.z * out.z_stride + task.h * out.h_stride +
          task.block_row * b * out.row_stride + first * out.column_stride;
@@ -249,27 +218,31 @@ void Sample(const SampleTask& task) {
   const auto& [left, right, sparse] = *task.form;
   const std::int64_t b = task.b, depth = left.columns;
   R* accumulators = static_cast<R*>(task.scratch);
-  R* left_scratch = accumulators + kAccumulators;
+  R* left_scratch = accumulators + kSums;
   R* right_scratch = left_scratch + kLeftPanel;
   const auto blocks =
       task.layout->column(task.h, task.block_column)
           .subspan(static_cast<std::size_t>(task.first), static_cast<std::size_t>(task.count));
 
   std::fill(accumulators, accumulators + task.count * b * b, R{0});
-  const T* from_left =
-      static_cast<const T*>(left.data) + task.z * left.z_stride + task.h * left.h_stride;
-  const T* from_right = static_cast<const T*>(right.data) + task.z * right.z_stride +
-                        task.h * right.h_stride + task.block_column * b * right.column_stride;
+  // Offsets, not pointers: without depth the tensors may be empty and null.
+  const T* from_left = static_cast<const T*>(left.data);
+  const T* from_right = static_cast<const T*>(right.data);
+  const std::int64_t left_begin = task.z * left.z_stride + task.h * left.h_stride;
+  const std::int64_t right_begin = task.z * right.z_stride + task.h * right.h_stride +
+                                   task.block_column * b * right.column_stride;
   for (std::int64_t k = 0; k < depth; k += kDepth) {
     const std::int64_t terms = std::min(kDepth, depth - k);
-    const auto right_panel = RightPanel(from_right + k * right.row_stride, right.row_stride,
-                                        right.column_stride, terms, b, b, right_scratch);
+    const auto right_panel =
+        RightPanel(from_right + right_begin + k * right.row_stride, right.row_stride,
+                   right.column_stride, terms, b, b, right_scratch);
     R* to = accumulators;
     for (const auto& block : blocks) {
-      const auto left_panel =
-          LeftPanel(from_left + block.row * b * left.row_stride + k * left.column_stride,
-                    left.row_stride, left.column_stride, b, terms, left_scratch);
-      MultiplyAdd(left_panel, right_panel, b, b, terms, to, b);
+      const auto left_panel = LeftPanel(
+          from_left + left_begin + block.row * b * left.row_stride + k * left.column_stride,
+          left.row_stride, left.column_stride, b, terms, left_scratch);
+      RowMajorMatmul<kBlockMultiple, R>(b, b, terms, left_panel, right_panel.data, right_panel.row,
+                                        to, b, true);
       to += b * b;
     }
   }
@@ -309,7 +282,7 @@ Products::Products(const BlockMatmulProblem& problem, const Device& device)
   if (problem.mode == BlockMatmulMode::sdd && problem.transpose_c) {
     layout_ = std::make_shared<const BlockLayout>(problem.layout->transposed());
   }
-  const std::int64_t most = std::min(kMostBlocks, kAccumulators / (b_ * b_));
+  const std::int64_t most = std::min(kMostBlocks, kSums / (b_ * b_));
   for (std::int64_t h = 0; h < layout_->heads(); ++h) {
     for (std::int64_t c = 0; c < layout_->columns(); ++c) {
       const auto count = static_cast<std::int64_t>(layout_->column(h, c).size());

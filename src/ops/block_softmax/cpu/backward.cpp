@@ -1,8 +1,8 @@
 // ds = y (d_y - delta) with delta = sum of y · d_y over a row's blocks, and 0 where y is 0.
 // d_x = scale · ds; d_rpe, d_key_padding_mask, d_attn_mask = ds summed over what they broadcast.
 //
-// d_x: a task is a group of token rows of one block row. It reads y and d_y twice, the second time
-//   from cache: for delta, and for d_x.
+// d_x: a task takes token rows of one or more block rows, a strip of one to four rows at a time. It
+//   reads y and d_y twice, the second time from the first-level cache: for delta, and for d_x.
 // d_rpe and d_attn_mask: a task is one block row of the gradient; it goes over the block columns
 // and
 //   sums the blocks (z, h, row, column) that share a place, with the deltas of the step before.
@@ -32,13 +32,6 @@ struct BackwardRun {
   bool stream;
 };
 
-struct GroupTask {
-  std::int64_t z;
-  const RowGroup* group;
-  std::int64_t next_z;
-  const RowGroup* next;  // what this thread will probably do next; may be null
-};
-
 struct SumTask {
   void* gradient;  // element (0, 0) of this task's plane, or of its block column for the key mask
   std::int64_t row_stride, column_stride;
@@ -54,104 +47,124 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
 using block_softmax::BackwardRun;
-using block_softmax::GroupTask;
 using block_softmax::RowGroup;
+using block_softmax::RowTask;
 using block_softmax::Sizes;
 using block_softmax::SumTask;
 
-template <class T>
-const T* Row(const TensorSpec& spec, const void* data, std::int64_t z, std::int64_t rank,
-             std::int64_t i) {
-  return static_cast<const T*>(data) + z * spec.strides[0] + rank * spec.strides[1] +
-         i * spec.strides[2];
+// Vectors of a row whose elements may have gaps between them.
+template <bool kGaps, class D, class T>
+HWY_INLINE hn::Vec<D> LoadElements(D d, const T* from, std::int64_t stride) {
+  if constexpr (kGaps) {
+    T buffer[hn::MaxLanes(d)];
+    return HWY_NAMESPACE::Load(
+        d, Gathered(from, stride, static_cast<std::int64_t>(hn::Lanes(d)), buffer));
+  } else {
+    return HWY_NAMESPACE::Load(d, from);
+  }
+}
+template <bool kGaps, class D, class T>
+HWY_INLINE void StoreElements(D d, hn::Vec<D> value, T* to, std::int64_t stride) {
+  if constexpr (kGaps) {
+    T buffer[hn::MaxLanes(d)];
+    Store(d, value, buffer);
+    Scatter(buffer, to, stride, static_cast<std::int64_t>(hn::Lanes(d)));
+  } else {
+    Store(d, value, to);
+  }
 }
 
-template <class T>
-void BackwardRows(const BackwardRun& run, const GroupTask& task) {
+// Both passes over one strip. The second one asks for the next strip while it stores.
+template <class T, int kRows, bool kGaps>
+HWY_INLINE void BackwardStrip(const BackwardRun& run, std::int64_t z, const RowGroup& strip,
+                              const RowGroup* next, std::int64_t next_z) {
   using R = Real<T>;
-  const std::int64_t z = task.z;
-  const RowGroup& group = *task.group;
   const SegmentTag<T> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const BlockSoftmaxProblem& p = *run.problem;
-  const auto blocks = p.layout->row(group.head, group.row);
-  const std::int64_t b = p.block, begin = group.begin, end = group.end;
-  const std::int64_t y_stride = p.y.strides[3], d_y_stride = p.d_y.strides[3];
-  T y_scratch[kMaxBlock], d_y_scratch[kMaxBlock];
+  const BlockLayout& layout = *p.layout;
+  const std::int64_t b = p.block, y_step = p.y.strides[3], d_y_step = p.d_y.strides[3];
+  const auto y = StripOf<T>(p.y, run.y, layout, z, strip);
+  const auto d_y = StripOf<T>(p.d_y, run.d_y, layout, z, strip);
 
-  R partial[kMaxBlock * hn::MaxLanes(d)];
-  for (std::int64_t at = 0; at < (end - begin) * lanes; at += lanes) {
-    hn::StoreU(hn::Zero(d), d, partial + at);
-  }
-  const std::int64_t y_step = p.y.strides[2], d_y_step = p.d_y.strides[2];
-  for (const auto& block : blocks) {
-    const T* y_row = Row<T>(p.y, run.y, z, block.rank, begin);
-    const T* d_y_row = Row<T>(p.d_y, run.d_y, z, block.rank, begin);
-    R* sum_at = partial;
-    for (std::int64_t i = begin; i < end; ++i) {
-      const T* y = Gathered(y_row, y_stride, b, y_scratch);
-      const T* d_y = Gathered(d_y_row, d_y_stride, b, d_y_scratch);
-      auto sum = hn::LoadU(d, sum_at);
-      for (std::int64_t j = 0; j < b; j += lanes) {
-        const auto probability = HWY_NAMESPACE::Load(d, y + j);
-        const auto product = hn::Mul(probability, HWY_NAMESPACE::Load(d, d_y + j));
-        sum = hn::Add(sum, hn::IfThenZeroElse(hn::Eq(probability, hn::Zero(d)), product));
+  hn::Vec<decltype(d)> delta[kRows];
+  for (int i = 0; i < kRows; ++i) delta[i] = hn::Zero(d);
+  for (std::int64_t k = 0; k < y.blocks; ++k) {
+    const T *y_block = y.block(k), *d_y_block = d_y.block(k);
+    for (std::int64_t j = 0; j < b; j += lanes) {
+      for (int i = 0; i < kRows; ++i) {
+        const auto probability =
+            LoadElements<kGaps>(d, y_block + i * y.row_stride + j * y_step, y_step);
+        const auto product = hn::Mul(
+            probability,
+            LoadElements<kGaps>(d, d_y_block + i * d_y.row_stride + j * d_y_step, d_y_step));
+        delta[i] = hn::Add(delta[i], hn::IfThenZeroElse(hn::Eq(probability, hn::Zero(d)), product));
       }
-      hn::StoreU(sum, d, sum_at);
-      y_row += y_step;
-      d_y_row += d_y_step;
-      sum_at += lanes;
     }
   }
-  R delta[kMaxBlock];
-  for (std::int64_t i = 0; i < end - begin; ++i) {
-    delta[i] = hn::GetLane(hn::SumOfLanes(d, hn::LoadU(d, partial + i * lanes)));
-  }
-  if (run.delta != nullptr) {
-    const std::int64_t rows = p.layout->rows() * b;
-    R* to = static_cast<R*>(run.delta) + (z * p.layout->heads() + group.head) * rows +
-            group.row * b + begin;
-    std::memcpy(to, delta, static_cast<std::size_t>(end - begin) * sizeof(R));
+  for (int i = 0; i < kRows; ++i) {
+    delta[i] = hn::SumOfLanes(d, delta[i]);
+    if (run.delta != nullptr) {
+      const std::int64_t row = (z * layout.heads() + strip.head) * layout.rows() + strip.row;
+      static_cast<R*>(run.delta)[row * b + strip.begin + i] = hn::GetLane(delta[i]);
+    }
   }
   if (run.d_x == nullptr) return;
 
-  Upcoming upcoming_y, upcoming_d_y;
-  if (task.next != nullptr) {
-    upcoming_y = Upcoming(p.y, run.y, *p.layout, *task.next, task.next_z);
-    upcoming_d_y = Upcoming(p.d_y, run.d_y, *p.layout, *task.next, task.next_z);
+  Strip<const T> y_next, d_y_next;
+  if (next != nullptr) {
+    y_next = StripOf<T>(p.y, run.y, layout, next_z, *next);
+    d_y_next = StripOf<T>(p.d_y, run.d_y, layout, next_z, *next);
   }
+  const auto d_x = WritableStrip(StripOf<T>(p.d_x, run.d_x, layout, z, strip));
+  const std::int64_t d_x_step = p.d_x.strides[3];
   const auto scale = hn::Set(d, static_cast<R>(p.scale));
-  const std::int64_t d_x_stride = p.d_x.strides[3], d_x_step = p.d_x.strides[2];
-  const std::int64_t segment_bytes = b * static_cast<std::int64_t>(sizeof(T));
-  for (const auto& block : blocks) {
-    const T* y_row = Row<T>(p.y, run.y, z, block.rank, begin);
-    const T* d_y_row = Row<T>(p.d_y, run.d_y, z, block.rank, begin);
-    T* d_x_row = const_cast<T*>(Row<T>(p.d_x, run.d_x, z, block.rank, begin));
-    for (std::int64_t i = begin; i < end; ++i) {
-      const T* y = Gathered(y_row, y_stride, b, y_scratch);
-      const T* d_y = Gathered(d_y_row, d_y_stride, b, d_y_scratch);
-      upcoming_y.Fetch(segment_bytes);
-      upcoming_d_y.Fetch(segment_bytes);
-      const auto row_delta = hn::Set(d, delta[i - begin]);
-      const auto d_x_at = [&](std::int64_t j) {
-        const auto probability = HWY_NAMESPACE::Load(d, y + j);
-        const auto ds = hn::Mul(probability, hn::Sub(HWY_NAMESPACE::Load(d, d_y + j), row_delta));
-        return hn::IfThenZeroElse(hn::Eq(probability, hn::Zero(d)), hn::Mul(ds, scale));
-      };
-      if (run.stream) {
-        for (std::int64_t j = 0; j < b; j += lanes) StreamStore(d, d_x_at(j), d_x_row + j);
-      } else {
-        T d_x_scratch[kMaxBlock];
-        T* to = Writable(d_x_row, d_x_stride, d_x_scratch);
-        for (std::int64_t j = 0; j < b; j += lanes) Store(d, d_x_at(j), to + j);
-        Scatter(to, d_x_row, d_x_stride, b);
+  for (std::int64_t k = 0; k < y.blocks; ++k) {
+    const T *y_block = y.block(k), *d_y_block = d_y.block(k);
+    T* d_x_block = d_x.block(k);
+    const bool fetch = k < y_next.blocks;
+    const T* y_ahead = fetch ? y_next.block(k) : nullptr;
+    const T* d_y_ahead = fetch ? d_y_next.block(k) : nullptr;
+    for (std::int64_t j = 0; j < b; j += lanes) {
+      for (int i = 0; i < kRows; ++i) {
+        if (fetch) {
+          Fetch<kRows>(y_ahead + i * y.row_stride + j * y_step);
+          Fetch<kRows>(d_y_ahead + i * d_y.row_stride + j * d_y_step);
+        }
+        const auto probability =
+            LoadElements<kGaps>(d, y_block + i * y.row_stride + j * y_step, y_step);
+        const auto incoming =
+            LoadElements<kGaps>(d, d_y_block + i * d_y.row_stride + j * d_y_step, d_y_step);
+        const auto ds = hn::Mul(probability, hn::Sub(incoming, delta[i]));
+        const auto value = hn::IfThenZeroElse(hn::Eq(probability, hn::Zero(d)), hn::Mul(ds, scale));
+        T* to = d_x_block + i * d_x.row_stride + j * d_x_step;
+        if (run.stream) {
+          StreamStore(d, value, to);
+        } else {
+          StoreElements<kGaps>(d, value, to, d_x_step);
+        }
       }
-      y_row += y_step;
-      d_y_row += d_y_step;
-      d_x_row += d_x_step;
     }
   }
+}
+
+template <class T, int kRows, bool kGaps>
+void BackwardStrips(const BackwardRun& run, const RowTask& task) {
+  block_softmax::for_strips(task, kRows,
+                            [&](const RowGroup& strip, const RowGroup* next, std::int64_t next_z) {
+                              BackwardStrip<T, kRows, kGaps>(run, task.z, strip, next, next_z);
+                            });
   if (run.stream) hwy::FlushStream();
+}
+
+template <class T>
+void BackwardRows(const BackwardRun& run, const RowTask& task) {
+  const BlockSoftmaxProblem& p = *run.problem;
+  const bool gaps =
+      p.y.strides[3] != 1 || p.d_y.strides[3] != 1 || (run.d_x != nullptr && p.d_x.strides[3] != 1);
+  if (gaps) return BackwardStrips<T, 1, true>(run, task);
+  block_softmax::with_strip_rows(task, p.block,
+                                 [&]<int kRows>() { BackwardStrips<T, kRows, false>(run, task); });
 }
 
 // Adds ds of token row i of a block to sum [b].
@@ -163,9 +176,9 @@ HWY_INLINE void AddRow(const BackwardRun& run, std::int64_t z, const BlockLayout
   const BlockSoftmaxProblem& p = *run.problem;
   const std::int64_t b = p.block;
   T y_scratch[kMaxBlock], d_y_scratch[kMaxBlock];
-  const T* y = Gathered(Row<T>(p.y, run.y, z, block.rank, i), p.y.strides[3], b, y_scratch);
+  const T* y = Gathered(At<T>(p.y, run.y, z, block.rank, i), p.y.strides[3], b, y_scratch);
   const T* d_y =
-      Gathered(Row<T>(p.d_y, run.d_y, z, block.rank, i), p.d_y.strides[3], b, d_y_scratch);
+      Gathered(At<T>(p.d_y, run.d_y, z, block.rank, i), p.d_y.strides[3], b, d_y_scratch);
   const std::int64_t head_row = z * p.layout->heads() + block.head;
   const auto delta = hn::Set(
       d, static_cast<const R*>(run.delta)[(head_row * p.layout->rows() + block.row) * b + i]);
@@ -237,7 +250,7 @@ void SumBlockColumn(const BackwardRun& run, const SumTask& task) {
   StoreRow<T>(sum, static_cast<T*>(task.gradient), task.column_stride, b);
 }
 
-void BackwardGroup(const BackwardRun& run, const GroupTask& task) {
+void BackwardGroup(const BackwardRun& run, const RowTask& task) {
   dispatch_floating(run.problem->x.dtype, [&]<class T>() { BackwardRows<T>(run, task); });
 }
 void BackwardSumRow(const BackwardRun& run, const SumTask& task) {
@@ -273,7 +286,7 @@ class CpuBackward final : public Body {
       : problem_(problem),
         sizes_(sizes_of(problem)),
         threads_(device.threads),
-        groups_(make_row_groups(*problem.layout, problem.block)) {
+        tasks_(*problem.layout, problem.block) {
     const auto& [Z, H, R, C, b, nnz] = sizes_;
     const DType real = accumulation_dtype(problem.x.dtype);
     if (problem.d_rpe.given() || problem.d_attn_mask.given() ||
@@ -283,8 +296,8 @@ class CpuBackward final : public Body {
                             static_cast<std::size_t>(H) * sizeof(std::int32_t));
       workspace_bytes = delta_bytes_ + slot_bytes_ * static_cast<std::size_t>(threads_.count());
     }
-    description = "groups of rows, two passes over each in cache; sums in " +
-                  std::string(name_of(real)) + "; same bits for any number of threads";
+    description = "strips of rows, read twice in cache; sums in " + std::string(name_of(real)) +
+                  "; same bits for any number of threads";
   }
 
   void run(Stream, const BlockSoftmaxTensors& tensors, Workspace workspace) const override {
@@ -326,18 +339,8 @@ class CpuBackward final : public Body {
  private:
   void rows(const BackwardRun& run) const {
     if (run.d_x == nullptr && run.delta == nullptr) return;
-    const auto group_count = static_cast<std::int64_t>(groups_.size());
-    const std::int64_t task_count = sizes_.Z * group_count;
     const auto bytes = problem_.y.numel() * static_cast<std::int64_t>(size_of(problem_.y.dtype));
-    const auto group_at = [&](std::int64_t index) {
-      return &groups_[static_cast<std::size_t>(index % group_count)];
-    };
-    threads_.parallel_for(task_count, [&](std::int64_t index, int) {
-      const bool fetch = bytes > kFetchBytes && index + 1 < task_count;
-      const GroupTask task{.z = index / group_count,
-                           .group = group_at(index),
-                           .next_z = (index + 1) / group_count,
-                           .next = fetch ? group_at(index + 1) : nullptr};
+    tasks_.for_each(threads_, sizes_.Z, bytes > kFetchBytes, [&](const RowTask& task, int) {
       HWY_DYNAMIC_DISPATCH(BackwardGroup)(run, task);
     });
   }
@@ -385,7 +388,7 @@ class CpuBackward final : public Body {
   BlockSoftmaxProblem problem_;
   Sizes sizes_;
   Threads threads_;
-  std::vector<RowGroup> groups_;
+  RowTasks tasks_;
   std::size_t delta_bytes_ = 0, slot_bytes_ = 0;
 };
 

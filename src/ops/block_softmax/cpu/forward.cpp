@@ -1,16 +1,18 @@
 // y = exp(s - max s) / sum exp(s - max s) over the blocks of a row, s = scale · x + added terms.
 //
-// A task is a group of token rows of one block row. It goes over them three times:
-//   1. block by block, so that x is read in long runs: s into scratch, row after row;
-//   2. row by row in scratch: maximum, exponentials, their sum;
-//   3. after every few rows, block by block: y = exponential / sum.
-// Every x is read before any y of the group is written, so y may be x's memory.
+// A task takes token rows of one or more block rows, a strip of one to four rows at a time:
+//   1. the maxima of s; x comes from memory, or where it has terms or gaps s goes to scratch first;
+//   2. the exponentials of s into scratch, and their sums; x comes from the first-level cache.
+// Step 2 computes for longer than it takes to load and store as much. In between it stores y =
+// exponential / sum of the strip before and prefetches x of the next one, so that memory never
+// waits for the arithmetic. A strip is read before any y of it is written, so y may be x's memory.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/block_softmax/cpu/forward.cpp"
 #include <hwy/foreach_target.h>
 
 #include <hwy/cache_control.h>
 
+#include "cpu/exp-inl.hpp"
 #include "cpu/simd-inl.hpp"
 #include "ops/block_softmax/cpu/row_groups.hpp"
 #include "ops/block_softmax/cpu/segment-inl.hpp"
@@ -32,20 +34,12 @@ struct ForwardTask {
   const BlockSoftmaxProblem* problem;
   const BlockSoftmaxTensors* tensors;
   Term terms[3];  // in the order they are added; those without data are skipped
+  bool direct;    // x is s but for the scale: no terms, no gaps
   bool stream;
-  std::int64_t z;
-  RowGroup group;
-  std::int64_t next_z;
-  const RowGroup* next;  // what this thread will probably do next; may be null
+  RowTask rows;
   std::byte* scratch;
+  std::int64_t strip_elements;  // of each of the strips in scratch
 };
-
-// Rows in scratch are this many elements longer than needed, lest they compete for cache sets.
-inline constexpr std::int64_t kRowPadding = 16;
-
-// Rows between whose exponentials outputs are stored: the stores of one strip wait in the store
-// buffer while the next one computes. Four rows of a block are at least one cache line.
-inline constexpr std::int64_t kStripRows = 4;
 
 }  // namespace pullback::block_softmax
 #endif
@@ -54,6 +48,7 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
 using block_softmax::ForwardTask;
+using block_softmax::RowGroup;
 using block_softmax::Term;
 
 // The term's segment at `offset`, as Real.
@@ -99,61 +94,107 @@ HWY_INLINE void ApplyTerm(const Term& term, std::int64_t offset, std::int64_t b,
   }
 }
 
-// exp(x) for x <= 0, NaN for NaN; larger x do not matter. For f32 a result below 2^-126 is 0, and
-// the error is below 1 ulp: 2^n · exp(r) with x = n · log 2 + r, and exp(r) by the Cephes
-// polynomial.
-template <class D>
-HWY_INLINE hn::Vec<D> ExpNonPositive(D d, hn::Vec<D> x) {
-  if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
-    return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));  // Exp() gives 0 for NaN
-  } else {
-    const hn::RebindToUnsigned<D> bits;
-    // Adding 1.5 · 2^23 rounds to an integer in the low bits; 127 more make those 2^n's exponent.
-    const auto rounder = hn::Set(d, 12582912.0f + 127.0f);
-    const auto shifted = hn::MulAdd(x, hn::Set(d, 1.44269504088896341f), rounder);
-    const auto n = hn::Sub(shifted, rounder);
-    const auto two_to_n = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(bits, shifted)));
-    auto r = hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x);
-    r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), r);
-    auto p = hn::MulAdd(hn::Set(d, 1.9875691500e-4f), r, hn::Set(d, 1.3981999507e-3f));
-    p = hn::MulAdd(p, r, hn::Set(d, 8.3334519073e-3f));
-    p = hn::MulAdd(p, r, hn::Set(d, 4.1665795894e-2f));
-    p = hn::MulAdd(p, r, hn::Set(d, 1.6666665459e-1f));
-    p = hn::MulAdd(p, r, hn::Set(d, 5.0000001201e-1f));
-    p = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0f)));
-    const auto vanishes = hn::Lt(x, hn::Set(d, -87.33654f));
-    return hn::IfThenZeroElse(vanishes, hn::Mul(p, two_to_n));
+// Outputs that wait in scratch: y = factor · exponentials.
+template <class T, int kRows>
+struct Outputs {
+  const Real<T>* exponentials = nullptr;  // [blocks][b / lanes][kRows][lanes]; null: none
+  Strip<T> y = {};
+  Real<T> factor[kRows] = {};
+};
+
+// The maxima of the rows of a strip, 0 for a row that sees nothing.
+template <int kRows, class D, class S, class R = hn::TFromD<D>>
+HWY_INLINE void RowMaxima(D d, const Strip<const S>& x, std::int64_t b, R scale, R* most) {
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto by = hn::Set(d, scale);
+  hn::Vec<D> row_most[kRows];
+  for (int i = 0; i < kRows; ++i) row_most[i] = hn::Neg(hn::Inf(d));
+  for (std::int64_t k = 0; k < x.blocks; ++k) {
+    const S* from = x.block(k);
+    for (std::int64_t j = 0; j < b; j += lanes, from += lanes) {
+      for (int i = 0; i < kRows; ++i) {
+        const auto s = hn::Mul(HWY_NAMESPACE::Load(d, from + i * x.row_stride), by);
+        row_most[i] = hn::Max(row_most[i], s);
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    // Nothing is seen (or NaN besides): any finite shift leaves exponentials of 0 (or NaN).
+    const auto all = hn::MaxOfLanes(d, row_most[i]);
+    const auto nothing = hn::Eq(all, hn::Neg(hn::Inf(d)));
+    most[i] = hn::GetLane(hn::IfThenZeroElse(nothing, all));
   }
 }
 
-// Replaces the scores of one row by exp(s - max), and returns 1 / their sum, or 0 for a row that
-// sees nothing.
-template <class T, class R = Real<T>>
-HWY_INLINE R Exponentials(R* s, std::int64_t count, Upcoming& upcoming) {
-  const hn::CappedTag<R, 16> d;
+// Exponentials of a strip into scratch, and 1 / their sums, or 0 for a row that sees nothing. In
+// between it stores the outputs of the strip before and asks for the input of the next one, so that
+// memory has work in both directions while exponentials are computed.
+template <class T, int kRows, class S, class R = Real<T>>
+HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t b, R scale, const R* most,
+                             const Outputs<T, kRows>& before, bool stream,
+                             const Strip<const T>& next, R* to, R* factor) {
+  const SegmentTag<T> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  auto most0 = hn::LoadU(d, s), most1 = most0;
-  std::int64_t j = lanes;
-  for (; j + lanes < count; j += 2 * lanes) {
-    most0 = hn::Max(most0, hn::LoadU(d, s + j));
-    most1 = hn::Max(most1, hn::LoadU(d, s + j + lanes));
+  const auto by = hn::Set(d, scale);
+  hn::Vec<decltype(d)> sum[kRows], row_most[kRows], row_factor[kRows];
+  for (int i = 0; i < kRows; ++i) {
+    sum[i] = hn::Zero(d);
+    row_most[i] = hn::Set(d, most[i]);
+    row_factor[i] = hn::Set(d, before.factor[i]);
   }
-  if (j < count) most0 = hn::Max(most0, hn::LoadU(d, s + j));
-  auto most = hn::MaxOfLanes(d, hn::Max(most0, most1));
-  // Nothing is seen (or NaN besides): any finite shift leaves exponentials of 0 (or NaN).
-  const auto nothing = hn::Eq(most, hn::Neg(hn::Inf(d)));
-  most = hn::IfThenZeroElse(nothing, most);
+  const R* waiting = before.exponentials;
+  for (std::int64_t k = 0; k < x.blocks; ++k) {
+    const S* from = x.block(k);
+    const bool store = k < before.y.blocks;
+    T* y = store ? before.y.block(k) : nullptr;
+    const bool fetch = k < next.blocks;
+    const T* ahead = fetch ? next.block(k) : nullptr;
+    for (std::int64_t j = 0; j < b; j += lanes) {
+      for (int i = 0; i < kRows; ++i) {
+        if (fetch) Fetch<kRows>(ahead + i * next.row_stride + j);
+        // The maximum may have lost a NaN; the sum keeps it.
+        const auto s = hn::Mul(HWY_NAMESPACE::Load(d, from + i * x.row_stride), by);
+        const auto value = ExpNonPositive(d, hn::Sub(s, row_most[i]));
+        hn::StoreU(value, d, to);
+        to += lanes;
+        sum[i] = hn::Add(sum[i], value);
+      }
+      from += lanes;
+      if (!store) continue;
+      for (int i = 0; i < kRows; ++i) {
+        const auto value = hn::Mul(hn::LoadU(d, waiting), row_factor[i]);
+        waiting += lanes;
+        T* row = y + i * before.y.row_stride + j;
+        stream ? StreamStore(d, value, row) : Store(d, value, row);
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    const R total = hn::GetLane(hn::SumOfLanes(d, sum[i]));
+    factor[i] = total == 0 ? R{0} : R{1} / total;
+  }
+}
 
-  // The maximum may have lost a NaN; the sum keeps it.
-  auto sum = hn::Zero(d);
-  for (j = 0; j < count; j += lanes) {
-    upcoming.Fetch(lanes * static_cast<std::int64_t>(sizeof(T)));
-    const auto value = ExpNonPositive(d, hn::Sub(hn::LoadU(d, s + j), most));
-    hn::StoreU(value, d, s + j);
-    sum = hn::Add(sum, value);
+// Stores outputs of all blocks but the first ones; y_stride is between neighbours of a row.
+template <class T, int kRows>
+HWY_INLINE void Write(const Outputs<T, kRows>& outputs, std::int64_t first, std::int64_t b,
+                      std::int64_t y_stride, bool stream) {
+  const SegmentTag<T> d;
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  for (std::int64_t k = first; k < outputs.y.blocks; ++k) {
+    for (int i = 0; i < kRows; ++i) {
+      const Real<T>* from = outputs.exponentials + k * b * kRows + i * lanes;
+      T* y = outputs.y.block(k) + i * outputs.y.row_stride;
+      const auto by = hn::Set(d, outputs.factor[i]);
+      T scratch[kMaxBlock];
+      T* to = Writable(y, y_stride, scratch);
+      for (std::int64_t j = 0; j < b; j += lanes, from += kRows * lanes) {
+        const auto value = hn::Mul(hn::LoadU(d, from), by);
+        stream ? StreamStore(d, value, to + j) : Store(d, value, to + j);
+      }
+      Scatter(to, y, y_stride, b);
+    }
   }
-  const R total = hn::GetLane(hn::SumOfLanes(d, sum));
-  return total == 0 ? R{0} : R{1} / total;
 }
 
 // All terms at the segment of token row `row` that begins at token column `column`.
@@ -162,82 +203,82 @@ HWY_NOINLINE void ApplyTerms(const ForwardTask& task, std::int64_t head, std::in
                              std::int64_t column, Real<T>* s) {
   for (const Term& term : task.terms) {
     if (term.data == nullptr) continue;
-    const std::int64_t offset = task.z * term.z_stride + head * term.h_stride +
+    const std::int64_t offset = task.rows.z * term.z_stride + head * term.h_stride +
                                 row * term.row_stride + column * term.column_stride;
     ApplyTerm<T>(term, offset, task.problem->block, s);
   }
 }
 
-template <class T>
-void ForwardRows(const ForwardTask& task) {
-  using R = Real<T>;
+// s of token rows [row, row + kRows) of a block row, for rows that have terms or gaps.
+template <class T, int kRows, class R = Real<T>>
+HWY_INLINE void Scores(const ForwardTask& task, const RowGroup& strip, R* s) {
   const SegmentTag<T> d;
-  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const BlockSoftmaxProblem& p = *task.problem;
-  const auto blocks = p.layout->row(task.group.head, task.group.row);
-  const std::int64_t b = p.block, begin = task.group.begin, rows = task.group.end - begin;
-  const auto row_length = static_cast<std::int64_t>(blocks.size()) * b;
-  const std::int64_t pitch = row_length + block_softmax::kRowPadding;
-  R* s = reinterpret_cast<R*>(task.scratch);
-
+  const std::int64_t b = p.block;
   const auto scale = hn::Set(d, static_cast<R>(p.scale));
-  const bool has_terms = std::any_of(std::begin(task.terms), std::end(task.terms),
-                                     [](const Term& term) { return term.data != nullptr; });
-  const std::int64_t x_stride = p.x.strides[2];
-  for (std::size_t k = 0; k < blocks.size(); ++k) {
-    const T* x = static_cast<const T*>(task.tensors->x) + task.z * p.x.strides[0] +
-                 blocks[k].rank * p.x.strides[1] + begin * x_stride;
-    R* to = s + static_cast<std::int64_t>(k) * b;
-    for (std::int64_t i = 0; i < rows; ++i, x += x_stride, to += pitch) {
+  for (const auto& block : p.layout->row(strip.head, strip.row)) {
+    const T* x = At<T>(p.x, task.tensors->x, task.rows.z, block.rank, strip.begin);
+    for (int i = 0; i < kRows; ++i, x += p.x.strides[2], s += b) {
       T scratch[kMaxBlock];
       const T* from = Gathered(x, p.x.strides[3], b, scratch);
-      for (std::int64_t j = 0; j < b; j += lanes) {
-        hn::StoreU(hn::Mul(HWY_NAMESPACE::Load(d, from + j), scale), d, to + j);
+      for (std::int64_t j = 0; j < b; j += static_cast<std::int64_t>(hn::Lanes(d))) {
+        hn::StoreU(hn::Mul(HWY_NAMESPACE::Load(d, from + j), scale), d, s + j);
       }
-      if (has_terms) {
-        ApplyTerms<T>(task, blocks[k].head, blocks[k].row * b + begin + i, blocks[k].column * b,
-                      to);
-      }
+      ApplyTerms<T>(task, block.head, block.row * b + strip.begin + i, block.column * b, s);
     }
   }
+}
 
-  Upcoming upcoming;
-  if (task.next != nullptr) {
-    upcoming = Upcoming(p.x, task.tensors->x, *p.layout, *task.next, task.next_z);
-  }
-  const std::int64_t y_stride = p.y.strides[2];
-  for (std::int64_t first = 0; first < rows; first += block_softmax::kStripRows) {
-    const std::int64_t count = std::min(block_softmax::kStripRows, rows - first);
-    R factor[block_softmax::kStripRows];
-    for (std::int64_t i = 0; i < count; ++i) {
-      factor[i] = Exponentials<T>(s + (first + i) * pitch, row_length, upcoming);
+template <class T, int kRows>
+void ForwardStrips(const ForwardTask& task) {
+  using R = Real<T>;
+  const SegmentTag<T> d;
+  const BlockSoftmaxProblem& p = *task.problem;
+  const BlockSoftmaxTensors& tensors = *task.tensors;
+  const std::int64_t b = p.block;
+  const auto scale = static_cast<R>(p.scale);
+  R* exponentials = reinterpret_cast<R*>(task.scratch);
+  R* other = exponentials + task.strip_elements;
+  R* scores = other + task.strip_elements;
+
+  Outputs<T, kRows> before;
+  const auto run = [&](const RowGroup& strip, const RowGroup* next, std::int64_t next_z) {
+    const auto x = StripOf<T>(p.x, tensors.x, *p.layout, task.rows.z, strip);
+    Strip<const T> x_next;
+    if (next != nullptr) x_next = StripOf<T>(p.x, tensors.x, *p.layout, next_z, *next);
+    Outputs<T, kRows> outputs{
+        .exponentials = exponentials,
+        .y = WritableStrip(StripOf<T>(p.y, tensors.y, *p.layout, task.rows.z, strip))};
+    R most[kRows];
+    if (task.direct) {
+      RowMaxima<kRows>(d, x, b, scale, most);
+      Exponentials<T, kRows>(x, b, scale, most, before, task.stream, x_next, exponentials,
+                             outputs.factor);
+    } else {
+      Scores<T, kRows>(task, strip, scores);
+      const Strip<const R> s{scores, kRows * b, b, x.blocks};
+      RowMaxima<kRows>(d, s, b, R{1}, most);
+      Exponentials<T, kRows>(s, b, R{1}, most, before, task.stream, x_next, exponentials,
+                             outputs.factor);
     }
-    for (std::size_t k = 0; k < blocks.size(); ++k) {
-      T* y = static_cast<T*>(task.tensors->y) + task.z * p.y.strides[0] +
-             blocks[k].rank * p.y.strides[1] + (begin + first) * y_stride;
-      const R* from = s + first * pitch + static_cast<std::int64_t>(k) * b;
-      for (std::int64_t i = 0; i < count; ++i, y += y_stride, from += pitch) {
-        const auto by = hn::Set(d, factor[i]);
-        if (task.stream) {
-          for (std::int64_t j = 0; j < b; j += lanes) {
-            StreamStore(d, hn::Mul(hn::LoadU(d, from + j), by), y + j);
-          }
-          continue;
-        }
-        T scratch[kMaxBlock];
-        T* to = Writable(y, p.y.strides[3], scratch);
-        for (std::int64_t j = 0; j < b; j += lanes) {
-          Store(d, hn::Mul(hn::LoadU(d, from + j), by), to + j);
-        }
-        Scatter(to, y, p.y.strides[3], b);
-      }
+    Write(before, x.blocks, b, 1, task.stream);
+    if (p.y.strides[3] == 1) {
+      before = outputs;
+      std::swap(exponentials, other);
+    } else {
+      Write(outputs, 0, b, p.y.strides[3], false);
     }
-  }
+  };
+  block_softmax::for_strips(task.rows, kRows, run);
+  Write(before, 0, b, 1, task.stream);
   if (task.stream) hwy::FlushStream();
 }
 
 void ForwardGroup(const ForwardTask& task) {
-  dispatch_floating(task.problem->x.dtype, [&]<class T>() { ForwardRows<T>(task); });
+  dispatch_floating(task.problem->x.dtype, [&]<class T>() {
+    block_softmax::with_strip_rows(task.rows, task.problem->block,
+                                   [&]<int kRows>() { ForwardStrips<T, kRows>(task); });
+  });
 }
 
 bool ForwardStreams(const BlockSoftmaxProblem& p, const void* y) {
@@ -258,20 +299,21 @@ namespace {
 class CpuForward final : public Body {
  public:
   CpuForward(const BlockSoftmaxProblem& problem, const Device& device)
-      : problem_(problem),
-        threads_(device.threads),
-        groups_(make_row_groups(*problem.layout, problem.block)) {
-    std::int64_t most = 0;
-    for (const RowGroup& group : groups_) {
+      : problem_(problem), threads_(device.threads), tasks_(*problem.layout, problem.block) {
+    for (const RowGroup& group : tasks_.groups()) {
       const auto blocks =
           static_cast<std::int64_t>(problem.layout->row(group.head, group.row).size());
-      most = std::max(most, (group.end - group.begin) * (blocks * problem.block + kRowPadding));
+      const std::int64_t rows = std::min(strip_rows(problem.block), group.end - group.begin);
+      strip_elements_ = std::max(strip_elements_, rows * blocks * problem.block);
     }
-    const std::size_t bytes =
-        static_cast<std::size_t>(most) * size_of(accumulation_dtype(problem.x.dtype));
+    direct_ = problem.x.strides[3] == 1 && !problem.rpe.given() &&
+              !problem.key_padding_mask.given() && !problem.attn_mask.given();
+    // Exponentials of two strips, and scores of one.
+    const std::size_t bytes = static_cast<std::size_t>(strip_elements_ * (direct_ ? 2 : 3)) *
+                              size_of(accumulation_dtype(problem.x.dtype));
     slot_bytes_ = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
     workspace_bytes = slot_bytes_ * static_cast<std::size_t>(threads_.count());
-    description = "groups of rows, three passes over each in cache; sums in " +
+    description = "strips of rows, read twice in cache; sums in " +
                   std::string(name_of(accumulation_dtype(problem.x.dtype))) +
                   "; same bits for any number of threads";
   }
@@ -283,29 +325,22 @@ class CpuForward final : public Body {
                        .terms = {rpe_term(p.rpe, tensors.rpe),
                                  key_term(p.key_padding_mask, tensors.key_padding_mask),
                                  attn_term(p.attn_mask, tensors.attn_mask)},
+                       .direct = direct_,
                        .stream = false,
-                       .z = 0,
-                       .group = {},
-                       .next_z = 0,
-                       .next = nullptr,
-                       .scratch = nullptr};
+                       .rows = {},
+                       .scratch = nullptr,
+                       .strip_elements = strip_elements_};
     const auto bytes = p.y.numel() * static_cast<std::int64_t>(size_of(p.y.dtype));
     common.stream = bytes > kStreamBytes && tensors.y != tensors.x &&
                     HWY_DYNAMIC_DISPATCH(ForwardStreams)(p, tensors.y);
-    const auto group_count = static_cast<std::int64_t>(groups_.size());
-    const std::int64_t task_count = p.x.shape[0] * group_count;
-    threads_.parallel_for(task_count, [&](std::int64_t index, int slot) {
-      ForwardTask task = common;
-      task.z = index / group_count;
-      task.group = groups_[static_cast<std::size_t>(index % group_count)];
-      if (bytes > kFetchBytes && index + 1 < task_count) {
-        task.next_z = (index + 1) / group_count;
-        task.next = &groups_[static_cast<std::size_t>((index + 1) % group_count)];
-      }
-      task.scratch =
-          static_cast<std::byte*>(workspace.data) + static_cast<std::size_t>(slot) * slot_bytes_;
-      HWY_DYNAMIC_DISPATCH(ForwardGroup)(task);
-    });
+    tasks_.for_each(threads_, p.x.shape[0], bytes > kFetchBytes,
+                    [&](const RowTask& rows, int slot) {
+                      ForwardTask task = common;
+                      task.rows = rows;
+                      task.scratch = static_cast<std::byte*>(workspace.data) +
+                                     static_cast<std::size_t>(slot) * slot_bytes_;
+                      HWY_DYNAMIC_DISPATCH(ForwardGroup)(task);
+                    });
   }
 
  private:
@@ -327,7 +362,9 @@ class CpuForward final : public Body {
 
   BlockSoftmaxProblem problem_;
   Threads threads_;
-  std::vector<RowGroup> groups_;
+  RowTasks tasks_;
+  std::int64_t strip_elements_ = 0;
+  bool direct_ = false;
   std::size_t slot_bytes_ = 0;
 };
 

@@ -25,6 +25,14 @@ using SegmentTag = hn::CappedTag<Real<T>, 16>;
 
 inline constexpr std::int64_t kMaxBlock = 128;
 
+// Token row i of a block of a tensor [Z,nnz,b,b].
+template <class T>
+HWY_INLINE const T* At(const TensorSpec& spec, const void* data, std::int64_t z, std::int64_t rank,
+                       std::int64_t i) {
+  return static_cast<const T*>(data) + z * spec.strides[0] + rank * spec.strides[1] +
+         i * spec.strides[2];
+}
+
 // The segment itself when its elements are neighbours, else a copy of it in `scratch` [kMaxBlock].
 template <class T>
 HWY_INLINE const T* Gathered(const T* from, std::int64_t stride, std::int64_t b, T* scratch) {
@@ -59,41 +67,37 @@ HWY_INLINE void StreamStore(D d, hn::Vec<D> value, T* to) {
   }
 }
 
-// The part of a tensor [Z,nnz,b,b] that the next task will read, to be brought near while this one
-// computes: the hardware sees a stream only once a task has begun on it.
-class Upcoming {
- public:
-  Upcoming() = default;
-  Upcoming(const TensorSpec& spec, const void* data, const BlockLayout& layout,
-           const block_softmax::RowGroup& group, std::int64_t z) {
-    const std::int64_t b = spec.shape[3];
-    if (spec.strides[3] != 1 || spec.strides[2] != b) return;
-    const auto size = static_cast<std::int64_t>(size_of(spec.dtype));
-    const auto blocks = layout.row(group.head, group.row);
-    at_ = static_cast<const char*>(data) +
-          (z * spec.strides[0] + blocks[0].rank * spec.strides[1] + group.begin * b) * size;
-    piece_ = (group.end - group.begin) * b * size;
-    stride_ = spec.strides[1] * size;
-    pieces_ = static_cast<std::int64_t>(blocks.size());
-  }
+// A few token rows of one block row, in the tensor or in scratch: row i of block k begins at
+// at + k · block_stride + i · row_stride.
+template <class T>
+struct Strip {
+  T* at = nullptr;
+  std::int64_t block_stride = 0, row_stride = 0, blocks = 0;
 
-  // The next `bytes` of it. Few at a time: there is a queue, and when it is full loads wait.
-  HWY_INLINE void Fetch(std::int64_t bytes) {
-    for (owed_ += bytes; owed_ > 0 && pieces_ > 0; owed_ -= kLine) {
-      hwy::Prefetch(at_ + done_);
-      done_ += kLine;
-      if (done_ < piece_) continue;
-      done_ = 0;
-      at_ += stride_;
-      --pieces_;
-    }
-  }
-
- private:
-  static constexpr std::int64_t kLine = 64;
-  const char* at_ = nullptr;
-  std::int64_t piece_ = 0, stride_ = 0, pieces_ = 0, done_ = 0, owed_ = 0;
+  T* block(std::int64_t k) const { return at + k * block_stride; }
 };
+
+// The strip in a tensor [Z,nnz,b,b]: the blocks of a row have neighbouring ranks.
+template <class T>
+HWY_INLINE Strip<const T> StripOf(const TensorSpec& spec, const void* data,
+                                  const BlockLayout& layout, std::int64_t z,
+                                  const block_softmax::RowGroup& strip) {
+  const auto blocks = layout.row(strip.head, strip.row);
+  return {At<T>(spec, data, z, blocks[0].rank, strip.begin), spec.strides[1], spec.strides[2],
+          static_cast<std::int64_t>(blocks.size())};
+}
+template <class T>
+HWY_INLINE Strip<T> WritableStrip(const Strip<const T>& strip) {
+  return {const_cast<T*>(strip.at), strip.block_stride, strip.row_stride, strip.blocks};
+}
+
+// Asks for what the next strip will read. A strip's lines lie whole blocks apart and share few sets
+// of the first-level cache: rows of many small blocks would displace there what is still needed.
+template <int kRows>
+HWY_INLINE void Fetch(const void* from) {
+  constexpr int kFirstLevel = 3, kSecondLevel = 2;
+  __builtin_prefetch(from, 0, kRows > 1 ? kSecondLevel : kFirstLevel);
+}
 
 // Whether a tensor [Z,nnz,b,b] at `data` may be written with StreamStore: every vector is aligned.
 template <class T>

@@ -18,17 +18,10 @@
 
 namespace pullback::entmax {
 
-// One task: rows of one length, side by side.
-struct BackwardTile {
-  DType dtype = DType::f32;
-  std::int64_t rows = 0, length = 0, pitch = 0;
-  double alpha = 0;
-  bool stream = false;
-  RowTensor y, d_y, d_x, support, alpha_per_row, support_size, d_alpha;  // y or support
-  // Scratch: packed tensors, s, and one row of support bits.
-  std::byte *packed_y = nullptr, *packed_d_y = nullptr, *packed_d_x = nullptr;
-  std::byte* weights = nullptr;
-  std::uint8_t* bits = nullptr;
+struct BackwardTile : RowTile {
+  RowTensor y, d_y, d_x, support_size, d_alpha;  // y or support
+  // Scratch: packed tensors, and s.
+  std::byte *packed_y, *packed_d_y, *packed_d_x, *weights;
 };
 
 }  // namespace pullback::entmax
@@ -360,9 +353,7 @@ void BackwardTileOf(const BackwardTile& tile) {
   // In place the lines are cached already.
   const bool stream = tile.stream && !packs_d_x && d_x.data != d_y.data;
   for (std::int64_t r = 0; r < tile.rows; ++r) {
-    const double alpha = tile.alpha_per_row
-                             ? static_cast<double>(*tile.alpha_per_row.row<Statistic>(r))
-                             : tile.alpha;
+    const double alpha = tile.alpha_of<Statistic>(r);
     const T* g = d_y.row<T>(r);
     // Before d_x, which may be d_y's memory.
     if (tile.d_alpha) {
@@ -409,41 +400,21 @@ class BackwardPlan final : public RowPlan {
       : BackwardPlan(problem, device, backward_walk(problem)) {}
 
   void run(Stream, const EntmaxTensors& tensors, Workspace workspace) const override {
-    for_each(
-        tensors, workspace,
-        [&](const Walk::Tile& place, std::int64_t group, std::int64_t begin, std::int64_t length,
-            std::byte* scratch) {
-          const auto at = [&](std::size_t which, const void* data, std::int64_t along) {
-            return walk_.place(which, data, place, along);
-          };
-          const BackwardTile tile{
-              .dtype = problem_.x.dtype,
-              .rows = place.rows,
-              .length = length,
-              .pitch = pitch_,
-              .alpha = problem_.alpha,
-              .stream = stream_,
-              .y = at(kY, tensors.y, begin),
-              .d_y = at(kDY, tensors.d_y, begin),
-              .d_x = at(kDX, tensors.d_x, begin),
-              .support = at(kSupport, tensors.support, 0),
-              .alpha_per_row = at(kAlpha, tensors.alpha_per_row, group),
-              .support_size = at(kSize, tensors.support_size, group),
-              .d_alpha = at(kDAlpha, tensors.d_alpha, group),
-              .packed_y = scratch + packed_y_,
-              .packed_d_y = scratch + packed_d_y_,
-              .packed_d_x = scratch + packed_d_x_,
-              .weights = scratch + weights_,
-              .bits = reinterpret_cast<std::uint8_t*>(scratch + bits_),
-          };
-          HWY_DYNAMIC_DISPATCH(RunBackwardTile)(tile);
-        },
-        [&](const Walk::Tile& place, std::int64_t begin, std::int64_t length) {
-          if (!tensors.d_x) return;
-          dispatch_floating(problem_.x.dtype, [&]<class T>() {
-            fill_zero<T>(walk_.place(kDX, tensors.d_x, place, begin), place.rows, length);
-          });
-        });
+    for_each(tensors, workspace, kDX, tensors.d_x, [&](const Task& task) {
+      const BackwardTile tile{
+          row_tile(task, kSupport, tensors.support, kAlpha, tensors.alpha_per_row),
+          task.along_axis(kY, tensors.y),
+          task.along_axis(kDY, tensors.d_y),
+          task.along_axis(kDX, tensors.d_x),
+          task.per_row(kSize, tensors.support_size),
+          task.per_row(kDAlpha, tensors.d_alpha),
+          task.scratch + packed_y_,
+          task.scratch + packed_d_y_,
+          task.scratch + packed_d_x_,
+          task.scratch + weights_,
+      };
+      HWY_DYNAMIC_DISPATCH(RunBackwardTile)(tile);
+    });
   }
 
  private:
@@ -454,26 +425,21 @@ class BackwardPlan final : public RowPlan {
     if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
     if (!walk_.contiguous(kDY)) packed_d_y_ = slot.add(tile_elements(bytes));
     if (!walk_.contiguous(kDX)) packed_d_x_ = slot.add(tile_elements(bytes));
-    if (problem.support.given() && !walk_.contiguous(kSupport)) {
-      bits_ = slot.add((length_ + 7) / 8);
-    }
+    add_support_bits(slot, problem.support, kSupport);
     const Family family = family_of(problem.alpha);
     const bool any = problem.alpha_per_row.given();
     if (any || family == Family::near_one || family == Family::general || family == Family::steep) {
       weights_ = slot.add(vector_scratch_bytes(
           length_, any || family == Family::steep || problem.x.dtype == DType::f64));
     }
-    finish_layout(slot);
-    stream_ = problem.d_x.numel() * bytes >= kStreamBytes;
-    description = describe_walk(packs(walk_), stream_);
+    finish(slot, problem.d_x, packs(walk_));
   }
 
   static bool packs(const Walk& walk) {
     return !walk.contiguous(kY) || !walk.contiguous(kDY) || !walk.contiguous(kDX);
   }
 
-  std::size_t packed_y_ = 0, packed_d_y_ = 0, packed_d_x_ = 0, weights_ = 0, bits_ = 0;
-  bool stream_ = false;
+  std::size_t packed_y_ = 0, packed_d_y_ = 0, packed_d_x_ = 0, weights_ = 0;
 };
 
 }  // namespace

@@ -19,17 +19,10 @@
 
 namespace pullback::entmax {
 
-// One task: rows of one length, side by side.
-struct ForwardTile {
-  DType dtype = DType::f32;
-  std::int64_t rows = 0, length = 0, pitch = 0;
-  double alpha = 0;
-  bool stream = false;
-  RowTensor x, mask, y, support, alpha_per_row, tau, support_size;
-  // Scratch: packed x and y, one row of support bits, and the elements that the solver works on.
-  std::byte *packed_x = nullptr, *packed_y = nullptr;
-  std::uint8_t* bits = nullptr;
-  std::byte* elements = nullptr;
+struct ForwardTile : RowTile {
+  RowTensor x, mask, y, tau, support_size;
+  // Scratch: packed x and y, and the elements that the solver works on.
+  std::byte *packed_x, *packed_y, *elements;
 };
 
 // What is known of a row besides y.
@@ -255,7 +248,7 @@ RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
     const std::size_t end = std::min(row.length, begin + kSumVectors * lanes);
     auto part = hn::Zero(d);
     const auto take = [&](auto v, std::size_t i) HWY_ATTR {
-      const auto e = ExpOfNegative(d, hn::Sub(v, shift));
+      const auto e = ExpNonPositive(d, hn::Sub(v, shift));
       part = hn::Add(part, e);
       hn::StoreU(e, d, elements + i);
     };
@@ -344,10 +337,7 @@ void ForwardTileOf(const ForwardTile& tile) {
                          tile.stream && !packs_y,
                          static_cast<bool>(tile.support_size),
                          r + 1 < tile.rows ? x.row<T>(r + 1) : nullptr};
-    const double alpha = tile.alpha_per_row
-                             ? static_cast<double>(*tile.alpha_per_row.row<Statistic>(r))
-                             : tile.alpha;
-    const RowResult result = ForwardRow(row, alpha, tile.elements);
+    const RowResult result = ForwardRow(row, tile.alpha_of<Statistic>(r), tile.elements);
     if (tile.tau) *tile.tau.row<Statistic>(r) = static_cast<Statistic>(result.tau);
     if (tile.support_size) {
       *tile.support_size.row<std::int32_t>(r) = static_cast<std::int32_t>(
@@ -390,40 +380,20 @@ class ForwardPlan final : public RowPlan {
       : ForwardPlan(problem, device, forward_walk(problem)) {}
 
   void run(Stream, const EntmaxTensors& tensors, Workspace workspace) const override {
-    for_each(
-        tensors, workspace,
-        [&](const Walk::Tile& place, std::int64_t group, std::int64_t begin, std::int64_t length,
-            std::byte* scratch) {
-          const auto at = [&](std::size_t which, const void* data, std::int64_t along) {
-            return walk_.place(which, data, place, along);
-          };
-          const ForwardTile tile{
-              .dtype = problem_.x.dtype,
-              .rows = place.rows,
-              .length = length,
-              .pitch = pitch_,
-              .alpha = problem_.alpha,
-              .stream = stream_,
-              .x = at(kX, tensors.x, begin),
-              .mask = at(kMask, tensors.mask, begin),
-              .y = at(kY, tensors.y, begin),
-              .support = at(kSupport, tensors.support, 0),
-              .alpha_per_row = at(kAlpha, tensors.alpha_per_row, group),
-              .tau = at(kTau, tensors.tau, group),
-              .support_size = at(kSize, tensors.support_size, group),
-              .packed_x = scratch + packed_x_,
-              .packed_y = scratch + packed_y_,
-              .bits = reinterpret_cast<std::uint8_t*>(scratch + bits_),
-              .elements = scratch + elements_,
-          };
-          HWY_DYNAMIC_DISPATCH(RunForwardTile)(tile);
-        },
-        [&](const Walk::Tile& place, std::int64_t begin, std::int64_t length) {
-          if (!tensors.y) return;
-          dispatch_floating(problem_.x.dtype, [&]<class T>() {
-            fill_zero<T>(walk_.place(kY, tensors.y, place, begin), place.rows, length);
-          });
-        });
+    for_each(tensors, workspace, kY, tensors.y, [&](const Task& task) {
+      const ForwardTile tile{
+          row_tile(task, kSupport, tensors.support, kAlpha, tensors.alpha_per_row),
+          task.along_axis(kX, tensors.x),
+          task.along_axis(kMask, tensors.mask),
+          task.along_axis(kY, tensors.y),
+          task.per_row(kTau, tensors.tau),
+          task.per_row(kSize, tensors.support_size),
+          task.scratch + packed_x_,
+          task.scratch + packed_y_,
+          task.scratch + elements_,
+      };
+      HWY_DYNAMIC_DISPATCH(RunForwardTile)(tile);
+    });
   }
 
  private:
@@ -435,21 +405,16 @@ class ForwardPlan final : public RowPlan {
     ScratchLayout slot;
     if (problem.mask.given() || !walk_.contiguous(kX)) packed_x_ = slot.add(tile_elements(bytes));
     if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
-    if (problem.support.given() && !walk_.contiguous(kSupport)) {
-      bits_ = slot.add((length_ + 7) / 8);
-    }
+    add_support_bits(slot, problem.support, kSupport);
     elements_ = slot.add(vector_scratch_bytes(length_, in_double));
-    finish_layout(slot);
-    stream_ = problem.y.numel() * bytes >= kStreamBytes;
-    description = describe_walk(packs(problem, walk_), stream_);
+    finish(slot, problem.y, packs(problem, walk_));
   }
 
   static bool packs(const EntmaxProblem& problem, const Walk& walk) {
     return problem.mask.given() || !walk.contiguous(kX) || !walk.contiguous(kY);
   }
 
-  std::size_t packed_x_ = 0, packed_y_ = 0, bits_ = 0, elements_ = 0;
-  bool stream_ = false;
+  std::size_t packed_x_ = 0, packed_y_ = 0, elements_ = 0;
 };
 
 }  // namespace

@@ -177,6 +177,40 @@ inline std::int64_t packed_pitch(std::int64_t length, std::int64_t element_bytes
   return lines * 64 / element_bytes;
 }
 
+// Calls move(r, i) for `rows` × `length`. Blocks along the axis keep both sides in L1 when one of
+// them steps over whole lines.
+inline constexpr std::int64_t kBlock = 16;
+template <class Move>
+void for_each_blocked(std::int64_t rows, std::int64_t length, const Move& move) {
+  for (std::int64_t begin = 0; begin < length; begin += kBlock) {
+    const std::int64_t end = std::min(begin + kBlock, length);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      for (std::int64_t i = begin; i < end; ++i) move(r, i);
+    }
+  }
+}
+
+template <class T>
+void fill_zero(const RowTensor& to, std::int64_t rows, std::int64_t length) {
+  for_each_blocked(rows, length,
+                   [&](std::int64_t r, std::int64_t i) { to.row<T>(r)[i * to.step] = T{}; });
+}
+
+// What the tasks of both passes begin with: rows of one length, side by side.
+struct RowTile {
+  DType dtype;
+  std::int64_t rows, length, pitch;
+  double alpha;
+  bool stream;
+  RowTensor support, alpha_per_row;
+  std::uint8_t* bits;  // scratch for the support bits of a row that are not side by side
+
+  template <class Statistic>
+  double alpha_of(std::int64_t row) const {
+    return alpha_per_row ? static_cast<double>(*alpha_per_row.row<Statistic>(row)) : alpha;
+  }
+};
+
 // What forward and backward share: tiles × ragged rows as one list of tasks.
 class RowPlan : public PlanBody<EntmaxTensors> {
  protected:
@@ -200,29 +234,60 @@ class RowPlan : public PlanBody<EntmaxTensors> {
     if (groups_ < 0) grain_ = 1;
   }
 
-  void finish_layout(const ScratchLayout& slot) {
-    slot_bytes_ = slot.bytes();
-    workspace_bytes = slots_at_ + slot_bytes_ * static_cast<std::size_t>(threads_.count());
+  void add_support_bits(ScratchLayout& slot, const TensorSpec& support, std::size_t which) {
+    if (support.given() && !walk_.contiguous(which)) bits_ = slot.add((length_ + 7) / 8);
   }
 
-  std::string describe_walk(bool packs, bool stream) const {
-    return fmt::format(
+  // When all scratch is added. `output` is the tensor that the pass writes whole.
+  void finish(const ScratchLayout& slot, const TensorSpec& output, bool packs) {
+    slot_bytes_ = slot.bytes();
+    workspace_bytes = slots_at_ + slot_bytes_ * static_cast<std::size_t>(threads_.count());
+    stream_ = output.numel() * static_cast<std::int64_t>(size_of(output.dtype)) >= kStreamBytes;
+    description = fmt::format(
         "tiles of {} rows of {} elements, {}; one thread a row; accumulation {}\n"
         "deterministic: every row is computed on its own{}",
         walk_.tile_rows(), length_, packs ? "packed into scratch" : "in place",
         name_of(accumulation_dtype(problem_.x.dtype)),
-        stream ? "; the output is written past the caches" : "");
+        stream_ ? "; the output is written past the caches" : "");
   }
 
   std::int64_t tile_elements(std::int64_t element_bytes) const {
     return walk_.tile_rows() * pitch_ * element_bytes;
   }
 
-  // Calls row_task(tile, group, begin, length, scratch) for every tile and row group, and
-  // rest(tile, begin, length) for the stretches of the axis that belong to no ragged row.
-  template <class RowTask, class Rest>
-  void for_each(const EntmaxTensors& tensors, Workspace workspace, const RowTask& row_task,
-                const Rest& rest) const {
+  // Rows of one ragged group (the only one, where rows are not ragged) in one tile.
+  struct Task {
+    const Walk& walk;
+    const Walk::Tile& tile;
+    std::int64_t group, begin, length;
+    std::byte* scratch;
+
+    RowTensor along_axis(std::size_t which, const void* data) const {
+      return walk.place(which, data, tile, begin);
+    }
+    RowTensor per_row(std::size_t which, const void* data) const {
+      return walk.place(which, data, tile, group);
+    }
+  };
+
+  RowTile row_tile(const Task& task, std::size_t support_at, const void* support,
+                   std::size_t alpha_at, const void* alpha_per_row) const {
+    return {problem_.x.dtype,
+            task.tile.rows,
+            task.length,
+            pitch_,
+            problem_.alpha,
+            stream_,
+            walk_.place(support_at, support, task.tile, 0),
+            task.per_row(alpha_at, alpha_per_row),
+            reinterpret_cast<std::uint8_t*>(task.scratch + bits_)};
+  }
+
+  // Calls row_task for every tile and row group, and fills the stretches of `output`, tensor number
+  // `output_at`, that belong to no ragged row with zeros.
+  template <class RowTask>
+  void for_each(const EntmaxTensors& tensors, Workspace workspace, std::size_t output_at,
+                const void* output, const RowTask& row_task) const {
     auto* base = static_cast<std::byte*>(workspace.data);
     auto* offsets = reinterpret_cast<std::int64_t*>(base + offsets_at_);
     if (groups_ >= 0) {
@@ -235,12 +300,14 @@ class RowPlan : public PlanBody<EntmaxTensors> {
       const std::int64_t group = task % tasks_per_tile();
       std::byte* scratch = base + slots_at_ + slot_bytes_ * static_cast<std::size_t>(slot);
       if (groups_ < 0) {
-        row_task(tile, 0, 0, length_, scratch);
+        row_task(Task{walk_, tile, 0, 0, length_, scratch});
       } else if (group < groups_) {
-        row_task(tile, group, offsets[group], offsets[group + 1] - offsets[group], scratch);
-      } else {
-        rest(tile, 0, offsets[0]);
-        rest(tile, offsets[groups_], length_ - offsets[groups_]);
+        const std::int64_t begin = offsets[group];
+        row_task(Task{walk_, tile, group, begin, offsets[group + 1] - begin, scratch});
+      } else if (output != nullptr) {
+        const std::int64_t end = offsets[groups_];
+        clear(walk_.place(output_at, output, tile, 0), tile.rows, offsets[0]);
+        clear(walk_.place(output_at, output, tile, end), tile.rows, length_ - end);
       }
     };
     threads_.parallel_for(walk_.tiles() * tasks_per_tile(), run_task, grain_);
@@ -252,26 +319,18 @@ class RowPlan : public PlanBody<EntmaxTensors> {
   std::int64_t length_, groups_, pitch_ = 0;
 
  private:
+  void clear(const RowTensor& output, std::int64_t rows, std::int64_t length) const {
+    dispatch_floating(problem_.x.dtype, [&]<class T>() { fill_zero<T>(output, rows, length); });
+  }
+
   // Ragged: one for each row, one for the elements that belong to none.
   std::int64_t tasks_per_tile() const { return groups_ < 0 ? 1 : groups_ + 1; }
 
   std::int64_t grain_ = 1;
   ScratchLayout layout_;
-  std::size_t offsets_at_ = 0, slots_at_ = 0, slot_bytes_ = 0;
+  std::size_t offsets_at_ = 0, slots_at_ = 0, slot_bytes_ = 0, bits_ = 0;
+  bool stream_ = false;
 };
-
-// Calls move(r, i) for `rows` × `length`. Blocks along the axis keep both sides in L1 when one of
-// them steps over whole lines.
-inline constexpr std::int64_t kBlock = 16;
-template <class Move>
-void for_each_blocked(std::int64_t rows, std::int64_t length, const Move& move) {
-  for (std::int64_t begin = 0; begin < length; begin += kBlock) {
-    const std::int64_t end = std::min(begin + kBlock, length);
-    for (std::int64_t r = 0; r < rows; ++r) {
-      for (std::int64_t i = begin; i < end; ++i) move(r, i);
-    }
-  }
-}
 
 // Calls block(r, i) for the whole kBlock × kBlock blocks, one axis position's rows after the
 // other's, and move(r, i) for the elements left over.
@@ -335,12 +394,6 @@ void unpack(const RowTensor& from, std::int64_t rows, std::int64_t length, const
   } else {
     for_each_blocked(rows, length, move);
   }
-}
-
-template <class T>
-void fill_zero(const RowTensor& to, std::int64_t rows, std::int64_t length) {
-  for_each_blocked(rows, length,
-                   [&](std::int64_t r, std::int64_t i) { to.row<T>(r)[i * to.step] = T{}; });
 }
 
 }  // namespace pullback::entmax

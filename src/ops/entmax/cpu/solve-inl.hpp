@@ -22,6 +22,7 @@
 #include <limits>
 #include <utility>
 
+#include "cpu/exp-inl.hpp"
 #include "cpu/simd-inl.hpp"
 #include "ops/entmax/cpu/family.hpp"
 
@@ -74,33 +75,6 @@ HWY_INLINE void StoreFirstAs(D d, hn::Vec<D> value, T* to, std::size_t count) {
   }
 }
 
-// exp(x) for x <= 0, to 1 ulp; what is below 1e-37 in f32 becomes 0. With no overflow and no
-// subnormals to care for it needs half the instructions of Highway's.
-template <class D>
-HWY_INLINE hn::Vec<D> ExpOfNegative(D d, hn::Vec<D> x) {
-  if constexpr (sizeof(hn::TFromD<D>) == 8) {
-    return hn::Exp(d, x);
-  } else {
-    // x = n ln 2 + r; adding 1.5 * 2^23 leaves n in the lowest bits.
-    const auto magic = hn::Set(d, 12582912.0f);
-    const auto shifted = hn::MulAdd(x, hn::Set(d, 1.44269504f), magic);
-    const auto n = hn::Sub(shifted, magic);
-    auto r = hn::MulAdd(n, hn::Set(d, -0.693145751953125f), x);
-    r = hn::MulAdd(n, hn::Set(d, -1.428606765330187e-6f), r);
-    // Minimax for (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2: 3e-9 of exp(r).
-    auto q = hn::Set(d, 1.3813880505040288e-3f);
-    q = hn::MulAdd(q, r, hn::Set(d, 8.369063027203083e-3f));
-    q = hn::MulAdd(q, r, hn::Set(d, 4.1668422520160675e-2f));
-    q = hn::MulAdd(q, r, hn::Set(d, 0.166665181517601f));
-    q = hn::MulAdd(q, r, hn::Set(d, 0.4999999403953552f));
-    const auto e = hn::Add(hn::MulAdd(q, hn::Mul(r, r), r), hn::Set(d, 1.0f));
-    const hn::Rebind<std::int32_t, D> di;
-    const auto exponent = hn::ShiftLeft<23>(hn::BitCast(di, shifted));
-    const auto scaled = hn::BitCast(d, hn::Add(hn::BitCast(di, e), exponent));
-    return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, -87.0f)), scaled);
-  }
-}
-
 // p as a function of z and theta. R is the type of the arithmetic.
 template <Family kFamily, class R>
 struct Power {
@@ -137,10 +111,10 @@ struct Power {
     const auto active = Active(d, excess);
     if constexpr (near_one) {
       const auto log = hn::Log1p(d, hn::IfThenElseZero(active, excess));
-      return hn::IfThenElseZero(active, ExpOfNegative(d, hn::Mul(log, hn::Set(d, inverse))));
+      return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, hn::Set(d, inverse))));
     }
     const auto log = hn::Log(d, hn::IfThenElse(active, excess, hn::Set(d, R{1})));
-    return hn::IfThenElseZero(active, ExpOfNegative(d, hn::Mul(log, hn::Set(d, inverse))));
+    return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, hn::Set(d, inverse))));
   }
   // The summand of S, given p.
   template <class D>

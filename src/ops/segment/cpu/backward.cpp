@@ -16,6 +16,7 @@
 
 #include "ops/segment/cpu/map-inl.hpp"
 #include "ops/segment/cpu/saved-inl.hpp"
+#include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -28,6 +29,8 @@ template <class T>
 class Backward {
   using R = Real<T>;
   using I = Int<R>;
+  using State = segment_cpu::HWY_NAMESPACE::State<R>;
+  using Task = segment_cpu::HWY_NAMESPACE::Task<R>;
 
  public:
   explicit Backward(const Run& run)
@@ -70,15 +73,10 @@ class Backward {
   }
 
   void All() const {
-    run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                       std::byte* scratch) { First(tile, MakeTask(column, columns, scratch)); });
+    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { First(tile, task); });
     if (folds_) {
-      run_.for_tiles(
-          [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
-            Combine(tile, MakeTask(column, columns, scratch));
-          });
-      run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                         std::byte* scratch) { Last(tile, MakeTask(column, columns, scratch)); });
+      ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task); });
+      ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Last(tile, task); });
     }
     ClearRows(0, segments_.first_row());
     ClearRows(segments_.last_row(), segments_.rows);
@@ -87,54 +85,19 @@ class Backward {
  private:
   using Output = typename RowOutput<T>::Tile;
 
-  // What a fold makes of a piece, and what the rows are written from:
+  // State of a piece: what a fold makes of it, and what its rows are written from.
   //   place      b = place of the chosen row from the piece's first, or -1
   //   mask, equal   b = how many rows of the segment are chosen
   //   power      (a, b) = LogSum, then a = lse
   //   product    a = product, then a = that of the earlier pieces and b = that of the later ones
   //   softmax    a = sum of out * d_out
-  struct State {
-    R *a, *b;
-    I* places() const { return reinterpret_cast<I*>(b); }
-    LogSum<R> log_sum() const { return {a, b}; }
-  };
 
-  struct Task {
-    Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch,
-         std::int64_t stage_elements)
-        : column(column_), columns(columns_), block_rows(segment_cpu::block_rows(columns_)) {
-      const std::int64_t width = padded(columns);
-      wide = reinterpret_cast<std::int64_t*>(scratch);
-      state.a = reinterpret_cast<R*>(wide + width);
-      state.b = state.a + width;
-      gradient = state.b + width;
-      value = gradient + width;
-      vector = value + width;
-      row = vector + width;
-      block = row + width;
-      block2 = block + kBlockElements + kColumnAlign;
-      run = block2 + kBlockElements + kColumnAlign;
-      stage = run + kBlockElements + kColumnAlign;
-      products = stage + stage_elements;
-      bits = reinterpret_cast<std::uint8_t*>(vector);
-    }
-    std::int64_t column, columns, block_rows;
-    State state;
-    R *gradient, *value, *vector, *row, *block, *block2, *run, *stage, *products;
-    std::uint8_t* bits;
-    std::int64_t* wide;
-  };
-
-  Task MakeTask(std::int64_t column, std::int64_t columns, std::byte* scratch) const {
-    return Task(column, columns, scratch, run_.layout.stage_elements);
-  }
   Output MakeOutput(const Task& task) const {
     return Output(d_x_, task.column, task.columns, task.row, task.stage);
   }
 
   State Slot(std::int64_t tile, bool head, std::int64_t column) const {
-    return {run_.slot<R>(tile, head ? 0 : 1, 0, column),
-            run_.slot<R>(tile, head ? 0 : 1, 1, column)};
+    return SlotOf<R>(run_, tile, head, column);
   }
 
   Block<R> XBlock(std::int64_t row, std::int64_t rows, const Task& task) const {
@@ -183,9 +146,8 @@ class Backward {
         });
         break;
       case Rule::power:
-        StartLogSum(state.log_sum(), task.columns);
         ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
-          AddLogSum(state.log_sum(), XBlock(row, rows, task), task.columns, task.vector);
+          AddLogSum(state.log_sum(), XBlock(row, rows, task), row == piece.begin, task.columns);
         });
         break;
       case Rule::softmax:
@@ -305,15 +267,10 @@ class Backward {
     Resolve(total, task);
     run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
       const State state = Slot(tile, piece.head, task.column);
-      if (rule_ != Rule::place) {
-        std::copy_n(total.a, task.columns, state.a);
-        std::copy_n(total.b, task.columns, state.b);
-        return;
-      }
-      for (std::int64_t c = 0; c < task.columns; ++c) {
-        const std::int64_t place = task.wide[c] - piece.begin;
-        const bool inside = task.wide[c] >= 0 && place >= 0 && place < piece.end - piece.begin;
-        state.places()[c] = inside ? static_cast<I>(place) : I{-1};
+      if (rule_ == Rule::place) {
+        task.PlacesIn(piece, state.places());
+      } else {
+        total.CopyTo(state, task.columns);
       }
     });
   }
@@ -339,8 +296,11 @@ class Backward {
         }
         break;
       case Rule::power:
-        if (first) StartLogSum(total.log_sum(), task.columns);
-        MergeLogSum(total.log_sum(), later.log_sum(), task.columns);
+        if (first) {
+          later.CopyTo(total, task.columns);
+        } else {
+          MergeLogSum(total.log_sum(), later.log_sum(), task.columns);
+        }
         break;
       case Rule::softmax:
         for (std::int64_t c = 0; c < task.columns; ++c) {
@@ -401,28 +361,62 @@ class Backward {
   }
 
   void WriteRuns(std::int64_t tile, Output& output) const {
-    const hn::ScalableTag<R> d;
-    const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-    const bool spread = rule_ == Rule::spread;
+    const auto write = [&](std::int64_t begin, std::int64_t end, std::int64_t row,
+                           const auto& end_of) {
+      output.Open(Piece{begin, row, end_of(end - 1), true, false});
+      R* to = output.Run(row, nullptr);
+      if (rule_ == Rule::spread) {
+        WriteRunsOf(begin, end, row, end_of, to, [](std::int64_t) { return std::int64_t{-1}; });
+      } else if (problem_.arg.dtype == DType::i64) {
+        const auto arg = saved_.template Arg<std::int64_t>();
+        WriteRunsOf(begin, end, row, end_of, to, [&](std::int64_t s) { return *arg.at(s, 0); });
+      } else {
+        WriteRunsOf(begin, end, row, end_of, to, [&](std::int64_t s) { return saved_.Row(s); });
+      }
+    };
     run_.walk(
         tile,
         [&](const Piece& piece) {
-          output.Open(piece);
-          R gradient = ToReal(*d_out_.at(piece.segment, 0));
-          if (problem_.reduce == SegmentReduce::mean) {
-            gradient /=
-                static_cast<R>(segments_.end(piece.segment) - segments_.begin(piece.segment));
-          }
-          R* to = output.Run(piece.begin, nullptr);
-          const std::int64_t rows = piece.end - piece.begin;
-          const auto value = hn::Set(d, spread ? gradient : R{0});
-          for (std::int64_t i = 0; i < rows; i += step) Store(d, value, to + i);
-          if (spread) return;
-          const std::int64_t place = saved_.Row(piece.segment) - piece.begin;
-          if (place >= 0 && place < rows) to[place] = gradient;
+          write(piece.segment, piece.segment + 1, piece.begin,
+                [&](std::int64_t) { return piece.end; });
         },
-        [](std::int64_t) {});
+        [](std::int64_t) {},
+        [&](std::int64_t begin, std::int64_t end) {
+          const IndexView& offsets = segments_.offsets;
+          if (offsets.wide && offsets.stride == 1) {
+            const auto* ends = static_cast<const std::int64_t*>(offsets.data) + 1;
+            write(begin, end, segments_.begin(begin), [=](std::int64_t s) { return ends[s]; });
+          } else {
+            write(begin, end, segments_.begin(begin),
+                  [&](std::int64_t s) { return segments_.end(s); });
+          }
+          return true;
+        });
     output.Flush();
+  }
+
+  // Rows from `row` on, in the segments [begin, end), to `to`; chosen(s) is the row of x that has
+  // the gradient.
+  template <class End, class Chosen>
+  void WriteRunsOf(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of, R* to,
+                   const Chosen& chosen) const {
+    const hn::ScalableTag<R> d;
+    const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+    const bool spread = rule_ == Rule::spread, mean = problem_.reduce == SegmentReduce::mean;
+    for (std::int64_t s = begin; s < end; ++s) {
+      const std::int64_t rows = end_of(s) - row;
+      R gradient = ToReal(*d_out_.at(s, 0));
+      if (mean) gradient /= static_cast<R>(segments_.end(s) - segments_.begin(s));
+      const auto value = hn::Set(d, spread ? gradient : R{0});
+      if (rows > 0) Store(d, value, to);
+      for (std::int64_t i = step; i < rows; i += step) Store(d, value, to + i);
+      if (!spread) {
+        const std::int64_t place = chosen(s) - row;
+        if (place >= 0 && place < rows) to[place] = gradient;
+      }
+      row += rows;
+      to += rows;
+    }
   }
 
   void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {

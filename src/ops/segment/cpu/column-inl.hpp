@@ -24,7 +24,9 @@ HWY_INLINE hn::Vec<D> FoldToLanes(D d, const R* HWY_RESTRICT from, std::int64_t 
   auto a = hn::Set(d, identity);
   if (count >= 4 * step) {
     auto b = a, c = a, e = a;
+    RowsAhead<R> ahead(Block<R>{from, 1, count}, 1);
     for (; i + 4 * step <= count; i += 4 * step) {
+      for (int k = 0; k < 4; ++k) ahead.Step();
       a = op(a, hn::LoadU(d, from + i));
       b = op(b, hn::LoadU(d, from + i + step));
       c = op(c, hn::LoadU(d, from + i + 2 * step));
@@ -110,26 +112,6 @@ HWY_INLINE std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t 
   const auto extreme = kMax ? hn::MaxOfLanes(d, v) : hn::MinOfLanes(d, v);
   const unsigned bits = BitsOf(d, hn::And(hn::Eq(v, extreme), hn::FirstN(d, left)));
   return kLast ? std::bit_width(bits) - 1 : std::countr_zero(bits);
-}
-
-// Calls f(place) with PlaceOfExtreme as the problem wants it.
-template <class F>
-HWY_INLINE auto WithPlaceOfExtreme(const SegmentProblem& problem, const F& f) {
-  const bool last = problem.ties == Ties::last;
-  if (problem.reduce == SegmentReduce::max) {
-    return last ? f([](const auto* from, std::int64_t n) {
-      return PlaceOfExtreme<true, true>(from, n);
-    })
-                : f([](const auto* from, std::int64_t n) {
-                    return PlaceOfExtreme<true, false>(from, n);
-                  });
-  }
-  return last ? f([](const auto* from, std::int64_t n) {
-    return PlaceOfExtreme<false, true>(from, n);
-  })
-              : f([](const auto* from, std::int64_t n) {
-                  return PlaceOfExtreme<false, false>(from, n);
-                });
 }
 
 // The LogSum of a run.

@@ -34,6 +34,7 @@ void AddExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t pla
   const hn::RebindToSigned<decltype(d)> di;
   R* HWY_RESTRICT value = state.value;
   Int<R>* HWY_RESTRICT where = state.place;
+  RowsAhead<R> ahead(block, columns);
   std::int64_t r = 0;
   if (place == 0) {
     ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
@@ -49,6 +50,7 @@ void AddExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t pla
     ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
       const auto a = lanes.Read(d, row + c), b = lanes.Read(d, row + stride + c);
       const auto e = lanes.Read(d, row + 2 * stride + c), f = lanes.Read(d, row + 3 * stride + c);
+      for (std::int64_t k = 0; k < 4; ++k) ahead.Step();
       auto best = hn::LoadU(d, value + c);
       // In a long segment four rows seldom hold a new extreme. The sum is NaN if one of them is
       // (and for opposite infinities, which costs time only).
@@ -95,12 +97,15 @@ void ShortExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t c
   const hn::ScalableTag<R> d;
   const hn::RebindToSigned<decltype(d)> di;
   bool any_nan = false;
+  RowsAhead<R> ahead(block, columns);
   ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
     auto best = lanes.Read(d, block.data + c);
     auto best_place = hn::Zero(di);
     auto sum = best;  // NaN if a row is
+    ahead.Step();
     for (std::int64_t r = 1; r < block.rows; ++r) {
       const auto next = lanes.Read(d, block.row(r) + c);
+      ahead.Step();
       const auto beats = Beats<kMax, kLast>(next, best);
       sum = hn::Add(sum, next);
       best = hn::IfThenElse(beats, next, best);
@@ -116,27 +121,26 @@ void ShortExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t c
 
 inline constexpr std::int64_t kShortRows = 64;
 
+// Calls f.template operator()<kMax, kLast>().
+template <class F>
+HWY_INLINE auto WithExtreme(const SegmentProblem& problem, const F& f) {
+  const bool last = problem.ties == Ties::last;
+  if (problem.reduce == SegmentReduce::max) {
+    return last ? f.template operator()<true, true>() : f.template operator()<true, false>();
+  }
+  return last ? f.template operator()<false, true>() : f.template operator()<false, false>();
+}
+
 template <class R>
 void AddExtreme(const SegmentProblem& problem, const Extreme<R>& state, const Block<R>& block,
                 std::int64_t place, std::int64_t columns) {
-  const bool last = problem.ties == Ties::last;
-  if (place == 0 && block.rows <= kShortRows) {
-    if (problem.reduce == SegmentReduce::max) {
-      last ? ShortExtreme<true, true>(state, block, columns)
-           : ShortExtreme<true, false>(state, block, columns);
+  WithExtreme(problem, [&]<bool kMax, bool kLast>() {
+    if (place == 0 && block.rows <= kShortRows) {
+      ShortExtreme<kMax, kLast>(state, block, columns);
     } else {
-      last ? ShortExtreme<false, true>(state, block, columns)
-           : ShortExtreme<false, false>(state, block, columns);
+      AddExtreme<kMax, kLast>(state, block, place, columns);
     }
-    return;
-  }
-  if (problem.reduce == SegmentReduce::max) {
-    last ? AddExtreme<true, true>(state, block, place, columns)
-         : AddExtreme<true, false>(state, block, place, columns);
-  } else {
-    last ? AddExtreme<false, true>(state, block, place, columns)
-         : AddExtreme<false, false>(state, block, place, columns);
-  }
+  });
 }
 
 // Whether a later value takes over from `best`.

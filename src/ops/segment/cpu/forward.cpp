@@ -12,6 +12,8 @@
 #include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
+#include "ops/segment/cpu/scan-inl.hpp"
+#include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -20,6 +22,8 @@ namespace {
 template <class T>
 class Forward {
   using R = Real<T>;
+  using State = segment_cpu::HWY_NAMESPACE::State<R>;
+  using Task = segment_cpu::HWY_NAMESPACE::Task<R>;
 
  public:
   explicit Forward(const Run& run)
@@ -29,55 +33,28 @@ class Forward {
         x_(problem_.x, run.tensors.x),
         out_(problem_.out, run.tensors.out),
         rows_out_(problem_.out, run.tensors.out, run.segments),
-        streams_out_(std::is_same_v<T, R> && StreamsRows(problem_.out, run.tensors.out)),
-        streams_arg_(run.tensors.arg != nullptr && StreamsRows(problem_.arg, run.tensors.arg)) {}
+        streams_out_(std::is_same_v<T, R> && Streams(problem_.out, run.tensors.out)),
+        streams_arg_(run.tensors.arg != nullptr && Streams(problem_.arg, run.tensors.arg)) {}
 
   void All() const {
     const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
-    run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                       std::byte* scratch) { Fold(tile, Task(column, columns, scratch), rows); });
-    run_.for_tiles(
-        [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
-          Combine(tile, Task(column, columns, scratch), rows);
-        });
+    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Fold(tile, task, rows); });
+    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task, rows); });
     if (!rows) return;
-    run_.for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                       std::byte* scratch) { FinishRows(tile, Task(column, columns, scratch)); });
+    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { FinishRows(tile, task); });
     ClearRows(0, segments_.first_row());
     ClearRows(segments_.last_row(), segments_.rows);
   }
 
  private:
-  // State of a piece, one vector of columns each. What they hold depends on the reduction:
+  // State of a piece, by reduction:
   //   sum, mean, prod         a = total
-  //   max, min                a = extreme, place = its row, counted from the piece's first
+  //   max, min                a = extreme, b = its row, counted from the piece's first
   //   logsumexp, softmax      a = largest, b = sum (LogSum)
-  struct State {
-    R *a, *b;
-    Int<R>* place() const { return reinterpret_cast<Int<R>*>(b); }
-    Extreme<R> extreme() const { return {a, place()}; }
-    LogSum<R> log_sum() const { return {a, b}; }
-  };
 
-  // The columns that one task handles, and its scratch memory.
-  struct Task {
-    Task(std::int64_t column_, std::int64_t columns_, std::byte* scratch)
-        : column(column_), columns(columns_), block_rows(segment_cpu::block_rows(columns_)) {
-      const std::int64_t width = padded(columns);
-      wide = reinterpret_cast<std::int64_t*>(scratch);
-      state.a = reinterpret_cast<R*>(wide + width);
-      state.b = state.a + width;
-      vector = state.b + width;
-      row = vector + width;
-      block = row + width;
-      run = block + kBlockElements + kColumnAlign;
-      stage = run + kBlockElements + kColumnAlign;
-    }
-    std::int64_t column, columns, block_rows;
-    State state;
-    R *vector, *row, *block, *run, *stage;
-    std::int64_t* wide;
-  };
+  static bool Streams(const TensorSpec& spec, const void* data) {
+    return StreamsRows(spec, data) || StreamsColumn(spec, data);
+  }
 
   using Output = typename RowOutput<T>::Tile;
   Output MakeOutput(const Task& task) const {
@@ -88,8 +65,7 @@ class Forward {
   bool Extremal() const { return is_extreme(problem_.reduce); }
 
   State Slot(std::int64_t tile, bool head, std::int64_t column) const {
-    return {run_.slot<R>(tile, head ? 0 : 1, 0, column),
-            run_.slot<R>(tile, head ? 0 : 1, 1, column)};
+    return SlotOf<R>(run_, tile, head, column);
   }
 
   // --- 1 ---
@@ -114,7 +90,7 @@ class Forward {
 
   // The rows of the extremes, in the sorted order, to task.wide.
   void Widen(const Piece& piece, const State& state, const Task& task) const {
-    const Int<R>* HWY_RESTRICT place = state.place();
+    const Int<R>* HWY_RESTRICT place = state.places();
     std::int64_t* HWY_RESTRICT wide = task.wide;
     for (std::int64_t c = 0; c < task.columns; ++c) wide[c] = piece.begin + place[c];
   }
@@ -126,12 +102,12 @@ class Forward {
       case SegmentReduce::prod:
         std::fill_n(state.a, padded(columns), R{1});
         break;
-      case SegmentReduce::logsumexp:
-      case SegmentReduce::softmax:
-        StartLogSum(state.log_sum(), columns);
+      case SegmentReduce::sum:
+      case SegmentReduce::mean:
+        std::fill_n(state.a, padded(columns), R{0});
         break;
       default:
-        std::fill_n(state.a, padded(columns), R{0});
+        break;
     }
     ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
       const Block<R> block = ReadBlock(x_, segments_, row, rows, task.column, columns, task.block);
@@ -145,11 +121,12 @@ class Forward {
           break;
         case SegmentReduce::max:
         case SegmentReduce::min:
-          AddExtreme(problem_, state.extreme(), block, row - piece.begin, columns);
+          AddExtreme(problem_, Extreme<R>{state.a, state.places()}, block, row - piece.begin,
+                     columns);
           break;
         case SegmentReduce::logsumexp:
         case SegmentReduce::softmax:
-          AddLogSum(state.log_sum(), block, columns, task.vector);
+          AddLogSum(state.log_sum(), block, row == piece.begin, columns);
           break;
       }
     });
@@ -165,9 +142,10 @@ class Forward {
       if (problem_.x.shape[1] == 1) {
         if (x_.row_stride != 1) return false;
         if (sums) {
-          SumRuns(begin, end);
+          SumColumn(begin, end);
         } else if (Extremal()) {
-          WithPlaceOfExtreme(problem_, [&](const auto& place) { ExtremeRuns(begin, end, place); });
+          WithExtreme(problem_,
+                      [&]<bool kMax, bool kLast>() { ExtremesOfColumn<kMax, kLast>(begin, end); });
         }
         return sums || Extremal();
       }
@@ -201,9 +179,73 @@ class Forward {
     }
   }
 
+  void SumColumn(std::int64_t begin, std::int64_t end) const {
+    const bool mean = problem_.reduce == SegmentReduce::mean;
+    ScanGroup<R> group;
+    for (std::int64_t s = begin; s < end; s += std::max<std::int64_t>(group.count, 1)) {
+      if (group.Fill(segments_, s, end)) {
+        ScanSums(Column() + segments_.begin(s), mean, EmptyValue(), group);
+        WriteColumn(out_, s, group.values, group.count, streams_out_);
+      } else {
+        SumRuns(s, s + std::max<std::int64_t>(group.count, 1));
+      }
+    }
+  }
+
+  template <bool kMax, bool kLast>
+  void ExtremesOfColumn(std::int64_t begin, std::int64_t end) const {
+    ScanGroup<R> group;
+    for (std::int64_t s = begin; s < end; s += std::max<std::int64_t>(group.count, 1)) {
+      if (group.Fill(segments_, s, end) &&
+          ScanExtremes<kMax, kLast>(Column() + segments_.begin(s), EmptyValue(), group)) {
+        WriteColumn(out_, s, group.values, group.count, streams_out_);
+        if (run_.tensors.arg == nullptr) continue;
+        if (problem_.arg.dtype == DType::i64) {
+          WritePlaces<std::int64_t>(s, group);
+        } else if (problem_.arg.dtype == DType::i32) {
+          WritePlaces<std::int32_t>(s, group);
+        } else {
+          WritePlaces<std::uint8_t>(s, group);
+        }
+      } else {
+        ExtremeRuns(
+            s, s + std::max<std::int64_t>(group.count, 1),
+            [](const R* from, std::int64_t n) { return PlaceOfExtreme<kMax, kLast>(from, n); });
+      }
+    }
+  }
+
+  template <class A>
+  void WritePlaces(std::int64_t s, const ScanGroup<R>& group) const {
+    constexpr bool kInSegment = std::is_same_v<A, std::uint8_t>;
+    const std::int64_t first = segments_.begin(s);
+    A places[ScanGroup<R>::kMost];
+    for (std::int64_t k = 0; k < group.count; ++k) {
+      const Int<R> place = group.places[k];
+      const std::int64_t value = kInSegment ? place - group.bounds[k] : first + place;
+      places[k] = static_cast<A>(place >= 0 ? value : kInSegment ? kNoPlace : -1);
+    }
+    WriteColumn(ArgMatrix<A>(), s, places, group.count, streams_arg_);
+  }
+
+  // Rows [s, s + count) of a tensor with one column.
+  template <class To, class A>
+  static void WriteColumn(const Matrix<To>& matrix, std::int64_t s, const A* from,
+                          std::int64_t count, bool stream) {
+    if (stream) {
+      StreamBytes(reinterpret_cast<const std::uint8_t*>(from),
+                  reinterpret_cast<std::uint8_t*>(matrix.at(s, 0)),
+                  count * static_cast<std::int64_t>(sizeof(A)));
+    } else {
+      for (std::int64_t k = 0; k < count; ++k) *matrix.at(s + k, 0) = To(from[k]);
+    }
+  }
+
+  const R* Column() const { return reinterpret_cast<const R*>(x_.data); }
+
   void SumRuns(std::int64_t begin, std::int64_t end) const {
     const bool mean = problem_.reduce == SegmentReduce::mean;
-    const auto* x = reinterpret_cast<const R*>(x_.data);
+    const R* x = Column();
     std::int64_t row = segments_.begin(begin);
     for (std::int64_t s = begin; s < end; ++s) {
       const std::int64_t next = segments_.end(s);
@@ -219,7 +261,7 @@ class Forward {
 
   template <class Place>
   void ExtremeRuns(std::int64_t begin, std::int64_t end, const Place& place_of) const {
-    const auto* x = reinterpret_cast<const R*>(x_.data);
+    const R* x = Column();
     std::int64_t row = segments_.begin(begin);
     for (std::int64_t s = begin; s < end; ++s) {
       const std::int64_t next = segments_.end(s);
@@ -255,11 +297,12 @@ class Forward {
           break;
         case SegmentReduce::max:
         case SegmentReduce::min: {
-          const std::int64_t place = WithPlaceOfExtreme(
-              problem_, [&](const auto& place_of) { return place_of(run, rows); });
+          const std::int64_t place = WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
+            return PlaceOfExtreme<kMax, kLast>(run, rows);
+          });
           if (first || Beats(problem_, run[place], state.a[0])) {
             state.a[0] = run[place];
-            state.place()[0] = static_cast<Int<R>>(row - piece.begin + place);
+            state.places()[0] = static_cast<Int<R>>(row - piece.begin + place);
           }
           break;
         }
@@ -284,7 +327,7 @@ class Forward {
       if (piece.head) {
         Merge(total, state, piece, task);
       } else {
-        Copy(state, total, task);
+        state.CopyTo(total, task.columns);
         if (Extremal()) Widen(piece, state, task);
       }
       segment = piece.segment;
@@ -295,18 +338,9 @@ class Forward {
     if (!rows) return;
     run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
       const State state = Slot(tile, piece.head, task.column);
-      Copy(total, state, task);
-      for (std::int64_t c = 0; Extremal() && c < task.columns; ++c) {
-        const std::int64_t place = task.wide[c] - piece.begin;
-        const bool inside = place >= 0 && place < piece.end - piece.begin;
-        state.place()[c] = inside ? static_cast<Int<R>>(place) : Int<R>{-1};
-      }
+      total.CopyTo(state, task.columns);
+      if (Extremal()) task.PlacesIn(piece, state.places());
     });
-  }
-
-  void Copy(const State& from, const State& to, const Task& task) const {
-    std::copy_n(from.a, task.columns, to.a);
-    std::copy_n(from.b, task.columns, to.b);
   }
 
   void Merge(const State& total, const State& later, const Piece& piece, const Task& task) const {
@@ -323,7 +357,7 @@ class Forward {
         for (std::int64_t c = 0; c < task.columns; ++c) {
           if (!Beats(problem_, later.a[c], total.a[c])) continue;
           total.a[c] = later.a[c];
-          task.wide[c] = piece.begin + later.place()[c];
+          task.wide[c] = piece.begin + later.places()[c];
         }
         break;
       case SegmentReduce::logsumexp:
@@ -461,7 +495,8 @@ class Forward {
         MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output, task.run,
         [](std::int64_t) { return Int<R>{0}; },
         [&](auto at, auto x) {
-          return hn::Mul(ExpOf(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
+          // Where x is above the shift, or NaN, the other factor is NaN.
+          return hn::Mul(ExpOfNonPositive(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
         });
   }
 
@@ -481,8 +516,8 @@ class Forward {
         if (even) {
           MaskOfEqual(block.row(r), state.a, task.columns, to, mask.column_stride);
         } else {
-          MaskOfPlace(static_cast<Int<R>>(first + r - piece.begin), state.place(), task.columns, to,
-                      mask.column_stride);
+          MaskOfPlace(static_cast<Int<R>>(first + r - piece.begin), state.places(), task.columns,
+                      to, mask.column_stride);
         }
       }
     });

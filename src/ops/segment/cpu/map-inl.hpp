@@ -21,7 +21,7 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
 // Less than that may be read from cache soon.
-inline constexpr std::int64_t kStreamBytes = std::int64_t{16} << 20;
+inline constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
 inline constexpr std::int64_t kLine = 64;
 
 // Whether the rows of a tensor are worth streaming and made of whole cache lines.
@@ -32,15 +32,22 @@ inline bool StreamsRows(const TensorSpec& spec, const void* data) {
          spec.strides[0] * size % kLine == 0 && spec.shape[1] * size % kLine == 0;
 }
 
+// The same of a tensor with one column.
+inline bool StreamsColumn(const TensorSpec& spec, const void* data) {
+  const auto size = static_cast<std::int64_t>(size_of(spec.dtype));
+  return data != nullptr && spec.numel() * size >= kStreamBytes && spec.shape[1] == 1 &&
+         spec.strides[0] == 1;
+}
+
 inline void StreamBytes(const std::uint8_t* from, std::uint8_t* to, std::int64_t count) {
   const hn::ScalableTag<std::uint8_t> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   const auto past = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) %
                                               static_cast<std::uintptr_t>(step));
   std::int64_t i = std::min(count, past == 0 ? 0 : step - past);
-  std::memcpy(to, from, static_cast<std::size_t>(i));
+  if (i > 0) std::memcpy(to, from, static_cast<std::size_t>(i));
   for (; i + step <= count; i += step) hn::Stream(hn::LoadU(d, from + i), d, to + i);
-  std::memcpy(to + i, from + i, static_cast<std::size_t>(count - i));
+  if (i < count) std::memcpy(to + i, from + i, static_cast<std::size_t>(count - i));
 }
 
 template <class T>
@@ -167,7 +174,8 @@ struct Lanes {
     return hn::LoadU(DI(), vector + column);
   }
   HWY_INLINE hn::Vec<DI> Key() const {
-    if constexpr (kOneColumn) return hn::Iota(DI(), static_cast<Int<R>>(key + column));
+    if constexpr (kOneColumn)
+      return hn::Add(hn::Iota(DI(), 0), hn::Set(DI(), static_cast<Int<R>>(key + column)));
     return hn::Set(DI(), key);
   }
 };
@@ -216,6 +224,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
       block[i] =
           ReadBlock(*inputs.matrix[i], segments, first, rows, column, columns, inputs.scratch[i]);
     }
+    RowsAhead<R> ahead[2] = {{block[0], columns}, {block[1], columns}};
     for (std::int64_t r = 0; r < rows; ++r) {
       const R* in[2] = {};
       for (int i = 0; i < kInputs; ++i) in[i] = block[i].row(r);
@@ -223,6 +232,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
       R* HWY_RESTRICT to = output.Row(first + r);
       ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
         const Lanes<R, false> at{c, row_key};
+        for (int i = 0; i < kInputs; ++i) ahead[i].Step();
         if constexpr (kInputs == 0) lanes.Write(d, f(at), to + c);
         if constexpr (kInputs == 1) lanes.Write(d, f(at, lanes.Read(d, in[0] + c)), to + c);
         if constexpr (kInputs == 2) {

@@ -147,6 +147,29 @@ struct Block {
   const R* row(std::int64_t r) const { return data + r * stride; }
 };
 
+// Prefetches the rows behind a block, vector by vector while the block is used. The lines come from
+// several pages in turn: the hardware has a prefetcher for each, which else would start anew where
+// a page ends. Blocks that are not dense are left to the hardware.
+template <class R>
+class RowsAhead {
+ public:
+  RowsAhead(const Block<R>& block, std::int64_t columns)
+      : at_(reinterpret_cast<std::uintptr_t>(block.data)),
+        step_(block.stride == columns ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0) {}
+
+  HWY_INLINE void Step() {
+    constexpr std::uintptr_t kPage = 4096, kPages = 4, kLine = 64, kRegion = kPages * kPage;
+    const std::uintptr_t line = at_ % kRegion / kLine;
+    const std::uintptr_t next = at_ / kRegion * kRegion + kRegion;
+    hwy::Prefetch(
+        reinterpret_cast<const char*>(next + line % kPages * kPage + line / kPages * kLine));
+    at_ += step_;
+  }
+
+ private:
+  std::uintptr_t at_, step_;
+};
+
 // Rows [begin, begin + rows) of the sorted order; in place, or else converted into `scratch`.
 template <class T>
 Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments,
@@ -207,18 +230,18 @@ HWY_INLINE void ForRuns(const Piece& piece, const F& f) {
 
 // --- Folding rows into columns ---
 
-// exp, infinite above all finite results, NaN of NaN (Highway's gives 0 for that). In f32 within
-// 2 ulp, and 0 below 2^-124: with n = round(x / ln 2) and r = x - n ln 2, exp(r) = 1 + r + r^2 p(r)
-// where p is a minimax fit on |r| <= ln 2 / 2 with an error of 2^-28, and 2^n goes to the exponent.
+// exp of x <= 0, and 0 for -inf; meaningless for others. In f32 within 2 ulp, and 0 below -87: with
+// n = round(x / ln 2) and r = x - n ln 2, exp(r) = 1 + r + r^2 p(r) where p is a minimax fit on
+// |r| <= ln 2 / 2 with an error of 2^-28, and 2^n goes to the exponent.
 template <class D>
-HWY_INLINE hn::Vec<D> ExpOf(D d, hn::Vec<D> x) {
-  using R = hn::TFromD<D>;
-  const auto overflow = hn::Mul(x, hn::Set(d, kInf<R>));
-  if constexpr (sizeof(R) == 8) {
-    return hn::IfThenElse(hn::Lt(x, hn::Set(d, R{709})), hn::Exp(d, x), overflow);
+HWY_INLINE hn::Vec<D> ExpOfNonPositive(D d, hn::Vec<D> x) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8) {
+    return hn::Exp(d, x);
   } else {
     const hn::RebindToSigned<D> di;
-    const auto n = hn::Round(hn::Mul(x, hn::Set(d, 1.44269504f)));
+    const auto magic = hn::Set(d, 12582912.0f);  // 1.5 * 2^23 leaves n in the lowest bits
+    const auto shifted = hn::MulAdd(x, hn::Set(d, 1.44269504f), magic);
+    const auto n = hn::Sub(shifted, magic);
     // ln 2 in two parts, the first with so few bits that its product with n is exact.
     auto r = hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x);
     r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), r);
@@ -228,10 +251,18 @@ HWY_INLINE hn::Vec<D> ExpOf(D d, hn::Vec<D> x) {
     p = hn::MulAdd(p, r, hn::Set(d, 4.99999940e-1f));
     p = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0f)));
     const auto power =
-        hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::ConvertTo(di, n))));
-    const auto result = hn::IfThenElseZero(hn::Gt(x, hn::Set(d, -86.0f)), power);
-    return hn::IfThenElse(hn::Lt(x, hn::Set(d, 88.0f)), result, overflow);
+        hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::BitCast(di, shifted))));
+    return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, -87.0f)), power);
   }
+}
+
+// exp, infinite above all finite results, NaN of NaN (Highway's gives 0 for that).
+template <class D>
+HWY_INLINE hn::Vec<D> ExpOf(D d, hn::Vec<D> x) {
+  using R = hn::TFromD<D>;
+  const auto limit = hn::Set(d, sizeof(R) == 8 ? R{709} : R{88});
+  const auto overflow = hn::Mul(x, hn::Set(d, kInf<R>));
+  return hn::IfThenElse(hn::Lt(x, limit), ExpOfNonPositive(d, x), overflow);
 }
 
 template <class D>
@@ -247,10 +278,12 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
                          R* HWY_RESTRICT total, const Op& op) {
   const hn::ScalableTag<R> d;
   std::int64_t r = first;
+  RowsAhead<R> ahead(block, columns);
   for (; r + 4 <= block.rows; r += 4) {
     const R* rows = block.row(r);
     const std::int64_t stride = block.stride;
     ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      for (std::int64_t k = 0; k < 4; ++k) ahead.Step();
       // Two by two, for fewer dependent steps and less rounding.
       const auto sum01 = op(lanes.Read(d, rows + c), lanes.Read(d, rows + stride + c));
       const auto sum23 =
@@ -273,13 +306,16 @@ HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   const auto divisor = hn::Set(d, count);
+  RowsAhead<R> ahead(block, columns);
   std::int64_t c = 0;
   for (; c + 4 * step <= columns; c += 4 * step) {
     const R* from = block.data + c;
     auto v0 = hn::LoadU(d, from), v1 = hn::LoadU(d, from + step);
     auto v2 = hn::LoadU(d, from + 2 * step), v3 = hn::LoadU(d, from + 3 * step);
+    for (std::int64_t k = 0; k < 4; ++k) ahead.Step();
     for (std::int64_t r = 1; r < block.rows; ++r) {
       from += block.stride;
+      for (std::int64_t k = 0; k < 4; ++k) ahead.Step();
       v0 = hn::Add(v0, hn::LoadU(d, from));
       v1 = hn::Add(v1, hn::LoadU(d, from + step));
       v2 = hn::Add(v2, hn::LoadU(d, from + 2 * step));
@@ -294,7 +330,9 @@ HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
   ForColumns<R, kStream>(columns - c, [&](auto lanes, std::int64_t k) {
     const R* from = block.data + c + k;
     auto sum = lanes.Read(d, from);
+    ahead.Step();
     for (std::int64_t r = 1; r < block.rows; ++r) {
+      ahead.Step();
       sum = hn::Add(sum, lanes.Read(d, from += block.stride));
     }
     lanes.Write(d, hn::Div(sum, divisor), to + c + k);
@@ -314,38 +352,46 @@ HWY_INLINE hn::Vec<D> Shift(D d, hn::Vec<D> largest) {
   return hn::IfThenElseZero(hn::Lt(hn::Abs(largest), infinity), largest);
 }
 
+// `first` starts the state.
 template <class R>
-void StartLogSum(const LogSum<R>& state, std::int64_t columns) {
-  std::fill_n(state.largest, padded(columns), -kInf<R>);
-  std::fill_n(state.sum, padded(columns), R{0});
-}
-
-// `scratch` is a vector of columns.
-template <class R>
-void AddLogSum(const LogSum<R>& state, const Block<R>& block, std::int64_t columns,
-               R* HWY_RESTRICT scratch) {
+void AddLogSum(const LogSum<R>& state, const Block<R>& block, bool first, std::int64_t columns) {
   const hn::ScalableTag<R> d;
-  R* HWY_RESTRICT largest = state.largest;
-  R* HWY_RESTRICT sum = state.sum;
-  ForColumns<R>(columns,
-                [&](auto, std::int64_t c) { Store(d, hn::LoadU(d, largest + c), scratch + c); });
-  FoldRows(block, 0, columns, largest, [](auto a, auto b) { return hn::Max(b, a); });
-  ForColumns<R>(columns, [&](auto, std::int64_t c) {
-    const auto before = hn::LoadU(d, scratch + c);
-    const auto shift = Shift(d, hn::LoadU(d, largest + c));
-    Store(d, hn::Mul(hn::LoadU(d, sum + c), ExpOf(d, hn::Sub(before, shift))), sum + c);
-    Store(d, shift, scratch + c);
+  const std::int64_t stride = block.stride;
+  RowsAhead<R> ahead(block, columns);
+  ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+    const auto before = first ? hn::Set(d, -kInf<R>) : hn::LoadU(d, state.largest + c);
+    auto largest = before;
+    auto total = hn::Zero(d);  // finite only if all are
+    const R* from = block.data + c;
+    std::int64_t r = 0;
+    for (; r + 4 <= block.rows; r += 4, from += 4 * stride) {
+      const auto a = lanes.Read(d, from), b = lanes.Read(d, from + stride);
+      const auto e = lanes.Read(d, from + 2 * stride), f = lanes.Read(d, from + 3 * stride);
+      largest = hn::Max(hn::Max(hn::Max(a, b), hn::Max(e, f)), largest);
+      total = hn::Add(total, hn::Add(hn::Add(a, b), hn::Add(e, f)));
+    }
+    for (; r < block.rows; ++r, from += stride) {
+      const auto a = lanes.Read(d, from);
+      largest = hn::Max(a, largest);
+      total = hn::Add(total, a);
+    }
+    const auto shift = Shift(d, largest);
+    auto sum = hn::Zero(d);
+    if (!first) sum = hn::Mul(hn::LoadU(d, state.sum + c), ExpOf(d, hn::Sub(before, shift)));
+    from = block.data + c;
+    if (hn::AllTrue(d, hn::IsFinite(total))) {
+      for (r = 0; r < block.rows; ++r, from += stride) {
+        ahead.Step();
+        sum = hn::Add(sum, ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from), shift)));
+      }
+    } else {
+      for (r = 0; r < block.rows; ++r, from += stride) {
+        sum = hn::Add(sum, ExpOf(d, hn::Sub(lanes.Read(d, from), shift)));
+      }
+    }
+    Store(d, largest, state.largest + c);
+    Store(d, sum, state.sum + c);
   });
-  // The next rows come from memory while this computes: they usually lie behind these.
-  const std::int64_t ahead = block.rows * block.stride;
-  for (std::int64_t r = 0; r < block.rows; ++r) {
-    const R* row = block.row(r);
-    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-      hwy::Prefetch(row + ahead + c);
-      const auto term = ExpOf(d, hn::Sub(lanes.Read(d, row + c), hn::LoadU(d, scratch + c)));
-      Store(d, hn::Add(hn::LoadU(d, sum + c), term), sum + c);
-    });
-  }
 }
 
 // Adds the state of later rows.

@@ -66,12 +66,12 @@ class Saved {
     }
   }
 
- private:
   template <class A>
   Matrix<const A> Arg() const {
     return Matrix<const A>(problem_.arg, tensors_.arg);
   }
 
+ private:
   // arg - begin where that is in [0, count), else -1.
   template <class A>
   void LoadPlacesAs(std::int64_t s, std::int64_t begin, std::int64_t count, std::int64_t column,

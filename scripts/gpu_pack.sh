@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Collects what a machine with a GPU, but without compiler and network, needs to test and time
+# Pullback: scripts/gpu_pack.sh FOLDER [BUILD]. There, run gpu_test.sh or gpu_bench.sh in the folder.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=${1:?usage: scripts/gpu_pack.sh FOLDER [BUILD]} build=${2:-build}
+
+mkdir -p "$folder/bin"
+programs=("$build"/tools/pullback/pullback "$build"/tests/cuda_test)
+for path in src/ops/*/cuda; do
+  op=$(basename "$(dirname "$path")")
+  programs+=("$build/tests/${op}_test")
+done
+for program in "${programs[@]}"; do
+  strip -o "$folder/bin/$(basename "$program")" "$program"
+done
+# Libraries that other distributions may lack.
+ldd "${programs[@]}" | sed -nE 's/.*lib(tbb|hwy|fmt)[^ ]* => ([^ ]+) .*/\2/p' | sort -u |
+  while read -r library; do cp -L "$library" "$folder/bin/"; done
+cp scripts/gpu_test.sh scripts/gpu_bench.sh scripts/gpu_rivals.py tests/cuda/budgets.json "$folder/"
+du -sh "$folder"

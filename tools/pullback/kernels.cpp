@@ -1,0 +1,178 @@
+// The CUDA kernels as files: compiling them ahead of time, and looking after their cache.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <atomic>
+#include <cstdio>
+#include <mutex>
+#include <thread>
+
+#include "commands.hpp"
+#include "core/cpu_info.hpp"
+#include "cuda/compiler.hpp"
+#include "cuda/disk_cache.hpp"
+#include "cuda/nvrtc.hpp"
+#include "cuda/op_kernel.hpp"
+#include "driver/kernel_list.hpp"
+#include "print.hpp"
+#include "pullback/error.hpp"
+
+namespace pullback::tool {
+namespace {
+
+using cuda::DiskCache;
+using cuda::KernelSource;
+
+struct CompileOptions {
+  std::vector<std::string> archs;
+  std::string output;
+  int threads = 0;
+};
+
+// "sm_90" or "90".
+int arch_of(const std::string& text) {
+  for (int arch : cuda::kArchs) {
+    if (text == fmt::format("sm_{}", arch) || text == fmt::format("{}", arch)) return arch;
+  }
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("compile: --arch: expected of sm_{}, got '{}'",
+                          fmt::join(cuda::kArchs, ", sm_"), text));
+}
+
+DiskCache chosen_cache(const std::string& folder) {
+  DiskCache cache = folder.empty() ? DiskCache::from_environment()
+                                   : DiskCache(folder, DiskCache::Mode::read_write);
+  if (cache.folder().empty()) {
+    throw Error(ErrorCode::device,
+                "there is no folder for the cache: set PULLBACK_CACHE_DIR, XDG_CACHE_HOME or HOME");
+  }
+  return cache;
+}
+
+int run_compile(const CompileOptions& options) {
+  std::vector<KernelSource> kernels;
+  std::vector<int> archs;
+  for (const std::string& text : options.archs) archs.push_back(arch_of(text));
+  if (archs.empty()) archs.assign(std::begin(cuda::kArchs), std::end(cuda::kArchs));
+  const DiskCache cache = chosen_cache(options.output);
+  for (int arch : archs) {
+    if (!cuda::Nvrtc::instance().supports(arch)) {
+      throw Error(ErrorCode::device, fmt::format("compile: NVRTC {} does not know sm_{}",
+                                                 cuda::Nvrtc::instance().version(), arch));
+    }
+    for (KernelSource& kernel : driver::all_kernels(arch)) kernels.push_back(std::move(kernel));
+  }
+
+  std::atomic<std::size_t> next = 0, compiled = 0;
+  std::mutex mutex;
+  std::exception_ptr failure;
+  {
+    Progress progress(kernels.size());
+    const auto work = [&] {
+      for (std::size_t i = next++; i < kernels.size(); i = next++) {
+        {
+          const std::lock_guard lock(mutex);
+          if (failure) return;
+          progress.next(fmt::format("{} {}", cuda::arch_name(kernels[i]), kernels[i].name));
+        }
+        try {
+          compiled += cuda::precompile(kernels[i], cache);
+        } catch (...) {
+          const std::lock_guard lock(mutex);
+          if (!failure) failure = std::current_exception();
+        }
+      }
+    };
+    std::vector<std::thread> threads;
+    const int count = options.threads > 0 ? options.threads : available_cpus();
+    for (int i = 0; i < count; ++i) threads.emplace_back(work);
+    for (auto& thread : threads) thread.join();
+  }
+  if (failure) std::rethrow_exception(failure);
+  fmt::print("{}: {} kernels for sm_{}, {} of them compiled now\n", cache.folder(), kernels.size(),
+             fmt::join(archs, ", sm_"), compiled.load());
+  return kDone;
+}
+
+// The value of a line "name value" in a key's text.
+std::string line_of(const std::string& key_text, const std::string& name) {
+  const std::size_t at = key_text.find("\n" + name + " ");
+  if (at == std::string::npos) return "?";
+  const std::size_t begin = at + name.size() + 2;
+  return key_text.substr(begin, key_text.find('\n', begin) - begin);
+}
+
+int list_cache(const DiskCache& cache) {
+  Table table({{"kernel"}, {"arch"}, {"size", true}});
+  std::size_t damaged = 0;
+  double bytes = 0;
+  for (const DiskCache::Entry& entry : cache.list()) {
+    bytes += static_cast<double>(entry.bytes);
+    if (entry.key_text.empty()) {
+      ++damaged;
+      continue;
+    }
+    table.add({line_of(entry.key_text, "name"), line_of(entry.key_text, "arch"),
+               bytes_text(static_cast<double>(entry.bytes))});
+  }
+  fmt::print("{}{}: {}, {} damaged\n", table.text(), cache.folder(), bytes_text(bytes), damaged);
+  return kDone;
+}
+
+int verify_cache(const DiskCache& cache) {
+  std::size_t damaged = 0, sound = 0;
+  for (const DiskCache::Entry& entry : cache.list()) {
+    if (entry.key_text.empty()) fmt::print("damaged: {}\n", entry.path);
+    ++(entry.key_text.empty() ? damaged : sound);
+  }
+  const int removed = cache.mode() == DiskCache::Mode::read_write ? cache.purge(true) : 0;
+  fmt::print("{}: {} sound, {} damaged, {} files removed\n", cache.folder(), sound, damaged,
+             removed);
+  return damaged == 0 ? kDone : kCheckFailed;
+}
+
+int clear_cache(const DiskCache& cache) {
+  if (cache.mode() != DiskCache::Mode::read_write) {
+    throw Error(ErrorCode::invalid_argument,
+                "cache clear: the cache is read only (PULLBACK_CACHE); unset it first");
+  }
+  fmt::print("{}: {} files removed\n", cache.folder(), cache.purge(false));
+  return kDone;
+}
+
+}  // namespace
+
+void add_compile(CLI::App& app, Command& command) {
+  CLI::App* compile = app.add_subcommand(
+      "compile", "Compiles all CUDA kernels ahead of time into the cache, or into a folder");
+  auto options = std::make_shared<CompileOptions>();
+  compile->add_option("--arch", options->archs, "sm_90,sm_100,…; all when not given")
+      ->delimiter(',')
+      ->type_name("ARCHS");
+  compile->add_option("--output", options->output, "folder, to be used as PULLBACK_CACHE_DIR")
+      ->type_name("DIR");
+  compile->add_option("--threads", options->threads, "compilations at a time; all usable cores")
+      ->check(CLI::Range(1, 4096))
+      ->type_name("N");
+  compile->callback(
+      [options, &command] { command.run = [options] { return run_compile(*options); }; });
+}
+
+void add_cache(CLI::App& app, Command& command) {
+  CLI::App* cache = app.add_subcommand("cache", "Shows and cleans the cache of compiled kernels");
+  auto action = std::make_shared<std::string>("list");
+  cache->add_option("action", *action, "list, verify (removes what is damaged) or clear")
+      ->check(CLI::IsMember({"list", "verify", "clear"}))
+      ->type_name("ACTION");
+  cache->callback([action, &command] {
+    command.run = [action] {
+      const DiskCache chosen = chosen_cache({});
+      return *action == "list"     ? list_cache(chosen)
+             : *action == "verify" ? verify_cache(chosen)
+                                   : clear_cache(chosen);
+    };
+  });
+}
+
+}  // namespace pullback::tool
