@@ -75,9 +75,10 @@ constexpr std::int64_t kLongestSparse = 8192;
 cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& shape) {
   const auto type = cuda::device_type(dtype);
   const auto vectors = shape.elements * static_cast<int>(size_of(dtype)) / 16;
-  // Their steps need more registers.
-  const bool dense = family != Family::softmax && family != Family::sparsemax;
-  const int fewer = dense && shape.warps == 1 && shape.elements < 32 ? 1 : 0;
+  // What needs fewer registers than the rest.
+  const bool slim =
+      family == Family::sparsemax || (family == Family::softmax && dtype != DType::f32);
+  const int fewer = !slim && shape.warps == 1 && shape.elements < 32 ? 1 : 0;
   return {.name = fmt::format("entmax_forward_registers_{}_{}_{}_{}", type, name_of(family),
                               shape.warps, vectors),
           .file = "ops/entmax/cuda/smxx_forward_registers.cuh",
