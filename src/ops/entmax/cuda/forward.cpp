@@ -96,7 +96,7 @@ constexpr int kStreamGroups[] = {1, 2, 4, 8};
 constexpr int stream_block(int warps) { return warps == 1 ? kStreamWarps : warps; }
 constexpr int stream_shared(int warps) { return stream_block(warps) * kSurvivors * 32 * 8; }
 // Of a multiprocessor, by registers and shared memory.
-constexpr int kStreamResidentWarps = 24;
+constexpr int kStreamResidentWarps = 16;
 
 // All rows take the same time: what counts is how full the last wave of warps is. A row is worth
 // more warps than one only where that gains something.

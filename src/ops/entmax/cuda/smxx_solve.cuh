@@ -103,7 +103,7 @@ struct Power {
   }
   R value(R e, R slope) const {
     if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
-    return near_one ? slope + e * slope : max(e, R{0}) * slope;
+    return (near_one ? 1 + max(e, R{-1}) : max(e, R{0})) * slope;  // e may be -inf
   }
   R value(R e) const {
     if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
