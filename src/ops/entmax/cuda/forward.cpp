@@ -166,7 +166,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
 
     const Rows& rows = params_.rows;
     const bool ragged = problem.offsets.given();
-    empty_ = rows.count == 0 || (rows.groups == 0 && !ragged);
+    empty_ = rows.count == 0;
     if (empty_) {
       description = "no rows";
       return;
