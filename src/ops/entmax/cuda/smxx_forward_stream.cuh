@@ -184,8 +184,8 @@ void forward_stream(const ForwardParams& p) {
           }
         }
       }
+      if ((j + 1) * kLength % kTightenLength == 0) survivors.tighten(own);
     }
-    survivors.tighten(own);
   }
 
   const float largest = group.max(own);

@@ -99,6 +99,8 @@ struct Power {
     }
     if (!(e > edge)) return R{0};
     if constexpr (near_one) return exp_of(log1p_of(e) * (inverse - 1));
+    // Where 1/b is small, 1/b - 1 has lost digits of it.
+    if constexpr (kFamily == Family::steep) return power_of(e, inverse) / e;
     return power_of(e, inverse - 1);
   }
   R value(R e, R slope) const {

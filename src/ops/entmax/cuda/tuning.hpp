@@ -32,6 +32,8 @@ constexpr bool walks_over_rows(Family family, int element_bytes, int warps) {
 inline constexpr int kStreamWarps = 8;
 inline constexpr int kStreamVectors = 8;
 inline constexpr int kSurvivors = 40;
+// A lane's elements between looks at the lists' lengths.
+inline constexpr int kTightenLength = 16;
 
 // smxx_forward_softmax.cuh: warps of a row, vectors that a lane loads at a time.
 inline constexpr int kSoftmaxWarps = 8;
