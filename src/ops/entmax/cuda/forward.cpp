@@ -75,9 +75,10 @@ constexpr std::int64_t kLongestSparse = 8192;
 cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& shape) {
   const auto type = cuda::device_type(dtype);
   const auto vectors = shape.elements * static_cast<int>(size_of(dtype)) / 16;
-  // Their steps need more registers.
-  const bool dense = family != Family::softmax && family != Family::sparsemax;
-  const int fewer = dense && shape.warps == 1 && shape.elements < 32 ? 1 : 0;
+  // What needs fewer registers than the rest.
+  const bool slim =
+      family == Family::sparsemax || (family == Family::softmax && dtype != DType::f32);
+  const int fewer = !slim && shape.warps == 1 && shape.elements < 32 ? 1 : 0;
   return {.name = fmt::format("entmax_forward_registers_{}_{}_{}_{}", type, name_of(family),
                               shape.warps, vectors),
           .file = "ops/entmax/cuda/smxx_forward_registers.cuh",
@@ -95,7 +96,7 @@ constexpr int kStreamGroups[] = {1, 2, 4, 8};
 constexpr int stream_block(int warps) { return warps == 1 ? kStreamWarps : warps; }
 constexpr int stream_shared(int warps) { return stream_block(warps) * kSurvivors * 32 * 8; }
 // Of a multiprocessor, by registers and shared memory.
-constexpr int kStreamResidentWarps = 24;
+constexpr int kStreamResidentWarps = 16;
 
 // All rows take the same time: what counts is how full the last wave of warps is. A row is worth
 // more warps than one only where that gains something.
@@ -165,7 +166,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
 
     const Rows& rows = params_.rows;
     const bool ragged = problem.offsets.given();
-    empty_ = rows.count == 0 || (rows.groups == 0 && !ragged);
+    empty_ = rows.count == 0;
     if (empty_) {
       description = "no rows";
       return;

@@ -103,8 +103,8 @@ void store_survivor_bits(uint8_t* support, int64_t step, const List& list, const
   }
 }
 
-// Rows as for forward_registers, of less than 2^31 elements. kWarps: of a row; blocks of 1 are
-// kStreamWarps rows.
+// Rows as for forward_registers, of less than 2^30 elements. kWarps: of a row, which is a block of
+// its own; but kStreamWarps rows of one warp share a block.
 template <class T, Family kFamily, int kWarps>
 void forward_stream(const ForwardParams& p) {
   using device::infinity;
@@ -184,8 +184,8 @@ void forward_stream(const ForwardParams& p) {
           }
         }
       }
+      if ((j + 1) * kLength % kTightenLength == 0) survivors.tighten(own);
     }
-    survivors.tighten(own);
   }
 
   const float largest = group.max(own);

@@ -99,11 +99,13 @@ struct Power {
     }
     if (!(e > edge)) return R{0};
     if constexpr (near_one) return exp_of(log1p_of(e) * (inverse - 1));
+    // Where 1/b is small, 1/b - 1 has lost digits of it.
+    if constexpr (kFamily == Family::steep) return power_of(e, inverse) / e;
     return power_of(e, inverse - 1);
   }
   R value(R e, R slope) const {
     if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
-    return near_one ? slope + e * slope : max(e, R{0}) * slope;
+    return (near_one ? 1 + max(e, R{-1}) : max(e, R{0})) * slope;  // e may be -inf
   }
   R value(R e) const {
     if constexpr (kFamily == Family::sparsemax) return max(e, R{0});

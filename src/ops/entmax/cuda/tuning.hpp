@@ -30,8 +30,10 @@ constexpr bool walks_over_rows(Family family, int element_bytes, int warps) {
 // smxx_forward_stream.cuh: warps of a block where a warp has a row of its own, vectors that a lane
 // loads at a time, and the length of a lane's list.
 inline constexpr int kStreamWarps = 8;
-inline constexpr int kStreamVectors = 4;
-inline constexpr int kSurvivors = 24;
+inline constexpr int kStreamVectors = 8;
+inline constexpr int kSurvivors = 40;
+// A lane's elements between looks at the lists' lengths.
+inline constexpr int kTightenLength = 16;
 
 // smxx_forward_softmax.cuh: warps of a row, vectors that a lane loads at a time.
 inline constexpr int kSoftmaxWarps = 8;
