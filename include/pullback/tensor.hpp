@@ -14,8 +14,8 @@ namespace pullback {
 
 inline constexpr int kMaxRank = 8;
 
-// More than any memory holds. A tensor's sizes other than 0 multiply to at most these bytes, and its
-// strides reach no further, even where a size of 0 leaves it without elements.
+// More than any memory holds. A tensor's sizes other than 0 multiply to at most these bytes, and
+// its strides reach no further, even where a size of 0 leaves it without elements.
 inline constexpr std::int64_t kMaxTensorBytes = std::int64_t{1} << 50;
 
 // A default-constructed spec means "this tensor is not given". Strides count elements and may be

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "pullback/error.hpp"
 
 namespace pullback::cuda {
@@ -49,7 +51,10 @@ KernelSource op_kernel(const OpKernel& kernel, int arch, std::size_t parameter_b
     source += fmt::format("static_assert({} == {});\n", name, value);
   }
   source += "extern \"C\" __global__ ";
-  source += fmt::format("__launch_bounds__({}, {})\n", kernel.threads, kernel.blocks);
+  const bool fewer = std::find(kernel.fewer_blocks_on.begin(), kernel.fewer_blocks_on.end(),
+                               arch) != kernel.fewer_blocks_on.end();
+  source += fmt::format("__launch_bounds__({}, {})\n", kernel.threads,
+                        std::max(1, kernel.blocks - fewer));
   source +=
       fmt::format("void {}(const __grid_constant__ {} parameters) {{\n  {}(parameters);\n}}\n",
                   kernel.name, kernel.parameters, kernel.function);

@@ -36,6 +36,8 @@ struct OpKernel {
   std::string_view parameters;  // its parameter's type: "entmax::ForwardParams"
   int threads = 0;              // a block's
   int blocks = 1;               // a multiprocessor holds at least: bounds the registers
+  // Where the compiler would spill within that bound: one block fewer there.
+  std::vector<int> fewer_blocks_on = {};
   // Constants that the host computed with; the device code must agree: {"entmax::kTile", kTile}.
   std::vector<std::pair<std::string_view, std::int64_t>> constants = {};
 };

@@ -67,7 +67,8 @@ inline std::string with_weights(std::string_view function, DType dtype, Weights 
 }
 
 inline OpKernel kernel_of(std::string_view what, std::string_view file, std::string function,
-                          std::string_view variant, DType dtype, int threads, int blocks = 1) {
+                          std::string_view variant, DType dtype, int threads, int blocks = 1,
+                          std::vector<int> fewer_blocks_on = {}) {
   return {
       .name = fmt::format("entmax_backward_{}_{}_{}", what, variant, name_of(dtype)),
       .file = file,
@@ -75,6 +76,7 @@ inline OpKernel kernel_of(std::string_view what, std::string_view file, std::str
       .parameters = "entmax::BackwardParams",
       .threads = threads,
       .blocks = blocks,
+      .fewer_blocks_on = std::move(fewer_blocks_on),
       .constants = {{"sizeof(entmax::RowTensor)", static_cast<std::int64_t>(sizeof(RowTensor))}}};
 }
 
@@ -92,8 +94,10 @@ inline std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights)
                     weights == Weights::mask;
   const auto make = [&](std::string_view what, std::string_view file, std::string_view function,
                         int threads, std::string_view more = {}) {
+    const bool twice = path == Path::whole || path == Path::cluster;
     return kernel_of(what, file, with_weights(function, dtype, weights, more), name, dtype, threads,
-                     std::max(1, (wide ? 512 : 1024) / threads));
+                     std::max(1, (wide ? 512 : 1024) / threads),
+                     twice && !wide ? std::vector{100, 120} : std::vector<int>{});
   };
   constexpr int kWarpThreads = kWarpRows * 32;
   const auto mask = [&](std::string_view what, int threads, int blocks) {

@@ -125,6 +125,8 @@ cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
       .parameters = "entmax::ForwardParams",
       .threads = 32 * stream_block(warps),
       .blocks = kStreamResidentWarps / stream_block(warps),
+      .fewer_blocks_on =
+          family == Family::general && warps == 8 ? std::vector{100, 120} : std::vector<int>{},
       .constants = {{"entmax::kSurvivors", kSurvivors}, {"entmax::kStreamWarps", kStreamWarps}}};
 }
 

@@ -19,14 +19,16 @@ cuda::OpKernel kernel_of(const MapOp& op, std::string_view what, DType dtype, bo
                            perm ? op.segment_bytes : op.wide_segment_bytes)
              : fmt::format("segment_cuda::map_rows<segment_cuda::{}, {}, {}, {}>", map, element,
                            vector, perm);
-  const bool many = access == Access::wide;
+  const bool many = access == Access::wide && dtype != DType::f64;
+  // Halves of one column would spill in the registers that more blocks leave them.
+  const int blocks = !many ? 1 : column && dtype == DType::f16 ? 2 : op.blocks;
   return {.name = fmt::format("segment_{}_{}_{}", what, op.name, element),
           .file = column ? "ops/segment/cuda/smxx_map_column.cuh"
                          : "ops/segment/cuda/smxx_map_rows.cuh",
           .function = function,
           .parameters = "segment_cuda::Params",
           .threads = kThreads,
-          .blocks = many && dtype != DType::f64 ? op.blocks : 1,
+          .blocks = blocks,
           .constants = {{"segment_cuda::kThreads", kThreads},
                         {"segment_cuda::kWalkerRows", kWalkerRows}}};
 }

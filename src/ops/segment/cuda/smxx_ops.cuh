@@ -237,6 +237,7 @@ void finish_empty(const Params& p, int64_t j, int64_t column) {
     const auto value = static_cast<Real<Out>>(p.empty_value);
     store_row(p.result, s, column, Values<Out, 1>{{device::from_real<Out>(value)}});
   }
+  if constexpr (kStoresPair<Op>) store_row(p.result2, s, column, Values<Out, 1>{});
   if (Op::kPlaces && p.arg.data != nullptr) {
     const int64_t arg[1] = {p.arg_type == ArgType::u8 ? kNoPlace : -1};
     store_arg(p, s, column, arg);
