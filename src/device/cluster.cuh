@@ -23,8 +23,8 @@ inline void cluster_barrier() {
                    : "memory");
 }
 
-// The two halves of cluster_barrier(). Before the first store into another block's memory, that block
-// must have started: every block arrives when it starts, and waits before it stores.
+// The two halves of cluster_barrier(). Before the first store into another block's memory, that
+// block must have started: every block arrives when it starts, and waits before it stores.
 inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
