@@ -17,7 +17,8 @@ def rate_text(result: dict) -> str:
     seconds = result["seconds"]["median"]
     if result["flops"] > 0:
         return f"{result['flops'] / seconds / 1e9:.0f} GFLOP/s"
-    return f"{result['bytes'] / seconds / 1e9:.1f} GB/s"
+    rate = result["bytes"] / seconds
+    return f"{rate / 1e12:.2f} TB/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GB/s"
 
 
 def cell(result: dict) -> str:
