@@ -89,7 +89,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
     d_out_ = matrix(problem.d_out, element, length);
     d_x_ = matrix(problem.d_x, element, length);
     own_ = matrix(problem.num_segments, problem.x.shape[1]);
-    const auto map = [&](const MapOp& op, std::initializer_list<const TensorSpec*> rows) {
+    const auto map = [&](const MapOp& op, Specs rows) {
       map_.emplace(problem, device_, op, rows, setup_);
     };
     switch (problem.reduce) {
@@ -103,15 +103,15 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
       case SegmentReduce::logsumexp:
         map(exponential_map(dtype), {&problem.x, &problem.d_x});
         if (!uses_saved_lse(problem)) {
-          reduction_.emplace(problem, device_, logsumexp_real(dtype),
-                             std::initializer_list{&problem.x}, setup_, layout_);
+          reduction_.emplace(problem, device_, logsumexp_real(dtype), Specs{&problem.x}, setup_,
+                             layout_);
           statistic_at_ = layout_.take(cells * real);
         }
         break;
       case SegmentReduce::softmax:
         map(softmax_gradient_map(dtype), {&problem.out, &problem.d_out, &problem.d_x});
         reduction_.emplace(problem, device_, row_product_sum(dtype),
-                           std::initializer_list{&problem.out, &problem.d_out}, setup_, layout_);
+                           Specs{&problem.out, &problem.d_out}, setup_, layout_);
         statistic_at_ = layout_.take(cells * real);
         break;
       default:
@@ -136,29 +136,29 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
     if (problem.arg.given() && !even) {
       arg_ = matrix(problem.arg, size_of(problem.arg.dtype), length);
       extremes_.by_arg.emplace(problem, device_, arg_map(problem.arg.dtype, dtype),
-                               std::initializer_list{&problem.d_x}, setup_);
+                               Specs{&problem.d_x}, setup_);
     }
     if (problem.arg_mask.given()) {
       mask_ = matrix(problem.arg_mask, 1, 1);
-      extremes_.by_mask.emplace(problem, device_, mask_map(even, dtype),
-                                std::initializer_list{&problem.d_x}, setup_);
+      extremes_.by_mask.emplace(problem, device_, mask_map(even, dtype), Specs{&problem.d_x},
+                                setup_);
       if (even) {
-        extremes_.mask_counts.emplace(problem, device_, mask_count(dtype),
-                                      std::initializer_list<const TensorSpec*>{}, setup_, layout_);
+        extremes_.mask_counts.emplace(problem, device_, mask_count(dtype), Specs{}, setup_,
+                                      layout_);
       }
     }
     if (even) {
       extremes_.recompute.emplace(problem, device_, extreme_count(problem.reduce, dtype),
-                                  std::initializer_list{&problem.x}, setup_, layout_);
+                                  Specs{&problem.x}, setup_, layout_);
       extremes_.recomputed.emplace(problem, device_, ties_map(dtype),
-                                   std::initializer_list{&problem.x, &problem.d_x}, setup_);
+                                   Specs{&problem.x, &problem.d_x}, setup_);
       extremes_.statistic_at = layout_.take(cells * real);
     } else {
       extremes_.recompute.emplace(problem, device_,
                                   extreme_place(problem.reduce, problem.ties == Ties::last, dtype),
-                                  std::initializer_list{&problem.x}, setup_, layout_);
+                                  Specs{&problem.x}, setup_, layout_);
       extremes_.recomputed.emplace(problem, device_, arg_map(own_arg_dtype_, dtype),
-                                   std::initializer_list{&problem.d_x}, setup_);
+                                   Specs{&problem.d_x}, setup_);
       extremes_.arg_at = layout_.take(cells * size_of(own_arg_dtype_));
     }
   }

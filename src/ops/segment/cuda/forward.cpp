@@ -51,14 +51,13 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     const ReduceOp op = keeps_place_
                             ? extreme_place(problem.reduce, problem.ties == Ties::last, dtype)
                             : reduce_op(problem.reduce, dtype);
-    reduction_.emplace(problem, device_, op, std::initializer_list{&problem.x}, setup_, layout_);
+    reduction_.emplace(problem, device_, op, Specs{&problem.x}, setup_, layout_);
     x_ = matrix(problem.x, element, length);
     out_ = matrix(problem.out, element, length);
     const auto cells = static_cast<std::size_t>(problem.num_segments * problem.x.shape[1]);
     own_ = matrix(problem.num_segments, problem.x.shape[1]);
     if (softmax) {
-      map_.emplace(problem, device_, softmax_map(dtype),
-                   std::initializer_list{&problem.x, &problem.out}, setup_);
+      map_.emplace(problem, device_, softmax_map(dtype), Specs{&problem.x, &problem.out}, setup_);
       const std::size_t real = size_of(accumulation_dtype(dtype));
       statistic_at_ = layout_.take(cells * real);
       statistic2_at_ = layout_.take(cells * real);

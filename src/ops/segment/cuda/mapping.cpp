@@ -77,7 +77,7 @@ MapOp softmax_gradient_map(DType dtype) {
 }
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
-                 std::initializer_list<const TensorSpec*> rows, Setup& setup)
+                 Specs rows, Setup& setup)
     : problem_(problem) {
   const DType dtype = problem.x.dtype;
   const bool column = problem.x.shape[1] == 1;

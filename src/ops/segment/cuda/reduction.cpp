@@ -147,8 +147,7 @@ ReduceOp logsumexp_real(DType dtype) {
 }
 
 Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device,
-                     const ReduceOp& op, std::initializer_list<const TensorSpec*> inputs,
-                     Setup& setup, Layout& layout)
+                     const ReduceOp& op, Specs inputs, Setup& setup, Layout& layout)
     : problem_(problem) {
   const DType dtype = problem.x.dtype;
   const std::int64_t columns = problem.x.shape[1];

@@ -15,6 +15,8 @@
 
 namespace pullback::segment_cuda {
 
+using Specs = std::initializer_list<const TensorSpec*>;
+
 using Kernel = cuda::PlannedKernel<Params>;
 
 // The workspace of a plan: pieces by offset.
@@ -112,7 +114,7 @@ class Reduction {
  public:
   // `inputs`: whose rows are read; they decide what is worth planning.
   Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device, const ReduceOp& op,
-            std::initializer_list<const TensorSpec*> inputs, Setup& setup, Layout& layout);
+            Specs inputs, Setup& setup, Layout& layout);
 
   // `p` has the inputs and results bound.
   void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
@@ -151,7 +153,7 @@ class Mapping {
  public:
   // `rows`: the tensors with a row for each of x that are read or written.
   Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
-          std::initializer_list<const TensorSpec*> rows, Setup& setup);
+          Specs rows, Setup& setup);
 
   void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
 
