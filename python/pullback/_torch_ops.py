@@ -1,0 +1,530 @@
+"""The ops as PyTorch operators, ``torch.ops.pullback.<name>`` and ``<name>_backward``.
+
+`TorchOp` makes both from a table: schema, kernel, fake kernel, derivative, vmap and autocast rules.
+Kernels run on the current stream with outputs and workspace from torch's allocator, and never wait.
+Plans are kept by problem, since a training step repeats the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from . import _native
+from ._native import BACKWARD, FORWARD, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_C
+from ._native import WORKSPACE_ALIGNMENT, Device, NativePlan, Op, Spec
+from ._options import REDUCTIONS
+from .sparsity import BlockLayout
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+_library = torch.library.Library("pullback", "DEF")
+
+# Shape and dtype of an output.
+Shape = tuple[Sequence[Any], torch.dtype]
+Shapes = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Shape]]
+
+_MAX_PLANS = 4096
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _spec(op: Op, name: str, tensor: Tensor) -> Spec:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        names = ", ".join(str(known) for known in _DTYPES)
+        raise ValueError(f"{op.name}: {name}: expected dtype {names}, got {tensor.dtype}")
+    return Spec(dtype, tuple(tensor.shape), tensor.stride())
+
+
+class _Prepared:
+    """A plan, what to allocate for it, and where each pointer of its struct comes from."""
+
+    __slots__ = ("plan", "shapes", "slots", "workspace_bytes")
+
+    def __init__(self, plan: NativePlan, shapes: Sequence[Shape], slots: Sequence[int]) -> None:
+        self.plan = plan
+        self.shapes = [(tuple(shape), dtype) for shape, dtype in shapes]
+        self.slots = slots  # index into inputs and outputs; -1: none
+        self.workspace_bytes = plan.workspace_bytes
+        if self.workspace_bytes > 0:
+            self.workspace_bytes += WORKSPACE_ALIGNMENT
+
+
+class _Kernel:
+    """One pass of an op on tensors: called with the schema's arguments, tensors first."""
+
+    def __init__(
+        self, owner: TorchOp, direction: int, names: Sequence[str], options: Sequence[str]
+    ) -> None:
+        self.owner = owner
+        self.direction = direction
+        self.names = names
+        self.options = options
+        self.seed = names.index("seed") if "seed" in names else None
+        self.plans: dict[Any, _Prepared] = {}
+
+    def __call__(self, *arguments: Any) -> list[Tensor]:
+        count = len(self.names)
+        tensors = list(arguments[:count])
+        first: Tensor = tensors[0]
+        device = first.device
+        on_cpu = device.type == "cpu"
+        key = (
+            device,
+            torch.get_num_threads() if on_cpu else 0,
+            arguments[count:],
+            *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors],
+        )
+        if self.seed is not None and tensors[self.seed] is not None:
+            key = (*key, int(tensors[self.seed]))
+        prepared = self.plans.get(key)
+        if prepared is None:
+            prepared = self._prepare(arguments, tensors, device, key[1])
+            if len(self.plans) >= _MAX_PLANS:
+                self.plans.pop(next(iter(self.plans)), None)
+            self.plans[key] = prepared
+
+        outputs = [
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.shapes
+        ]
+        tensors += outputs
+        pointers = [0 if slot < 0 else tensors[slot].data_ptr() for slot in prepared.slots]
+        size = prepared.workspace_bytes
+        workspace = 0
+        if size > 0:
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
+            workspace = -(-memory.data_ptr() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+            size -= WORKSPACE_ALIGNMENT
+        stream = 0 if on_cpu else torch.cuda.current_stream(device).cuda_stream
+        prepared.plan.run_pointers(pointers, stream, workspace, size)
+        return outputs
+
+    def _prepare(
+        self, arguments: Sequence[Any], tensors: Sequence[Any], device: torch.device, threads: int
+    ) -> _Prepared:
+        op = self.owner.op
+        given = dict(zip(self.names, tensors))
+        options = dict(zip(self.options, arguments[len(self.names) :]))
+        for name, tensor in given.items():
+            # Integers that live on the CPU are options; of all else the device has to be one.
+            if tensor is not None and tensor.device != device and name != "seed":
+                raise ValueError(
+                    f"{op.name}: {name}: expected a tensor on {device}, got {tensor.device}"
+                )
+        names, shapes = self.outputs(given, options)
+        specs: dict[str, Spec | None] = {
+            name: _spec(op, name, tensor)
+            for name, tensor in given.items()
+            if tensor is not None and name != "seed"
+        }
+        for name, (shape, dtype) in zip(names, shapes):
+            specs[name] = Spec(_DTYPES[dtype], tuple(shape), _row_major(shape))
+        if self.direction == BACKWARD:
+            for name, like in self.owner.like.items():
+                specs.setdefault(name, specs[like])
+        options.pop("needs", None)
+        options.update(self.owner.constants)
+        if given.get("seed") is not None:
+            options["dropout_seed"] = int(given["seed"])
+        if "layout" in options:
+            options["layout"] = BlockLayout.find(options["layout"])
+        kind = Device(1, 0) if device.type == "cpu" else Device(2, device.index)
+        plan = NativePlan(op, self.direction, specs, options, kind, threads)
+        places = {name: i for i, name in enumerate([*self.names, *names])}
+        slots = [places.get(name, -1) for name in op.tensors]
+        slots = [-1 if 0 <= i < len(tensors) and tensors[i] is None else i for i in slots]
+        return _Prepared(plan, shapes, slots)
+
+    def outputs(
+        self, given: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[Sequence[str], Sequence[Shape]]:
+        """Names and shapes of what this pass computes."""
+        if self.direction == FORWARD:
+            return self.owner.outputs, self.owner.shapes(given, options)
+        names, shapes = [], []
+        for bit, (source, gradient) in enumerate(self.owner.gradients.items()):
+            if options["needs"] >> bit & 1:
+                like = given[self.owner.like.get(source, source)]
+                names.append(gradient)
+                shapes.append((like.shape, like.dtype))
+        return names, shapes
+
+    def fake(self, *arguments: Any) -> list[Tensor]:
+        given = dict(zip(self.names, arguments))
+        options = dict(zip(self.options, arguments[len(self.names) :]))
+        first: Tensor = arguments[0]
+        _, shapes = self.outputs(given, options)
+        return [first.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+
+
+class TorchOp:
+    """A differentiable operator over one op of pullback.h.
+
+    inputs     tensors in the order of the schema; those with a "?" are optional, the first is not
+    options    fields of the problem in the order of the schema, "type name"
+    outputs    names of the outputs; upstream: the names of their gradients
+    shapes     (inputs by name, options by name) -> shape and dtype of every output
+    reads      what the backward pass reads of inputs and outputs
+    unread     (options by name) -> those of `reads` that this problem's backward pass does not read
+    gradients  input -> name of its gradient
+    like       tensors that the backward problem describes but does not read -> one of equal layout
+    constants  fields of the problem with fixed values
+    cast       whether autocast applies
+    """
+
+    def __init__(
+        self,
+        name: str,
+        op: Op,
+        *,
+        inputs: Sequence[str],
+        options: Sequence[str],
+        outputs: Sequence[str],
+        shapes: Shapes,
+        upstream: Sequence[str] = (),
+        reads: Sequence[str] = (),
+        unread: Callable[[Mapping[str, Any]], Sequence[str]] | None = None,
+        gradients: Mapping[str, str] | None = None,
+        like: Mapping[str, str] | None = None,
+        constants: Mapping[str, Any] | None = None,
+        cast: bool = False,
+    ) -> None:
+        self.name, self.op, self.outputs, self.shapes = name, op, outputs, shapes
+        self.inputs = [entry.rstrip("?") for entry in inputs]
+        self.gradients = dict(gradients or {})
+        self.like = dict(like or {})
+        self.constants = dict(constants or {})
+        self.reads, self.unread, self.upstream = reads, unread, upstream
+        self.options = [option.split()[1] for option in options]
+
+        tensors = [
+            f"Tensor{'?' if entry.endswith('?') else ''} {entry.rstrip('?')}" for entry in inputs
+        ]
+        results = ", ".join(f"Tensor {output}" for output in outputs)
+        schema = f"({', '.join([*tensors, *options])}) -> ({results})"
+        kernel = _Kernel(self, FORWARD, self.inputs, self.options)
+        single = len(outputs) == 1
+        self._define(name, schema, kernel, (lambda r: r[0]) if single else tuple)
+        self.call = getattr(torch.ops.pullback, name).default
+        if self.gradients:
+            self._define_backward(options)
+            torch.library.register_autograd(
+                f"pullback::{name}", self._backward, setup_context=self._setup, lib=_library
+            )
+        if cast:
+            for device in ("CPU", "CUDA"):
+                _library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
+
+    def _define(
+        self, name: str, schema: str, kernel: _Kernel, pack: Callable[[list[Tensor]], Any]
+    ) -> None:
+        # Any strides do, so the compiler may choose those of intermediate tensors.
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+        _library.define(name + schema, tags=tags)
+
+        def run(*arguments: Any) -> Any:
+            return pack(kernel(*arguments))
+
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, run, key)
+
+        def fake(*arguments: Any) -> Any:
+            return pack(kernel.fake(*arguments))
+
+        torch.library.register_fake(f"pullback::{name}", fake, lib=_library)
+        overload = getattr(torch.ops.pullback, name).default
+
+        def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+            results = []
+            for i in range(info.batch_size):
+                results.append(
+                    overload(
+                        *[
+                            a if d is None else a.select(d, i)
+                            for a, d in zip(arguments, in_dims)
+                        ]
+                    )
+                )
+            if isinstance(results[0], Tensor):
+                return torch.stack(results), 0
+            stacked = [torch.stack(parts) for parts in zip(*results)]
+            kind = type(results[0])
+            return kind(stacked), kind([0] * len(stacked))
+
+        torch.library.register_vmap(f"pullback::{name}", vmap, lib=_library)
+
+    def _define_backward(self, options: Sequence[str]) -> None:
+        # The first gradient of an output leads: it is always given, and tells the device.
+        names = [*self.upstream, *self.reads]
+        first, *others = names
+        tensors = [f"Tensor {first}", *[f"Tensor? {other}" for other in others]]
+        schema = f"({', '.join([*tensors, *options, 'int needs'])}) -> Tensor[]"
+        kernel = _Kernel(self, BACKWARD, names, [*self.options, "needs"])
+        name = f"{self.name}_backward"
+        self._define(name, schema, kernel, lambda results: results)
+        self.call_backward = getattr(torch.ops.pullback, name).default
+
+        def refuse(ctx: Any, *gradients: Any) -> None:
+            raise NotImplementedError(f"{self.name}: second derivatives are not implemented")
+
+        torch.library.register_autograd(f"pullback::{name}", refuse, lib=_library)
+
+    def _setup(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        count = len(self.inputs)
+        known = {**dict(zip(self.inputs, inputs)), **dict(zip(self.outputs, outputs))}
+        ctx.options = inputs[count:]
+        if self.unread is not None:
+            for name in self.unread(dict(zip(self.options, ctx.options))):
+                # What has a gradient leaves its shape behind.
+                kept = known[name]
+                known[name] = kept.new_empty(()).expand(kept.shape) if name in self.gradients else None
+        ctx.save_for_backward(*[known[name] for name in self.reads])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*outputs[len(self.upstream) :])
+        if "layout" in self.options:
+            # Alive until the backward pass.
+            ctx.layout = BlockLayout.find(inputs[count + self.options.index("layout")])
+        if self.upstream:
+            ctx.output_like = outputs[0].shape, outputs[0].dtype, outputs[0].device
+
+    def _backward(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        results: list[Any] = [None] * (len(self.inputs) + len(self.options))
+        upstream = list(gradients[: len(self.upstream)])
+        sources = list(self.gradients)
+        places = [self.inputs.index(source) for source in sources]
+        needs = sum(1 << bit for bit, place in enumerate(places) if ctx.needs_input_grad[place])
+        if needs == 0 or all(gradient is None for gradient in upstream):
+            return tuple(results)
+        if upstream[0] is None:
+            shape, dtype, device = ctx.output_like
+            upstream[0] = torch.zeros((), dtype=dtype, device=device).expand(shape)
+        found = iter(self.call_backward(*upstream, *ctx.saved_tensors, *ctx.options, needs))
+        for bit, place in enumerate(places):
+            if needs >> bit & 1:
+                results[place] = next(found)
+        return tuple(results)
+
+    def _autocast(self, device: str) -> Callable[..., Any]:
+        def kernel(*arguments: Any) -> Any:
+            dtype = torch.get_autocast_dtype(device)
+
+            def cast(value: Any) -> Any:
+                floats = isinstance(value, Tensor) and value.is_floating_point()
+                return value.to(dtype) if floats and value.dtype != torch.float64 else value
+
+            with torch.autocast(device, enabled=False):
+                return self.call(*map(cast, arguments))
+
+        return kernel
+
+
+# ---------------------------------------------------------------- shapes of outputs
+
+
+def _statistic(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _attention_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    q, v = given["q"], given["v"]
+    out = (*q.shape[:-1], v.shape[-1])
+    lse = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    return [(out, q.dtype), (lse, _statistic(q.dtype))]
+
+
+def _block_matmul_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    a, b = given["a"], given["b"]
+    layout, block, flags = BlockLayout.find(options["layout"]), options["block"], options["flags"]
+    if options["mode"] == 0:
+        return [((a.shape[0], layout.nnz, block, block), a.dtype)]
+    if options["mode"] == 1:
+        rows = (layout.columns if flags & TRANSPOSE_A else layout.rows) * block
+        columns = b.shape[-2 if flags & TRANSPOSE_B else -1]
+        lead = b.shape[:2]
+    else:
+        rows = a.shape[-1 if flags & TRANSPOSE_A else -2]
+        columns = (layout.rows if flags & TRANSPOSE_B else layout.columns) * block
+        lead = a.shape[:2]
+    matrix = (columns, rows) if flags & TRANSPOSE_C else (rows, columns)
+    return [((*lead, *matrix), a.dtype)]
+
+
+def _sparsemax_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    x = given["x"]
+    axis = options["axis"] % x.dim()
+    rows = (*x.shape[:axis], *x.shape[axis + 1 :])
+    support = (*rows, (x.shape[axis] + 7) // 8)
+    return [(x.shape, x.dtype), (support, torch.uint8), (rows, torch.int32)]
+
+
+def _segment_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    x, offsets = given["x"], given["offsets"]
+    segments = options["num_segments"] if offsets is None else offsets.shape[0] - 1
+    rows = x.shape[0] if REDUCTIONS[options["reduce"]] == "softmax" else segments
+    return [((rows, x.shape[1]), x.dtype)]
+
+
+def _segment_arg_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    out = _segment_shapes(given, options)[0]
+    return [out, (out[0], torch.int32)]
+
+
+def _permutation_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    offsets = (options["num_segments"] + 1,)
+    return [((given["ids"].shape[0],), torch.int64), (offsets, torch.int64)]
+
+
+def _like_x(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    return [(given["x"].shape, given["x"].dtype)]
+
+
+# ---------------------------------------------------------------- the operators
+
+_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
+
+ATTENTION = TorchOp(
+    "attention",
+    _native.ATTENTION,
+    inputs=("q", "k", "v", "bias?", "cu_seqlens_q?", "cu_seqlens_k?", "seed?"),
+    options=(
+        "SymInt max_seqlen_q",
+        "SymInt max_seqlen_k",
+        "float? scale",
+        "float softcap",
+        "SymInt mask_left",
+        "SymInt mask_right",
+        "int mask_corner",
+        "int flags",
+        "float dropout",
+    ),
+    outputs=("out", "lse"),
+    upstream=("d_out", "d_lse"),
+    shapes=_attention_shapes,
+    reads=("q", "k", "v", "bias", *_SEQLENS, "seed", "out", "lse"),
+    gradients={"q": "d_q", "k": "d_k", "v": "d_v", "bias": "d_bias"},
+    cast=True,
+)
+BLOCK_SOFTMAX = TorchOp(
+    "block_softmax",
+    _native.BLOCK_SOFTMAX,
+    inputs=("x", "rpe?", "key_padding_mask?", "attn_mask?"),
+    options=(
+        "int layout",
+        "int block",
+        "int key_padding_mode",
+        "int attn_mask_mode",
+        "float scale",
+    ),
+    outputs=("y",),
+    upstream=("d_y",),
+    shapes=_like_x,
+    reads=("y", "rpe", "key_padding_mask", "attn_mask"),
+    gradients={
+        "x": "d_x",
+        "rpe": "d_rpe",
+        "key_padding_mask": "d_key_padding_mask",
+        "attn_mask": "d_attn_mask",
+    },
+    like={"x": "y"},
+)
+BLOCK_MATMUL = TorchOp(
+    "block_matmul",
+    _native.BLOCK_MATMUL,
+    inputs=("a", "b"),
+    options=("int layout", "int block", "int mode", "int flags"),
+    outputs=("c",),
+    upstream=("d_c",),
+    shapes=_block_matmul_shapes,
+    reads=("a", "b"),
+    gradients={"a": "d_a", "b": "d_b"},
+    cast=True,
+)
+ENTMAX = TorchOp(
+    "entmax",
+    _native.ENTMAX,
+    inputs=("x", "alpha_per_row?", "mask?", "offsets?"),
+    options=("float alpha", "int axis", "int flags"),
+    outputs=("y",),
+    upstream=("d_y",),
+    shapes=_like_x,
+    reads=("y", "alpha_per_row", "mask", "offsets"),
+    gradients={"x": "d_x", "alpha_per_row": "d_alpha"},
+    like={"x": "y"},
+)
+# Saves one bit for each element instead of y, which its users may let go.
+SPARSEMAX = TorchOp(
+    "sparsemax",
+    _native.ENTMAX,
+    inputs=("x", "mask?"),
+    options=("int axis",),
+    outputs=("y", "support", "support_size"),
+    upstream=("d_y",),
+    shapes=_sparsemax_shapes,
+    reads=("support", "support_size", "mask"),
+    gradients={"x": "d_x"},
+    like={"x": "d_y"},
+    constants={"alpha": 2.0},
+)
+_SEGMENT_INPUTS = ("x", "offsets?", "ids?", "permutation?")
+_SEGMENT_OPTIONS = ("SymInt num_segments", "int reduce", "int ties", "int empty", "int flags")
+
+
+def _segment_unread(options: Mapping[str, Any]) -> Sequence[str]:
+    reduce = REDUCTIONS[options["reduce"]]
+    if reduce in ("sum", "mean"):
+        return ("x", "out")
+    return ("x",) if reduce == "softmax" else ()
+
+
+SEGMENT = TorchOp(
+    "segment",
+    _native.SEGMENT,
+    inputs=_SEGMENT_INPUTS,
+    options=_SEGMENT_OPTIONS,
+    outputs=("out",),
+    upstream=("d_out",),
+    shapes=_segment_shapes,
+    reads=("x", "offsets", "ids", "permutation", "out"),
+    unread=_segment_unread,
+    gradients={"x": "d_x"},
+)
+# max and min with the row that won, which is all that their backward pass needs.
+SEGMENT_ARG = TorchOp(
+    "segment_arg",
+    _native.SEGMENT,
+    inputs=_SEGMENT_INPUTS,
+    options=_SEGMENT_OPTIONS,
+    outputs=("out", "arg"),
+    upstream=("d_out",),
+    shapes=_segment_arg_shapes,
+    reads=("x", "offsets", "ids", "permutation", "arg"),
+    unread=lambda options: ("x",),
+    gradients={"x": "d_x"},
+)
+SEGMENT_PERMUTATION = TorchOp(
+    "segment_permutation",
+    _native.SEGMENT_PERMUTATION,
+    inputs=("ids",),
+    options=("SymInt num_segments",),
+    outputs=("permutation", "offsets"),
+    shapes=_permutation_shapes,
+)
