@@ -7,7 +7,8 @@ Plans are kept by problem, since a training step repeats the same ones.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, Callable, Mapping, NoReturn, Sequence
 
 import torch
 from torch import Tensor
@@ -57,39 +58,48 @@ def _spec(op: Op, name: str, tensor: Tensor) -> Spec:
 class _Prepared:
     """A plan, what to allocate for it, and where each pointer of its struct comes from."""
 
-    __slots__ = ("plan", "shapes", "slots", "workspace_bytes")
+    __slots__ = ("pick", "plan", "shapes", "workspace_bytes")
 
     def __init__(self, plan: NativePlan, shapes: Sequence[Shape], slots: Sequence[int]) -> None:
         self.plan = plan
         self.shapes = [(tuple(shape), dtype) for shape, dtype in shapes]
-        self.slots = slots  # index into inputs and outputs; -1: none
+        # Of the addresses of inputs and outputs, and a last 0, those of the op's tensors.
+        self.pick = itemgetter(*slots)
         self.workspace_bytes = plan.workspace_bytes
-        if self.workspace_bytes > 0:
-            self.workspace_bytes += WORKSPACE_ALIGNMENT
 
 
 class _Kernel:
-    """One pass of an op on tensors: called with the schema's arguments, tensors first."""
+    """One pass of an op on tensors: called with the schema's arguments, tensors first.
+
+    `pack` makes the schema's result of the list of outputs.
+    """
 
     def __init__(
-        self, owner: TorchOp, direction: int, names: Sequence[str], options: Sequence[str]
+        self,
+        owner: TorchOp,
+        direction: int,
+        names: Sequence[str],
+        options: Sequence[str],
+        pack: Callable[[list[Tensor]], Any],
     ) -> None:
         self.owner = owner
         self.direction = direction
         self.names = names
         self.options = options
+        self.pack = pack
         self.seed = names.index("seed") if "seed" in names else None
         self.plans: dict[Any, _Prepared] = {}
 
-    def __call__(self, *arguments: Any) -> list[Tensor]:
+    def __call__(self, *arguments: Any) -> Any:
+        # This is the host cost of every call: what depends on the problem alone is in _prepare.
         count = len(self.names)
-        tensors = list(arguments[:count])
+        tensors = arguments[:count]
         first: Tensor = tensors[0]
-        device = first.device
-        on_cpu = device.type == "cpu"
+        on_cpu = first.is_cpu
+        threads = torch.get_num_threads() if on_cpu else 0
         key = (
-            device,
-            torch.get_num_threads() if on_cpu else 0,
+            first.device,
+            threads,
             arguments[count:],
             *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors],
         )
@@ -97,25 +107,22 @@ class _Kernel:
             key = (*key, int(tensors[self.seed]))
         prepared = self.plans.get(key)
         if prepared is None:
-            prepared = self._prepare(arguments, tensors, device, key[1])
+            prepared = self._prepare(arguments, tensors, first.device, threads)
             if len(self.plans) >= _MAX_PLANS:
                 self.plans.pop(next(iter(self.plans)), None)
             self.plans[key] = prepared
 
-        outputs = [
-            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in prepared.shapes
-        ]
-        tensors += outputs
-        pointers = [0 if slot < 0 else tensors[slot].data_ptr() for slot in prepared.slots]
+        outputs = [first.new_empty(shape, dtype=dtype) for shape, dtype in prepared.shapes]
+        addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *outputs)]
+        addresses.append(0)
         size = prepared.workspace_bytes
         workspace = 0
         if size > 0:
-            memory = torch.empty(size, dtype=torch.uint8, device=device)
+            memory = first.new_empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8)
             workspace = -(-memory.data_ptr() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-            size -= WORKSPACE_ALIGNMENT
-        stream = 0 if on_cpu else torch.cuda.current_stream(device).cuda_stream
-        prepared.plan.run_pointers(pointers, stream, workspace, size)
-        return outputs
+        stream = 0 if on_cpu else torch.cuda.current_stream(first.device).cuda_stream
+        prepared.plan.run_pointers(prepared.pick(addresses), stream, workspace, size)
+        return self.pack(outputs)
 
     def _prepare(
         self, arguments: Sequence[Any], tensors: Sequence[Any], device: torch.device, threads: int
@@ -150,7 +157,6 @@ class _Kernel:
         plan = NativePlan(op, self.direction, specs, options, kind, threads)
         places = {name: i for i, name in enumerate([*self.names, *names])}
         slots = [places.get(name, -1) for name in op.tensors]
-        slots = [-1 if 0 <= i < len(tensors) and tensors[i] is None else i for i in slots]
         return _Prepared(plan, shapes, slots)
 
     def outputs(
@@ -167,12 +173,81 @@ class _Kernel:
                 shapes.append((like.shape, like.dtype))
         return names, shapes
 
-    def fake(self, *arguments: Any) -> list[Tensor]:
+    def fake(self, *arguments: Any) -> Any:
         given = dict(zip(self.names, arguments))
         options = dict(zip(self.options, arguments[len(self.names) :]))
         first: Tensor = arguments[0]
         _, shapes = self.outputs(given, options)
-        return [first.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+        return self.pack([first.new_empty(shape, dtype=dtype) for shape, dtype in shapes])
+
+
+def _define(name: str, schema: str, kernel: _Kernel) -> Any:
+    """An operator without derivative; its overload."""
+    # Any strides do, so the compiler may choose those of intermediate tensors.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
+    _library.define(name + schema, tags=tags)
+    _library.impl(name, kernel.__call__, "CPU")
+    _library.impl(name, kernel.__call__, "CUDA")
+    torch.library.register_fake(f"pullback::{name}", kernel.fake, lib=_library)
+    operator = getattr(torch.ops.pullback, name).default
+
+    def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+        results = []
+        for i in range(info.batch_size):
+            row = [a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims)]
+            results.append(operator(*row))
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        stacked = [torch.stack(parts) for parts in zip(*results)]
+        kind = type(results[0])
+        return kind(stacked), kind([0] * len(stacked))
+
+    torch.library.register_vmap(f"pullback::{name}", vmap, lib=_library)
+    return operator
+
+
+_BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+
+
+def _differentiate(
+    operator: Any, kernel: _Kernel, setup: Callable[..., None], backward: Callable[..., Any]
+) -> None:
+    """What torch.library.register_autograd does, at half its cost for each call.
+
+    setup(ctx, tensors, options, outputs) gets a sequence of outputs even if there is one;
+    backward(ctx, needed, *gradients) is told which tensors need a gradient, and returns those of all.
+    """
+    below, after_autograd = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
+    redispatch = operator.redispatch
+    count = len(kernel.names)
+
+    def compute(keyset: Any, arguments: Sequence[Any]) -> Any:
+        rest = keyset & after_autograd
+        # Without a mode or transform in between, the dispatcher would come back to our kernel, after
+        # translating all arguments to C++ and back.
+        if rest.highestPriorityTypeId() in _BACKENDS:
+            return kernel(*arguments)
+        with below():
+            return redispatch(rest, *arguments)
+
+    class Derivative(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keyset: Any, options: Any, *tensors: Any) -> Any:
+            results = compute(keyset, (*tensors, *options))
+            with below():
+                setup(ctx, tensors, options, (results,) if isinstance(results, Tensor) else results)
+            return tuple(results) if isinstance(results, list) else results
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return (None, None, *backward(ctx, ctx.needs_input_grad[2:], *gradients))
+
+    def autograd(keyset: Any, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return Derivative.apply(keyset, arguments[count:], *arguments[:count])
+        return compute(keyset, arguments)
+
+    _library.impl(operator._opname, autograd, "Autograd", with_keyset=True)
 
 
 class TorchOp:
@@ -220,56 +295,19 @@ class TorchOp:
         ]
         results = ", ".join(f"Tensor {output}" for output in outputs)
         schema = f"({', '.join([*tensors, *options])}) -> ({results})"
-        kernel = _Kernel(self, FORWARD, self.inputs, self.options)
-        single = len(outputs) == 1
-        self._define(name, schema, kernel, (lambda r: r[0]) if single else tuple)
-        self.call = getattr(torch.ops.pullback, name).default
+        pack = (lambda found: found[0]) if len(outputs) == 1 else tuple
+        kernel = _Kernel(self, FORWARD, self.inputs, self.options, pack)
+        self.call = _define(name, schema, kernel)
         if self.gradients:
+            known = [*self.inputs, *self.outputs]
+            self._read_places = [known.index(name) for name in reads]
+            self._gradient_places = [self.inputs.index(source) for source in self.gradients]
+            self._layout_place = self.options.index("layout") if "layout" in self.options else None
             self._define_backward(options)
-            torch.library.register_autograd(
-                f"pullback::{name}", self._backward, setup_context=self._setup, lib=_library
-            )
+            _differentiate(self.call, kernel, self._setup, self._backward)
         if cast:
             for device in ("CPU", "CUDA"):
                 _library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
-
-    def _define(
-        self, name: str, schema: str, kernel: _Kernel, pack: Callable[[list[Tensor]], Any]
-    ) -> None:
-        # Any strides do, so the compiler may choose those of intermediate tensors.
-        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-        _library.define(name + schema, tags=tags)
-
-        def run(*arguments: Any) -> Any:
-            return pack(kernel(*arguments))
-
-        for key in ("CPU", "CUDA"):
-            _library.impl(name, run, key)
-
-        def fake(*arguments: Any) -> Any:
-            return pack(kernel.fake(*arguments))
-
-        torch.library.register_fake(f"pullback::{name}", fake, lib=_library)
-        overload = getattr(torch.ops.pullback, name).default
-
-        def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
-            results = []
-            for i in range(info.batch_size):
-                results.append(
-                    overload(
-                        *[
-                            a if d is None else a.select(d, i)
-                            for a, d in zip(arguments, in_dims)
-                        ]
-                    )
-                )
-            if isinstance(results[0], Tensor):
-                return torch.stack(results), 0
-            stacked = [torch.stack(parts) for parts in zip(*results)]
-            kind = type(results[0])
-            return kind(stacked), kind([0] * len(stacked))
-
-        torch.library.register_vmap(f"pullback::{name}", vmap, lib=_library)
 
     def _define_backward(self, options: Sequence[str]) -> None:
         # The first gradient of an output leads: it is always given, and tells the device.
@@ -277,50 +315,49 @@ class TorchOp:
         first, *others = names
         tensors = [f"Tensor {first}", *[f"Tensor? {other}" for other in others]]
         schema = f"({', '.join([*tensors, *options, 'int needs'])}) -> Tensor[]"
-        kernel = _Kernel(self, BACKWARD, names, [*self.options, "needs"])
-        name = f"{self.name}_backward"
-        self._define(name, schema, kernel, lambda results: results)
-        self.call_backward = getattr(torch.ops.pullback, name).default
+        kernel = _Kernel(self, BACKWARD, names, [*self.options, "needs"], list)
+        self.call_backward = _define(f"{self.name}_backward", schema, kernel)
 
-        def refuse(ctx: Any, *gradients: Any) -> None:
+        def refuse(ctx: Any, needed: Any, *gradients: Any) -> NoReturn:
             raise NotImplementedError(f"{self.name}: second derivatives are not implemented")
 
-        torch.library.register_autograd(f"pullback::{name}", refuse, lib=_library)
+        _differentiate(self.call_backward, kernel, lambda *_: None, refuse)
 
-    def _setup(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        count = len(self.inputs)
-        known = {**dict(zip(self.inputs, inputs)), **dict(zip(self.outputs, outputs))}
-        ctx.options = inputs[count:]
+    def _setup(
+        self, ctx: Any, tensors: Sequence[Any], options: Sequence[Any], outputs: Sequence[Any]
+    ) -> None:
+        known = [*tensors, *outputs]
+        ctx.options = options
         if self.unread is not None:
-            for name in self.unread(dict(zip(self.options, ctx.options))):
+            for name in self.unread(dict(zip(self.options, options))):
+                place = self._read_places[self.reads.index(name)]
+                kept = known[place]
                 # What has a gradient leaves its shape behind.
-                kept = known[name]
-                known[name] = kept.new_empty(()).expand(kept.shape) if name in self.gradients else None
-        ctx.save_for_backward(*[known[name] for name in self.reads])
+                stand_in = kept.new_empty(()).expand(kept.shape) if place < len(tensors) else None
+                known[place] = stand_in
+        ctx.save_for_backward(*[known[place] for place in self._read_places])
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*outputs[len(self.upstream) :])
-        if "layout" in self.options:
-            # Alive until the backward pass.
-            ctx.layout = BlockLayout.find(inputs[count + self.options.index("layout")])
-        if self.upstream:
-            ctx.output_like = outputs[0].shape, outputs[0].dtype, outputs[0].device
+        upstream = len(self.upstream)
+        if len(outputs) > upstream:
+            ctx.mark_non_differentiable(*outputs[upstream:])
+        elif upstream > 1:
+            ctx.out_like = outputs[0].shape, outputs[0].dtype, outputs[0].device
+        if self._layout_place is not None:
+            ctx.layout = BlockLayout.find(options[self._layout_place])  # alive until then
 
-    def _backward(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        results: list[Any] = [None] * (len(self.inputs) + len(self.options))
+    def _backward(self, ctx: Any, needed: Sequence[bool], *gradients: Any) -> tuple[Any, ...]:
+        results: list[Any] = [None] * len(self.inputs)
+        places = [place for place in self._gradient_places if needed[place]]
         upstream = list(gradients[: len(self.upstream)])
-        sources = list(self.gradients)
-        places = [self.inputs.index(source) for source in sources]
-        needs = sum(1 << bit for bit, place in enumerate(places) if ctx.needs_input_grad[place])
-        if needs == 0 or all(gradient is None for gradient in upstream):
+        if not places or all(gradient is None for gradient in upstream):
             return tuple(results)
         if upstream[0] is None:
-            shape, dtype, device = ctx.output_like
+            shape, dtype, device = ctx.out_like
             upstream[0] = torch.zeros((), dtype=dtype, device=device).expand(shape)
-        found = iter(self.call_backward(*upstream, *ctx.saved_tensors, *ctx.options, needs))
-        for bit, place in enumerate(places):
-            if needs >> bit & 1:
-                results[place] = next(found)
+        needs = sum(1 << self._gradient_places.index(place) for place in places)
+        found = self.call_backward(*upstream, *ctx.saved_tensors, *ctx.options, needs)
+        for place, gradient in zip(places, found):
+            results[place] = gradient
         return tuple(results)
 
     def _autocast(self, device: str) -> Callable[..., Any]:
