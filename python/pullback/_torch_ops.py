@@ -211,8 +211,9 @@ _BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 def _differentiate(
     operator: Any, kernel: _Kernel, setup: Callable[..., None], backward: Callable[..., Any]
-) -> None:
-    """What torch.library.register_autograd does, at half its cost for each call.
+) -> Callable[..., Any]:
+    """What torch.library.register_autograd does, at half its cost, and for torch.func too:
+    returns the operator as a function that is also differentiable there.
 
     setup(ctx, tensors, options, outputs) gets a sequence of outputs even if there is one;
     backward(ctx, needed, *gradients) is told which tensors need a gradient, and returns those of all.
@@ -242,12 +243,38 @@ def _differentiate(
         def backward(ctx: Any, *gradients: Any) -> Any:
             return (None, None, *backward(ctx, ctx.needs_input_grad[2:], *gradients))
 
+    class Transformed(torch.autograd.Function):
+        """The operator for torch.func.grad and the like, which do not reach Derivative."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(options: Any, *tensors: Any) -> Any:
+            results = operator(*tensors, *options)
+            return tuple(results) if isinstance(results, list) else results
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            results = (output,) if isinstance(output, Tensor) else output
+            setup(ctx, inputs[1:], inputs[0], results)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return (None, *backward(ctx, ctx.needs_input_grad[1:], *gradients))
+
     def autograd(keyset: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return Derivative.apply(keyset, arguments[count:], *arguments[:count])
         return compute(keyset, arguments)
 
     _library.impl(operator._opname, autograd, "Autograd", with_keyset=True)
+
+    def call(*arguments: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return Transformed.apply(arguments[count:], *arguments[:count])
+        return operator(*arguments)
+
+    return call
 
 
 class TorchOp:
@@ -297,14 +324,14 @@ class TorchOp:
         schema = f"({', '.join([*tensors, *options])}) -> ({results})"
         pack = (lambda found: found[0]) if len(outputs) == 1 else tuple
         kernel = _Kernel(self, FORWARD, self.inputs, self.options, pack)
-        self.call = _define(name, schema, kernel)
+        self.operator = self.call = _define(name, schema, kernel)
         if self.gradients:
             known = [*self.inputs, *self.outputs]
             self._read_places = [known.index(name) for name in reads]
             self._gradient_places = [self.inputs.index(source) for source in self.gradients]
             self._layout_place = self.options.index("layout") if "layout" in self.options else None
             self._define_backward(options)
-            _differentiate(self.call, kernel, self._setup, self._backward)
+            self.call = _differentiate(self.operator, kernel, self._setup, self._backward)
         if cast:
             for device in ("CPU", "CUDA"):
                 _library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
@@ -316,12 +343,12 @@ class TorchOp:
         tensors = [f"Tensor {first}", *[f"Tensor? {other}" for other in others]]
         schema = f"({', '.join([*tensors, *options, 'int needs'])}) -> Tensor[]"
         kernel = _Kernel(self, BACKWARD, names, [*self.options, "needs"], list)
-        self.call_backward = _define(f"{self.name}_backward", schema, kernel)
+        operator = _define(f"{self.name}_backward", schema, kernel)
 
         def refuse(ctx: Any, needed: Any, *gradients: Any) -> NoReturn:
             raise NotImplementedError(f"{self.name}: second derivatives are not implemented")
 
-        _differentiate(self.call_backward, kernel, lambda *_: None, refuse)
+        self.call_backward = _differentiate(operator, kernel, lambda *_: None, refuse)
 
     def _setup(
         self, ctx: Any, tensors: Sequence[Any], options: Sequence[Any], outputs: Sequence[Any]
@@ -369,7 +396,7 @@ class TorchOp:
                 return value.to(dtype) if floats and value.dtype != torch.float64 else value
 
             with torch.autocast(device, enabled=False):
-                return self.call(*map(cast, arguments))
+                return self.operator(*map(cast, arguments))
 
         return kernel
 
