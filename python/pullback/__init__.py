@@ -32,7 +32,7 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def doctor() -> str:
-    """What is here and what is missing: library, CPU, CUDA driver and devices, NVRTC, frameworks."""
+    """What is here and what is missing: library, CPU, CUDA devices, NVRTC, frameworks."""
     lines = [describe_system().rstrip("\n"), f"{'library':<18}{library_path()}"]
     lines.append(f"{'Python':<18}{sys.version.split()[0]}")
     for name in ("numpy", "ml_dtypes", "torch", "transformers"):

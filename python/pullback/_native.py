@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_char_p, c_double, c_int32, c_int64, c_size_t, c_void_p
-from typing import Any, Mapping, NamedTuple, NoReturn, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 # ---------------------------------------------------------------- the library
 
@@ -86,8 +87,8 @@ class Spec(NamedTuple):
 
 
 class Device(NamedTuple):
-    type: int  # DLPack's: 1 the CPU, 2 CUDA
-    index: int
+    kind: int  # DLPack's: 1 the CPU, 2 CUDA
+    ordinal: int
 
 
 CPU = Device(1, 0)
@@ -271,9 +272,7 @@ WORKSPACE_ALIGNMENT = 256
 _plan_destroy = _lib.pullback_plan_destroy
 _plan_destroy.argtypes = (c_void_p,)
 _plan_destroy.restype = None
-_plan_workspace_bytes = function(
-    "pullback_plan_workspace_bytes", c_void_p, POINTER(c_size_t)
-)
+_plan_workspace_bytes = function("pullback_plan_workspace_bytes", c_void_p, POINTER(c_size_t))
 _plan_describe = function("pullback_plan_describe", c_void_p, POINTER(c_char_p))
 _plan_tensor = function("pullback_plan_tensor", c_void_p, c_char_p, POINTER(_DLTensor))
 
@@ -302,7 +301,7 @@ class NativePlan:
         problem = op.problem()
         problem.struct_size = ctypes.sizeof(problem)
         for name, kind, default in op.fields:
-            value = specs.get(name) if kind == "tensor" else options.get(name, default)
+            value: Any = specs.get(name) if kind == "tensor" else options.get(name, default)
             if value is None:
                 continue
             if kind == "tensor":
@@ -339,9 +338,7 @@ class NativePlan:
         if tensor.ndim < 0:
             return None
         dtype = _DTYPE_NAMES[tensor.code, tensor.bits]
-        return Spec(
-            dtype, tuple(tensor.shape[: tensor.ndim]), tuple(tensor.strides[: tensor.ndim])
-        )
+        return Spec(dtype, tuple(tensor.shape[: tensor.ndim]), tuple(tensor.strides[: tensor.ndim]))
 
     def run_pointers(
         self, pointers: Sequence[int], stream: int, workspace: int, workspace_bytes: int

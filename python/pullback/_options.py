@@ -5,7 +5,8 @@ Every front end takes them as keywords, so that the op means the same everywhere
 
 from __future__ import annotations
 
-from typing import Any, Literal, Sequence, TypedDict
+from collections.abc import Sequence
+from typing import Any, Literal, TypedDict
 
 from ._native import CHECK_INDICES, NONDETERMINISTIC, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_C
 
@@ -99,9 +100,7 @@ def block_matmul_options(
 ) -> dict[str, Any]:
     return {
         "mode": choice("mode", mode, MATMUL_MODES),
-        "flags": transpose_a * TRANSPOSE_A
-        | transpose_b * TRANSPOSE_B
-        | transpose_c * TRANSPOSE_C,
+        "flags": transpose_a * TRANSPOSE_A | transpose_b * TRANSPOSE_B | transpose_c * TRANSPOSE_C,
     }
 
 

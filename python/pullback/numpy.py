@@ -1,8 +1,8 @@
 """Every op on NumPy arrays, forward and backward, on the CPU.
 
-Arrays may have any strides. bfloat16 arrays are those of ml_dtypes. Each op is a function
-``op(inputs, options)`` and a function ``op_backward(gradients of outputs, what forward had, options)``
-that computes all gradients that exist, or those named in ``needs``. All functions take
+Arrays may have any strides. bfloat16 arrays are those of ml_dtypes. Each op is a function ``op`` of
+inputs and options, and a function ``op_backward`` of the gradients of its outputs, what ``op`` had
+and the same options, which computes all gradients that exist, or those named in ``needs``. All take
 
 - ``threads``: as many as the process may use if 0; results do not depend on it
 - ``variant``: the name of an implementation; "reference" is double precision in plain loops
@@ -13,12 +13,14 @@ that computes all gradients that exist, or those named in ``needs``. All functio
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Iterable, Mapping, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import _native
-from ._native import BACKWARD, FORWARD, OPS, WORKSPACE_ALIGNMENT, NativePlan, Op, Spec
+from ._arrays import Plan, compute, plan, split, wanted
+from ._native import BACKWARD, FORWARD
 from ._options import (
     AttentionOptions,
     BlockMatmulOptions,
@@ -70,165 +72,6 @@ __all__ = [
     "segment_reduce_backward",
 ]
 
-# ---------------------------------------------------------------- arrays and plans
-
-_DTYPE_NAMES = {
-    "float64": "f64",
-    "float32": "f32",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "int64": "i64",
-    "int32": "i32",
-    "uint8": "u8",
-    "bool": "bool",
-}
-_NAMES_OF = {short: name for name, short in _DTYPE_NAMES.items()}
-
-
-def _dtype(name: str) -> Any:
-    if name == "bf16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(_NAMES_OF[name])
-
-
-def _spec(op: Op, name: str, array: Array) -> Spec:
-    dtype = _DTYPE_NAMES.get(array.dtype.name)
-    if dtype is None or not array.dtype.isnative:
-        raise ValueError(
-            f"{op.name}: {name}: expected dtype {', '.join(_DTYPE_NAMES)}, got {array.dtype}"
-        )
-    size = array.itemsize
-    return Spec(dtype, array.shape, tuple(stride // size for stride in array.strides))
-
-
-def _array(value: Any) -> Array:
-    """An array whose strides are whole elements at aligned addresses; others are copied."""
-    array = np.asarray(value)
-    if any(stride % array.itemsize for stride in array.strides) or not array.flags.aligned:
-        array = array.copy()
-    return array
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-class Plan:
-    """A checked problem of one op and pass, which runs on any arrays of the planned layouts."""
-
-    def __init__(self, native: NativePlan) -> None:
-        self._native = native
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self._native.workspace_bytes
-
-    def describe(self) -> str:
-        """Op, pass, variant, tiles, accumulation type, guarantee, and why it was chosen."""
-        return self._native.describe()
-
-    def empty(self, name: str) -> Array:
-        """A new array for an output."""
-        spec = self._native.spec(name)
-        if spec is None:
-            raise ValueError(f"{self._native.op.name}: this problem has no {name}")
-        return np.empty(spec.shape, _dtype(spec.dtype))
-
-    def run(self, arrays: Mapping[str, Array | None], workspace: Array | None = None) -> None:
-        """Computes from and into `arrays`, by the names of the problem's tensors."""
-        op = self._native.op
-        pointers = []
-        for name in op.tensors:
-            array = arrays.get(name)
-            if array is not None:
-                planned = self._native.spec(name)
-                if planned is not None and _spec(op, name, array)[:2] != planned[:2]:
-                    raise ValueError(
-                        f"{op.name}: {name}: expected {planned}, as planned, "
-                        f"got {_spec(op, name, array)}"
-                    )
-            pointers.append(0 if array is None else _address(array))
-        needed = self.workspace_bytes
-        if workspace is None:
-            workspace = np.empty(needed + WORKSPACE_ALIGNMENT, np.uint8)
-            begin = -_address(workspace) % WORKSPACE_ALIGNMENT
-            workspace = workspace[begin : begin + needed]
-        self._native.run_pointers(pointers, 0, _address(workspace), workspace.nbytes)
-
-
-def plan(
-    op: str,
-    direction: str,
-    arrays: Mapping[str, Any],
-    *,
-    threads: int = 0,
-    variant: str = "",
-    **options: Any,
-) -> Plan:
-    """A plan by names: the op's and those of its tensors and options in pullback.h.
-
-    `arrays` gives layouts alone, inputs and those outputs that are not row-major.
-    """
-    if op not in OPS:
-        raise ValueError(f"op: expected {', '.join(OPS)}, got {op!r}")
-    if direction not in ("forward", "backward"):
-        raise ValueError(f"direction: expected 'forward' or 'backward', got {direction!r}")
-    if "layout" in options:
-        options["layout"] = BlockLayout.of(options["layout"])
-    specs = {name: _spec(OPS[op], name, np.asarray(array)) for name, array in arrays.items()}
-    return Plan(
-        NativePlan(
-            OPS[op],
-            BACKWARD if direction == "backward" else FORWARD,
-            specs,
-            options,
-            threads=threads,
-            variant=variant,
-        )
-    )
-
-
-def _compute(
-    op: Op,
-    direction: int,
-    inputs: Mapping[str, Any],
-    outputs: Iterable[str],
-    options: Mapping[str, Any],
-    threads: int = 0,
-    variant: str = "",
-    workspace: Array | None = None,
-) -> tuple[Array, ...]:
-    arrays = {name: _array(value) for name, value in inputs.items() if value is not None}
-    specs = {name: _spec(op, name, array) for name, array in arrays.items()}
-    made = Plan(NativePlan(op, direction, specs, options, threads=threads, variant=variant))
-    results = {name: made.empty(name) for name in outputs}
-    made.run({**arrays, **results}, workspace)
-    return tuple(results.values())
-
-
-def _split(options: Mapping[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """What the op takes, after moving what a run takes into `run`."""
-    own = dict(options)
-    for name in ("threads", "variant", "workspace"):
-        if name in own:
-            run[name] = own.pop(name)
-    return own
-
-
-def _wanted(needs: Iterable[str] | None, possible: Mapping[str, Any], op: str) -> list[str]:
-    """The gradients to compute: of the inputs that are given, or those asked for."""
-    if needs is None:
-        return [name for name, source in possible.items() if source is not None]
-    names = list(needs)
-    for name in names:
-        if possible.get(name) is None:
-            given = [known for known, source in possible.items() if source is not None]
-            raise ValueError(f"{op}: needs: expected some of {', '.join(given)}, got {name!r}")
-    return names
-
-
 # ---------------------------------------------------------------- attention
 
 
@@ -245,7 +88,7 @@ class AttentionGradients(NamedTuple):
 
 
 def _attention_options(options: Mapping[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    own = _split(options, run)
+    own = split(options, run)
     seed = own.pop("seed", 0)
     return {**attention_options(**own), "dropout_seed": seed}
 
@@ -277,7 +120,7 @@ def attention(
     }
     own = _attention_options(options, run)
     return AttentionOutputs(
-        *_compute(_native.ATTENTION, FORWARD, inputs, ("out", "lse"), own, **run)
+        *compute(_native.ATTENTION, FORWARD, inputs, ("out", "lse"), own, **run)
     )
 
 
@@ -310,9 +153,9 @@ def attention_backward(
         "d_out": d_out,
         "d_lse": d_lse,
     }
-    names = _wanted(needs, {"d_q": q, "d_k": k, "d_v": v, "d_bias": bias}, "attention")
+    names = wanted(needs, {"d_q": q, "d_k": k, "d_v": v, "d_bias": bias}, "attention")
     own = _attention_options(options, run)
-    results = _compute(_native.ATTENTION, BACKWARD, inputs, names, own, **run)
+    results = compute(_native.ATTENTION, BACKWARD, inputs, names, own, **run)
     found = dict(zip(names, results))
     return AttentionGradients(*[found.get(name) for name in AttentionGradients._fields])
 
@@ -335,10 +178,10 @@ def block_softmax(
     adds a mask to the scores, "keep" hides where it is 0.
     """
     run: dict[str, Any] = {}
-    own = block_softmax_options(**_split(options, run))
+    own = block_softmax_options(**split(options, run))
     inputs = {"x": x, "rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
     own.update(layout=BlockLayout.of(layout), block=np.shape(x)[-1])
-    return _compute(_native.BLOCK_SOFTMAX, FORWARD, inputs, ("y",), own, **run)[0]
+    return compute(_native.BLOCK_SOFTMAX, FORWARD, inputs, ("y",), own, **run)[0]
 
 
 class BlockSoftmaxGradients(NamedTuple):
@@ -361,7 +204,7 @@ def block_softmax_backward(
 ) -> BlockSoftmaxGradients:
     """The gradients of `block_softmax`; those of masks exist in mode "add" only."""
     run: dict[str, Any] = {}
-    own = block_softmax_options(**_split(options, run))
+    own = block_softmax_options(**split(options, run))
     adds = (own["key_padding_mode"] == 0, own["attn_mask_mode"] == 0)
     possible = {
         "d_x": y,
@@ -369,7 +212,7 @@ def block_softmax_backward(
         "d_key_padding_mask": key_padding_mask if adds[0] else None,
         "d_attn_mask": attn_mask if adds[1] else None,
     }
-    names = _wanted(needs, possible, "block_softmax")
+    names = wanted(needs, possible, "block_softmax")
     inputs = {
         "x": y,  # its layout is the output's; the backward pass reads no x
         "rpe": rpe,
@@ -379,7 +222,7 @@ def block_softmax_backward(
         "d_y": d_y,
     }
     own.update(layout=BlockLayout.of(layout), block=np.shape(y)[-1])
-    results = _compute(_native.BLOCK_SOFTMAX, BACKWARD, inputs, names, own, **run)
+    results = compute(_native.BLOCK_SOFTMAX, BACKWARD, inputs, names, own, **run)
     found = dict(zip(names, results))
     return BlockSoftmaxGradients(*[found.get(name) for name in BlockSoftmaxGradients._fields])
 
@@ -398,8 +241,8 @@ def block_matmul(
     `block` is needed for "sdd" alone; elsewhere the sparse operand tells it.
     """
     run: dict[str, Any] = {}
-    own = _block_matmul_options(a, b, layout, mode, block, _split(options, run))
-    return _compute(_native.BLOCK_MATMUL, FORWARD, {"a": a, "b": b}, ("c",), own, **run)[0]
+    own = _block_matmul_options(a, b, layout, mode, block, split(options, run))
+    return compute(_native.BLOCK_MATMUL, FORWARD, {"a": a, "b": b}, ("c",), own, **run)[0]
 
 
 class BlockMatmulGradients(NamedTuple):
@@ -420,10 +263,10 @@ def block_matmul_backward(
 ) -> BlockMatmulGradients:
     """The gradients of `block_matmul`."""
     run: dict[str, Any] = {}
-    own = _block_matmul_options(a, b, layout, mode, block, _split(options, run))
-    names = _wanted(needs, {"d_a": a, "d_b": b}, "block_matmul")
+    own = _block_matmul_options(a, b, layout, mode, block, split(options, run))
+    names = wanted(needs, {"d_a": a, "d_b": b}, "block_matmul")
     inputs = {"a": a, "b": b, "d_c": d_c}
-    results = _compute(_native.BLOCK_MATMUL, BACKWARD, inputs, names, own, **run)
+    results = compute(_native.BLOCK_MATMUL, BACKWARD, inputs, names, own, **run)
     found = dict(zip(names, results))
     return BlockMatmulGradients(*[found.get(name) for name in BlockMatmulGradients._fields])
 
@@ -458,7 +301,7 @@ def entmax(
     where it is 0; with `offsets` [G+1] the axis holds G rows of different lengths.
     """
     inputs, own = _entmax(alpha, axis, mask, offsets, check_indices)
-    return _compute(_native.ENTMAX, FORWARD, {"x": x, **inputs}, ("y",), own, **run)[0]
+    return compute(_native.ENTMAX, FORWARD, {"x": x, **inputs}, ("y",), own, **run)[0]
 
 
 class EntmaxGradients(NamedTuple):
@@ -480,10 +323,10 @@ def entmax_backward(
 ) -> EntmaxGradients:
     """The gradients of `entmax`: d_x, and d_alpha if `needs` names it."""
     inputs, own = _entmax(alpha, axis, mask, offsets, check_indices)
-    names = _wanted(needs, {"d_x": y, "d_alpha": y}, "entmax")
+    names = wanted(needs, {"d_x": y, "d_alpha": y}, "entmax")
     # The layout of x is the output's; the backward pass reads no x.
     given = {"x": y, **inputs, "y": y, "d_y": d_y}
-    results = dict(zip(names, _compute(_native.ENTMAX, BACKWARD, given, names, own, **run)))
+    results = dict(zip(names, compute(_native.ENTMAX, BACKWARD, given, names, own, **run)))
     return EntmaxGradients(results.get("d_x"), results.get("d_alpha"))
 
 
@@ -508,7 +351,7 @@ def segment_permutation(ids: Array, num_segments: int) -> SegmentPermutation:
     own = {"num_segments": num_segments}
     outputs = ("permutation", "offsets")
     return SegmentPermutation(
-        *_compute(_native.SEGMENT_PERMUTATION, FORWARD, {"ids": ids}, outputs, own)
+        *compute(_native.SEGMENT_PERMUTATION, FORWARD, {"ids": ids}, outputs, own)
     )
 
 
@@ -523,13 +366,13 @@ def segment_reduce(
 ) -> Array:
     """Reduces the rows of x [N,D] to one for each segment: [S,D], or [N,D] for "softmax".
 
-    Segments are given as `offsets` [S+1]; as ascending `ids` [N] with `num_segments`; or, for ids in
-    any order, as the `permutation` and `offsets` of `segment_permutation`.
+    Segments are given as `offsets` [S+1]; as ascending `ids` [N] with `num_segments`; or, for ids
+    in any order, as the `permutation` and `offsets` of `segment_permutation`.
     """
     run: dict[str, Any] = {}
-    own = segment_options(reduce, **_split(options, run))
+    own = segment_options(reduce, **split(options, run))
     inputs = {"x": x, "offsets": offsets, "ids": ids, "permutation": permutation}
-    return _compute(_native.SEGMENT, FORWARD, inputs, ("out",), own, **run)[0]
+    return compute(_native.SEGMENT, FORWARD, inputs, ("out",), own, **run)[0]
 
 
 def segment_reduce_backward(
@@ -545,7 +388,7 @@ def segment_reduce_backward(
 ) -> Array:
     """The gradient of x in `segment_reduce`."""
     run: dict[str, Any] = {}
-    own = segment_options(reduce, **_split(options, run))
+    own = segment_options(reduce, **split(options, run))
     inputs = {
         "x": x,
         "offsets": offsets,
@@ -554,4 +397,4 @@ def segment_reduce_backward(
         "out": out,
         "d_out": d_out,
     }
-    return _compute(_native.SEGMENT, BACKWARD, inputs, ("d_x",), own, **run)[0]
+    return compute(_native.SEGMENT, BACKWARD, inputs, ("d_x",), own, **run)[0]

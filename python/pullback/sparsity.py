@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._native import _lib, function
 
@@ -66,7 +67,7 @@ class BlockLayout:
     def find(identifier: int) -> BlockLayout:
         layout = _alive.get(identifier)
         if layout is None:
-            raise ValueError("the BlockLayout no longer exists: keep a reference while it is in use")
+            raise ValueError("the BlockLayout no longer exists: keep a reference to it")
         return layout
 
     def __del__(self) -> None:
@@ -115,7 +116,8 @@ class SparsityConfig:
 
     def make_layout(self, seq_len: int) -> BlockLayout:
         """The layout for sequences of `seq_len` tokens, a multiple of the block."""
-        values, types = [self.num_heads, self.block], [c_int64, c_int64]
+        values: list[Any] = [self.num_heads, self.block]
+        types: list[Any] = [c_int64, c_int64]
         kinds: dict[str, Any] = {"i64": c_int64, "u64": ctypes.c_uint64, "flags": ctypes.c_uint64}
         for name, kind in self._struct:
             if kind == "list":
@@ -130,7 +132,7 @@ class SparsityConfig:
                 values.append(self._flags() if kind == "flags" else getattr(self, name))
                 types.append(kinds[kind])
         ends = getattr(self, "global_block_end_indices", None)
-        if ends is not None and len(ends) != len(getattr(self, "global_block_indices")):
+        if ends is not None and len(ends) != len(getattr(self, "global_block_indices", ())):
             raise ValueError("global_block_end_indices: expected one for each global_block_indices")
         struct = type(
             "sparsity",
@@ -148,7 +150,7 @@ class SparsityConfig:
         return layout
 
     def _flags(self) -> int:
-        attention = getattr(self, "attention")
+        attention = getattr(self, "attention", "bidirectional")
         if attention not in ("unidirectional", "bidirectional"):
             raise ValueError(
                 f"attention: expected 'unidirectional' or 'bidirectional', got {attention!r}"

@@ -1,8 +1,9 @@
 """The ops for PyTorch: differentiable functions and modules, on CPU and CUDA tensors.
 
-They are registered operators: torch.compile (with dynamic shapes), autocast, torch.func.vmap and
-activation checkpointing work. Tensors may have any strides; outputs and gradients are row-major. CUDA work goes to the
-current stream, nothing waits. Results are deterministic unless ``deterministic=False`` says otherwise.
+They are registered operators: torch.compile (with dynamic shapes), autocast, torch.func, activation
+checkpointing and CUDA graphs work. Tensors may have any strides; outputs and gradients are
+row-major. CUDA work goes to the current stream, and nothing waits. Results are the same bits every
+time, unless ``deterministic=False`` allows others.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ._options import (
     entmax_options,
     segment_options,
 )
+from ._torch_operator import TorchOp
 from .sparsity import BlockLayout, FixedSparsityConfig, SparsityConfig
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ __all__ = [
 ]
 
 
-def _call(op: ops.TorchOp, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+def _call(op: TorchOp, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
     return op.call(*tensors, *[options[name] for name in op.options])
 
 
@@ -209,8 +211,9 @@ def entmax(
     """p_i = [(alpha-1) x_i - tau]₊^(1/(alpha-1)) with sum p = 1 along a dimension.
 
     alpha 1 is softmax, 1.5 entmax15, 2 sparsemax. A tensor of alphas has the shape of x with size 1
-    at `dim`, or without it, or broadcasts to that, and gets its gradient. `mask` (bool or uint8, the
-    shape of x) hides where it is 0; with `offsets` [G+1], `dim` holds G rows of different lengths.
+    at `dim`, or without it, or broadcasts to that, and gets its gradient. `mask` (bool or uint8,
+    the shape of x) hides where it is 0; with `offsets` [G+1], `dim` holds G rows of different
+    lengths.
     """
     rows: Tensor | None = None
     if isinstance(alpha, Tensor):
@@ -260,8 +263,8 @@ def segment_reduce(
 ) -> Tensor:
     """Reduces x [N,...] to one row for each segment: [S,...], or [N,...] for "softmax".
 
-    Segments are given as `offsets` [S+1]; as ascending `ids` [N] with `num_segments`; or, for ids in
-    any order, as what `segment_permutation` returns. Options: see `SegmentOptions`.
+    Segments are given as `offsets` [S+1]; as ascending `ids` [N] with `num_segments`; or, for ids
+    in any order, as what `segment_permutation` returns. Options: see `SegmentOptions`.
     """
     own = segment_options(reduce, **options)
     with_arg = reduce in ("max", "min") and options.get("ties", "first") != "even"
@@ -300,7 +303,7 @@ def segment_softmax(
 
 
 def _segment(
-    op: ops.TorchOp, x: Tensor, segments: tuple[Tensor | None, ...], options: dict[str, Any]
+    op: TorchOp, x: Tensor, segments: tuple[Tensor | None, ...], options: dict[str, Any]
 ) -> Any:
     """The op works on [N,D]; the dimensions after the first are folded into D."""
     flat = x if x.dim() == 2 else x.reshape(x.shape[0], -1) if x.numel() else x.flatten(1)

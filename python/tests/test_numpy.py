@@ -118,7 +118,7 @@ def test_varlen_is_each_sequence_alone() -> None:
     q, k, v = (random(i, 10, 2, 4) for i in range(3))
     out, lse = pn.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
     for begin, end in zip(cu, cu[1:]):
-        alone = pn.attention(q[None, begin:end], k[None, begin:end], v[None, begin:end], causal=True)
+        alone = pn.attention(*(t[None, begin:end] for t in (q, k, v)), causal=True)
         np.testing.assert_array_equal(out[begin:end], alone.out[0])
         np.testing.assert_array_equal(lse[:, begin:end], alone.lse[0])
 
@@ -137,10 +137,11 @@ def test_entmax_solves_its_equation(rows: int, columns: int, alpha: float) -> No
     if alpha == 1:
         np.testing.assert_allclose(y, softmax(x), atol=1e-12)
     else:
-        # Where y > 0, (alpha-1) x - y^(alpha-1) is tau, the same for the row; elsewhere tau is larger.
+        # Where y > 0, (alpha-1) x - y^(alpha-1) is the row's tau; elsewhere (alpha-1) x is below.
         rest = (alpha - 1) * x - y ** (alpha - 1)
         tau = np.max(np.where(y > 0, rest, -np.inf), -1, keepdims=True)
-        np.testing.assert_allclose(np.where(y > 0, rest, tau), np.broadcast_to(tau, x.shape), atol=1e-6)
+        found = np.where(y > 0, rest, tau)
+        np.testing.assert_allclose(found, np.broadcast_to(tau, x.shape), atol=1e-6)
         assert (np.where(y > 0, -np.inf, (alpha - 1) * x) <= tau + 1e-6).all()
 
 
@@ -207,7 +208,9 @@ def test_segment_ids_in_any_order() -> None:
 
 CONFIGS = [
     sparsity.DenseSparsityConfig(2),
-    sparsity.FixedSparsityConfig(2, different_layout_per_head=True, num_different_global_patterns=2),
+    sparsity.FixedSparsityConfig(
+        2, different_layout_per_head=True, num_different_global_patterns=2
+    ),
     sparsity.VariableSparsityConfig(2, num_random_blocks=1, global_block_indices=[0, 3]),
     sparsity.BigBirdSparsityConfig(2, num_random_blocks=2),
     sparsity.BSLongformerSparsityConfig(2, global_block_indices=[1], global_block_end_indices=[3]),
@@ -273,10 +276,12 @@ def test_errors_are_of_their_kind_and_explain() -> None:
     with pytest.raises(ValueError, match="variant"):
         pn.attention(q, q, q, variant="nonesuch")
     # Not on this CPU, or not for f32.
-    with pytest.raises(NotImplementedError, match="(?s)needs AMX|needed: .*; supported: .*; missing:"):
+    refusal = "(?s)needs AMX|needed: .*; supported: .*; missing:"
+    with pytest.raises(NotImplementedError, match=refusal):
         pn.attention(q, q, q, variant="cpu_amx_bf16")
     with pytest.raises(ValueError, match="ids"):
-        pn.segment_reduce(q[0, :, 0], ids=np.array([0, 3, 1, 2]), num_segments=4, check_indices=True)
+        ids = np.array([0, 3, 1, 2])
+        pn.segment_reduce(q[0, :, 0], ids=ids, num_segments=4, check_indices=True)
     with pytest.raises(TypeError, match="softcaps"):
         pn.attention(q, q, q, softcaps=1.0)
 
