@@ -3,6 +3,7 @@
 - ``pullback.numpy``: every op forward and backward on arrays
 - ``pullback.torch``: the same as differentiable PyTorch operators and modules
 - ``pullback.compat``: functions with the signatures of flash-attn, torch_scatter and entmax
+- ``pullback.sdpa``: under torch's own scaled_dot_product_attention
 - ``pullback.transformers``: attention for Hugging Face models
 - ``pullback.sparsity``: block layouts and the patterns that make them
 
@@ -22,7 +23,7 @@ from .sparsity import BlockLayout
 __all__ = ["BlockLayout", "DeviceError", "InternalError", "__version__", "doctor"]
 __version__ = version()
 
-_SUBMODULES = ("compat", "numpy", "torch", "transformers")
+_SUBMODULES = ("compat", "numpy", "sdpa", "torch", "transformers")
 
 
 def __getattr__(name: str) -> ModuleType:
