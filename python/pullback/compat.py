@@ -3,12 +3,12 @@
 Change the import, keep the code. What differs from the originals:
 
 flash_attn_func, flash_attn_varlen_func
-    Any dtype, on the CPU too, head dims of q and v may differ; lse is -inf (not +inf) for rows that
-    see nothing. The third value with return_attn_probs is None. ALiBi slopes, paged KV (block_table)
-    are refused: pass an ALiBi bias to `pullback.torch.attention`, which also gives its gradient.
+    Any dtype, on the CPU too, head dims of q and v may differ; lse is -inf (not +inf) for rows
+    that see nothing. The third value with return_attn_probs is None. Refused are block_table (paged
+    KV) and alibi_slopes: `pullback.torch.attention` takes them as a bias, and gives its gradient.
 segment_csr, segment_coo
-    Floating-point src only. NaN wins in min and max, and the first of equal values gets the gradient
-    on every device. `out` is refused. An empty segment has value 0 and argument N, as there.
+    Floating-point src only. NaN wins in min and max, and the first of equal values gets the
+    gradient on every device. `out` is refused. An empty segment has value 0 and argument N, as there.
 sparsemax, entmax15, entmax_bisect, sparsemax_bisect
     Exact thresholds: `k`, `n_iter` and `ensure_sum_one` are accepted and not needed. A row of -inf
     gives zeros instead of NaN. alpha 1 is softmax. entmax_bisect's gradient of alpha has its shape.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from . import torch as ops
+from ._options import Reduce
 
 __all__ = [
     "Entmax15",
@@ -86,8 +87,11 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """qkv [B,S,3,H,D]."""
+    q, k, v = qkv.unbind(2)
     return flash_attn_func(
-        *qkv.unbind(2),
+        q,
+        k,
+        v,
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -146,7 +150,13 @@ def _refuse(function: str, **arguments: Tensor | None) -> None:
 
 # ---------------------------------------------------------------- torch_scatter
 
-_REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "mean", "min": "min", "max": "max"}
+_REDUCTIONS: dict[str, Reduce] = {
+    "sum": "sum",
+    "add": "sum",
+    "mean": "mean",
+    "min": "min",
+    "max": "max",
+}
 
 
 def segment_csr(
@@ -224,14 +234,17 @@ def _reduce(
     if reduce not in _REDUCTIONS:
         raise ValueError(f"reduce: expected {', '.join(_REDUCTIONS)}, got {reduce!r}")
     if reduce in ("min", "max"):
-        extreme = "min" if reduce == "min" else "max"
         out, arg = ops.segment_reduce_arg(
-            src, extreme, offsets=offsets, ids=ids, num_segments=segments, empty="zero"
+            src,
+            "min" if reduce == "min" else "max",
+            offsets=offsets,
+            ids=ids,
+            num_segments=segments,
+            empty="zero",
         )
         return out, torch.where(arg < 0, src.shape[0], arg)
-    kind = "mean" if reduce == "mean" else "sum"
     out = ops.segment_reduce(
-        src, kind, offsets=offsets, ids=ids, num_segments=segments, empty="zero"
+        src, _REDUCTIONS[reduce], offsets=offsets, ids=ids, num_segments=segments, empty="zero"
     )
     return out, None
 
