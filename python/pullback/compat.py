@@ -8,7 +8,8 @@ flash_attn_func, flash_attn_varlen_func
     KV) and alibi_slopes: `pullback.torch.attention` takes them as a bias, and gives its gradient.
 segment_csr, segment_coo
     Floating-point src only. NaN wins in min and max, and the first of equal values gets the
-    gradient on every device. `out` is refused. An empty segment has value 0 and argument N, as there.
+    gradient on every device. `out` is refused. An empty segment has value 0 and argument N, as
+    there.
 sparsemax, entmax15, entmax_bisect, sparsemax_bisect
     Exact thresholds: `k`, `n_iter` and `ensure_sum_one` are accepted and not needed. A row of -inf
     gives zeros instead of NaN. alpha 1 is softmax. entmax_bisect's gradient of alpha has its shape.
