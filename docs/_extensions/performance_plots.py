@@ -1,0 +1,229 @@
+"""Directives that draw the tables of docs/performance.md as inline SVG, coloured by the page's theme.
+
+    {share-plot} CPU         the shares of the ceiling under a heading, a dot for each case
+    {rival-plots}            bars for each table that has a column "Pullback"
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from docutils import nodes
+from sphinx.util.docutils import SphinxDirective
+
+
+class Table(NamedTuple):
+    headings: tuple[str, ...]  # of all levels above it
+    header: list[str]
+    rows: list[list[str]]
+
+
+def cells(line: str) -> list[str]:
+    parts = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+    return [part.strip().replace("\\|", "|") for part in parts]
+
+
+def tables(path: Path) -> list[Table]:
+    found: list[Table] = []
+    headings: list[str] = []
+    lines = iter(path.read_text(encoding="utf-8").splitlines())
+    before = ""
+    for line in lines:
+        if heading := re.match(r"(#+) +(.*)", line):
+            level = len(heading[1])
+            headings = [*headings[: level - 1], heading[2]]
+        elif re.fullmatch(r"\|[\s|:-]+\|", line) and before.startswith("|"):
+            found.append(Table(tuple(headings), cells(before), []))
+        elif line.startswith("|") and found and before.startswith("|"):
+            found[-1].rows.append(cells(line))
+        before = line
+    return found
+
+
+# ---------------------------------------------------------------- drawing
+
+WIDTH = 760.0
+
+
+def text(x: float, y: float, content: str, anchor: str = "start", kind: str = "label") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(content)}</text>'
+
+
+def line(x: float, top: float, bottom: float, kind: str) -> str:
+    return f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}" class="{kind}"/>'
+
+
+def picture(height: float, parts: list[str], label: str) -> nodes.raw:
+    svg = (
+        f'<svg class="plot" viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    )
+    return nodes.raw("", f'<div class="plot-frame">{svg}</div>', format="html")
+
+
+# ---------------------------------------------------------------- shares
+
+LEFT, RIGHT = 190.0, WIDTH - 20
+FULL = 1.25  # the axis ends at this share
+ROW = 30.0
+
+
+class Share(NamedTuple):
+    case: str
+    dtype: str
+    value: float
+    cell: str
+
+
+def shares(table: Table, column: str) -> list[Share]:
+    found = []
+    for row in table.rows:
+        named = dict(zip(table.header, row))
+        cell = named.get(column, "")
+        if share := re.search(r"(\d+) ?%", cell):
+            found.append(Share(named["case"], named["dtype"], int(share[1]) / 100, cell))
+    return found
+
+
+def at(share: float) -> float:
+    return LEFT + min(share, FULL) / FULL * (RIGHT - LEFT)
+
+
+def share_row(y: float, op: str, direction: str, found: list[Share]) -> list[str]:
+    middle = y + ROW / 2
+    median = statistics.median(share.value for share in found)
+    parts = [
+        text(0, middle + 4, op, kind="name") if direction == "forward" else "",
+        text(LEFT - 10, middle + 4, direction, "end"),
+        f'<rect x="{LEFT}" y="{y + 3:.1f}" width="{at(median) - LEFT:.1f}" height="{ROW - 6}" class="bar">'
+        f"<title>median {median:.0%}</title></rect>",
+    ]
+    for index, share in enumerate(sorted(found, key=lambda share: share.value)):
+        shift = (index % 3 - 1) * 5.0
+        parts.append(
+            f'<circle cx="{at(share.value):.1f}" cy="{middle + shift:.1f}" r="3.6" class="{share.dtype}">'
+            f"<title>{escape(f'{op}, {share.case}, {share.dtype}, {direction}: {share.cell}')}</title></circle>"
+        )
+    return parts
+
+
+def share_plot(path: Path, device: str) -> nodes.raw:
+    ops = [
+        table
+        for table in tables(path)
+        if len(table.headings) == 3 and table.headings[1] == device and "case" in table.header
+    ]
+    parts: list[str] = []
+    y, dtypes = 34.0, []
+    for table in ops:
+        for direction in ("forward", "backward"):
+            if found := shares(table, direction):
+                parts += share_row(y, table.headings[2], direction, found)
+                dtypes += [share.dtype for share in found if share.dtype not in dtypes]
+                y += ROW
+        y += 10
+    for percent in (0, 25, 50, 75, 100, 125):
+        kind = "ceiling" if percent == 100 else "grid"
+        parts.insert(0, line(at(percent / 100), 26, y - 6, kind))
+        parts.append(text(at(percent / 100), y + 10, f"{percent} %", "middle"))
+    parts.append(text(at(1), 18, "ceiling", "middle"))
+    x = LEFT
+    for dtype in sorted(dtypes):
+        parts.append(f'<circle cx="{x + 5:.1f}" cy="14" r="4" class="{dtype}"/>')
+        parts.append(text(x + 14, 18, dtype))
+        x += 62
+    parts.append(f'<rect x="{x:.1f}" y="8" width="18" height="12" class="bar"/>')
+    parts.append(text(x + 24, 18, "median"))
+    return picture(y + 18, parts, f"Shares of the ceiling on {device}")
+
+
+# ---------------------------------------------------------------- rivals
+
+BAR = 13.0
+
+
+def number(cell: str, part: int) -> float | None:
+    values = cell.split("/")
+    found = re.search(r"\d+(\.\d+)?", values[part]) if part < len(values) else None
+    return float(found[0]) if found else None
+
+
+def rival_plot(table: Table, part: int, name: str) -> nodes.raw:
+    columns = table.header[1:]
+    values = [[number(cell, part) for cell in row[1:]] for row in table.rows]
+    longest = max(value for row in values for value in row if value is not None)
+    left = 175.0
+    scale = (WIDTH - left - 60) / longest
+    parts: list[str] = []
+    x = left
+    for index, column in enumerate(columns):
+        kind = "ours" if column == "Pullback" else f"rival{index % 5}"
+        parts.append(f'<rect x="{x:.1f}" y="6" width="12" height="12" class="{kind}"/>')
+        parts.append(text(x + 17, 16, column))
+        x += 40 + 7 * len(column)
+    y = 30.0
+    for row, numbers in zip(table.rows, values):
+        given = [(i, value) for i, value in enumerate(numbers) if value is not None]
+        parts.append(text(left - 10, y + BAR * len(given) / 2 + 4, row[0], "end"))
+        for index, value in given:
+            kind = "ours" if columns[index] == "Pullback" else f"rival{index % 5}"
+            width = value * scale
+            parts.append(
+                f'<rect x="{left}" y="{y:.1f}" width="{width:.1f}" height="{BAR - 2}" class="{kind}">'
+                f"<title>{escape(f'{row[0]}, {columns[index]}: {value:g}')}</title></rect>"
+            )
+            parts.append(text(left + width + 5, y + 9.5, f"{value:g}", kind="value"))
+            y += BAR
+        y += 9
+    return picture(y + 4, parts, name)
+
+
+def rival_plots(path: Path) -> list[nodes.Node]:
+    result: list[nodes.Node] = []
+    for table in tables(path):
+        if "Pullback" not in table.header[1:]:
+            continue
+        heading = table.headings[-1]
+        rows = [[cell for cell in row[1:] if number(cell, 0) is not None] for row in table.rows]
+        parts = max(cell.count("/") for row in rows for cell in row) + 1
+        # A heading ends with the names of what its cells hold: "…, TFLOP/s (full / causal)".
+        names = re.search(r"\(([^()]*)\)$", heading)
+        labels = [label.strip() for label in names[1].split(" / ")] if names else []
+        for part in range(parts):
+            label = labels[part] if len(labels) == parts else f"{part + 1} of {parts}"
+            base = heading[: names.start()].strip() if names and len(labels) == parts else heading
+            name = base if parts == 1 else f"{base}, {label}"
+            result += [nodes.rubric("", name), rival_plot(table, part, name)]
+    return result
+
+
+# ---------------------------------------------------------------- directives
+
+
+class Plot(SphinxDirective):
+    def source(self) -> Path:
+        path = Path(self.env.srcdir) / "performance.md"
+        self.env.note_dependency(str(path))
+        return path
+
+
+class SharePlot(Plot):
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        return [share_plot(self.source(), self.arguments[0])]
+
+
+class RivalPlots(Plot):
+    def run(self) -> list[nodes.Node]:
+        return rival_plots(self.source())
+
+
+def setup(app):
+    app.add_directive("share-plot", SharePlot)
+    app.add_directive("rival-plots", RivalPlots)
+    return {"parallel_read_safe": True}
