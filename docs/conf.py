@@ -1,5 +1,6 @@
 """The documentation site: scripts/docs.sh builds it."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -48,11 +49,18 @@ def link_pages(app, docname, source):
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_type_aliases = {"Array": "Array"}
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True, "ignore-module-all": True}
+autodoc_inherit_docstrings = False
 add_module_names = False
 python_maximum_signature_line_length = 80
-nitpicky = False
+
+
+def to_rst(app, what, name, item, options, lines):
+    """Shapes may hold bars, and `AttentionOptions` is found in whatever module it is."""
+    for index, line in enumerate(lines):
+        line = re.sub(r"(?<![`:])`([A-Z]\w+)`", r"`.\1`", line)
+        lines[index] = line.replace("|", "\\|")
+
 
 # ---------------------------------------------------------------- examples
 
@@ -60,6 +68,7 @@ sphinx_gallery_conf = {
     "examples_dirs": ["../examples/python"],
     "gallery_dirs": ["gallery"],
     "filename_pattern": r"\.py$",
+    "ignore_pattern": "finetune_",  # needs Transformers and a model
     "abort_on_example_error": True,
     "run_stale_examples": True,
     "download_all_examples": False,
@@ -68,6 +77,8 @@ sphinx_gallery_conf = {
     "show_signature": False,
     "write_computation_times": False,
     "remove_config_comments": True,
+    "within_subsection_order": "example_style.Order",
+    "notebook_extensions": set(),
     "reset_modules": ("matplotlib", "example_style.reset"),
     "image_scrapers": ("matplotlib",),
 }
@@ -95,4 +106,5 @@ html_theme_options = {
 
 
 def setup(app):
+    app.connect("autodoc-process-docstring", to_rst)
     app.connect("source-read", link_pages)

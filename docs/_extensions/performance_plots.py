@@ -1,7 +1,7 @@
-"""Directives that draw the tables of docs/performance.md as inline SVG, coloured by the page's theme.
+"""Directives that draw the tables of docs/performance.md as inline SVG, in the page's colours.
 
-    {share-plot} CPU         the shares of the ceiling under a heading, a dot for each case
-    {rival-plots}            bars for each table that has a column "Pullback"
+{share-plot} CPU         the shares of the ceiling under a heading, a dot for each case
+{rival-plots}            bars for each table that has a column "Pullback"
 """
 
 from __future__ import annotations
@@ -50,7 +50,18 @@ WIDTH = 760.0
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", kind: str = "label") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(content)}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}"'
+    return f"<text {place}>{escape(content)}</text>"
+
+
+def bar(x: float, y: float, width: float, height: float, kind: str, title: str = "") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" class="{kind}"'
+    return f"<rect {place}><title>{escape(title)}</title></rect>"
+
+
+def dot(x: float, y: float, kind: str, title: str = "") -> str:
+    place = f'cx="{x:.1f}" cy="{y:.1f}" r="3.6" class="{kind}"'
+    return f"<circle {place}><title>{escape(title)}</title></circle>"
 
 
 def line(x: float, top: float, bottom: float, kind: str) -> str:
@@ -99,15 +110,12 @@ def share_row(y: float, op: str, direction: str, found: list[Share]) -> list[str
     parts = [
         text(0, middle + 4, op, kind="name") if direction == "forward" else "",
         text(LEFT - 10, middle + 4, direction, "end"),
-        f'<rect x="{LEFT}" y="{y + 3:.1f}" width="{at(median) - LEFT:.1f}" height="{ROW - 6}" class="bar">'
-        f"<title>median {median:.0%}</title></rect>",
+        bar(LEFT, y + 3, at(median) - LEFT, ROW - 6, "bar", f"median {median:.0%}"),
     ]
     for index, share in enumerate(sorted(found, key=lambda share: share.value)):
         shift = (index % 3 - 1) * 5.0
-        parts.append(
-            f'<circle cx="{at(share.value):.1f}" cy="{middle + shift:.1f}" r="3.6" class="{share.dtype}">'
-            f"<title>{escape(f'{op}, {share.case}, {share.dtype}, {direction}: {share.cell}')}</title></circle>"
-        )
+        title = f"{op}, {share.case}, {share.dtype}, {direction}: {share.cell}"
+        parts.append(dot(at(share.value), middle + shift, share.dtype, title))
     return parts
 
 
@@ -118,12 +126,12 @@ def share_plot(path: Path, device: str) -> nodes.raw:
         if len(table.headings) == 3 and table.headings[1] == device and "case" in table.header
     ]
     parts: list[str] = []
-    y, dtypes = 34.0, []
+    y, dtypes = 34.0, set()
     for table in ops:
         for direction in ("forward", "backward"):
             if found := shares(table, direction):
                 parts += share_row(y, table.headings[2], direction, found)
-                dtypes += [share.dtype for share in found if share.dtype not in dtypes]
+                dtypes |= {share.dtype for share in found}
                 y += ROW
         y += 10
     for percent in (0, 25, 50, 75, 100, 125):
@@ -133,10 +141,10 @@ def share_plot(path: Path, device: str) -> nodes.raw:
     parts.append(text(at(1), 18, "ceiling", "middle"))
     x = LEFT
     for dtype in sorted(dtypes):
-        parts.append(f'<circle cx="{x + 5:.1f}" cy="14" r="4" class="{dtype}"/>')
+        parts.append(dot(x + 5, 14, dtype))
         parts.append(text(x + 14, 18, dtype))
         x += 62
-    parts.append(f'<rect x="{x:.1f}" y="8" width="18" height="12" class="bar"/>')
+    parts.append(bar(x, 8, 18, 12, "bar"))
     parts.append(text(x + 24, 18, "median"))
     return picture(y + 18, parts, f"Shares of the ceiling on {device}")
 
@@ -162,7 +170,7 @@ def rival_plot(table: Table, part: int, name: str) -> nodes.raw:
     x = left
     for index, column in enumerate(columns):
         kind = "ours" if column == "Pullback" else f"rival{index % 5}"
-        parts.append(f'<rect x="{x:.1f}" y="6" width="12" height="12" class="{kind}"/>')
+        parts.append(bar(x, 6, 12, 12, kind))
         parts.append(text(x + 17, 16, column))
         x += 40 + 7 * len(column)
     y = 30.0
@@ -172,10 +180,8 @@ def rival_plot(table: Table, part: int, name: str) -> nodes.raw:
         for index, value in given:
             kind = "ours" if columns[index] == "Pullback" else f"rival{index % 5}"
             width = value * scale
-            parts.append(
-                f'<rect x="{left}" y="{y:.1f}" width="{width:.1f}" height="{BAR - 2}" class="{kind}">'
-                f"<title>{escape(f'{row[0]}, {columns[index]}: {value:g}')}</title></rect>"
-            )
+            title = f"{row[0]}, {columns[index]}: {value:g}"
+            parts.append(bar(left, y, width, BAR - 2, kind, title))
             parts.append(text(left + width + 5, y + 9.5, f"{value:g}", kind="value"))
             y += BAR
         y += 9

@@ -3,9 +3,9 @@ Attention with a learned bias
 =============================
 
 A bias that is added to the attention scores costs memory quadratic in the sequence, and so does its
-gradient. Most kernels therefore take no bias, or give it no gradient. Here the bias is a table of one
-number for each head and distance, as in T5, and it is trained through attention on the queries, keys
-and values of a language model that reads a text.
+gradient. Most kernels therefore take no bias, or give it no gradient. Here the bias is a table of
+one number for each head and distance, as in T5, and it is trained through attention on the queries,
+keys and values of a language model that reads a text.
 """
 
 import matplotlib.pyplot as plt
@@ -21,7 +21,8 @@ batch, length, heads, head_dim = q.shape
 
 # %%
 # The table becomes a bias ``[1, heads, queries, keys]`` by indexing, which PyTorch differentiates.
-# Pullback gives the gradient of the bias in the bias's own shape: summed over the batch in the kernel.
+# Pullback gives the gradient of the bias in the bias's own shape: summed over the batch in the
+# kernel.
 
 distance = torch.arange(length)[None, :] - torch.arange(length)[:, None] + length - 1
 table = torch.zeros(heads, 2 * length - 1, requires_grad=True)
@@ -51,15 +52,24 @@ print(f"largest error of the gradient, relative to its largest element: {error:.
 assert error < 1e-5
 
 # %%
-# What the text's loss would like each head to look at more (red) or less (blue), by the distance from
-# the query to the key.
+# What the text's loss would like each head to look at more (red) or less (blue), by the distance
+# from the query to the key.
 
 gradient = -table.grad / table.grad.abs().amax(1, keepdim=True)
 middle = slice(length - 1 - 24, length + 24)
 figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
 picture = axes.imshow(
-    gradient[:, middle], cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", extent=(-24.5, 24.5, 5.5, -0.5)
+    gradient[:, middle],
+    cmap="RdBu_r",
+    vmin=-1,
+    vmax=1,
+    aspect="auto",
+    extent=(-24.5, 24.5, 5.5, -0.5),
 )
-axes.set(xlabel="key position − query position", ylabel="head", title="−gradient of the bias table")
+axes.set(
+    xlabel="key position − query position",
+    ylabel="head",
+    title="−gradient of the bias table",
+)
 figure.colorbar(picture, label="of the head's largest")
 plt.show()

@@ -17,7 +17,9 @@ from pullback import sparsity
 patterns = {
     "Dense": sparsity.DenseSparsityConfig(1),
     "Fixed": sparsity.FixedSparsityConfig(1, attention="unidirectional"),
-    "Variable": sparsity.VariableSparsityConfig(1, local_window_blocks=[2, 4, 8], num_random_blocks=1),
+    "Variable": sparsity.VariableSparsityConfig(
+        1, local_window_blocks=[2, 4, 8], num_random_blocks=1
+    ),
     "BigBird": sparsity.BigBirdSparsityConfig(1, num_random_blocks=2),
     "BSLongformer": sparsity.BSLongformerSparsityConfig(1, global_block_indices=[0, 9]),
     "LocalSlidingWindow": sparsity.LocalSlidingWindowSparsityConfig(1, num_sliding_window_blocks=5),
@@ -36,7 +38,9 @@ plt.show()
 
 torch.manual_seed(0)
 heads, length, block = 4, 1024, 32
-layout = sparsity.BigBirdSparsityConfig(heads, block, different_layout_per_head=True).make_layout(length)
+layout = sparsity.BigBirdSparsityConfig(heads, block, different_layout_per_head=True).make_layout(
+    length
+)
 q, k, v, d_out = (torch.randn(1, length, heads, 64) for _ in range(4))
 
 

@@ -3,8 +3,8 @@ Under code that is not yours
 ============================
 
 A model that calls ``scaled_dot_product_attention``, as PyTorch's own transformer layers do, runs on
-Pullback without a change; and programs written for flash-attn, entmax or torch_scatter find the same
-functions in ``pullback.compat``.
+Pullback without a change; and programs written for flash-attn, entmax or torch_scatter find the
+same functions in ``pullback.compat``.
 """
 
 import torch

@@ -45,8 +45,9 @@ print("gradient outside of the support:", x.grad[y == 0].abs().max().item())
 print("sum of each row's gradient, largest:", f"{x.grad.sum(-1).abs().max():.1e}")
 
 # %%
-# Alpha may be learned: a tensor of one number for each row, or broadcast to that, gets its gradient.
-# Here one alpha for each head finds the sharpness at which the head's rows have a given entropy.
+# Alpha may be learned: a tensor of one number for each row, or broadcast to that, gets its
+# gradient. Here one alpha for each head finds the sharpness at which the head's rows have a given
+# entropy.
 
 heads = x.detach().view(12, 8, -1)
 alpha = torch.full((12, 1, 1), 1.5, requires_grad=True)

@@ -2,9 +2,9 @@
 Every gradient against finite differences
 =========================================
 
-Pullback's ops take float64, and ``torch.autograd.gradcheck`` moves each element of each input a little
-to see what the output does. The cases are small and awkward on purpose: grouped heads, head dims that
-differ and are odd, rows of different lengths, a window that hides all keys of some query.
+Pullback's ops take float64, and ``torch.autograd.gradcheck`` moves each element of each input a
+little to see what the output does. The cases are small and awkward on purpose: grouped heads, head
+dims that differ and are odd, rows of different lengths, a window that hides all keys of some query.
 """
 
 import torch
@@ -21,7 +21,12 @@ def random(*shape):
 
 
 layout = BigBirdSparsityConfig(num_heads=2).make_layout(48)
-q, k, v, bias = random(2, 4, 4, 5), random(2, 6, 2, 5), random(2, 6, 2, 3), random(1, 4, 1, 6)
+q, k, v, bias = (
+    random(2, 4, 4, 5),
+    random(2, 6, 2, 5),
+    random(2, 6, 2, 3),
+    random(1, 4, 1, 6),
+)
 packed = random(7, 3, 2, 4)  # q, k and v of three sequences, one after the other
 cu_seqlens = torch.tensor([0, 3, 3, 7])
 offsets = torch.tensor([0, 4, 4, 5, 9])
@@ -57,7 +62,10 @@ cases = {
     "sparsemax, first axis": (lambda x: pt.sparsemax(x, 0), (random(9, 4),)),
     "entmax, alpha of each row": (
         pt.entmax,
-        (random(4, 9), torch.tensor([[1.01], [1.2], [1.5], [2.5]]).double().requires_grad_()),
+        (
+            random(4, 9),
+            torch.tensor([[1.01], [1.2], [1.5], [2.5]]).double().requires_grad_(),
+        ),
     ),
     **{
         f"segment_reduce, {reduce}": (

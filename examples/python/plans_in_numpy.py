@@ -2,8 +2,9 @@
 Plans and scratch memory, in NumPy
 ==================================
 
-The functions of ``pullback.numpy`` plan, allocate and run at once. Programs that run one problem many
-times keep its plan: what can be decided from shapes is then decided once, and a run allocates nothing.
+The functions of ``pullback.numpy`` plan, allocate and run at once. Programs that run one problem
+many times keep its plan: what can be decided from shapes is then decided once, and a run allocates
+nothing.
 """
 
 import time

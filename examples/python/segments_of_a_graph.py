@@ -2,8 +2,9 @@
 Segment reductions on a graph
 =============================
 
-The import graph of SymPy: 854 modules, 7037 edges. A segment is a module, its rows the features of the
-modules that import it. Segments have 0 to 228 rows, so that padding them would be mostly padding.
+The import graph of SymPy: 854 modules, 7037 edges. A segment is a module, its rows the features of
+the modules that import it. Segments have 0 to 228 rows, so that padding them would be mostly
+padding.
 """
 
 import matplotlib.pyplot as plt
@@ -29,8 +30,8 @@ for reduce in ("sum", "mean", "max", "min", "logsumexp"):
     print(f"{reduce:<10} out {tuple(out.shape)!s:<12} gradient not 0 at {reached:4.0%} of x")
 
 # %%
-# Attention pooling: each module weighs its importers by a softmax over its segment's rows, with scores
-# that are learned. Here it learns to find the maximum of every feature.
+# Attention pooling: each module weighs its importers by a softmax over its segment's rows, with
+# scores that are learned. Here it learns to find the maximum of every feature.
 
 torch.manual_seed(0)
 score = torch.nn.Linear(12, 12)
@@ -56,7 +57,10 @@ segment = torch.repeat_interleave(torch.arange(len(counts)), counts)
 shuffled = torch.randperm(len(x))
 permutation, found = pt.segment_permutation(segment[shuffled], len(counts))
 back = pt.segment_reduce(x[shuffled], "max", offsets=found, permutation=permutation)
-print("the same as by offsets:", torch.equal(back, pt.segment_reduce(x, "max", offsets=offsets)))
+print(
+    "the same as by offsets:",
+    torch.equal(back, pt.segment_reduce(x, "max", offsets=offsets)),
+)
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
 left.loglog(counts.sort(descending=True).values.clamp(min=0.5), drawstyle="steps-mid")
