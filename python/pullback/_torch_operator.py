@@ -126,7 +126,7 @@ class _Kernel:
         if size > 0:
             memory = first.new_empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8)
             workspace = -(-memory.data_ptr() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-        stream = 0 if on_cpu else torch.cuda.current_stream(first.device).cuda_stream
+        stream = 0 if on_cpu else torch._C._cuda_getCurrentRawStream(first.get_device())
         prepared.plan.run_pointers(prepared.pick(addresses), stream, workspace, size)
         return self.pack(outputs)
 

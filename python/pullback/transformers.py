@@ -4,9 +4,9 @@
     pullback.transformers.register()
     model = AutoModel.from_pretrained(..., attn_implementation="pullback")
 
-Grouped heads, softcap, attention sinks, position biases (with their gradients), packed sequences and
-dropout are computed; sliding windows come with the mask, or, where that is left out, in the kernel.
-Weights are not returned, and paged caches are refused.
+Grouped heads, softcap, attention sinks, position biases (with their gradients), packed sequences
+and dropout are computed; sliding windows come with the mask, or, where that is left out, in the
+kernel. Weights are not returned, and paged caches are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""pullback.transformers: small models of every kind give the loss and gradients of eager attention."""
+"""pullback.transformers: small models give the loss and gradients of eager attention."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import pullback.transformers  # noqa: E402
 from torch import Tensor  # noqa: E402
+
+import pullback.transformers  # noqa: E402
 
 SMALL = {
     "vocab_size": 99,
