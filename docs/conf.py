@@ -62,6 +62,11 @@ def to_rst(app, what, name, item, options, lines):
         lines[index] = line.replace("|", "\\|")
 
 
+def skip_fields(app, what, name, item, skip, options):
+    """The fields of a NamedTuple are in its signature."""
+    return True if (item.__doc__ or "").startswith("Alias for field number") else None
+
+
 # ---------------------------------------------------------------- examples
 
 sphinx_gallery_conf = {
@@ -80,6 +85,8 @@ sphinx_gallery_conf = {
     "within_subsection_order": "example_style.Order",
     "notebook_extensions": set(),
     "reset_modules": ("matplotlib", "example_style.reset"),
+    "default_thumb_file": str(Path(__file__).parent / "_static" / "logo.svg"),
+    "thumbnail_size": (400, 170),
     "image_scrapers": ("matplotlib",),
 }
 
@@ -87,6 +94,8 @@ sphinx_gallery_conf = {
 
 html_theme = "furo"
 html_title = "Pullback"
+html_logo = "_static/logo.svg"
+html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["pullback.css"]
 html_copy_source = False
@@ -107,4 +116,5 @@ html_theme_options = {
 
 def setup(app):
     app.connect("autodoc-process-docstring", to_rst)
+    app.connect("autodoc-skip-member", skip_fields)
     app.connect("source-read", link_pages)

@@ -16,6 +16,7 @@ if ! cmp -s docs/requirements.txt "$venv/requirements.txt"; then
   cp docs/requirements.txt "$venv/"
 fi
 
+rm -rf docs/gallery build/site
 PULLBACK_LIBRARY=$PWD/build/libpullback.so PYTHONPATH=$PWD/python MPLBACKEND=agg \
   "$venv/bin/python" -m sphinx -q -W --keep-going -d build/docs docs build/site
 echo "Documentation: file://$PWD/build/site/index.html"

@@ -80,59 +80,59 @@ def picture(height: float, parts: list[str], label: str) -> nodes.raw:
 
 LEFT, RIGHT = 190.0, WIDTH - 20
 FULL = 1.25  # the axis ends at this share
-ROW = 30.0
+LANE = 15.0
 
 
 class Share(NamedTuple):
     case: str
-    dtype: str
     value: float
     cell: str
 
 
-def shares(table: Table, column: str) -> list[Share]:
-    found = []
+def shares(table: Table, column: str) -> dict[str, list[Share]]:
+    """By dtype, the smallest first."""
+    found: dict[str, list[Share]] = {}
     for row in table.rows:
         named = dict(zip(table.header, row))
         cell = named.get(column, "")
         if share := re.search(r"(\d+) ?%", cell):
-            found.append(Share(named["case"], named["dtype"], int(share[1]) / 100, cell))
-    return found
+            lane = found.setdefault(named["dtype"], [])
+            lane.append(Share(named["case"], int(share[1]) / 100, cell))
+    return {dtype: sorted(found[dtype], key=lambda share: share.value) for dtype in sorted(found)}
 
 
 def at(share: float) -> float:
     return LEFT + min(share, FULL) / FULL * (RIGHT - LEFT)
 
 
-def share_row(y: float, op: str, direction: str, found: list[Share]) -> list[str]:
-    middle = y + ROW / 2
+def lane(y: float, name: str, dtype: str, found: list[Share]) -> list[str]:
     median = statistics.median(share.value for share in found)
-    parts = [
-        text(0, middle + 4, op, kind="name") if direction == "forward" else "",
-        text(LEFT - 10, middle + 4, direction, "end"),
-        bar(LEFT, y + 3, at(median) - LEFT, ROW - 6, "bar", f"median {median:.0%}"),
-    ]
-    for index, share in enumerate(sorted(found, key=lambda share: share.value)):
-        shift = (index % 3 - 1) * 5.0
-        title = f"{op}, {share.case}, {share.dtype}, {direction}: {share.cell}"
-        parts.append(dot(at(share.value), middle + shift, share.dtype, title))
+    title = f"{name}, {dtype}: median {median:.0%}"
+    parts = [bar(LEFT, y + 1, at(median) - LEFT, LANE - 2, f"{dtype} median", title)]
+    for index, share in enumerate(found):
+        title = f"{name}, {share.case}, {dtype}: {share.cell}"
+        parts.append(dot(at(share.value), y + LANE / 2 + (index % 3 - 1) * 3, dtype, title))
     return parts
 
 
 def share_plot(path: Path, device: str) -> nodes.raw:
-    ops = [
-        table
-        for table in tables(path)
-        if len(table.headings) == 3 and table.headings[1] == device and "case" in table.header
-    ]
     parts: list[str] = []
     y, dtypes = 34.0, set()
-    for table in ops:
+    for table in tables(path):
+        if len(table.headings) != 3 or table.headings[1] != device or "case" not in table.header:
+            continue
+        op = table.headings[2]
+        parts.append(text(0, y + LANE / 2 + 5, op, kind="name"))
         for direction in ("forward", "backward"):
-            if found := shares(table, direction):
-                parts += share_row(y, table.headings[2], direction, found)
-                dtypes |= {share.dtype for share in found}
-                y += ROW
+            lanes = shares(table, direction)
+            if lanes:
+                middle = y + len(lanes) * LANE / 2
+                parts.append(text(LEFT - 10, middle + 4, direction, "end"))
+            for dtype, found in lanes.items():
+                parts += lane(y, f"{op} {direction}", dtype, found)
+                dtypes.add(dtype)
+                y += LANE
+            y += 6
         y += 10
     for percent in (0, 25, 50, 75, 100, 125):
         kind = "ceiling" if percent == 100 else "grid"
@@ -141,11 +141,9 @@ def share_plot(path: Path, device: str) -> nodes.raw:
     parts.append(text(at(1), 18, "ceiling", "middle"))
     x = LEFT
     for dtype in sorted(dtypes):
-        parts.append(dot(x + 5, 14, dtype))
-        parts.append(text(x + 14, 18, dtype))
-        x += 62
-    parts.append(bar(x, 8, 18, 12, "bar"))
-    parts.append(text(x + 24, 18, "median"))
+        parts += [bar(x, 7, 34, 13, f"{dtype} median"), dot(x + 17, 13.5, dtype)]
+        parts.append(text(x + 40, 18, dtype))
+        x += 92
     return picture(y + 18, parts, f"Shares of the ceiling on {device}")
 
 

@@ -17,9 +17,7 @@ from pullback import sparsity
 patterns = {
     "Dense": sparsity.DenseSparsityConfig(1),
     "Fixed": sparsity.FixedSparsityConfig(1, attention="unidirectional"),
-    "Variable": sparsity.VariableSparsityConfig(
-        1, local_window_blocks=[2, 4, 8], num_random_blocks=1
-    ),
+    "Variable": sparsity.VariableSparsityConfig(1, local_window_blocks=[2, 4, 8]),
     "BigBird": sparsity.BigBirdSparsityConfig(1, num_random_blocks=2),
     "BSLongformer": sparsity.BSLongformerSparsityConfig(1, global_block_indices=[0, 9]),
     "LocalSlidingWindow": sparsity.LocalSlidingWindowSparsityConfig(1, num_sliding_window_blocks=5),
@@ -27,7 +25,7 @@ patterns = {
 figure, axes = plt.subplots(1, 6, figsize=(8, 1.9), layout="constrained")
 for (name, config), place in zip(patterns.items(), axes):
     layout = config.make_layout(512)
-    place.imshow(layout.present[0], cmap="Greys", vmax=1.3)
+    place.imshow(layout.present[0], cmap="Greys", vmin=0, vmax=1.3)
     place.set(xticks=[], yticks=[], xlabel=f"{layout.density:.0%}")
     place.set_title(name if len(name) < 13 else "Sliding window", fontsize=9)
 plt.show()
@@ -38,9 +36,8 @@ plt.show()
 
 torch.manual_seed(0)
 heads, length, block = 4, 1024, 32
-layout = sparsity.BigBirdSparsityConfig(heads, block, different_layout_per_head=True).make_layout(
-    length
-)
+config = sparsity.BigBirdSparsityConfig(heads, block, different_layout_per_head=True)
+layout = config.make_layout(length)
 q, k, v, d_out = (torch.randn(1, length, heads, 64) for _ in range(4))
 
 
@@ -70,4 +67,4 @@ print(f"blocks: {layout.nnz} of {heads * (length // block) ** 2}, {layout.densit
 # As a module with DeepSpeed's interface, ``[batch, heads, sequence, head dim]``:
 
 attention = pt.SparseSelfAttention(sparsity.BigBirdSparsityConfig(heads, block))
-print(attention(*(tensor.transpose(1, 2) for tensor in (q, k, v))).shape)
+print(tuple(attention(*(tensor.transpose(1, 2) for tensor in (q, k, v))).shape))
