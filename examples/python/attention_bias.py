@@ -4,8 +4,8 @@ Attention with a learned bias
 
 A bias that is added to the attention scores costs memory quadratic in the sequence, and so does its
 gradient. Most kernels therefore take no bias, or give it no gradient. Here the bias is a table of
-one number for each head and distance, as in T5, and it is trained through attention on the queries,
-keys and values of a language model that reads a text.
+one number for each head and distance, as in T5, added to the attention scores of a language model
+that reads a text.
 """
 
 import matplotlib.pyplot as plt
