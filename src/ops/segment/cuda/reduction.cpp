@@ -166,10 +166,10 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     wide_tiling_ = any_tiling_;
   } else {
     any_ = {rows_kernel(op, dtype, Access::any), device};
-    any_tiling_ = rows_tiling(problem, 1);
+    any_tiling_ = long_rows_tiling(problem, 1);
     if (wide) {
       wide_ = {rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide), device};
-      wide_tiling_ = rows_tiling(problem, vector_length(dtype));
+      wide_tiling_ = long_rows_tiling(problem, vector_length(dtype));
       setup.allow(wide_tiling_);
     }
   }

@@ -82,6 +82,23 @@ struct ExtremePlace {
     a.top = better ? value : a.top;
     a.place = better ? place : a.place;
   }
+  // What add() of each would come to, but with the largest found first. Declines NaN.
+  template <int kCount>
+  static bool add_together(State& a, const R (&x)[kCount], int place) {
+    R top = kMin ? -x[0] : x[0];
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) top = larger(top, kMin ? -x[k] : x[k]);
+    if (top != top) return false;
+    if (replaces(a, top)) {
+      a.top = top;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int k = kLast ? i : kCount - 1 - i;
+        if ((kMin ? -x[k] : x[k]) == top) a.place = place + k;
+      }
+    }
+    return true;
+  }
   static void append(State& a, const State& b) {
     if ((b.place >= 0) & replaces(a, b.top)) a = b;
   }
@@ -125,6 +142,19 @@ struct ExponentialSum {
     a.sum = a.sum * (above ? scale : 1) + (above ? 1 : scale);
     a.shift = above ? x : a.shift;
   }
+  // With one change of the shift for all. Declines infinities.
+  template <int kCount>
+  static bool add_together(State& a, const R (&x)[kCount], int) {
+    R shift = a.shift;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) shift = x[k] > shift ? x[k] : shift;
+    if (!((shift < 0 ? -shift : shift) < device::infinity<R>())) return false;
+    R sum = a.sum * exponential(a.shift - shift);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) sum += exponential(x[k] - shift);
+    a = {shift, sum};
+    return true;
+  }
   static void append(State& a, const State& b) {
     const R shift = a.shift > b.shift ? a.shift : b.shift;
     a.sum = scaled(a, shift) + scaled(b, shift);
@@ -139,6 +169,16 @@ struct ExponentialSum {
 // The same; both parts are stored, as softmax needs them.
 template <class R>
 struct SoftmaxSum : ExponentialSum<R> {};
+
+// Rows from `place` on, all of one segment.
+template <class Op, int kCount>
+void add_rows(typename Op::State& a, const auto (&x)[kCount], int place) {
+  if constexpr (requires { Op::add_together(a, x, place); }) {
+    if (Op::add_together(a, x, place)) return;
+  }
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) Op::add(a, x[k], place + k);
+}
 
 template <class Op>
 inline constexpr bool kStoresPair = false;
