@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <utility>
-#include <cstdlib>
 
 #include "ops/segment/cuda/stages.hpp"
 
@@ -91,7 +90,7 @@ Tiling long_rows_tiling(const SegmentProblem& problem, int vector) {
     return twice;
   };
   while (tiling.words < most_words(tiling.lane_bits) &&
-         tiles_of(problem, longer()) * tiling.column_blocks >= (getenv("PB_TILES") ? atoi(getenv("PB_TILES")) : kEnoughTiles)) {
+         tiles_of(problem, longer()) * tiling.column_blocks >= kEnoughTiles) {
     tiling = longer();
   }
   return tiling;

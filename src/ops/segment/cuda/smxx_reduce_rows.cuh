@@ -191,15 +191,11 @@ void reduce_rows(const Params& p) {
       typename Reader::Row rows[kBatch];
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) rows[k] = reader.get(at, k);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        Real<T> value[kBatch];
-#pragma unroll
-        for (int k = 0; k < kBatch; ++k) value[k] = rows[k].real(i);
-        add_rows<Op>(state[i], value, at);
+      const auto value = [&](int i, int k) { return rows[k].real(i); };
+      if (add_rows<Op, Real<T>, kBatch>(state, value, at)) {
+        in_piece = true;
+        continue;
       }
-      in_piece = true;
-      continue;
     }
 #pragma unroll 1
     for (int k = 0; k < kBatch; ++k) {

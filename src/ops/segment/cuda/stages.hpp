@@ -103,7 +103,8 @@ struct ReduceOp {
   std::string out;    // element of result
   std::string input;  // Input::…
   int state_bytes;
-  bool wide;  // whether there are kernels that read 16-byte pieces
+  bool wide;       // whether there are kernels that read 16-byte pieces
+  int blocks = 4;  // on a multiprocessor, of those for rows: bounds registers
 };
 
 ReduceOp reduce_op(SegmentReduce reduce, DType dtype);
