@@ -156,9 +156,17 @@ class RowsAhead {
   RowsAhead(const Block<R>& block, std::int64_t columns)
       : at_(reinterpret_cast<std::uintptr_t>(block.data)),
         step_(block.stride == columns ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0) {}
+  // Of memory that is read in order, for StepTo().
+  explicit RowsAhead(const R* from) : at_(reinterpret_cast<std::uintptr_t>(from)), step_(kLine) {}
+
+  // Whatever is read before `to` has its turn.
+  HWY_INLINE void StepTo(const R* to) {
+    while (at_ < reinterpret_cast<std::uintptr_t>(to)) Step();
+  }
+  HWY_INLINE void Skip(const R* to) { at_ = reinterpret_cast<std::uintptr_t>(to); }
 
   HWY_INLINE void Step() {
-    constexpr std::uintptr_t kPage = 4096, kPages = 4, kLine = 64, kRegion = kPages * kPage;
+    constexpr std::uintptr_t kPage = 4096, kPages = 4, kRegion = kPages * kPage;
     const std::uintptr_t line = at_ % kRegion / kLine;
     const std::uintptr_t next = at_ / kRegion * kRegion + kRegion;
     hwy::Prefetch(
@@ -167,6 +175,7 @@ class RowsAhead {
   }
 
  private:
+  static constexpr std::uintptr_t kLine = 64;
   std::uintptr_t at_, step_;
 };
 
