@@ -354,8 +354,9 @@ class Backward {
   }
 
   // Sum, mean, and max and min from arg, of one column: short segments leave no time for more than
-  // a vector of the gradient, or of zeros and the gradient over one of them. Past the end of a
-  // segment that writes where the next one is still to come, or where the stage has room to spare.
+  // a vector or four of the gradient, or of zeros and the gradient over one of them. Past the end
+  // of a segment that writes where the next one is still to come, or where the stage has room to
+  // spare.
   bool WritesRuns(const Task& task) const {
     return problem_.x.shape[1] == 1 && std::is_same_v<T, R> && d_x_.stages() && !folds_ &&
            (rule_ == Rule::spread || rule_ == Rule::place) && task.columns == 1;
@@ -426,7 +427,10 @@ class Backward {
       if (mean) gradient /= static_cast<R>(segments_.end(s) - segments_.begin(s));
       const auto value = hn::Set(d, spread ? gradient : R{0});
       if (rows > 0) Store(d, value, to);
-      for (std::int64_t i = step; i < rows; i += step) Store(d, value, to + i);
+      if (rows > step) {
+        for (std::int64_t k = 1; k < kFewVectors; ++k) Store(d, value, to + k * step);
+        for (std::int64_t i = kFewVectors * step; i < rows; i += step) Store(d, value, to + i);
+      }
       if (!spread) {
         const std::int64_t place = chosen(s) - row;
         if (place >= 0 && place < rows) to[place] = gradient;

@@ -33,7 +33,7 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
               static_cast<std::size_t>(layout.most_tiles * 4 * layout.slot_columns) * real);
   // What is written row by row may be staged; backward of prod keeps the products of all later
   // rows.
-  layout.stage_elements = layout.tile_items * block + kColumnAlign;
+  layout.stage_elements = layout.tile_items * block + kStagePad;
   const bool rows_out = pass == Pass::backward || problem.reduce == SegmentReduce::softmax;
   const bool products = pass == Pass::backward && problem.reduce == SegmentReduce::prod;
   const std::int64_t elements = kScratchBlocks * (kBlockElements + kColumnAlign) +

@@ -21,8 +21,10 @@
 
 namespace pullback::segment_cpu {
 
-inline constexpr std::int64_t kColumnBlock = 1024;       // columns that one task handles
-inline constexpr std::int64_t kColumnAlign = 16;         // no vector has more lanes
+inline constexpr std::int64_t kColumnBlock = 1024;  // columns that one task handles
+inline constexpr std::int64_t kColumnAlign = 16;    // no vector has more lanes
+// Behind the rows of a stage: whole vectors are written at their end.
+inline constexpr std::int64_t kStagePad = 4 * kColumnAlign;
 inline constexpr std::int64_t kTileElements = 1 << 16;   // 256 KiB of f32: well inside L2
 inline constexpr std::int64_t kBlockElements = 1 << 12;  // rows taken at a time: twice inside L1
 

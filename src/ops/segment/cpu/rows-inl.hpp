@@ -35,6 +35,9 @@ using Int = std::conditional_t<sizeof(R) == 8, std::int64_t, std::int32_t>;
 template <class R>
 inline constexpr R kInf = std::numeric_limits<R>::infinity();
 
+// Runs of up to this many vectors are read and written without a loop, whose end would be a guess.
+inline constexpr std::int64_t kFewVectors = 4;
+
 // --- Columns, a vector at a time ---
 
 // How f of ForColumns reads and writes its lanes: all of them, or the first `count`.
@@ -200,6 +203,16 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
     }
   } else {
     for (std::int64_t r = 0; r < rows; ++r) {
+      if (segments.permuted()) {
+        // The rows lie anywhere, which no hardware foresees. Not past the permutation's end.
+        constexpr std::int64_t kRowsAhead = 8, kLine = 64;
+        const std::int64_t later = std::min(begin + r + kRowsAhead, segments.rows - 1);
+        const auto* to =
+            reinterpret_cast<const char*>(matrix.at(segments.readable_row(later), column));
+        const std::int64_t bytes =
+            matrix.column_stride == 1 ? columns * static_cast<std::int64_t>(sizeof(T)) : 1;
+        for (std::int64_t at = 0; at < bytes; at += kLine) hwy::Prefetch(to + at);
+      }
       ReadRow(matrix, segments.readable_row(begin + r), column, columns, scratch + r * stride);
     }
   }

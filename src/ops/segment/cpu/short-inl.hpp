@@ -105,7 +105,7 @@ HWY_INLINE void ForSegments(const R* HWY_RESTRICT x, const ShortGroup<R>& group,
         rows[i] = LoadFirst(d, x, static_cast<std::size_t>(n), identity);
       } else {
         rows[i] = fold(x, n);
-        ahead.Skip(x + n);
+        if (n > kFewVectors * static_cast<std::int64_t>(kLanes)) ahead.Skip(x + n);
       }
       x += n;
     }
