@@ -9,7 +9,9 @@
 #define HWY_TARGET_INCLUDE "ops/entmax/cpu/forward.cpp"
 #include <hwy/foreach_target.h>
 
+#include "cpu/ahead-inl.hpp"
 #include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/lanes-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
 
@@ -21,8 +23,9 @@ namespace pullback::entmax {
 
 struct ForwardTile : RowTile {
   RowTensor x, mask, y, tau, support_size;
-  // Scratch: packed x and y, and the elements that the solver works on.
-  std::byte *packed_x, *packed_y, *elements;
+  // Scratch: packed x and y, the elements that the solver works on, and a stripe of columns with
+  // its candidates (or null).
+  std::byte *packed_x, *packed_y, *elements, *stripe;
 };
 
 // What is known of a row besides y.
@@ -316,9 +319,171 @@ RowTensor MaskedCopy(const ForwardTile& tile) {
   return copy;
 }
 
+// Up to this length, rows are computed in the lanes.
+constexpr std::int64_t kLaneLength = 128;
+
+bool ServesLanes(const ForwardTile& tile) {
+  const Family family = entmax::family_of(tile.alpha);
+  return !tile.alpha_per_row && family != Family::steep && family != Family::invalid &&
+         tile.length > 0;
+}
+
+template <class R>
+void WriteStatistics(const ForwardTile& tile, std::int64_t r, const LaneRows<R>& group,
+                     std::int64_t rows) {
+  for (std::int64_t k = 0; k < rows; ++k) {
+    if (tile.tau) *tile.tau.row<R>(r + k) = group.tau[k];
+    if (!tile.support_size) continue;
+    *tile.support_size.row<std::int32_t>(r + k) = static_cast<std::int32_t>(
+        std::min(static_cast<double>(group.size[k]),
+                 static_cast<double>(std::numeric_limits<std::int32_t>::max())));
+  }
+}
+
+// Rows r to r + kLanes, of x and y with unit stride. False, with nothing written, if one of them is
+// degenerate.
+template <class T>
+bool ShortRowsInLanes(const ForwardTile& tile, const RowTensor& x, const RowTensor& y,
+                      std::int64_t r) {
+  using R = Real<T>;
+  const LaneTag<R> d;
+  constexpr bool kConverts = !std::is_same_v<T, R>;
+  constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
+  constexpr std::size_t kElements = kLaneLength * kLanes<R>;
+  const auto length = static_cast<std::size_t>(tile.length);
+  HWY_ALIGN R lanes[kElements];
+  HWY_ALIGN R candidates[kElements];
+  HWY_ALIGN R rows[kElements + kLanes<R>];
+  if constexpr (kConverts) {
+    for (std::int64_t k = 0; k < kRows; ++k) {
+      const T* from = x.row<T>(r + k);
+      R* to = rows + static_cast<std::size_t>(k) * length;
+      std::size_t i = 0;
+      for (; i + kLanes<R> <= length; i += kLanes<R>) hn::StoreU(Load(d, from + i), d, to + i);
+      for (; i < length; ++i) to[i] = static_cast<R>(from[i]);
+    }
+    RowsToLanes(rows, tile.length, length, lanes);
+  } else {
+    RowsToLanes(x.row<T>(r), x.row_step, length, lanes);
+  }
+  LaneRows<R> group(lanes, length, candidates, tile.alpha, static_cast<bool>(tile.support_size));
+  if (!group.FindMax()) return false;
+  group.Compute();
+  WriteStatistics(tile, r, group, kRows);
+  if (!y && !tile.support) return true;
+  LanesToRows(lanes, length, rows, tile.length);
+  for (std::int64_t k = 0; tile.support && k < kRows; ++k) {
+    const R* from = rows + static_cast<std::size_t>(k) * length;
+    for (std::size_t i = 0; i < length; i += kLanes<R>) {
+      const auto p = LoadFirst(d, from + i, std::min(kLanes<R>, length - i));
+      StoreBits(d, hn::Gt(p, hn::Zero(d)), i, length, tile.support.row<std::uint8_t>(r + k));
+    }
+  }
+  if (!y) return true;
+  const T* from = reinterpret_cast<const T*>(lanes);
+  if constexpr (kConverts) {
+    auto* to = reinterpret_cast<T*>(lanes);  // nobody needs what is there
+    for (std::size_t i = 0; i < length * kLanes<R>; i += kLanes<R>) {
+      Store(d, hn::Load(d, rows + i), to + i);
+    }
+  } else {
+    from = rows;
+  }
+  const bool stream = tile.stream && y.data != tile.packed_y;
+  const auto write = [&](T* to, const T* source, std::size_t count) {
+    if (stream) {
+      StreamBytes(reinterpret_cast<std::uint8_t*>(to),
+                  reinterpret_cast<const std::uint8_t*>(source), count * sizeof(T));
+    } else {
+      std::memcpy(static_cast<void*>(to), source, count * sizeof(T));
+    }
+  };
+  if (y.row_step == tile.length) {
+    write(y.row<T>(r), from, length * kLanes<R>);
+  } else {
+    for (std::int64_t k = 0; k < kRows; ++k) {
+      write(y.row<T>(r + k), from + static_cast<std::size_t>(k) * length, length);
+    }
+  }
+  return true;
+}
+
+// Rows side by side in columns. False if one of them is degenerate; the packed rows then serve all.
+template <class T>
+bool StripeInLanes(const ForwardTile& tile) {
+  using R = Real<T>;
+  const LaneTag<R> d;
+  constexpr std::int64_t kRowsAhead = 16, kLine = 64;
+  constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
+  const auto length = static_cast<std::size_t>(tile.length);
+  const auto bytes = tile.rows * static_cast<std::int64_t>(sizeof(T));
+  R* const stripe = reinterpret_cast<R*>(tile.stripe);
+  const auto at = [&](std::int64_t r, std::size_t i) {
+    return stripe + (static_cast<std::size_t>(r) * length + i * kLanes<R>);
+  };
+  const auto highest = hn::Set(d, std::numeric_limits<R>::infinity());
+  auto broken = hn::IsNaN(highest);
+  const T* from = tile.x.row<T>(0);
+  for (std::size_t i = 0; i < length; ++i, from += tile.x.step) {
+    // The lines of neighbouring axis positions are far apart, which no hardware foresees.
+    const auto ahead = reinterpret_cast<std::uintptr_t>(from) +
+                       static_cast<std::uintptr_t>(kRowsAhead * tile.x.step) * sizeof(T);
+    for (std::int64_t byte = 0; byte < bytes; byte += kLine) {
+      __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)));
+    }
+    std::int64_t r = 0;
+    for (; r + kRows <= tile.rows; r += kRows) {
+      const auto v = Load(d, from + r);
+      broken = hn::Or(broken, hn::Not(hn::Lt(v, highest)));
+      hn::StoreU(v, d, at(r, i));
+    }
+    if (r < tile.rows) {
+      const auto v = LoadFirst(d, from + r, static_cast<std::size_t>(tile.rows - r));
+      broken = hn::Or(broken, hn::Not(hn::Lt(v, highest)));
+      hn::StoreU(v, d, at(r, i));
+    }
+  }
+  const std::int64_t groups = (tile.rows + kRows - 1) / kRows;
+  R* const candidates = at(groups * kRows, 0);
+  if (!hn::AllFalse(d, broken)) return false;
+  for (std::int64_t r = 0; r < tile.rows; r += kRows) {
+    LaneRows<R> group(at(r, 0), length, candidates, tile.alpha,
+                      static_cast<bool>(tile.support_size));
+    if (!group.FindMax()) return false;
+    group.Compute();
+    WriteStatistics(tile, r, group, std::min(kRows, tile.rows - r));
+  }
+  if (!tile.y) return true;
+  T* to = tile.y.row<T>(0);
+  const bool stream = tile.stream && std::is_same_v<T, R> &&
+                      reinterpret_cast<std::uintptr_t>(to) % (kLanes<R> * sizeof(R)) == 0 &&
+                      tile.y.step % kRows == 0;
+  for (std::size_t i = 0; i < length; ++i, to += tile.y.step) {
+    std::int64_t r = 0;
+    for (; r + kRows <= tile.rows; r += kRows) {
+      const auto v = hn::LoadU(d, at(r, i));
+      if constexpr (std::is_same_v<T, R>) {
+        if (stream) {
+          hn::Stream(v, d, to + r);
+          continue;
+        }
+      }
+      Store(d, v, to + r);
+    }
+    if (r < tile.rows) {
+      StoreFirst(d, hn::LoadU(d, at(r, i)), to + r, static_cast<std::size_t>(tile.rows - r));
+    }
+  }
+  return true;
+}
+
 template <class T>
 void ForwardTileOf(const ForwardTile& tile) {
   using Statistic = Real<T>;
+  if (tile.stripe != nullptr && ServesLanes(tile) && StripeInLanes<T>(tile)) {
+    if (tile.stream) hwy::FlushStream();
+    return;
+  }
   const RowTensor x = tile.mask             ? MaskedCopy<T>(tile)
                       : tile.x.contiguous() ? tile.x
                                             : entmax::packed_copy<T>(tile.x, tile.rows, tile.length,
@@ -326,7 +491,7 @@ void ForwardTileOf(const ForwardTile& tile) {
   const bool packs_y = tile.y && !tile.y.contiguous();
   const RowTensor y = packs_y ? RowTensor{tile.packed_y, tile.pitch, 1} : tile.y;
   const std::int64_t support_bytes = (tile.length + 7) / 8;
-  for (std::int64_t r = 0; r < tile.rows; ++r) {
+  const auto one_row = [&](std::int64_t r) {
     const bool packs_bits = tile.support && !tile.support.contiguous();
     const RowView<T> row{x.row<T>(r),
                          static_cast<std::size_t>(tile.length),
@@ -346,7 +511,19 @@ void ForwardTileOf(const ForwardTile& tile) {
     for (std::int64_t i = 0; packs_bits && i < support_bytes; ++i) {
       tile.support.row<std::uint8_t>(r)[i * tile.support.step] = tile.bits[i];
     }
+  };
+  std::int64_t r = 0;
+  if (tile.length <= kLaneLength && ServesLanes(tile) &&
+      (!tile.support || tile.support.contiguous())) {
+    constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
+    LinesAhead ahead(x.row<T>(0));
+    for (; r + kRows <= tile.rows; r += kRows) {
+      if (x.row_step == tile.length) ahead.StepTo(x.row<T>(r + kRows));
+      if (ShortRowsInLanes<T>(tile, x, y, r)) continue;
+      for (std::int64_t k = 0; k < kRows; ++k) one_row(r + k);
+    }
   }
+  for (; r < tile.rows; ++r) one_row(r);
   if (packs_y) entmax::unpack<T>(y, tile.rows, tile.length, tile.y);
   if (tile.stream) hwy::FlushStream();
 }
@@ -391,6 +568,7 @@ class ForwardPlan final : public RowPlan {
           task.scratch + packed_x_,
           task.scratch + packed_y_,
           task.scratch + elements_,
+          has_stripe_ ? task.scratch + stripe_ : nullptr,
       };
       HWY_DYNAMIC_DISPATCH(RunForwardTile)(tile);
     });
@@ -407,6 +585,9 @@ class ForwardPlan final : public RowPlan {
     if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
     add_support_bits(slot, problem.support, kSupport);
     elements_ = slot.add(vector_scratch_bytes(length_, in_double));
+    has_stripe_ = !problem.mask.given() && !problem.support.given() && !walk_.contiguous(kX) &&
+                  walk_.adjacent(kX) && walk_.adjacent(kY);
+    if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
     finish(slot, problem.y, packs(problem, walk_));
   }
 
@@ -414,7 +595,15 @@ class ForwardPlan final : public RowPlan {
     return problem.mask.given() || !walk.contiguous(kX) || !walk.contiguous(kY);
   }
 
-  std::size_t packed_x_ = 0, packed_y_ = 0, elements_ = 0;
+  // The columns of a tile in whole vectors, and one vector more for candidates.
+  std::int64_t stripe_bytes(DType dtype) const {
+    constexpr std::int64_t kMostLanes = 16;
+    const std::int64_t columns = (walk_.tile_rows() / kMostLanes + 2) * kMostLanes;
+    return columns * length_ * static_cast<std::int64_t>(size_of(accumulation_dtype(dtype)));
+  }
+
+  std::size_t packed_x_ = 0, packed_y_ = 0, elements_ = 0, stripe_ = 0;
+  bool has_stripe_ = false;
 };
 
 }  // namespace

@@ -139,6 +139,10 @@ class Walk {
             rank_ > 0 ? steps.outer[rank_ - 1] : 0, steps.axis};
   }
   bool contiguous(std::size_t which) const { return tensors_[which].steps.axis == 1; }
+  // Whether the rows of a tile lie side by side.
+  bool adjacent(std::size_t which) const {
+    return rank_ > 0 && tensors_[which].steps.outer[static_cast<std::size_t>(rank_) - 1] == 1;
+  }
 
  private:
   std::int64_t inner() const { return rank_ > 0 ? sizes_[rank_ - 1] : 1; }

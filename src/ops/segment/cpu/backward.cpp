@@ -376,7 +376,7 @@ class Backward {
           WriteRunsOf(s, stop, row, end_of, to, [](std::int64_t) { return std::int64_t{-1}; });
         } else if (problem_.arg.dtype == DType::i64) {
           const auto arg = saved_.template Arg<std::int64_t>();
-          RowsAhead<std::int64_t> ahead(arg.at(s, 0));
+          LinesAhead ahead(arg.at(s, 0));
           if (arg.row_stride == 1) ahead.StepTo(arg.at(stop, 0));
           WriteRunsOf(s, stop, row, end_of, to, [&](std::int64_t k) { return *arg.at(k, 0); });
         } else {
@@ -400,7 +400,7 @@ class Backward {
           const IndexView& offsets = segments_.offsets;
           if (offsets.wide && offsets.stride == 1) {
             const auto* ends = static_cast<const std::int64_t*>(offsets.data) + 1;
-            RowsAhead<std::int64_t>(ends + begin).StepTo(ends + end);
+            LinesAhead(ends + begin).StepTo(ends + end);
             write(begin, end, segments_.begin(begin), [=](std::int64_t s) { return ends[s]; });
           } else {
             write(begin, end, segments_.begin(begin),
@@ -419,7 +419,7 @@ class Backward {
     const hn::ScalableTag<R> d;
     const auto step = static_cast<std::int64_t>(hn::Lanes(d));
     const bool spread = rule_ == Rule::spread, mean = problem_.reduce == SegmentReduce::mean;
-    RowsAhead<T> ahead(d_out_.at(begin, 0));
+    LinesAhead ahead(d_out_.at(begin, 0));
     if (d_out_.row_stride == 1) ahead.StepTo(d_out_.at(end, 0));
     for (std::int64_t s = begin; s < end; ++s) {
       const std::int64_t rows = end_of(s) - row;

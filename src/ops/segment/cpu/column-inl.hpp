@@ -39,7 +39,7 @@ HWY_INLINE hn::Vec<D> FoldToLanes(D d, const R* HWY_RESTRICT from, std::int64_t 
   std::int64_t i = 0;
   if (count >= 4 * step) {
     auto b = a, c = a, e = a;
-    RowsAhead<R> ahead(Block<R>{from, 1, count}, 1);
+    LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
     for (; i + 4 * step <= count; i += 4 * step) {
       for (int k = 0; k < 4; ++k) ahead.Step();
       a = op(a, hn::LoadU(d, from + i));
@@ -94,7 +94,7 @@ std::int64_t PlaceOfLongExtreme(const R* HWY_RESTRICT from, std::int64_t count) 
                            HWY_ATTR { return better(better(a, b), better(c, e)); };
   const std::int64_t whole = count / (4 * step) * (4 * step);
   auto best = hn::Set(d, kIdentity), sum = hn::Zero(d);  // a sum with a NaN is NaN
-  RowsAhead<R> ahead(Block<R>{from, 1, count}, 1);
+  LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
   for (std::int64_t i = 0; i < whole; i += 4 * step) {
     for (int k = 0; k < 4; ++k) ahead.Step();
     const auto a = hn::LoadU(d, from + i), b = hn::LoadU(d, from + i + step);

@@ -34,7 +34,7 @@ void AddExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t pla
   const hn::RebindToSigned<decltype(d)> di;
   R* HWY_RESTRICT value = state.value;
   Int<R>* HWY_RESTRICT where = state.place;
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   std::int64_t r = 0;
   if (place == 0) {
     ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
@@ -97,7 +97,7 @@ void ShortExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t c
   const hn::ScalableTag<R> d;
   const hn::RebindToSigned<decltype(d)> di;
   bool any_nan = false;
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
     auto best = lanes.Read(d, block.data + c);
     auto best_place = hn::Zero(di);
@@ -151,7 +151,7 @@ HWY_INLINE bool ExtremeOfFewRows(const Block<R>& block, std::int64_t columns, st
                                  R* HWY_RESTRICT to, A* HWY_RESTRICT arg) {
   const hn::ScalableTag<R> d;
   const hn::RebindToSigned<decltype(d)> di;
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   auto nan = hn::IsNaN(hn::Zero(d));
   ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
     const R* from = block.data + c;

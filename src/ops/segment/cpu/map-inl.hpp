@@ -228,7 +228,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
       block[i] =
           ReadBlock(*inputs.matrix[i], segments, first, rows, column, columns, inputs.scratch[i]);
     }
-    RowsAhead<R> ahead[2] = {{block[0], columns}, {block[1], columns}};
+    LinesAhead ahead[2] = {RowsAhead(block[0], columns), RowsAhead(block[1], columns)};
     for (std::int64_t r = 0; r < rows; ++r) {
       const R* in[2] = {};
       for (int i = 0; i < kInputs; ++i) in[i] = block[i].row(r);

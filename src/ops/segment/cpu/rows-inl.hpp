@@ -16,6 +16,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "cpu/ahead-inl.hpp"
 #include "cpu/simd-inl.hpp"
 #include "ops/segment/cpu/plan.hpp"
 
@@ -23,6 +24,7 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
+using pullback::HWY_NAMESPACE::LinesAhead;
 using pullback::HWY_NAMESPACE::LoadFirst;
 using pullback::HWY_NAMESPACE::Real;
 using pullback::HWY_NAMESPACE::Store;
@@ -150,37 +152,13 @@ struct Block {
   const R* row(std::int64_t r) const { return data + r * stride; }
 };
 
-// Prefetches the rows behind a block, vector by vector while the block is used. The lines come from
-// several pages in turn: the hardware has a prefetcher for each, which else would start anew where
-// a page ends. Blocks that are not dense are left to the hardware.
+// Prefetches the rows behind a block, vector by vector while the block is used. Blocks that are not
+// dense are left to the hardware.
 template <class R>
-class RowsAhead {
- public:
-  RowsAhead(const Block<R>& block, std::int64_t columns)
-      : at_(reinterpret_cast<std::uintptr_t>(block.data)),
-        step_(block.stride == columns ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0) {}
-  // Of memory that is read in order, for StepTo().
-  explicit RowsAhead(const R* from) : at_(reinterpret_cast<std::uintptr_t>(from)), step_(kLine) {}
-
-  // Whatever is read before `to` has its turn.
-  HWY_INLINE void StepTo(const R* to) {
-    while (at_ < reinterpret_cast<std::uintptr_t>(to)) Step();
-  }
-  HWY_INLINE void Skip(const R* to) { at_ = reinterpret_cast<std::uintptr_t>(to); }
-
-  HWY_INLINE void Step() {
-    constexpr std::uintptr_t kPage = 4096, kPages = 4, kRegion = kPages * kPage;
-    const std::uintptr_t line = at_ % kRegion / kLine;
-    const std::uintptr_t next = at_ / kRegion * kRegion + kRegion;
-    hwy::Prefetch(
-        reinterpret_cast<const char*>(next + line % kPages * kPage + line / kPages * kLine));
-    at_ += step_;
-  }
-
- private:
-  static constexpr std::uintptr_t kLine = 64;
-  std::uintptr_t at_, step_;
-};
+HWY_INLINE LinesAhead RowsAhead(const Block<R>& block, std::int64_t columns) {
+  const bool dense = block.stride == columns;
+  return LinesAhead(block.data, dense ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0);
+}
 
 // Rows [begin, begin + rows) of the sorted order; in place, or else converted into `scratch`.
 template <class T>
@@ -300,7 +278,7 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
                          R* HWY_RESTRICT total, const Op& op) {
   const hn::ScalableTag<R> d;
   std::int64_t r = first;
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   for (; r + 4 <= block.rows; r += 4) {
     const R* rows = block.row(r);
     const std::int64_t stride = block.stride;
@@ -328,7 +306,7 @@ HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   const auto divisor = hn::Set(d, count);
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   std::int64_t c = 0;
   for (; c + 4 * step <= columns; c += 4 * step) {
     const R* from = block.data + c;
@@ -379,7 +357,7 @@ template <class R>
 void AddLogSum(const LogSum<R>& state, const Block<R>& block, bool first, std::int64_t columns) {
   const hn::ScalableTag<R> d;
   const std::int64_t stride = block.stride;
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
     const auto before = first ? hn::Set(d, -kInf<R>) : hn::LoadU(d, state.largest + c);
     auto largest = before;

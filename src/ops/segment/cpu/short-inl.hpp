@@ -32,7 +32,7 @@ struct ShortGroup {
     const IndexView& offsets = segments.offsets;
     if (offsets.wide && offsets.stride == 1) {
       const auto* HWY_RESTRICT from = static_cast<const std::int64_t*>(offsets.data) + begin;
-      RowsAhead<std::int64_t>(from).StepTo(from + count);
+      LinesAhead(from).StepTo(from + count);
       for (std::int64_t k = 0; k < count; ++k)
         counts[k] = static_cast<Int<R>>(from[k + 1] - from[k]);
     } else {
@@ -94,7 +94,7 @@ HWY_INLINE void ForSegments(const R* HWY_RESTRICT x, const ShortGroup<R>& group,
   const hn::ScalableTag<R> d;
   const hn::RebindToSigned<decltype(d)> di;
   constexpr std::size_t kLanes = hn::MaxLanes(d);
-  RowsAhead<R> ahead(x);
+  LinesAhead ahead(x);
   for (std::int64_t k = 0; k < group.count; k += static_cast<std::int64_t>(kLanes)) {
     hn::Vec<decltype(d)> rows[kLanes];
     const R* starts[kLanes];
