@@ -152,16 +152,19 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
   };
   for (std::size_t begin = 0; begin < count;) {
     const std::size_t end = std::min(count, begin + kSumVectors);
-    auto f0 = zero, f1 = zero, slope0 = zero, slope1 = zero;
-    for (; begin + 2 <= end; begin += 2) {
+    auto f0 = zero, f1 = zero, f2 = zero, f3 = zero;
+    auto slope0 = zero, slope1 = zero, slope2 = zero, slope3 = zero;
+    for (; begin + 4 <= end; begin += 4) {
       add(begin, f0, slope0);
       add(begin + 1, f1, slope1);
+      add(begin + 2, f2, slope2);
+      add(begin + 3, f3, slope3);
     }
-    if (begin < end) add(begin++, f0, slope0);
-    const auto part = hn::Add(f0, f1), f = hn::Add(sums.f, part);
+    for (; begin < end; ++begin) add(begin, f0, slope0);
+    const auto part = hn::Add(hn::Add(f0, f1), hn::Add(f2, f3)), f = hn::Add(sums.f, part);
     lost = hn::Add(lost, hn::Sub(part, hn::Sub(f, sums.f)));
     sums.f = f;
-    sums.slope = hn::Add(sums.slope, hn::Add(slope0, slope1));
+    sums.slope = hn::Add(sums.slope, hn::Add(hn::Add(slope0, slope1), hn::Add(slope2, slope3)));
   }
   sums.f = hn::Add(sums.f, lost);
   return sums;
@@ -240,21 +243,31 @@ class LaneRows {
   HWY_ALIGN R tau[kLanes<R>];
   HWY_ALIGN R size[kLanes<R>];  // of the support, a whole number
 
-  // The maxima, of the parts too. False if a row has none that is finite, or a NaN.
+  // The maxima, of a long row's parts too. False if a row has none that is finite, or a NaN.
   bool FindMax() {
     const LaneTag<R> d;
     const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
-    const std::size_t part = (length_ + kBounds - 1) / kBounds;
+    const bool whole = length_ < kMinLengthForBound;
+    const std::size_t part = whole ? length_ : (length_ + kBounds - 1) / kBounds;
     auto highest = lowest;
     auto nan = hn::IsNaN(lowest);
+    const auto take = [&](std::size_t i, auto& best) HWY_ATTR {
+      const auto v = hn::LoadU(d, x_ + i * kLanes<R>);
+      best = hn::Max(best, v);
+      nan = hn::Or(nan, hn::IsNaN(v));
+    };
     parts_ = 0;
     for (std::size_t i = 0; i < length_; ++parts_) {
-      auto best = lowest;
-      for (const std::size_t end = std::min(length_, i + part); i < end; ++i) {
-        const auto v = hn::LoadU(d, x_ + i * kLanes<R>);
-        best = hn::Max(best, v);
-        nan = hn::Or(nan, hn::IsNaN(v));
+      auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
+      const std::size_t end = std::min(length_, i + part);
+      for (; i + 4 <= end; i += 4) {
+        take(i, m0);
+        take(i + 1, m1);
+        take(i + 2, m2);
+        take(i + 3, m3);
       }
+      for (; i < end; ++i) take(i, m0);
+      const auto best = hn::Max(hn::Max(m0, m1), hn::Max(m2, m3));
       hn::Store(best, d, part_max_ + parts_ * kLanes<R>);
       highest = hn::Max(highest, best);
     }
