@@ -45,6 +45,9 @@ using entmax::RowResult;
 using entmax::RowTensor;
 
 constexpr std::size_t kAccumulators = 4;
+// A block of softmax: x and exp(x) of it fit in L1.
+constexpr std::size_t kSoftmaxVectors = 256;
+static_assert(kSoftmaxVectors >= 64);  // vector_scratch_bytes() has room for one factor a block
 // Below this length the bound from lane maxima costs more than it saves.
 constexpr std::size_t kMinLengthForBound = 256;
 
@@ -192,6 +195,7 @@ void WriteSupport(const P& power, const RowView<T>& row, R max, R theta) {
   }
 }
 
+// y, and the bits of its support if they are wanted as well.
 template <class P, class R, class T>
 void WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& threshold) {
   const hn::ScalableTag<R> d;
@@ -212,6 +216,26 @@ void WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& th
       row.y, row.length, row.stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
         const T* x = row.x + begin;
         std::size_t i = 0;
+        if (P::family == Family::sparsemax && row.support) {
+          for (; i + lanes <= count; i += lanes) {
+            const auto p = value(LoadAs(d, x + i));
+            StoreAs(d, p, to + i);
+            const auto active = hn::Gt(p, hn::Zero(d));
+            if constexpr (hn::MaxLanes(d) >= 8) {
+              hn::StoreMaskBits(d, active, row.support + (begin + i) / 8);
+            } else {
+              StoreBits(d, active, begin + i, begin + count, row.support);
+            }
+          }
+          for (; i < count; i += lanes) {
+            const std::size_t n = std::min(lanes, count - i);
+            const auto p =
+                value(LoadFirstAs(d, x + i, n, -std::numeric_limits<Real<T>>::infinity()));
+            StoreBits(d, hn::Gt(p, hn::Zero(d)), begin + i, begin + count, row.support);
+            StoreFirstAs(d, p, to + i, n);
+          }
+          return;
+        }
         for (; i + lanes <= count; i += lanes) StoreAs(d, value(LoadAs(d, x + i)), to + i);
         if (i == count) return;
         const auto v = LoadFirstAs(d, x + i, count - i, -std::numeric_limits<Real<T>>::infinity());
@@ -230,55 +254,85 @@ RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
   const std::size_t count = Candidates(power, row.x, row.length, max, low, elements);
   const Threshold<R> threshold = Solve(power, low, elements, count);
   if (row.y) WriteY(power, row, max, threshold);
-  if (row.support) WriteSupport(power, row, max, threshold.theta);
+  if (row.support && !row.y) WriteSupport(power, row, max, threshold.theta);
   const double wide = static_cast<double>(threshold.theta);
   const double tau =
       (alpha - 1) * static_cast<double>(max) + (power.near_one ? (alpha - 1) * wide - 1 : wide);
   return {tau, static_cast<std::int64_t>(threshold.count)};
 }
 
+// Block by block, so that a row is read from memory once, and while exp is busy: exp(x - maximum of
+// the block) goes to scratch, and the last pass scales it by a factor for each block.
 template <class T>
 RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
   using R = Real<T>;
   const hn::ScalableTag<R> d;
-  const std::size_t lanes = hn::Lanes(d);
-  const R max = MaxOfRow(row.x, row.length, elements);
-  if (!std::isfinite(max)) return DegenerateRow(row, max < 0);
-  PrefetchNext(row);
-  const auto shift = hn::Set(d, max);
-  double sum = 0;
-  for (std::size_t begin = 0; begin < row.length;) {
-    const std::size_t end = std::min(row.length, begin + kSumVectors * lanes);
-    auto part = hn::Zero(d);
-    const auto take = [&](auto v, std::size_t i) HWY_ATTR {
-      const auto e = ExpNonPositive(d, hn::Sub(v, shift));
-      part = hn::Add(part, e);
-      hn::StoreU(e, d, elements + i);
-    };
-    for (; begin + lanes <= end; begin += lanes) take(Load(d, row.x + begin), begin);
-    if (begin < end) {
-      take(LoadFirst(d, row.x + begin, end - begin, -std::numeric_limits<R>::infinity()), begin);
-      begin = end;
+  const std::size_t lanes = hn::Lanes(d), block = kSoftmaxVectors * lanes;
+  constexpr R kLowest = -std::numeric_limits<R>::infinity();
+  R* const factors = elements + (row.length + lanes - 1) / lanes * lanes;
+  R maximum = kLowest;
+  double sum = 0;  // of exp(x - maximum)
+  HWY_ALIGN R lane_maxima[kAccumulators * hn::MaxLanes(d)];
+  LinesAhead ahead(row.x);
+  for (std::size_t begin = 0; begin < row.length; begin += block) {
+    const std::size_t end = std::min(row.length, begin + block);
+    const R highest = MaxOfRow(row.x + begin, end - begin, lane_maxima);
+    if (!(highest < std::numeric_limits<R>::infinity())) return DegenerateRow(row, false);
+    factors[begin / block] = highest;
+    const auto shift = hn::Set(d, highest > kLowest ? highest : R{0});
+    double added = 0;
+    for (std::size_t i = begin; i < end;) {
+      auto part0 = hn::Zero(d), part1 = hn::Zero(d);
+      const auto take = [&](auto v, auto& part) HWY_ATTR {
+        const auto e = ExpNonPositive(d, hn::Sub(v, shift));
+        part = hn::Add(part, e);
+        hn::StoreU(e, d, elements + i);
+        i += lanes;
+      };
+      const std::size_t part_end = std::min(end, i + kSumVectors * lanes);
+      while (i + 2 * lanes <= part_end) {
+        ahead.StepTo(row.x + i);
+        take(Load(d, row.x + i), part0);
+        take(Load(d, row.x + i), part1);
+      }
+      while (i < part_end) {
+        take(LoadFirst(d, row.x + i, std::min(lanes, part_end - i), kLowest), part0);
+      }
+      added += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, hn::Add(part0, part1))));
     }
-    sum += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, part)));
+    if (highest > maximum) {
+      const double less = static_cast<double>(maximum) - static_cast<double>(highest);
+      sum = (sum > 0 ? sum * std::exp(less) : 0) + added;
+      maximum = highest;
+    } else if (highest > kLowest) {
+      sum += added * std::exp(static_cast<double>(highest) - static_cast<double>(maximum));
+    }
   }
-  const auto scale = hn::Set(d, static_cast<R>(1 / sum));
-  if (row.y) {
-    WriteRow(row.y, row.length, row.stream,
-             [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
-               const R* from = elements + begin;
-               std::size_t i = 0;
-               for (; i + lanes <= count; i += lanes) {
-                 Store(d, hn::Mul(scale, hn::LoadU(d, from + i)), to + i);
-               }
-               if (i == count) return;
-               StoreFirst(d, hn::Mul(scale, hn::LoadU(d, from + i)), to + i, count - i);
-             });
+  if (!(sum > 0)) return DegenerateRow(row, true);
+  PrefetchNext(row);
+  for (std::size_t begin = 0; begin < row.length; begin += block) {
+    R& factor = factors[begin / block];
+    const double less = static_cast<double>(factor) - static_cast<double>(maximum);
+    factor = static_cast<R>((less == 0 ? 1 : std::exp(less)) / sum);
   }
-  RowResult result{static_cast<double>(max) + std::log(sum), 0};
+  const auto fill = [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+    const std::size_t end = begin + count;
+    for (std::size_t i = begin; i < end;) {
+      const auto scale = hn::Set(d, factors[i / block]);
+      const std::size_t stop = std::min(end, (i / block + 1) * block);
+      for (; i + lanes <= stop; i += lanes) {
+        Store(d, hn::Mul(scale, hn::LoadU(d, elements + i)), to + (i - begin));
+      }
+      if (i == stop) continue;
+      StoreFirst(d, hn::Mul(scale, hn::LoadU(d, elements + i)), to + (i - begin), stop - i);
+      i = stop;
+    }
+  };
+  if (row.y) WriteRow(row.y, row.length, row.stream, fill);
+  RowResult result{static_cast<double>(maximum) + std::log(sum), 0};
   // All but -inf, also where exp underflows.
   for (std::size_t i = 0; row.wants_size && i < row.length; ++i) {
-    result.support_size += static_cast<R>(row.x[i]) > -std::numeric_limits<R>::infinity();
+    result.support_size += static_cast<R>(row.x[i]) > kLowest;
   }
   return result;
 }

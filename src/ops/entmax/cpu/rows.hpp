@@ -169,9 +169,9 @@ class ScratchLayout {
   std::size_t bytes_ = 0;
 };
 
-// Scratch for one row of numbers that are stored by whole vectors.
+// Scratch for one row of numbers that are stored by whole vectors, and for one more in 64.
 inline std::int64_t vector_scratch_bytes(std::int64_t length, bool in_double) {
-  return std::max<std::int64_t>(length + 64, 1024) * (in_double ? 8 : 4);
+  return std::max<std::int64_t>(length + length / 64 + 128, 1024) * (in_double ? 8 : 4);
 }
 
 // Rows in scratch lie an odd number of cache lines apart: at a power of two they would all fall

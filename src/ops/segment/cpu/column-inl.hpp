@@ -73,16 +73,6 @@ R ProductOfRun(const R* from, std::int64_t count) {
   return product;
 }
 
-// Bit i: lane i of the mask.
-template <class D>
-HWY_INLINE unsigned BitsOf(D d, hn::Mask<D> mask) {
-  std::uint8_t bytes[8] = {};
-  hn::StoreMaskBits(d, mask, bytes);
-  unsigned bits;
-  std::memcpy(&bits, bytes, sizeof(bits));
-  return bits;
-}
-
 // Place of the extreme: the first or last of equal ones, of NaN the first.
 template <bool kMax, bool kLast, class R>
 std::int64_t PlaceOfLongExtreme(const R* HWY_RESTRICT from, std::int64_t count) {
