@@ -145,9 +145,9 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
       second = hn::Add(second, hn::IfThenElseZero(active, hn::Set(d, R{1})));
     } else {
       const auto excess = power.Excess(d, v, theta);
-      const auto value = power.Value(d, excess);
-      first = hn::Add(first, value);
-      second = hn::Add(second, power.Slope(d, excess, value));
+      const auto both = power.Both(d, excess);
+      first = hn::Add(first, both.value);
+      second = hn::Add(second, both.slope);
     }
   };
   for (std::size_t begin = 0; begin < count;) {

@@ -23,8 +23,8 @@ namespace pullback::entmax {
 inline constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
 // A tile of rows used in place: enough elements to make the cost of a task vanish.
 inline constexpr std::int64_t kTileElements = 32768;
-// A tile of packed rows: this many bytes across neighbouring rows (a page walk and a DRAM page for
-// every axis position should pay), within this much scratch.
+// A tile of packed rows: this many bytes across neighbouring rows, as every axis position takes a
+// page walk and a DRAM page; within this much scratch.
 inline constexpr std::int64_t kPackedLineBytes = 256;
 inline constexpr std::int64_t kPackedTileBytes = std::int64_t{4} << 20;
 
@@ -174,8 +174,7 @@ inline std::int64_t vector_scratch_bytes(std::int64_t length, bool in_double) {
   return std::max<std::int64_t>(length + length / 64 + 128, 1024) * (in_double ? 8 : 4);
 }
 
-// Rows in scratch lie an odd number of cache lines apart: at a power of two they would all fall
-// into the same cache set.
+// Rows in scratch lie an odd number of cache lines apart, so as not to share a cache set.
 inline std::int64_t packed_pitch(std::int64_t length, std::int64_t element_bytes) {
   const std::int64_t lines = (length * element_bytes + 63) / 64 | 1;
   return lines * 64 / element_bytes;

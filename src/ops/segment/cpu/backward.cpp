@@ -142,8 +142,7 @@ class Backward {
       case Rule::product:
         std::fill_n(state.a, padded(task.columns), R{1});
         ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
-          FoldRows(XBlock(row, rows, task), 0, task.columns, state.a,
-                   [](auto a, auto b) { return hn::Mul(a, b); });
+          MultiplyRows(XBlock(row, rows, task), task.columns, state.a);
         });
         break;
       case Rule::power:

@@ -64,13 +64,14 @@ HWY_INLINE R SumOfRun(const R* from, std::int64_t count) {
 
 template <class R>
 R ProductOfRun(const R* from, std::int64_t count) {
-  const hn::ScalableTag<R> d;
-  R products[hn::MaxLanes(d)];
-  Store(d, FoldToLanes(d, from, count, R{1}, [](auto a, auto b) { return hn::Mul(a, b); }),
-        products);
-  R product = products[0];
-  for (std::size_t i = 1; i < hn::Lanes(d); ++i) product *= products[i];
-  return product;
+  // Four chains, in double: one rounding in all.
+  double products[4] = {1, 1, 1, 1};
+  std::int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    for (std::int64_t k = 0; k < 4; ++k) products[k] *= static_cast<double>(from[i + k]);
+  }
+  for (; i < count; ++i) products[0] *= static_cast<double>(from[i]);
+  return static_cast<R>((products[0] * products[1]) * (products[2] * products[3]));
 }
 
 // Place of the extreme: the first or last of equal ones, of NaN the first.

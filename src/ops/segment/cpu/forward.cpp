@@ -118,7 +118,7 @@ class Forward {
           FoldRows(block, 0, columns, state.a, [](auto a, auto b) { return hn::Add(a, b); });
           break;
         case SegmentReduce::prod:
-          FoldRows(block, 0, columns, state.a, [](auto a, auto b) { return hn::Mul(a, b); });
+          MultiplyRows(block, columns, state.a);
           break;
         case SegmentReduce::max:
         case SegmentReduce::min:

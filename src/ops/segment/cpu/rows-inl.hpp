@@ -300,6 +300,37 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
   }
 }
 
+// total[c] *= block[0][c] * block[1][c] * …, rounded once a block: a product of n factors in f32
+// would carry the roundings of all n.
+template <class R>
+void MultiplyRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT total) {
+  const hn::ScalableTag<R> d;
+  if constexpr (sizeof(R) == 8) {
+    FoldRows(block, 0, columns, total, [](auto a, auto b) { return hn::Mul(a, b); });
+  } else if constexpr (hn::MaxLanes(d) == 1) {
+    for (std::int64_t c = 0; c < columns; ++c) {
+      double product = static_cast<double>(total[c]);
+      for (std::int64_t r = 0; r < block.rows; ++r) product *= static_cast<double>(block.row(r)[c]);
+      total[c] = static_cast<R>(product);
+    }
+  } else {
+    const hn::Half<decltype(d)> half;
+    const hn::Rebind<double, decltype(half)> wide;
+    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      const auto before = hn::LoadU(d, total + c);
+      auto low = hn::PromoteTo(wide, hn::LowerHalf(half, before));
+      auto high = hn::PromoteTo(wide, hn::UpperHalf(half, before));
+      const R* from = block.data + c;
+      for (std::int64_t r = 0; r < block.rows; ++r, from += block.stride) {
+        const auto v = lanes.Read(d, from);
+        low = hn::Mul(low, hn::PromoteTo(wide, hn::LowerHalf(half, v)));
+        high = hn::Mul(high, hn::PromoteTo(wide, hn::UpperHalf(half, v)));
+      }
+      Store(d, hn::Combine(d, hn::DemoteTo(half, high), hn::DemoteTo(half, low)), total + c);
+    });
+  }
+}
+
 // Sums of a few rows, divided by `count`, straight to `to`: four vectors of columns in registers.
 template <bool kStream, class R>
 HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
