@@ -14,6 +14,13 @@ inline void async_copy(void* to_shared, const void* from_global) {
                : "memory");
 }
 
+// The first `bytes` (0 to 16) of them; the rest of the 16 becomes 0.
+inline void async_copy_or_zero(uint32_t to_shared, const void* from_global, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_shared),
+               "l"(from_global), "r"(bytes)
+               : "memory");
+}
+
 // Closes the group of all copies since the last call; a group may be empty.
 inline void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -9,7 +9,7 @@
 #include "core/check.hpp"
 #include "core/variant.hpp"
 #include "core/view.hpp"
-#include "ops/attention/dropout.hpp"
+#include "ops/attention/dropout.cuh"
 #include "ops/attention/problem.hpp"
 
 namespace pullback {

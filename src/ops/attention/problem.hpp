@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "core/variant.hpp"
+#include "ops/attention/sequence.cuh"
 #include "pullback/attention.hpp"
 
 namespace pullback::attention {
@@ -77,12 +78,6 @@ BiasStrides bias_strides(const TensorSpec& spec);
 
 // --- Sequences ---
 
-// Rows of batch item b: within its own [S,H,D] slice, or, when varlen, within [total,H,D].
-struct Sequence {
-  std::int64_t q_begin = 0, q_length = 0;
-  std::int64_t k_begin = 0, k_length = 0;
-};
-
 // The sequences of one run. Whatever cu_seqlens holds, they lie within the tensors, do not overlap
 // and come in order: each entry is clamped to [largest entry before it, total], and a sequence
 // longer than max_seqlen is cut to it.
@@ -112,40 +107,20 @@ void check_cu_seqlens(const AttentionProblem& problem, const AttentionTensors& t
 
 // --- Band mask ---
 
-struct Range {
-  std::int64_t begin = 0, end = 0;  // empty: begin == end
-  bool empty() const { return begin == end; }
-};
+inline constexpr Band band_of(const BandMask& mask) {
+  const auto reach = [](std::int64_t side) {
+    return side == BandMask::kUnbounded ? kFar : std::min(side, kFar);
+  };
+  return {reach(mask.left), reach(mask.right), mask.corner == Corner::bottom_right};
+}
 
-namespace detail {
-// Beyond every position (those are below 2^60), yet sums of three stay within 64 bits.
-inline constexpr std::int64_t kFar = std::int64_t{1} << 61;
-inline constexpr std::int64_t reach(std::int64_t side) {
-  return side == BandMask::kUnbounded ? kFar : std::min(side, kFar);
-}
-inline constexpr Range clamped(std::int64_t first, std::int64_t last, std::int64_t length) {
-  const std::int64_t begin = std::clamp<std::int64_t>(first, 0, length);
-  return {begin, std::clamp<std::int64_t>(last + 1, begin, length)};
-}
-inline constexpr std::int64_t diagonal(const BandMask& mask, const Sequence& sequence) {
-  return mask.corner == Corner::bottom_right ? sequence.k_length - sequence.q_length : 0;
-}
-}  // namespace detail
-
-// Keys that query i sees, positions within the sequence. Both ends never fall as i grows.
 inline constexpr Range visible_keys(const BandMask& mask, const Sequence& sequence,
                                     std::int64_t i) {
-  const std::int64_t center = i + detail::diagonal(mask, sequence);
-  return detail::clamped(center - detail::reach(mask.left), center + detail::reach(mask.right),
-                         sequence.k_length);
+  return visible_keys(band_of(mask), sequence, i);
 }
-
-// Queries that see key j.
 inline constexpr Range seeing_queries(const BandMask& mask, const Sequence& sequence,
                                       std::int64_t j) {
-  const std::int64_t center = j - detail::diagonal(mask, sequence);
-  return detail::clamped(center - detail::reach(mask.right), center + detail::reach(mask.left),
-                         sequence.q_length);
+  return seeing_queries(band_of(mask), sequence, j);
 }
 
 // --- Variants ---

@@ -17,7 +17,7 @@
 
 #include "core/arithmetic.hpp"
 #include "core/element.hpp"
-#include "ops/attention/dropout.hpp"
+#include "ops/attention/dropout.cuh"
 #include "ops/attention/problem.hpp"
 
 namespace pullback::attention {

@@ -7,7 +7,7 @@
 
 #include "core/threads.hpp"
 #include "cpu/tile_matmul.hpp"
-#include "ops/attention/dropout.hpp"
+#include "ops/attention/dropout.cuh"
 #include "ops/attention/problem.hpp"
 
 namespace pullback::attention {
