@@ -12,7 +12,9 @@ namespace {
 class Tiles {
  public:
   Tiles(const BlockLayout& layout, std::int64_t block, const Sparse& sparse)
-      : layout_(layout), sparse_(sparse), per_block_(block >> tile_shift_of(block)),
+      : layout_(layout),
+        sparse_(sparse),
+        per_block_(block >> tile_shift_of(block)),
         tile_(std::int64_t{1} << tile_shift_of(block)) {}
 
   std::int64_t rows() const {
@@ -115,8 +117,7 @@ Schedule make_schedule(const BlockLayout& layout, std::int64_t block, const Spar
         const std::int64_t begin = steps * share / shares, end = steps * (share + 1) / shares;
         schedule.items.push_back({first_step + begin, first * tile,
                                   static_cast<std::int32_t>(end - begin),
-                                  static_cast<std::int32_t>(head),
-                                  split ? schedule.slots++ : -1});
+                                  static_cast<std::int32_t>(head), split ? schedule.slots++ : -1});
       }
     }
   }

@@ -1,6 +1,6 @@
-// The products of a pass on CUDA. bf16 and f16 whose matrices have neighbours in memory and rows (or
-// columns) that begin at multiples of 16 bytes: tensor cores, smxx_spread.cuh and smxx_sample.cuh.
-// The rest: smxx_plain.cuh.
+// The products of a pass on CUDA. bf16 and f16 whose matrices have neighbours in memory and rows
+// (or columns) that begin at multiples of 16 bytes: tensor cores, smxx_spread.cuh and
+// smxx_sample.cuh. The rest: smxx_plain.cuh.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -209,8 +209,8 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
       const bool left_along = left == Order::rows, right_along = right == Order::columns;
       const std::int64_t length = form.left.columns;
       const int depth = !left_along || !right_along || length > kDepths[1] ? 0
-                        : length > kDepths[0]                             ? kDepths[1]
-                                                                          : kDepths[0];
+                        : length > kDepths[0]                              ? kDepths[1]
+                                                                           : kDepths[0];
       step.fast = launch_of(sample_kernel(dtype_, depth, left_along, right_along), params, blocks,
                             sample_bytes(depth));
     }
@@ -243,10 +243,10 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
       if (splits > 0) {
         combine_launch =
             launch_of(combine_kernel(dtype_), combine, splits * (kGroupRows / kCombineRows));
-        workspace_bytes = std::max(workspace_bytes,
-                                   static_cast<std::size_t>(schedule.slots * batches_ * tiles *
-                                                            kGroupRows * columns) *
-                                       size_of(accumulation_dtype(dtype_)));
+        workspace_bytes = std::max(
+            workspace_bytes,
+            static_cast<std::size_t>(schedule.slots * batches_ * tiles * kGroupRows * columns) *
+                size_of(accumulation_dtype(dtype_)));
       }
       return launch_of(kernel, params, items * tiles, shared_bytes);
     };
@@ -330,7 +330,8 @@ std::vector<KernelSource> block_matmul_products_kernels(int arch) {
     if (!is_16_bit(dtype)) continue;
     for (const bool first : {false, true}) {
       for (const bool second : {false, true}) {
-        kernels.push_back(op_kernel<SpreadParams>(spread_kernel(dtype, kNarrow, first, second), arch));
+        kernels.push_back(
+            op_kernel<SpreadParams>(spread_kernel(dtype, kNarrow, first, second), arch));
         kernels.push_back(op_kernel<SampleParams>(sample_kernel(dtype, 0, first, second), arch));
       }
       kernels.push_back(op_kernel<SpreadParams>(spread_kernel(dtype, kWide, first, false), arch));

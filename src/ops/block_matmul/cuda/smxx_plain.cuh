@@ -1,9 +1,9 @@
 // Both products for every dtype and any strides, on ordinary arithmetic, and the sum of partial
 // results.
 //
-// A thread block brings pieces of the operands, kPlainDepth of the sum at a time, into shared memory
-// as Real; a thread sums 8 rows by 4 columns of kGroupRows by kPlainColumns. Both lie within one
-// square of 16 by 16, so that what no tile covers is left out.
+// A thread block brings pieces of the operands, kPlainDepth of the sum at a time, into shared
+// memory as Real; a thread sums 8 rows by 4 columns of kGroupRows by kPlainColumns. Both lie within
+// one square of 16 by 16, so that what no tile covers is left out.
 #pragma once
 
 #include "device/float.cuh"
@@ -67,9 +67,7 @@ struct PlainStep {
         mask(steps.masks[step]),
         shift(steps.tile_shift) {}
 
-  bool covers(int row, int column) const {
-    return (mask >> (column / 16 * 8 + row / 16) & 1) != 0;
-  }
+  bool covers(int row, int column) const { return (mask >> (column / 16 * 8 + row / 16) & 1) != 0; }
   int inside(int row_or_column) const { return row_or_column & ((1 << shift) - 1); }
   // Both only where covered.
   int64_t offset(int row, int column) const {
@@ -121,7 +119,8 @@ void spread_plain(const SpreadParams& p) {
     for (int i = 0; i < kThreadRows; ++i) {
 #pragma unroll
       for (int j = 0; j < kThreadColumns; ++j) {
-        const int64_t row = item.first_row + place.row + i, column = first_column + place.column + j;
+        const int64_t row = item.first_row + place.row + i,
+                      column = first_column + place.column + j;
         if (item.slot >= 0) {
           partial[(place.row + i) * kPlainColumns + place.column + j] = sums[i][j];
         } else if (row < p.out.rows && column < p.out.columns) {
@@ -192,11 +191,11 @@ void combine(const CombineParams& p) {
     for (int64_t i = threadIdx.x; i < kCombineRows * p.out.columns; i += kThreads) {
       const int64_t column = i % p.out.columns, row = first_row + i / p.out.columns;
       if (split.first_row + row >= p.out.rows) break;
-      const R* partial = static_cast<const R*>(p.partial) +
-                         ((split.first_slot * p.batches + batch) * p.column_tiles +
-                          column / p.tile_columns) *
-                             tile_size +
-                         row * p.tile_columns + column % p.tile_columns;
+      const R* partial =
+          static_cast<const R*>(p.partial) +
+          ((split.first_slot * p.batches + batch) * p.column_tiles + column / p.tile_columns) *
+              tile_size +
+          row * p.tile_columns + column % p.tile_columns;
       R sum = 0;
       for (int slot = 0; slot < split.slots; ++slot) {
         sum += partial[slot * p.batches * p.column_tiles * tile_size];

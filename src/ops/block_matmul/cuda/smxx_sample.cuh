@@ -56,14 +56,14 @@ void sample_tiles(const SampleParams& p) {
 
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     T* sparse = static_cast<T*>(p.sparse.data) + batch * p.sparse.batch;
-    const T* left = static_cast<const T*>(p.left.data) + batch * p.left.batch +
-                    item.head * p.left.head;
-    const T* right = static_cast<const T*>(p.right.data) + batch * p.right.batch +
-                     item.head * p.right.head;
+    const T* left =
+        static_cast<const T*>(p.left.data) + batch * p.left.batch + item.head * p.left.head;
+    const T* right =
+        static_cast<const T*>(p.right.data) + batch * p.right.batch + item.head * p.right.head;
     const auto load_left_lines = [&](uint32_t to, int64_t first) {
       load_lines<T, kGroupRows, kPiece, kLeftAlong>(
-          to, left, [&](int line) { return item.first_row + line; },
-          p.left.rows, p.left.row, first, depth, p.left.column);
+          to, left, [&](int line) { return item.first_row + line; }, p.left.rows, p.left.row, first,
+          depth, p.left.column);
     };
     int next_step = 0;
     int64_t next_k = 0;
@@ -110,8 +110,8 @@ void sample_tiles(const SampleParams& p) {
           for (int n = 0; n < 2; ++n) {
             if ((present >> 8 * n & 3) == 0) continue;
             uint32_t b[4];
-            load_right<T, kRightAlong, kRightAlong ? kStepColumns : kPiece>(
-                b, stage, k, warp_column + n * 16);
+            load_right<T, kRightAlong, kRightAlong ? kStepColumns : kPiece>(b, stage, k,
+                                                                            warp_column + n * 16);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
               if ((present >> (8 * n + m) & 1) == 0) continue;

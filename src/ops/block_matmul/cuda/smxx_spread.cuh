@@ -21,7 +21,7 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
   using Layout = TileLayout<T, kTileRow>;
   constexpr int kDown = kThreads / 8;
   const int chunk = static_cast<int>(threadIdx.x) % 8;
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < kGroupRows / kDown; ++i) {
     const int tile_row = static_cast<int>(threadIdx.x) / 8 + i * kDown;
     const int across = tile_row / kStepColumns * kTileRow + chunk * kChunk;
@@ -29,13 +29,12 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
     const int k = kSparseAlong ? chunk * kChunk : tile_row % kStepColumns;
     const int64_t offset = tables.offset(step, row, k);
     if (offset != kNoTile) {
-      const int64_t inside = kSparseAlong
-                                 ? tables.inside(row) * p.sparse.row + tables.inside(k)
-                                 : tables.inside(row) + tables.inside(k) * p.sparse.column;
+      const int64_t inside = kSparseAlong ? tables.inside(row) * p.sparse.row + tables.inside(k)
+                                          : tables.inside(row) + tables.inside(k) * p.sparse.column;
       async_copy_or_zero(stage + Layout::offset(tile_row, chunk), sparse + offset + inside, 16);
     }
   }
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < kColumns / kDown; ++i) {
     const int tile_row = static_cast<int>(threadIdx.x) / 8 + i * kDown;
     const int across = tile_row / kStepColumns * kTileRow + chunk * kChunk;
@@ -43,8 +42,7 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
     const int64_t row = tables.column(step, k);
     const int64_t column = first_column + (kInAlong ? tile_row : across);
     if (row >= 0 && column < p.in.columns) {
-      const int64_t offset =
-          kInAlong ? row + column * p.in.column : row * p.in.row + column;
+      const int64_t offset = kInAlong ? row + column * p.in.column : row * p.in.row + column;
       async_copy_or_zero(stage + kSpreadSparseBytes + Layout::offset(tile_row, chunk), in + offset,
                          kInAlong ? 16 : clamp_bytes(p.in.columns - column));
     }
@@ -59,21 +57,23 @@ void multiply_spread_stage(float (&sums)[2][kColumns / 16][4], uint32_t stage, u
   for (int k = 0; k < kStepColumns; k += 16) {
     const uint32_t present = mask >> (k / 16 * 8 + first_row / 16) & 3;
     if (present == 0) continue;
-    uint32_t b[kColumns / 32][4];
-#pragma unroll
-    for (int n = 0; n < kColumns / 32; ++n) {
-      load_right<T, kInAlong, kInAlong ? kColumns : kStepColumns>(
-          b[n], stage + kSpreadSparseBytes, k, first_column + n * 16);
-    }
+    uint32_t a[2][4];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       if ((present >> m & 1) == 0) continue;
-      uint32_t a[4];
-      load_left<T, kSparseAlong, kSparseAlong ? kGroupRows : kStepColumns>(a, stage,
+      load_left<T, kSparseAlong, kSparseAlong ? kGroupRows : kStepColumns>(a[m], stage,
                                                                            first_row + m * 16, k);
+    }
 #pragma unroll
-      for (int n = 0; n < kColumns / 16; ++n) {
-        mma_16816<T>(sums[m][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+    for (int n = 0; n < kColumns / 16; n += 2) {
+      uint32_t b[4];
+      load_right<T, kInAlong, kInAlong ? kColumns : kStepColumns>(b, stage + kSpreadSparseBytes, k,
+                                                                  first_column + n * 8);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        if ((present >> m & 1) == 0) continue;
+        mma_16816<T>(sums[m][n], a[m], b[0], b[1]);
+        mma_16816<T>(sums[m][n + 1], a[m], b[2], b[3]);
       }
     }
   }
@@ -130,8 +130,7 @@ void spread_tiles(const SpreadParams& p) {
 
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     const T* sparse = static_cast<const T*>(p.sparse.data) + batch * p.sparse.batch;
-    const T* in =
-        static_cast<const T*>(p.in.data) + batch * p.in.batch + item.head * p.in.head;
+    const T* in = static_cast<const T*>(p.in.data) + batch * p.in.batch + item.head * p.in.head;
     const auto load = [&](int step) {
       if (step < item.steps) {
         load_spread_stage<T, kColumns, kSparseAlong, kInAlong>(

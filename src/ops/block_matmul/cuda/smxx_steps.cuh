@@ -58,21 +58,27 @@ struct StepTables {
   int inside(int row_or_column) const { return row_or_column & ((1 << shift) - 1); }
 };
 
+// Where this lane finds its row of the four matrices of a fragment, in a tile of which the fragment
+// begins at (row, chunk), row a multiple of 8 and chunk even. Added to a lane's part that does not
+// change, a chunk is a constant to xor with.
+template <class T>
+uint32_t fragment_address(uint32_t tile, int row, int chunk, int lane_row, int lane_chunk) {
+  using Layout = TileLayout<T, kTileRow>;
+  return tile + row * Layout::kRowBytes + (Layout::offset(lane_row, lane_chunk) ^ (chunk * 16));
+}
+
 // Sixteen rows from `row` on, sixteen of the sum from `k` on (both multiples of 16), of the left
 // operand. kAlong: a tile row holds the sum's dimension, and tiles have `kRows` rows.
 template <class T, bool kAlong, int kRows>
 void load_left(uint32_t (&a)[4], uint32_t tiles, int row, int k) {
   using Layout = TileLayout<T, kTileRow>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t tile = tiles + (kAlong ? k : row) / kTileRow * (kRows * Layout::kRowBytes);
   if constexpr (kAlong) {
-    const uint32_t tile = tiles + k / kTileRow * (kRows * Layout::kRowBytes);
-    load_matrices(
-        a, tile + Layout::offset(row + lane % 16, k % kTileRow / kChunk + lane / 16));
+    load_matrices(a, fragment_address<T>(tile, row, k % kTileRow / kChunk, lane % 16, lane / 16));
   } else {
-    const uint32_t tile = tiles + row / kTileRow * (kRows * Layout::kRowBytes);
-    load_matrices_transposed(
-        a, tile + Layout::offset(k + lane / 16 * 8 + lane % 8,
-                                 row % kTileRow / kChunk + lane / 8 % 2));
+    load_matrices_transposed(a, fragment_address<T>(tile, k, row % kTileRow / kChunk,
+                                                    lane / 16 * 8 + lane % 8, lane / 8 % 2));
   }
 }
 
@@ -81,14 +87,13 @@ template <class T, bool kAlong, int kRows>
 void load_right(uint32_t (&b)[4], uint32_t tiles, int k, int column) {
   using Layout = TileLayout<T, kTileRow>;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t tile = tiles + (kAlong ? k : column) / kTileRow * (kRows * Layout::kRowBytes);
   if constexpr (kAlong) {
-    const uint32_t tile = tiles + k / kTileRow * (kRows * Layout::kRowBytes);
-    load_matrices(b, tile + Layout::offset(column + lane / 16 * 8 + lane % 8,
-                                           k % kTileRow / kChunk + lane / 8 % 2));
+    load_matrices(b, fragment_address<T>(tile, column, k % kTileRow / kChunk,
+                                         lane / 16 * 8 + lane % 8, lane / 8 % 2));
   } else {
-    const uint32_t tile = tiles + column / kTileRow * (kRows * Layout::kRowBytes);
     load_matrices_transposed(
-        b, tile + Layout::offset(k + lane % 16, column % kTileRow / kChunk + lane / 16));
+        b, fragment_address<T>(tile, k, column % kTileRow / kChunk, lane % 16, lane / 16));
   }
 }
 
