@@ -136,6 +136,31 @@ void check_bias(const Checker& check, AttentionProblem& problem, bool varlen) {
   fill_like(check, "d_bias", problem.d_bias, problem.bias);
 }
 
+void check_blocks(const Checker& check, const AttentionProblem& problem, bool varlen) {
+  const BlockMask& mask = problem.blocks;
+  if (!mask.given()) return;
+  check.that(
+      !varlen, "blocks", "none with cu_seqlens", "a block layout",
+      "a packed batch has no common grid of blocks: run the sequences one by one, or padded");
+  check.that(mask.block >= 16 && mask.block <= 128 && mask.block % 16 == 0, "block",
+             "16 to 128, a multiple of 16", fmt::format("{}", mask.block));
+  const AttentionSizes sizes = sizes_of(problem);
+  check.that(mask.batches == 1 || mask.batches == sizes.batch, "blocks",
+             fmt::format("layouts for 1 or {} batch items", sizes.batch),
+             fmt::format("{}", mask.batches));
+  const auto count = [&](std::int64_t length) { return (length + mask.block - 1) / mask.block; };
+  const BlockLayout& layout = *mask.layout;
+  const bool heads_fit =
+      layout.heads() == mask.batches || layout.heads() == mask.batches * sizes.heads;
+  check.that(heads_fit && layout.rows() == count(sizes.total_query) &&
+                 layout.columns() == count(sizes.total_key),
+             "blocks",
+             fmt::format("[{} times 1 or {} heads, {}, {}] blocks of {}", mask.batches, sizes.heads,
+                         count(sizes.total_query), count(sizes.total_key), mask.block),
+             fmt::format("[{}, {}, {}]", layout.heads(), layout.rows(), layout.columns()),
+             "rows are for queries, columns for keys, the last ones may be partly outside");
+}
+
 TensorUses uses(const AttentionProblem& problem, const AttentionTensors& tensors, Pass pass) {
   TensorUses all;
   all.read("q", problem.q, tensors.q);
@@ -199,6 +224,12 @@ constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
 }  // namespace
 }  // namespace attention
 
+bool operator==(const BlockMask& a, const BlockMask& b) {
+  const bool same_layout =
+      a.layout == b.layout || (a.given() && b.given() && *a.layout == *b.layout);
+  return same_layout && a.batches == b.batches && a.block == b.block;
+}
+
 AttentionProblem complete(const AttentionProblem& given) {
   using namespace attention;
   const Checker check(kOp);
@@ -238,6 +269,7 @@ AttentionProblem complete(const AttentionProblem& given) {
   fill_like(check, "d_k", problem.d_k, problem.k);
   fill_like(check, "d_v", problem.d_v, problem.v);
   check_bias(check, problem, varlen);
+  check_blocks(check, problem, varlen);
   return problem;
 }
 

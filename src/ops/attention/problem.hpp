@@ -33,12 +33,15 @@ enum class Feature {
   odd_head_dim,      // D or Dv not a multiple of 8
   value_dim,         // Dv != D
   strided_elements,  // a tensor of rows whose last stride is not 1
+  block_layout,
   count
 };
 
 inline constexpr std::string_view kFeatureNames[] = {
-    "f64",     "f32",     "bf16",      "f16",   "bias",         "d_bias",  "varlen",          "GQA",
-    "dropout", "softcap", "band mask", "d_lse", "odd head dim", "Dv != D", "strided elements"};
+    "f64",         "f32",    "bf16",         "f16",     "bias",
+    "d_bias",      "varlen", "GQA",          "dropout", "softcap",
+    "band mask",   "d_lse",  "odd head dim", "Dv != D", "strided elements",
+    "block layout"};
 static_assert(std::size(kFeatureNames) == static_cast<std::size_t>(Feature::count));
 
 inline constexpr FeatureSet kAllFeatures = (FeatureSet{1} << static_cast<int>(Feature::count)) - 1;
@@ -122,6 +125,39 @@ inline constexpr Range seeing_queries(const BandMask& mask, const Sequence& sequ
                                       std::int64_t j) {
   return seeing_queries(band_of(mask), sequence, j);
 }
+
+// --- Block mask ---
+
+// What the block mask of a problem lets heads see. Without one, everything.
+class SeenBlocks {
+ public:
+  explicit SeenBlocks(const AttentionProblem& problem)
+      : layout_(problem.blocks.layout.get()),
+        block_(std::max<std::int64_t>(problem.blocks.block, 1)),
+        batches_(problem.blocks.batches),
+        heads_(layout_ && batches_ > 0 ? layout_->heads() / batches_ : 0) {}
+
+  bool given() const { return layout_ != nullptr; }
+  std::int64_t block() const { return block_; }
+  bool sees(std::int64_t b, std::int64_t h, std::int64_t query, std::int64_t key) const {
+    return layout_ == nullptr || layout_->present(plane(b, h), query / block_, key / block_);
+  }
+  // The blocks of the query's row, by column; only where a mask is given.
+  std::span<const BlockLayout::Block> row(std::int64_t b, std::int64_t h,
+                                          std::int64_t query) const {
+    return layout_->row(plane(b, h), query / block_);
+  }
+  // Whether any of the queries sees any of the keys; the ranges are not empty.
+  bool any(std::int64_t b, std::int64_t h, const Range& queries, const Range& keys) const;
+
+ private:
+  std::int64_t plane(std::int64_t b, std::int64_t h) const {
+    return (batches_ == 1 ? 0 : b) * heads_ + (heads_ == 1 ? 0 : h);
+  }
+
+  const BlockLayout* layout_;
+  std::int64_t block_, batches_, heads_;
+};
 
 // --- Variants ---
 

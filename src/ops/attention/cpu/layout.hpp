@@ -56,6 +56,7 @@ struct CpuLayout {
 
   AttentionProblem problem;
   AttentionSizes sizes;
+  SeenBlocks seen_blocks;
   Dropout dropout;
   bool amx = false;
   std::int64_t key_tile = 0;  // a multiple of kQueryTile

@@ -19,7 +19,8 @@ std::vector<std::pair<std::string_view, std::int64_t>> shared_constants() {
   return {{"block_matmul::kGroupRows", kGroupRows},
           {"block_matmul::kStepColumns", kStepColumns},
           {"block_matmul::kMostSteps", kMostSteps},
-          {"block_matmul::kStages", kStages}};
+          {"block_matmul::kThreads", kThreads},
+          {"block_matmul::kPlainThreads", kPlainThreads}};
 }
 
 std::string_view order_name(bool along) { return along ? "along" : "across"; }
@@ -33,7 +34,7 @@ cuda::OpKernel spread_kernel(DType dtype, int columns, bool sparse_along, bool i
                                   sparse_along, in_along),
           .parameters = "block_matmul::SpreadParams",
           .threads = kThreads,
-          .blocks = 2,
+          .blocks = spread_blocks(columns),
           .constants = shared_constants()};
 }
 
@@ -46,7 +47,7 @@ cuda::OpKernel sample_kernel(DType dtype, int depth, bool left_along, bool right
                                   left_along, right_along),
           .parameters = "block_matmul::SampleParams",
           .threads = kThreads,
-          .blocks = 2,
+          .blocks = sample_blocks(depth),
           .constants = shared_constants()};
 }
 
@@ -57,7 +58,7 @@ cuda::OpKernel plain_kernel(DType dtype, std::string_view what, std::string_view
           .file = "ops/block_matmul/cuda/smxx_plain.cuh",
           .function = fmt::format("block_matmul::{}<{}>", function, type),
           .parameters = parameters,
-          .threads = kThreads,
+          .threads = kPlainThreads,
           .constants = shared_constants()};
 }
 cuda::OpKernel plain_spread_kernel(DType dtype) {
@@ -211,8 +212,9 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
       const int depth = !left_along || !right_along || length > kDepths[1] ? 0
                         : length > kDepths[0]                              ? kDepths[1]
                                                                            : kDepths[0];
-      step.fast = launch_of(sample_kernel(dtype_, depth, left_along, right_along), params, blocks,
-                            sample_bytes(depth));
+      step.fast =
+          launch_of(sample_kernel(dtype_, depth, left_along, right_along), params, blocks,
+                    sample_operand_bytes(depth) + kStagingBytes + table_bytes(schedule.tile_shift));
     }
     samples_.push_back(std::move(step));
   }
@@ -254,11 +256,12 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
     const Order sparse = order_of(form.sparse), in = order_of(form.in);
     if (is_16_bit(dtype_) && sparse != Order::neither && in != Order::neither) {
       const bool sparse_along = sparse == Order::rows, in_along = in == Order::columns;
+      const int tables = table_bytes(schedule.tile_shift);
       const bool wide = !in_along && form.out.columns > kNarrow &&
-                        spread_bytes(kWide) <= device_.max_shared_bytes;
+                        spread_operand_bytes(kWide) + tables <= device_.max_shared_bytes;
       const int columns = wide ? kWide : kNarrow;
       step.fast = add(spread_kernel(dtype_, columns, sparse_along, in_along), columns,
-                      spread_bytes(columns), step.combine_fast);
+                      spread_operand_bytes(columns) + tables, step.combine_fast);
     }
     step.plain = add(plain_spread_kernel(dtype_), kPlainColumns, 0, step.combine_plain);
     spreads_.push_back(std::move(step));

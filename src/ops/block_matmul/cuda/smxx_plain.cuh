@@ -29,7 +29,7 @@ struct PlainPlace {
 // Fills piece[k][line] with value(line, k). Threads side by side take neighbours in memory.
 template <int kLines, class R, int kStride, class Value>
 void fill_piece(R (&piece)[kPlainDepth][kStride], bool neighbours_along_sum, Value value) {
-  for (int i = threadIdx.x; i < kLines * kPlainDepth; i += kThreads) {
+  for (int i = threadIdx.x; i < kLines * kPlainDepth; i += kPlainThreads) {
     const int k = neighbours_along_sum ? i % kPlainDepth : i / kLines;
     const int line = neighbours_along_sum ? i / kPlainDepth : i % kLines;
     piece[k][line] = value(line, k);
@@ -188,7 +188,7 @@ void combine(const CombineParams& p) {
   const int64_t tile_size = static_cast<int64_t>(kGroupRows) * p.tile_columns;
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     T* out = static_cast<T*>(p.out.data) + batch * p.out.batch + split.head * p.out.head;
-    for (int64_t i = threadIdx.x; i < kCombineRows * p.out.columns; i += kThreads) {
+    for (int64_t i = threadIdx.x; i < kCombineRows * p.out.columns; i += kPlainThreads) {
       const int64_t column = i % p.out.columns, row = first_row + i / p.out.columns;
       if (split.first_row + row >= p.out.rows) break;
       const R* partial =

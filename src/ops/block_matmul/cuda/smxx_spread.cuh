@@ -1,9 +1,9 @@
 // out = op(S) · in on tensor cores, for bf16 and f16.
 //
 // A thread block computes kGroupRows rows by kColumns columns. Step by step the tiles of S and the
-// rows of `in` that they meet stream through shared memory; a warp holds sums of 32 rows by half of
-// the columns and leaves out, 16 by 16, what no tile covers. S is read once for each column tile,
-// and `in` once for all rows of the group that share a tile column.
+// rows of `in` that they meet stream through shared memory; a warp holds the sums of 32 rows and
+// leaves out, 16 by 16, what no tile covers. S is read once for each column tile, and `in` once for
+// all rows of the group that share a tile column.
 #pragma once
 
 #include "device/memory.cuh"
@@ -49,36 +49,6 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
   }
 }
 
-// sums += S · in of one step, for a warp's 32 rows by kColumns / 2 columns.
-template <class T, int kColumns, bool kSparseAlong, bool kInAlong>
-void multiply_spread_stage(float (&sums)[2][kColumns / 16][4], uint32_t stage, uint32_t mask,
-                           int first_row, int first_column) {
-#pragma unroll
-  for (int k = 0; k < kStepColumns; k += 16) {
-    const uint32_t present = mask >> (k / 16 * 8 + first_row / 16) & 3;
-    if (present == 0) continue;
-    uint32_t a[2][4];
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      if ((present >> m & 1) == 0) continue;
-      load_left<T, kSparseAlong, kSparseAlong ? kGroupRows : kStepColumns>(a[m], stage,
-                                                                           first_row + m * 16, k);
-    }
-#pragma unroll
-    for (int n = 0; n < kColumns / 16; n += 2) {
-      uint32_t b[4];
-      load_right<T, kInAlong, kInAlong ? kColumns : kStepColumns>(b, stage + kSpreadSparseBytes, k,
-                                                                  first_column + n * 8);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        if ((present >> m & 1) == 0) continue;
-        mma_16816<T>(sums[m][n], a[m], b[0], b[1]);
-        mma_16816<T>(sums[m][n + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-}
-
 // Rounds the group's rows of sums in shared memory into out.
 template <class T, int kColumns, int kStride>
 void store_group(const SpreadParams& p, const float* sums, T* out, int64_t rows, int64_t columns) {
@@ -118,15 +88,16 @@ template <class T, int kColumns, bool kSparseAlong, bool kInAlong>
 void spread_tiles(const SpreadParams& p) {
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr uint32_t kStageBytes = kSpreadSparseBytes + 2 * kStepColumns * kColumns;
-  const int64_t item_index = blockIdx.x / p.column_tiles;
+  constexpr int kLeftRows = kSparseAlong ? kGroupRows : kStepColumns;
+  constexpr int kRightRows = kInAlong ? kColumns : kStepColumns;
   const int column_tile = static_cast<int>(blockIdx.x % p.column_tiles);
   const int64_t first_column = static_cast<int64_t>(column_tile) * kColumns;
-  const Item item = p.steps.items[item_index];
-  StepTables tables(shared, p.steps.tile_shift);
+  const Item item = p.steps.items[blockIdx.x / p.column_tiles];
+  StepTables tables(shared + spread_operand_bytes(kColumns), p.steps.tile_shift);
   tables.load(p.steps, item);
-  const uint32_t stages = shared_address(shared + kTableBytes);
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_row = warp % 4 * kWarpRows, warp_column = warp / 4 * (kColumns / 2);
+  const uint32_t stages = shared_address(shared);
+  const int warp_row = static_cast<int>(threadIdx.x) / 32 * kWarpRows;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
 
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     const T* sparse = static_cast<const T*>(p.sparse.data) + batch * p.sparse.batch;
@@ -134,37 +105,47 @@ void spread_tiles(const SpreadParams& p) {
     const auto load = [&](int step) {
       if (step < item.steps) {
         load_spread_stage<T, kColumns, kSparseAlong, kInAlong>(
-            stages + step % kStages * kStageBytes, p, tables, step, sparse, in, first_column);
+            stages + step % kSpreadStages * kStageBytes, p, tables, step, sparse, in, first_column);
       }
       async_commit();
     };
-    float sums[2][kColumns / 16][4] = {};
+    float sums[2][kColumns / 8][4] = {};
 #pragma unroll
-    for (int step = 0; step < kStages - 1; ++step) load(step);
+    for (int step = 0; step < kSpreadStages - 1; ++step) load(step);
     for (int step = 0; step < item.steps; ++step) {
-      async_wait<kStages - 2>();
+      async_wait<kSpreadStages - 2>();
       __syncthreads();
-      load(step + kStages - 1);
-      multiply_spread_stage<T, kColumns, kSparseAlong, kInAlong>(
-          sums, stages + step % kStages * kStageBytes, tables.masks[step], warp_row, warp_column);
+      load(step + kSpreadStages - 1);
+      const uint32_t stage = stages + step % kSpreadStages * kStageBytes;
+      // Bit m + 8 k: rows from 16 m on of the warp by columns from 16 k on of the step.
+      const uint32_t present = tables.masks[step] >> warp_row / 16 & 0x03030303;
+      if (present == 0x03030303) {
+        multiply_tiles<T, kColumns, kStepColumns, kSparseAlong, kLeftRows, kInAlong, kRightRows>(
+            sums, stage, stage + kSpreadSparseBytes, warp_row);
+      } else if (present != 0) {
+        multiply_covered_tiles<T, kColumns, kStepColumns, kSparseAlong, kLeftRows, kInAlong,
+                               kRightRows>(
+            sums, stage, stage + kSpreadSparseBytes, warp_row,
+            [&](int m, int, int k) { return (present >> (8 * k + m) & 1) != 0; });
+      }
     }
     async_wait<0>();
     __syncthreads();
 
     // A stride that spreads the quads of a warp over the banks.
     constexpr int kStride = kColumns + 8;
-    float* staged = reinterpret_cast<float*>(shared + kTableBytes);
-    static_assert(kGroupRows * kStride * 4 <= kStages * kStageBytes);
+    float* staged = reinterpret_cast<float*>(shared);
+    static_assert(kGroupRows * kStride * 4 <= spread_operand_bytes(kColumns));
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int n = 0; n < kColumns / 16; ++n) {
+      for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = warp_row + m * 16 + half * 8 + lane / 4;
-          const int column = warp_column + n * 8 + lane % 4 * 2;
-          staged[row * kStride + column] = sums[m][n][half * 2];
-          staged[row * kStride + column + 1] = sums[m][n][half * 2 + 1];
+          float* to = staged + row * kStride + n * 8 + lane % 4 * 2;
+          to[0] = sums[m][n][half * 2];
+          to[1] = sums[m][n][half * 2 + 1];
         }
       }
     }

@@ -13,21 +13,20 @@ namespace pullback::block_matmul {
 
 using namespace device;
 
-inline constexpr int kWarpRows = 32;  // of the 8 warps, 4 lie along the rows and 2 along columns
-inline constexpr int kTileRow = 64;   // elements
-inline constexpr int kChunk = 8;      // elements of 16 bytes
+inline constexpr int kTileRow = 64;  // elements
+inline constexpr int kChunk = 8;     // elements of 16 bytes
 
-// Views of kTableBytes of shared memory.
+// Views of table_bytes() of shared memory.
 struct StepTables {
-  int64_t* offsets;  // [kMostSteps, 32] at most
-  int32_t* columns;  // [kMostSteps, 4] at most
+  int64_t* offsets;  // [kMostSteps, tiles across, tiles down]
+  int32_t* columns;  // [kMostSteps, tiles across]
   uint32_t* masks;   // [kMostSteps]
   int32_t shift;
 
   StepTables(unsigned char* shared, int32_t tile_shift)
       : offsets(reinterpret_cast<int64_t*>(shared)),
-        columns(reinterpret_cast<int32_t*>(offsets + kMostSteps * 32)),
-        masks(reinterpret_cast<uint32_t*>(columns + kMostSteps * 4)),
+        columns(reinterpret_cast<int32_t*>(offsets + (kMostSteps << (13 - 2 * tile_shift)))),
+        masks(reinterpret_cast<uint32_t*>(columns + (kMostSteps << (6 - tile_shift)))),
         shift(tile_shift) {}
 
   // By all threads, which then meet at a barrier.
@@ -94,6 +93,67 @@ void load_right(uint32_t (&b)[4], uint32_t tiles, int k, int column) {
   } else {
     load_matrices_transposed(
         b, fragment_address<T>(tile, k, column % kTileRow / kChunk, lane % 16, lane / 16));
+  }
+}
+
+// sums += left · right for a warp's 32 rows by kColumns columns and kDepth of the sum. The next
+// fragments are loaded before the present ones are multiplied.
+template <class T, int kColumns, int kDepth, bool kLeftAlong, int kLeftRows, bool kRightAlong,
+          int kRightRows>
+void multiply_tiles(float (&sums)[2][kColumns / 8][4], uint32_t left, uint32_t right, int row) {
+  constexpr int kParts = kColumns / 64, kUnits = kDepth / 16 * kParts;
+  uint32_t a[2][2][4], b[2][4][4];
+  const auto load = [&](int unit) {
+    const int k = unit / kParts * 16, part = unit % kParts;
+    if (part == 0) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        load_left<T, kLeftAlong, kLeftRows>(a[k / 16 % 2][m], left, row + m * 16, k);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      load_right<T, kRightAlong, kRightRows>(b[unit % 2][n], right, k, part * 64 + n * 16);
+    }
+  };
+  load(0);
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    if (unit + 1 < kUnits) load(unit + 1);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        mma_16816<T>(sums[m][unit % kParts * 8 + n], a[unit / kParts % 2][m],
+                     b[unit % 2][n / 2][n % 2 * 2], b[unit % 2][n / 2][n % 2 * 2 + 1]);
+      }
+    }
+  }
+}
+
+// The same, leaving out what covered(m, n, k), in units of 16, denies. What it denies in all rows
+// is not even loaded.
+template <class T, int kColumns, int kDepth, bool kLeftAlong, int kLeftRows, bool kRightAlong,
+          int kRightRows, class Covered>
+void multiply_covered_tiles(float (&sums)[2][kColumns / 8][4], uint32_t left, uint32_t right,
+                            int row, Covered covered) {
+#pragma unroll
+  for (int k = 0; k < kDepth; k += 16) {
+    uint32_t a[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) load_left<T, kLeftAlong, kLeftRows>(a[m], left, row + m * 16, k);
+#pragma unroll
+    for (int n = 0; n < kColumns / 16; ++n) {
+      if (!covered(0, n, k / 16) && !covered(1, n, k / 16)) continue;
+      uint32_t b[4];
+      load_right<T, kRightAlong, kRightRows>(b, right, k, n * 16);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        if (!covered(m, n, k / 16)) continue;
+        mma_16816<T>(sums[m][2 * n], a[m], b[0], b[1]);
+        mma_16816<T>(sums[m][2 * n + 1], a[m], b[2], b[3]);
+      }
+    }
   }
 }
 
