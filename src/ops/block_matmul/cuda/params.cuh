@@ -1,19 +1,19 @@
 // What the host hands to the kernels of block_matmul. Plain C++20; host and device compile it.
 //
-// The kernels see tiles of 16, 32 or 64 rows and columns, the largest that divide a block, and the
-// sparse operand as op(S): its rows and columns are exchanged where it is transposed. Rows come in
-// groups of kGroupRows; a group has a list of the tile columns in which any of its rows has a tile,
-// and a step is the next kStepColumns / tile of them.
+// The kernels see squares of 16 by 16, which divide every block, and the sparse operand as op(S):
+// its rows and columns are exchanged where it is transposed. Rows come in groups of kGroupRows; a
+// group has a list of the columns in which any of its rows has a square, 16 an entry, and a step is
+// the next kStepColumns of them.
 #pragma once
 
 #include "device/types.cuh"
 
 namespace pullback::block_matmul {
 
-// An offset where there is no tile: real ones may be negative, as strides are.
-inline constexpr int64_t kNoTile = -0x7fffffffffffffff - 1;
+// An offset where nothing is: real ones may be negative, as strides are.
+inline constexpr int64_t kNowhere = -0x7fffffffffffffff - 1;
 
-// What one thread block walks: some of the steps of a group, or none for a group without tiles.
+// What one thread block walks: some of the steps of a group, or none for a group without squares.
 struct Item {
   int64_t first_step;  // in the tables below
   int64_t first_row;
@@ -21,15 +21,16 @@ struct Item {
   int32_t slot;  // of the partial sums; -1: it has all steps of the group
 };
 
+// Offsets count elements from the beginning of the batch entry.
 struct Steps {
   const Item* items;
-  // Bit 8 · (c / 16) + r / 16 says that a tile covers column c of the step and row r of the group.
+  // Bit 8 · (c / 16) + r / 16: there is a square at column c of the step and row r of the group.
   const uint32_t* masks;  // [steps]
-  // Tile columns; -1 past the end of a list.
-  const int32_t* columns;  // [steps, kStepColumns / tile]
-  // Where a tile begins, in elements from the batch entry's beginning, or kNoTile.
-  const int64_t* offsets;  // [steps, kStepColumns / tile, kGroupRows / tile]
-  int32_t tile_shift;      // log2 of the tile
+  // Where the squares begin, or kNowhere.
+  const int64_t* squares;  // [steps, kStepColumns / 16, kGroupRows / 16]
+  // Where the lines of the dense operand begin that meet the 16 columns: rows of a spread's `in`,
+  // columns of a sample's `right`. kNowhere past the end of a list.
+  const int64_t* lines;  // [steps, kStepColumns / 16]
 };
 
 // Logical [rows, columns] for each (z, h); steps in elements.
@@ -39,7 +40,7 @@ struct DenseTensor {
   int64_t batch, head, row, column;
 };
 
-// A tile's rows and columns are those of op(S).
+// Rows and columns of squares are those of op(S).
 struct SparseTensor {
   void* data;
   int64_t batch, row, column;

@@ -1,5 +1,5 @@
-// The products of a pass on CUDA. bf16 and f16 whose matrices have neighbours in memory and rows
-// (or columns) that begin at multiples of 16 bytes: tensor cores, smxx_spread.cuh and
+// The products of a pass on CUDA. f32, bf16 and f16 whose matrices have neighbours in memory and
+// rows (or columns) that begin at multiples of 16 bytes: tensor cores, smxx_spread.cuh and
 // smxx_sample.cuh. The rest: smxx_plain.cuh.
 #include <fmt/format.h>
 
@@ -15,6 +15,9 @@
 namespace pullback::block_matmul {
 namespace {
 
+bool on_tensor_cores(DType dtype) { return dtype != DType::f64; }
+int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
+
 std::vector<std::pair<std::string_view, std::int64_t>> shared_constants() {
   return {{"block_matmul::kGroupRows", kGroupRows},
           {"block_matmul::kStepColumns", kStepColumns},
@@ -25,16 +28,16 @@ std::vector<std::pair<std::string_view, std::int64_t>> shared_constants() {
 
 std::string_view order_name(bool along) { return along ? "along" : "across"; }
 
-cuda::OpKernel spread_kernel(DType dtype, int columns, bool sparse_along, bool in_along) {
+cuda::OpKernel spread_kernel(DType dtype, int columns, bool sparse_along, bool in_along, int arch) {
   const std::string_view type = cuda::device_type(dtype);
   return {.name = fmt::format("block_matmul_spread_{}_{}_{}_{}", type, columns,
                               order_name(sparse_along), order_name(in_along)),
           .file = "ops/block_matmul/cuda/smxx_spread.cuh",
-          .function = fmt::format("block_matmul::spread_tiles<{}, {}, {}, {}>", type, columns,
-                                  sparse_along, in_along),
+          .function = fmt::format("block_matmul::spread_tiles<{}, {}, {}, {}, {}>", type, columns,
+                                  spread_stages(columns, arch), sparse_along, in_along),
           .parameters = "block_matmul::SpreadParams",
           .threads = kThreads,
-          .blocks = spread_blocks(columns),
+          .blocks = kSpreadBlocks,
           .constants = shared_constants()};
 }
 
@@ -71,29 +74,28 @@ cuda::OpKernel combine_kernel(DType dtype) {
   return plain_kernel(dtype, "combine", "combine", "block_matmul::CombineParams");
 }
 
-bool is_16_bit(DType dtype) { return dtype == DType::bf16 || dtype == DType::f16; }
-
-// Whether all steps keep the alignment of the tensor's beginning.
-bool aligned_steps(std::initializer_list<std::int64_t> steps) {
-  return std::ranges::all_of(steps, [](std::int64_t step) { return step % 8 == 0; });
+// Whether all steps keep the 16-byte alignment of the tensor's beginning.
+bool aligned_steps(DType dtype, std::initializer_list<std::int64_t> steps) {
+  const auto length = static_cast<std::int64_t>(16 / size_of(dtype));
+  return std::ranges::all_of(steps, [&](std::int64_t step) { return step % length == 0; });
 }
 
 enum class Order { rows, columns, neither };  // whose neighbours are neighbours in memory
 
-Order order_of(const Dense& dense) {
-  if (!aligned_steps({dense.z_stride, dense.h_stride})) return Order::neither;
-  if (dense.column_stride == 1 && aligned_steps({dense.row_stride})) return Order::rows;
-  if (dense.row_stride == 1 && aligned_steps({dense.column_stride})) return Order::columns;
+Order order_of(DType dtype, const Dense& dense) {
+  if (!aligned_steps(dtype, {dense.z_stride, dense.h_stride})) return Order::neither;
+  if (dense.column_stride == 1 && aligned_steps(dtype, {dense.row_stride})) return Order::rows;
+  if (dense.row_stride == 1 && aligned_steps(dtype, {dense.column_stride})) return Order::columns;
   return Order::neither;
 }
 
 // Of op(S).
-Order order_of(const Sparse& sparse) {
-  if (!aligned_steps({sparse.z_stride, sparse.block_stride})) return Order::neither;
-  if (sparse.column_stride == 1 && aligned_steps({sparse.row_stride})) {
+Order order_of(DType dtype, const Sparse& sparse) {
+  if (!aligned_steps(dtype, {sparse.z_stride, sparse.block_stride})) return Order::neither;
+  if (sparse.column_stride == 1 && aligned_steps(dtype, {sparse.row_stride})) {
     return sparse.transposed ? Order::columns : Order::rows;
   }
-  if (sparse.row_stride == 1 && aligned_steps({sparse.column_stride})) {
+  if (sparse.row_stride == 1 && aligned_steps(dtype, {sparse.column_stride})) {
     return sparse.transposed ? Order::rows : Order::columns;
   }
   return Order::neither;
@@ -173,15 +175,14 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
   Steps add_tables(const Schedule& schedule) {
     return {.items = tables_.add(std::span<const Item>(schedule.items)),
             .masks = tables_.add(std::span<const std::uint32_t>(schedule.masks)),
-            .columns = tables_.add(std::span<const std::int32_t>(schedule.columns)),
-            .offsets = tables_.add(std::span<const std::int64_t>(schedule.offsets)),
-            .tile_shift = schedule.tile_shift};
+            .squares = tables_.add(std::span<const std::int64_t>(schedule.squares)),
+            .lines = tables_.add(std::span<const std::int64_t>(schedule.lines))};
   }
   void resolve_tables(Steps& steps) const {
     tables_.resolve(steps.items);
     tables_.resolve(steps.masks);
-    tables_.resolve(steps.columns);
-    tables_.resolve(steps.offsets);
+    tables_.resolve(steps.squares);
+    tables_.resolve(steps.lines);
   }
 
   template <class Params>
@@ -194,7 +195,8 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
   }
 
   void plan(const Sample& form, const BlockLayout& layout, std::int64_t block) {
-    const Schedule schedule = make_schedule(layout, block, form.sparse, false);
+    const Schedule schedule =
+        make_schedule(layout, block, form.sparse, form.right.column_stride, false);
     const auto blocks = static_cast<std::int64_t>(schedule.items.size());
     if (blocks == 0 || batches_ == 0) return;
     SampleParams params{};
@@ -204,24 +206,24 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
     params.right = tensor_of(form.right);
     params.batches = batches_;
     SampleStep step{form, {}, launch_of(plain_sample_kernel(dtype_), params, blocks)};
-    const Order left = order_of(form.left), right = order_of(form.right);
-    if (is_16_bit(dtype_) && order_of(form.sparse) == Order::rows && left != Order::neither &&
-        right != Order::neither) {
+    const Order left = order_of(dtype_, form.left), right = order_of(dtype_, form.right);
+    if (on_tensor_cores(dtype_) && order_of(dtype_, form.sparse) == Order::rows &&
+        left != Order::neither && right != Order::neither) {
       const bool left_along = left == Order::rows, right_along = right == Order::columns;
       const std::int64_t length = form.left.columns;
-      const int depth = !left_along || !right_along || length > kDepths[1] ? 0
-                        : length > kDepths[0]                              ? kDepths[1]
-                                                                           : kDepths[0];
-      step.fast =
-          launch_of(sample_kernel(dtype_, depth, left_along, right_along), params, blocks,
-                    sample_operand_bytes(depth) + kStagingBytes + table_bytes(schedule.tile_shift));
+      const bool passes =
+          !left_along || !right_along || length > kDepths[1] || element_bytes(dtype_) > 2;
+      const int depth = passes ? 0 : length > kDepths[0] ? kDepths[1] : kDepths[0];
+      step.fast = launch_of(
+          sample_kernel(dtype_, depth, left_along, right_along), params, blocks,
+          sample_operand_bytes(depth) + staging_bytes(element_bytes(dtype_)) + kTableBytes);
     }
     samples_.push_back(std::move(step));
   }
 
   void plan(const Spread& form, const BlockLayout& layout, std::int64_t block) {
     if (form.out.columns == 0 || batches_ == 0) return;
-    const Schedule schedule = make_schedule(layout, block, form.sparse, true);
+    const Schedule schedule = make_schedule(layout, block, form.sparse, form.in.row_stride, true);
     const auto items = static_cast<std::int64_t>(schedule.items.size());
     if (items == 0) return;
     SpreadParams params{};
@@ -230,7 +232,7 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
     params.in = tensor_of(form.in);
     params.out = tensor_of(form.out);
     params.batches = batches_;
-    params.vectors = order_of(form.out) != Order::neither;
+    params.vectors = order_of(dtype_, form.out) != Order::neither;
 
     const auto splits = static_cast<std::int64_t>(schedule.splits.size());
     CombineParams combine{};
@@ -245,6 +247,7 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
       if (splits > 0) {
         combine_launch =
             launch_of(combine_kernel(dtype_), combine, splits * (kGroupRows / kCombineRows));
+        combine_launch->kernel.shape.programmatic = device_.major >= 9;
         workspace_bytes = std::max(
             workspace_bytes,
             static_cast<std::size_t>(schedule.slots * batches_ * tiles * kGroupRows * columns) *
@@ -253,15 +256,17 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
       return launch_of(kernel, params, items * tiles, shared_bytes);
     };
     SpreadStep step{form, {}, {}, {}, {}};
-    const Order sparse = order_of(form.sparse), in = order_of(form.in);
-    if (is_16_bit(dtype_) && sparse != Order::neither && in != Order::neither) {
+    const Order sparse = order_of(dtype_, form.sparse), in = order_of(dtype_, form.in);
+    if (on_tensor_cores(dtype_) && sparse != Order::neither && in != Order::neither) {
       const bool sparse_along = sparse == Order::rows, in_along = in == Order::columns;
-      const int tables = table_bytes(schedule.tile_shift);
-      const bool wide = !in_along && form.out.columns > kNarrow &&
-                        spread_operand_bytes(kWide) + tables <= device_.max_shared_bytes;
+      const int arch = cuda::compile_arch(device_);
+      const bool wide = element_bytes(dtype_) == 2 && !in_along && form.out.columns > kNarrow &&
+                        spread_operand_bytes(kWide, spread_stages(kWide, arch)) + kTableBytes <=
+                            device_.max_shared_bytes;
       const int columns = wide ? kWide : kNarrow;
-      step.fast = add(spread_kernel(dtype_, columns, sparse_along, in_along), columns,
-                      spread_operand_bytes(columns) + tables, step.combine_fast);
+      step.fast = add(spread_kernel(dtype_, columns, sparse_along, in_along, arch), columns,
+                      spread_operand_bytes(columns, spread_stages(columns, arch)) + kTableBytes,
+                      step.combine_fast);
     }
     step.plain = add(plain_spread_kernel(dtype_), kPlainColumns, 0, step.combine_plain);
     spreads_.push_back(std::move(step));
@@ -330,14 +335,18 @@ std::vector<KernelSource> block_matmul_products_kernels(int arch) {
     kernels.push_back(op_kernel<SpreadParams>(plain_spread_kernel(dtype), arch));
     kernels.push_back(op_kernel<SampleParams>(plain_sample_kernel(dtype), arch));
     kernels.push_back(op_kernel<CombineParams>(combine_kernel(dtype), arch));
-    if (!is_16_bit(dtype)) continue;
+    if (!on_tensor_cores(dtype)) continue;
     for (const bool first : {false, true}) {
       for (const bool second : {false, true}) {
         kernels.push_back(
-            op_kernel<SpreadParams>(spread_kernel(dtype, kNarrow, first, second), arch));
+            op_kernel<SpreadParams>(spread_kernel(dtype, kNarrow, first, second, arch), arch));
         kernels.push_back(op_kernel<SampleParams>(sample_kernel(dtype, 0, first, second), arch));
       }
-      kernels.push_back(op_kernel<SpreadParams>(spread_kernel(dtype, kWide, first, false), arch));
+    }
+    if (element_bytes(dtype) > 2) continue;
+    for (const bool along : {false, true}) {
+      kernels.push_back(
+          op_kernel<SpreadParams>(spread_kernel(dtype, kWide, along, false, arch), arch));
     }
     for (const int depth : kDepths) {
       kernels.push_back(op_kernel<SampleParams>(sample_kernel(dtype, depth, true, true), arch));

@@ -3,9 +3,10 @@
 //
 // A thread block brings pieces of the operands, kPlainDepth of the sum at a time, into shared
 // memory as Real; a thread sums 8 rows by 4 columns of kGroupRows by kPlainColumns. Both lie within
-// one square of 16 by 16, so that what no tile covers is left out.
+// one square of 16 by 16, so that squares that are not there are left out.
 #pragma once
 
+#include "device/dependent.cuh"
 #include "device/float.cuh"
 #include "ops/block_matmul/cuda/params.cuh"
 #include "ops/block_matmul/cuda/tuning.hpp"
@@ -56,25 +57,19 @@ void multiply_pieces(R (&sums)[kThreadRows][kThreadColumns], const PlainPieces<R
 
 // What a step's tables say about (row of the group, column of the step).
 struct PlainStep {
-  const int64_t* offsets;
-  const int32_t* columns;
+  const int64_t *squares, *lines;
   uint32_t mask;
-  int shift;
 
   PlainStep(const Steps& steps, int64_t step)
-      : offsets(steps.offsets + (step << (13 - 2 * steps.tile_shift))),
-        columns(steps.columns + (step << (6 - steps.tile_shift))),
-        mask(steps.masks[step]),
-        shift(steps.tile_shift) {}
+      : squares(steps.squares + step * kStepSquares),
+        lines(steps.lines + step * (kStepColumns / 16)),
+        mask(steps.masks[step]) {}
 
   bool covers(int row, int column) const { return (mask >> (column / 16 * 8 + row / 16) & 1) != 0; }
-  int inside(int row_or_column) const { return row_or_column & ((1 << shift) - 1); }
-  // Both only where covered.
-  int64_t offset(int row, int column) const {
-    return offsets[((column >> shift) << (7 - shift)) + (row >> shift)];
-  }
-  int64_t column(int column) const {
-    return (static_cast<int64_t>(columns[column >> shift]) << shift) + inside(column);
+  // Only where covered.
+  int64_t element(int row, int column, const SparseTensor& sparse) const {
+    return squares[column / 16 * (kGroupRows / 16) + row / 16] + row % 16 * sparse.row +
+           column % 16 * sparse.column;
   }
 };
 
@@ -97,13 +92,12 @@ void spread_plain(const SpreadParams& p) {
         if ((step.mask >> first / 16 * 8 & 0xff) == 0) continue;
         fill_piece<kGroupRows>(pieces.left, p.sparse.column == 1, [&](int row, int k) {
           if (!step.covers(row, first)) return R{0};
-          return to_real(sparse[step.offset(row, first + k) + step.inside(row) * p.sparse.row +
-                                step.inside(first + k) * p.sparse.column]);
+          return to_real(sparse[step.element(row, first + k, p.sparse)]);
         });
         fill_piece<kPlainColumns>(pieces.right, p.in.row == 1, [&](int line, int k) {
           const int64_t column = first_column + line;
           if (column >= p.in.columns) return R{0};
-          return to_real(in[step.column(first + k) * p.in.row + column * p.in.column]);
+          return to_real(in[step.lines[first / 16] + k * p.in.row + column * p.in.column]);
         });
         __syncthreads();
         if (step.covers(place.row, first)) multiply_pieces(sums, pieces, place);
@@ -156,17 +150,16 @@ void sample_plain(const SampleParams& p) {
           return to_real(left[row * p.left.row + (first + k) * p.left.column]);
         });
         fill_piece<kPlainColumns>(pieces.right, p.right.row == 1, [&](int line, int k) {
-          const int64_t column = step.column(line);
-          if (column < 0 || first + k >= depth) return R{0};
-          return to_real(right[(first + k) * p.right.row + column * p.right.column]);
+          const int64_t column = step.lines[line / 16];
+          if (column == kNowhere || first + k >= depth) return R{0};
+          return to_real(right[column + line % 16 * p.right.column + (first + k) * p.right.row]);
         });
         __syncthreads();
         if (covered) multiply_pieces(sums, pieces, place);
         __syncthreads();
       }
       if (!covered) continue;
-      T* to = sparse + step.offset(place.row, place.column) +
-              step.inside(place.row) * p.sparse.row + step.inside(place.column) * p.sparse.column;
+      T* to = sparse + step.element(place.row, place.column, p.sparse);
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) {
 #pragma unroll
@@ -183,6 +176,7 @@ void sample_plain(const SampleParams& p) {
 template <class T>
 void combine(const CombineParams& p) {
   using R = Real<T>;
+  wait_for_previous_kernel();
   const Split split = p.splits[blockIdx.x / (kGroupRows / kCombineRows)];
   const int first_row = static_cast<int>(blockIdx.x % (kGroupRows / kCombineRows)) * kCombineRows;
   const int64_t tile_size = static_cast<int64_t>(kGroupRows) * p.tile_columns;
