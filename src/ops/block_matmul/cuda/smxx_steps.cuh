@@ -84,16 +84,19 @@ struct Fragment<float> {
 template <class T>
 inline constexpr int kInner = 32 / static_cast<int>(sizeof(T));
 
-// sums += a · (columns 8 · half … of b)
+// The products that make up one of T, the small ones first.
 template <class T>
-void multiply(float (&sums)[4], const Fragment<T>& a, const Fragment<T>& b, int half) {
-  const uint32_t b0 = b.word[2 * half], b1 = b.word[2 * half + 1];
+inline constexpr int kProducts = sizeof(T) == 4 ? 3 : 1;
+
+// sums += one of the products of a · (columns 8 · half … of b)
+template <class T>
+void multiply(float (&sums)[4], const Fragment<T>& a, const Fragment<T>& b, int half, int product) {
   if constexpr (sizeof(T) == 4) {
-    mma_1688_tf32(sums, a.low, b0, b1);
-    mma_1688_tf32(sums, a.word, b.low[2 * half], b.low[2 * half + 1]);
-    mma_1688_tf32(sums, a.word, b0, b1);
+    const auto& left = product == 0 ? a.low : a.word;
+    const auto& right = product == 1 ? b.low : b.word;
+    mma_1688_tf32(sums, left, right[2 * half], right[2 * half + 1]);
   } else {
-    mma_16816<T>(sums, a.word, b0, b1);
+    mma_16816<T>(sums, a.word, b.word[2 * half], b.word[2 * half + 1]);
   }
 }
 
@@ -185,7 +188,7 @@ void multiply_tiles(float (&sums)[2][kColumns / 8][4], uint32_t left, uint32_t r
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         multiply<T>(sums[m][unit % kParts * 8 + n], a[unit / kParts % 2][m], b[unit % 2][n / 2],
-                    n % 2);
+                    n % 2, 0);
       }
     }
   }
@@ -197,8 +200,6 @@ template <class T, int kColumns, int kDepth, bool kLeftAlong, int kLeftRows, boo
           int kRightRows, class Covered>
 void multiply_covered_tiles(float (&sums)[2][kColumns / 8][4], uint32_t left, uint32_t right,
                             int row, Covered covered) {
-  constexpr bool kApart = sizeof(T) == 4;
-  float piece[kApart ? 2 : 1][kColumns / 8][4] = {};
 #pragma unroll
   for (int k = 0; k < kDepth; k += kInner<T>) {
     Fragment<T> a[2];
@@ -209,24 +210,28 @@ void multiply_covered_tiles(float (&sums)[2][kColumns / 8][4], uint32_t left, ui
       if (!covered(0, n, k / 16) && !covered(1, n, k / 16)) continue;
       Fragment<T> b;
       load_right<T, kRightAlong, kRightRows>(b, right, k, n * 16);
+      float piece[2][2][4] = {};  // for f32
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        if (!covered(m, n, k / 16)) continue;
+      for (int product = 0; product < kProducts<T>; ++product) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          multiply<T>(kApart ? piece[kApart ? m : 0][2 * n + half] : sums[m][2 * n + half], a[m], b,
-                      half);
+        for (int m = 0; m < 2; ++m) {
+          if (!covered(m, n, k / 16)) continue;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            multiply<T>(sizeof(T) == 4 ? piece[m][half] : sums[m][2 * n + half], a[m], b, half,
+                        product);
+          }
         }
       }
-    }
-  }
-  if constexpr (kApart) {
+      if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+        for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
+          for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sums[m][n][e] += piece[m][n][e];
+            for (int e = 0; e < 4; ++e) sums[m][2 * n + half][e] += piece[m][half][e];
+          }
+        }
       }
     }
   }
