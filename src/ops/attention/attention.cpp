@@ -194,6 +194,8 @@ constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
     {{"cpu", DeviceKind::cpu, CpuIsa::any, kAllFeatures, 10}, make_checked<make_cpu>},
     {{"reference", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_reference>},
     {{"textbook", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_textbook>},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::backward},
+     make_cuda_backward},
 };
 
 }  // namespace
