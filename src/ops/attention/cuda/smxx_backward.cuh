@@ -187,11 +187,14 @@ struct BackwardBlock {
   // d_v += P^T dO and d_k += dS^T Q over 16 queries from `first` on.
   void sum_keys(const uint32_t (&pt)[2][4], const uint32_t (&ds)[2][4], uint32_t q_tile,
                 uint32_t d_out_tile, int first) {
-    if (p.d_v.data != nullptr) {
-      multiply_rows<T>(d_v, pt, LaneRows<T, kWidth, false>(d_out_tile, lane), first, own * kOwnN);
-    }
-    if (p.d_k.data != nullptr) {
-      multiply_rows<T>(d_k, ds, LaneRows<T, kWidth, false>(q_tile, lane), first, own * kOwnN);
+    const LaneRows<T, kWidth, false> q_rows(q_tile, lane), d_out_rows(d_out_tile, lane);
+    if (p.d_v.data != nullptr && p.d_k.data != nullptr) {  // one block, for the compiler to mix
+      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
+      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
+    } else if (p.d_v.data != nullptr) {
+      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
+    } else if (p.d_k.data != nullptr) {
+      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
     }
   }
 
