@@ -59,7 +59,7 @@ inline constexpr BiasTiles bias_tiles(int width, int arch) {
   for (const BiasTiles& tiles : kTiles) {
     if (tiles.shared_bytes(width) <= max_shared_bytes(arch)) return tiles;
   }
-  return {32, 32, 1};
+  return {64, 32, 1};
 }
 
 inline constexpr int kRowThreads = 256;  // smxx_backward_rows.cuh

@@ -110,11 +110,12 @@ struct BackwardBlock {
             int columns) const {
     const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
                           first * rows.row + head * rows.head;
-    const TileSource<T> source = {from, rows.row, rows.element, count, columns};
     if (kFeatures != kGeneral || p.vectors) {
-      load_tile<T, kRows, kWidth, kThreads, true>(tile, source);
+      TileLoader<T, kRows, kWidth, kThreads, true>(from, rows.row, rows.element, columns)
+          .load(tile, 0, count);
     } else {
-      load_tile<T, kRows, kWidth, kThreads, false>(tile, source);
+      TileLoader<T, kRows, kWidth, kThreads, false>(from, rows.row, rows.element, columns)
+          .load(tile, 0, count);
     }
   }
 

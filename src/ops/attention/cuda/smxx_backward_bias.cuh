@@ -42,11 +42,12 @@ struct BiasBlock {
             int columns) const {
     const T* const from =
         static_cast<const T*>(rows.data) + batch * rows.batch + first * rows.row + head * rows.head;
-    const TileSource<T> source = {from, rows.row, rows.element, length - first, columns};
     if (p.vectors) {
-      load_tile<T, kRows, kWidth, kThreads, true>(tile, source);
+      TileLoader<T, kRows, kWidth, kThreads, true>(from, rows.row, rows.element, columns)
+          .load(tile, 0, length - first);
     } else {
-      load_tile<T, kRows, kWidth, kThreads, false>(tile, source);
+      TileLoader<T, kRows, kWidth, kThreads, false>(from, rows.row, rows.element, columns)
+          .load(tile, 0, length - first);
     }
   }
 
