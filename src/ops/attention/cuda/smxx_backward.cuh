@@ -305,14 +305,17 @@ struct BackwardBlock {
     return {place.tile - keys.begin, keys.end - keys.begin};
   }
 
-  // After a barrier behind the sums of the turn that is over. What is read before stays before the
-  // sums to come.
-  void tell() const {
+  // By one thread, a barrier behind the sums of the turn that is over.
+  void end_turn() const {
     fence_device();
     if (block.over != nullptr) store_relaxed(block.over, block.next_turn);
   }
 
-  void await_turn(const Step& step, int32_t seen) const {
+  // By the same thread, before the barrier ahead of the step's sums. The turn before is ended only
+  // here, when its sums have arrived and the fence has nothing to wait for. `seen`: what the
+  // counter was a while ago.
+  void begin_turn(const Step& step, int32_t seen) const {
+    end_turn();
     const Turn turn = turn_of(step);
     int32_t* const turns = p.turns + tile_of(step);
     if (seen < turn.number) {
@@ -407,7 +410,6 @@ struct BackwardBlock {
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
-        tell();
       }
 
 #pragma unroll 1
@@ -444,7 +446,7 @@ struct BackwardBlock {
         }
         store_scores(ds_tile, ds, first);
       }
-      if (threadIdx.x == 0 && p.d_q.data != nullptr) await_turn(step, turn_seen);
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
       if constexpr (kSplit > 1) {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
@@ -472,7 +474,7 @@ struct BackwardBlock {
       if (kStages > 1) stage ^= 1;
     }
     __syncthreads();
-    if (threadIdx.x == 0) tell();
+    if (threadIdx.x == 0) end_turn();
   }
 };
 
