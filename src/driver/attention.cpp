@@ -62,7 +62,6 @@ AttentionProblem problem_of(const Request& request) {
   problem.deterministic = options.boolean("deterministic", true);
   problem.max_seqlen_q = options.integer("max-seqlen-q", 0);
   problem.max_seqlen_k = options.integer("max-seqlen-k", 0);
-  problem.check_indices = true;  // tensors of a file deserve an answer rather than clamping
   options.finish();
   return complete(problem);
 }
@@ -71,6 +70,11 @@ class AttentionSession final : public OpSession<AttentionProblem, AttentionTenso
  public:
   explicit AttentionSession(const Request& request) : OpSession(request) {
     AttentionProblem problem = problem_of(request);
+    // Tensors of a file deserve an answer rather than clamping, on every device.
+    AttentionTensors host;
+    host.cu_seqlens_q = data_of(request.inputs, "cu_seqlens_q");
+    host.cu_seqlens_k = data_of(request.inputs, "cu_seqlens_k");
+    attention::check_cu_seqlens(problem, host);
     tensors_.q = input("q");
     tensors_.k = input("k");
     tensors_.v = input("v");

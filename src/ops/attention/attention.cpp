@@ -217,6 +217,10 @@ constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
       kAllFeatures & ~features(Feature::f64, Feature::f32, Feature::f16), 20},
      make_checked<make_cpu_amx_bf16>},
     {{"cpu", DeviceKind::cpu, CpuIsa::any, kAllFeatures, 10}, make_checked<make_cpu>},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::forward},
+     make_cuda_forward},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::backward},
+     make_cuda_backward},
     {{"reference", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_reference>},
     {{"textbook", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_textbook>},
 };
@@ -279,6 +283,10 @@ Plan<AttentionTensors> make_plan(const Device& device, const AttentionProblem& g
   const AttentionProblem problem = complete(given);
   Checker(kOp).that(pass == Pass::forward || problem.d_out.given(), "d_out",
                     "a tensor for the backward pass", "none", "pass the gradient of out");
+  if (device.kind == DeviceKind::cuda && problem.check_indices && problem.cu_seqlens_q.given()) {
+    fail(ErrorCode::unsupported, kOp, "check_indices", "false on a CUDA device", "true",
+         "check cu_seqlens in a plan for the CPU");
+  }
   return plan_with_variants<AttentionProblem, AttentionTensors>(
       kOp, kVariants, needs(problem, pass), kFeatureNames, uses, device, problem, pass, options);
 }

@@ -164,7 +164,9 @@ class SeenBlocks {
 using Body = std::unique_ptr<PlanBody<AttentionTensors>>;
 Body make_cpu(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_cpu_amx_bf16(const AttentionProblem& problem, const Device& device, Pass pass);
+Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_reference(const AttentionProblem& problem, const Device& device, Pass pass);
+Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_textbook(const AttentionProblem& problem, const Device& device, Pass pass);
 
 }  // namespace pullback::attention

@@ -64,8 +64,8 @@ Plane plane(const TensorSpec& spec) {
 bool has_vector_rows(const TensorSpec& spec) {
   const RowStrides strides = row_strides(spec);
   const auto vector = static_cast<std::int64_t>(16 / size_of(spec.dtype));
-  return (strides.element == 1 || spec.shape[spec.rank - 1] == 1) && strides.batch % vector == 0 &&
-         strides.row % vector == 0 && strides.head % vector == 0;
+  return strides.element == 1 && spec.shape[spec.rank - 1] % vector == 0 &&
+         strides.batch % vector == 0 && strides.row % vector == 0 && strides.head % vector == 0;
 }
 
 SequenceLister::SequenceLister(const AttentionProblem& problem, const cuda::DeviceInfo& device,

@@ -17,8 +17,7 @@ HeadRows head_rows(const TensorSpec& spec);
 RowValues row_values(const TensorSpec& spec);
 Plane plane(const TensorSpec& spec);
 
-// Whether all rows of the tensor begin at multiples of 16 bytes if its first one does, and are
-// contiguous.
+// Whether all rows of the tensor are made of 16-byte pieces, aligned if the first one is.
 bool has_vector_rows(const TensorSpec& spec);
 
 // Does nothing unless varlen.
