@@ -80,6 +80,11 @@ PULLBACK_API const char* pullback_last_error(void);
 /* The version of the library in use: 10000 major + 100 minor + patch. */
 PULLBACK_API int32_t pullback_version(void);
 
+/* What this machine has, for people: lines of version, CPU, CUDA driver and devices, NVRTC, kernel
+ * cache, and why there is none of one of them. Initialises the CUDA driver. Sets *text, valid until
+ * the next call on the same thread. */
+PULLBACK_API pullback_status pullback_describe_system(const char** text);
+
 enum { PULLBACK_LOG_DEBUG = 0, PULLBACK_LOG_INFO = 1, PULLBACK_LOG_WARNING = 2 };
 
 /* `message` is valid during the call only. Called from any thread, several at a time. It must not

@@ -9,6 +9,8 @@
 #include <span>
 
 #include "core/check.hpp"
+#include "core/cpu_info.hpp"
+#include "cuda/report.hpp"
 #include "pullback/log.hpp"
 
 namespace pullback::capi {
@@ -197,6 +199,18 @@ const char* pullback_last_error(void) { return last_message.c_str(); }
 
 int32_t pullback_version(void) {
   return 10000 * PULLBACK_VERSION_MAJOR + 100 * PULLBACK_VERSION_MINOR + PULLBACK_VERSION_PATCH;
+}
+
+pullback_status pullback_describe_system(const char** text) {
+  return guarded([&] {
+    check_not_null("describe_system", "text", text);
+    thread_local std::string report;
+    report =
+        fmt::format("{:<18}{}.{}.{}\n{:<18}{}, {} usable cores\n{}", "pullback",
+                    PULLBACK_VERSION_MAJOR, PULLBACK_VERSION_MINOR, PULLBACK_VERSION_PATCH, "CPU",
+                    pullback::cpu_name(), pullback::available_cpus(), pullback::cuda::report());
+    *text = report.c_str();
+  });
 }
 
 pullback_status pullback_set_log_callback(pullback_log_callback callback, void* user_data) {

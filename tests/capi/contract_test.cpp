@@ -52,6 +52,15 @@ TEST(Status, version_is_the_headers) {
             10000 * PULLBACK_VERSION_MAJOR + 100 * PULLBACK_VERSION_MINOR + PULLBACK_VERSION_PATCH);
 }
 
+TEST(System, is_described_with_or_without_a_gpu) {
+  const char* text = nullptr;
+  ASSERT_EQ(pullback_describe_system(&text), PULLBACK_OK);
+  for (const char* part :
+       {"pullback ", "CPU ", "usable cores", "CUDA ", "NVRTC ", "kernel cache"}) {
+    EXPECT_PRED2(contains, std::string(text), part);
+  }
+}
+
 TEST(Status, success_leaves_the_last_message) {
   Fixture fixture;
   EXPECT_EQ(pullback_entmax_plan(nullptr, 0, nullptr, nullptr), PULLBACK_INVALID_ARGUMENT);
@@ -93,6 +102,7 @@ TEST(Null, every_function_refuses_it) {
       pullback_entmax_run(plan.get(), nullptr, nullptr, nullptr, 0),
       pullback_segment_run(nullptr, nullptr, nullptr, nullptr, 0),
       pullback_segment_permutation_run(nullptr, nullptr, nullptr, nullptr, 0),
+      pullback_describe_system(nullptr),
       pullback_plan_workspace_bytes(plan.get(), nullptr),
       pullback_plan_describe(plan.get(), nullptr),
       pullback_plan_tensor(plan.get(), nullptr, nullptr),

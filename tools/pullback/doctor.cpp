@@ -6,9 +6,8 @@
 
 #include "commands.hpp"
 #include "core/cpu_info.hpp"
-#include "cuda/disk_cache.hpp"
 #include "cuda/driver.hpp"
-#include "cuda/nvrtc.hpp"
+#include "cuda/report.hpp"
 #include "driver/case.hpp"
 #include "driver/kernel_list.hpp"
 #include "machine.hpp"
@@ -50,34 +49,6 @@ void describe_op(const driver::CaseLists& lists, DType dtype, const Device& devi
   }
 }
 
-void print_cuda() {
-  const std::string problem = cuda::driver_problem();
-  if (problem.empty()) {
-    const int version = cuda::driver().version;
-    fmt::print("CUDA              {}.{}\n", version / 1000, version % 1000 / 10);
-    for (int i = 0; i < cuda::device_count(); ++i) {
-      const cuda::DeviceInfo& device = cuda::device_info(i);
-      fmt::print("cuda:{:<13}{}, sm_{}, {} multiprocessors, {}\n", i, device.name, device.arch(),
-                 device.multiprocessors, bytes_text(static_cast<double>(device.memory_bytes)));
-    }
-  } else {
-    fmt::print("CUDA              no device: {}\n", problem);
-  }
-  const std::string no_compiler = cuda::nvrtc_problem();
-  if (no_compiler.empty()) {
-    const int version = cuda::Nvrtc::instance().version();
-    fmt::print("NVRTC             {}.{}, {}\n", version / 1000, version % 1000 / 10,
-               cuda::Nvrtc::instance().path());
-  } else {
-    fmt::print("NVRTC             none: {}\n", no_compiler);
-  }
-  const auto cache = cuda::DiskCache::from_environment();
-  constexpr std::string_view kModes[] = {"read and written", "only read", "off"};
-  fmt::print("kernel cache      {}, {} kernels, {}\n",
-             cache.folder().empty() ? "no folder" : cache.folder(), cache.list().size(),
-             kModes[static_cast<int>(cache.mode())]);
-}
-
 int run_doctor(bool verbose) {
   const Machine machine = this_machine();
   std::string isa = fmt::format("{}", fmt::join(machine.simd, ", "));
@@ -90,7 +61,7 @@ int run_doctor(bool verbose) {
   fmt::print("free memory       {}\n", bytes_text(static_cast<double>(machine.memory_bytes)));
   fmt::print("NVIDIA driver     {}\n",
              machine.nvidia_driver.empty() ? "none" : machine.nvidia_driver);
-  print_cuda();
+  fmt::print("{}", cuda::report());
   if (const char* forced = std::getenv("PULLBACK_FORCE_VARIANT")) {
     fmt::print("forced variant    {} (PULLBACK_FORCE_VARIANT)\n", forced);
   }

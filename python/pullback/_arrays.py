@@ -1,0 +1,170 @@
+"""Plans on NumPy arrays: layouts of arrays, memory for outputs and workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ._native import BACKWARD, FORWARD, OPS, WORKSPACE_ALIGNMENT, NativePlan, Op, Spec
+from .sparsity import BlockLayout
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+_DTYPE_NAMES = {
+    "float64": "f64",
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int64": "i64",
+    "int32": "i32",
+    "uint8": "u8",
+    "bool": "bool",
+}
+_NAMES_OF = {short: name for name, short in _DTYPE_NAMES.items()}
+
+
+def _dtype(name: str) -> Any:
+    if name == "bf16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(_NAMES_OF[name])
+
+
+def _spec(op: Op, name: str, array: Array) -> Spec:
+    dtype = _DTYPE_NAMES.get(array.dtype.name)
+    if dtype is None or not array.dtype.isnative:
+        raise ValueError(
+            f"{op.name}: {name}: expected dtype {', '.join(_DTYPE_NAMES)}, got {array.dtype}"
+        )
+    size = array.itemsize
+    return Spec(dtype, array.shape, tuple(stride // size for stride in array.strides))
+
+
+def _array(value: Any) -> Array:
+    """An array whose strides are whole elements at aligned addresses; others are copied."""
+    array = np.asarray(value)
+    if any(stride % array.itemsize for stride in array.strides) or not array.flags.aligned:
+        array = array.copy()
+    return array
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+class Plan:
+    """A checked problem of one op and pass, which runs on any arrays of the planned layouts."""
+
+    def __init__(self, native: NativePlan) -> None:
+        self._native = native
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._native.workspace_bytes
+
+    def describe(self) -> str:
+        """Op, pass, variant, tiles, accumulation type, guarantee, and why it was chosen."""
+        return self._native.describe()
+
+    def empty(self, name: str) -> Array:
+        """A new array for an output."""
+        spec = self._native.spec(name)
+        if spec is None:
+            raise ValueError(f"{self._native.op.name}: this problem has no {name}")
+        return np.empty(spec.shape, _dtype(spec.dtype))
+
+    def run(self, arrays: Mapping[str, Array | None], workspace: Array | None = None) -> None:
+        """Computes from and into `arrays`, by the names of the problem's tensors."""
+        op = self._native.op
+        pointers = []
+        for name in op.tensors:
+            array = arrays.get(name)
+            if array is not None:
+                planned = self._native.spec(name)
+                if planned is not None and _spec(op, name, array)[:2] != planned[:2]:
+                    raise ValueError(
+                        f"{op.name}: {name}: expected {planned}, as planned, "
+                        f"got {_spec(op, name, array)}"
+                    )
+            pointers.append(0 if array is None else _address(array))
+        needed = self.workspace_bytes
+        if workspace is None:
+            workspace = np.empty(needed + WORKSPACE_ALIGNMENT, np.uint8)
+            begin = -_address(workspace) % WORKSPACE_ALIGNMENT
+            workspace = workspace[begin : begin + needed]
+        self._native.run_pointers(pointers, 0, _address(workspace), workspace.nbytes)
+
+
+def plan(
+    op: str,
+    direction: str,
+    arrays: Mapping[str, Any],
+    *,
+    threads: int = 0,
+    variant: str = "",
+    **options: Any,
+) -> Plan:
+    """A plan by names: the op's and those of its tensors and options in pullback.h.
+
+    `arrays` gives layouts alone, inputs and those outputs that are not row-major.
+    """
+    if op not in OPS:
+        raise ValueError(f"op: expected {', '.join(OPS)}, got {op!r}")
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"direction: expected 'forward' or 'backward', got {direction!r}")
+    if "layout" in options:
+        options["layout"] = BlockLayout.of(options["layout"])
+    specs = {name: _spec(OPS[op], name, np.asarray(array)) for name, array in arrays.items()}
+    return Plan(
+        NativePlan(
+            OPS[op],
+            BACKWARD if direction == "backward" else FORWARD,
+            specs,
+            options,
+            threads=threads,
+            variant=variant,
+        )
+    )
+
+
+def compute(
+    op: Op,
+    direction: int,
+    inputs: Mapping[str, Any],
+    outputs: Iterable[str],
+    options: Mapping[str, Any],
+    threads: int = 0,
+    variant: str = "",
+    workspace: Array | None = None,
+) -> tuple[Array, ...]:
+    arrays = {name: _array(value) for name, value in inputs.items() if value is not None}
+    specs = {name: _spec(op, name, array) for name, array in arrays.items()}
+    made = Plan(NativePlan(op, direction, specs, options, threads=threads, variant=variant))
+    results = {name: made.empty(name) for name in outputs}
+    made.run({**arrays, **results}, workspace)
+    return tuple(results.values())
+
+
+def split(options: Mapping[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """What the op takes, after moving what a run takes into `run`."""
+    own = dict(options)
+    for name in ("threads", "variant", "workspace"):
+        if name in own:
+            run[name] = own.pop(name)
+    return own
+
+
+def wanted(needs: Iterable[str] | None, possible: Mapping[str, Any], op: str) -> list[str]:
+    """The gradients to compute: of the inputs that are given, or those asked for."""
+    if needs is None:
+        return [name for name, source in possible.items() if source is not None]
+    names = list(needs)
+    for name in names:
+        if possible.get(name) is None:
+            given = [known for known, source in possible.items() if source is not None]
+            raise ValueError(f"{op}: needs: expected some of {', '.join(given)}, got {name!r}")
+    return names

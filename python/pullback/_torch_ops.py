@@ -1,0 +1,206 @@
+"""The tables of the PyTorch operators, and the shapes of their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import _native
+from ._native import TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_C
+from ._options import REDUCTIONS
+from ._torch_operator import Shape, TorchOp
+from .sparsity import BlockLayout
+
+# ---------------------------------------------------------------- shapes of outputs
+
+
+def _statistic(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _attention_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    q, v = given["q"], given["v"]
+    out = (*q.shape[:-1], v.shape[-1])
+    lse = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    return [(out, q.dtype), (lse, _statistic(q.dtype))]
+
+
+def _block_matmul_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    a, b = given["a"], given["b"]
+    layout, block, flags = BlockLayout.find(options["layout"]), options["block"], options["flags"]
+    if options["mode"] == 0:
+        return [((a.shape[0], layout.nnz, block, block), a.dtype)]
+    if options["mode"] == 1:
+        rows = (layout.columns if flags & TRANSPOSE_A else layout.rows) * block
+        columns = b.shape[-2 if flags & TRANSPOSE_B else -1]
+        lead = b.shape[:2]
+    else:
+        rows = a.shape[-1 if flags & TRANSPOSE_A else -2]
+        columns = (layout.rows if flags & TRANSPOSE_B else layout.columns) * block
+        lead = a.shape[:2]
+    matrix = (columns, rows) if flags & TRANSPOSE_C else (rows, columns)
+    return [((*lead, *matrix), a.dtype)]
+
+
+def _sparsemax_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    x = given["x"]
+    axis = options["axis"] % x.dim()
+    rows = (*x.shape[:axis], *x.shape[axis + 1 :])
+    support = (*rows, (x.shape[axis] + 7) // 8)
+    return [(x.shape, x.dtype), (support, torch.uint8), (rows, torch.int32)]
+
+
+def _segment_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    x, offsets = given["x"], given["offsets"]
+    segments = options["num_segments"] if offsets is None else offsets.shape[0] - 1
+    rows = x.shape[0] if REDUCTIONS[options["reduce"]] == "softmax" else segments
+    return [((rows, x.shape[1]), x.dtype)]
+
+
+def _segment_arg_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    out = _segment_shapes(given, options)[0]
+    return [out, (out[0], torch.int32)]
+
+
+def _permutation_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    offsets = (options["num_segments"] + 1,)
+    return [((given["ids"].shape[0],), torch.int64), (offsets, torch.int64)]
+
+
+def _like_x(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    return [(given["x"].shape, given["x"].dtype)]
+
+
+# ---------------------------------------------------------------- the operators
+
+_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
+
+ATTENTION = TorchOp(
+    "attention",
+    _native.ATTENTION,
+    inputs=("q", "k", "v", "bias?", "cu_seqlens_q?", "cu_seqlens_k?", "seed?"),
+    options=(
+        "SymInt max_seqlen_q",
+        "SymInt max_seqlen_k",
+        "float? scale",
+        "float softcap",
+        "SymInt mask_left",
+        "SymInt mask_right",
+        "int mask_corner",
+        "int flags",
+        "float dropout",
+    ),
+    outputs=("out", "lse"),
+    upstream=("d_out", "d_lse"),
+    shapes=_attention_shapes,
+    reads=("q", "k", "v", "bias", *_SEQLENS, "seed", "out", "lse"),
+    gradients={"q": "d_q", "k": "d_k", "v": "d_v", "bias": "d_bias"},
+    cast=True,
+)
+BLOCK_SOFTMAX = TorchOp(
+    "block_softmax",
+    _native.BLOCK_SOFTMAX,
+    inputs=("x", "rpe?", "key_padding_mask?", "attn_mask?"),
+    options=(
+        "int layout",
+        "int block",
+        "int key_padding_mode",
+        "int attn_mask_mode",
+        "float scale",
+    ),
+    outputs=("y",),
+    upstream=("d_y",),
+    shapes=_like_x,
+    reads=("y", "rpe", "key_padding_mask", "attn_mask"),
+    gradients={
+        "x": "d_x",
+        "rpe": "d_rpe",
+        "key_padding_mask": "d_key_padding_mask",
+        "attn_mask": "d_attn_mask",
+    },
+    like={"x": "y"},
+)
+BLOCK_MATMUL = TorchOp(
+    "block_matmul",
+    _native.BLOCK_MATMUL,
+    inputs=("a", "b"),
+    options=("int layout", "int block", "int mode", "int flags"),
+    outputs=("c",),
+    upstream=("d_c",),
+    shapes=_block_matmul_shapes,
+    reads=("a", "b"),
+    gradients={"a": "d_a", "b": "d_b"},
+    cast=True,
+)
+ENTMAX = TorchOp(
+    "entmax",
+    _native.ENTMAX,
+    inputs=("x", "alpha_per_row?", "mask?", "offsets?"),
+    options=("float alpha", "int axis", "int flags"),
+    outputs=("y",),
+    upstream=("d_y",),
+    shapes=_like_x,
+    reads=("y", "alpha_per_row", "mask", "offsets"),
+    gradients={"x": "d_x", "alpha_per_row": "d_alpha"},
+    like={"x": "y"},
+)
+# Saves one bit for each element instead of y, which its users may let go.
+SPARSEMAX = TorchOp(
+    "sparsemax",
+    _native.ENTMAX,
+    inputs=("x", "mask?"),
+    options=("int axis",),
+    outputs=("y", "support", "support_size"),
+    upstream=("d_y",),
+    shapes=_sparsemax_shapes,
+    reads=("support", "support_size", "mask"),
+    gradients={"x": "d_x"},
+    like={"x": "d_y"},
+    constants={"alpha": 2.0},
+)
+_SEGMENT_INPUTS = ("x", "offsets?", "ids?", "permutation?")
+_SEGMENT_OPTIONS = ("SymInt num_segments", "int reduce", "int ties", "int empty", "int flags")
+
+
+def _segment_unread(options: Mapping[str, Any]) -> Sequence[str]:
+    reduce = REDUCTIONS[options["reduce"]]
+    if reduce in ("sum", "mean"):
+        return ("x", "out")
+    return ("x",) if reduce == "softmax" else ()
+
+
+SEGMENT = TorchOp(
+    "segment",
+    _native.SEGMENT,
+    inputs=_SEGMENT_INPUTS,
+    options=_SEGMENT_OPTIONS,
+    outputs=("out",),
+    upstream=("d_out",),
+    shapes=_segment_shapes,
+    reads=("x", "offsets", "ids", "permutation", "out"),
+    unread=_segment_unread,
+    gradients={"x": "d_x"},
+)
+# max and min with the row that won, which is all that their backward pass needs.
+SEGMENT_ARG = TorchOp(
+    "segment_arg",
+    _native.SEGMENT,
+    inputs=_SEGMENT_INPUTS,
+    options=_SEGMENT_OPTIONS,
+    outputs=("out", "arg"),
+    upstream=("d_out",),
+    shapes=_segment_arg_shapes,
+    reads=("x", "offsets", "ids", "permutation", "arg"),
+    unread=lambda options: ("x",),
+    gradients={"x": "d_x"},
+)
+SEGMENT_PERMUTATION = TorchOp(
+    "segment_permutation",
+    _native.SEGMENT_PERMUTATION,
+    inputs=("ids",),
+    options=("SymInt num_segments",),
+    outputs=("permutation", "offsets"),
+    shapes=_permutation_shapes,
+)

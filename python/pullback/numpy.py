@@ -1,0 +1,400 @@
+"""Every op on NumPy arrays, forward and backward, on the CPU.
+
+Arrays may have any strides. bfloat16 arrays are those of ml_dtypes. Each op is a function ``op`` of
+inputs and options, and a function ``op_backward`` of the gradients of its outputs, what ``op`` had
+and the same options, which computes all gradients that exist, or those named in ``needs``. All take
+
+- ``threads``: as many as the process may use if 0; results do not depend on it
+- ``variant``: the name of an implementation; "reference" is double precision in plain loops
+- ``workspace``: an array to use as scratch memory, of at least `Plan.workspace_bytes`
+
+`plan` tells what would run, and runs it repeatedly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from . import _native
+from ._arrays import Plan, compute, plan, split, wanted
+from ._native import BACKWARD, FORWARD
+from ._options import (
+    AttentionOptions,
+    BlockMatmulOptions,
+    BlockSoftmaxOptions,
+    MatmulMode,
+    Reduce,
+    SegmentOptions,
+    attention_options,
+    block_matmul_options,
+    block_softmax_options,
+    entmax_options,
+    segment_options,
+)
+from .sparsity import BlockLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    Array = np.ndarray[Any, Any]
+
+    class Run(TypedDict, total=False):
+        threads: int
+        variant: str
+        workspace: Array | None
+
+    class _Attention(AttentionOptions, Run):
+        seed: int  # of dropout
+
+    class _BlockSoftmax(BlockSoftmaxOptions, Run): ...
+
+    class _BlockMatmul(BlockMatmulOptions, Run): ...
+
+    class _Segment(SegmentOptions, Run): ...
+
+
+__all__ = [
+    "Plan",
+    "attention",
+    "attention_backward",
+    "block_matmul",
+    "block_matmul_backward",
+    "block_softmax",
+    "block_softmax_backward",
+    "entmax",
+    "entmax_backward",
+    "plan",
+    "segment_permutation",
+    "segment_reduce",
+    "segment_reduce_backward",
+]
+
+# ---------------------------------------------------------------- attention
+
+
+class AttentionOutputs(NamedTuple):
+    out: Array
+    lse: Array  # natural logarithm of the sum of exponentials; -inf where a row sees nothing
+
+
+class AttentionGradients(NamedTuple):
+    d_q: Array | None
+    d_k: Array | None
+    d_v: Array | None
+    d_bias: Array | None  # the bias's own shape
+
+
+def _attention_options(options: Mapping[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    own = split(options, run)
+    seed = own.pop("seed", 0)
+    return {**attention_options(**own), "dropout_seed": seed}
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    **options: Unpack[_Attention],
+) -> AttentionOutputs:
+    """softmax(scale q kᵀ + bias) v in memory linear in the sequence lengths.
+
+    q [B,Sq,H,D], k [B,Sk,Hkv,D], v [B,Sk,Hkv,Dv], H a multiple of Hkv; bias [B|1,H|1,Sq|1,Sk|1].
+    With cu_seqlens [B+1] (first rows of the sequences): q [total_q,H,D], k and v alike.
+    Options: see `AttentionOptions`, and `seed` for dropout.
+    """
+    run: dict[str, Any] = {}
+    inputs = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": bias,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+    }
+    own = _attention_options(options, run)
+    return AttentionOutputs(
+        *compute(_native.ATTENTION, FORWARD, inputs, ("out", "lse"), own, **run)
+    )
+
+
+def attention_backward(
+    d_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    d_lse: Array | None = None,
+    bias: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    needs: Iterable[str] | None = None,
+    **options: Unpack[_Attention],
+) -> AttentionGradients:
+    """The gradients of `attention`, from what it was given and gave, with the same options."""
+    run: dict[str, Any] = {}
+    inputs = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "bias": bias,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "out": out,
+        "lse": lse,
+        "d_out": d_out,
+        "d_lse": d_lse,
+    }
+    names = wanted(needs, {"d_q": q, "d_k": k, "d_v": v, "d_bias": bias}, "attention")
+    own = _attention_options(options, run)
+    results = compute(_native.ATTENTION, BACKWARD, inputs, names, own, **run)
+    found = dict(zip(names, results))
+    return AttentionGradients(*[found.get(name) for name in AttentionGradients._fields])
+
+
+# ---------------------------------------------------------------- block-sparse
+
+
+def block_softmax(
+    x: Array,
+    layout: BlockLayout | Array,
+    *,
+    rpe: Array | None = None,
+    key_padding_mask: Array | None = None,
+    attn_mask: Array | None = None,
+    **options: Unpack[_BlockSoftmax],
+) -> Array:
+    """softmax over the blocks of a row of (scale x + rpe + key_padding_mask + attn_mask).
+
+    x [Z,nnz,b,b]; rpe [Z|1,H|1,R·b,C·b]; key_padding_mask [Z,C·b]; attn_mask [R·b,C·b]. Mode "add"
+    adds a mask to the scores, "keep" hides where it is 0.
+    """
+    run: dict[str, Any] = {}
+    own = block_softmax_options(**split(options, run))
+    inputs = {"x": x, "rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+    own.update(layout=BlockLayout.of(layout), block=np.shape(x)[-1])
+    return compute(_native.BLOCK_SOFTMAX, FORWARD, inputs, ("y",), own, **run)[0]
+
+
+class BlockSoftmaxGradients(NamedTuple):
+    d_x: Array | None
+    d_rpe: Array | None
+    d_key_padding_mask: Array | None
+    d_attn_mask: Array | None
+
+
+def block_softmax_backward(
+    d_y: Array,
+    y: Array,
+    layout: BlockLayout | Array,
+    *,
+    rpe: Array | None = None,
+    key_padding_mask: Array | None = None,
+    attn_mask: Array | None = None,
+    needs: Iterable[str] | None = None,
+    **options: Unpack[_BlockSoftmax],
+) -> BlockSoftmaxGradients:
+    """The gradients of `block_softmax`; those of masks exist in mode "add" only."""
+    run: dict[str, Any] = {}
+    own = block_softmax_options(**split(options, run))
+    adds = (own["key_padding_mode"] == 0, own["attn_mask_mode"] == 0)
+    possible = {
+        "d_x": y,
+        "d_rpe": rpe,
+        "d_key_padding_mask": key_padding_mask if adds[0] else None,
+        "d_attn_mask": attn_mask if adds[1] else None,
+    }
+    names = wanted(needs, possible, "block_softmax")
+    inputs = {
+        "x": y,  # its layout is the output's; the backward pass reads no x
+        "rpe": rpe,
+        "key_padding_mask": key_padding_mask,
+        "attn_mask": attn_mask,
+        "y": y,
+        "d_y": d_y,
+    }
+    own.update(layout=BlockLayout.of(layout), block=np.shape(y)[-1])
+    results = compute(_native.BLOCK_SOFTMAX, BACKWARD, inputs, names, own, **run)
+    found = dict(zip(names, results))
+    return BlockSoftmaxGradients(*[found.get(name) for name in BlockSoftmaxGradients._fields])
+
+
+def block_matmul(
+    a: Array,
+    b: Array,
+    layout: BlockLayout | Array,
+    mode: MatmulMode,
+    *,
+    block: int | None = None,
+    **options: Unpack[_BlockMatmul],
+) -> Array:
+    """c = op(a) op(b), where the mode names what is block-sparse: c ("sdd"), a ("dsd"), b ("dds").
+
+    `block` is needed for "sdd" alone; elsewhere the sparse operand tells it.
+    """
+    run: dict[str, Any] = {}
+    own = _block_matmul_options(a, b, layout, mode, block, split(options, run))
+    return compute(_native.BLOCK_MATMUL, FORWARD, {"a": a, "b": b}, ("c",), own, **run)[0]
+
+
+class BlockMatmulGradients(NamedTuple):
+    d_a: Array | None
+    d_b: Array | None
+
+
+def block_matmul_backward(
+    d_c: Array,
+    a: Array,
+    b: Array,
+    layout: BlockLayout | Array,
+    mode: MatmulMode,
+    *,
+    block: int | None = None,
+    needs: Iterable[str] | None = None,
+    **options: Unpack[_BlockMatmul],
+) -> BlockMatmulGradients:
+    """The gradients of `block_matmul`."""
+    run: dict[str, Any] = {}
+    own = _block_matmul_options(a, b, layout, mode, block, split(options, run))
+    names = wanted(needs, {"d_a": a, "d_b": b}, "block_matmul")
+    inputs = {"a": a, "b": b, "d_c": d_c}
+    results = compute(_native.BLOCK_MATMUL, BACKWARD, inputs, names, own, **run)
+    found = dict(zip(names, results))
+    return BlockMatmulGradients(*[found.get(name) for name in BlockMatmulGradients._fields])
+
+
+def _block_matmul_options(
+    a: Array, b: Array, layout: Any, mode: str, block: int | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    own = block_matmul_options(mode, **options)
+    if block is None:
+        if mode == "sdd":
+            raise ValueError("block_matmul: block: expected the block size for mode 'sdd'")
+        block = np.shape(a if mode == "dsd" else b)[-1]
+    return {**own, "layout": BlockLayout.of(layout), "block": block}
+
+
+# ---------------------------------------------------------------- entmax
+
+
+def entmax(
+    x: Array,
+    alpha: float | Array = 2.0,
+    axis: int = -1,
+    *,
+    mask: Array | None = None,
+    offsets: Array | None = None,
+    check_indices: bool = False,
+    **run: Unpack[Run],
+) -> Array:
+    """p_i = [(alpha-1) x_i - tau]₊^(1/(alpha-1)) with sum p = 1 along an axis.
+
+    alpha 1 is softmax, 1.5 entmax15, 2 sparsemax; an array has one alpha for each row. `mask` hides
+    where it is 0; with `offsets` [G+1] the axis holds G rows of different lengths.
+    """
+    inputs, own = _entmax(alpha, axis, mask, offsets, check_indices)
+    return compute(_native.ENTMAX, FORWARD, {"x": x, **inputs}, ("y",), own, **run)[0]
+
+
+class EntmaxGradients(NamedTuple):
+    d_x: Array | None
+    d_alpha: Array | None  # one for each row
+
+
+def entmax_backward(
+    d_y: Array,
+    y: Array,
+    alpha: float | Array = 2.0,
+    axis: int = -1,
+    *,
+    mask: Array | None = None,
+    offsets: Array | None = None,
+    check_indices: bool = False,
+    needs: Iterable[str] = ("d_x",),
+    **run: Unpack[Run],
+) -> EntmaxGradients:
+    """The gradients of `entmax`: d_x, and d_alpha if `needs` names it."""
+    inputs, own = _entmax(alpha, axis, mask, offsets, check_indices)
+    names = wanted(needs, {"d_x": y, "d_alpha": y}, "entmax")
+    # The layout of x is the output's; the backward pass reads no x.
+    given = {"x": y, **inputs, "y": y, "d_y": d_y}
+    results = dict(zip(names, compute(_native.ENTMAX, BACKWARD, given, names, own, **run)))
+    return EntmaxGradients(results.get("d_x"), results.get("d_alpha"))
+
+
+def _entmax(
+    alpha: Any, axis: int, mask: Any, offsets: Any, check_indices: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    rows = alpha if np.ndim(alpha) > 0 else None
+    own = entmax_options(2.0 if rows is not None else float(alpha), axis, check_indices)
+    return {"alpha_per_row": rows, "mask": mask, "offsets": offsets}, own
+
+
+# ---------------------------------------------------------------- segment
+
+
+class SegmentPermutation(NamedTuple):
+    permutation: Array
+    offsets: Array
+
+
+def segment_permutation(ids: Array, num_segments: int) -> SegmentPermutation:
+    """A stable sort of ids in any order, to be made once and given to `segment_reduce` often."""
+    own = {"num_segments": num_segments}
+    outputs = ("permutation", "offsets")
+    return SegmentPermutation(
+        *compute(_native.SEGMENT_PERMUTATION, FORWARD, {"ids": ids}, outputs, own)
+    )
+
+
+def segment_reduce(
+    x: Array,
+    reduce: Reduce = "sum",
+    *,
+    offsets: Array | None = None,
+    ids: Array | None = None,
+    permutation: Array | None = None,
+    **options: Unpack[_Segment],
+) -> Array:
+    """Reduces the rows of x [N,D] to one for each segment: [S,D], or [N,D] for "softmax".
+
+    Segments are given as `offsets` [S+1]; as ascending `ids` [N] with `num_segments`; or, for ids
+    in any order, as the `permutation` and `offsets` of `segment_permutation`.
+    """
+    run: dict[str, Any] = {}
+    own = segment_options(reduce, **split(options, run))
+    inputs = {"x": x, "offsets": offsets, "ids": ids, "permutation": permutation}
+    return compute(_native.SEGMENT, FORWARD, inputs, ("out",), own, **run)[0]
+
+
+def segment_reduce_backward(
+    d_out: Array,
+    x: Array,
+    out: Array,
+    reduce: Reduce = "sum",
+    *,
+    offsets: Array | None = None,
+    ids: Array | None = None,
+    permutation: Array | None = None,
+    **options: Unpack[_Segment],
+) -> Array:
+    """The gradient of x in `segment_reduce`."""
+    run: dict[str, Any] = {}
+    own = segment_options(reduce, **split(options, run))
+    inputs = {
+        "x": x,
+        "offsets": offsets,
+        "ids": ids,
+        "permutation": permutation,
+        "out": out,
+        "d_out": d_out,
+    }
+    return compute(_native.SEGMENT, BACKWARD, inputs, ("d_x",), own, **run)[0]

@@ -1,0 +1,393 @@
+"""The ops for PyTorch: differentiable functions and modules, on CPU and CUDA tensors.
+
+They are registered operators: torch.compile (with dynamic shapes), autocast, torch.func, activation
+checkpointing and CUDA graphs work. Tensors may have any strides; outputs and gradients are
+row-major. CUDA work goes to the current stream, and nothing waits. Results are the same bits every
+time, unless ``deterministic=False`` allows others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from . import _torch_ops as ops
+from ._native import NONDETERMINISTIC
+from ._options import (
+    AttentionOptions,
+    BlockMatmulOptions,
+    BlockSoftmaxOptions,
+    MatmulMode,
+    Reduce,
+    SegmentOptions,
+    attention_options,
+    block_matmul_options,
+    block_softmax_options,
+    entmax_options,
+    segment_options,
+)
+from ._torch_operator import TorchOp
+from .sparsity import BlockLayout, FixedSparsityConfig, SparsityConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "Entmax",
+    "Entmax15",
+    "SparseSelfAttention",
+    "Sparsemax",
+    "attention",
+    "block_matmul",
+    "block_softmax",
+    "block_sparse_attention",
+    "entmax",
+    "entmax15",
+    "segment_permutation",
+    "segment_reduce",
+    "segment_softmax",
+    "sparsemax",
+]
+
+
+def _call(op: TorchOp, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
+    return op.call(*tensors, *[options[name] for name in op.options])
+
+
+# ---------------------------------------------------------------- attention
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    seed: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    seed: Tensor | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seed: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q kᵀ + bias) v in memory linear in the sequence lengths.
+
+    q [B,Sq,H,D], k [B,Sk,Hkv,D], v [B,Sk,Hkv,Dv], H a multiple of Hkv; bias [B|1,H|1,Sq|1,Sk|1],
+    whose gradient has its own shape. With cu_seqlens [B+1] (first rows of the sequences):
+    q [total_q,H,D], k and v alike. The logsumexp [B,H,Sq] ([H,total_q]) is differentiable, too.
+    Dropout draws from torch's CPU generator, or takes `seed`, an int64 tensor of one element on the
+    CPU. Options: see `AttentionOptions`.
+    """
+    own = attention_options(**options)
+    if torch.are_deterministic_algorithms_enabled():
+        own["flags"] &= ~NONDETERMINISTIC
+    if own["dropout"] > 0 and seed is None:
+        seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")
+    out, lse = _call(ops.ATTENTION, (q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed), own)
+    return (out, lse) if return_lse else out
+
+
+# ---------------------------------------------------------------- block-sparse
+
+
+def block_softmax(
+    x: Tensor,
+    layout: BlockLayout,
+    *,
+    rpe: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    **options: Unpack[BlockSoftmaxOptions],
+) -> Tensor:
+    """softmax over the blocks of a row of (scale x + rpe + key_padding_mask + attn_mask).
+
+    x [Z,nnz,b,b]; rpe [Z|1,H|1,R·b,C·b]; key_padding_mask [Z,C·b]; attn_mask [R·b,C·b]. Mode "add"
+    adds a mask to the scores (and gives it a gradient), "keep" hides where it is 0.
+    """
+    own = block_softmax_options(**options)
+    own["layout"], own["block"] = layout.identifier, x.shape[-1]
+    return _call(ops.BLOCK_SOFTMAX, (x, rpe, key_padding_mask, attn_mask), own)
+
+
+def block_matmul(
+    a: Tensor,
+    b: Tensor,
+    layout: BlockLayout,
+    mode: MatmulMode,
+    *,
+    block: int | None = None,
+    **options: Unpack[BlockMatmulOptions],
+) -> Tensor:
+    """c = op(a) op(b), where the mode names what is block-sparse: c ("sdd"), a ("dsd"), b ("dds").
+
+    sdd  a [Z,H,R·b,K], b [Z,H,K,C·b], c [Z,nnz,b,b]; needs `block`
+    dsd  a sparse, b [Z,H,C·b,N], c [Z,H,R·b,N]
+    dds  a [Z,H,M,R·b], b sparse, c [Z,H,M,C·b]
+    """
+    own = block_matmul_options(mode, **options)
+    if block is None:
+        if mode == "sdd":
+            raise ValueError("block_matmul: block: expected the block size for mode 'sdd'")
+        block = (a if mode == "dsd" else b).shape[-1]
+    own["layout"], own["block"] = layout.identifier, block
+    return _call(ops.BLOCK_MATMUL, (a, b), own)
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    rpe: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    key_padding_mode: Literal["add", "keep"] = "add",
+    attn_mask_mode: Literal["add", "keep"] = "keep",
+) -> Tensor:
+    """Attention in which blocks that the layout lacks take no part.
+
+    q [B,S,H,D], k [B,S,H,D], v [B,S,H,Dv]; the layout's H heads, its block S / rows. Masks and rpe
+    are those of `block_softmax`.
+    """
+    block = q.shape[1] // max(layout.rows, 1)
+    heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    scores = block_matmul(
+        heads_first[0], heads_first[1], layout, "sdd", block=block, transpose_b=True
+    )
+    weights = block_softmax(
+        scores,
+        layout,
+        rpe=rpe,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+        key_padding_mode=key_padding_mode,
+        attn_mask_mode=attn_mask_mode,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    return block_matmul(weights, heads_first[2], layout, "dsd").transpose(1, 2)
+
+
+# ---------------------------------------------------------------- entmax
+
+
+def entmax(
+    x: Tensor,
+    alpha: float | Tensor = 1.5,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    check_indices: bool = False,
+) -> Tensor:
+    """p_i = [(alpha-1) x_i - tau]₊^(1/(alpha-1)) with sum p = 1 along a dimension.
+
+    alpha 1 is softmax, 1.5 entmax15, 2 sparsemax. A tensor of alphas has the shape of x with size 1
+    at `dim`, or without it, or broadcasts to that, and gets its gradient. `mask` (bool or uint8,
+    the shape of x) hides where it is 0; with `offsets` [G+1], `dim` holds G rows of different
+    lengths.
+    """
+    rows: Tensor | None = None
+    if isinstance(alpha, Tensor):
+        shape = list(x.shape)
+        axis = dim % x.dim()
+        if alpha.dim() == x.dim() and alpha.shape[axis] == 1:
+            alpha = alpha.squeeze(axis)
+        if offsets is None:
+            del shape[axis]
+        else:
+            shape[axis] = offsets.shape[0] - 1
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        rows = alpha.to(dtype).expand(shape)
+    elif alpha == 2 and offsets is None and x.requires_grad and torch.is_grad_enabled():
+        return ops.SPARSEMAX.call(x, mask, dim)[0]
+    own = entmax_options(2.0 if isinstance(alpha, Tensor) else float(alpha), dim, check_indices)
+    return _call(ops.ENTMAX, (x, rows, mask, offsets), {**own, "axis": dim})
+
+
+def sparsemax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+    """The projection onto the simplex: `entmax` with alpha 2."""
+    return entmax(x, 2.0, dim, mask=mask)
+
+
+def entmax15(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+    """`entmax` with alpha 1.5."""
+    return entmax(x, 1.5, dim, mask=mask)
+
+
+# ---------------------------------------------------------------- segment
+
+
+def segment_permutation(ids: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:
+    """(permutation, offsets) for ids in any order: made once, given to `segment_reduce` often."""
+    permutation, offsets = ops.SEGMENT_PERMUTATION.call(ids, num_segments)
+    return permutation, offsets
+
+
+def segment_reduce(
+    x: Tensor,
+    reduce: Reduce = "sum",
+    *,
+    offsets: Tensor | None = None,
+    ids: Tensor | None = None,
+    permutation: Tensor | None = None,
+    **options: Unpack[SegmentOptions],
+) -> Tensor:
+    """Reduces x [N,...] to one row for each segment: [S,...], or [N,...] for "softmax".
+
+    Segments are given as `offsets` [S+1]; as ascending `ids` [N] with `num_segments`; or, for ids
+    in any order, as what `segment_permutation` returns. Options: see `SegmentOptions`.
+    """
+    own = segment_options(reduce, **options)
+    with_arg = reduce in ("max", "min") and options.get("ties", "first") != "even"
+    if with_arg and x.requires_grad and torch.is_grad_enabled():
+        return _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), own)[0]
+    return _segment(ops.SEGMENT, x, (offsets, ids, permutation), own)
+
+
+def segment_reduce_arg(
+    x: Tensor,
+    reduce: Literal["max", "min"],
+    *,
+    offsets: Tensor | None = None,
+    ids: Tensor | None = None,
+    permutation: Tensor | None = None,
+    **options: Unpack[SegmentOptions],
+) -> tuple[Tensor, Tensor]:
+    """`segment_reduce` with the int64 row of x that each value came from, -1 for empty segments."""
+    own = segment_options(reduce, **options)
+    out, arg = _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), own)
+    return out, arg.long()
+
+
+def segment_softmax(
+    x: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    ids: Tensor | None = None,
+    permutation: Tensor | None = None,
+    **options: Unpack[SegmentOptions],
+) -> Tensor:
+    """The softmax over the rows of each segment, by column."""
+    return segment_reduce(
+        x, "softmax", offsets=offsets, ids=ids, permutation=permutation, **options
+    )
+
+
+def _segment(
+    op: TorchOp, x: Tensor, segments: tuple[Tensor | None, ...], options: dict[str, Any]
+) -> Any:
+    """The op works on [N,D]; the dimensions after the first are folded into D."""
+    flat = x if x.dim() == 2 else x.reshape(x.shape[0], -1) if x.numel() else x.flatten(1)
+    if x.dim() == 1:
+        flat = x.unsqueeze(1)
+    results = _call(op, (flat, *segments), options)
+    if x.dim() == 2:
+        return results
+    if isinstance(results, Tensor):
+        return results.reshape(results.shape[0], *x.shape[1:])
+    return tuple(result.reshape(result.shape[0], *x.shape[1:]) for result in results)
+
+
+# ---------------------------------------------------------------- modules
+
+
+class Entmax(nn.Module):
+    """`entmax` with a fixed alpha."""
+
+    def __init__(self, alpha: float = 1.5, dim: int = -1) -> None:
+        super().__init__()
+        self.alpha, self.dim = alpha, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return entmax(x, self.alpha, self.dim)
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}, dim={self.dim}"
+
+
+class Sparsemax(Entmax):
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(2.0, dim)
+
+
+class Entmax15(Entmax):
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__(1.5, dim)
+
+
+class SparseSelfAttention(nn.Module):
+    """Block-sparse self-attention with the interface of DeepSpeed's module of this name.
+
+    query, key, value [B,H,S,D]. A mask in mode "add" is added to the scores, "mul" (or "keep")
+    hides where it is 0.
+    """
+
+    def __init__(
+        self,
+        sparsity_config: SparsityConfig | None = None,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+    ) -> None:
+        super().__init__()
+        self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
+        modes = {"add": "add", "mul": "keep", "keep": "keep"}
+        self.key_padding_mode: Any = modes[key_padding_mask_mode]
+        self.attn_mask_mode: Any = modes[attn_mask_mode]
+        self._layouts: dict[int, BlockLayout] = {}
+
+    def get_layout(self, seq_len: int) -> BlockLayout:
+        layout = self._layouts.get(seq_len)
+        if layout is None:
+            layout = self._layouts[seq_len] = self.sparsity_config.make_layout(seq_len)
+        return layout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rpe: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
+        out = block_sparse_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            self.get_layout(query.shape[2]),
+            rpe=rpe,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            key_padding_mode=self.key_padding_mode,
+            attn_mask_mode=self.attn_mask_mode,
+        )
+        return out.transpose(1, 2)

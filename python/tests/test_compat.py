@@ -1,0 +1,180 @@
+"""pullback.compat and pullback.sdpa: what the originals document, on ties, empties and dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from pullback import compat  # noqa: E402
+from torch_cases import random  # noqa: E402
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def test_flash_attn_func() -> None:
+    q, k, v = random(2, 4, 4, 8), random(2, 6, 2, 8, seed=1), random(2, 6, 2, 8, seed=2)
+    torch.testing.assert_close(compat.flash_attn_func(q, k, v), sdpa(q, k, v, enable_gqa=True))
+    # The documented example of the bottom-right corner, and of a window.
+    rows, columns = torch.arange(4)[:, None] + 2, torch.arange(6)
+    out, lse, probabilities = compat.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    causal = columns <= rows
+    torch.testing.assert_close(out, sdpa(q, k, v, attn_mask=causal, enable_gqa=True))
+    assert lse.shape == (2, 4, 4) and probabilities is None
+    window = (columns >= rows - 1) & (columns <= rows + 2)
+    found = compat.flash_attn_func(q, k, v, window_size=(1, 2), softmax_scale=0.3)
+    torch.testing.assert_close(found, sdpa(q, k, v, attn_mask=window, scale=0.3, enable_gqa=True))
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        compat.flash_attn_func(q, k, v, alibi_slopes=torch.ones(4))
+
+
+def test_flash_attn_varlen_func_and_qkvpacked() -> None:
+    qkv = random(10, 3, 2, 8)
+    cu = torch.tensor([0, 4, 10], dtype=torch.int32)
+    out = compat.flash_attn_varlen_func(*qkv.unbind(1), cu, cu, 6, 6, causal=True)
+    parts = [
+        compat.flash_attn_qkvpacked_func(qkv[None, a:b], causal=True)[0]
+        for a, b in ((0, 4), (4, 10))
+    ]
+    torch.testing.assert_close(out, torch.cat(parts))
+
+
+def test_rows_that_see_nothing_give_zeros_and_no_gradient() -> None:
+    q = random(1, 4, 1, 8).requires_grad_()
+    k = random(1, 2, 1, 8, seed=1).requires_grad_()
+    out = compat.flash_attn_func(q, k, k, causal=True)
+    assert (out[:, :2] == 0).all()
+    (d_q,) = torch.autograd.grad(out.sum(), q)
+    assert (d_q[:, :2] == 0).all() and torch.isfinite(d_q).all()
+
+
+def test_segment_csr() -> None:
+    """The example of torch_scatter's documentation, and what it says of empty segments."""
+    src = torch.arange(1.0, 7)
+    indptr = torch.tensor([0, 2, 2, 6])
+    for reduce, expected in {
+        "sum": [3, 0, 18],
+        "add": [3, 0, 18],
+        "mean": [1.5, 0, 4.5],
+        "min": [1, 0, 3],
+        "max": [2, 0, 6],
+    }.items():
+        assert compat.segment_csr(src, indptr, reduce=reduce).tolist() == expected
+    out, arg = compat.segment_max_csr(src, indptr)
+    assert out.tolist() == [2, 0, 6] and arg.tolist() == [1, 6, 5]
+    assert compat.segment_min_csr(src, indptr)[1].tolist() == [0, 6, 2]
+    # Leading dimensions of indptr are broadcast.
+    batch = random(3, 6, 2)
+    out = compat.segment_csr(batch, indptr[None], reduce="sum")
+    assert out.shape == (3, 3, 2)
+    torch.testing.assert_close(out[:, 2], batch[:, 2:].sum(1))
+    with pytest.raises(ValueError, match="reduce"):
+        compat.segment_csr(src, indptr, reduce="median")
+    with pytest.raises(NotImplementedError, match="out"):
+        compat.segment_csr(src, indptr, out=torch.empty(3))
+
+
+def test_segment_coo() -> None:
+    src = random(5, 3).requires_grad_()
+    index = torch.tensor([0, 0, 1, 3, 3])
+    out = compat.segment_coo(src, index, reduce="mean")
+    assert out.shape == (4, 3) and (out[2] == 0).all()
+    torch.testing.assert_close(out[3], src[3:].mean(0))
+    assert compat.segment_coo(src, index, dim_size=6).shape == (6, 3)
+    values, arg = compat.segment_min_coo(src, index)
+    torch.testing.assert_close(values[3], src[3:].min(0).values)
+    assert (arg[2] == 5).all()
+    (gradient,) = torch.autograd.grad(compat.segment_max_coo(src, index)[0].sum(), src)
+    assert gradient.sum(0).tolist() == [3, 3, 3]
+    batch = compat.segment_coo(random(2, 5), torch.stack([index, index]), dim_size=4)
+    assert batch.shape == (2, 4)
+
+
+def test_ties_go_to_the_first() -> None:
+    src = torch.tensor([2.0, 5, 5, 5], requires_grad=True)
+    out, arg = compat.segment_max_csr(src, torch.tensor([0, 4]))
+    (gradient,) = torch.autograd.grad(out.sum(), src)
+    assert arg.tolist() == [1] and gradient.tolist() == [0, 1, 0, 0]
+
+
+def test_entmax_functions_and_modules() -> None:
+    x = random(3, 7)
+    sparse, fifteen = compat.sparsemax(x), compat.entmax15(x)
+    torch.testing.assert_close(compat.Sparsemax(dim=0, k=4)(x.T), sparse.T)
+    torch.testing.assert_close(compat.Entmax15()(x), fifteen)
+    torch.testing.assert_close(compat.entmax_bisect(x, alpha=1.5, n_iter=20), fifteen)
+    torch.testing.assert_close(compat.sparsemax_bisect(x), sparse)
+    torch.testing.assert_close(compat.SparsemaxBisect()(x), sparse)
+    # One alpha for each row, with size 1 where the rows are, as entmax_bisect has it.
+    alpha = torch.tensor([[1.2], [1.5], [2.0]], dtype=torch.float64, requires_grad=True)
+    y = compat.entmax_bisect(x, alpha)
+    torch.testing.assert_close(y[2], sparse[2])
+    (d_alpha,) = torch.autograd.grad(y.square().sum(), alpha)
+    assert d_alpha.shape == alpha.shape and (d_alpha != 0).all()
+    assert compat.EntmaxBisect(alpha=1.2)(x)[0].allclose(y[0])
+    # A row of -inf, which is NaN there.
+    assert (compat.entmax15(torch.full((2, 3), -torch.inf)) == 0).all()
+
+
+# ---------------------------------------------------------------- scaled_dot_product_attention
+
+attention = pytest.importorskip("torch.nn.attention")
+
+
+@pytest.fixture
+def provider() -> Any:
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        pytest.skip("this torch has no flash attention providers")
+    import pullback.sdpa
+
+    pullback.sdpa.register()
+    assert "pullback" in attention.list_flash_attention_impls()
+    yield lambda: attention.activate_flash_attention_impl("pullback")
+    attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*verridden")
+def test_unmodified_sdpa_runs_here_until_restored(provider: Any) -> None:
+    mask = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask[..., 0] = True
+    cases: list[dict[str, Any]] = [
+        {},
+        {"is_causal": True},
+        {"attn_mask": mask},
+        {"attn_mask": random(12, 12, dtype=torch.float32)},
+        {"scale": 0.3},
+    ]
+    inputs = [random(2, 4, 12, 8, seed=i, dtype=torch.float32).requires_grad_() for i in range(3)]
+
+    def run(options: dict[str, Any]) -> tuple[Tensor, ...]:
+        with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(*inputs, **options)
+        return (out, *torch.autograd.grad(out.square().sum(), inputs))
+
+    def calls() -> int:
+        with torch.profiler.profile() as profile:
+            run({})
+        return sum(event.key.startswith("pullback::") for event in profile.key_averages())
+
+    expected = [run(options) for options in cases]
+    assert calls() == 0
+    provider()
+    assert calls() == 2
+    for options, wanted in zip(cases, expected):
+        torch.testing.assert_close(run(options), wanted)
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    torch.testing.assert_close(compiled(*inputs), expected[1][0])
+    attention.restore_flash_attention_impl()
+    assert calls() == 0

@@ -1,0 +1,295 @@
+"""pullback.numpy against formulas in NumPy, on any shapes, strides and dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pullback.numpy as pn
+from pullback import BlockLayout, sparsity
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
+ERRORS = {np.float64: 1e-12, np.float32: 1e-5, np.float16: 1e-2, ml_dtypes.bfloat16: 6e-2}
+
+settings.register_profile("pullback", deadline=None, max_examples=60, print_blob=True)
+settings.load_profile("pullback")
+
+
+def random(seed: int, *shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def softmax(s: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    top = np.max(s, -1, keepdims=True, initial=-np.inf)
+    e = np.exp(s - np.where(np.isfinite(top), top, 0))
+    total = e.sum(-1, keepdims=True)
+    return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
+
+
+def attention(q: Any, k: Any, v: Any, bias: Any = 0.0, causal: bool = False) -> Any:
+    group = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(t, group, 2) for t in (k, v))
+    s = np.einsum("bshd,bthd->bhst", q, k) / np.sqrt(q.shape[3]) + bias
+    if causal:
+        rows, columns = np.arange(s.shape[2])[:, None], np.arange(s.shape[3])
+        s = np.where(columns <= rows + s.shape[3] - s.shape[2], s, -np.inf)
+    return np.einsum("bhst,bthd->bshd", softmax(s), v)
+
+
+def strided(array: np.ndarray[Any, Any], way: int) -> np.ndarray[Any, Any]:
+    """The same values behind other strides."""
+    if way == 1:
+        return np.asfortranarray(array)
+    if way == 2:
+        wide = np.full([2 * size for size in array.shape], np.nan, array.dtype)
+        view = wide[tuple(slice(size) for size in array.shape)]
+        view[...] = array
+        return view
+    if way == 3:
+        return np.ascontiguousarray(array[..., ::-1])[..., ::-1]
+    return array
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 20),
+    st.integers(0, 20),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 3), min_size=3, max_size=3),
+)
+def test_attention_is_the_formula(b, sq, sk, hkv, group, d, dv, causal, dtype, ways) -> None:
+    shapes = ((b, sq, hkv * group, d), (b, sk, hkv, d), (b, sk, hkv, dv))
+    exact = [random(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
+    bias = random(3, 1, hkv * group, 1, sk).astype(dtype)
+    q, k, v = (strided(array, way) for array, way in zip(exact, ways))
+    out, lse = pn.attention(q, k, v, bias=bias, causal=causal)
+    expected = attention(*(a.astype(np.float64) for a in exact), bias.astype(np.float64), causal)
+    assert out.dtype == dtype and lse.dtype == (dtype if dtype == np.float64 else np.float32)
+    np.testing.assert_allclose(out.astype(np.float64), expected, atol=ERRORS[dtype], rtol=0)
+
+
+def differences(f: Any, x: np.ndarray[Any, Any], g: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The gradient of sum(f(x) g) by central differences."""
+    gradient = np.zeros_like(x)
+    for i in np.ndindex(x.shape):
+        steps = []
+        for step in (1e-6, -1e-6):
+            moved = x.copy()
+            moved[i] += step
+            steps.append(np.sum(f(moved) * g))
+        gradient[i] = (steps[0] - steps[1]) / 2e-6
+    return gradient
+
+
+def test_attention_backward() -> None:
+    q, k, v, bias = random(0, 1, 5, 4, 3), random(1, 1, 6, 2, 3), random(2, 1, 6, 2, 4), None
+    bias = random(3, 1, 4, 1, 6)
+    out, lse = pn.attention(q, k, v, bias=bias, softcap=2.0, window=(3, 2))
+    d_out, d_lse = random(4, *out.shape), random(5, *lse.shape)
+    options = {"softcap": 2.0, "window": (3, 2)}
+    found = pn.attention_backward(d_out, q, k, v, out, lse, bias=bias, d_lse=d_lse, **options)
+    for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias)):
+
+        def f(moved: Any, name: str = name) -> Any:
+            given = {"q": q, "k": k, "v": v, "bias": bias, name: moved}
+            outputs = pn.attention(**given, **options)
+            return np.concatenate([outputs.out.ravel(), outputs.lse.ravel()])
+
+        g = np.concatenate([d_out.ravel(), d_lse.ravel()])
+        np.testing.assert_allclose(getattr(found, "d_" + name), differences(f, x, g), atol=1e-7)
+    some = pn.attention_backward(d_out, q, k, v, out, lse, bias=bias, needs=["d_v"], **options)
+    assert some.d_q is None and some.d_v is not None
+
+
+def test_varlen_is_each_sequence_alone() -> None:
+    lengths = [3, 0, 7]
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    q, k, v = (random(i, 10, 2, 4) for i in range(3))
+    out, lse = pn.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+    for begin, end in zip(cu, cu[1:]):
+        alone = pn.attention(*(t[None, begin:end] for t in (q, k, v)), causal=True)
+        np.testing.assert_array_equal(out[begin:end], alone.out[0])
+        np.testing.assert_array_equal(lse[:, begin:end], alone.lse[0])
+
+
+def test_dropout_repeats_by_seed() -> None:
+    q, k, v = (random(i, 1, 32, 2, 8) for i in range(3))
+    a, b, c = (pn.attention(q, k, v, dropout=0.5, seed=seed).out for seed in (1, 1, 2))
+    assert (a == b).all() and not (a == c).all()
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.sampled_from([1.0, 1.3, 1.5, 2.0, 3.0]))
+def test_entmax_solves_its_equation(rows: int, columns: int, alpha: float) -> None:
+    x = random(rows * columns, rows, columns) * 3
+    y = pn.entmax(x, alpha)
+    np.testing.assert_allclose(y.sum(-1), 1, atol=1e-9)
+    if alpha == 1:
+        np.testing.assert_allclose(y, softmax(x), atol=1e-12)
+    else:
+        # Where y > 0, (alpha-1) x - y^(alpha-1) is the row's tau; elsewhere (alpha-1) x is below.
+        rest = (alpha - 1) * x - y ** (alpha - 1)
+        tau = np.max(np.where(y > 0, rest, -np.inf), -1, keepdims=True)
+        found = np.where(y > 0, rest, tau)
+        np.testing.assert_allclose(found, np.broadcast_to(tau, x.shape), atol=1e-6)
+        assert (np.where(y > 0, -np.inf, (alpha - 1) * x) <= tau + 1e-6).all()
+
+
+def test_entmax_backward_and_axis() -> None:
+    x, g = random(0, 4, 5, 3), random(1, 4, 5, 3)
+    for alpha in (1.0, 1.5, 2.0):
+        y = pn.entmax(x, alpha, axis=1)
+        found = pn.entmax_backward(g, y, alpha, axis=1)
+        expected = differences(lambda moved, a=alpha: pn.entmax(moved, a, axis=1), x, g)
+        np.testing.assert_allclose(found.d_x, expected, atol=1e-6)
+    alphas = np.linspace(1.2, 2.5, 12).reshape(4, 3)
+    y = pn.entmax(x, alphas, axis=1)
+    found = pn.entmax_backward(g, y, alphas, axis=1, needs=("d_x", "d_alpha"))
+    expected = differences(lambda moved: pn.entmax(x, moved, axis=1), alphas, g)
+    np.testing.assert_allclose(found.d_alpha, expected, atol=1e-5)
+
+
+REDUCTIONS = {
+    "sum": lambda rows: rows.sum(0),
+    "mean": lambda rows: rows.mean(0),
+    "max": lambda rows: rows.max(0),
+    "min": lambda rows: rows.min(0),
+    "prod": lambda rows: rows.prod(0),
+    "logsumexp": lambda rows: np.log(np.exp(rows).sum(0)),
+}
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.sampled_from(list(REDUCTIONS)),
+    st.integers(0, 3),
+)
+def test_segment_reduce(lengths: list[int], columns: int, reduce: Any, way: int) -> None:
+    offsets = np.cumsum([0, *lengths])
+    x = random(sum(lengths), sum(lengths), columns)
+    out = pn.segment_reduce(strided(x, way), reduce, offsets=offsets, empty="zero")
+    ids = np.repeat(np.arange(len(lengths)), lengths)
+    by_ids = pn.segment_reduce(x, reduce, ids=ids, num_segments=len(lengths), empty="zero")
+    np.testing.assert_allclose(out, by_ids, atol=1e-12)
+    for s, (begin, end) in enumerate(zip(offsets, offsets[1:])):
+        expected = REDUCTIONS[reduce](x[begin:end]) if end > begin else np.zeros(columns)
+        np.testing.assert_allclose(out[s], expected, atol=1e-12)
+    g = random(1, *out.shape)
+    d_x = pn.segment_reduce_backward(g, x, out, reduce, offsets=offsets, empty="zero")
+
+    def f(moved: Any) -> Any:
+        return pn.segment_reduce(moved, reduce, offsets=offsets, empty="zero")
+
+    np.testing.assert_allclose(d_x, differences(f, x, g), atol=1e-6)
+
+
+def test_segment_ids_in_any_order() -> None:
+    ids = np.array([2, 0, 2, 1, 0, 5])
+    x = random(0, 6, 3)
+    permutation, offsets = pn.segment_permutation(ids, 3)
+    out = pn.segment_reduce(x, "sum", permutation=permutation, offsets=offsets)
+    expected = np.stack([x[ids == s].sum(0) for s in range(3)])
+    np.testing.assert_allclose(out, expected, atol=1e-14)
+    y = pn.segment_reduce(x, "softmax", permutation=permutation, offsets=offsets)
+    np.testing.assert_allclose(y[:5].sum(0), 3)
+    assert (y[5] == 0).all()
+
+
+CONFIGS = [
+    sparsity.DenseSparsityConfig(2),
+    sparsity.FixedSparsityConfig(
+        2, different_layout_per_head=True, num_different_global_patterns=2
+    ),
+    sparsity.VariableSparsityConfig(2, num_random_blocks=1, global_block_indices=[0, 3]),
+    sparsity.BigBirdSparsityConfig(2, num_random_blocks=2),
+    sparsity.BSLongformerSparsityConfig(2, global_block_indices=[1], global_block_end_indices=[3]),
+    sparsity.LocalSlidingWindowSparsityConfig(2),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_block_sparse_attention_is_masked_attention(config: Any) -> None:
+    layout = config.make_layout(96)
+    q, k, v = (random(i, 2, 2, 96, 8) for i in range(3))
+    scores = pn.block_matmul(q, k, layout, "sdd", block=16, transpose_b=True)
+    assert scores.shape == (2, layout.nnz, 16, 16)
+    weights = pn.block_softmax(scores, layout, scale=8**-0.5)
+    out = pn.block_matmul(weights, v, layout, "dsd")
+    mask = np.kron(layout.present, np.ones((16, 16)))
+    bias = np.where(mask[None] > 0, 0, -np.inf)
+    expected = attention(*(t.transpose(0, 2, 1, 3) for t in (q, k, v)), bias)
+    np.testing.assert_allclose(out, expected.transpose(0, 2, 1, 3), atol=1e-12)
+    d_w, d_v = pn.block_matmul_backward(np.ones_like(out), weights, v, layout, "dsd")
+    assert d_w.shape == weights.shape and d_v.shape == v.shape
+    d_x = pn.block_softmax_backward(d_w, weights, layout, scale=8**-0.5).d_x
+    assert d_x.shape == scores.shape and abs(d_x.sum()) < 1e-10
+
+
+def test_layouts_from_arrays() -> None:
+    present = np.zeros((1, 2, 3), bool)
+    present[0, 0, 0] = present[0, 1, 2] = True
+    layout = BlockLayout(present)
+    assert (layout.heads, layout.rows, layout.columns, layout.nnz) == (1, 2, 3, 2)
+    np.testing.assert_array_equal(layout.present, present)
+    with pytest.raises(ValueError, match="rank 2"):
+        BlockLayout(np.zeros((2, 2)))
+    with pytest.raises(ValueError, match="unidirectional"):
+        sparsity.FixedSparsityConfig(1, attention="sideways").make_layout(64)
+
+
+def test_plan_describes_and_runs() -> None:
+    x = random(0, 64, 1000).astype(np.float32)
+    plan = pn.plan("entmax", "forward", {"x": x}, alpha=1.5)
+    assert "entmax forward: cpu" in plan.describe()
+    y = plan.empty("y")
+    workspace = np.empty(plan.workspace_bytes + 256, np.uint8)
+    workspace = workspace[-workspace.ctypes.data % 256 :]
+    plan.run({"x": x, "y": y}, workspace)
+    np.testing.assert_array_equal(y, pn.entmax(x, 1.5))
+    with pytest.raises(ValueError, match="workspace"):
+        plan.run({"x": x, "y": y}, workspace[: plan.workspace_bytes - 1])
+    with pytest.raises(ValueError, match="as planned"):
+        plan.run({"x": x.astype(np.float64), "y": y})
+
+
+def test_errors_are_of_their_kind_and_explain() -> None:
+    q = random(0, 2, 4, 2, 8).astype(np.float32)
+    with pytest.raises(ValueError, match="attention: k: expected the batch size of q, 2"):
+        pn.attention(q, q[:1], q)
+    with pytest.raises(ValueError, match="attention: k: expected .*got f64"):
+        pn.attention(q, q.astype(np.float64), q)
+    with pytest.raises(ValueError, match="q: expected dtype float64.*got int16"):
+        pn.attention(q.astype(np.int16), q, q)
+    with pytest.raises(ValueError, match="corner: expected 'top_left', 'bottom_right'"):
+        pn.attention(q, q, q, corner="left")
+    with pytest.raises(ValueError, match="variant"):
+        pn.attention(q, q, q, variant="nonesuch")
+    # Not on this CPU, or not for f32.
+    refusal = "(?s)needs AMX|needed: .*; supported: .*; missing:"
+    with pytest.raises(NotImplementedError, match=refusal):
+        pn.attention(q, q, q, variant="cpu_amx_bf16")
+    with pytest.raises(ValueError, match="ids"):
+        ids = np.array([0, 3, 1, 2])
+        pn.segment_reduce(q[0, :, 0], ids=ids, num_segments=4, check_indices=True)
+    with pytest.raises(TypeError, match="softcaps"):
+        pn.attention(q, q, q, softcaps=1.0)
+
+
+def test_sizes_of_zero() -> None:
+    for shape in ((0, 4, 2, 8), (2, 0, 2, 8)):
+        q = np.empty(shape, np.float32)
+        out, _ = pn.attention(q, q, q)
+        assert out.shape == shape
+    assert pn.entmax(np.empty((3, 0))).shape == (3, 0)
+    assert pn.segment_reduce(np.empty((0, 3)), offsets=np.zeros(3, int)).shape == (2, 3)

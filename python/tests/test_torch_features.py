@@ -1,0 +1,195 @@
+"""pullback.torch: what each op has of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+from torch.autograd import gradcheck  # noqa: E402
+
+import pullback.torch as pt  # noqa: E402
+from pullback import BlockLayout, sparsity  # noqa: E402
+from torch_cases import DENSE, DEVICES, random  # noqa: E402
+
+# ---------------------------------------------------------------- attention
+
+
+def test_lse_and_its_gradient() -> None:
+    q, k, v = (random(1, 6, 2, 4, seed=i).requires_grad_() for i in range(3))
+    out, lse = pt.attention(q, k, v, return_lse=True)
+    s = torch.einsum("bshd,bthd->bhst", q, k) / 2
+    torch.testing.assert_close(lse, s.logsumexp(-1))
+    found = torch.autograd.grad(lse.square().sum(), (q, k, v), allow_unused=True)
+    expected = torch.autograd.grad(s.logsumexp(-1).square().sum(), (q, k))
+    torch.testing.assert_close(found[:2], expected)
+    assert found[2] is None or (found[2] == 0).all()
+
+
+def test_packed_qkv_views() -> None:
+    qkv = random(2, 5, 3, 2, 4).requires_grad_()
+    out = pt.attention(*qkv.unbind(2))
+    (found,) = torch.autograd.grad(out.sum(), qkv)
+    copies = [t.detach().contiguous().requires_grad_() for t in qkv.unbind(2)]
+    expected = torch.autograd.grad(pt.attention(*copies).sum(), copies)
+    torch.testing.assert_close(found, torch.stack(expected, 2))
+
+
+def test_varlen_is_each_sequence_alone() -> None:
+    cu = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+    q, k, v = (random(10, 2, 4, seed=i).requires_grad_() for i in range(3))
+    out = pt.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=7, max_seqlen_k=7)
+    parts = [
+        pt.attention(q[None, a:b], k[None, a:b], v[None, a:b])[0] for a, b in ((0, 3), (3, 10))
+    ]
+    torch.testing.assert_close(out, torch.cat(parts))
+
+
+def test_dropout_follows_torchs_generator_and_is_undone_exactly() -> None:
+    q, k, v = (random(1, 32, 2, 8, seed=i).requires_grad_() for i in range(3))
+    torch.manual_seed(1)
+    a, b = (pt.attention(q, k, v, dropout=0.5) for _ in range(2))
+    torch.manual_seed(1)
+    c = pt.attention(q, k, v, dropout=0.5)
+    assert torch.equal(a, c) and not torch.equal(a, b)
+    assert gradcheck(
+        lambda q, k, v: pt.attention(q, k, v, dropout=0.5, seed=torch.tensor(7)),
+        [t.detach()[:, :6].requires_grad_() for t in (q, k, v)],
+    )
+
+    def recomputed(*tensors: Tensor) -> Tensor:
+        return pt.attention(*tensors, dropout=0.5)
+
+    torch.manual_seed(1)
+    d = torch.utils.checkpoint.checkpoint(recomputed, q, k, v, use_reentrant=False)
+    found = torch.autograd.grad(d.sum(), (q, k, v))
+    torch.testing.assert_close(found, torch.autograd.grad(a.sum(), (q, k, v)), atol=0, rtol=0)
+
+
+def test_autocast_casts_products_only() -> None:
+    q, k, v = (random(1, 8, 2, 8, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = pt.attention(q, k, v)
+        y = pt.entmax15(q)
+    assert out.dtype == torch.bfloat16 and y.dtype == torch.float32
+    out.sum().backward()
+    assert q.grad is not None and q.grad.dtype == torch.float32
+
+
+def test_deterministic_algorithms_win() -> None:
+    q = random(1, 8, 2, 8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert pt.attention(q, q, q, deterministic=False).shape == q.shape
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---------------------------------------------------------------- the others
+
+
+def test_sparsemax_keeps_bits_not_values() -> None:
+    x = random(4, 64, dtype=torch.float32).requires_grad_()
+    y = pt.sparsemax(x)
+    saved = [t for t in y.grad_fn.saved_tensors if t is not None]
+    assert sum(t.numel() * t.element_size() for t in saved) < x.numel()
+
+
+def test_a_mask_and_ragged_rows() -> None:
+    x = random(2, 6).requires_grad_()
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1]], dtype=torch.bool).expand(2, 6)
+    for alpha in (1.0, 1.5, 2.0):
+        y = pt.entmax(x, alpha, mask=mask)
+        assert (y[~mask] == 0).all()
+        torch.testing.assert_close(y[mask].view(2, 4), pt.entmax(x[mask].view(2, 4), alpha))
+        assert gradcheck(lambda x, a=alpha: pt.entmax(x, a, mask=mask), x)
+    offsets = torch.tensor([0, 2, 6])
+    y = pt.entmax(x, 1.5, offsets=offsets)
+    torch.testing.assert_close(y[:, 2:], pt.entmax(x[:, 2:], 1.5))
+
+
+def test_learnable_scalar_alpha() -> None:
+    x = random(3, 4, 5)
+    alpha = torch.tensor(1.6, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda a: pt.entmax(x, a, 1), alpha)
+
+
+def test_segment_of_any_rank_and_order() -> None:
+    ids = torch.tensor([2, 0, 2, 1, 0])
+    permutation, offsets = pt.segment_permutation(ids, 3)
+    for shape in ((5,), (5, 2), (5, 2, 3)):
+        x = random(*shape).requires_grad_()
+        out = pt.segment_reduce(x, "sum", permutation=permutation, offsets=offsets)
+        expected = torch.zeros(3, *shape[1:], dtype=x.dtype).index_add(0, ids, x)
+        torch.testing.assert_close(out, expected)
+        found, wanted = (torch.autograd.grad(y.square().sum(), x) for y in (out, expected))
+        torch.testing.assert_close(found, wanted)
+    y = pt.segment_softmax(x, permutation=permutation, offsets=offsets)
+    torch.testing.assert_close(y[ids == 2].sum(0), torch.ones(2, 3, dtype=y.dtype))
+
+
+def test_segment_arg_and_ties() -> None:
+    x = torch.tensor([[1.0], [3.0], [3.0], [2.0]], requires_grad=True)
+    offsets = torch.tensor([0, 3, 3, 4])
+    out, arg = pt.segment_reduce_arg(x, "max", offsets=offsets)
+    assert arg.tolist() == [[1], [-1], [3]]
+    gradients = {"first": [0, 1, 0, 1], "last": [0, 0, 1, 1], "even": [0, 0.5, 0.5, 1]}
+    for ties, expected in gradients.items():
+        y = pt.segment_reduce(x, "max", offsets=offsets, ties=ties, empty="zero")
+        (found,) = torch.autograd.grad(y.sum(), x)
+        assert found.flatten().tolist() == expected
+
+
+def test_sums_do_not_keep_their_input_alive() -> None:
+    x = random(100, 8).requires_grad_()
+    for reduce in ("sum", "mean", "max", "softmax"):
+        out = pt.segment_reduce(x, reduce, offsets=torch.tensor([0, 50, 100]))
+        held = [t.untyped_storage().data_ptr() for t in out.grad_fn.saved_tensors if t is not None]
+        assert x.untyped_storage().data_ptr() not in held
+
+
+def test_a_layout_that_is_gone_is_reported() -> None:
+    a = random(1, 2, 32, 4)
+    layout = BlockLayout(DENSE.present)
+    identifier = layout.identifier
+    del layout
+    with pytest.raises(ValueError, match="no longer exists"):
+        torch.ops.pullback.block_matmul(a, a, identifier, 16, 0, 2)
+
+
+def test_modules() -> None:
+    x = random(4, 6)
+    torch.testing.assert_close(pt.Sparsemax()(x), pt.entmax(x, 2.0))
+    torch.testing.assert_close(pt.Entmax15(dim=0)(x), pt.entmax15(x, 0))
+    q, k, v = (random(2, 2, 64, 4, seed=i) for i in range(3))
+    module = pt.SparseSelfAttention(sparsity.FixedSparsityConfig(num_heads=2))
+    causal = torch.ones(64, 64, dtype=torch.float64).tril()
+    out = module(q, k, v, attn_mask=causal)
+    mask = torch.from_numpy(module.get_layout(64).present).bool()
+    dense = mask.repeat_interleave(16, 1).repeat_interleave(16, 2) & causal.bool()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+    torch.testing.assert_close(out, expected)
+
+
+def test_errors_of_the_library_reach_the_caller() -> None:
+    q = random(2, 4, 2, 8)
+    with pytest.raises(ValueError, match="attention: k: expected the batch size of q, 2"):
+        pt.attention(q, q[:1], q)
+    with pytest.raises(ValueError, match="q: expected dtype torch.float64.*got torch.int16"):
+        pt.attention(q.to(torch.int16), q, q)
+    with pytest.raises(ValueError, match="needed|one of|offsets"):
+        pt.segment_reduce(q[0, :, 0], "sum")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sizes_of_zero(device: str) -> None:
+    x = torch.empty(0, 3, device=device, requires_grad=True)
+    out = pt.segment_reduce(x, "sum", offsets=torch.zeros(3, dtype=torch.int64, device=device))
+    assert out.shape == (2, 3) and (out == 0).all()
+    y = pt.entmax15(torch.empty(3, 0, device=device, requires_grad=True))
+    y.sum().backward()
+    if device == "cpu":
+        q = torch.empty(2, 0, 2, 8, requires_grad=True)
+        pt.attention(q, q, q).sum().backward()
+        assert q.grad is not None and q.grad.shape == q.shape

@@ -1,0 +1,64 @@
+#include "cuda/report.hpp"
+
+#include <fmt/format.h>
+
+#include "cuda/disk_cache.hpp"
+#include "cuda/driver.hpp"
+#include "cuda/nvrtc.hpp"
+
+namespace pullback::cuda {
+namespace {
+
+std::string line(const std::string& name, const std::string& value) {
+  return fmt::format("{:<18}{}\n", name, value);
+}
+
+std::string version_text(int version) {
+  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
+
+std::string driver_lines() {
+  const std::string problem = driver_problem();
+  if (!problem.empty()) return line("CUDA", "no device: " + problem);
+  std::string text = line("CUDA", version_text(driver().version));
+  for (int i = 0; i < device_count(); ++i) {
+    const DeviceInfo& device = device_info(i);
+    text += line(
+        fmt::format("cuda:{}", i),
+        fmt::format("{}, sm_{}, {} multiprocessors, {:.1f} GiB", device.name, device.arch(),
+                    device.multiprocessors, static_cast<double>(device.memory_bytes) / (1 << 30)));
+  }
+  return text;
+}
+
+std::string compiler_line() {
+  const std::string problem = nvrtc_problem();
+  if (!problem.empty()) return line("NVRTC", "none: " + problem);
+  const Nvrtc& nvrtc = Nvrtc::instance();
+  return line("NVRTC", version_text(nvrtc.version()) + ", " + nvrtc.path());
+}
+
+std::string cache_line() {
+  const auto cache = DiskCache::from_environment();
+  constexpr std::string_view kModes[] = {"read and written", "only read", "off"};
+  return line(
+      "kernel cache",
+      fmt::format("{}, {} kernels, {}", cache.folder().empty() ? "no folder" : cache.folder(),
+                  cache.list().size(), kModes[static_cast<int>(cache.mode())]));
+}
+
+}  // namespace
+
+std::string report() {
+  std::string text;
+  for (std::string (*part)() : {driver_lines, compiler_line, cache_line}) {
+    try {
+      text += part();
+    } catch (const std::exception& error) {
+      text += line("CUDA", error.what());
+    }
+  }
+  return text;
+}
+
+}  // namespace pullback::cuda
