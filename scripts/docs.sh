@@ -9,11 +9,12 @@ configure build
 build build pullback
 
 venv=build/docs-venv
-if ! cmp -s docs/requirements.txt "$venv/requirements.txt"; then
-  python3 -c 'import ensurepip' 2>/dev/null || need_packages python3-venv
+wanted=$(cat docs/requirements.txt python/requirements/*.txt)
+if [ "$wanted" != "$(cat "$venv/made-for" 2>/dev/null)" ]; then
+  python3 -c 'import ensurepip, venv' 2>/dev/null || need_packages python3-venv
   python3 -m venv --clear "$venv"
-  "$venv/bin/pip" install -q --disable-pip-version-check -r docs/requirements.txt
-  cp docs/requirements.txt "$venv/"
+  "$venv/bin/python" -m pip install -q --disable-pip-version-check -r docs/requirements.txt
+  echo "$wanted" >"$venv/made-for"
 fi
 
 rm -rf docs/gallery build/site

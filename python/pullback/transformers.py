@@ -1,4 +1,4 @@
-"""Pullback as an attention implementation of Hugging Face Transformers (4.53 or newer).
+"""Pullback as an attention implementation of Hugging Face Transformers (4.53 or newer)::
 
     import pullback.transformers
     pullback.transformers.register()
