@@ -1,7 +1,8 @@
 """Directives that draw the tables of docs/performance.md as inline SVG, in the page's colours.
 
-{share-plot} CPU         the shares of the ceiling under a heading, a dot for each case
-{rival-plots}            bars for each table that has a column "Pullback"
+{share-plot} CPU    the shares of the ceiling under a heading, a dot for each case; bars of FLOP/s
+                    for ops that have no ceiling there
+{rival-plots}       bars for each table that has a column "Pullback"
 """
 
 from __future__ import annotations
@@ -115,12 +116,20 @@ def lane(y: float, name: str, dtype: str, found: list[Share]) -> list[str]:
     return parts
 
 
-def share_plot(path: Path, device: str) -> nodes.raw:
+def cases(path: Path, device: str) -> list[Table]:
+    """The tables of `pullback bench` under the heading of a device, one for each op."""
+    found = [table for table in tables(path) if table.header[:2] == ["case", "dtype"]]
+    return [table for table in found if len(table.headings) > 2 and table.headings[1] == device]
+
+
+def has_ceiling(table: Table) -> bool:
+    return any("%" in cell for row in table.rows for cell in row[2:])
+
+
+def share_plot(found: list[Table], device: str) -> nodes.raw:
     parts: list[str] = []
     y, dtypes = 34.0, set()
-    for table in tables(path):
-        if len(table.headings) != 3 or table.headings[1] != device or "case" not in table.header:
-            continue
+    for table in filter(has_ceiling, found):
         op = table.headings[2]
         parts.append(text(0, y + LANE / 2 + 5, op, kind="name"))
         for direction in ("forward", "backward"):
@@ -128,8 +137,8 @@ def share_plot(path: Path, device: str) -> nodes.raw:
             if lanes:
                 middle = y + len(lanes) * LANE / 2
                 parts.append(text(LEFT - 10, middle + 4, direction, "end"))
-            for dtype, found in lanes.items():
-                parts += lane(y, f"{op} {direction}", dtype, found)
+            for dtype, given in lanes.items():
+                parts += lane(y, f"{op} {direction}", dtype, given)
                 dtypes.add(dtype)
                 y += LANE
             y += 6
@@ -147,7 +156,7 @@ def share_plot(path: Path, device: str) -> nodes.raw:
     return picture(y + 18, parts, f"Shares of the ceiling on {device}")
 
 
-# ---------------------------------------------------------------- rivals
+# ---------------------------------------------------------------- bars
 
 BAR = 13.0
 
@@ -158,32 +167,43 @@ def number(cell: str, part: int) -> float | None:
     return float(found[0]) if found else None
 
 
-def rival_plot(table: Table, part: int, name: str) -> nodes.raw:
-    columns = table.header[1:]
-    values = [[number(cell, part) for cell in row[1:]] for row in table.rows]
-    longest = max(value for row in values for value in row if value is not None)
-    left = 175.0
+def bars(name: str, columns: list[str], rows: list[tuple[str, list[float | None]]]) -> nodes.raw:
+    longest = max((value for _, values in rows for value in values if value), default=1.0)
+    left = 20 + 6.4 * max(len(label) for label, _ in rows)
     scale = (WIDTH - left - 60) / longest
+    kinds = ["ours" if name == "Pullback" else f"rival{i % 5}" for i, name in enumerate(columns)]
     parts: list[str] = []
     x = left
-    for index, column in enumerate(columns):
-        kind = "ours" if column == "Pullback" else f"rival{index % 5}"
+    for column, kind in zip(columns, kinds):
         parts.append(bar(x, 6, 12, 12, kind))
         parts.append(text(x + 17, 16, column))
         x += 40 + 7 * len(column)
     y = 30.0
-    for row, numbers in zip(table.rows, values):
-        given = [(i, value) for i, value in enumerate(numbers) if value is not None]
-        parts.append(text(left - 10, y + BAR * len(given) / 2 + 4, row[0], "end"))
-        for index, value in given:
-            kind = "ours" if columns[index] == "Pullback" else f"rival{index % 5}"
+    for label, values in rows:
+        given = [each for each in zip(columns, kinds, values) if each[2] is not None]
+        parts.append(text(left - 10, y + BAR * len(given) / 2 + 4, label, "end"))
+        for column, kind, value in given:
             width = value * scale
-            title = f"{row[0]}, {columns[index]}: {value:g}"
-            parts.append(bar(left, y, width, BAR - 2, kind, title))
+            parts.append(bar(left, y, width, BAR - 2, kind, f"{label}, {column}: {value:g}"))
             parts.append(text(left + width + 5, y + 9.5, f"{value:g}", kind="value"))
             y += BAR
         y += 9
     return picture(y + 4, parts, name)
+
+
+def rate(cell: str) -> float | None:
+    found = re.search(r"([\d.]+) ([GT])FLOP/s", cell)
+    return float(found[1]) / (1000 if found[2] == "G" else 1) if found else None
+
+
+def rate_plots(found: list[Table]) -> list[nodes.Node]:
+    result: list[nodes.Node] = []
+    for table in found:
+        rows = [(" ".join(row[:2]), [rate(cell) for cell in row[2:]]) for row in table.rows]
+        if not has_ceiling(table) and any(any(values) for _, values in rows):
+            name = f"{table.headings[2]}, TFLOP/s"
+            result += [nodes.rubric("", name), bars(name, table.header[2:], rows)]
+    return result
 
 
 def rival_plots(path: Path) -> list[nodes.Node]:
@@ -191,17 +211,15 @@ def rival_plots(path: Path) -> list[nodes.Node]:
     for table in tables(path):
         if "Pullback" not in table.header[1:]:
             continue
-        heading = table.headings[-1]
-        rows = [[cell for cell in row[1:] if number(cell, 0) is not None] for row in table.rows]
-        parts = max(cell.count("/") for row in rows for cell in row) + 1
-        # A heading ends with the names of what its cells hold: "…, TFLOP/s (full / causal)".
-        names = re.search(r"\(([^()]*)\)$", heading)
-        labels = [label.strip() for label in names[1].split(" / ")] if names else []
-        for part in range(parts):
-            label = labels[part] if len(labels) == parts else f"{part + 1} of {parts}"
-            base = heading[: names.start()].strip() if names and len(labels) == parts else heading
-            name = base if parts == 1 else f"{base}, {label}"
-            result += [nodes.rubric("", name), rival_plot(table, part, name)]
+        heading, labels = table.headings[-1], [""]
+        # A heading may end with the names of what its cells hold: "…, TFLOP/s (full / causal)".
+        if names := re.search(r"\(([^()]+ / [^()]+)\)$", heading):
+            heading = heading[: names.start()].strip()
+            labels = [f", {label}" for label in names[1].split(" / ")]
+        for part, label in enumerate(labels):
+            rows = [(row[0], [number(cell, part) for cell in row[1:]]) for row in table.rows]
+            name = heading + label
+            result += [nodes.rubric("", name), bars(name, table.header[1:], rows)]
     return result
 
 
@@ -219,7 +237,9 @@ class SharePlot(Plot):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        return [share_plot(self.source(), self.arguments[0])]
+        device = self.arguments[0]
+        found = cases(self.source(), device)
+        return [share_plot(found, device), *rate_plots(found)]
 
 
 class RivalPlots(Plot):
