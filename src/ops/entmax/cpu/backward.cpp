@@ -517,13 +517,14 @@ class BackwardPlan final : public RowPlan {
       weights_ = slot.add(vector_scratch_bytes(
           length_, any || family == Family::steep || problem.x.dtype == DType::f64));
     }
-    has_stripe_ = packs(walk_) && walk_.adjacent(kY) && walk_.adjacent(kDY) && walk_.adjacent(kDX);
-    if (has_stripe_) {
-      constexpr std::int64_t kMostLanes = 16;
-      const std::int64_t width = (walk_.tile_rows() / kMostLanes + 1) * kMostLanes;
-      stripe_ = slot.add(2 * width * length_ *
-                         static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype))));
-    }
+    constexpr std::int64_t kMostLanes = 16;
+    const std::int64_t width = (walk_.tile_rows() / kMostLanes + 1) * kMostLanes;
+    const std::int64_t stripe_bytes =
+        2 * width * length_ *
+        static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype)));
+    has_stripe_ = packs(walk_) && walk_.adjacent(kY) && walk_.adjacent(kDY) &&
+                  walk_.adjacent(kDX) && stripe_bytes <= kMostStripeBytes;
+    if (has_stripe_) stripe_ = slot.add(stripe_bytes);
     finish(slot, problem.d_x, packs(walk_));
   }
 

@@ -468,7 +468,8 @@ class ForwardPlan final : public RowPlan {
     add_support_bits(slot, problem.support, kSupport);
     elements_ = slot.add(vector_scratch_bytes(length_, in_double));
     has_stripe_ = !problem.mask.given() && !problem.support.given() && !walk_.contiguous(kX) &&
-                  walk_.adjacent(kX) && walk_.adjacent(kY);
+                  walk_.adjacent(kX) && walk_.adjacent(kY) &&
+                  stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
     finish(slot, problem.y, packs(problem, walk_));
   }

@@ -27,6 +27,8 @@ inline constexpr std::int64_t kTileElements = 32768;
 // page walk and a DRAM page; within this much scratch.
 inline constexpr std::int64_t kPackedLineBytes = 256;
 inline constexpr std::int64_t kPackedTileBytes = std::int64_t{4} << 20;
+// Scratch of a stripe of columns, which holds whole vectors of them; longer rows are packed.
+inline constexpr std::int64_t kMostStripeBytes = 4 * kPackedTileBytes;
 
 // One tensor's part of a tile: the first element of its first row, and the steps in elements.
 struct RowTensor {
@@ -193,12 +195,6 @@ void for_each_blocked(std::int64_t rows, std::int64_t length, const Move& move) 
   }
 }
 
-template <class T>
-void fill_zero(const RowTensor& to, std::int64_t rows, std::int64_t length) {
-  for_each_blocked(rows, length,
-                   [&](std::int64_t r, std::int64_t i) { to.row<T>(r)[i * to.step] = T{}; });
-}
-
 // What the tasks of both passes begin with: rows of one length, side by side.
 struct RowTile {
   DType dtype;
@@ -323,7 +319,11 @@ class RowPlan : public PlanBody<EntmaxTensors> {
 
  private:
   void clear(const RowTensor& output, std::int64_t rows, std::int64_t length) const {
-    dispatch_floating(problem_.x.dtype, [&]<class T>() { fill_zero<T>(output, rows, length); });
+    dispatch_floating(problem_.x.dtype, [&]<class T>() {
+      for_each_blocked(rows, length, [&](std::int64_t r, std::int64_t i) {
+        output.row<T>(r)[i * output.step] = T{};
+      });
+    });
   }
 
   // Ragged: one for each row, one for the elements that belong to none.
