@@ -21,14 +21,12 @@ namespace pullback::entmax {
 // Outputs of a call from this size on bypass the caches: storing into lines that are not cached
 // would read them first, and an output this large is gone from L2 when its reader comes.
 inline constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
-// A tile of rows used in place: enough elements to make the cost of a task vanish.
-inline constexpr std::int64_t kTileElements = 32768;
+inline constexpr std::int64_t kTileElements = 32768;  // in place: makes the cost of a task vanish
 // A tile of packed rows: this many bytes across neighbouring rows, as every axis position takes a
 // page walk and a DRAM page; within this much scratch.
 inline constexpr std::int64_t kPackedLineBytes = 256;
 inline constexpr std::int64_t kPackedTileBytes = std::int64_t{4} << 20;
-// Scratch of a stripe of columns, which holds whole vectors of them; longer rows are packed.
-inline constexpr std::int64_t kMostStripeBytes = 4 * kPackedTileBytes;
+inline constexpr std::int64_t kMostStripeBytes = 4 * kPackedTileBytes;  // beyond, rows are packed
 
 // One tensor's part of a tile: the first element of its first row, and the steps in elements.
 struct RowTensor {
