@@ -25,6 +25,30 @@
 
 namespace pullback::attention {
 
+// Writes d_bias of a bias that is broadcast along no dimension.
+template <class T, int kN, class Scores>
+struct BiasWriter {
+  const Scores& scores;
+  float value[2][4];  // of 8 queries
+
+  void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
+  void finish(int n) const {
+    const BackwardParams& p = scores.p;
+    if (p.d_bias.data == nullptr) return;
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      words[w] = transposed(pack<T>(value[w / 2][w % 2 * 2], value[w / 2][w % 2 * 2 + 1]));
+    }
+    const int i = scores.query + 8 * n + scores.lane / 4;
+    if (i >= scores.place.q_length) return;
+    T* const row = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
+                   scores.head() * p.d_bias.head + i * p.d_bias.query;
+    store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
+                p.d_bias_vectors != 0, words);
+  }
+};
+
 // In shared memory: registers are needed for sums.
 struct BlockPlace {
   TilePlace keys;
@@ -105,16 +129,18 @@ struct BackwardBlock {
     int head_of_group, tile;
   };
 
-  template <int kRows>
+  template <int kRows, bool kInterleaved>
   void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
             int columns) const {
     const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
                           first * rows.row + head * rows.head;
     if (kFeatures != kGeneral || p.vectors) {
-      TileLoader<T, kRows, kWidth, kThreads, true>(from, rows.row, rows.element, columns)
+      TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
+                                                                 columns)
           .load(tile, 0, count);
     } else {
-      TileLoader<T, kRows, kWidth, kThreads, false>(from, rows.row, rows.element, columns)
+      TileLoader<T, kRows, kWidth, kThreads, false, kInterleaved>(from, rows.row, rows.element,
+                                                                  columns)
           .load(tile, 0, count);
     }
   }
@@ -134,22 +160,14 @@ struct BackwardBlock {
     return plane_of(step) * p.q_tiles + place.first_tile + step.tile;
   }
 
-  // Of the step's head; null where d_bias is not wanted, or summed over heads or the batch by
-  // another kernel.
-  T* d_bias_of(const Step& step) const {
-    if (p.d_bias.data == nullptr) return nullptr;
-    return static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch +
-           (place.head * p.problem.group + step.head_of_group) * p.d_bias.head;
-  }
-
   void load_step(const Step& step, int stage) const {
     const int head = place.head * p.problem.group + step.head_of_group;
     const int first = step.tile * kQueries;
     const int left = place.q_length - first;
     const int64_t row = place.q_begin + first;
-    load<kQueries>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
-    load<kQueries>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
-                   p.problem.value_dim);
+    load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
+    load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
+                          p.problem.value_dim);
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < static_cast<int>(sizeof(Stats) / 16)) {
       const auto* const stats =
@@ -261,7 +279,8 @@ struct BackwardBlock {
 
   void load_keys(uint32_t tile, const HeadRows& rows, int columns) const {
     const int first = place.tile * kKeys;
-    load<kKeys>(tile, rows, place.head, place.k_begin + first, place.k_length - first, columns);
+    load<kKeys, true>(tile, rows, place.head, place.k_begin + first, place.k_length - first,
+                      columns);
   }
 
   // Writes two neighbouring elements of a gradient.
@@ -276,7 +295,7 @@ struct BackwardBlock {
   }
 
   // Rows `row` + first of a gradient from a sum of 16 · kM x 8 · kSumN, those below `limit`.
-  template <int kM, int kSumN>
+  template <bool kInterleaved, int kM, int kSumN>
   void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
                  int columns, const float (&sum)[kM][kSumN][4], float factor) const {
     T* const base = static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head;
@@ -284,7 +303,8 @@ struct BackwardBlock {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int r = row + 16 * m + 8 * half + lane / 4;
+        const int r = row + (kInterleaved ? 4 * m + 2 * half + first_key_of_row(lane)
+                                          : 16 * m + 8 * half + lane / 4);
         if (r >= limit) continue;
         T* const to = base + (first + r) * rows.row;
 #pragma unroll
@@ -355,8 +375,8 @@ struct BackwardBlock {
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
     const int rows = static_cast<int>(all - first < kQueries ? all - first : kQueries);
-    store_sum(p.d_q, head, place.q_begin + first, first_query, rows, first_column,
-              p.problem.head_dim, sum, p.problem.scale);
+    store_sum<false>(p.d_q, head, place.q_begin + first, first_query, rows, first_column,
+                     p.problem.head_dim, sum, p.problem.scale);
   }
 
   // NaN or infinity in the keys: their rows of d_q's product must not reach every query.
@@ -375,11 +395,12 @@ struct BackwardBlock {
     const int64_t row = place.k_begin + place.tile * kKeys;
     const int column = own * kOwnN * 8;
     if (p.d_k.data != nullptr) {
-      store_sum(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
-                p.problem.scale);
+      store_sum<true>(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
+                      p.problem.scale);
     }
     if (p.d_v.data != nullptr) {
-      store_sum(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v, 1.0f);
+      store_sum<true>(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v,
+                      1.0f);
     }
   }
 
@@ -417,22 +438,19 @@ struct BackwardBlock {
         const int first = kSplit == 1 ? chunk * kChunkQueries : own * kChunkQueries;
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
+        const KeyScores scores(p, place, plane_of(step), place.tile * kKeys + key_row,
+                               step.tile * kQueries + first, stats + first * 8, lane);
+        uint32_t bias[kN][4];
+        if constexpr (kFeatures == kGeneral) scores.load_bias(bias);
         score_product(s, k_tile, q_tile, first);
         if (want_scores) {
           score_product(d_p, v_tile, d_out_tile, first);
         }
-        const KeyScores scores(p, place, plane_of(step), place.tile * kKeys + key_row,
-                               step.tile * kQueries + first, stats + first * 8, lane);
-        T* const d_bias = d_bias_of(step);
-        const auto write_d_bias = [&](int, int, int, int i, int j, float value) {
-          if (d_bias != nullptr && i < place.q_length && j < place.k_length) {
-            d_bias[i * p.d_bias.query + j * p.d_bias.key] = from_real<T>(value);
-          }
-        };
+        BiasWriter<T, kN, KeyScores> writer{scores};
         if (careful) {
-          scores.template make<true>(s, d_p, pt, ds, write_d_bias);
+          scores.template make<true>(s, d_p, pt, ds, bias, writer);
         } else {
-          scores.template make<false>(s, d_p, pt, ds, write_d_bias);
+          scores.template make<false>(s, d_p, pt, ds, bias, writer);
         }
         if constexpr (kSplit == 1) {
           if (suspicious) {

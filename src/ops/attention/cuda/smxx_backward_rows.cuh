@@ -13,11 +13,9 @@ namespace pullback::attention {
 
 using namespace device;
 
-inline constexpr float kLog2E = 1.4426950408889634f;
-
-// For 16-bit tensors, the unit in which probabilities are exp2(s - lse).
+// For 16-bit tensors log2 e, as probabilities are exp2(s - lse).
 template <class T>
-inline constexpr float kLseUnit = sizeof(T) == 2 ? kLog2E : 1.0f;
+inline constexpr float kLseUnit = sizeof(T) == 2 ? 1.4426950408889634f : 1.0f;
 
 template <class R>
 struct RowStats {
