@@ -236,6 +236,7 @@ class TileBackward final : public BackwardBody {
       general_ = load(Features::general);
       only_vectors_ = vectors_ && !problem.bias.given() && problem.softcap == 0;
       if (only_vectors_) aligned_ = load(problem.dropout > 0 ? Features::dropout : Features::plain);
+      params_.turn_batch = params_.q_tiles >= 32 ? kTurnBatch : 1;
       params_.pair_group = static_cast<std::int32_t>(std::min<std::int64_t>(pairs_, kPairGroup));
     }
     if (bias_elements_ > 0) plan_bias(problem, width, arch);

@@ -33,9 +33,10 @@ struct BackwardParams {
   int64_t first_pair;
   int32_t pairs, pair_group;
 
-  void* stats;     // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
-  int32_t* turns;  // [planes, q_tiles]: key tiles whose part of d_q is in `sums`
-  float* sums;     // [planes of this launch, q_tiles, rows of a tile · width]
+  void* stats;         // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
+  int32_t* turns;      // [planes, q_tiles]: key tiles whose part of d_q is in `sums`
+  int32_t turn_batch;  // turns that a block ends at a time
+  float* sums;         // [planes of this launch, q_tiles, rows of a tile · width]
 };
 
 }  // namespace pullback::attention

@@ -54,9 +54,15 @@ struct BlockPlace {
   TilePlace keys;
   int64_t pair;
   TileRange queries;
-  // Of the first thread: a turn that is over, but the next block was not told. Null: none.
-  int32_t* over;
-  int32_t next_turn;
+  // Of the step, from the first thread to all.
+  bool first_turn, last_turn;
+  int64_t sum_tile;
+  // Of the first thread: turns that are over, but the next block was not told.
+  struct {
+    int32_t* counter;
+    int32_t next;
+  } over[kTurnBatch];
+  int over_count;
 };
 
 template <int kKeys, int kQueries>
@@ -72,7 +78,7 @@ BlockPlace block_place(const BackwardParams& p) {
   place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
                                static_cast<int>(in_group / group), kKeys);
   place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
-  place.over = nullptr;
+  place.over_count = 0;
   return place;
 }
 
@@ -316,49 +322,49 @@ struct BackwardBlock {
     }
   }
 
-  // Whose turn it is to add to d_q of a tile of queries.
-  struct Turn {
-    int number, count;
-  };
-  Turn turn_of(const Step& step) const {
-    const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
-    return {place.tile - keys.begin, keys.end - keys.begin};
-  }
-
-  // By one thread, a barrier behind the sums of the turn that is over.
-  void end_turn() const {
+  // By one thread, a barrier behind the sums of the turns that are over. The fence takes about as
+  // long as a tenth of a step: turns are ended a few at a time where there are many.
+  void end_turns() const {
+    if (block.over_count == 0) return;
     fence_device();
-    if (block.over != nullptr) store_relaxed(block.over, block.next_turn);
+    for (int i = 0; i < block.over_count; ++i) {
+      store_relaxed(block.over[i].counter, block.over[i].next);
+    }
+    block.over_count = 0;
   }
 
-  // By the same thread, before the barrier ahead of the step's sums. The turn before is ended only
-  // here, when its sums have arrived and the fence has nothing to wait for. `seen`: what the
-  // counter was a while ago.
+  // By the same thread, before the barrier ahead of the step's sums. `seen`: what the counter was a
+  // while ago.
   void begin_turn(const Step& step, int32_t seen) const {
-    end_turn();
-    const Turn turn = turn_of(step);
-    int32_t* const turns = p.turns + tile_of(step);
-    if (seen < turn.number) {
-      while (load_relaxed(turns) < turn.number) {
+    const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
+    const int32_t number = place.tile - keys.begin;
+    int32_t* const counter = p.turns + tile_of(step);
+    if (seen < number) {
+      end_turns();
+      while (load_relaxed(counter) < number) {
       }
-      fence_device();
     }
-    block.over = turn.number + 1 < turn.count ? turns : nullptr;
-    block.next_turn = turn.number + 1;
+    block.first_turn = number == 0;
+    block.last_turn = number + 1 == keys.end - keys.begin;
+    block.sum_tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
+    if (block.last_turn) {
+      fence_device();  // before the sums are read
+    } else {
+      block.over[block.over_count++] = {counter, number + 1};
+    }
   }
 
   void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
                int first_column) const {
     const int64_t tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
-    const Turn turn = turn_of(step);
-    float* const sums = p.sums + tile * (kQueries * kWidth) + threadIdx.x * 4;
-    const bool last = turn.number + 1 == turn.count;
+    float* const sums = p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
+    const bool first = block.first_turn, last = block.last_turn;
 #pragma unroll
     for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
       for (int n = 0; n < kDqN; ++n) {
         float* const at = sums + (m * kDqN + n) * (kThreads * 4);
-        if (turn.number > 0) {
+        if (!first) {
           if (last) {
             add_loaded(sum[m][n], at);
           } else {
@@ -371,11 +377,11 @@ struct BackwardBlock {
     }
     if (!last) return;
     const int head = place.head * p.problem.group + step.head_of_group;
-    const int first = step.tile * kQueries;
+    const int first_row = step.tile * kQueries;
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
-    const int rows = static_cast<int>(all - first < kQueries ? all - first : kQueries);
-    store_sum<false>(p.d_q, head, place.q_begin + first, first_query, rows, first_column,
+    const int rows = static_cast<int>(all - first_row < kQueries ? all - first_row : kQueries);
+    store_sum<false>(p.d_q, head, place.q_begin + first_row, first_query, rows, first_column,
                      p.problem.head_dim, sum, p.problem.scale);
   }
 
@@ -431,6 +437,7 @@ struct BackwardBlock {
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
+        if (block.over_count == p.turn_batch) end_turns();
       }
 
 #pragma unroll 1
@@ -492,7 +499,7 @@ struct BackwardBlock {
       if (kStages > 1) stage ^= 1;
     }
     __syncthreads();
-    if (threadIdx.x == 0) end_turn();
+    if (threadIdx.x == 0) end_turns();
   }
 };
 
