@@ -453,11 +453,13 @@ struct BackwardBlock {
         if (want_scores) {
           score_product(d_p, v_tile, d_out_tile, first);
         }
-        BiasWriter<T, kN, KeyScores> writer{scores};
-        if (careful) {
-          scores.template make<true>(s, d_p, pt, ds, bias, writer);
+        uint32_t kept[2];
+        scores.draw(kept);
+        BiasWriter<T, kN, KeyScores> writer{scores, {}};
+        if (careful || kFeatures == kGeneral) {
+          scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
         } else {
-          scores.template make<false>(s, d_p, pt, ds, bias, writer);
+          scores.template make<false>(s, d_p, pt, ds, bias, kept, writer);
         }
         if constexpr (kSplit == 1) {
           if (suspicious) {

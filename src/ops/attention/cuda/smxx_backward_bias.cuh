@@ -112,8 +112,10 @@ struct BiasBlock {
       scores.load_bias(bias);
       score_product(s, k_tile, q_tile, first);
       score_product(d_p, v_tile, d_out_tile, first);
+      uint32_t kept[2];
+      scores.draw(kept);
       Adder adder{sum[chunk]};
-      scores.template make<true>(s, d_p, pt, ds, bias, adder);
+      scores.template make<true>(s, d_p, pt, ds, bias, kept, adder);
     }
   }
 

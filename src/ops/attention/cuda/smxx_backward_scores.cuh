@@ -113,8 +113,13 @@ struct Scores {
     });
   }
 
-  // Bit 8 · n + 2 · w of kept[c].
+  bool drops() const {
+    return kFeatures == kDropout || (kFeatures == kGeneral && p.problem.dropout.active());
+  }
+
+  // What dropout keeps: bit 8 · n + 2 · w of kept[c].
   void draw(uint32_t (&kept)[2]) const {
+    if (!drops()) return;
     const Dropout& dropout = p.problem.dropout;
     // Varlen: planes are heads, of every sequence.
     const uint64_t stream = p.problem.sequences == nullptr
@@ -154,12 +159,11 @@ struct Scores {
   // and calls sink.finish(n) after the pairs of 8 queries.
   template <bool kCareful, class Sink>
   __forceinline__ void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], uint32_t (&pt)[2][kN][2],
-                            uint32_t (&ds)[2][kN][2], uint32_t (&bias)[kN][4], Sink& sink) const {
+                            uint32_t (&ds)[2][kN][2], const uint32_t (&bias)[kN][4],
+                            const uint32_t (&kept)[2], Sink& sink) const {
     constexpr bool kIsGeneral = kFeatures == kGeneral;
     const float factor = p.problem.scale * kLog2E;
-    uint32_t kept[2];
-    const bool drops = kFeatures == kDropout || (kIsGeneral && p.problem.dropout.active());
-    if (drops) draw(kept);
+    const bool drops = this->drops();
     const float keep_scale = p.problem.keep_scale;
     const bool biased = kIsGeneral && p.bias.data != nullptr;
 
