@@ -30,7 +30,8 @@ cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
       .function =
           fmt::format("attention::backward_prepare<{}, {}, {}>", type, tiles.queries, tiles.keys),
       .parameters = kParams,
-      .threads = kRowThreads};
+      .threads = kRowThreads,
+      .blocks = 6};
 }
 
 cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
@@ -231,6 +232,7 @@ class TileBackward final : public BackwardBody {
         Kernel kernel(tile_kernel(dtype, width, features, arch), device_,
                       tiles_.shared_bytes(width));
         set_grid(kernel, slice_pairs_ * params_.k_tiles);
+        kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
       };
       general_ = load(Features::general);

@@ -18,6 +18,7 @@
 #pragma once
 
 #include "device/async_copy.cuh"
+#include "device/dependent.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
 #include "ops/attention/cuda/smxx_backward_scores.cuh"
@@ -67,12 +68,13 @@ struct BlockPlace {
 
 template <int kKeys, int kQueries>
 BlockPlace block_place(const BackwardParams& p) {
-  const int64_t index = blockIdx.x;
-  const int64_t of_group = static_cast<int64_t>(p.k_tiles) * p.pair_group;
-  const int64_t group_begin = index / of_group * p.pair_group;
-  const int64_t in_group = index % of_group;
-  const int64_t left = p.pairs - group_begin;
-  const int64_t group = left < p.pair_group ? left : p.pair_group;
+  // 32 bits: a grid has no more blocks, and divisions are what a block begins with.
+  const uint32_t of_group = static_cast<uint32_t>(p.k_tiles) * static_cast<uint32_t>(p.pair_group);
+  const uint32_t group_begin = blockIdx.x / of_group * static_cast<uint32_t>(p.pair_group);
+  const uint32_t in_group = blockIdx.x % of_group;
+  const uint32_t left = static_cast<uint32_t>(p.pairs) - group_begin;
+  const uint32_t group =
+      left < static_cast<uint32_t>(p.pair_group) ? left : static_cast<uint32_t>(p.pair_group);
   BlockPlace place;
   place.pair = p.first_pair + group_begin + in_group % group;
   place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
@@ -388,9 +390,14 @@ struct BackwardBlock {
   // NaN or infinity in the keys: their rows of d_q's product must not reach every query.
   bool keys_not_finite() const {
     bool found = false;
-    for (uint32_t at = threadIdx.x * 4; at < kKeyBytes; at += kThreads * 4) {
-      const uint32_t pair = load_shared_word(k_tile + at);
-      found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
+#pragma unroll 4
+    for (uint32_t at = threadIdx.x * 16; at < kKeyBytes; at += kThreads * 16) {
+      uint32_t words[4];
+      load_shared(words, k_tile + at);
+#pragma unroll
+      for (const uint32_t pair : words) {
+        found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
+      }
     }
     return __syncthreads_or(found) != 0;
   }
@@ -413,6 +420,7 @@ struct BackwardBlock {
   void sum_steps() {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
+    wait_for_previous_kernel();  // for statistics and turns
     Step step = {0, block.queries.end - 1};
     load_step(step, 0);
     async_wait<0>();
