@@ -52,6 +52,7 @@ struct Problem {
   const PackedSequence* sequences;  // null unless varlen
   Band band;
   float scale, softcap;  // softcap 0: none
+  float inner_scale;     // scale / softcap, or scale without one
   double exact_scale;    // for f64
   Dropout dropout;
   float keep_scale;
