@@ -26,16 +26,27 @@
 
 namespace pullback::attention {
 
-// Writes d_bias of a bias that is broadcast along no dimension.
+// Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
+// along the batch. The sum lies in the workspace in the order of the lanes.
 template <class T, int kN, class Scores>
 struct BiasWriter {
   const Scores& scores;
+  float* sums;        // of the 32 keys x 8 · kN queries
   float value[2][4];  // of 8 queries
 
   void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
-  void finish(int n) const {
+  void finish(int n) {
     const BackwardParams& p = scores.p;
     if (p.d_bias.data == nullptr) return;
+    if (p.bias_step != BiasStep::only) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        float* const at = sums + ((n * 2 + m) * 32 + scores.lane) * 4;
+        if (p.bias_step != BiasStep::first) add_loaded(value[m], at);
+        if (p.bias_step != BiasStep::last) store_past_l1(at, value[m]);
+      }
+      if (p.bias_step != BiasStep::last) return;
+    }
     uint32_t words[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -57,13 +68,12 @@ struct BlockPlace {
   TileRange queries;
   // Of the step, from the first thread to all.
   bool first_turn, last_turn;
+  int32_t number;
+  int32_t* counter;  // null: nobody comes after us
   int64_t sum_tile;
-  // Of the first thread: turns that are over, but the next block was not told.
-  struct {
-    int32_t* counter;
-    int32_t next;
-  } over[kTurnBatch];
-  int over_count;
+  // Of the first thread: the turn before, which is over, but the next block was not told. Or null.
+  int32_t* over;
+  int32_t next;
 };
 
 template <int kKeys, int kQueries>
@@ -80,7 +90,7 @@ BlockPlace block_place(const BackwardParams& p) {
   place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
                                static_cast<int>(in_group / group), kKeys);
   place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
-  place.over_count = 0;
+  place.over = nullptr;
   return place;
 }
 
@@ -184,6 +194,29 @@ struct BackwardBlock {
                          16);
     }
     async_commit();
+  }
+
+  // Where the sums of d_bias over launches lie for the warp's 32 keys and a chunk of queries.
+  float* bias_sums_of(const Step& step, int chunk) const {
+    const int64_t head = place.head * p.problem.group + step.head_of_group;
+    const int64_t tile = (head * p.q_tiles + step.tile) * p.k_tiles + place.tile;
+    return p.bias_sums + tile * (kKeys * kQueries) +
+           (warp * kChunks + chunk) * (32 * kChunkQueries);
+  }
+
+  // The bias of the next step into the second-level cache: it is read past shared memory.
+  void fetch_bias(const Step& step) const {
+    if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
+    const int64_t head = place.head * p.problem.group + step.head_of_group;
+    constexpr int kLines = kKeys / 64;
+    for (int line = threadIdx.x; line < kQueries * kLines; line += kThreads) {
+      const int i = step.tile * kQueries + line / kLines,
+                j = place.tile * kKeys + line % kLines * 64;
+      if (i < place.q_length && j < place.k_length) {
+        prefetch(static_cast<const T*>(p.bias.data) + place.batch * p.bias.batch +
+                 head * p.bias.head + i * p.bias.query + j);
+      }
+    }
   }
 
   // sum[m][n] = rows [key_row, + 32) of `keys` times rows [first, + 8 · kN) of `queries`.
@@ -324,15 +357,12 @@ struct BackwardBlock {
     }
   }
 
-  // By one thread, a barrier behind the sums of the turns that are over. The fence takes about as
-  // long as a tenth of a step: turns are ended a few at a time where there are many.
-  void end_turns() const {
-    if (block.over_count == 0) return;
+  // By one thread, a barrier behind the sums of the turn.
+  void end_turn() const {
+    if (block.over == nullptr) return;
     fence_device();
-    for (int i = 0; i < block.over_count; ++i) {
-      store_relaxed(block.over[i].counter, block.over[i].next);
-    }
-    block.over_count = 0;
+    store_relaxed(block.over, block.next);
+    block.over = nullptr;
   }
 
   // By the same thread, before the barrier ahead of the step's sums. `seen`: what the counter was a
@@ -342,18 +372,24 @@ struct BackwardBlock {
     const int32_t number = place.tile - keys.begin;
     int32_t* const counter = p.turns + tile_of(step);
     if (seen < number) {
-      end_turns();
+      end_turn();
       while (load_relaxed(counter) < number) {
       }
     }
     block.first_turn = number == 0;
     block.last_turn = number + 1 == keys.end - keys.begin;
     block.sum_tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
-    if (block.last_turn) {
-      fence_device();  // before the sums are read
-    } else {
-      block.over[block.over_count++] = {counter, number + 1};
-    }
+    block.counter = block.last_turn ? nullptr : counter;
+    block.number = number;
+  }
+
+  // Ends the turn before, whose sums have arrived meanwhile: the fence has little to wait for. It
+  // also orders what begin_turn() saw before the sums to come.
+  void swap_turn() const {
+    fence_device();
+    if (block.over != nullptr) store_relaxed(block.over, block.next);
+    block.over = block.counter;
+    block.next = block.number + 1;
   }
 
   void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
@@ -387,11 +423,11 @@ struct BackwardBlock {
                      p.problem.head_dim, sum, p.problem.scale);
   }
 
-  // NaN or infinity in the keys: their rows of d_q's product must not reach every query.
+  // NaN or infinity in the keys and values: they must not reach every query.
   bool keys_not_finite() const {
     bool found = false;
 #pragma unroll 4
-    for (uint32_t at = threadIdx.x * 16; at < kKeyBytes; at += kThreads * 16) {
+    for (uint32_t at = threadIdx.x * 16; at < 2 * kKeyBytes; at += kThreads * 16) {
       uint32_t words[4];
       load_shared(words, k_tile + at);
 #pragma unroll
@@ -435,6 +471,7 @@ struct BackwardBlock {
     for (;;) {
       const bool more = has_next(step);
       if (kStages > 1 && more) load_step(next_of(step), stage ^ 1);
+      if (kFeatures == kGeneral && more) fetch_bias(next_of(step));
 
       const uint32_t q_tile = q_tiles + stage * kQueryBytes;
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
@@ -445,7 +482,6 @@ struct BackwardBlock {
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
-        if (block.over_count == p.turn_batch) end_turns();
       }
 
 #pragma unroll 1
@@ -463,7 +499,7 @@ struct BackwardBlock {
         }
         uint32_t kept[2];
         scores.draw(kept);
-        BiasWriter<T, kN, KeyScores> writer{scores, {}};
+        BiasWriter<T, kN, KeyScores> writer{scores, bias_sums_of(step, chunk), {}};
         if (careful || kFeatures == kGeneral) {
           scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
         } else {
@@ -483,6 +519,7 @@ struct BackwardBlock {
       }
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
       if constexpr (kSplit > 1) {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
@@ -509,7 +546,7 @@ struct BackwardBlock {
       if (kStages > 1) stage ^= 1;
     }
     __syncthreads();
-    if (threadIdx.x == 0) end_turns();
+    if (threadIdx.x == 0) end_turn();
   }
 };
 
