@@ -196,6 +196,23 @@ struct BackwardBlock {
     async_commit();
   }
 
+  // The warp's queries of a chunk, from the tile's first one on.
+  int first_of(int chunk) const { return (kSplit == 1 ? chunk : own) * kChunkQueries; }
+
+  KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
+    const int first = first_of(chunk);
+    return KeyScores(p, place, plane_of(step), place.tile * kKeys + key_row,
+                     step.tile * kQueries + first, stats + first * 8, lane);
+  }
+
+  // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
+  auto bias_of(const KeyScores& scores, int first) const {
+    const auto bytes = [tile = ds_tile, row = key_row, first](int number) {
+      return tile + ScoreTile::offset(row + number / kN, first / 8 + number % kN);
+    };
+    return typename KeyScores::template SharedBias<decltype(bytes)>{scores, bytes};
+  }
+
   // Where the sums of d_bias over launches lie for the warp's 32 keys and a chunk of queries.
   float* bias_sums_of(const Step& step, int chunk) const {
     const int64_t head = place.head * p.problem.group + step.head_of_group;
@@ -470,8 +487,19 @@ struct BackwardBlock {
     int stage = 0;
     for (;;) {
       const bool more = has_next(step);
-      if (kStages > 1 && more) load_step(next_of(step), stage ^ 1);
-      if (kFeatures == kGeneral && more) fetch_bias(next_of(step));
+      if constexpr (kFeatures == kGeneral) {
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
+          bias_of(scores, first_of(chunk)).load();
+        }
+        async_commit();
+        if (more) fetch_bias(next_of(step));
+      }
+      if (kStages > 1 && more) {
+        load_step(next_of(step), stage ^ 1);
+      } else {
+        async_commit();
+      }
 
       const uint32_t q_tile = q_tiles + stage * kQueryBytes;
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
@@ -486,17 +514,16 @@ struct BackwardBlock {
 
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const int first = kSplit == 1 ? chunk * kChunkQueries : own * kChunkQueries;
+        const int first = first_of(chunk);
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
-        const KeyScores scores(p, place, plane_of(step), place.tile * kKeys + key_row,
-                               step.tile * kQueries + first, stats + first * 8, lane);
-        uint32_t bias[kN][4];
-        if constexpr (kFeatures == kGeneral) scores.load_bias(bias);
+        const KeyScores scores = scores_of(step, chunk, stats);
         score_product(s, k_tile, q_tile, first);
         if (want_scores) {
           score_product(d_p, v_tile, d_out_tile, first);
         }
+        const auto bias = bias_of(scores, first);
+        if constexpr (kFeatures == kGeneral) async_wait<kStages - 1>();
         uint32_t kept[2];
         scores.draw(kept);
         BiasWriter<T, kN, KeyScores> writer{scores, bias_sums_of(step, chunk), {}};

@@ -1,6 +1,7 @@
 // From scores and their gradients by the products to P^T and dS^T: softcap, bias, band, dropout.
 #pragma once
 
+#include "device/async_copy.cuh"
 #include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
@@ -104,14 +105,46 @@ struct Scores {
     }
   }
 
-  // Transposed eights, as for_rows() meets them: early, for they take long to come.
-  void load_bias(uint32_t (&words)[kN][4]) const {
-    if (p.bias.data == nullptr) return;
-    for_rows(p.bias, [&](int n, const T* row) {
-      load_eight(words[n], row, p.bias.key, key + lane % 4 * 8, place.k_length,
-                 p.bias_vectors != 0);
-    });
-  }
+  // The bias as for_rows() meets it: a lane has 8 keys of query lane / 4 of every 8.
+  struct BiasWords {
+    uint32_t word[kN][4];
+    void load(const Scores& scores) {
+      const BackwardParams& p = scores.p;
+      if (p.bias.data == nullptr) return;
+      scores.for_rows(p.bias, [&](int n, const T* row) {
+        load_eight(word[n], row, p.bias.key, scores.key + scores.lane % 4 * 8,
+                   scores.place.k_length, p.bias_vectors != 0);
+      });
+    }
+    void get(int n, uint32_t (&words)[4]) const {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] = word[n][w];
+    }
+  };
+
+  // The same through shared memory, in `bytes(number)` of 16 each for 32 · kN pieces: asynchronous,
+  // and free of registers. A lane reads what it copied itself.
+  template <class Bytes>
+  struct SharedBias {
+    const Scores& scores;
+    Bytes bytes;
+    uint32_t at(int n) const { return bytes((8 * n + scores.lane / 4) * 4 + scores.lane % 4); }
+    void load() const {
+      const BackwardParams& p = scores.p;
+      if (p.bias.data == nullptr) return;
+      const int j = scores.key + scores.lane % 4 * 8, keys = scores.place.k_length;
+      scores.for_rows(p.bias, [&](int n, const T* row) {
+        if (p.bias_vectors && j + 8 <= keys) {
+          async_copy_or_zero(at(n), row + j, true);
+        } else {
+          uint32_t words[4];
+          load_eight(words, row, p.bias.key, j, keys, false);
+          store_shared(at(n), words);
+        }
+      });
+    }
+    void get(int n, uint32_t (&words)[4]) const { load_shared(words, at(n)); }
+  };
 
   bool drops() const {
     return kFeatures == kDropout || (kFeatures == kGeneral && p.problem.dropout.active());
@@ -151,10 +184,10 @@ struct Scores {
   // P^T and dS^T from S^T and dP^T. kCareful: some pair of the tile is not to be seen, or some
   // value is not finite. The general kernel hands d_bias of each pair to sink.add(m, n, e, value),
   // and calls sink.finish(n) after the pairs of 8 queries.
-  template <bool kCareful, class Sink>
+  template <bool kCareful, class Bias, class Sink>
   __forceinline__ void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], uint32_t (&pt)[2][kN][2],
-                            uint32_t (&ds)[2][kN][2], const uint32_t (&bias)[kN][4],
-                            const uint32_t (&kept)[2], Sink& sink) const {
+                            uint32_t (&ds)[2][kN][2], const Bias& bias, const uint32_t (&kept)[2],
+                            Sink& sink) const {
     constexpr bool kIsGeneral = kFeatures == kGeneral;
     const bool drops = this->drops(), biased = kIsGeneral && p.bias.data != nullptr;
     const bool capped = kIsGeneral && p.problem.softcap > 0;
@@ -176,11 +209,13 @@ struct Scores {
         }
       }
       float gradient[2][4];
+      uint32_t bias_words[4];
+      if (biased) bias.get(n, bias_words);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const int m = w / 2, half = w % 2;
         float probability[2], addend[2] = {};
-        if (biased) unpack<T>(transposed(bias[n][w]), addend[0], addend[1]);
+        if (biased) unpack<T>(transposed(bias_words[w]), addend[0], addend[1]);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const float lse = row[2 * c], delta = row[2 * c + 1];
