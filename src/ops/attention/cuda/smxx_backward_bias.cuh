@@ -106,7 +106,7 @@ struct BiasBlock {
       const int first = query_row + chunk * 32;
       float s[2][kN][4], d_p[2][kN][4];
       uint32_t pt[2][kN][2], ds[2][kN][2];
-      const Scores<T, kN, kGeneral> scores(p, place, plane, first_key + key_row,
+      const Scores<T, kN, kGeneral> scores(p, place, static_cast<int>(head), first_key + key_row,
                                            first_query + first, stats_tile + first * 8, lane);
       typename Scores<T, kN, kGeneral>::BiasWords bias;
       bias.load(scores);
