@@ -61,11 +61,18 @@ struct BiasWriter {
   }
 };
 
+// One query head and one tile of queries.
+struct BackwardStep {
+  int head_of_group, tile;
+};
+
 // In shared memory: registers are needed for sums.
 struct BlockPlace {
   TilePlace keys;
   int64_t pair;
   TileRange queries;
+  bool finite_keys;
+  BackwardStep steps[2];  // this one and the next, in turns
   // Of the step, from the first thread to all.
   bool first_turn, last_turn;
   int32_t number;
@@ -109,6 +116,7 @@ struct BackwardBlock {
   static constexpr int kDqWidth = kWidth / (kWarps / kQueryRows);
   static constexpr int kDqN = kDqWidth / 8;
 
+  using Step = BackwardStep;
   using WidthTile = TileLayout<T, kWidth>;
   using ScoreTile = TileLayout<T, kQueries>;
   using Stats = StatsTile<float, kQueries>;
@@ -141,11 +149,6 @@ struct BackwardBlock {
         stats_tiles(ds_tile + (kSplit > 1 ? 2 : 1) * kScoreBytes),
         block(shared_place),
         place(shared_place.keys) {}
-
-  // One step is one query head and one tile of queries.
-  struct Step {
-    int head_of_group, tile;
-  };
 
   template <int kRows, bool kInterleaved>
   void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
@@ -412,7 +415,6 @@ struct BackwardBlock {
 
   void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
                int first_column) const {
-    const int64_t tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
     float* const sums = p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
     const bool first = block.first_turn, last = block.last_turn;
 #pragma unroll
@@ -475,18 +477,18 @@ struct BackwardBlock {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
     wait_for_previous_kernel();  // for statistics and turns
-    Step step = {0, block.queries.end - 1};
-    load_step(step, 0);
+    load_step({0, block.queries.end - 1}, 0);
     async_wait<0>();
     __syncthreads();
-    const bool finite_keys = !keys_not_finite();
-
-    const bool want_scores =
-        p.d_q.data != nullptr || p.d_k.data != nullptr || p.d_bias.data != nullptr;
-    const int dq_row = warp % kQueryRows * (16 * kDqM);
-    const int dq_column = warp / kQueryRows * kDqWidth;
-    int stage = 0;
-    for (;;) {
+    const bool finite = !keys_not_finite();
+    if (threadIdx.x == 0) {
+      block.finite_keys = finite;
+      block.steps[0] = {0, block.queries.end - 1};
+    }
+    __syncthreads();
+    for (int turn = 0;; turn ^= 1) {
+      const Step& step = block.steps[turn];
+      const int stage = kStages > 1 ? turn : 0;
       const bool more = has_next(step);
       if constexpr (kFeatures == kGeneral) {
 #pragma unroll 1
@@ -507,8 +509,8 @@ struct BackwardBlock {
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
       const uint32_t stats = stats_tiles + stage * sizeof(Stats);
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
-      const bool careful =
-          suspicious || !finite_keys || !sees_all(place, place.tile, step.tile, kKeys, kQueries);
+      const bool careful = suspicious || !block.finite_keys ||
+                           !sees_all(place, place.tile, step.tile, kKeys, kQueries);
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
@@ -521,7 +523,7 @@ struct BackwardBlock {
         uint32_t pt[2][kN][2], ds[2][kN][2];
         const KeyScores scores = scores_of(step, chunk, stats);
         score_product(s, k_tile, q_tile, first);
-        if (want_scores) {
+        if (p.d_q.data != nullptr || p.d_k.data != nullptr || p.d_bias.data != nullptr) {
           score_product(d_p, v_tile, d_out_tile, first);
         }
         const auto bias = bias_of(scores, first);
@@ -553,26 +555,27 @@ struct BackwardBlock {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
       }
-      if (kStages == 1 && more) load_step(next_of(step), 0);
+      if (kStages == 1 && has_next(step)) load_step(next_of(step), 0);
       if (p.d_q.data != nullptr) {
         float sum[kDqM][kDqN][4] = {};
-        if (!finite_keys) {
+        if (!block.finite_keys) {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
+        const int dq_row = warp % kQueryRows * (16 * kDqM);
+        const int dq_column = warp / kQueryRows * kDqWidth;
         query_product(sum, dq_row, dq_column / 8);
-        if (!finite_keys) {
+        if (!block.finite_keys) {
           __syncthreads();
           load_keys(k_tile, p.k, p.problem.head_dim);
           async_commit();
         }
         add_d_q(step, sum, dq_row, dq_column);
       }
-      if (!more) break;
+      if (!has_next(step)) break;
+      if (threadIdx.x == 0) block.steps[turn ^ 1] = next_of(step);
       async_wait<0>();
       __syncthreads();
-      step = next_of(step);
-      if (kStages > 1) stage ^= 1;
     }
     __syncthreads();
     if (threadIdx.x == 0) end_turn();
