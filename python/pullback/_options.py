@@ -32,16 +32,28 @@ def choice(option: str, value: Any, names: Sequence[str]) -> int:
 
 
 class AttentionOptions(TypedDict, total=False):
-    scale: float | None  # 1/sqrt(D)
-    softcap: float  # c > 0: s <- c tanh(s/c), after the scale and before the bias
-    causal: bool  # no query sees keys past its own
-    window: tuple[int, int] | None  # keys seen to the left and right of a query's own; -1: all
-    corner: Corner  # where causal and window are aligned if Sq != Sk; "bottom_right"
+    """Options of attention: keywords of every front end."""
+
+    #: Factor of q·k; 1/sqrt(D) when not given.
+    scale: float | None
+    #: c > 0: a score s becomes c tanh(s/c), after the scale and before the bias.
+    softcap: float
+    #: No query sees keys past its own.
+    causal: bool
+    #: How many keys a query sees to the left and to the right of its own; -1: all.
+    window: tuple[int, int] | None
+    #: Where causal and window are aligned if Sq != Sk: "bottom_right" (the default) or "top_left".
+    corner: Corner
+    #: The probability of dropping a weight, from 0 up to, but not including, 1.
     dropout: float
-    max_seqlen_q: int  # upper bounds of the lengths in cu_seqlens; 0: the total
+    #: An upper bound of the lengths in cu_seqlens_q; longer sequences are cut. 0: the total.
+    max_seqlen_q: int
+    #: The same for cu_seqlens_k.
     max_seqlen_k: int
-    deterministic: bool  # False allows sums in no fixed order
-    check_indices: bool  # report bad cu_seqlens instead of clamping them
+    #: False allows sums in no fixed order, where that is faster.
+    deterministic: bool
+    #: Reports bad cu_seqlens instead of clamping them; on the CPU.
+    check_indices: bool
 
 
 def attention_options(
@@ -74,9 +86,14 @@ def attention_options(
 
 
 class BlockSoftmaxOptions(TypedDict, total=False):
-    scale: float  # of x alone
-    key_padding_mode: MaskMode  # "add"
-    attn_mask_mode: MaskMode  # "keep"
+    """Options of block_softmax."""
+
+    #: Factor of x alone; 1 when not given.
+    scale: float
+    #: "add" (the default) or "keep".
+    key_padding_mode: MaskMode
+    #: "keep" (the default) or "add".
+    attn_mask_mode: MaskMode
 
 
 def block_softmax_options(
@@ -90,8 +107,13 @@ def block_softmax_options(
 
 
 class BlockMatmulOptions(TypedDict, total=False):
+    """Options of block_matmul: what is stored transposed."""
+
+    #: A sparse matrix keeps its layout and stands for the transposed one.
     transpose_a: bool
+    #: As transpose_a.
     transpose_b: bool
+    #: A sparse c has each block transposed, blocks in the order of the transposed layout.
     transpose_c: bool
 
 
@@ -111,9 +133,17 @@ def entmax_options(
 
 
 class SegmentOptions(TypedDict, total=False):
-    ties: Ties  # who gets the gradient of max and min; "first"
-    empty: Empty  # value of a segment without rows; "identity"
-    num_segments: int  # needed with ids
+    """Options of segment reductions."""
+
+    #: Who gets the gradient of equal maxima or minima: "first" (the default), "last", or "even", a
+    #: share for each.
+    ties: Ties
+    #: The value of a segment without rows: "identity" (the default: 0, for max -inf, for prod 1),
+    #: "zero" or "nan".
+    empty: Empty
+    #: S, where ids are given.
+    num_segments: int
+    #: Reports bad indices instead of clamping or dropping them; on the CPU.
     check_indices: bool
 
 

@@ -9,6 +9,11 @@ and the same options, which computes all gradients that exist, or those named in
 - ``workspace``: an array to use as scratch memory, of at least `Plan.workspace_bytes`
 
 `plan` tells what would run, and runs it repeatedly.
+
+The arrays of one call have one floating-point dtype, float64, float32, bfloat16 or float16; results
+are new row-major arrays of it. Index arrays are int32 or int64. What breaks an op's rules is a
+ValueError that says what was expected and what was given; a valid problem that no variant serves is
+a NotImplementedError.
 """
 
 from __future__ import annotations
@@ -76,15 +81,23 @@ __all__ = [
 
 
 class AttentionOutputs(NamedTuple):
+    """What `attention` returns: out like q, with the head dim of v, and lse.
+
+    lse is the natural logarithm of the sum of exponentials, float32 (float64 for float64); -inf
+    where a row sees nothing.
+    """
+
     out: Array
-    lse: Array  # natural logarithm of the sum of exponentials; -inf where a row sees nothing
+    lse: Array
 
 
 class AttentionGradients(NamedTuple):
+    """What `attention_backward` returns: each of the shape of what it is the gradient of."""
+
     d_q: Array | None
     d_k: Array | None
     d_v: Array | None
-    d_bias: Array | None  # the bias's own shape
+    d_bias: Array | None
 
 
 def _attention_options(options: Mapping[str, Any], run: dict[str, Any]) -> dict[str, Any]:
@@ -105,9 +118,17 @@ def attention(
 ) -> AttentionOutputs:
     """softmax(scale q kᵀ + bias) v in memory linear in the sequence lengths.
 
-    q [B,Sq,H,D], k [B,Sk,Hkv,D], v [B,Sk,Hkv,Dv], H a multiple of Hkv; bias [B|1,H|1,Sq|1,Sk|1].
-    With cu_seqlens [B+1] (first rows of the sequences): q [total_q,H,D], k and v alike.
-    Options: see `AttentionOptions`, and `seed` for dropout.
+    Args:
+        q: [B,Sq,H,D], or [total_q,H,D] with cu_seqlens; D from 1 to 256.
+        k: [B,Sk,Hkv,D], or [total_k,Hkv,D]; H is a multiple of Hkv.
+        v: [B,Sk,Hkv,Dv], or [total_k,Hkv,Dv].
+        bias: [B|1,H|1,Sq|1,Sk|1], added to the scores; -inf hides a key. Not with cu_seqlens.
+        cu_seqlens_q: [B+1], the first rows of the sequences in q, and their total.
+        cu_seqlens_k: the same for k and v.
+        **options: see `AttentionOptions`, and `seed` of dropout.
+
+    Returns:
+        out [B,Sq,H,Dv], or [total_q,H,Dv], and lse [B,H,Sq], or [H,total_q].
     """
     run: dict[str, Any] = {}
     inputs = {
@@ -139,7 +160,13 @@ def attention_backward(
     needs: Iterable[str] | None = None,
     **options: Unpack[_Attention],
 ) -> AttentionGradients:
-    """The gradients of `attention`, from what it was given and gave, with the same options."""
+    """The gradients of `attention`, from what it was given and gave, with the same options.
+
+    Args:
+        d_out: the gradient of out, of its shape; any strides.
+        d_lse: the gradient of lse.
+        needs: some of "d_q", "d_k", "d_v", "d_bias"; all that exist when not given.
+    """
     run: dict[str, Any] = {}
     inputs = {
         "q": q,
@@ -174,8 +201,16 @@ def block_softmax(
 ) -> Array:
     """softmax over the blocks of a row of (scale x + rpe + key_padding_mask + attn_mask).
 
-    x [Z,nnz,b,b]; rpe [Z|1,H|1,R·b,C·b]; key_padding_mask [Z,C·b]; attn_mask [R·b,C·b]. Mode "add"
-    adds a mask to the scores, "keep" hides where it is 0.
+    Args:
+        x: [Z,nnz,b,b], the blocks of the scores ordered by (head, row, column).
+        layout: a `BlockLayout`, or an array [H,R,C] that is not 0 where a block is.
+        rpe: [Z|1,H|1,R·b,C·b], a relative position term.
+        key_padding_mask: [Z,C·b]; added in mode "add", in mode "keep" it hides where it is 0.
+        attn_mask: [R·b,C·b], shared by batch and heads; modes as above.
+        **options: see `BlockSoftmaxOptions`.
+
+    Returns:
+        y, like x.
     """
     run: dict[str, Any] = {}
     own = block_softmax_options(**split(options, run))
@@ -185,6 +220,8 @@ def block_softmax(
 
 
 class BlockSoftmaxGradients(NamedTuple):
+    """What `block_softmax_backward` returns: each like what it is the gradient of."""
+
     d_x: Array | None
     d_rpe: Array | None
     d_key_padding_mask: Array | None
@@ -238,7 +275,12 @@ def block_matmul(
 ) -> Array:
     """c = op(a) op(b), where the mode names what is block-sparse: c ("sdd"), a ("dsd"), b ("dds").
 
-    `block` is needed for "sdd" alone; elsewhere the sparse operand tells it.
+    - sdd: a [Z,H,R·b,K], b [Z,H,K,C·b], c [Z,nnz,b,b]
+    - dsd: a [Z,nnz,b,b], b [Z,H,C·b,N], c [Z,H,R·b,N]
+    - dds: a [Z,H,M,R·b], b [Z,nnz,b,b], c [Z,H,M,C·b]
+
+    `block` is needed for "sdd" alone; elsewhere the sparse operand tells it. Options: see
+    `BlockMatmulOptions`.
     """
     run: dict[str, Any] = {}
     own = _block_matmul_options(a, b, layout, mode, block, split(options, run))
@@ -246,6 +288,8 @@ def block_matmul(
 
 
 class BlockMatmulGradients(NamedTuple):
+    """What `block_matmul_backward` returns: each like what it is the gradient of."""
+
     d_a: Array | None
     d_b: Array | None
 
@@ -297,16 +341,27 @@ def entmax(
 ) -> Array:
     """p_i = [(alpha-1) x_i - tau]₊^(1/(alpha-1)) with sum p = 1 along an axis.
 
-    alpha 1 is softmax, 1.5 entmax15, 2 sparsemax; an array has one alpha for each row. `mask` hides
-    where it is 0; with `offsets` [G+1] the axis holds G rows of different lengths.
+    Args:
+        x: of any shape.
+        alpha: 1 is softmax, 1.5 entmax15, 2 sparsemax; at least 1. An array has the shape of x
+            without the axis: one alpha for each row.
+        axis: the axis that rows lie along.
+        mask: bool or uint8, the shape of x; hides where it is 0.
+        offsets: [G+1], ascending; the axis then holds G rows of different lengths.
+        check_indices: reports bad offsets instead of clamping them.
+
+    Returns:
+        p, like x. Rows that see nothing are 0.
     """
     inputs, own = _entmax(alpha, axis, mask, offsets, check_indices)
     return compute(_native.ENTMAX, FORWARD, {"x": x, **inputs}, ("y",), own, **run)[0]
 
 
 class EntmaxGradients(NamedTuple):
+    """What `entmax_backward` returns: d_x like x, d_alpha one for each row."""
+
     d_x: Array | None
-    d_alpha: Array | None  # one for each row
+    d_alpha: Array | None
 
 
 def entmax_backward(
@@ -342,12 +397,19 @@ def _entmax(
 
 
 class SegmentPermutation(NamedTuple):
+    """What `segment_permutation` returns: int64 [N] and [S+1]."""
+
     permutation: Array
     offsets: Array
 
 
 def segment_permutation(ids: Array, num_segments: int) -> SegmentPermutation:
-    """A stable sort of ids in any order, to be made once and given to `segment_reduce` often."""
+    """A stable sort of ids in any order, made once and given to `segment_reduce` often.
+
+    Args:
+        ids: [N], int32 or int64; rows whose id is out of [0, num_segments) are in no segment.
+        num_segments: S.
+    """
     own = {"num_segments": num_segments}
     outputs = ("permutation", "offsets")
     return SegmentPermutation(
@@ -364,10 +426,18 @@ def segment_reduce(
     permutation: Array | None = None,
     **options: Unpack[_Segment],
 ) -> Array:
-    """Reduces the rows of x [N,D] to one for each segment: [S,D], or [N,D] for "softmax".
+    """Reduces the rows of each segment to one, column by column.
 
-    Segments are given as `offsets` [S+1]; as ascending `ids` [N] with `num_segments`; or, for ids
-    in any order, as the `permutation` and `offsets` of `segment_permutation`.
+    Args:
+        x: [N,D].
+        reduce: "sum", "mean", "max", "min", "prod", "logsumexp" or "softmax".
+        offsets: [S+1]: segment s has the rows from offsets[s] to offsets[s+1].
+        ids: [N], ascending, instead of offsets; `num_segments` tells S.
+        permutation: [N], with offsets: both from `segment_permutation`, for ids in any order.
+        **options: see `SegmentOptions`.
+
+    Returns:
+        [S,D], like x; [N,D] for "softmax".
     """
     run: dict[str, Any] = {}
     own = segment_options(reduce, **split(options, run))
@@ -386,7 +456,7 @@ def segment_reduce_backward(
     permutation: Array | None = None,
     **options: Unpack[_Segment],
 ) -> Array:
-    """The gradient of x in `segment_reduce`."""
+    """The gradient of x in `segment_reduce`, from its input, its output and the same options."""
     run: dict[str, Any] = {}
     own = segment_options(reduce, **split(options, run))
     inputs = {

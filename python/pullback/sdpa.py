@@ -1,4 +1,4 @@
-"""Pullback under ``torch.nn.functional.scaled_dot_product_attention``, for code that is not ours.
+"""Pullback under ``torch.nn.functional.scaled_dot_product_attention``, for code that is not ours::
 
     import pullback.sdpa
     pullback.sdpa.register()

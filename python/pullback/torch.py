@@ -4,6 +4,15 @@ They are registered operators: torch.compile (with dynamic shapes), autocast, to
 checkpointing and CUDA graphs work. Tensors may have any strides; outputs and gradients are
 row-major. CUDA work goes to the current stream, and nothing waits. Results are the same bits every
 time, unless ``deterministic=False`` allows others.
+
+Tensors of one call are on one device, and floating-point ones have one dtype: float64, float32,
+bfloat16 or float16. Sums run in float32 (float64 for float64), each result is rounded once. Index
+tensors are int32 or int64 and are not trusted: entries out of range or order are clamped or
+dropped, as the op's page says, or on the CPU reported with ``check_indices``.
+
+A tensor or an option that breaks these rules is a ValueError, which says what was expected and what
+was given; a valid problem that no kernel on the device serves is a NotImplementedError; failures of
+the driver and lack of memory are a `DeviceError`.
 """
 
 from __future__ import annotations
@@ -99,11 +108,22 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q kᵀ + bias) v in memory linear in the sequence lengths.
 
-    q [B,Sq,H,D], k [B,Sk,Hkv,D], v [B,Sk,Hkv,Dv], H a multiple of Hkv; bias [B|1,H|1,Sq|1,Sk|1],
-    whose gradient has its own shape. With cu_seqlens [B+1] (first rows of the sequences):
-    q [total_q,H,D], k and v alike. The logsumexp [B,H,Sq] ([H,total_q]) is differentiable, too.
-    Dropout draws from torch's CPU generator, or takes `seed`, an int64 tensor of one element on the
-    CPU. Options: see `AttentionOptions`.
+    Args:
+        q: [B,Sq,H,D], or [total_q,H,D] with cu_seqlens; D from 1 to 256.
+        k: [B,Sk,Hkv,D], or [total_k,Hkv,D]; H is a multiple of Hkv.
+        v: [B,Sk,Hkv,Dv], or [total_k,Hkv,Dv].
+        bias: [B|1,H|1,Sq|1,Sk|1], added to the scores; its gradient has its own shape. -inf hides
+            a key. Not with cu_seqlens.
+        cu_seqlens_q: [B+1], the first rows of the sequences in q, and their total.
+        cu_seqlens_k: the same for k and v.
+        seed: of dropout, an int64 tensor of one element on the CPU; when not given, it is drawn
+            from torch's CPU generator.
+        return_lse: also returns the logsumexp of the scores, which is differentiable, too.
+        **options: see `AttentionOptions`.
+
+    Returns:
+        out [B,Sq,H,Dv], or [total_q,H,Dv]. With `return_lse` also the natural logarithm
+        [B,H,Sq], or [H,total_q], in float32 (float64 for float64); -inf where a query sees nothing.
     """
     own = attention_options(**options)
     if torch.are_deterministic_algorithms_enabled():
@@ -128,8 +148,17 @@ def block_softmax(
 ) -> Tensor:
     """softmax over the blocks of a row of (scale x + rpe + key_padding_mask + attn_mask).
 
-    x [Z,nnz,b,b]; rpe [Z|1,H|1,R·b,C·b]; key_padding_mask [Z,C·b]; attn_mask [R·b,C·b]. Mode "add"
-    adds a mask to the scores (and gives it a gradient), "keep" hides where it is 0.
+    Args:
+        x: [Z,nnz,b,b], the blocks of the scores ordered by (head, row, column).
+        layout: the blocks that exist, of H heads, R rows, C columns.
+        rpe: [Z|1,H|1,R·b,C·b], a relative position term.
+        key_padding_mask: [Z,C·b]. In mode "add" it is added and gets a gradient; in mode "keep" it
+            hides where it is 0, and may be uint8 or bool.
+        attn_mask: [R·b,C·b], shared by batch and heads; modes as above.
+        **options: see `BlockSoftmaxOptions`.
+
+    Returns:
+        The probabilities, like x; 0 in rows that see nothing.
     """
     own = block_softmax_options(**options)
     own["layout"], own["block"] = layout.identifier, x.shape[-1]
@@ -147,9 +176,20 @@ def block_matmul(
 ) -> Tensor:
     """c = op(a) op(b), where the mode names what is block-sparse: c ("sdd"), a ("dsd"), b ("dds").
 
-    sdd  a [Z,H,R·b,K], b [Z,H,K,C·b], c [Z,nnz,b,b]; needs `block`
-    dsd  a sparse, b [Z,H,C·b,N], c [Z,H,R·b,N]
-    dds  a [Z,H,M,R·b], b sparse, c [Z,H,M,C·b]
+    - sdd: a [Z,H,R·b,K], b [Z,H,K,C·b], c [Z,nnz,b,b]
+    - dsd: a [Z,nnz,b,b], b [Z,H,C·b,N], c [Z,H,R·b,N]
+    - dds: a [Z,H,M,R·b], b [Z,nnz,b,b], c [Z,H,M,C·b]
+
+    Args:
+        a: the left matrix; one dtype with b.
+        b: the right matrix.
+        layout: the blocks of the sparse one, of H heads, R rows, C columns.
+        mode: "sdd", "dsd" or "dds".
+        block: the block size, 16 to 128 and a multiple of 16; needed for "sdd" alone.
+        **options: see `BlockMatmulOptions`.
+
+    Returns:
+        c, of that dtype; 0 in rows and columns that no block reaches.
     """
     own = block_matmul_options(mode, **options)
     if block is None:
@@ -175,8 +215,16 @@ def block_sparse_attention(
 ) -> Tensor:
     """Attention in which blocks that the layout lacks take no part.
 
-    q [B,S,H,D], k [B,S,H,D], v [B,S,H,Dv]; the layout's H heads, its block S / rows. Masks and rpe
-    are those of `block_softmax`.
+    Args:
+        q: [B,S,H,D].
+        k: [B,S,H,D].
+        v: [B,S,H,Dv].
+        layout: of H heads; its block size is S divided by its rows.
+        scale: of the scores; 1/sqrt(D) when not given.
+        rpe: as in `block_softmax`, as are the masks and their modes.
+
+    Returns:
+        [B,S,H,Dv], by a product, a softmax and a product over the blocks.
     """
     block = q.shape[1] // max(layout.rows, 1)
     heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -210,10 +258,17 @@ def entmax(
 ) -> Tensor:
     """p_i = [(alpha-1) x_i - tau]₊^(1/(alpha-1)) with sum p = 1 along a dimension.
 
-    alpha 1 is softmax, 1.5 entmax15, 2 sparsemax. A tensor of alphas has the shape of x with size 1
-    at `dim`, or without it, or broadcasts to that, and gets its gradient. `mask` (bool or uint8,
-    the shape of x) hides where it is 0; with `offsets` [G+1], `dim` holds G rows of different
-    lengths.
+    Args:
+        x: of any shape.
+        alpha: 1 is softmax, 1.5 entmax15, 2 sparsemax; at least 1. A tensor has the shape of x with
+            size 1 at `dim`, or without it, or broadcasts to that, and gets its gradient.
+        dim: the dimension of size n that rows lie along.
+        mask: bool or uint8, the shape of x; hides where it is 0.
+        offsets: [G+1], ascending; `dim` then holds G rows of different lengths.
+        check_indices: reports bad offsets instead of clamping them; on the CPU.
+
+    Returns:
+        p, like x. Rows that see nothing are 0.
     """
     rows: Tensor | None = None
     if isinstance(alpha, Tensor):
@@ -247,7 +302,15 @@ def entmax15(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
 
 
 def segment_permutation(ids: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:
-    """(permutation, offsets) for ids in any order: made once, given to `segment_reduce` often."""
+    """A stable sort of ids in any order, made once and given to `segment_reduce` often.
+
+    Args:
+        ids: [N]; rows whose id is out of [0, num_segments) are in no segment.
+        num_segments: S.
+
+    Returns:
+        permutation [N] and offsets [S+1], int64.
+    """
     permutation, offsets = ops.SEGMENT_PERMUTATION.call(ids, num_segments)
     return permutation, offsets
 
@@ -261,10 +324,18 @@ def segment_reduce(
     permutation: Tensor | None = None,
     **options: Unpack[SegmentOptions],
 ) -> Tensor:
-    """Reduces x [N,...] to one row for each segment: [S,...], or [N,...] for "softmax".
+    """Reduces the rows of each segment to one, column by column.
 
-    Segments are given as `offsets` [S+1]; as ascending `ids` [N] with `num_segments`; or, for ids
-    in any order, as what `segment_permutation` returns. Options: see `SegmentOptions`.
+    Args:
+        x: [N,...].
+        reduce: "sum", "mean", "max", "min", "prod", "logsumexp" or "softmax".
+        offsets: [S+1]: segment s has the rows from offsets[s] to offsets[s+1].
+        ids: [N], ascending, instead of offsets; `num_segments` tells S.
+        permutation: [N], with offsets: both from `segment_permutation`, for ids in any order.
+        **options: see `SegmentOptions`.
+
+    Returns:
+        [S,...], like x; [N,...] for "softmax".
     """
     own = segment_options(reduce, **options)
     with_arg = reduce in ("max", "min") and options.get("ties", "first") != "even"
@@ -296,7 +367,7 @@ def segment_softmax(
     permutation: Tensor | None = None,
     **options: Unpack[SegmentOptions],
 ) -> Tensor:
-    """The softmax over the rows of each segment, by column."""
+    """The softmax over the rows of each segment, by column: `segment_reduce` with "softmax"."""
     return segment_reduce(
         x, "softmax", offsets=offsets, ids=ids, permutation=permutation, **options
     )
@@ -335,11 +406,15 @@ class Entmax(nn.Module):
 
 
 class Sparsemax(Entmax):
+    """`entmax` with alpha 2."""
+
     def __init__(self, dim: int = -1) -> None:
         super().__init__(2.0, dim)
 
 
 class Entmax15(Entmax):
+    """`entmax` with alpha 1.5."""
+
     def __init__(self, dim: int = -1) -> None:
         super().__init__(1.5, dim)
 
@@ -347,8 +422,14 @@ class Entmax15(Entmax):
 class SparseSelfAttention(nn.Module):
     """Block-sparse self-attention with the interface of DeepSpeed's module of this name.
 
-    query, key, value [B,H,S,D]. A mask in mode "add" is added to the scores, "mul" (or "keep")
-    hides where it is 0.
+    Called with query, key and value [B,H,S,D], and optionally rpe, key_padding_mask [B,S] and
+    attn_mask [S,S]; gives [B,H,S,D]. The layout of a sequence length is made when first met.
+
+    Args:
+        sparsity_config: the pattern; `FixedSparsityConfig` of 4 heads when not given.
+        key_padding_mask_mode: "add" adds the mask to the scores, "mul" (or "keep") hides where it
+            is 0.
+        attn_mask_mode: the same for the other mask.
     """
 
     def __init__(
