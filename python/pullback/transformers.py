@@ -48,12 +48,20 @@ class Mask(NamedTuple):
     right: int
     padding: Tensor | None  # [B,1,1,Sk], added to the scores
 
+    # generate() makes the masks of static caches itself; on their way they are asked for these.
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def contiguous(self) -> Mask:
+        return self
+
 
 def mask(
     *,
     kv_length: int,
     kv_offset: int = 0,
-    attention_mask: Tensor | None = None,
+    attention_mask: Mask | Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Mask | Tensor:
@@ -61,6 +69,8 @@ def mask(
 
     Its other options are those of transformers' sdpa_mask, which differ between versions.
     """
+    if isinstance(attention_mask, Mask):
+        return attention_mask
     band = _band(options, kv_length, kv_offset)
     if band is not None:
         return Mask(*band, _padding(attention_mask, kv_length, kv_offset, dtype))
