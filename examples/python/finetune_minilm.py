@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
 
+    transformers.utils.logging.disable_progress_bar()
     pullback.transformers.register()
     task = Task(arguments.device, arguments.lines)
     real = task.batch["attention_mask"]
