@@ -1,7 +1,7 @@
 # Writes device_sources.inc: every device source as {"include/path.cuh", "text"}. Long texts are cut
 # into pieces because compilers limit the length of one string literal.
 #   cmake -DROOT=src -DOUTPUT=device_sources.inc -P embed_device_sources.cmake
-file(GLOB_RECURSE files RELATIVE ${ROOT} ${ROOT}/device/*.cuh ${ROOT}/ops/*/cuda/*.cuh
+file(GLOB_RECURSE files RELATIVE ${ROOT} ${ROOT}/device/*.cuh ${ROOT}/ops/*/*.cuh
      ${ROOT}/ops/*/cuda/tuning.hpp)
 list(SORT files)
 set(result "")

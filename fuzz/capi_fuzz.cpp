@@ -3,6 +3,8 @@
 // status but those of bad input may come back, and a failure has to have a message.
 //
 // Memory is exactly what pullback_plan_tensor and pullback_plan_workspace_bytes ask for.
+#include <algorithm>
+
 #include "caller.hpp"
 
 using namespace pullback::fuzz;
@@ -56,8 +58,10 @@ void attention(Caller& c) {
   const double scale = c.number();
   if (c.chance(4)) p.scale = &scale;
   if (c.chance(4)) p.softcap = c.number();
-  if (c.chance(2)) p.mask_left = c.size() - 2;
-  if (c.chance(2)) p.mask_right = c.size() - 2;
+  // From -2 on, so that no bound and what is below it come up too.
+  const auto bound = [&] { return std::max<std::int64_t>(c.size(), 0) - 2; };
+  if (c.chance(2)) p.mask_left = bound();
+  if (c.chance(2)) p.mask_right = bound();
   p.mask_corner = c.choice(1);
   if (c.chance(4)) p.dropout = c.number();
   p.flags = c.flags(3);

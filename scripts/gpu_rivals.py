@@ -10,14 +10,21 @@ import argparse
 import json
 import os
 import statistics
+import time
 
 
-def times(run, seconds=0.1):
-    """Median seconds of run() by events; its tensors are larger than the cache."""
+def times(run):
+    """Median seconds of run() by events; its tensors are larger than the cache. Of a slow run(), one."""
     import torch
 
     run()
     torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    once = time.perf_counter() - begin
+    if once > 0.05:
+        return once
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(9)]
     for start, stop in events:
         start.record()
@@ -55,11 +62,6 @@ def entmax15_backward(y, d_y):
     s = y.float().sqrt()
     mean = (d_y * s).sum(-1, keepdim=True) / s.sum(-1, keepdim=True)
     return (s * (d_y - mean)).to(y.dtype)
-
-
-def softmax_backward(y, d_y):
-    inner = (y.float() * d_y).sum(-1, keepdim=True)
-    return (y * (d_y - inner)).to(y.dtype)
 
 
 def triton_rows():
@@ -115,7 +117,7 @@ def entmax_rivals(report):
             report("entmax", case + "1", name, "backward", "Triton", times(lambda: triton_backward(p, d_y)), three)
             del p
             y = torch.cat([sparsemax_by_sort(piece) for piece in x.split(max(1, rows // 16))])
-            for alpha, formula in [("2", sparsemax_backward), ("1.5", entmax15_backward), ("1", softmax_backward)]:
+            for alpha, formula in [("2", sparsemax_backward), ("1.5", entmax15_backward)]:
                 compiled = torch.compile(formula, dynamic=False)
                 report("entmax", case + alpha, name, "backward", "torch.compile", times(lambda: compiled(y, d_y)), three)
             torch._dynamo.reset()
@@ -146,6 +148,8 @@ def segment_rivals(report):
                 def reduce(how):
                     return torch.segment_reduce(x, how, offsets=offsets, axis=0, unsafe=True)
 
+                if kind == "one giant" and columns == 1:
+                    continue  # segment_reduce adds the rows of a column one after the other: minutes
                 for how in ["sum", "max"]:
                     ours = case + ("sum" if how == "sum" else "max from arg")
                     report("segment", ours, name, "forward", "segment_reduce", times(lambda: reduce(how)), moved)

@@ -6,8 +6,8 @@
     python examples/python/finetune_minilm.py
 
 The text is that of examples/data, and the loss the contrastive one of the model's training: a line
-has to pick the line that follows it among all others. Compares the gradients of all parameters, then
-trains in f32 and under bf16 autocast and prints the curves. Fails if they differ by more than
+has to pick the line that follows it among all others. Compares the gradients of all parameters,
+then trains in f32 and under bf16 autocast and prints the curves. Fails if they differ by more than
 rounding explains: in bf16, by more than twice what it does to eager attention.
 """
 
@@ -99,7 +99,8 @@ def main() -> None:
     pullback.transformers.register()
     task = Task(arguments.device, arguments.lines)
     real = task.batch["attention_mask"]
-    print(f"{len(real)} lines of {real.shape[1]} tokens, {1 - real.float().mean():.0%} of them padding")
+    padding = 1 - real.float().mean()
+    print(f"{len(real)} lines of {real.shape[1]} tokens, {padding:.0%} of them padding")
     gradients = compare_gradients(task)
     print(f"gradients of all parameters in f32: {gradients:.1e} apart\n")
 

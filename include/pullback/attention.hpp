@@ -6,8 +6,10 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 
+#include "pullback/block_layout.hpp"
 #include "pullback/export.hpp"
 #include "pullback/plan.hpp"
 #include "pullback/tensor.hpp"
@@ -27,6 +29,17 @@ struct BandMask {
 
   static constexpr BandMask causal(Corner corner) { return {kUnbounded, 0, corner}; }
   friend bool operator==(const BandMask&, const BandMask&) = default;
+};
+
+// Query i sees key j only where the layout has the block (i / block, j / block), beside what the
+// band says. Absent blocks are neither read nor computed. The last blocks may reach past Sq and Sk.
+struct BlockMask {
+  std::shared_ptr<const BlockLayout> layout;  // null: none. [batches · heads, R, C], heads H or 1
+  std::int64_t batches = 1;                   // B, or 1 for all
+  std::int64_t block = 0;                     // 16 to 128, a multiple of 16
+
+  bool given() const { return layout != nullptr; }
+  PULLBACK_API friend bool operator==(const BlockMask& a, const BlockMask& b);
 };
 
 // Forward needs q, k, v; backward needs d_out too. Specs not given of out, lse, d_q, d_k, d_v and
@@ -58,6 +71,7 @@ struct AttentionProblem {
   std::optional<double> scale;  // 1/sqrt(D) when unset
   double softcap = 0;           // c > 0: s <- c tanh(s/c), after the scale and before the bias
   BandMask mask;
+  BlockMask blocks;    // R = ⌈Sq / block⌉, C = ⌈Sk / block⌉; not varlen
   double dropout = 0;  // in [0, 1); the README defines the generator
   std::uint64_t dropout_seed = 0;
   bool deterministic = true;   // false allows variants whose sums have no fixed order

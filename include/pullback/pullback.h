@@ -165,6 +165,9 @@ enum {
                                     instead of dropping it */
 };
 
+/* Which blocks of a block-sparse matrix exist: see "block layouts" below. */
+typedef struct pullback_block_layout pullback_block_layout;
+
 typedef struct pullback_attention_problem {
   size_t struct_size;
   const DLTensor* q;            /* [B,Sq,H,D], or [total_q,H,D] with cu_seqlens */
@@ -195,12 +198,18 @@ typedef struct pullback_attention_problem {
   uint32_t flags;      /* PULLBACK_NONDETERMINISTIC, PULLBACK_CHECK_INDICES */
   double dropout;      /* in [0, 1) */
   uint64_t dropout_seed;
+  /* Optional, not with cu_seqlens: query i sees key j only where the layout has block
+   * (i / block, j / block). Its heads are layout_batches times H or 1; its blocks may reach past Sq
+   * and Sk. Read during the plan call only. */
+  const pullback_block_layout* layout;
+  int64_t layout_batches; /* B; 0 or 1: the layout serves all batch items */
+  int64_t block;          /* 16 to 128, a multiple of 16 */
 } pullback_attention_problem;
 #define PULLBACK_ATTENTION_PROBLEM_INIT                                                       \
   {                                                                                           \
     sizeof(pullback_attention_problem), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
         NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, 0, PULLBACK_UNBOUNDED, PULLBACK_UNBOUNDED,  \
-        PULLBACK_TOP_LEFT, 0, 0, 0                                                            \
+        PULLBACK_TOP_LEFT, 0, 0, 0, NULL, 0, 0                                                \
   }
 
 /* Forward reads q, k, v, bias, cu_seqlens and writes out and, unless NULL, lse. Backward reads
@@ -248,8 +257,6 @@ PULLBACK_API pullback_status pullback_write_dropout_mask(const DLTensor* mask, d
  * Which blocks of a block-sparse matrix exist: H heads of R block rows by C block columns. A
  * block-sparse tensor is [Z, nnz, b, b], its blocks ordered by (head, row, column), where b is the
  * block size, 16 to 128 and a multiple of 16. */
-
-typedef struct pullback_block_layout pullback_block_layout;
 
 /* `present` is [heads, rows, columns] row-major, of 0 and 1, in CPU memory; it is copied. */
 PULLBACK_API pullback_status pullback_block_layout_create(int64_t heads, int64_t rows,

@@ -126,7 +126,7 @@ class _Kernel:
         if size > 0:
             memory = first.new_empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8)
             workspace = -(-memory.data_ptr() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
-        stream = 0 if on_cpu else torch.cuda.current_stream(first.device).cuda_stream
+        stream = 0 if on_cpu else torch._C._cuda_getCurrentRawStream(first.get_device())
         prepared.plan.run_pointers(prepared.pick(addresses), stream, workspace, size)
         return self.pack(outputs)
 
@@ -241,13 +241,15 @@ def _differentiate(
         @staticmethod
         def forward(ctx: Any, keyset: Any, options: Any, *tensors: Any) -> Any:
             results = compute(keyset, (*tensors, *options))
-            with below():
-                setup(ctx, tensors, options, (results,) if isinstance(results, Tensor) else results)
+            setup(ctx, tensors, options, (results,) if isinstance(results, Tensor) else results)
             return tuple(results) if isinstance(results, list) else results
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             return (None, None, *backward(ctx, ctx.needs_input_grad[2:], *gradients))
+
+    # Function.apply looks for transforms, which do not come here.
+    apply = super(torch.autograd.Function, Derivative).apply
 
     class Transformed(torch.autograd.Function):
         """The operator for torch.func.grad and the like, which do not reach Derivative."""
@@ -270,7 +272,7 @@ def _differentiate(
 
     def autograd(keyset: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            return Derivative.apply(keyset, arguments[count:], *arguments[:count])
+            return apply(keyset, arguments[count:], *arguments[:count])
         return compute(keyset, arguments)
 
     _library.impl(operator._opname, autograd, "Autograd", with_keyset=True)
@@ -373,8 +375,6 @@ class TorchOp:
         upstream = len(self.upstream)
         if len(outputs) > upstream:
             ctx.mark_non_differentiable(*outputs[upstream:])
-        elif upstream > 1:
-            ctx.out_like = outputs[0].shape, outputs[0].dtype, outputs[0].device
         if self._layout_place is not None:
             ctx.layout = BlockLayout.find(options[self._layout_place])  # alive until then
 
@@ -384,11 +384,12 @@ class TorchOp:
         upstream = list(gradients[: len(self.upstream)])
         if not places or all(gradient is None for gradient in upstream):
             return tuple(results)
+        saved = ctx.saved_tensors
         if upstream[0] is None:
-            shape, dtype, device = ctx.out_like
-            upstream[0] = torch.zeros((), dtype=dtype, device=device).expand(shape)
+            out = saved[self.reads.index(self.outputs[0])]
+            upstream[0] = out.new_zeros(()).expand(out.shape)
         needs = sum(1 << self._gradient_places.index(place) for place in places)
-        found = self.call_backward(*upstream, *ctx.saved_tensors, *ctx.options, needs)
+        found = self.call_backward(*upstream, *saved, *ctx.options, needs)
         for place, gradient in zip(places, found):
             results[place] = gradient
         return tuple(results)

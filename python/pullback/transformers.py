@@ -79,6 +79,7 @@ def mask(
     seen = sdpa_mask(
         kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **options
     )
+    assert seen is not None
     return _bias(seen, dtype)
 
 
@@ -91,23 +92,25 @@ def _band(options: Mapping[str, Any], kv_length: int, kv_offset: int) -> tuple[i
         return None
     end = kv_offset + kv_length
     # The tokens of a sliding window, or of a chunk, of which there is only one if it holds all.
-    size = options.get("local_size")
+    size: int | None = options.get("local_size")
     if size is not None and end <= size:
         size = None
     if size is not None and size == getattr(options.get("config"), "attention_chunk_size", None):
         return None
     if not causal and size is None:
         return -1, -1
-    if "cache_position" in options:  # up to 5.3, on the device; a single query has no static cache
-        aligned = options["cache_position"].shape[0] in (1, kv_length)
-    else:
-        offset = options.get("q_offset", 0)
-        aligned = not isinstance(offset, Tensor) and offset + options["q_length"] == end
-    if not aligned:
+    if not _ends_together(options, end, kv_length):
         return None
-    if causal:
-        return (-1 if size is None else size - 1), 0
-    return size, size
+    left = -1 if size is None else size - 1 if causal else size
+    return left, 0 if causal else left
+
+
+def _ends_together(options: Mapping[str, Any], end: int, kv_length: int) -> bool:
+    """Whether the last query is known to stand at the last key."""
+    if "cache_position" in options:  # up to 5.3, on the device; a single query has no static cache
+        return options["cache_position"].shape[0] in (1, kv_length)
+    offset = options.get("q_offset", 0)
+    return not isinstance(offset, Tensor) and bool(offset + options["q_length"] == end)
 
 
 def _padding(
@@ -118,7 +121,7 @@ def _padding(
     keys = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     if keys.shape[1] < kv_length:
         keys = torch.nn.functional.pad(keys, (0, kv_length - keys.shape[1]))
-    # Looking waits for the device, as transformers' own masks do: kernels without a bias are faster.
+    # Looking waits for the device, as transformers' own masks do; a bias costs time.
     blind = torch.compiler.is_compiling() or (
         keys.is_cuda and torch.cuda.is_current_stream_capturing()
     )

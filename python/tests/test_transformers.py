@@ -1,7 +1,7 @@
 """pullback.transformers: tiny models give the loss and gradients of eager attention.
 
-Eager attention computes the softmax in f32 even in f64 models, which bounds how close the two can
-be. PULLBACK_TEST_OPS: see test_torch.py.
+The eager attention of many models computes the softmax in f32 whatever their dtype, which bounds
+how close the two can be. PULLBACK_TEST_OPS: see test_torch.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def configuration(name: str) -> tuple[Any, Any]:
     if name == "bert":
         return t.BertConfig(**SMALL, attention_probs_dropout_prob=0.0), AutoModelForMaskedLM
     if name == "modernbert":  # bidirectional windows
-        tokens = {f"{kind}_token_id": i for i, kind in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+        tokens = {
+            f"{kind}_token_id": i for i, kind in enumerate(("pad", "bos", "eos", "cls", "sep"))
+        }
         return t.ModernBertConfig(local_attention=6, **tokens, **SMALL), AutoModelForMaskedLM
     assert name == "t5"  # position bias, cross attention
     shapes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
@@ -79,7 +81,6 @@ def models(name: str, device: str, dtype: Any = torch.float32) -> tuple[Any, Any
             torch.nn.init.normal_(parameter, std=0.5)  # biases, norms and sinks, too
     ours = auto.from_config(copy.deepcopy(config), attn_implementation="pullback")
     ours.load_state_dict(eager.state_dict())
-    # In f64, gpt_oss, bert and t5 take eager's softmax in f64, too.
     return eager.to(device, dtype).eval(), ours.to(device, dtype).eval()
 
 
@@ -206,6 +207,18 @@ def test_dropout_keeps_the_mean(device: str) -> None:
     assert error.max().item() < 5
     torch.manual_seed(0)
     assert torch.equal(pt.attention(module, q, k, v, None, dropout=0.2)[0], draws[0])
+
+
+@on_devices
+def test_sequences_of_a_model_by_offsets(device: str) -> None:
+    eager, ours = models("llama", device)
+    inputs = batch("packed", device)
+    inputs = {name: tensor[:1] for name, tensor in inputs.items()}
+    offsets = torch.tensor([0, 7, TOKENS], dtype=torch.int32, device=device)
+    lengths = {"max_length_q": 13, "max_length_k": 13}
+    expected = eager(**inputs).loss
+    loss = ours(**inputs, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, **lengths).loss
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
 
 
 @on_devices

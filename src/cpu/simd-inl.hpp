@@ -126,6 +126,16 @@ HWY_INLINE void StoreFirst(D d, hn::Vec<D> value, T* to, std::size_t count) {
   }
 }
 
+// Bit i: lane i of the mask.
+template <class D>
+HWY_INLINE unsigned BitsOf(D d, hn::Mask<D> mask) {
+  std::uint8_t bytes[8] = {};
+  hn::StoreMaskBits(d, mask, bytes);
+  unsigned bits;
+  std::memcpy(&bits, bytes, sizeof(bits));
+  return bits;
+}
+
 }  // namespace pullback::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 

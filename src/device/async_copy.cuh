@@ -14,6 +14,13 @@ inline void async_copy(void* to_shared, const void* from_global) {
                : "memory");
 }
 
+// The same, or 16 bytes of 0 when `valid` is false; then `from_global` is not read.
+inline void async_copy_or_zero(uint32_t to_shared, const void* from_global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_shared),
+               "l"(from_global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
 // Closes the group of all copies since the last call; a group may be empty.
 inline void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

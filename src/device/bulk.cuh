@@ -2,13 +2,9 @@
 // copy engine fills shared memory and counts the bytes on a barrier that the readers wait for.
 #pragma once
 
-#include "device/types.cuh"
+#include "device/shared.cuh"
 
 namespace pullback::device {
-
-inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),

@@ -3,9 +3,11 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "core/check.hpp"
+#include "driver/block_layout.hpp"
 #include "driver/driver.hpp"
 #include "driver/session.hpp"
 #include "ops/attention/problem.hpp"
@@ -44,6 +46,15 @@ AttentionProblem problem_of(const Request& request) {
   problem.d_out = spec_of(request.inputs, "d_out");
   problem.d_lse = spec_of(request.inputs, "d_lse");
   problem.mask = mask_of(options);
+  if (request.inputs.contains("layout")) {
+    problem.blocks.layout = layout_of("attention", request.inputs, &problem.blocks.batches);
+  }
+  if (options.has("block")) {
+    Checker("attention")
+        .that(problem.blocks.given(), "--block", "none without a layout",
+              options.text("block", ""));
+    problem.blocks.block = options.integer("block", 0);
+  }
   if (options.has("scale")) problem.scale = options.number("scale", 1);
   problem.softcap = options.number("softcap", 0);
   problem.dropout = options.number("dropout", 0);
@@ -51,7 +62,6 @@ AttentionProblem problem_of(const Request& request) {
   problem.deterministic = options.boolean("deterministic", true);
   problem.max_seqlen_q = options.integer("max-seqlen-q", 0);
   problem.max_seqlen_k = options.integer("max-seqlen-k", 0);
-  problem.check_indices = true;  // tensors of a file deserve an answer rather than clamping
   options.finish();
   return complete(problem);
 }
@@ -60,6 +70,11 @@ class AttentionSession final : public OpSession<AttentionProblem, AttentionTenso
  public:
   explicit AttentionSession(const Request& request) : OpSession(request) {
     AttentionProblem problem = problem_of(request);
+    // Tensors of a file deserve an answer rather than clamping, on every device.
+    AttentionTensors host;
+    host.cu_seqlens_q = data_of(request.inputs, "cu_seqlens_q");
+    host.cu_seqlens_k = data_of(request.inputs, "cu_seqlens_k");
+    attention::check_cu_seqlens(problem, host);
     tensors_.q = input("q");
     tensors_.k = input("k");
     tensors_.v = input("v");
@@ -88,15 +103,27 @@ double visible_pairs(const AttentionProblem& problem, const Request& request) {
   tensors.cu_seqlens_k = data_of(request.inputs, "cu_seqlens_k");
   const WorkspaceBuffer scratch(attention::Sequences::workspace_bytes(sizes));
   const attention::Sequences sequences(problem, sizes, tensors, scratch.get().data);
+  const attention::SeenBlocks blocks(problem);
   double pairs = 0;
   for (std::int64_t b = 0; b < sizes.batch; ++b) {
     const attention::Sequence sequence = sequences[b];
     for (std::int64_t i = 0; i < sequence.q_length; ++i) {
       const attention::Range keys = attention::visible_keys(problem.mask, sequence, i);
-      pairs += static_cast<double>(keys.end - keys.begin);
+      if (!blocks.given()) {
+        pairs += static_cast<double>(sizes.heads * (keys.end - keys.begin));
+        continue;
+      }
+      for (std::int64_t h = 0; h < sizes.heads; ++h) {
+        for (const auto& block : blocks.row(b, h, i)) {
+          const std::int64_t begin = block.column * blocks.block();
+          const std::int64_t first = std::max(keys.begin, begin);
+          pairs += static_cast<double>(
+              std::max<std::int64_t>(std::min(keys.end, begin + blocks.block()) - first, 0));
+        }
+      }
     }
   }
-  return pairs * static_cast<double>(sizes.heads);
+  return pairs;
 }
 
 Cost cost(const Request& request, Pass pass) {
@@ -130,6 +157,9 @@ const OpDriver& driver() {
                  {"v", "[B,Sk,Hkv,Dv], or [total_k,Hkv,Dv]", true},
                  {"d_out", "[B,Sq,H,Dv], or [total_q,H,Dv]", true},
                  {"bias", "[B|1,H|1,Sq|1,Sk|1]; not with cu_seqlens", false},
+                 {"layout",
+                  "[H|1,R,C] or [B|1,H|1,R,C] of 0 and 1: the blocks seen; not with cu_seqlens",
+                  false},
                  {"d_lse", "[B,H,Sq], or [H,total_q]; f32 (f64 for f64)", false},
                  {"cu_seqlens_q", "[B+1] i32 or i64: first rows of the sequences", false},
                  {"cu_seqlens_k", "[B+1] i32 or i64", false}},
@@ -138,6 +168,7 @@ const OpDriver& driver() {
                   {"window", "L,R", "keys seen to the left and right; -1 = unbounded"},
                   {"corner", "top-left|bottom-right",
                    "where a window that is not causal is aligned"},
+                  {"block", "N", "queries and keys of a block of the layout"},
                   {"scale", "X", "factor of q k^T; 1/sqrt(D) if absent"},
                   {"softcap", "X", "s becomes X tanh(s / X) before the bias; 0 = off"},
                   {"dropout", "P", "probability of dropping a softmax weight"},

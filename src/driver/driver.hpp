@@ -28,6 +28,7 @@ struct Request {
   std::string variant;            // empty: the best
   bool backward = true;           // false: outputs of the forward pass only
   std::uint64_t layout_seed = 0;  // not 0: outputs get random strides
+  Placement placement = {};
 };
 
 // A request with its plans made and its outputs allocated. forward() then backward() compute; both

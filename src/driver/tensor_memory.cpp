@@ -24,19 +24,22 @@ void fill_with_guards(cuda::CUdeviceptr memory, std::size_t bytes, cuda::CUstrea
 
 }  // namespace
 
-TensorMemory::TensorMemory(const Device& device) {
+TensorMemory::TensorMemory(const Device& device, const Placement& placement)
+    : placement_(placement) {
   if (device.kind == DeviceKind::cpu) return;
   device_ = &cuda::device_info(device.index);
-  stream_ = shared_stream(*device_);
+  if (placement.own_stream) own_stream_ = cuda::OwnStream(*device_);
+  stream_ = placement.own_stream ? own_stream_.get() : shared_stream(*device_);
 }
 
 void* TensorMemory::image(const HostTensor& tensor, Role role) {
-  Image& image = images_.emplace_back(Image{tensor, {}, role});
+  const std::size_t shift = placement_.unaligned ? size_of(tensor.spec().dtype) : 0;
+  Image& image = images_.emplace_back(Image{tensor, {}, role, shift});
   if (device_ == nullptr || tensor.data() == nullptr) return tensor.data();
   const std::span<std::byte> host = tensor.memory();
   if (host.empty()) return nullptr;
-  image.memory = cuda::DeviceMemory(*device_, host.size());
-  const cuda::CUdeviceptr begin = cuda::address(image.memory.data());
+  image.memory = cuda::DeviceMemory(*device_, host.size() + shift);
+  const cuda::CUdeviceptr begin = image.address();
   const cuda::DeviceGuard guard(*device_);
   if (role == Role::output) {
     fill_with_guards(begin, host.size(), stream_);
@@ -44,7 +47,7 @@ void* TensorMemory::image(const HostTensor& tensor, Role role) {
     cuda::check(cuda::driver().cuMemcpyHtoDAsync(begin, host.data(), host.size(), stream_),
                 "cuMemcpyHtoDAsync");
   }
-  return image.memory.data() + (static_cast<std::byte*>(tensor.data()) - host.data());
+  return image.memory.data() + shift + (static_cast<std::byte*>(tensor.data()) - host.data());
 }
 
 void TensorMemory::reserve_workspace(std::size_t bytes) {
@@ -74,9 +77,9 @@ void TensorMemory::fetch(Fetch what) const {
         image.role == Role::output || (what == Fetch::all && image.tensor.owns_memory());
     if (!wanted || image.memory.bytes() == 0) continue;
     const std::span<std::byte> host = image.tensor.memory();
-    cuda::check(cuda::driver().cuMemcpyDtoHAsync(host.data(), cuda::address(image.memory.data()),
-                                                 host.size(), stream_),
-                "cuMemcpyDtoHAsync");
+    cuda::check(
+        cuda::driver().cuMemcpyDtoHAsync(host.data(), image.address(), host.size(), stream_),
+        "cuMemcpyDtoHAsync");
   }
   cuda::check(cuda::driver().cuStreamSynchronize(stream_), "cuStreamSynchronize");
 }

@@ -13,10 +13,16 @@ namespace pullback::driver {
 
 enum class Fetch { outputs, all };
 
+// How a session uses a GPU, beside the plain way.
+struct Placement {
+  bool own_stream = false;  // else one a device, for all sessions of the process
+  bool unaligned = false;   // tensors begin one element past an address that vectors may have
+};
+
 class TensorMemory {
  public:
   // Throws Error when there is no such device.
-  explicit TensorMemory(const Device& device);
+  explicit TensorMemory(const Device& device, const Placement& placement = {});
 
   // The address that a plan's run() is given for this tensor. The content is the host's, now.
   const void* input(const HostTensor& tensor) { return image(tensor, Role::input); }
@@ -26,7 +32,6 @@ class TensorMemory {
   // Grows the workspace; on a GPU it is filled with NaN.
   void reserve_workspace(std::size_t bytes);
   Workspace workspace() const;
-  // One stream a device, for all sessions of the process: their work never overlaps.
   Stream stream() const { return {stream_}; }
 
   // Waits for the stream, then copies outputs to the host; with `all`, inputs too (but borrowed
@@ -41,8 +46,12 @@ class TensorMemory {
     HostTensor tensor;
     cuda::DeviceMemory memory;
     Role role;
+    std::size_t shift;  // of the tensor's memory in `memory`
+    cuda::CUdeviceptr address() const { return cuda::address(memory.data()) + shift; }
   };
   const cuda::DeviceInfo* device_ = nullptr;  // null: the CPU
+  Placement placement_;
+  cuda::OwnStream own_stream_;
   cuda::CUstream stream_ = nullptr;
   std::vector<Image> images_;  // on the CPU too: they keep the tensors
   WorkspaceBuffer host_workspace_;

@@ -127,6 +127,52 @@ TEST(CAttention, equals_cpp) {
   EXPECT_TRUE(same_bits(c_d_bias, d_bias));
 }
 
+TEST(CAttention, block_layout_equals_cpp) {
+  Random random(1);
+  const HostTensor q = normal_tensor(DType::f32, {2, 40, 2, 8}, random);
+  const HostTensor k = normal_tensor(DType::f32, {2, 20, 2, 8}, random);
+  const HostTensor v = normal_tensor(DType::f32, {2, 20, 2, 8}, random);
+  // [B,H,R,C] of blocks of 16.
+  std::vector<std::uint8_t> present(2 * 2 * 3 * 2);
+  for (std::size_t i = 0; i < present.size(); ++i) present[i] = i % 3 != 0;
+
+  AttentionProblem problem;
+  problem.q = q.spec();
+  problem.k = k.spec();
+  problem.v = v.spec();
+  problem.blocks = {std::make_shared<const BlockLayout>(4, 3, 2, present), 2, 16};
+  const HostTensor out(complete(problem).out);
+  AttentionTensors tensors;
+  tensors.q = q.data();
+  tensors.k = k.data();
+  tensors.v = v.data();
+  tensors.out = out.data();
+  run(make_plan(Device::cpu(2), problem, Pass::forward), tensors);
+
+  pullback_block_layout* layout = nullptr;
+  ASSERT_OK(pullback_block_layout_create(4, 3, 2, present.data(), &layout));
+  const DLTensor dl_q = describe(q), dl_k = describe(k), dl_v = describe(v);
+  pullback_attention_problem c_problem = PULLBACK_ATTENTION_PROBLEM_INIT;
+  c_problem.q = &dl_q;
+  c_problem.k = &dl_k;
+  c_problem.v = &dl_v;
+  c_problem.layout = layout;
+  c_problem.layout_batches = 2;
+  c_problem.block = 16;
+  pullback_plan* made = nullptr;
+  ASSERT_OK(pullback_attention_plan(&c_problem, PULLBACK_FORWARD, nullptr, &made));
+  const CPlan plan(made);
+  pullback_block_layout_destroy(layout);
+  const HostTensor c_out = allocate(plan, "out");
+  pullback_attention_tensors c_tensors = PULLBACK_ATTENTION_TENSORS_INIT;
+  c_tensors.q = q.data();
+  c_tensors.k = k.data();
+  c_tensors.v = v.data();
+  c_tensors.out = c_out.data();
+  run(pullback_attention_run, plan, c_tensors);
+  EXPECT_TRUE(same_bits(c_out, out));
+}
+
 TEST(CAttention, varlen_equals_cpp) {
   Random random(2);
   const HostTensor q = normal_tensor(DType::f32, {6, 2, 4}, random);

@@ -1,5 +1,6 @@
 // What every op that runs on a GPU promises about its runs: they can be captured into a graph, be
-// enqueued by many threads, and give the same bits a thousand times.
+// enqueued by many threads and on several streams, take tensors at any address, and give the same
+// bits a thousand times.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -93,6 +94,42 @@ TEST_F(OnDeviceSession, threads_have_plans_of_their_own) {
   for (auto& thread : threads) thread.join();
   for (const auto& results : got) {
     for (std::size_t i = 0; i < all.size(); ++i) expect_same(expected[i], results[i]);
+  }
+}
+
+TEST_F(OnDeviceSession, streams_work_side_by_side) {
+  std::vector<Request> all = requests(12);
+  std::vector<TensorMap> expected;
+  std::vector<std::unique_ptr<Session>> sessions;
+  for (Request& request : all) {
+    expected.push_back(evaluate(request));
+    request.placement.own_stream = true;
+    sessions.push_back(find_driver(request.op).prepare(request));
+  }
+  for (int round = 0; round < 5; ++round) {
+    for (const auto& session : sessions) session->forward();
+    for (const auto& session : sessions) session->backward();
+  }
+  for (std::size_t i = 0; i < sessions.size(); ++i) {
+    SCOPED_TRACE(all[i].op);
+    sessions[i]->fetch(Fetch::outputs);
+    expect_same(expected[i], sessions[i]->outputs);
+  }
+}
+
+TEST_F(OnDeviceSession, tensors_may_begin_anywhere) {
+  for (Request& request : requests(40)) {
+    SCOPED_TRACE(request.op);
+    request.device = Device::cpu();
+    const TensorMap expected = evaluate(request);
+    request.device = Device::cuda();
+    request.placement.unaligned = true;
+    for (const auto& [name, tensor] : evaluate(request)) {
+      const auto [difference, largest] = largest_errors(tensor, expected.find(name)->second);
+      // Of two computations in f32, or two roundings to bf16.
+      const double slack = tensor.spec().dtype == DType::bf16 ? 0x1p-6 : 0x1p-12;
+      EXPECT_LE(difference, slack * std::max(1.0, largest)) << name;
+    }
   }
 }
 

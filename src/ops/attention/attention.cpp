@@ -9,7 +9,7 @@
 #include "core/check.hpp"
 #include "core/variant.hpp"
 #include "core/view.hpp"
-#include "ops/attention/dropout.hpp"
+#include "ops/attention/dropout.cuh"
 #include "ops/attention/problem.hpp"
 
 namespace pullback {
@@ -136,6 +136,31 @@ void check_bias(const Checker& check, AttentionProblem& problem, bool varlen) {
   fill_like(check, "d_bias", problem.d_bias, problem.bias);
 }
 
+void check_blocks(const Checker& check, const AttentionProblem& problem, bool varlen) {
+  const BlockMask& mask = problem.blocks;
+  if (!mask.given()) return;
+  check.that(
+      !varlen, "blocks", "none with cu_seqlens", "a block layout",
+      "a packed batch has no common grid of blocks: run the sequences one by one, or padded");
+  check.that(mask.block >= 16 && mask.block <= 128 && mask.block % 16 == 0, "block",
+             "16 to 128, a multiple of 16", fmt::format("{}", mask.block));
+  const AttentionSizes sizes = sizes_of(problem);
+  check.that(mask.batches == 1 || mask.batches == sizes.batch, "blocks",
+             fmt::format("layouts for 1 or {} batch items", sizes.batch),
+             fmt::format("{}", mask.batches));
+  const auto count = [&](std::int64_t length) { return (length + mask.block - 1) / mask.block; };
+  const BlockLayout& layout = *mask.layout;
+  const bool heads_fit =
+      layout.heads() == mask.batches || layout.heads() == mask.batches * sizes.heads;
+  check.that(heads_fit && layout.rows() == count(sizes.total_query) &&
+                 layout.columns() == count(sizes.total_key),
+             "blocks",
+             fmt::format("[{} times 1 or {} heads, {}, {}] blocks of {}", mask.batches, sizes.heads,
+                         count(sizes.total_query), count(sizes.total_key), mask.block),
+             fmt::format("[{}, {}, {}]", layout.heads(), layout.rows(), layout.columns()),
+             "rows are for queries, columns for keys, the last ones may be partly outside");
+}
+
 TensorUses uses(const AttentionProblem& problem, const AttentionTensors& tensors, Pass pass) {
   TensorUses all;
   all.read("q", problem.q, tensors.q);
@@ -192,12 +217,22 @@ constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
       kAllFeatures & ~features(Feature::f64, Feature::f32, Feature::f16), 20},
      make_checked<make_cpu_amx_bf16>},
     {{"cpu", DeviceKind::cpu, CpuIsa::any, kAllFeatures, 10}, make_checked<make_cpu>},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::forward},
+     make_cuda_forward},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::backward},
+     make_cuda_backward},
     {{"reference", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_reference>},
     {{"textbook", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_textbook>},
 };
 
 }  // namespace
 }  // namespace attention
+
+bool operator==(const BlockMask& a, const BlockMask& b) {
+  const bool same_layout =
+      a.layout == b.layout || (a.given() && b.given() && *a.layout == *b.layout);
+  return same_layout && a.batches == b.batches && a.block == b.block;
+}
 
 AttentionProblem complete(const AttentionProblem& given) {
   using namespace attention;
@@ -238,6 +273,7 @@ AttentionProblem complete(const AttentionProblem& given) {
   fill_like(check, "d_k", problem.d_k, problem.k);
   fill_like(check, "d_v", problem.d_v, problem.v);
   check_bias(check, problem, varlen);
+  check_blocks(check, problem, varlen);
   return problem;
 }
 
@@ -247,6 +283,10 @@ Plan<AttentionTensors> make_plan(const Device& device, const AttentionProblem& g
   const AttentionProblem problem = complete(given);
   Checker(kOp).that(pass == Pass::forward || problem.d_out.given(), "d_out",
                     "a tensor for the backward pass", "none", "pass the gradient of out");
+  if (device.kind == DeviceKind::cuda && problem.check_indices && problem.cu_seqlens_q.given()) {
+    fail(ErrorCode::unsupported, kOp, "check_indices", "false on a CUDA device", "true",
+         "check cu_seqlens in a plan for the CPU");
+  }
   return plan_with_variants<AttentionProblem, AttentionTensors>(
       kOp, kVariants, needs(problem, pass), kFeatureNames, uses, device, problem, pass, options);
 }

@@ -28,6 +28,7 @@ FeatureSet needs(const AttentionProblem& problem, Pass pass) {
   add(problem.softcap > 0, Feature::softcap);
   add(problem.mask.left != BandMask::kUnbounded || problem.mask.right != BandMask::kUnbounded,
       Feature::band_mask);
+  add(problem.blocks.given(), Feature::block_layout);
   add(pass == Pass::backward && problem.d_lse.given(), Feature::d_lse);
   add(sizes.head_dim % 8 != 0 || sizes.value_dim % 8 != 0, Feature::odd_head_dim);
   add(sizes.head_dim != sizes.value_dim, Feature::value_dim);
@@ -89,6 +90,19 @@ RowStrides lse_strides(const TensorSpec& spec) {
 BiasStrides bias_strides(const TensorSpec& spec) {
   if (!spec.given()) return {};
   return {stride(spec, 0), stride(spec, 1), stride(spec, 2), stride(spec, 3)};
+}
+
+bool SeenBlocks::any(std::int64_t b, std::int64_t h, const Range& queries,
+                     const Range& keys) const {
+  if (layout_ == nullptr) return true;
+  const std::int64_t last_row = (queries.end - 1) / block_;
+  for (std::int64_t row = queries.begin / block_; row <= last_row; ++row) {
+    const auto blocks = layout_->row(plane(b, h), row);
+    const auto first =
+        std::ranges::lower_bound(blocks, keys.begin / block_, {}, &BlockLayout::Block::column);
+    if (first != blocks.end() && first->column <= (keys.end - 1) / block_) return true;
+  }
+  return false;
 }
 
 std::size_t Sequences::workspace_bytes(const AttentionSizes& sizes) {

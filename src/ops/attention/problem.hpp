@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "core/variant.hpp"
+#include "ops/attention/sequence.cuh"
 #include "pullback/attention.hpp"
 
 namespace pullback::attention {
@@ -32,12 +33,15 @@ enum class Feature {
   odd_head_dim,      // D or Dv not a multiple of 8
   value_dim,         // Dv != D
   strided_elements,  // a tensor of rows whose last stride is not 1
+  block_layout,
   count
 };
 
 inline constexpr std::string_view kFeatureNames[] = {
-    "f64",     "f32",     "bf16",      "f16",   "bias",         "d_bias",  "varlen",          "GQA",
-    "dropout", "softcap", "band mask", "d_lse", "odd head dim", "Dv != D", "strided elements"};
+    "f64",         "f32",    "bf16",         "f16",     "bias",
+    "d_bias",      "varlen", "GQA",          "dropout", "softcap",
+    "band mask",   "d_lse",  "odd head dim", "Dv != D", "strided elements",
+    "block layout"};
 static_assert(std::size(kFeatureNames) == static_cast<std::size_t>(Feature::count));
 
 inline constexpr FeatureSet kAllFeatures = (FeatureSet{1} << static_cast<int>(Feature::count)) - 1;
@@ -77,12 +81,6 @@ BiasStrides bias_strides(const TensorSpec& spec);
 
 // --- Sequences ---
 
-// Rows of batch item b: within its own [S,H,D] slice, or, when varlen, within [total,H,D].
-struct Sequence {
-  std::int64_t q_begin = 0, q_length = 0;
-  std::int64_t k_begin = 0, k_length = 0;
-};
-
 // The sequences of one run. Whatever cu_seqlens holds, they lie within the tensors, do not overlap
 // and come in order: each entry is clamped to [largest entry before it, total], and a sequence
 // longer than max_seqlen is cut to it.
@@ -112,48 +110,63 @@ void check_cu_seqlens(const AttentionProblem& problem, const AttentionTensors& t
 
 // --- Band mask ---
 
-struct Range {
-  std::int64_t begin = 0, end = 0;  // empty: begin == end
-  bool empty() const { return begin == end; }
-};
+inline constexpr Band band_of(const BandMask& mask) {
+  const auto reach = [](std::int64_t side) {
+    return side == BandMask::kUnbounded ? kFar : std::min(side, kFar);
+  };
+  return {reach(mask.left), reach(mask.right), mask.corner == Corner::bottom_right};
+}
 
-namespace detail {
-// Beyond every position (those are below 2^60), yet sums of three stay within 64 bits.
-inline constexpr std::int64_t kFar = std::int64_t{1} << 61;
-inline constexpr std::int64_t reach(std::int64_t side) {
-  return side == BandMask::kUnbounded ? kFar : std::min(side, kFar);
-}
-inline constexpr Range clamped(std::int64_t first, std::int64_t last, std::int64_t length) {
-  const std::int64_t begin = std::clamp<std::int64_t>(first, 0, length);
-  return {begin, std::clamp<std::int64_t>(last + 1, begin, length)};
-}
-inline constexpr std::int64_t diagonal(const BandMask& mask, const Sequence& sequence) {
-  return mask.corner == Corner::bottom_right ? sequence.k_length - sequence.q_length : 0;
-}
-}  // namespace detail
-
-// Keys that query i sees, positions within the sequence. Both ends never fall as i grows.
 inline constexpr Range visible_keys(const BandMask& mask, const Sequence& sequence,
                                     std::int64_t i) {
-  const std::int64_t center = i + detail::diagonal(mask, sequence);
-  return detail::clamped(center - detail::reach(mask.left), center + detail::reach(mask.right),
-                         sequence.k_length);
+  return visible_keys(band_of(mask), sequence, i);
 }
-
-// Queries that see key j.
 inline constexpr Range seeing_queries(const BandMask& mask, const Sequence& sequence,
                                       std::int64_t j) {
-  const std::int64_t center = j - detail::diagonal(mask, sequence);
-  return detail::clamped(center - detail::reach(mask.right), center + detail::reach(mask.left),
-                         sequence.q_length);
+  return seeing_queries(band_of(mask), sequence, j);
 }
+
+// --- Block mask ---
+
+// What the block mask of a problem lets heads see. Without one, everything.
+class SeenBlocks {
+ public:
+  explicit SeenBlocks(const AttentionProblem& problem)
+      : layout_(problem.blocks.layout.get()),
+        block_(std::max<std::int64_t>(problem.blocks.block, 1)),
+        batches_(problem.blocks.batches),
+        heads_(layout_ && batches_ > 0 ? layout_->heads() / batches_ : 0) {}
+
+  bool given() const { return layout_ != nullptr; }
+  std::int64_t block() const { return block_; }
+  bool sees(std::int64_t b, std::int64_t h, std::int64_t query, std::int64_t key) const {
+    return layout_ == nullptr || layout_->present(plane(b, h), query / block_, key / block_);
+  }
+  // The blocks of the query's row, by column; only where a mask is given.
+  std::span<const BlockLayout::Block> row(std::int64_t b, std::int64_t h,
+                                          std::int64_t query) const {
+    return layout_->row(plane(b, h), query / block_);
+  }
+  // Whether any of the queries sees any of the keys; the ranges are not empty.
+  bool any(std::int64_t b, std::int64_t h, const Range& queries, const Range& keys) const;
+
+ private:
+  std::int64_t plane(std::int64_t b, std::int64_t h) const {
+    return (batches_ == 1 ? 0 : b) * heads_ + (heads_ == 1 ? 0 : h);
+  }
+
+  const BlockLayout* layout_;
+  std::int64_t block_, batches_, heads_;
+};
 
 // --- Variants ---
 
 using Body = std::unique_ptr<PlanBody<AttentionTensors>>;
 Body make_cpu(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_cpu_amx_bf16(const AttentionProblem& problem, const Device& device, Pass pass);
+Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_reference(const AttentionProblem& problem, const Device& device, Pass pass);
+Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_textbook(const AttentionProblem& problem, const Device& device, Pass pass);
 
 }  // namespace pullback::attention

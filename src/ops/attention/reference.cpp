@@ -10,14 +10,14 @@
 //   d_v_j += p_j m_j d_out                          d_bias_ij += ds_j
 //
 // What a query does not see is skipped, not multiplied by 0, so that a NaN there goes nowhere:
-// keys outside the band, keys whose score is -inf (as a bias of -inf makes it), and, for the
-// products with m_j, keys that are dropped.
+// keys outside the band, keys in absent blocks, keys whose score is -inf (as a bias of -inf makes
+// it), and, for the products with m_j, keys that are dropped.
 #include <cmath>
 #include <limits>
 
 #include "core/arithmetic.hpp"
 #include "core/element.hpp"
-#include "ops/attention/dropout.hpp"
+#include "ops/attention/dropout.cuh"
 #include "ops/attention/problem.hpp"
 
 namespace pullback::attention {
@@ -218,6 +218,7 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
     const Real* const q = arrays.q.row(row.item, row.sequence.q_begin + row.query, row.head);
     const Real* const k = arrays.k.row(row.item, row.sequence.k_begin + j, row.kv_head);
     slope = 1;
+    if (!seen_blocks_.sees(row.batch, row.head, row.query, j)) return -kInfinity;
     Real bias = 0;
     if (problem_.bias.given()) {
       const Real* const biases = arrays.bias.row(row.batch, row.query, row.head);
@@ -305,6 +306,7 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
   Pass pass_;
   AttentionSizes sizes_;
   Dropout dropout_;
+  SeenBlocks seen_blocks_{problem_};
   Real keep_scale_, scale_, softcap_;
 };
 

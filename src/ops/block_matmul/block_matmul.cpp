@@ -11,6 +11,7 @@ constexpr std::string_view kOp = "block_matmul";
 
 constexpr Variant<BlockMatmulProblem, BlockMatmulTensors> kVariants[] = {
     {{"cpu", DeviceKind::cpu, CpuIsa::any, kAllFeatures, 10}, make_cpu},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80}, make_cuda},
     {{"reference", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_reference},
     {{"textbook", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_textbook},
 };

@@ -38,6 +38,7 @@ inline const TensorSpec& sparse_spec(const BlockMatmulProblem& problem) {
 using Body = PlanBody<BlockMatmulTensors>;
 
 std::unique_ptr<Body> make_cpu(const BlockMatmulProblem& problem, const Device& device, Pass pass);
+std::unique_ptr<Body> make_cuda(const BlockMatmulProblem& problem, const Device& device, Pass pass);
 std::unique_ptr<Body> make_reference(const BlockMatmulProblem& problem, const Device& device,
                                      Pass pass);
 std::unique_ptr<Body> make_textbook(const BlockMatmulProblem& problem, const Device& device,

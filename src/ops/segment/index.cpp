@@ -21,27 +21,15 @@ bool ascends(const Index* offsets, std::int64_t count) {
   return ok;
 }
 
-bool ascends(const IndexView& offsets, std::int64_t begin, std::int64_t end) {
-  if (offsets.stride == 1) {
-    const std::int64_t count = end - begin;
-    return offsets.wide ? ascends(static_cast<const std::int64_t*>(offsets.data) + begin, count)
-                        : ascends(static_cast<const std::int32_t*>(offsets.data) + begin, count);
-  }
-  bool ok = true;
-  for (std::int64_t s = begin; s < end; ++s) ok &= offsets[s] <= offsets[s + 1];
-  return ok;
-}
-
-bool offsets_ascend(const IndexView& offsets, std::int64_t count, std::int64_t rows,
-                    const Threads& threads) {
-  if (offsets[0] < 0 || offsets[count] > rows) return false;
-  std::atomic<bool> ascend = true;
-  threads.parallel_for((count + kBlock - 1) / kBlock, [&](std::int64_t block, int) {
-    if (!ascends(offsets, block * kBlock, std::min(count, (block + 1) * kBlock))) {
-      ascend.store(false, std::memory_order_relaxed);
+bool all_ascend(const Segments& segments, const Threads& threads) {
+  if (segments.count == 0) return ascend(segments, 0, 0);
+  std::atomic<bool> all = true;
+  threads.parallel_for((segments.count + kBlock - 1) / kBlock, [&](std::int64_t block, int) {
+    if (!ascend(segments, block * kBlock, std::min(segments.count, (block + 1) * kBlock))) {
+      all.store(false, std::memory_order_relaxed);
     }
   });
-  return ascend.load();
+  return all.load();
 }
 
 }  // namespace
@@ -52,21 +40,38 @@ std::size_t segments_workspace_bytes(const SegmentProblem& problem) {
   return std::max(offsets, bitmap ? bitmap_bytes(problem.x.shape[0]) : 0);
 }
 
+bool ascend(const Segments& segments, std::int64_t begin, std::int64_t end) {
+  const IndexView& offsets = segments.offsets;
+  if (offsets[begin] < 0 || offsets[end] > segments.rows) return false;
+  if (offsets.stride == 1) {
+    const std::int64_t count = end - begin;
+    return offsets.wide ? ascends(static_cast<const std::int64_t*>(offsets.data) + begin, count)
+                        : ascends(static_cast<const std::int32_t*>(offsets.data) + begin, count);
+  }
+  bool ok = true;
+  for (std::int64_t s = begin; s < end; ++s) ok &= offsets[s] <= offsets[s + 1];
+  return ok;
+}
+
+Segments unproven_segments(const SegmentProblem& problem, const SegmentTensors& tensors) {
+  Segments segments{
+      .rows = problem.x.shape[0], .count = problem.num_segments, .offsets = {}, .permutation = {}};
+  if (problem.offsets.given()) segments.offsets = IndexView(problem.offsets, tensors.offsets);
+  if (problem.permutation.given() && segments.rows > 0) {
+    segments.permutation = IndexView(problem.permutation, tensors.permutation);
+  }
+  return segments;
+}
+
 Segments make_segments(const SegmentProblem& problem, const SegmentTensors& tensors, void* scratch,
                        const Threads& threads) {
   const std::int64_t rows = problem.x.shape[0];
   const std::int64_t count = problem.num_segments;
-  Segments segments{.rows = rows, .count = count, .offsets = {}, .permutation = {}};
-  if (problem.permutation.given() && rows > 0) {
-    segments.permutation = IndexView(problem.permutation, tensors.permutation);
-  }
+  Segments segments = unproven_segments(problem, tensors);
   auto* repaired = static_cast<std::int64_t*>(scratch);
   if (problem.offsets.given()) {
-    const IndexView offsets(problem.offsets, tensors.offsets);
-    if (offsets_ascend(offsets, count, rows, threads)) {
-      segments.offsets = offsets;
-      return segments;
-    }
+    if (all_ascend(segments, threads)) return segments;
+    const IndexView offsets = segments.offsets;
     std::int64_t largest = 0;
     for (std::int64_t s = 0; s <= count; ++s) {
       largest = std::max(largest, std::min(offsets[s], rows));
@@ -87,6 +92,7 @@ Segments make_segments(const SegmentProblem& problem, const SegmentTensors& tens
       while (largest < count) repaired[++largest] = rows;
     }
   }
+  segments.offsets = {};
   segments.offsets.data = repaired;
   return segments;
 }

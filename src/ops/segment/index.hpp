@@ -56,6 +56,13 @@ struct Segments {
   std::int64_t readable_row(std::int64_t r) const { return std::max<std::int64_t>(row(r), 0); }
 };
 
+// The offsets as they are. Nothing may be read by them before ascend() has held for all that is
+// used.
+Segments unproven_segments(const SegmentProblem& problem, const SegmentTensors& tensors);
+
+// Whether offsets [begin, end] ascend, within [0, N].
+bool ascend(const Segments& segments, std::int64_t begin, std::int64_t end);
+
 // Scratch of check_indices and make_segments.
 std::size_t segments_workspace_bytes(const SegmentProblem& problem);
 

@@ -277,6 +277,92 @@ void add_tiles(std::vector<Case>& cases) {
   add(cases, "tiles, more queries than keys", setup, {{"causal", "bottom-right"}});
 }
 
+// A layout [batches,heads,R,C] with about the given share of blocks, for blocks of `block`.
+struct Blocks {
+  std::int64_t block = 16, batches = 1, heads = 1;
+  double density = 0.5;
+  // Of rows, besides: block row 0 of every plane is empty.
+  bool empty_row = false;
+};
+
+Setup with_blocks(Setup setup, const Blocks& blocks) {
+  setup.change = [blocks, before = setup.change](TensorMap& inputs, const Setup& s,
+                                                 Random& random) {
+    if (before) before(inputs, s, random);
+    const auto count = [&](std::int64_t length) {
+      return (length + blocks.block - 1) / blocks.block;
+    };
+    const std::int64_t rows = count(s.query), columns = count(s.key);
+    HostTensor layout(
+        TensorSpec::contiguous(DType::u8, {blocks.batches, blocks.heads, rows, columns}));
+    for (std::int64_t i = 0; i < layout.numel(); ++i) {
+      const bool empty = blocks.empty_row && i / columns % rows == 0;
+      layout.set(i, !empty && random.chance(blocks.density));
+    }
+    inputs["layout"] = layout;
+  };
+  return setup;
+}
+
+void add_blocks(std::vector<Case>& cases) {
+  const auto with_size = [](std::int64_t block, OptionMap options = {}) {
+    options["block"] = fmt::format("{}", block);
+    return options;
+  };
+  // Without d_lse the gradients of a row that sees one key cancel to 0.
+  const Setup plain{.query = 70, .key = 129, .d_lse = true};
+  add(cases, "blocks for all", with_blocks(plain, {}), with_size(16));
+  add(cases, "blocks by head", with_blocks(plain, {.block = 32, .heads = 2}), with_size(32));
+  add(cases, "blocks by batch item", with_blocks(plain, {.batches = 2}), with_size(16));
+  add(cases, "blocks by batch item and head, empty rows",
+      with_blocks(plain, {.block = 48, .batches = 2, .heads = 2, .empty_row = true}),
+      with_size(48));
+  add(cases, "no blocks at all", with_blocks(plain, {.density = 0}), with_size(16));
+  add(cases, "blocks, causal", with_blocks({.query = 129, .key = 129, .d_lse = true}, {.heads = 2}),
+      with_size(16, {{"causal", "top-left"}}));
+  add(cases, "blocks, window, bottom right", with_blocks(plain, {.block = 32}),
+      with_size(32, {{"window", "40,20"}, {"corner", "bottom-right"}}));
+  add(cases, "blocks, dropout, softcap", with_blocks(plain, {.block = 64, .heads = 2}),
+      with_size(64, {{"dropout", "0.3"}, {"seed", "5"}, {"softcap", "3"}}));
+  Setup setup = plain;
+  setup.heads = 4;
+  setup.value_dim = 24;
+  add(cases, "blocks by head, GQA, Dv 24", with_blocks(setup, {.heads = 4}), with_size(16));
+  for (const std::vector<std::int64_t>& bias :
+       {std::vector<std::int64_t>{2, 2, 70, 129}, {1, 2, 1, 129}, {1, 1, 70, 1}}) {
+    setup = plain;
+    setup.bias = bias;
+    add(cases, fmt::format("blocks, bias {}", fmt::join(bias, "x")),
+        with_blocks(setup, {.block = 32, .heads = 2}), with_size(32));
+  }
+  // Every query of the sequence has its NaN in blocks that are absent for it.
+  setup = plain;
+  setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 33); };
+  setup = with_blocks(setup, {});
+  setup.change = [before = setup.change](TensorMap& inputs, const Setup& s, Random& random) {
+    before(inputs, s, random);
+    const HostTensor& layout = inputs["layout"];
+    const std::int64_t columns = layout.spec().shape[3];
+    for (std::int64_t i = 0; i < layout.numel(); ++i) {
+      if (i % columns >= columns - 3) layout.set(i, 0);
+    }
+  };
+  setup.finite_differences = false;
+  add(cases, "blocks, NaN in absent ones", setup, with_size(16));
+  Setup wide{.batch = 1,
+             .query = 410,
+             .key = 1130,
+             .head_dim = 8,
+             .value_dim = 8,
+             .d_lse = true,
+             .finite_differences = false};
+  for (const std::int64_t block : {16, 64, 128}) {
+    add(cases, fmt::format("tiles, blocks of {}", block),
+        with_blocks(wide, {.block = block, .heads = 2, .density = 0.2}),
+        with_size(block, {{"causal", "bottom-right"}}));
+  }
+}
+
 }  // namespace
 
 std::vector<Case> attention_cases() {
@@ -288,6 +374,7 @@ std::vector<Case> attention_cases() {
   add_layouts(cases);
   add_varlen(cases);
   add_tiles(cases);
+  add_blocks(cases);
   return cases;
 }
 
@@ -355,8 +442,17 @@ Case attention_fuzz(std::uint64_t seed) {
     }
     setup.bias.push_back(setup.key);  // the sum over keys cancels too
   }
-  // So it is for rows at the band's ends without d_lse.
-  setup.d_lse = causal || window || !setup.cu_k.empty() || random.chance(0.3);
+  const bool blocks = setup.cu_q.empty() && random.chance(0.25);
+  if (blocks) {
+    const std::int64_t block = 16 * random.integer(1, 4);
+    options["block"] = fmt::format("{}", block);
+    setup = with_blocks(setup, {.block = block,
+                                .batches = random.chance(0.5) ? 1 : setup.batch,
+                                .heads = random.chance(0.5) ? 1 : setup.heads,
+                                .density = random.uniform()});
+  }
+  // So it is for rows at the band's ends without d_lse, and where few blocks are seen.
+  setup.d_lse = blocks || causal || window || !setup.cu_k.empty() || random.chance(0.3);
   return make_case(fmt::format("fuzz {}", seed), setup, options);
 }
 

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <memory>
+#include <vector>
 
 #include "ops/attention/run_attention.hpp"
 #include "support/message_of.hpp"
@@ -305,6 +307,33 @@ TEST(attention_messages, write_dropout_mask) {
             "first");
   EXPECT_EQ(refusal_of(TensorSpec::contiguous(DType::u8, {4, 4}), mask, 0.5),
             "write_dropout_mask: mask: expected rank 4, got rank 2 [4, 4]");
+}
+
+TEST(attention_messages, blocks) {
+  const auto with = [](std::int64_t heads, std::int64_t rows, std::int64_t columns,
+                       std::int64_t block, std::int64_t batches = 1) {
+    return [=](AttentionProblem& p) {
+      const std::vector<std::uint8_t> present(static_cast<std::size_t>(heads * rows * columns), 1);
+      p.blocks = {std::make_shared<const BlockLayout>(heads, rows, columns, present), batches,
+                  block};
+    };
+  };
+  EXPECT_EQ(refusal(with(4, 1, 1, 16)), "no error");
+  EXPECT_EQ(refusal(with(8, 1, 1, 16, 2)), "no error");
+  EXPECT_EQ(refusal(with(2, 1, 1, 16, 2)), "no error");
+  EXPECT_EQ(refusal(with(4, 1, 1, 24)),
+            "attention: block: expected 16 to 128, a multiple of 16, got 24");
+  EXPECT_EQ(refusal(with(3, 1, 1, 16, 3)),
+            "attention: blocks: expected layouts for 1 or 2 batch items, got 3");
+  EXPECT_EQ(refusal(with(2, 1, 1, 16)),
+            "attention: blocks: expected [1 times 1 or 4 heads, 1, 1] blocks of 16, got [2, 1, 1]; "
+            "rows are for queries, columns for keys, the last ones may be partly outside");
+  EXPECT_EQ(refusal(with(1, 1, 2, 16)),
+            "attention: blocks: expected [1 times 1 or 4 heads, 1, 1] blocks of 16, got [1, 1, 2]; "
+            "rows are for queries, columns for keys, the last ones may be partly outside");
+  EXPECT_EQ(refusal(with(1, 1, 1, 16), good_varlen()),
+            "attention: blocks: expected none with cu_seqlens, got a block layout; a packed batch "
+            "has no common grid of blocks: run the sequences one by one, or padded");
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "ops/attention/dropout.hpp"
+#include "ops/attention/dropout.cuh"
 #include "ops/attention/problem.hpp"
 #include "ops/attention/run_attention.hpp"
 

@@ -4,8 +4,12 @@
 
 #include <cmath>
 #include <memory>
+#include <string>
+#include <vector>
 
+#include "cuda/driver.hpp"
 #include "driver/host_tensor.hpp"
+#include "driver/tensor_memory.hpp"
 #include "pullback/block_sparse.hpp"
 #include "pullback/sparsity.hpp"
 
@@ -13,42 +17,56 @@ namespace pullback {
 namespace {
 
 using driver::HostTensor;
-using driver::WorkspaceBuffer;
+using driver::TensorMemory;
 
-constexpr std::int64_t kBatch = 2, kHeads = 2, kSeqLen = 96, kHeadDim = 20, kBlock = 16;
+constexpr std::int64_t kBatch = 2, kHeads = 2, kSeqLen = 96, kBlock = 16;
 constexpr double kScale = 0.25;
+
+struct Setting {
+  Device device = Device::cpu(2);
+  std::int64_t head_dim = 20;
+};
 
 struct Gradients {
   HostTensor out, d_q, d_k, d_v;
 };
 
-HostTensor dense_tensor(DType dtype) {
-  return HostTensor(TensorSpec::contiguous(dtype, {kBatch, kHeads, kSeqLen, kHeadDim}));
+HostTensor dense_tensor(DType dtype, std::int64_t head_dim) {
+  return HostTensor(TensorSpec::contiguous(dtype, {kBatch, kHeads, kSeqLen, head_dim}));
 }
 
-HostTensor random_tensor(DType dtype, std::uint64_t seed) {
+HostTensor random_tensor(DType dtype, std::int64_t head_dim, std::uint64_t seed) {
   driver::Random random(seed);
-  HostTensor tensor = dense_tensor(dtype);
+  HostTensor tensor = dense_tensor(dtype, head_dim);
   for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, random.normal());
   return tensor;
 }
 
 template <class Problem, class Tensors>
-void run(const Problem& problem, Pass pass, const Tensors& tensors) {
-  const auto plan = make_plan(Device::cpu(2), problem, pass);
-  plan.run({}, tensors, WorkspaceBuffer(plan.workspace_bytes()).get());
+void run(const Device& device, TensorMemory& memory, const Problem& problem, Pass pass,
+         const Tensors& tensors) {
+  const auto plan = make_plan(device, problem, pass);
+  memory.reserve_workspace(plan.workspace_bytes());
+  plan.run(memory.stream(), tensors, memory.workspace());
+  memory.fetch();
 }
 
 // scores = q kᵀ at the blocks; p = softmax(scale · scores), in place; out = p v. Backward: d_p at
 // the blocks, d_scores in place of d_p, and the products' own gradients.
-Gradients block_sparse_attention(std::shared_ptr<const BlockLayout> layout, const HostTensor& q,
-                                 const HostTensor& k, const HostTensor& v,
+Gradients block_sparse_attention(const Setting& setting, std::shared_ptr<const BlockLayout> layout,
+                                 const HostTensor& q, const HostTensor& k, const HostTensor& v,
                                  const HostTensor& d_out) {
   const DType dtype = q.spec().dtype;
   const auto sparse = TensorSpec::contiguous(dtype, {kBatch, layout->nnz(), kBlock, kBlock});
-  const HostTensor scores(sparse), d_scores(sparse);
-  Gradients result{dense_tensor(dtype), dense_tensor(dtype), dense_tensor(dtype),
-                   dense_tensor(dtype)};
+  const auto dense = [&] { return dense_tensor(dtype, setting.head_dim); };
+  const Gradients result{dense(), dense(), dense(), dense()};
+  TensorMemory memory(setting.device);
+  const void* const at_q = memory.input(q);
+  const void* const at_k = memory.input(k);
+  const void* const at_v = memory.input(v);
+  const void* const at_d_out = memory.input(d_out);
+  void* const p = memory.output(HostTensor(sparse));
+  void* const d_scores = memory.output(HostTensor(sparse));
   BlockMatmulProblem qk, pv;
   qk.layout = pv.layout = layout;
   qk.block = pv.block = kBlock;
@@ -65,25 +83,23 @@ Gradients block_sparse_attention(std::shared_ptr<const BlockLayout> layout, cons
   softmax.x = sparse;
   softmax.scale = kScale;
 
-  run(qk, Pass::forward, BlockMatmulTensors{.a = q.data(), .b = k.data(), .c = scores.data()});
-  run(softmax, Pass::forward, BlockSoftmaxTensors{.x = scores.data(), .y = scores.data()});
-  const HostTensor& p = scores;
-  run(pv, Pass::forward, BlockMatmulTensors{.a = p.data(), .b = v.data(), .c = result.out.data()});
+  const auto pass = [&](const auto& problem, Pass which, const auto& tensors) {
+    run(setting.device, memory, problem, which, tensors);
+  };
+  pass(qk, Pass::forward, BlockMatmulTensors{.a = at_q, .b = at_k, .c = p});
+  pass(softmax, Pass::forward, BlockSoftmaxTensors{.x = p, .y = p});
+  pass(pv, Pass::forward, BlockMatmulTensors{.a = p, .b = at_v, .c = memory.output(result.out)});
 
-  run(pv, Pass::backward,
-      BlockMatmulTensors{.a = p.data(),
-                         .b = v.data(),
-                         .d_c = d_out.data(),
-                         .d_a = d_scores.data(),
-                         .d_b = result.d_v.data()});
-  run(softmax, Pass::backward,
-      BlockSoftmaxTensors{.y = p.data(), .d_y = d_scores.data(), .d_x = d_scores.data()});
-  run(qk, Pass::backward,
-      BlockMatmulTensors{.a = q.data(),
-                         .b = k.data(),
-                         .d_c = d_scores.data(),
-                         .d_a = result.d_q.data(),
-                         .d_b = result.d_k.data()});
+  pass(pv, Pass::backward,
+       BlockMatmulTensors{
+           .a = p, .b = at_v, .d_c = at_d_out, .d_a = d_scores, .d_b = memory.output(result.d_v)});
+  pass(softmax, Pass::backward, BlockSoftmaxTensors{.y = p, .d_y = d_scores, .d_x = d_scores});
+  pass(qk, Pass::backward,
+       BlockMatmulTensors{.a = at_q,
+                          .b = at_k,
+                          .d_c = d_scores,
+                          .d_a = memory.output(result.d_q),
+                          .d_b = memory.output(result.d_k)});
   return result;
 }
 
@@ -97,15 +113,15 @@ struct DenseGradients {
   std::vector<double> out, d_q, d_k, d_v;
 };
 
-DenseGradients dense_attention(const BlockLayout& layout, const std::vector<double>& q,
-                               const std::vector<double>& k, const std::vector<double>& v,
-                               const std::vector<double>& d_out) {
+DenseGradients dense_attention(const BlockLayout& layout, std::int64_t head_dim,
+                               const std::vector<double>& q, const std::vector<double>& k,
+                               const std::vector<double>& v, const std::vector<double>& d_out) {
   const std::vector<double> zeros(q.size());
   DenseGradients result{zeros, zeros, zeros, zeros};
   std::vector<double> p(kSeqLen), d_p(kSeqLen);
   for (std::int64_t plane = 0; plane < kBatch * kHeads; ++plane) {
     const auto at = [&](std::int64_t token, std::int64_t d) {
-      return static_cast<std::size_t>((plane * kSeqLen + token) * kHeadDim + d);
+      return static_cast<std::size_t>((plane * kSeqLen + token) * head_dim + d);
     };
     for (std::int64_t i = 0; i < kSeqLen; ++i) {
       const auto seen = [&](std::int64_t j) {
@@ -114,14 +130,14 @@ DenseGradients dense_attention(const BlockLayout& layout, const std::vector<doub
       double sum = 0, delta = 0;
       for (std::int64_t j = 0; j < kSeqLen; ++j) {
         double score = 0;
-        for (std::int64_t d = 0; d < kHeadDim; ++d) score += q[at(i, d)] * k[at(j, d)];
+        for (std::int64_t d = 0; d < head_dim; ++d) score += q[at(i, d)] * k[at(j, d)];
         sum += p[static_cast<std::size_t>(j)] = seen(j) ? std::exp(kScale * score) : 0;
       }
       for (std::int64_t j = 0; j < kSeqLen; ++j) {
         double& probability = p[static_cast<std::size_t>(j)];
         if (sum > 0) probability /= sum;
         double& d_probability = d_p[static_cast<std::size_t>(j)] = 0;
-        for (std::int64_t d = 0; d < kHeadDim; ++d) {
+        for (std::int64_t d = 0; d < head_dim; ++d) {
           result.out[at(i, d)] += probability * v[at(j, d)];
           result.d_v[at(j, d)] += probability * d_out[at(i, d)];
           d_probability += d_out[at(i, d)] * v[at(j, d)];
@@ -131,7 +147,7 @@ DenseGradients dense_attention(const BlockLayout& layout, const std::vector<doub
       for (std::int64_t j = 0; j < kSeqLen; ++j) {
         const auto at_j = static_cast<std::size_t>(j);
         const double d_score = kScale * p[at_j] * (d_p[at_j] - delta);
-        for (std::int64_t d = 0; d < kHeadDim; ++d) {
+        for (std::int64_t d = 0; d < head_dim; ++d) {
           result.d_q[at(i, d)] += d_score * k[at(j, d)];
           result.d_k[at(j, d)] += d_score * q[at(i, d)];
         }
@@ -152,7 +168,7 @@ void expect_near(const HostTensor& got, const std::vector<double>& expected, dou
   EXPECT_LE(worst, tolerance) << name;
 }
 
-void expect_equals_dense(BlockLayout blocks) {
+void expect_equals_dense(BlockLayout blocks, const Setting& setting = {}) {
   const auto layout = std::make_shared<const BlockLayout>(std::move(blocks));
   const struct {
     DType dtype;
@@ -160,11 +176,13 @@ void expect_equals_dense(BlockLayout blocks) {
   } precisions[] = {{DType::f64, 1e-13}, {DType::f32, 2e-5}, {DType::bf16, 0.15}};
   for (const auto& [dtype, tolerance] : precisions) {
     SCOPED_TRACE(name_of(dtype));
-    const HostTensor q = random_tensor(dtype, 1), k = random_tensor(dtype, 2);
-    const HostTensor v = random_tensor(dtype, 3), d_out = random_tensor(dtype, 4);
-    const Gradients ours = block_sparse_attention(layout, q, k, v, d_out);
-    const DenseGradients dense =
-        dense_attention(*layout, values_of(q), values_of(k), values_of(v), values_of(d_out));
+    const HostTensor q = random_tensor(dtype, setting.head_dim, 1);
+    const HostTensor k = random_tensor(dtype, setting.head_dim, 2);
+    const HostTensor v = random_tensor(dtype, setting.head_dim, 3);
+    const HostTensor d_out = random_tensor(dtype, setting.head_dim, 4);
+    const Gradients ours = block_sparse_attention(setting, layout, q, k, v, d_out);
+    const DenseGradients dense = dense_attention(*layout, setting.head_dim, values_of(q),
+                                                 values_of(k), values_of(v), values_of(d_out));
     expect_near(ours.out, dense.out, tolerance, "out");
     expect_near(ours.d_q, dense.d_q, tolerance, "d_q");
     expect_near(ours.d_k, dense.d_k, tolerance, "d_k");
@@ -216,6 +234,24 @@ TEST(BlockSparseAttention, equals_dense_attention_with_empty_rows) {
   std::vector<std::uint8_t> present(kHeads * 6 * 6, 0);
   for (std::size_t i = 0; i < present.size(); ++i) present[i] = i % 3 == 0 && i / 6 % 3 != 1;
   expect_equals_dense(BlockLayout(kHeads, 6, 6, present));
+}
+
+// On tensor cores with the head dimension of 64, on plain arithmetic with 20.
+TEST(BlockSparseAttention, equals_dense_attention_on_cuda) {
+  if (const std::string problem = cuda::driver_problem(); !problem.empty()) GTEST_SKIP() << problem;
+  for (const std::int64_t head_dim : {20, 64}) {
+    SCOPED_TRACE(head_dim);
+    const Setting setting{Device::cuda(), head_dim};
+    expect_equals_dense(
+        make_layout(FixedSparsity{.num_heads = kHeads, .attention = kBack}, kSeqLen), setting);
+    expect_equals_dense(
+        make_layout(BigBirdSparsity{.num_heads = kHeads, .different_layout_per_head = true},
+                    kSeqLen),
+        setting);
+    std::vector<std::uint8_t> present(kHeads * 6 * 6, 0);
+    for (std::size_t i = 0; i < present.size(); ++i) present[i] = i % 3 == 0 && i / 6 % 3 != 1;
+    expect_equals_dense(BlockLayout(kHeads, 6, 6, present), setting);
+  }
 }
 
 }  // namespace

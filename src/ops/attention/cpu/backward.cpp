@@ -120,7 +120,9 @@ class BackwardTask {
       TileTerms<Real> terms(run_, scratch_.row, sequence_, b_, head_, first_key_, keys_);
       for (std::int64_t query = queries.begin / kQueryTile * kQueryTile; query < queries.end;
            query += kQueryTile) {
-        QueryTile(query, terms);
+        const Range rows{query, std::min(query + kQueryTile, sequence_.q_length)};
+        const Range keys{first_key_, first_key_ + keys_};
+        if (layout_.seen_blocks.any(b_, head_, rows, keys)) QueryTile(query, terms);
       }
     }
     if (tensors.d_k) {
@@ -394,7 +396,9 @@ void ClearBias(const CpuRun& run) {
     return;
   }
   const BandMask& mask = run.layout.problem.mask;
-  if (mask.left == BandMask::kUnbounded && mask.right == BandMask::kUnbounded) return;
+  const bool all_seen = mask.left == BandMask::kUnbounded && mask.right == BandMask::kUnbounded &&
+                        !run.layout.seen_blocks.given();
+  if (all_seen) return;
   const TensorSpec& spec = run.layout.problem.d_bias;
   const std::int64_t stride = bias_strides(spec).key;
   ForBiasRows<Real>(run, [&]<class T>(std::int64_t, T* to) {

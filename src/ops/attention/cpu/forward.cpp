@@ -50,7 +50,7 @@ class ForwardTask {
       const bool finite = PackQueries();
       const std::int64_t tile = layout_.key_tile;
       for (std::int64_t key = keys.begin / tile * tile; key < keys.end; key += tile) {
-        AddKeys(key, finite);
+        if (SeesBlocks(first_query_, queries_, key)) AddKeys(key, finite);
       }
     }
     Write();
@@ -60,6 +60,13 @@ class ForwardTask {
   Range SeenKeys(std::int64_t first, std::int64_t count) const {
     return {visible_keys(layout_.problem.mask, sequence_, first).begin,
             visible_keys(layout_.problem.mask, sequence_, first + count - 1).end};
+  }
+
+  // Whether the block mask lets any of the queries see any key of the tile.
+  bool SeesBlocks(std::int64_t first, std::int64_t count, std::int64_t first_key) const {
+    return layout_.seen_blocks.any(
+        b_, h_, {first, first + count},
+        {first_key, std::min(first_key + layout_.key_tile, sequence_.k_length)});
   }
 
   bool PackQueries() {
@@ -106,6 +113,7 @@ class ForwardTask {
       const auto rows = static_cast<std::ptrdiff_t>(std::min(kQueryTile, queries_ - i));
       const Range seen = SeenKeys(first_query_ + i, rows);
       if (seen.end <= first_key || seen.begin >= first_key + keys) continue;
+      if (!SeesBlocks(first_query_ + i, rows, first_key)) continue;
       Real* const scores = scratch_.scores;
       Real* const out = scratch_.out + i * value_width_;
       engine_.Scores(rows, keys, head_dim, QueryTile(i), scratch_.k, scores, tile_row);

@@ -7,7 +7,7 @@
 
 #include "core/threads.hpp"
 #include "cpu/tile_matmul.hpp"
-#include "ops/attention/dropout.hpp"
+#include "ops/attention/dropout.cuh"
 #include "ops/attention/problem.hpp"
 
 namespace pullback::attention {
@@ -56,6 +56,7 @@ struct CpuLayout {
 
   AttentionProblem problem;
   AttentionSizes sizes;
+  SeenBlocks seen_blocks;
   Dropout dropout;
   bool amx = false;
   std::int64_t key_tile = 0;  // a multiple of kQueryTile

@@ -44,6 +44,7 @@ CpuLayout::CpuLayout(const AttentionProblem& problem_, const Device& device, Pas
                      bool use_amx)
     : problem(problem_),
       sizes(sizes_of(problem_)),
+      seen_blocks(problem),
       dropout(problem_.dropout, problem_.dropout_seed),
       amx(use_amx),
       key_tile(key_tile_of(problem_, sizes, use_amx)) {

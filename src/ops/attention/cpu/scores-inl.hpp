@@ -5,10 +5,10 @@
 //                                         p = exp(s - lse)  backward
 //   dp = keep · (d_out·v)                 ds = p (dp - delta)     da = ds (1 - tanh²)
 //
-// Entries that the query does not see (outside the band, or a score of -inf) and, where p is
-// multiplied by a dropped key's factor, dropped ones, are written as -0. A visible entry that is
-// zero is +0: so the rare path for rows with NaN or infinity (HiddenZero in engine-inl.hpp) can
-// tell "skip" from "multiply by zero", and products need no mask.
+// Entries that the query does not see (outside the band, in an absent block, or a score of -inf)
+// and, where p is multiplied by a dropped key's factor, dropped ones, are written as -0. A visible
+// entry that is zero is +0: so the rare path for rows with NaN or infinity (HiddenZero in
+// engine-inl.hpp) can tell "skip" from "multiply by zero", and products need no mask.
 
 #if defined(PULLBACK_OPS_ATTENTION_CPU_SCORES_INL_HPP) == defined(HWY_TARGET_TOGGLE)
 #ifdef PULLBACK_OPS_ATTENTION_CPU_SCORES_INL_HPP
@@ -286,9 +286,12 @@ class TileTerms {
     terms_.scale = static_cast<Real>(*problem.scale);
     terms_.softcap = static_cast<Real>(problem.softcap);
     if (problem.bias.given()) {
-      const BiasStrides strides = bias_strides(problem.bias);
-      bias_ = strides;
-      bias_offset_ = b * strides.batch + h * strides.head + first_key * strides.key;
+      bias_ = bias_strides(problem.bias);
+      bias_offset_ = b * bias_.batch + h * bias_.head + first_key * bias_.key;
+    }
+    b_ = b;
+    h_ = h;
+    if (problem.bias.given() || run.layout.seen_blocks.given()) {
       terms_.bias = scratch.bias;
       ReadBias(0);
     }
@@ -304,7 +307,7 @@ class TileTerms {
 
   // Of query i; they hold until the next call.
   const ScoreTerms<Real>& row(std::int64_t i) {
-    if (terms_.bias && bias_.query != 0) ReadBias(i);
+    if (terms_.bias && (bias_.query != 0 || !SameBlocks(i))) ReadBias(i);
     if (terms_.keep) {
       KeepRow(run_.layout.dropout, plane_, i, first_key_, static_cast<std::ptrdiff_t>(keys_),
               scratch_.draws, scratch_.keep);
@@ -322,25 +325,55 @@ class TileTerms {
   }
 
  private:
+  bool SameBlocks(std::int64_t i) const {
+    const SeenBlocks& blocks = run_.layout.seen_blocks;
+    return !blocks.given() || i / blocks.block() == read_query_ / blocks.block();
+  }
+
+  // Keys in absent blocks have a bias of -inf.
   void ReadBias(std::int64_t i) {
     const AttentionProblem& problem = run_.layout.problem;
-    pullback::HWY_NAMESPACE::ForStorage<Real>(problem.bias.dtype, [&]<class T>() {
-      const T* const from =
-          static_cast<const T*>(run_.tensors.bias) + bias_offset_ + i * bias_.query;
-      const auto count = static_cast<std::ptrdiff_t>(keys_);
-      if (bias_.key == 0) {
-        std::fill_n(scratch_.bias, pullback::HWY_NAMESPACE::RowStride<Real>(count),
-                    static_cast<Real>(*from));
-      } else {
-        pullback::HWY_NAMESPACE::ReadRow(from, bias_.key, count, scratch_.bias);
-      }
-    });
+    const auto count = static_cast<std::ptrdiff_t>(keys_);
+    const auto fill = [&](Real value) {
+      std::fill_n(scratch_.bias, pullback::HWY_NAMESPACE::RowStride<Real>(count), value);
+    };
+    if (!problem.bias.given()) {
+      fill(0);
+    } else {
+      pullback::HWY_NAMESPACE::ForStorage<Real>(problem.bias.dtype, [&]<class T>() {
+        const T* const from =
+            static_cast<const T*>(run_.tensors.bias) + bias_offset_ + i * bias_.query;
+        if (bias_.key == 0) {
+          fill(static_cast<Real>(*from));
+        } else {
+          pullback::HWY_NAMESPACE::ReadRow(from, bias_.key, count, scratch_.bias);
+        }
+      });
+    }
+    read_query_ = i;
+    if (run_.layout.seen_blocks.given()) HideAbsentBlocks(i);
+  }
+
+  void HideAbsentBlocks(std::int64_t i) {
+    const SeenBlocks& blocks = run_.layout.seen_blocks;
+    std::int64_t key = first_key_;
+    const std::int64_t end = first_key_ + keys_;
+    const auto hide_until = [&](std::int64_t seen) {
+      for (; key < std::min(seen, end); ++key) scratch_.bias[key - first_key_] = -kInfinity<Real>;
+    };
+    for (const auto& block : blocks.row(b_, h_, i)) {
+      hide_until(block.column * blocks.block());
+      key = std::max(key, (block.column + 1) * blocks.block());
+      if (key >= end) return;
+    }
+    hide_until(end);
   }
 
   const CpuRun& run_;
   const RowScratch<Real>& scratch_;
   const Sequence& sequence_;
   std::int64_t first_key_, keys_;
+  std::int64_t b_ = 0, h_ = 0, read_query_ = 0;
   ScoreTerms<Real> terms_;
   BiasStrides bias_;
   std::int64_t bias_offset_ = 0;

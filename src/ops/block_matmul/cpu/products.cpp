@@ -10,8 +10,9 @@
 #define HWY_TARGET_INCLUDE "ops/block_matmul/cpu/products.cpp"
 #include <hwy/foreach_target.h>
 
+#include "core/threads.hpp"
 #include "cpu/tile_pack-inl.hpp"
-#include "ops/block_matmul/cpu/products.hpp"
+#include "ops/block_matmul/products.hpp"
 
 #ifndef PULLBACK_BLOCK_MATMUL_TASKS
 #define PULLBACK_BLOCK_MATMUL_TASKS
@@ -31,7 +32,8 @@ struct SpreadTask {
   DType dtype;
   const BlockLayout* layout;
   std::int64_t b;
-  const SpreadForm* form;
+  const Spread* form;
+  const BlockMatmulTensors* tensors;
   std::int64_t z, h, block_row, tile;  // block_row of op(S)
   void* scratch;
 };
@@ -40,7 +42,8 @@ struct SampleTask {
   DType dtype;
   const BlockLayout* layout;
   std::int64_t b;
-  const SampleForm* form;
+  const Sample* form;
+  const BlockMatmulTensors* tensors;
   std::int64_t z, h, block_column, first, count;
   void* scratch;
 };
@@ -176,7 +179,7 @@ void StoreTile(const R* from, std::int64_t stride, std::int64_t rows, std::int64
 }
 
 template <class T>
-void Spread(const SpreadTask& task) {
+void SpreadRows(const SpreadTask& task) {
   using R = Real<T>;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(TileVector<R>()));
   const auto& [sparse, in, out] = *task.form;
@@ -189,8 +192,8 @@ void Spread(const SpreadTask& task) {
 
   std::fill(accumulators, accumulators + b * padded, R{0});
   // Offsets, not pointers: without blocks the tensors may be empty and null.
-  const T* s = static_cast<const T*>(sparse.data);
-  const T* x = static_cast<const T*>(in.data);
+  const T* s = static_cast<const T*>(data_of(*task.tensors, sparse.role));
+  const T* x = static_cast<const T*>(data_of(*task.tensors, in.role));
   const std::int64_t s_begin = task.z * sparse.z_stride;
   const std::int64_t x_begin =
       task.z * in.z_stride + task.h * in.h_stride + first * in.column_stride;
@@ -207,13 +210,13 @@ void Spread(const SpreadTask& task) {
     RowMajorMatmul<kBlockMultiple, R>(b, padded, b, left, right.data, right.row, accumulators,
                                       padded, true);
   }
-  T* y = static_cast<T*>(out.data) + task.z * out.z_stride + task.h * out.h_stride +
-         task.block_row * b * out.row_stride + first * out.column_stride;
+  T* y = static_cast<T*>(data_of(*task.tensors, out.role)) + task.z * out.z_stride +
+         task.h * out.h_stride + task.block_row * b * out.row_stride + first * out.column_stride;
   StoreTile(accumulators, padded, b, columns, y, out.row_stride, out.column_stride);
 }
 
 template <class T>
-void Sample(const SampleTask& task) {
+void SampleBlocks(const SampleTask& task) {
   using R = Real<T>;
   const auto& [left, right, sparse] = *task.form;
   const std::int64_t b = task.b, depth = left.columns;
@@ -226,8 +229,8 @@ void Sample(const SampleTask& task) {
 
   std::fill(accumulators, accumulators + task.count * b * b, R{0});
   // Offsets, not pointers: without depth the tensors may be empty and null.
-  const T* from_left = static_cast<const T*>(left.data);
-  const T* from_right = static_cast<const T*>(right.data);
+  const T* from_left = static_cast<const T*>(data_of(*task.tensors, left.role));
+  const T* from_right = static_cast<const T*>(data_of(*task.tensors, right.role));
   const std::int64_t left_begin = task.z * left.z_stride + task.h * left.h_stride;
   const std::int64_t right_begin = task.z * right.z_stride + task.h * right.h_stride +
                                    task.block_column * b * right.column_stride;
@@ -248,19 +251,19 @@ void Sample(const SampleTask& task) {
   }
   const R* from = accumulators;
   for (const auto& block : blocks) {
-    StoreTile(
-        from, b, b, b,
-        static_cast<T*>(sparse.data) + task.z * sparse.z_stride + block.rank * sparse.block_stride,
-        sparse.row_stride, sparse.column_stride);
+    StoreTile(from, b, b, b,
+              static_cast<T*>(data_of(*task.tensors, sparse.role)) + task.z * sparse.z_stride +
+                  block.rank * sparse.block_stride,
+              sparse.row_stride, sparse.column_stride);
     from += b * b;
   }
 }
 
 void RunSpread(const SpreadTask& task) {
-  dispatch_floating(task.dtype, [&]<class T>() { Spread<T>(task); });
+  dispatch_floating(task.dtype, [&]<class T>() { SpreadRows<T>(task); });
 }
 void RunSample(const SampleTask& task) {
-  dispatch_floating(task.dtype, [&]<class T>() { Sample<T>(task); });
+  dispatch_floating(task.dtype, [&]<class T>() { SampleBlocks<T>(task); });
 }
 
 }  // namespace pullback::HWY_NAMESPACE
@@ -272,78 +275,110 @@ HWY_EXPORT(RunSpread);
 HWY_EXPORT(RunSample);
 
 namespace block_matmul {
+namespace {
 
-Products::Products(const BlockMatmulProblem& problem, const Device& device)
-    : dtype_(problem.a.dtype),
-      Z_(problem.a.shape[0]),
-      b_(problem.block),
-      layout_(problem.layout),
-      threads_(device.threads) {
-  if (problem.mode == BlockMatmulMode::sdd && problem.transpose_c) {
-    layout_ = std::make_shared<const BlockLayout>(problem.layout->transposed());
-  }
-  const std::int64_t most = std::min(kMostBlocks, kSums / (b_ * b_));
-  for (std::int64_t h = 0; h < layout_->heads(); ++h) {
-    for (std::int64_t c = 0; c < layout_->columns(); ++c) {
-      const auto count = static_cast<std::int64_t>(layout_->column(h, c).size());
-      for (std::int64_t first = 0; first < count; first += most) {
-        parts_.push_back({static_cast<std::int32_t>(h), static_cast<std::int32_t>(c), first,
-                          std::min(most, count - first)});
+// Every output element belongs to one task, which sums in a fixed order.
+class Cpu final : public Body {
+ public:
+  Cpu(const BlockMatmulProblem& problem, const Device& device, Pass pass)
+      : dtype_(problem.a.dtype),
+        Z_(problem.a.shape[0]),
+        b_(problem.block),
+        layout_(layout_of_products(problem)),
+        products_(products_of(problem, pass)),
+        threads_(device.threads) {
+    const std::int64_t most = std::min(kMostBlocks, kSums / (b_ * b_));
+    for (std::int64_t h = 0; h < layout_->heads(); ++h) {
+      for (std::int64_t c = 0; c < layout_->columns(); ++c) {
+        const auto count = static_cast<std::int64_t>(layout_->column(h, c).size());
+        for (std::int64_t first = 0; first < count; first += most) {
+          parts_.push_back({static_cast<std::int32_t>(h), static_cast<std::int32_t>(c), first,
+                            std::min(most, count - first)});
+        }
       }
     }
+    workspace_bytes =
+        static_cast<std::size_t>(kScratch * threads_.count()) * size_of(accumulation_dtype(dtype_));
+    description = "register tiles over panels in cache; sums in " +
+                  std::string(name_of(accumulation_dtype(dtype_))) +
+                  ", rounded once; same bits for any number of threads";
   }
-}
 
-std::size_t Products::workspace_bytes() const {
-  return static_cast<std::size_t>(kScratch * threads_.count()) *
-         size_of(accumulation_dtype(dtype_));
-}
+  void run(Stream, const BlockMatmulTensors& tensors, Workspace workspace) const override {
+    for (const Product& product : products_) {
+      std::visit(
+          [&](const auto& form) {
+            if (data_of(tensors, form.output()) != nullptr) run_product(form, tensors, workspace);
+          },
+          product);
+    }
+  }
 
-std::string Products::description() const {
-  return "register tiles over panels in cache; sums in " +
-         std::string(name_of(accumulation_dtype(dtype_))) +
-         ", rounded once; same bits for any number of threads";
-}
+ private:
+  // Blocks [first, first + count) of a block column.
+  struct ColumnPart {
+    std::int32_t head, column;
+    std::int64_t first, count;
+  };
 
-void Products::sample(const SampleForm& form, Workspace workspace) const {
-  const auto count = static_cast<std::int64_t>(parts_.size());
-  const auto slot_bytes = workspace_bytes() / static_cast<std::size_t>(threads_.count());
-  threads_.parallel_for(Z_ * count, [&](std::int64_t index, int slot) {
-    const ColumnPart& part = parts_[static_cast<std::size_t>(index % count)];
-    const SampleTask task{.dtype = dtype_,
-                          .layout = layout_.get(),
-                          .b = b_,
-                          .form = &form,
-                          .z = index / count,
-                          .h = part.head,
-                          .block_column = part.column,
-                          .first = part.first,
-                          .count = part.count,
-                          .scratch = static_cast<std::byte*>(workspace.data) +
-                                     static_cast<std::size_t>(slot) * slot_bytes};
-    HWY_DYNAMIC_DISPATCH(RunSample)(task);
-  });
-}
+  void* scratch_of(Workspace workspace, int slot) const {
+    const auto slot_bytes = workspace_bytes / static_cast<std::size_t>(threads_.count());
+    return static_cast<std::byte*>(workspace.data) + static_cast<std::size_t>(slot) * slot_bytes;
+  }
 
-void Products::spread(const SpreadForm& form, Workspace workspace) const {
-  const std::int64_t H = layout_->heads();
-  const std::int64_t block_rows = form.out.rows / b_;
-  const std::int64_t tiles = (form.out.columns + kTile - 1) / kTile;
-  const auto slot_bytes = workspace_bytes() / static_cast<std::size_t>(threads_.count());
-  threads_.parallel_for(Z_ * H * block_rows * tiles, [&](std::int64_t index, int slot) {
-    const std::int64_t row_index = index / tiles;
-    const SpreadTask task{.dtype = dtype_,
-                          .layout = layout_.get(),
-                          .b = b_,
-                          .form = &form,
-                          .z = row_index / block_rows / H,
-                          .h = row_index / block_rows % H,
-                          .block_row = row_index % block_rows,
-                          .tile = index % tiles,
-                          .scratch = static_cast<std::byte*>(workspace.data) +
-                                     static_cast<std::size_t>(slot) * slot_bytes};
-    HWY_DYNAMIC_DISPATCH(RunSpread)(task);
-  });
+  void run_product(const Sample& form, const BlockMatmulTensors& tensors,
+                   Workspace workspace) const {
+    const auto count = static_cast<std::int64_t>(parts_.size());
+    threads_.parallel_for(Z_ * count, [&](std::int64_t index, int slot) {
+      const ColumnPart& part = parts_[static_cast<std::size_t>(index % count)];
+      const SampleTask task{.dtype = dtype_,
+                            .layout = layout_.get(),
+                            .b = b_,
+                            .form = &form,
+                            .tensors = &tensors,
+                            .z = index / count,
+                            .h = part.head,
+                            .block_column = part.column,
+                            .first = part.first,
+                            .count = part.count,
+                            .scratch = scratch_of(workspace, slot)};
+      HWY_DYNAMIC_DISPATCH(RunSample)(task);
+    });
+  }
+
+  void run_product(const Spread& form, const BlockMatmulTensors& tensors,
+                   Workspace workspace) const {
+    const std::int64_t H = layout_->heads();
+    const std::int64_t block_rows = form.out.rows / b_;
+    const std::int64_t tiles = (form.out.columns + kTile - 1) / kTile;
+    threads_.parallel_for(Z_ * H * block_rows * tiles, [&](std::int64_t index, int slot) {
+      const std::int64_t row_index = index / tiles;
+      const SpreadTask task{.dtype = dtype_,
+                            .layout = layout_.get(),
+                            .b = b_,
+                            .form = &form,
+                            .tensors = &tensors,
+                            .z = row_index / block_rows / H,
+                            .h = row_index / block_rows % H,
+                            .block_row = row_index % block_rows,
+                            .tile = index % tiles,
+                            .scratch = scratch_of(workspace, slot)};
+      HWY_DYNAMIC_DISPATCH(RunSpread)(task);
+    });
+  }
+
+  DType dtype_;
+  std::int64_t Z_, b_;
+  std::shared_ptr<const BlockLayout> layout_;
+  std::vector<Product> products_;
+  Threads threads_;
+  std::vector<ColumnPart> parts_;
+};
+
+}  // namespace
+
+std::unique_ptr<Body> make_cpu(const BlockMatmulProblem& problem, const Device& device, Pass pass) {
+  return std::make_unique<Cpu>(problem, device, pass);
 }
 
 }  // namespace block_matmul

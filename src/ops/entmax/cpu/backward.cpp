@@ -11,9 +11,13 @@
 #include "cpu/simd-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
+#include "ops/entmax/cpu/weights-inl.hpp"
 
 #ifndef PULLBACK_ENTMAX_BACKWARD_ONCE
 #define PULLBACK_ENTMAX_BACKWARD_ONCE
+#include <bit>
+#include <utility>
+
 #include "ops/entmax/cpu/rows.hpp"
 
 namespace pullback::entmax {
@@ -22,6 +26,7 @@ struct BackwardTile : RowTile {
   RowTensor y, d_y, d_x, support_size, d_alpha;  // y or support
   // Scratch: packed tensors, and s.
   std::byte *packed_y, *packed_d_y, *packed_d_x, *weights;
+  std::byte* stripe;  // s and d_y of a stripe of columns; or null
 };
 
 }  // namespace pullback::entmax
@@ -32,109 +37,6 @@ namespace pullback::HWY_NAMESPACE {
 
 using entmax::BackwardTile;
 using entmax::RowTensor;
-
-// To 1 or 2 ulp, but for subnormal y, whose inverse may come out infinite. The exact instruction
-// takes longer than the memory that this pass waits for.
-template <class D>
-HWY_INLINE hn::Vec<D> SquareRoot(D d, hn::Vec<D> y) {
-  if constexpr (sizeof(hn::TFromD<D>) == 8 || HWY_TARGET == HWY_SCALAR) {
-    return hn::Sqrt(y);
-  } else {
-    const auto inverse = hn::Min(hn::ApproximateReciprocalSqrt(y), hn::Set(d, 0x1p64f));
-    const auto root = hn::Mul(y, inverse);
-    const auto error = hn::NegMulAdd(root, root, y);
-    return hn::MulAdd(hn::Mul(error, hn::Set(d, 0.5f)), inverse, root);
-  }
-}
-
-// Where s comes from: dense y.
-template <Family kFamily, class R, class T>
-class DenseWeights {
- public:
-  DenseWeights(const T* y, double alpha) : y_(y), exponent_(static_cast<R>(2 - alpha)) {}
-
-  // Of elements [i, i + count), count <= Lanes(d): y, which is zero where s is.
-  template <class D>
-  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
-    if (count == hn::Lanes(d)) return LoadAs(d, y_ + i);
-    return LoadFirstAs(d, y_ + i, count, Real<T>{0});
-  }
-  template <class D>
-  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> y) const {
-    // True for NaN (Ne would not be), which so reaches the whole row.
-    return hn::Not(hn::Eq(y, hn::Zero(d)));
-  }
-  // s of active elements.
-  template <class D>
-  HWY_INLINE hn::Vec<D> Weight(D d, hn::Vec<D> y) const {
-    if constexpr (kFamily == Family::softmax) return y;
-    const auto one = hn::Set(d, R{1});
-    if constexpr (kFamily == Family::sparsemax) return hn::IfThenElse(hn::IsNaN(y), y, one);
-    if constexpr (kFamily == Family::entmax15) return SquareRoot(d, y);
-    const auto safe = hn::IfThenElse(hn::Gt(y, hn::Zero(d)), y, one);
-    auto power = hn::Mul(hn::Set(d, exponent_), hn::Log(d, safe));
-    // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
-    if constexpr (kFamily == Family::steep) power = hn::Min(power, hn::Set(d, R{600}));
-    return hn::IfThenElse(hn::IsNaN(y), y, hn::Exp(d, power));
-  }
-
- private:
-  const T* y_;
-  R exponent_;
-};
-
-// Where s comes from: the support mask of sparsemax. Load() gives 0 or 1.
-template <class R>
-class MaskWeights {
- public:
-  explicit MaskWeights(const std::uint8_t* bits) : bits_(bits) {}
-
-  template <class D>
-  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
-    std::uint8_t bytes[HWY_MAX_BYTES] = {};
-    if (hn::Lanes(d) >= 8) {
-      std::memcpy(bytes, bits_ + i / 8, (count + 7) / 8);
-    } else {
-      bytes[0] = static_cast<std::uint8_t>(bits_[i / 8] >> i % 8);
-    }
-    const auto mask = hn::And(hn::LoadMaskBits(d, bytes), hn::FirstN(d, count));
-    return hn::IfThenElseZero(mask, hn::Set(d, R{1}));
-  }
-  template <class D>
-  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> one) const {
-    return hn::Ne(one, hn::Zero(d));
-  }
-  template <class D>
-  HWY_INLINE hn::Vec<D> Weight(D, hn::Vec<D> one) const {
-    return one;
-  }
-
- private:
-  const std::uint8_t* bits_;
-};
-
-// Where s comes from: scratch, when it took a logarithm to compute.
-template <class R>
-class StoredWeights {
- public:
-  explicit StoredWeights(const R* s) : s_(s) {}
-
-  template <class D>
-  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t) const {
-    return hn::LoadU(d, s_ + i);  // scratch has room for whole vectors
-  }
-  template <class D>
-  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> s) const {
-    return hn::Not(hn::Eq(s, hn::Zero(d)));
-  }
-  template <class D>
-  HWY_INLINE hn::Vec<D> Weight(D, hn::Vec<D> s) const {
-    return s;
-  }
-
- private:
-  const R* s_;
-};
 
 // Calls body(i, w, active, count) for vectors of elements in [begin, end), and skip(i) for groups
 // of kGroup whole vectors that have no active element. Branching on single vectors would mispredict
@@ -327,11 +229,62 @@ RowTensor Packed(const RowTensor& from, const BackwardTile& tile, std::byte* scr
   return entmax::packed_copy<T>(from, tile.rows, tile.length, scratch, tile.pitch);
 }
 
+// From the mask of a row whose support is small: 64 zeros at a time, and the gradients one by one.
+template <class R, class T>
+void GradientOfFew(const std::uint8_t* bits, const T* d_y, T* d_x, std::size_t length,
+                   bool stream) {
+  static_assert(std::endian::native == std::endian::little);
+  constexpr std::size_t kBits = 64;
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto word_at = [&](std::size_t i, std::size_t count) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, bits + i / 8, (count + 7) / 8);
+    return count < kBits ? word & ((std::uint64_t{1} << count) - 1) : word;
+  };
+  double dot = 0;
+  std::int64_t support = 0;
+  for (std::size_t i = 0; i < length; i += kBits) {
+    for (std::uint64_t word = word_at(i, std::min(kBits, length - i)); word != 0; ++support) {
+      dot += static_cast<double>(
+          static_cast<R>(d_y[i + static_cast<std::size_t>(std::countr_zero(word))]));
+      word &= word - 1;
+    }
+  }
+  const R mean = static_cast<R>(dot / static_cast<double>(support));
+  WriteRow(d_x, length, stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+    for (std::size_t i = 0; i < count; i += kBits) {
+      const std::size_t n = std::min(kBits, count - i);
+      const std::uint64_t word = word_at(begin + i, n);
+      // Before the zeros, as d_x may be d_y's memory.
+      R gradients[kBits];
+      std::size_t k = 0;
+      for (std::uint64_t rest = word; rest != 0; rest &= rest - 1) {
+        const auto bit = static_cast<std::size_t>(std::countr_zero(rest));
+        gradients[k++] = static_cast<R>(d_y[begin + i + bit]) - mean;
+      }
+      if (n == kBits) {
+        for (std::size_t zero = 0; zero < kBits; zero += lanes) {
+          StoreAs(d, hn::Zero(d), to + i + zero);
+        }
+      } else {
+        std::fill_n(to + i, n, T(R{0}));
+      }
+      k = 0;
+      for (std::uint64_t rest = word; rest != 0; rest &= rest - 1) {
+        to[i + static_cast<std::size_t>(std::countr_zero(rest))] = T(gradients[k++]);
+      }
+    }
+  });
+}
+
 template <class T>
-void GradientFromSupport(const BackwardTile& tile, std::int64_t r, const T* d_y, T* d_x,
-                         bool stream) {
+void GradientFromSupport(const BackwardTile& tile, std::int64_t r, const RowTensor& d_y_rows,
+                         T* d_x, bool stream) {
   const auto length = static_cast<std::size_t>(tile.length);
-  if (*tile.support_size.row<std::int32_t>(r) < 0) return FillNaN(d_x, length);
+  const T* d_y = d_y_rows.row<T>(r);
+  const std::int64_t support_size = *tile.support_size.row<std::int32_t>(r);
+  if (support_size < 0) return FillNaN(d_x, length);
   const std::uint8_t* bits = tile.support.row<std::uint8_t>(r);
   if (!tile.support.contiguous()) {
     for (std::int64_t i = 0; i < (tile.length + 7) / 8; ++i) {
@@ -339,12 +292,133 @@ void GradientFromSupport(const BackwardTile& tile, std::int64_t r, const T* d_y,
     }
     bits = tile.bits;
   }
+  // Lines of d_y that a later row needs, which no hardware foresees.
+  constexpr std::int64_t kRowsAhead = 2;
+  if (tile.support.contiguous() && r + kRowsAhead < tile.rows && tile.length <= 4096) {
+    const std::uint8_t* later = tile.support.row<std::uint8_t>(r + kRowsAhead);
+    const T* later_d_y = d_y_rows.row<T>(r + kRowsAhead);
+    for (std::size_t i = 0; i + 8 <= length / 8; i += 8) {
+      std::uint64_t word;
+      std::memcpy(&word, later + i, sizeof(word));
+      for (; word != 0; word &= word - 1) {
+        hwy::Prefetch(later_d_y + i * 8 + static_cast<std::size_t>(std::countr_zero(word)));
+      }
+    }
+  }
+  // A search takes longer than vectors where more of the row is in the support.
+  if (support_size * 8 <= std::max<std::int64_t>(tile.length, 64)) {
+    return GradientOfFew<Real<T>>(bits, d_y, d_x, length, stream);
+  }
   Gradient<Real<T>>(MaskWeights<Real<T>>(bits), d_y, d_x, length, stream);
+}
+
+// Rows side by side in columns: a row in each lane.
+template <Family kFamily, class T>
+void GradientOfStripe(const BackwardTile& tile) {
+  using R = Real<T>;
+  const hn::ScalableTag<R> d;
+  constexpr std::size_t kMostRows = 256;
+  constexpr std::int64_t kRowsAhead = 16, kLine = 64;
+  const DenseWeights<kFamily, R, T> weights(nullptr, tile.alpha);
+  const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
+  const std::int64_t rows = tile.rows, width = (rows + lanes - 1) / lanes * lanes;
+  const std::int64_t bytes = rows * static_cast<std::int64_t>(sizeof(T));
+  R* const stored = reinterpret_cast<R*>(tile.stripe);
+  HWY_ALIGN R sums[kMostRows] = {}, dots[kMostRows] = {};
+  double totals[kMostRows] = {}, total_dots[kMostRows] = {};
+  const auto for_lanes = [&](const auto& body) HWY_ATTR {
+    for (std::int64_t r = 0; r < rows; r += lanes) {
+      body(r, static_cast<std::size_t>(std::min(lanes, rows - r)));
+    }
+  };
+  for (std::int64_t i = 0; i < tile.length; ++i) {
+    const T* y = tile.y.row<T>(0) + i * tile.y.step;
+    const T* d_y = tile.d_y.row<T>(0) + i * tile.d_y.step;
+    // The lines of neighbouring axis positions are far apart, which no hardware foresees.
+    const auto prefetch = [&](const T* from, std::int64_t step) {
+      const auto ahead = reinterpret_cast<std::uintptr_t>(from) +
+                         static_cast<std::uintptr_t>(kRowsAhead * step) * sizeof(T);
+      for (std::int64_t byte = 0; byte < bytes; byte += kLine) {
+        __builtin_prefetch(
+            reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)));
+      }
+    };
+    prefetch(y, tile.y.step);
+    prefetch(d_y, tile.d_y.step);
+    R* const to = stored + 2 * i * width;
+    for_lanes([&](std::int64_t r, std::size_t count) HWY_ATTR {
+      const auto w = LoadSome(d, y + r, count);
+      const auto active = weights.Active(d, w);
+      const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
+      const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + r, count));
+      hn::Store(hn::Add(hn::Load(d, sums + r), s), d, sums + r);
+      hn::Store(hn::MulAdd(s, g, hn::Load(d, dots + r)), d, dots + r);
+      hn::StoreU(s, d, to + r);
+      hn::StoreU(g, d, to + width + r);
+    });
+    if ((i + 1) % static_cast<std::int64_t>(kSumVectors) != 0 && i + 1 < tile.length) continue;
+    for (std::int64_t r = 0; r < rows; ++r) {
+      totals[r] += static_cast<double>(std::exchange(sums[r], R{0}));
+      total_dots[r] += static_cast<double>(std::exchange(dots[r], R{0}));
+    }
+  }
+  R* const means = sums;
+  for (std::int64_t r = 0; r < rows; ++r) means[r] = static_cast<R>(total_dots[r] / totals[r]);
+  const bool stream = std::is_same_v<T, R> && tile.stream && tile.d_x.data != tile.d_y.data &&
+                      rows % lanes == 0 && tile.d_x.step % lanes == 0 &&
+                      reinterpret_cast<std::uintptr_t>(tile.d_x.data) %
+                              (static_cast<std::uintptr_t>(lanes) * sizeof(T)) ==
+                          0;
+  for (std::int64_t i = 0; i < tile.length; ++i) {
+    const R* from = stored + 2 * i * width;
+    T* to = tile.d_x.row<T>(0) + i * tile.d_x.step;
+    for_lanes([&](std::int64_t r, std::size_t count) HWY_ATTR {
+      const auto s = hn::LoadU(d, from + r);
+      const auto difference = hn::Sub(hn::LoadU(d, from + width + r), hn::Load(d, means + r));
+      const auto active = hn::Not(hn::Eq(s, hn::Zero(d)));
+      const auto gradient = hn::IfThenElseZero(active, hn::Mul(s, difference));
+      if constexpr (std::is_same_v<T, R>) {
+        if (stream) return hn::Stream(gradient, d, to + r);
+      }
+      if (count == static_cast<std::size_t>(lanes)) {
+        StoreAs(d, gradient, to + r);
+      } else {
+        StoreFirstAs(d, gradient, to + r, count);
+      }
+    });
+  }
+}
+
+// False when others have to do it.
+template <class T>
+bool StripeServes(const BackwardTile& tile) {
+  if (tile.stripe == nullptr || tile.alpha_per_row || tile.d_alpha || !tile.d_x) return false;
+  switch (entmax::family_of(tile.alpha)) {
+    case Family::softmax:
+      GradientOfStripe<Family::softmax, T>(tile);
+      return true;
+    case Family::near_one:
+    case Family::general:
+      GradientOfStripe<Family::general, T>(tile);
+      return true;
+    case Family::entmax15:
+      GradientOfStripe<Family::entmax15, T>(tile);
+      return true;
+    case Family::sparsemax:
+      GradientOfStripe<Family::sparsemax, T>(tile);
+      return true;
+    default:
+      return false;
+  }
 }
 
 template <class T>
 void BackwardTileOf(const BackwardTile& tile) {
   using Statistic = Real<T>;
+  if (StripeServes<T>(tile)) {
+    if (tile.stream) hwy::FlushStream();
+    return;
+  }
   const auto length = static_cast<std::size_t>(tile.length);
   const RowTensor y = Packed<T>(tile.y, tile, tile.packed_y);
   const RowTensor d_y = Packed<T>(tile.d_y, tile, tile.packed_d_y);
@@ -364,7 +438,7 @@ void BackwardTileOf(const BackwardTile& tile) {
     if (tile.y) {
       GradientFromY(y.row<T>(r), g, d_x.row<T>(r), length, alpha, stream, tile.weights);
     } else {
-      GradientFromSupport(tile, r, g, d_x.row<T>(r), stream);
+      GradientFromSupport(tile, r, d_y, d_x.row<T>(r), stream);
     }
   }
   if (packs_d_x) entmax::unpack<T>(d_x, tile.rows, tile.length, tile.d_x);
@@ -412,6 +486,7 @@ class BackwardPlan final : public RowPlan {
           task.scratch + packed_d_y_,
           task.scratch + packed_d_x_,
           task.scratch + weights_,
+          has_stripe_ && tensors.y != nullptr ? task.scratch + stripe_ : nullptr,
       };
       HWY_DYNAMIC_DISPATCH(RunBackwardTile)(tile);
     });
@@ -432,6 +507,13 @@ class BackwardPlan final : public RowPlan {
       weights_ = slot.add(vector_scratch_bytes(
           length_, any || family == Family::steep || problem.x.dtype == DType::f64));
     }
+    has_stripe_ = packs(walk_) && walk_.adjacent(kY) && walk_.adjacent(kDY) && walk_.adjacent(kDX);
+    if (has_stripe_) {
+      constexpr std::int64_t kMostLanes = 16;
+      const std::int64_t width = (walk_.tile_rows() / kMostLanes + 1) * kMostLanes;
+      stripe_ = slot.add(2 * width * length_ *
+                         static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype))));
+    }
     finish(slot, problem.d_x, packs(walk_));
   }
 
@@ -439,7 +521,8 @@ class BackwardPlan final : public RowPlan {
     return !walk.contiguous(kY) || !walk.contiguous(kDY) || !walk.contiguous(kDX);
   }
 
-  std::size_t packed_y_ = 0, packed_d_y_ = 0, packed_d_x_ = 0, weights_ = 0;
+  std::size_t packed_y_ = 0, packed_d_y_ = 0, packed_d_x_ = 0, weights_ = 0, stripe_ = 0;
+  bool has_stripe_ = false;
 };
 
 }  // namespace

@@ -1,29 +1,26 @@
-// The forward pass of entmax (solve-inl.hpp has the formula), one row at a time:
+// The forward pass of entmax (solve-inl.hpp has the formula). Short rows, and rows in neighbouring
+// columns, are many at a time (forward_lanes-inl.hpp); else it is one row at a time:
 //   1. the maximum, and NaN; the maxima of the SIMD lanes are a subset of the row whose threshold
 //      bounds the row's from below;
 //   2. the few elements above that bound go to scratch, and give the exact threshold;
 //   3. y.
-// A row is read from memory once and from L2 twice. Softmax needs exp of every element: step 2
-// keeps them in scratch, step 3 scales them.
+// A row is read from memory once and from L2 twice. Softmax needs exp of every element: it goes
+// through the row in blocks.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "ops/entmax/cpu/forward.cpp"
 #include <hwy/foreach_target.h>
 
+#include "cpu/ahead-inl.hpp"
 #include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/forward_lanes-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
 
 #ifndef PULLBACK_ENTMAX_FORWARD_ONCE
 #define PULLBACK_ENTMAX_FORWARD_ONCE
-#include "ops/entmax/cpu/rows.hpp"
+#include "ops/entmax/cpu/forward_tile.hpp"
 
 namespace pullback::entmax {
-
-struct ForwardTile : RowTile {
-  RowTensor x, mask, y, tau, support_size;
-  // Scratch: packed x and y, and the elements that the solver works on.
-  std::byte *packed_x, *packed_y, *elements;
-};
 
 // What is known of a row besides y.
 struct RowResult {
@@ -42,6 +39,9 @@ using entmax::RowResult;
 using entmax::RowTensor;
 
 constexpr std::size_t kAccumulators = 4;
+// A block of softmax: x and exp(x) of it fit in L1.
+constexpr std::size_t kSoftmaxVectors = 256;
+static_assert(kSoftmaxVectors >= 64);  // vector_scratch_bytes() has room for one factor a block
 // Below this length the bound from lane maxima costs more than it saves.
 constexpr std::size_t kMinLengthForBound = 256;
 
@@ -165,18 +165,6 @@ RowResult DegenerateRow(const RowView<T>& row, bool empty) {
   return {kNaN, -1};
 }
 
-// Writes `lanes` bits of the support from element i on; rows of bits begin at whole bytes.
-template <class D, class M>
-HWY_INLINE void StoreBits(D d, M active, std::size_t i, std::size_t length, std::uint8_t* support) {
-  std::uint8_t bytes[HWY_MAX_BYTES] = {};
-  hn::StoreMaskBits(d, active, bytes);
-  if (hn::Lanes(d) >= 8) {
-    std::memcpy(support + i / 8, bytes, (std::min(hn::Lanes(d), length - i) + 7) / 8);
-  } else {
-    support[i / 8] = static_cast<std::uint8_t>((i % 8 ? support[i / 8] : 0) | bytes[0] << i % 8);
-  }
-}
-
 template <class P, class R, class T>
 void WriteSupport(const P& power, const RowView<T>& row, R max, R theta) {
   const hn::ScalableTag<R> d;
@@ -189,6 +177,7 @@ void WriteSupport(const P& power, const RowView<T>& row, R max, R theta) {
   }
 }
 
+// y, and the bits of its support if they are wanted as well.
 template <class P, class R, class T>
 void WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& threshold) {
   const hn::ScalableTag<R> d;
@@ -209,6 +198,26 @@ void WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& th
       row.y, row.length, row.stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
         const T* x = row.x + begin;
         std::size_t i = 0;
+        if (P::family == Family::sparsemax && row.support) {
+          for (; i + lanes <= count; i += lanes) {
+            const auto p = value(LoadAs(d, x + i));
+            StoreAs(d, p, to + i);
+            const auto active = hn::Gt(p, hn::Zero(d));
+            if constexpr (hn::MaxLanes(d) >= 8) {
+              hn::StoreMaskBits(d, active, row.support + (begin + i) / 8);
+            } else {
+              StoreBits(d, active, begin + i, begin + count, row.support);
+            }
+          }
+          for (; i < count; i += lanes) {
+            const std::size_t n = std::min(lanes, count - i);
+            const auto p =
+                value(LoadFirstAs(d, x + i, n, -std::numeric_limits<Real<T>>::infinity()));
+            StoreBits(d, hn::Gt(p, hn::Zero(d)), begin + i, begin + count, row.support);
+            StoreFirstAs(d, p, to + i, n);
+          }
+          return;
+        }
         for (; i + lanes <= count; i += lanes) StoreAs(d, value(LoadAs(d, x + i)), to + i);
         if (i == count) return;
         const auto v = LoadFirstAs(d, x + i, count - i, -std::numeric_limits<Real<T>>::infinity());
@@ -227,55 +236,85 @@ RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
   const std::size_t count = Candidates(power, row.x, row.length, max, low, elements);
   const Threshold<R> threshold = Solve(power, low, elements, count);
   if (row.y) WriteY(power, row, max, threshold);
-  if (row.support) WriteSupport(power, row, max, threshold.theta);
+  if (row.support && !row.y) WriteSupport(power, row, max, threshold.theta);
   const double wide = static_cast<double>(threshold.theta);
   const double tau =
       (alpha - 1) * static_cast<double>(max) + (power.near_one ? (alpha - 1) * wide - 1 : wide);
   return {tau, static_cast<std::int64_t>(threshold.count)};
 }
 
+// Block by block, so that a row is read from memory once, and while exp is busy: exp(x - maximum of
+// the block) goes to scratch, and the last pass scales it by a factor for each block.
 template <class T>
 RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
   using R = Real<T>;
   const hn::ScalableTag<R> d;
-  const std::size_t lanes = hn::Lanes(d);
-  const R max = MaxOfRow(row.x, row.length, elements);
-  if (!std::isfinite(max)) return DegenerateRow(row, max < 0);
-  PrefetchNext(row);
-  const auto shift = hn::Set(d, max);
-  double sum = 0;
-  for (std::size_t begin = 0; begin < row.length;) {
-    const std::size_t end = std::min(row.length, begin + kSumVectors * lanes);
-    auto part = hn::Zero(d);
-    const auto take = [&](auto v, std::size_t i) HWY_ATTR {
-      const auto e = ExpNonPositive(d, hn::Sub(v, shift));
-      part = hn::Add(part, e);
-      hn::StoreU(e, d, elements + i);
-    };
-    for (; begin + lanes <= end; begin += lanes) take(Load(d, row.x + begin), begin);
-    if (begin < end) {
-      take(LoadFirst(d, row.x + begin, end - begin, -std::numeric_limits<R>::infinity()), begin);
-      begin = end;
+  const std::size_t lanes = hn::Lanes(d), block = kSoftmaxVectors * lanes;
+  constexpr R kLowest = -std::numeric_limits<R>::infinity();
+  R* const factors = elements + (row.length + lanes - 1) / lanes * lanes;
+  R maximum = kLowest;
+  double sum = 0;  // of exp(x - maximum)
+  HWY_ALIGN R lane_maxima[kAccumulators * hn::MaxLanes(d)];
+  LinesAhead ahead(row.x);
+  for (std::size_t begin = 0; begin < row.length; begin += block) {
+    const std::size_t end = std::min(row.length, begin + block);
+    const R highest = MaxOfRow(row.x + begin, end - begin, lane_maxima);
+    if (!(highest < std::numeric_limits<R>::infinity())) return DegenerateRow(row, false);
+    factors[begin / block] = highest;
+    const auto shift = hn::Set(d, highest > kLowest ? highest : R{0});
+    double added = 0;
+    for (std::size_t i = begin; i < end;) {
+      auto part0 = hn::Zero(d), part1 = hn::Zero(d);
+      const auto take = [&](auto v, auto& part) HWY_ATTR {
+        const auto e = ExpNonPositive(d, hn::Sub(v, shift));
+        part = hn::Add(part, e);
+        hn::StoreU(e, d, elements + i);
+        i += lanes;
+      };
+      const std::size_t part_end = std::min(end, i + kSumVectors * lanes);
+      while (i + 2 * lanes <= part_end) {
+        ahead.StepTo(row.x + i);
+        take(Load(d, row.x + i), part0);
+        take(Load(d, row.x + i), part1);
+      }
+      while (i < part_end) {
+        take(LoadFirst(d, row.x + i, std::min(lanes, part_end - i), kLowest), part0);
+      }
+      added += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, hn::Add(part0, part1))));
     }
-    sum += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, part)));
+    if (highest > maximum) {
+      const double less = static_cast<double>(maximum) - static_cast<double>(highest);
+      sum = (sum > 0 ? sum * std::exp(less) : 0) + added;
+      maximum = highest;
+    } else if (highest > kLowest) {
+      sum += added * std::exp(static_cast<double>(highest) - static_cast<double>(maximum));
+    }
   }
-  const auto scale = hn::Set(d, static_cast<R>(1 / sum));
-  if (row.y) {
-    WriteRow(row.y, row.length, row.stream,
-             [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
-               const R* from = elements + begin;
-               std::size_t i = 0;
-               for (; i + lanes <= count; i += lanes) {
-                 Store(d, hn::Mul(scale, hn::LoadU(d, from + i)), to + i);
-               }
-               if (i == count) return;
-               StoreFirst(d, hn::Mul(scale, hn::LoadU(d, from + i)), to + i, count - i);
-             });
+  if (!(sum > 0)) return DegenerateRow(row, true);
+  PrefetchNext(row);
+  for (std::size_t begin = 0; begin < row.length; begin += block) {
+    R& factor = factors[begin / block];
+    const double less = static_cast<double>(factor) - static_cast<double>(maximum);
+    factor = static_cast<R>((less == 0 ? 1 : std::exp(less)) / sum);
   }
-  RowResult result{static_cast<double>(max) + std::log(sum), 0};
+  const auto fill = [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+    const std::size_t end = begin + count;
+    for (std::size_t i = begin; i < end;) {
+      const auto scale = hn::Set(d, factors[i / block]);
+      const std::size_t stop = std::min(end, (i / block + 1) * block);
+      for (; i + lanes <= stop; i += lanes) {
+        Store(d, hn::Mul(scale, hn::LoadU(d, elements + i)), to + (i - begin));
+      }
+      if (i == stop) continue;
+      StoreFirst(d, hn::Mul(scale, hn::LoadU(d, elements + i)), to + (i - begin), stop - i);
+      i = stop;
+    }
+  };
+  if (row.y) WriteRow(row.y, row.length, row.stream, fill);
+  RowResult result{static_cast<double>(maximum) + std::log(sum), 0};
   // All but -inf, also where exp underflows.
   for (std::size_t i = 0; row.wants_size && i < row.length; ++i) {
-    result.support_size += static_cast<R>(row.x[i]) > -std::numeric_limits<R>::infinity();
+    result.support_size += static_cast<R>(row.x[i]) > kLowest;
   }
   return result;
 }
@@ -319,6 +358,10 @@ RowTensor MaskedCopy(const ForwardTile& tile) {
 template <class T>
 void ForwardTileOf(const ForwardTile& tile) {
   using Statistic = Real<T>;
+  if (tile.stripe != nullptr && ServesLanes(tile) && StripeInLanes<T>(tile)) {
+    if (tile.stream) hwy::FlushStream();
+    return;
+  }
   const RowTensor x = tile.mask             ? MaskedCopy<T>(tile)
                       : tile.x.contiguous() ? tile.x
                                             : entmax::packed_copy<T>(tile.x, tile.rows, tile.length,
@@ -326,7 +369,7 @@ void ForwardTileOf(const ForwardTile& tile) {
   const bool packs_y = tile.y && !tile.y.contiguous();
   const RowTensor y = packs_y ? RowTensor{tile.packed_y, tile.pitch, 1} : tile.y;
   const std::int64_t support_bytes = (tile.length + 7) / 8;
-  for (std::int64_t r = 0; r < tile.rows; ++r) {
+  const auto one_row = [&](std::int64_t r) {
     const bool packs_bits = tile.support && !tile.support.contiguous();
     const RowView<T> row{x.row<T>(r),
                          static_cast<std::size_t>(tile.length),
@@ -346,7 +389,19 @@ void ForwardTileOf(const ForwardTile& tile) {
     for (std::int64_t i = 0; packs_bits && i < support_bytes; ++i) {
       tile.support.row<std::uint8_t>(r)[i * tile.support.step] = tile.bits[i];
     }
+  };
+  std::int64_t r = 0;
+  if (tile.length <= kLaneLength && ServesLanes(tile) &&
+      (!tile.support || tile.support.contiguous())) {
+    constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
+    LinesAhead ahead(x.row<T>(0));
+    for (; r + kRows <= tile.rows; r += kRows) {
+      if (x.row_step == tile.length) ahead.StepTo(x.row<T>(r + kRows));
+      if (ShortRowsInLanes<T>(tile, x, y, r)) continue;
+      for (std::int64_t k = 0; k < kRows; ++k) one_row(r + k);
+    }
   }
+  for (; r < tile.rows; ++r) one_row(r);
   if (packs_y) entmax::unpack<T>(y, tile.rows, tile.length, tile.y);
   if (tile.stream) hwy::FlushStream();
 }
@@ -391,6 +446,7 @@ class ForwardPlan final : public RowPlan {
           task.scratch + packed_x_,
           task.scratch + packed_y_,
           task.scratch + elements_,
+          has_stripe_ ? task.scratch + stripe_ : nullptr,
       };
       HWY_DYNAMIC_DISPATCH(RunForwardTile)(tile);
     });
@@ -407,6 +463,9 @@ class ForwardPlan final : public RowPlan {
     if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
     add_support_bits(slot, problem.support, kSupport);
     elements_ = slot.add(vector_scratch_bytes(length_, in_double));
+    has_stripe_ = !problem.mask.given() && !problem.support.given() && !walk_.contiguous(kX) &&
+                  walk_.adjacent(kX) && walk_.adjacent(kY);
+    if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
     finish(slot, problem.y, packs(problem, walk_));
   }
 
@@ -414,7 +473,15 @@ class ForwardPlan final : public RowPlan {
     return problem.mask.given() || !walk.contiguous(kX) || !walk.contiguous(kY);
   }
 
-  std::size_t packed_x_ = 0, packed_y_ = 0, elements_ = 0;
+  // The columns of a tile in whole vectors, and one vector more for candidates.
+  std::int64_t stripe_bytes(DType dtype) const {
+    constexpr std::int64_t kMostLanes = 16;
+    const std::int64_t columns = (walk_.tile_rows() / kMostLanes + 2) * kMostLanes;
+    return columns * length_ * static_cast<std::int64_t>(size_of(accumulation_dtype(dtype)));
+  }
+
+  std::size_t packed_x_ = 0, packed_y_ = 0, elements_ = 0, stripe_ = 0;
+  bool has_stripe_ = false;
 };
 
 }  // namespace

@@ -23,8 +23,8 @@ namespace pullback::entmax {
 inline constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
 // A tile of rows used in place: enough elements to make the cost of a task vanish.
 inline constexpr std::int64_t kTileElements = 32768;
-// A tile of packed rows: this many bytes across neighbouring rows (a page walk and a DRAM page for
-// every axis position should pay), within this much scratch.
+// A tile of packed rows: this many bytes across neighbouring rows, as every axis position takes a
+// page walk and a DRAM page; within this much scratch.
 inline constexpr std::int64_t kPackedLineBytes = 256;
 inline constexpr std::int64_t kPackedTileBytes = std::int64_t{4} << 20;
 
@@ -139,6 +139,10 @@ class Walk {
             rank_ > 0 ? steps.outer[rank_ - 1] : 0, steps.axis};
   }
   bool contiguous(std::size_t which) const { return tensors_[which].steps.axis == 1; }
+  // Whether the rows of a tile lie side by side.
+  bool adjacent(std::size_t which) const {
+    return rank_ > 0 && tensors_[which].steps.outer[static_cast<std::size_t>(rank_) - 1] == 1;
+  }
 
  private:
   std::int64_t inner() const { return rank_ > 0 ? sizes_[rank_ - 1] : 1; }
@@ -165,13 +169,12 @@ class ScratchLayout {
   std::size_t bytes_ = 0;
 };
 
-// Scratch for one row of numbers that are stored by whole vectors.
+// Scratch for one row of numbers that are stored by whole vectors, and for one more in 64.
 inline std::int64_t vector_scratch_bytes(std::int64_t length, bool in_double) {
-  return std::max<std::int64_t>(length + 64, 1024) * (in_double ? 8 : 4);
+  return std::max<std::int64_t>(length + length / 64 + 128, 1024) * (in_double ? 8 : 4);
 }
 
-// Rows in scratch lie an odd number of cache lines apart: at a power of two they would all fall
-// into the same cache set.
+// Rows in scratch lie an odd number of cache lines apart, so as not to share a cache set.
 inline std::int64_t packed_pitch(std::int64_t length, std::int64_t element_bytes) {
   const std::int64_t lines = (length * element_bytes + 63) / 64 | 1;
   return lines * 64 / element_bytes;

@@ -100,28 +100,37 @@ struct Power {
   HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> excess) const {
     return hn::Gt(excess, hn::Set(d, edge));
   }
+  // p and the summand of S; both 0 where not active.
+  template <class D>
+  struct Summands {
+    hn::Vec<D> value, slope;
+  };
+  template <class D>
+  HWY_INLINE Summands<D> Both(D d, hn::Vec<D> excess) const {
+    if constexpr (kFamily == Family::sparsemax || kFamily == Family::entmax15) {
+      const auto t = hn::Max(excess, hn::Zero(d));
+      return {hn::Mul(t, t), t};
+    } else if constexpr (kFamily == Family::steep) {
+      const auto value = Value(d, excess);
+      return {value, hn::IfThenElseZero(Active(d, excess), hn::Div(value, excess))};
+    } else {
+      // base^(1/b - 1), and base times that: one power for both.
+      const auto slope = BaseTo(d, excess, hn::Set(d, inverse - 1));
+      const auto base = near_one ? hn::Add(excess, hn::Set(d, R{1})) : excess;
+      return {hn::IfThenElseZero(Active(d, excess), hn::Mul(slope, base)), slope};
+    }
+  }
   // p; 0 where not active.
   template <class D>
   HWY_INLINE hn::Vec<D> Value(D d, hn::Vec<D> excess) const {
-    if constexpr (kFamily == Family::sparsemax) return hn::Max(excess, hn::Zero(d));
-    if constexpr (kFamily == Family::entmax15) {
+    if constexpr (kFamily == Family::sparsemax) {
+      return hn::Max(excess, hn::Zero(d));
+    } else if constexpr (kFamily == Family::entmax15) {
       const auto t = hn::Max(excess, hn::Zero(d));
       return hn::Mul(t, t);
+    } else {
+      return BaseTo(d, excess, hn::Set(d, inverse));
     }
-    const auto active = Active(d, excess);
-    if constexpr (near_one) {
-      const auto log = hn::Log1p(d, hn::IfThenElseZero(active, excess));
-      return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, hn::Set(d, inverse))));
-    }
-    const auto log = hn::Log(d, hn::IfThenElse(active, excess, hn::Set(d, R{1})));
-    return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, hn::Set(d, inverse))));
-  }
-  // The summand of S, given p.
-  template <class D>
-  HWY_INLINE hn::Vec<D> Slope(D d, hn::Vec<D> excess, hn::Vec<D> value) const {
-    if constexpr (kFamily == Family::entmax15) return hn::Max(excess, hn::Zero(d));
-    const auto base = near_one ? hn::Add(excess, hn::Set(d, R{1})) : excess;
-    return hn::IfThenElseZero(Active(d, excess), hn::Div(value, base));
   }
 
   // The f - 1 from which a step ends closer than `precision`: where 1/b >= 2 elements leave the
@@ -140,6 +149,20 @@ struct Power {
     if constexpr (kFamily == Family::entmax15) return (f - std::sqrt(f)) * inverse_slope;
     if constexpr (near_one) return -f * std::expm1(-wide * std::log(f)) / wide * inverse_slope;
     return (f - std::pow(f, 1 - wide)) * inverse_slope;
+  }
+
+ private:
+  // A power of what p is a power of, where that is at most 1; 0 where not active.
+  template <class D>
+  HWY_INLINE hn::Vec<D> BaseTo(D d, hn::Vec<D> excess, hn::Vec<D> exponent) const {
+    const auto active = Active(d, excess);
+    auto log = hn::Zero(d);
+    if constexpr (near_one) {
+      log = hn::Log1p(d, hn::IfThenElseZero(active, excess));
+    } else {
+      log = LogPositive(d, hn::IfThenElse(active, excess, hn::Set(d, R{1})));
+    }
+    return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, exponent)));
   }
 };
 
@@ -173,9 +196,9 @@ PowerSums Evaluate(const P& power, R theta, R* HWY_RESTRICT z, std::size_t& coun
       if constexpr (P::family == Family::sparsemax) {
         first = hn::Add(first, hn::IfThenElseZero(active, v));
       } else {
-        const auto value = power.Value(d, excess);
-        first = hn::Add(first, value);
-        second = hn::Add(second, power.Slope(d, excess, value));
+        const auto both = power.Both(d, excess);
+        first = hn::Add(first, both.value);
+        second = hn::Add(second, both.slope);
       }
       if constexpr (kCompact) {
         sums.count += hn::CompressStore(v, active, d, z + sums.count);

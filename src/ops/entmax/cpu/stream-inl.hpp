@@ -1,4 +1,4 @@
-// Writing rows, through the caches or past them.
+// Writing rows, through the caches or past them, and bits.
 
 #if defined(PULLBACK_ENTMAX_STREAM_INL_HPP) == defined(HWY_TARGET_TOGGLE)
 #ifdef PULLBACK_ENTMAX_STREAM_INL_HPP
@@ -44,6 +44,18 @@ HWY_INLINE void WriteRow(T* row, std::size_t length, bool stream, const Fill& fi
     fill(chunk, begin, count);
     StreamBytes(reinterpret_cast<std::uint8_t*>(row + begin),
                 reinterpret_cast<const std::uint8_t*>(chunk), count * sizeof(T));
+  }
+}
+
+// Writes `lanes` bits of the support from element i on; rows of bits begin at whole bytes.
+template <class D, class M>
+HWY_INLINE void StoreBits(D d, M active, std::size_t i, std::size_t length, std::uint8_t* support) {
+  std::uint8_t bytes[HWY_MAX_BYTES] = {};
+  hn::StoreMaskBits(d, active, bytes);
+  if (hn::Lanes(d) >= 8) {
+    std::memcpy(support + i / 8, bytes, (std::min(hn::Lanes(d), length - i) + 7) / 8);
+  } else {
+    support[i / 8] = static_cast<std::uint8_t>((i % 8 ? support[i / 8] : 0) | bytes[0] << i % 8);
   }
 }
 

@@ -73,7 +73,8 @@ class Backward {
   }
 
   void All() const {
-    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { First(tile, task); });
+    ForTasksFirst<R>(run_, [&](std::int64_t tile, const Task& task) { First(tile, task); });
+    if (run_.failed()) return;
     if (folds_) {
       ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task); });
       ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Last(tile, task); });
@@ -141,8 +142,7 @@ class Backward {
       case Rule::product:
         std::fill_n(state.a, padded(task.columns), R{1});
         ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
-          FoldRows(XBlock(row, rows, task), 0, task.columns, state.a,
-                   [](auto a, auto b) { return hn::Mul(a, b); });
+          MultiplyRows(XBlock(row, rows, task), task.columns, state.a);
         });
         break;
       case Rule::power:
@@ -353,25 +353,39 @@ class Backward {
   }
 
   // Sum, mean, and max and min from arg, of one column: short segments leave no time for more than
-  // a vector of the gradient, or of zeros and the gradient over one of them. Past the end of a
-  // segment that writes where the next one is still to come, or where the stage has room to spare.
+  // a vector or four of the gradient, or of zeros and the gradient over one of them. Past the end
+  // of a segment that writes where the next one is still to come, or where the stage has room to
+  // spare.
   bool WritesRuns(const Task& task) const {
     return problem_.x.shape[1] == 1 && std::is_same_v<T, R> && d_x_.stages() && !folds_ &&
            (rule_ == Rule::spread || rule_ == Rule::place) && task.columns == 1;
   }
 
   void WriteRuns(std::int64_t tile, Output& output) const {
+    // Few segments at a time, so that the stage stays in L1.
+    constexpr std::int64_t kSegments = 256, kRows = 4096;
     const auto write = [&](std::int64_t begin, std::int64_t end, std::int64_t row,
                            const auto& end_of) {
-      output.Open(Piece{begin, row, end_of(end - 1), true, false});
-      R* to = output.Run(row, nullptr);
-      if (rule_ == Rule::spread) {
-        WriteRunsOf(begin, end, row, end_of, to, [](std::int64_t) { return std::int64_t{-1}; });
-      } else if (problem_.arg.dtype == DType::i64) {
-        const auto arg = saved_.template Arg<std::int64_t>();
-        WriteRunsOf(begin, end, row, end_of, to, [&](std::int64_t s) { return *arg.at(s, 0); });
-      } else {
-        WriteRunsOf(begin, end, row, end_of, to, [&](std::int64_t s) { return saved_.Row(s); });
+      std::int64_t written = 0;
+      for (std::int64_t s = begin; s < end; s += kSegments) {
+        const std::int64_t stop = std::min(end, s + kSegments), next = end_of(stop - 1);
+        output.Open(Piece{s, row, next, true, false});
+        R* to = output.Run(row, nullptr);
+        if (rule_ == Rule::spread) {
+          WriteRunsOf(s, stop, row, end_of, to, [](std::int64_t) { return std::int64_t{-1}; });
+        } else if (problem_.arg.dtype == DType::i64) {
+          const auto arg = saved_.template Arg<std::int64_t>();
+          LinesAhead ahead(arg.at(s, 0));
+          if (arg.row_stride == 1) ahead.StepTo(arg.at(stop, 0));
+          WriteRunsOf(s, stop, row, end_of, to, [&](std::int64_t k) { return *arg.at(k, 0); });
+        } else {
+          WriteRunsOf(s, stop, row, end_of, to, [&](std::int64_t k) { return saved_.Row(k); });
+        }
+        if ((written += next - row) >= kRows) {
+          output.Drain();
+          written = 0;
+        }
+        row = next;
       }
     };
     run_.walk(
@@ -385,6 +399,7 @@ class Backward {
           const IndexView& offsets = segments_.offsets;
           if (offsets.wide && offsets.stride == 1) {
             const auto* ends = static_cast<const std::int64_t*>(offsets.data) + 1;
+            LinesAhead(ends + begin).StepTo(ends + end);
             write(begin, end, segments_.begin(begin), [=](std::int64_t s) { return ends[s]; });
           } else {
             write(begin, end, segments_.begin(begin),
@@ -403,13 +418,18 @@ class Backward {
     const hn::ScalableTag<R> d;
     const auto step = static_cast<std::int64_t>(hn::Lanes(d));
     const bool spread = rule_ == Rule::spread, mean = problem_.reduce == SegmentReduce::mean;
+    LinesAhead ahead(d_out_.at(begin, 0));
+    if (d_out_.row_stride == 1) ahead.StepTo(d_out_.at(end, 0));
     for (std::int64_t s = begin; s < end; ++s) {
       const std::int64_t rows = end_of(s) - row;
       R gradient = ToReal(*d_out_.at(s, 0));
       if (mean) gradient /= static_cast<R>(segments_.end(s) - segments_.begin(s));
       const auto value = hn::Set(d, spread ? gradient : R{0});
       if (rows > 0) Store(d, value, to);
-      for (std::int64_t i = step; i < rows; i += step) Store(d, value, to + i);
+      if (rows > step) {
+        for (std::int64_t k = 1; k < kFewVectors; ++k) Store(d, value, to + k * step);
+        for (std::int64_t i = kFewVectors * step; i < rows; i += step) Store(d, value, to + i);
+      }
       if (!spread) {
         const std::int64_t place = chosen(s) - row;
         if (place >= 0 && place < rows) to[place] = gradient;

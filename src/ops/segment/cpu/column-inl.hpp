@@ -14,17 +14,32 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
+// Calls f(vector number, vector, its elements) for kFewVectors, `identity` behind the last element.
+template <class D, class R, class F>
+HWY_INLINE void ForFewVectors(D d, const R* HWY_RESTRICT from, std::int64_t count, R identity,
+                              const F& f) {
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  for (std::int64_t k = 0; k < kFewVectors; ++k) {
+    const std::int64_t left = std::clamp<std::int64_t>(count - k * step, 0, step);
+    f(k, LoadFirst(d, from + std::min(k * step, count), static_cast<std::size_t>(left), identity));
+  }
+}
+
 // One vector whose lanes together fold all of `count` > 0 elements. `identity` fills the rest.
 template <class D, class R, class Op>
 HWY_INLINE hn::Vec<D> FoldToLanes(D d, const R* HWY_RESTRICT from, std::int64_t count, R identity,
                                   const Op& op) {
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   if (count <= step) return LoadFirst(d, from, static_cast<std::size_t>(count), identity);
-  std::int64_t i = 0;
   auto a = hn::Set(d, identity);
+  if (count <= kFewVectors * step) {
+    ForFewVectors(d, from, count, identity, [&](std::int64_t, auto v) HWY_ATTR { a = op(a, v); });
+    return a;
+  }
+  std::int64_t i = 0;
   if (count >= 4 * step) {
     auto b = a, c = a, e = a;
-    RowsAhead<R> ahead(Block<R>{from, 1, count}, 1);
+    LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
     for (; i + 4 * step <= count; i += 4 * step) {
       for (int k = 0; k < 4; ++k) ahead.Step();
       a = op(a, hn::LoadU(d, from + i));
@@ -49,23 +64,14 @@ HWY_INLINE R SumOfRun(const R* from, std::int64_t count) {
 
 template <class R>
 R ProductOfRun(const R* from, std::int64_t count) {
-  const hn::ScalableTag<R> d;
-  R products[hn::MaxLanes(d)];
-  Store(d, FoldToLanes(d, from, count, R{1}, [](auto a, auto b) { return hn::Mul(a, b); }),
-        products);
-  R product = products[0];
-  for (std::size_t i = 1; i < hn::Lanes(d); ++i) product *= products[i];
-  return product;
-}
-
-// Bit i: lane i of the mask.
-template <class D>
-HWY_INLINE unsigned BitsOf(D d, hn::Mask<D> mask) {
-  std::uint8_t bytes[8] = {};
-  hn::StoreMaskBits(d, mask, bytes);
-  unsigned bits;
-  std::memcpy(&bits, bytes, sizeof(bits));
-  return bits;
+  // Four chains, in double: one rounding in all.
+  double products[4] = {1, 1, 1, 1};
+  std::int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    for (std::int64_t k = 0; k < 4; ++k) products[k] *= static_cast<double>(from[i + k]);
+  }
+  for (; i < count; ++i) products[0] *= static_cast<double>(from[i]);
+  return static_cast<R>((products[0] * products[1]) * (products[2] * products[3]));
 }
 
 // Place of the extreme: the first or last of equal ones, of NaN the first.
@@ -73,37 +79,89 @@ template <bool kMax, bool kLast, class R>
 std::int64_t PlaceOfLongExtreme(const R* HWY_RESTRICT from, std::int64_t count) {
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-  const R identity = kMax ? -kInf<R> : kInf<R>;
-  const auto best = FoldToLanes(d, from, count, identity, [&](auto a, auto b) {
-    return kMax ? hn::Max(b, a) : hn::Min(b, a);
-  });
-  auto nan = hn::IsNaN(best);
-  for (std::int64_t i = 0; i < count; i += step) {
-    const auto left = static_cast<std::size_t>(std::min(step, count - i));
-    nan = hn::Or(nan, hn::IsNaN(LoadFirst(d, from + i, left, identity)));
+  constexpr R kIdentity = kMax ? -kInf<R> : kInf<R>;
+  const auto better = [](auto a, auto b) HWY_ATTR { return kMax ? hn::Max(a, b) : hn::Min(a, b); };
+  const auto best_of = [&](auto a, auto b, auto c, auto e)
+                           HWY_ATTR { return better(better(a, b), better(c, e)); };
+  const std::int64_t whole = count / (4 * step) * (4 * step);
+  auto best = hn::Set(d, kIdentity), sum = hn::Zero(d);  // a sum with a NaN is NaN
+  LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
+  for (std::int64_t i = 0; i < whole; i += 4 * step) {
+    for (int k = 0; k < 4; ++k) ahead.Step();
+    const auto a = hn::LoadU(d, from + i), b = hn::LoadU(d, from + i + step);
+    const auto c = hn::LoadU(d, from + i + 2 * step), e = hn::LoadU(d, from + i + 3 * step);
+    best = better(best, best_of(a, b, c, e));
+    sum = hn::Add(sum, hn::Add(hn::Add(a, b), hn::Add(c, e)));
   }
-  if (!hn::AllFalse(d, nan)) {
+  for (std::int64_t i = whole; i < count; i += step) {
+    const auto left = static_cast<std::size_t>(std::min(step, count - i));
+    best = better(best, LoadFirst(d, from + i, left, kIdentity));
+    sum = hn::Add(sum, LoadFirst(d, from + i, left));
+  }
+  if (!hn::AllFalse(d, hn::IsNaN(sum))) {  // opposite infinities have no NaN for all that
     std::int64_t i = 0;
-    while (!std::isnan(from[i])) ++i;
-    return i;
+    while (i < count && !std::isnan(from[i])) ++i;
+    if (i < count) return i;
   }
   const auto extreme = kMax ? hn::MaxOfLanes(d, best) : hn::MinOfLanes(d, best);
-  const std::int64_t vectors = (count + step - 1) / step;
-  for (std::int64_t k = 0; k < vectors; ++k) {
-    const std::int64_t i = (kLast ? vectors - 1 - k : k) * step;
+  const auto place_from = [&](std::int64_t i) HWY_ATTR {
     const auto left = static_cast<std::size_t>(std::min(step, count - i));
-    const auto equal = hn::Eq(LoadFirst(d, from + i, left, identity), extreme);
+    const auto equal = hn::Eq(LoadFirst(d, from + i, left, kIdentity), extreme);
     const unsigned bits = BitsOf(d, hn::And(equal, hn::FirstN(d, left)));
-    if (bits != 0) return i + (kLast ? std::bit_width(bits) - 1 : std::countr_zero(bits));
+    if (bits == 0) return std::int64_t{-1};
+    return i + (kLast ? std::bit_width(bits) - 1 : std::countr_zero(bits));
+  };
+  const auto place_in = [&](std::int64_t begin, std::int64_t end) HWY_ATTR {
+    const std::int64_t vectors = (end - begin + step - 1) / step;
+    for (std::int64_t k = 0; k < vectors; ++k) {
+      const std::int64_t place = place_from(begin + (kLast ? vectors - 1 - k : k) * step);
+      if (place >= 0) return place;
+    }
+    return std::int64_t{-1};
+  };
+  if (kLast) {
+    if (const std::int64_t place = place_in(whole, count); place >= 0) return place;
   }
-  return 0;
+  for (std::int64_t k = 0; k < whole; k += 4 * step) {
+    const std::int64_t i = kLast ? whole - 4 * step - k : k;
+    const auto a = hn::LoadU(d, from + i), b = hn::LoadU(d, from + i + step);
+    const auto c = hn::LoadU(d, from + i + 2 * step), e = hn::LoadU(d, from + i + 3 * step);
+    if (!hn::AllFalse(d, hn::Eq(best_of(a, b, c, e), extreme))) return place_in(i, i + 4 * step);
+  }
+  return place_in(whole, count);
+}
+
+// The same of at most kFewVectors vectors; negative if there is a NaN.
+template <bool kMax, bool kLast, class R>
+std::int64_t PlaceOfExtremeOfFew(const R* HWY_RESTRICT from, std::int64_t count) {
+  const hn::ScalableTag<R> d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  constexpr R kIdentity = kMax ? -kInf<R> : kInf<R>;
+  hn::Vec<decltype(d)> v[kFewVectors];
+  ForFewVectors(d, from, count, kIdentity,
+                [&](std::int64_t k, auto rows) HWY_ATTR { v[k] = rows; });
+  // NaN for opposite infinities too, which costs time only.
+  const auto sum = hn::Add(hn::Add(v[0], v[1]), hn::Add(v[2], v[3]));
+  if (!hn::AllFalse(d, hn::IsNaN(sum))) return -1;
+  const auto better = [](auto a, auto b) { return kMax ? hn::Max(a, b) : hn::Min(a, b); };
+  const auto best = better(better(v[0], v[1]), better(v[2], v[3]));
+  const auto extreme = kMax ? hn::MaxOfLanes(d, best) : hn::MinOfLanes(d, best);
+  std::uint64_t bits = 0;
+  for (std::int64_t k = 0; k < kFewVectors; ++k) {
+    bits |= std::uint64_t{BitsOf(d, hn::Eq(v[k], extreme))} << (k * step);
+  }
+  bits &= (std::uint64_t{2} << (count - 1)) - 1;
+  return kLast ? std::bit_width(bits) - 1 : std::countr_zero(bits);
 }
 
 template <bool kMax, bool kLast, class R>
 HWY_INLINE std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t count) {
   const hn::ScalableTag<R> d;
-  if (count > static_cast<std::int64_t>(hn::Lanes(d))) {
-    return PlaceOfLongExtreme<kMax, kLast>(from, count);
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  if (count > step) {
+    const std::int64_t place =
+        count <= kFewVectors * step ? PlaceOfExtremeOfFew<kMax, kLast>(from, count) : -1;
+    return place >= 0 ? place : PlaceOfLongExtreme<kMax, kLast>(from, count);
   }
   const auto left = static_cast<std::size_t>(count);
   const auto v = LoadFirst(d, from, left, kMax ? -kInf<R> : kInf<R>);

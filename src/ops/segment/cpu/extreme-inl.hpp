@@ -34,7 +34,7 @@ void AddExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t pla
   const hn::RebindToSigned<decltype(d)> di;
   R* HWY_RESTRICT value = state.value;
   Int<R>* HWY_RESTRICT where = state.place;
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   std::int64_t r = 0;
   if (place == 0) {
     ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
@@ -97,7 +97,7 @@ void ShortExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t c
   const hn::ScalableTag<R> d;
   const hn::RebindToSigned<decltype(d)> di;
   bool any_nan = false;
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
     auto best = lanes.Read(d, block.data + c);
     auto best_place = hn::Zero(di);
@@ -117,6 +117,62 @@ void ShortExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t c
     any_nan |= !hn::AllFalse(d, hn::IsNaN(sum));
   });
   if (any_nan) AddExtreme<kMax, kLast>(state, block, 0, columns);
+}
+
+// Places of a vector of columns as rows: `first` + place.
+template <class Lanes, class DI, class A>
+HWY_INLINE void WriteRowNumbers(const Lanes& lanes, DI di, hn::Vec<DI> place, std::int64_t first,
+                                A* to) {
+  constexpr std::size_t kLanes = hn::MaxLanes(di);
+  if constexpr (sizeof(A) == 2 * sizeof(hn::TFromD<DI>) && kLanes > 1 &&
+                !std::is_same_v<Lanes, FirstLanes>) {
+    const hn::Repartition<A, DI> wide;
+    const hn::Half<DI> half;
+    const auto base = hn::Set(wide, static_cast<A>(first));
+    lanes.Write(wide, hn::Add(hn::PromoteTo(wide, hn::LowerHalf(half, place)), base), to);
+    lanes.Write(wide, hn::Add(hn::PromoteTo(wide, hn::UpperHalf(half, place)), base),
+                to + kLanes / 2);
+  } else {
+    HWY_ALIGN hn::TFromD<DI> places[kLanes];
+    hn::Store(place, di, places);
+    std::size_t count = kLanes;
+    if constexpr (std::is_same_v<Lanes, FirstLanes>) count = lanes.count;
+    for (std::size_t i = 0; i < count; ++i) {
+      to[i] = static_cast<A>(first + static_cast<std::int64_t>(places[i]));
+    }
+  }
+}
+
+// Extremes of a few rows straight to `to`, and the numbers of their rows to `arg` unless that is
+// null; `first` is that of the block's first row. False, and nothing useful is written, if there is
+// a NaN.
+template <bool kMax, bool kLast, bool kStream, class R, class A>
+HWY_INLINE bool ExtremeOfFewRows(const Block<R>& block, std::int64_t columns, std::int64_t first,
+                                 R* HWY_RESTRICT to, A* HWY_RESTRICT arg) {
+  const hn::ScalableTag<R> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  LinesAhead ahead = RowsAhead(block, columns);
+  auto nan = hn::IsNaN(hn::Zero(d));
+  ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
+    const R* from = block.data + c;
+    auto best = lanes.Read(d, from);
+    auto best_place = hn::Zero(di);
+    auto sum = best;  // NaN if a row is
+    ahead.Step();
+    for (std::int64_t r = 1; r < block.rows; ++r) {
+      const auto next = lanes.Read(d, from += block.stride);
+      ahead.Step();
+      const auto beats = Beats<kMax, kLast>(next, best);
+      sum = hn::Add(sum, next);
+      best = hn::IfThenElse(beats, next, best);
+      best_place = hn::IfThenElse(hn::RebindMask(di, beats), hn::Set(di, static_cast<Int<R>>(r)),
+                                  best_place);
+    }
+    nan = hn::Or(nan, hn::IsNaN(sum));
+    lanes.Write(d, best, to + c);
+    if (arg != nullptr) WriteRowNumbers(lanes, di, best_place, first, arg + c);
+  });
+  return hn::AllFalse(d, nan);
 }
 
 inline constexpr std::int64_t kShortRows = 64;

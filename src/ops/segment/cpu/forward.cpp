@@ -12,7 +12,7 @@
 #include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
-#include "ops/segment/cpu/scan-inl.hpp"
+#include "ops/segment/cpu/short-inl.hpp"
 #include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -38,7 +38,8 @@ class Forward {
 
   void All() const {
     const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
-    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Fold(tile, task, rows); });
+    ForTasksFirst<R>(run_, [&](std::int64_t tile, const Task& task) { Fold(tile, task, rows); });
+    if (run_.failed()) return;
     ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task, rows); });
     if (!rows) return;
     ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { FinishRows(tile, task); });
@@ -117,7 +118,7 @@ class Forward {
           FoldRows(block, 0, columns, state.a, [](auto a, auto b) { return hn::Add(a, b); });
           break;
         case SegmentReduce::prod:
-          FoldRows(block, 0, columns, state.a, [](auto a, auto b) { return hn::Mul(a, b); });
+          MultiplyRows(block, columns, state.a);
           break;
         case SegmentReduce::max:
         case SegmentReduce::min:
@@ -149,15 +150,59 @@ class Forward {
         }
         return sums || Extremal();
       }
-      if (!sums || x_.column_stride != 1 || out_.column_stride != 1) return false;
-      SumRows(begin, end, task);
-      return true;
+      if (x_.column_stride != 1 || out_.column_stride != 1) return false;
+      if (sums) {
+        SumRows(begin, end, task);
+      } else if (Extremal()) {
+        return ExtremesOfRows(begin, end, task);
+      }
+      return sums;
     }
     return false;
   }
 
+  // False when arg is not of the kind that short segments are quick with.
+  bool ExtremesOfRows(std::int64_t begin, std::int64_t end, const Task& task) const {
+    const bool arg = run_.tensors.arg != nullptr;
+    const auto fold = [&]<class A>(const Matrix<A>& matrix) {
+      if (arg && (matrix.column_stride != 1 || streams_arg_ != streams_out_)) return false;
+      WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
+        streams_out_ ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, matrix)
+                     : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, matrix);
+      });
+      return true;
+    };
+    if (!arg || problem_.arg.dtype == DType::i64) return fold(ArgMatrix<std::int64_t>());
+    return problem_.arg.dtype == DType::i32 && fold(ArgMatrix<std::int32_t>());
+  }
+
+  template <bool kMax, bool kLast, bool kStream, class A>
+  void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task,
+                        const Matrix<A>& arg) const {
+    std::int64_t row = segments_.begin(begin);
+    for (std::int64_t s = begin; s < end; ++s) {
+      const std::int64_t next = segments_.end(s), rows = next - row;
+      const Block<R> block{reinterpret_cast<const R*>(x_.at(row, task.column)), x_.row_stride,
+                           rows};
+      auto* to = reinterpret_cast<R*>(out_.at(s, task.column));
+      A* to_arg = arg.data == nullptr ? nullptr : arg.at(s, task.column);
+      if (rows == 0) {
+        WriteEmpty(s, task);
+      } else if (rows > kFewRows ||
+                 !ExtremeOfFewRows<kMax, kLast, kStream>(block, task.columns, row, to, to_arg)) {
+        const Piece piece{s, row, next, true, false};
+        FoldPiece(piece, task.state, task);
+        Widen(piece, task.state, task);
+        Finish(s, task.state, task);
+      }
+      row = next;
+    }
+  }
+
+  // Segments of so few rows that their lines may be read out of order.
+  static constexpr std::int64_t kFewRows = 64;
+
   void SumRows(std::int64_t begin, std::int64_t end, const Task& task) const {
-    constexpr std::int64_t kFewRows = 64;  // few enough for their lines to be read out of order
     const bool mean = problem_.reduce == SegmentReduce::mean;
     std::int64_t row = segments_.begin(begin);
     for (std::int64_t s = begin; s < end; ++s) {
@@ -181,49 +226,59 @@ class Forward {
 
   void SumColumn(std::int64_t begin, std::int64_t end) const {
     const bool mean = problem_.reduce == SegmentReduce::mean;
-    ScanGroup<R> group;
-    for (std::int64_t s = begin; s < end; s += std::max<std::int64_t>(group.count, 1)) {
-      if (group.Fill(segments_, s, end)) {
-        ScanSums(Column() + segments_.begin(s), mean, EmptyValue(), group);
-        WriteColumn(out_, s, group.values, group.count, streams_out_);
-      } else {
-        SumRuns(s, s + std::max<std::int64_t>(group.count, 1));
-      }
-    }
+    ForGroups(begin, end, [&](std::int64_t s, ShortGroup<R>& group) {
+      SumsOfGroup(Column() + segments_.begin(s), mean, EmptyValue(), group);
+      WriteColumn(out_, s, group.values, group.count, streams_out_);
+    });
   }
 
   template <bool kMax, bool kLast>
   void ExtremesOfColumn(std::int64_t begin, std::int64_t end) const {
-    ScanGroup<R> group;
-    for (std::int64_t s = begin; s < end; s += std::max<std::int64_t>(group.count, 1)) {
-      if (group.Fill(segments_, s, end) &&
-          ScanExtremes<kMax, kLast>(Column() + segments_.begin(s), EmptyValue(), group)) {
-        WriteColumn(out_, s, group.values, group.count, streams_out_);
-        if (run_.tensors.arg == nullptr) continue;
-        if (problem_.arg.dtype == DType::i64) {
-          WritePlaces<std::int64_t>(s, group);
-        } else if (problem_.arg.dtype == DType::i32) {
-          WritePlaces<std::int32_t>(s, group);
-        } else {
-          WritePlaces<std::uint8_t>(s, group);
-        }
+    ForGroups(begin, end, [&](std::int64_t s, ShortGroup<R>& group) {
+      ExtremesOfGroup<kMax, kLast>(Column() + segments_.begin(s), EmptyValue(), group);
+      WriteColumn(out_, s, group.values, group.count, streams_out_);
+      if (run_.tensors.arg == nullptr) return;
+      if (problem_.arg.dtype == DType::i64) {
+        WritePlaces<std::int64_t>(s, group);
+      } else if (problem_.arg.dtype == DType::i32) {
+        WritePlaces<std::int32_t>(s, group);
       } else {
-        ExtremeRuns(
-            s, s + std::max<std::int64_t>(group.count, 1),
-            [](const R* from, std::int64_t n) { return PlaceOfExtreme<kMax, kLast>(from, n); });
+        WritePlaces<std::uint8_t>(s, group);
       }
+    });
+  }
+
+  template <class F>
+  void ForGroups(std::int64_t begin, std::int64_t end, const F& f) const {
+    ShortGroup<R> group;
+    for (std::int64_t s = begin; s < end; s += group.count) {
+      // Groups end where lines of the outputs do.
+      group.Fill(segments_, s,
+                 std::min(end, (s / ShortGroup<R>::kMost + 1) * ShortGroup<R>::kMost));
+      f(s, group);
     }
   }
 
   template <class A>
-  void WritePlaces(std::int64_t s, const ScanGroup<R>& group) const {
-    constexpr bool kInSegment = std::is_same_v<A, std::uint8_t>;
-    const std::int64_t first = segments_.begin(s);
-    A places[ScanGroup<R>::kMost];
-    for (std::int64_t k = 0; k < group.count; ++k) {
-      const Int<R> place = group.places[k];
-      const std::int64_t value = kInSegment ? place - group.bounds[k] : first + place;
-      places[k] = static_cast<A>(place >= 0 ? value : kInSegment ? kNoPlace : -1);
+  void WritePlaces(std::int64_t s, const ShortGroup<R>& group) const {
+    A places[ShortGroup<R>::kMost];
+    if constexpr (std::is_same_v<A, std::uint8_t>) {
+      for (std::int64_t k = 0; k < group.count; ++k) {
+        places[k] = static_cast<A>(group.places[k] >= 0 ? group.places[k] : Int<R>{kNoPlace});
+      }
+    } else {
+      const auto fill = [&](const auto& first) {
+        for (std::int64_t k = 0; k < group.count; ++k) {
+          places[k] = static_cast<A>(group.places[k] >= 0 ? first(k) + group.places[k] : -1);
+        }
+      };
+      const IndexView& offsets = segments_.offsets;
+      if (offsets.wide && offsets.stride == 1) {
+        const auto* first = static_cast<const std::int64_t*>(offsets.data) + s;
+        fill([=](std::int64_t k) { return first[k]; });
+      } else {
+        fill([&](std::int64_t k) { return segments_.begin(s + k); });
+      }
     }
     WriteColumn(ArgMatrix<A>(), s, places, group.count, streams_arg_);
   }
@@ -242,45 +297,6 @@ class Forward {
   }
 
   const R* Column() const { return reinterpret_cast<const R*>(x_.data); }
-
-  void SumRuns(std::int64_t begin, std::int64_t end) const {
-    const bool mean = problem_.reduce == SegmentReduce::mean;
-    const R* x = Column();
-    std::int64_t row = segments_.begin(begin);
-    for (std::int64_t s = begin; s < end; ++s) {
-      const std::int64_t next = segments_.end(s);
-      R sum = EmptyValue();
-      if (row < next) {
-        sum = SumOfRun(x + row, next - row);
-        if (mean) sum /= static_cast<R>(next - row);
-      }
-      *out_.at(s, 0) = T(sum);
-      row = next;
-    }
-  }
-
-  template <class Place>
-  void ExtremeRuns(std::int64_t begin, std::int64_t end, const Place& place_of) const {
-    const R* x = Column();
-    std::int64_t row = segments_.begin(begin);
-    for (std::int64_t s = begin; s < end; ++s) {
-      const std::int64_t next = segments_.end(s);
-      const std::int64_t place = row < next ? place_of(x + row, next - row) : -1;
-      *out_.at(s, 0) = T(place < 0 ? EmptyValue() : x[row + place]);
-      if (run_.tensors.arg != nullptr) {
-        const std::int64_t n = place < 0 ? -1 : row + place;
-        if (problem_.arg.dtype == DType::i64) {
-          *ArgMatrix<std::int64_t>().at(s, 0) = n;
-        } else if (problem_.arg.dtype == DType::i32) {
-          *ArgMatrix<std::int32_t>().at(s, 0) = static_cast<std::int32_t>(n);
-        } else {
-          *ArgMatrix<std::uint8_t>().at(s, 0) =
-              static_cast<std::uint8_t>(place < 0 ? kNoPlace : place);
-        }
-      }
-      row = next;
-    }
-  }
 
   // FoldPiece for one column.
   void FoldRun(const Piece& piece, const State& state, const Task& task) const {

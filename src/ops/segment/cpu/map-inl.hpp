@@ -87,13 +87,18 @@ class RowOutput {
     void Open(const Piece& piece) {
       if (!output_.stages_) return;
       if (end_ != piece.begin) {
-        Flush();
+        Drain();
         first_ = piece.begin;
         matrix_.data = stage_ - first_ * columns_;
       }
       end_ = piece.end;
     }
     void Flush() {
+      Drain();
+      if (output_.large_) hwy::FlushStream();
+    }
+    // The stage's rows go home; Flush() has to follow before others read them.
+    void Drain() {
       if (output_.stages_ && end_ > first_) {
         const auto bytes = (end_ - first_) * columns_ * static_cast<std::int64_t>(sizeof(T));
         auto* to = reinterpret_cast<std::uint8_t*>(output_.matrix_.at(first_, 0));
@@ -104,7 +109,6 @@ class RowOutput {
         }
       }
       first_ = end_ = -1;
-      if (output_.large_) hwy::FlushStream();
     }
 
     // Where row r of the sorted order is computed; Done() brings it home if that was elsewhere.
@@ -224,7 +228,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
       block[i] =
           ReadBlock(*inputs.matrix[i], segments, first, rows, column, columns, inputs.scratch[i]);
     }
-    RowsAhead<R> ahead[2] = {{block[0], columns}, {block[1], columns}};
+    LinesAhead ahead[2] = {RowsAhead(block[0], columns), RowsAhead(block[1], columns)};
     for (std::int64_t r = 0; r < rows; ++r) {
       const R* in[2] = {};
       for (int i = 0; i < kInputs; ++i) in[i] = block[i].row(r);

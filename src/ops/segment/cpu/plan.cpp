@@ -33,7 +33,7 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
               static_cast<std::size_t>(layout.most_tiles * 4 * layout.slot_columns) * real);
   // What is written row by row may be staged; backward of prod keeps the products of all later
   // rows.
-  layout.stage_elements = layout.tile_items * block + kColumnAlign;
+  layout.stage_elements = layout.tile_items * block + kStagePad;
   const bool rows_out = pass == Pass::backward || problem.reduce == SegmentReduce::softmax;
   const bool products = pass == Pass::backward && problem.reduce == SegmentReduce::prod;
   const std::int64_t elements = kScratchBlocks * (kBlockElements + kColumnAlign) +
@@ -45,19 +45,27 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
   return layout;
 }
 
-// The item with number `item` of the list.
-TileStart start_at(const Segments& segments, std::int64_t item) {
+// The items of tiles [first, first + count), each with a search of its own. They take their steps
+// together, so that the waits for memory do.
+constexpr std::int64_t kSearches = 16;
+void find_starts(const Segments& segments, std::int64_t items, std::int64_t tile_items,
+                 std::int64_t first, std::int64_t count, TileStart* starts) {
   const std::int64_t base = segments.first_row();
-  std::int64_t low = 0, high = segments.count;  // first segment whose end is at or after the item
-  while (low < high) {
-    const std::int64_t middle = low + (high - low) / 2;
-    if (segments.end(middle) - base + middle >= item) {
-      high = middle;
-    } else {
-      low = middle + 1;
+  const auto item_of = [&](std::int64_t k) { return std::min(items, (first + k) * tile_items); };
+  // The segment is the first whose end is at or after the item.
+  std::int64_t low[kSearches] = {};
+  for (std::int64_t size = segments.count; size > 0;) {
+    const std::int64_t half = (size + 1) / 2;
+    for (std::int64_t k = 0; k < count; ++k) {
+      const std::int64_t middle = low[k] + half - 1;
+      const std::int64_t end = std::clamp(segments.end(middle), base, segments.last_row());
+      if (end - base + middle < item_of(k)) low[k] += half;
     }
+    size -= half;
   }
-  return {low, base + item - low};
+  for (std::int64_t k = 0; k < count; ++k) {
+    starts[first + k] = {low[k], base + item_of(k) - low[k]};
+  }
 }
 
 class CpuBody final : public SegmentBody {
@@ -79,23 +87,40 @@ class CpuBody final : public SegmentBody {
     auto* memory = static_cast<std::byte*>(workspace.data);
     check_indices(problem_, tensors, memory);
     if (pass_ == Pass::backward && tensors.d_x == nullptr) return;
+    // u8 places need to know the lengths of all segments first.
+    const bool prove_first = !problem_.offsets.given() || problem_.check_indices ||
+                             (tensors.arg != nullptr && problem_.arg.dtype == DType::u8);
+    if (!prove_first && run_unproven(tensors, memory)) return;
     const Segments segments = make_segments(problem_, tensors, memory, threads_);
     check_places(problem_, tensors, segments);
-
-    const std::int64_t items = segments.last_row() - segments.first_row() + segments.count;
-    const std::int64_t tiles = (items + layout_.tile_items - 1) / layout_.tile_items;
-    auto* starts = reinterpret_cast<TileStart*>(memory + layout_.tiles_at);
-    threads_.parallel_for(
-        tiles + 1,
-        [&](std::int64_t tile, int) {
-          starts[tile] = start_at(segments, std::min(items, tile * layout_.tile_items));
-        },
-        64);
-    const Run run{problem_, tensors, threads_, layout_, memory, segments, tiles};
-    pass_ == Pass::forward ? run_forward(run) : run_backward(run);
+    run_tiles(segments, tensors, memory, nullptr);
   }
 
  private:
+  // False when the offsets turned out to be unsound.
+  bool run_unproven(const SegmentTensors& tensors, std::byte* memory) const {
+    const Segments segments = unproven_segments(problem_, tensors);
+    const std::int64_t first = segments.first_row(), last = segments.last_row();
+    if (first < 0 || last > segments.rows || first > last) return false;
+    std::atomic<bool> unsound = false;
+    run_tiles(segments, tensors, memory, &unsound);
+    return !unsound.load();
+  }
+
+  void run_tiles(const Segments& segments, const SegmentTensors& tensors, std::byte* memory,
+                 std::atomic<bool>* unsound) const {
+    const std::int64_t items = segments.last_row() - segments.first_row() + segments.count;
+    const std::int64_t tiles = (items + layout_.tile_items - 1) / layout_.tile_items;
+    auto* starts = reinterpret_cast<TileStart*>(memory + layout_.tiles_at);
+    threads_.parallel_for((tiles + kSearches) / kSearches, [&](std::int64_t batch, int) {
+      const std::int64_t begin = batch * kSearches;
+      find_starts(segments, items, layout_.tile_items, begin,
+                  std::min(kSearches, tiles + 1 - begin), starts);
+    });
+    const Run run{problem_, tensors, threads_, layout_, memory, segments, tiles, unsound};
+    pass_ == Pass::forward ? run_forward(run) : run_backward(run);
+  }
+
   SegmentProblem problem_;
   Pass pass_;
   Threads threads_;

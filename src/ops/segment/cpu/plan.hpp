@@ -6,8 +6,12 @@
 // tile are a piece. At most two pieces of a tile belong to segments that reach beyond it: the head,
 // whose segment began before the tile, and the tail, whose segment goes on after it. Their partial
 // results wait in slots 2t and 2t+1 of the workspace, to be combined in the order of the tiles.
+//
+// Offsets are read from memory once: a tile proves its own before it uses them. When one of them is
+// out of order the whole run is done again, from repaired ones.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -17,8 +21,10 @@
 
 namespace pullback::segment_cpu {
 
-inline constexpr std::int64_t kColumnBlock = 1024;       // columns that one task handles
-inline constexpr std::int64_t kColumnAlign = 16;         // no vector has more lanes
+inline constexpr std::int64_t kColumnBlock = 1024;  // columns that one task handles
+inline constexpr std::int64_t kColumnAlign = 16;    // no vector has more lanes
+// Behind the rows of a stage: whole vectors are written at their end.
+inline constexpr std::int64_t kStagePad = 4 * kColumnAlign;
 inline constexpr std::int64_t kTileElements = 1 << 16;   // 256 KiB of f32: well inside L2
 inline constexpr std::int64_t kBlockElements = 1 << 12;  // rows taken at a time: twice inside L1
 
@@ -56,6 +62,7 @@ struct Run {
   std::byte* workspace;
   Segments segments;
   std::int64_t tile_count;
+  std::atomic<bool>* unsound;  // null when the offsets are proven
 
   // `tile_count` + 1 of them.
   const TileStart* tiles() const {
@@ -69,6 +76,35 @@ struct Run {
   }
   std::byte* scratch(int thread) const {
     return workspace + layout.scratch_at + static_cast<std::size_t>(thread) * layout.scratch_bytes;
+  }
+
+  // Whether the offsets that the tile uses are sound. When those of all tiles are, all are.
+  bool sound(std::int64_t tile) const {
+    const TileStart first = tiles()[tile], stop = tiles()[tile + 1];
+    const auto inside = [&](const TileStart& start) {
+      if (start.segment == segments.count) return start.row == segments.last_row();
+      return segments.begin(start.segment) <= start.row && start.row <= segments.end(start.segment);
+    };
+    if (tile == 0 && first.segment != 0) return false;
+    if (tile == tile_count - 1 && stop.segment != segments.count) return false;
+    return first.segment <= stop.segment && first.row <= stop.row && inside(first) &&
+           inside(stop) &&
+           ascend(segments, first.segment, std::min(stop.segment + 1, segments.count));
+  }
+  bool failed() const { return unsound != nullptr && unsound->load(std::memory_order_relaxed); }
+
+  // The first of the steps over all tiles, which proves their offsets. Unless failed() then, others
+  // may follow.
+  template <class Body>
+  void for_tiles_first(const Body& body) const {
+    for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
+                  std::byte* scratch_of_thread) {
+      if (unsound != nullptr && !sound(tile)) {
+        unsound->store(true, std::memory_order_relaxed);
+      } else {
+        body(tile, column, columns, scratch_of_thread);
+      }
+    });
   }
 
   // Calls body(tile, first column, columns, scratch of the thread) for all tiles and column blocks.

@@ -16,6 +16,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "cpu/ahead-inl.hpp"
 #include "cpu/simd-inl.hpp"
 #include "ops/segment/cpu/plan.hpp"
 
@@ -23,6 +24,8 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
+using pullback::HWY_NAMESPACE::BitsOf;
+using pullback::HWY_NAMESPACE::LinesAhead;
 using pullback::HWY_NAMESPACE::LoadFirst;
 using pullback::HWY_NAMESPACE::Real;
 using pullback::HWY_NAMESPACE::Store;
@@ -34,6 +37,9 @@ using Int = std::conditional_t<sizeof(R) == 8, std::int64_t, std::int32_t>;
 
 template <class R>
 inline constexpr R kInf = std::numeric_limits<R>::infinity();
+
+// Runs of up to this many vectors are read and written without a loop, whose end would be a guess.
+inline constexpr std::int64_t kFewVectors = 4;
 
 // --- Columns, a vector at a time ---
 
@@ -147,28 +153,13 @@ struct Block {
   const R* row(std::int64_t r) const { return data + r * stride; }
 };
 
-// Prefetches the rows behind a block, vector by vector while the block is used. The lines come from
-// several pages in turn: the hardware has a prefetcher for each, which else would start anew where
-// a page ends. Blocks that are not dense are left to the hardware.
+// Prefetches the rows behind a block, vector by vector while the block is used. Blocks that are not
+// dense are left to the hardware.
 template <class R>
-class RowsAhead {
- public:
-  RowsAhead(const Block<R>& block, std::int64_t columns)
-      : at_(reinterpret_cast<std::uintptr_t>(block.data)),
-        step_(block.stride == columns ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0) {}
-
-  HWY_INLINE void Step() {
-    constexpr std::uintptr_t kPage = 4096, kPages = 4, kLine = 64, kRegion = kPages * kPage;
-    const std::uintptr_t line = at_ % kRegion / kLine;
-    const std::uintptr_t next = at_ / kRegion * kRegion + kRegion;
-    hwy::Prefetch(
-        reinterpret_cast<const char*>(next + line % kPages * kPage + line / kPages * kLine));
-    at_ += step_;
-  }
-
- private:
-  std::uintptr_t at_, step_;
-};
+HWY_INLINE LinesAhead RowsAhead(const Block<R>& block, std::int64_t columns) {
+  const bool dense = block.stride == columns;
+  return LinesAhead(block.data, dense ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0);
+}
 
 // Rows [begin, begin + rows) of the sorted order; in place, or else converted into `scratch`.
 template <class T>
@@ -191,6 +182,16 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
     }
   } else {
     for (std::int64_t r = 0; r < rows; ++r) {
+      if (segments.permuted()) {
+        // The rows lie anywhere, which no hardware foresees. Not past the permutation's end.
+        constexpr std::int64_t kRowsAhead = 8, kLine = 64;
+        const std::int64_t later = std::min(begin + r + kRowsAhead, segments.rows - 1);
+        const auto* to =
+            reinterpret_cast<const char*>(matrix.at(segments.readable_row(later), column));
+        const std::int64_t bytes =
+            matrix.column_stride == 1 ? columns * static_cast<std::int64_t>(sizeof(T)) : 1;
+        for (std::int64_t at = 0; at < bytes; at += kLine) hwy::Prefetch(to + at);
+      }
       ReadRow(matrix, segments.readable_row(begin + r), column, columns, scratch + r * stride);
     }
   }
@@ -278,7 +279,7 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
                          R* HWY_RESTRICT total, const Op& op) {
   const hn::ScalableTag<R> d;
   std::int64_t r = first;
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   for (; r + 4 <= block.rows; r += 4) {
     const R* rows = block.row(r);
     const std::int64_t stride = block.stride;
@@ -299,6 +300,37 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
   }
 }
 
+// total[c] *= block[0][c] * block[1][c] * …, rounded once a block: a product of n factors in f32
+// would carry the roundings of all n.
+template <class R>
+void MultiplyRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT total) {
+  const hn::ScalableTag<R> d;
+  if constexpr (sizeof(R) == 8) {
+    FoldRows(block, 0, columns, total, [](auto a, auto b) { return hn::Mul(a, b); });
+  } else if constexpr (hn::MaxLanes(d) == 1) {
+    for (std::int64_t c = 0; c < columns; ++c) {
+      double product = static_cast<double>(total[c]);
+      for (std::int64_t r = 0; r < block.rows; ++r) product *= static_cast<double>(block.row(r)[c]);
+      total[c] = static_cast<R>(product);
+    }
+  } else {
+    const hn::Half<decltype(d)> half;
+    const hn::Rebind<double, decltype(half)> wide;
+    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      const auto before = hn::LoadU(d, total + c);
+      auto low = hn::PromoteTo(wide, hn::LowerHalf(half, before));
+      auto high = hn::PromoteTo(wide, hn::UpperHalf(half, before));
+      const R* from = block.data + c;
+      for (std::int64_t r = 0; r < block.rows; ++r, from += block.stride) {
+        const auto v = lanes.Read(d, from);
+        low = hn::Mul(low, hn::PromoteTo(wide, hn::LowerHalf(half, v)));
+        high = hn::Mul(high, hn::PromoteTo(wide, hn::UpperHalf(half, v)));
+      }
+      Store(d, hn::Combine(d, hn::DemoteTo(half, high), hn::DemoteTo(half, low)), total + c);
+    });
+  }
+}
+
 // Sums of a few rows, divided by `count`, straight to `to`: four vectors of columns in registers.
 template <bool kStream, class R>
 HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
@@ -306,7 +338,7 @@ HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   const auto divisor = hn::Set(d, count);
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   std::int64_t c = 0;
   for (; c + 4 * step <= columns; c += 4 * step) {
     const R* from = block.data + c;
@@ -357,7 +389,7 @@ template <class R>
 void AddLogSum(const LogSum<R>& state, const Block<R>& block, bool first, std::int64_t columns) {
   const hn::ScalableTag<R> d;
   const std::int64_t stride = block.stride;
-  RowsAhead<R> ahead(block, columns);
+  LinesAhead ahead = RowsAhead(block, columns);
   ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
     const auto before = first ? hn::Set(d, -kInf<R>) : hn::LoadU(d, state.largest + c);
     auto largest = before;

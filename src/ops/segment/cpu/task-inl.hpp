@@ -80,6 +80,15 @@ void ForTasks(const Run& run, const F& f) {
       });
 }
 
+// The same for the first of the steps over all tiles.
+template <class R, class F>
+void ForTasksFirst(const Run& run, const F& f) {
+  run.for_tiles_first(
+      [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
+        f(tile, Task<R>(run.layout, column, columns, scratch));
+      });
+}
+
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 

@@ -36,7 +36,7 @@ cuda::OpKernel rows_kernel(const ReduceOp& op, DType dtype, Access access) {
                   op.type, element(dtype), op.out, access == Access::any ? 1 : vector_length(dtype),
                   op.input, access != Access::wide, op.state_bytes),
       dtype);
-  if (access != Access::any) kernel.blocks = 4;
+  if (access != Access::any) kernel.blocks = op.blocks;
   return kernel;
 }
 
@@ -106,9 +106,11 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
 }
 
 ReduceOp extreme_place(SegmentReduce reduce, bool last, DType dtype) {
-  return named(fmt::format("arg_{}_{}", extreme_name(reduce), last ? "last" : "first"),
-               fmt::format("ExtremePlace<{}, {}, {}>", real(dtype), min_flag(reduce), last), dtype,
-               2 * real_bytes(dtype));
+  ReduceOp op = named(fmt::format("arg_{}_{}", extreme_name(reduce), last ? "last" : "first"),
+                      fmt::format("ExtremePlace<{}, {}, {}>", real(dtype), min_flag(reduce), last),
+                      dtype, 2 * real_bytes(dtype));
+  if (size_of(dtype) == 2) op.blocks = 3;
+  return op;
 }
 
 ReduceOp extreme_count(SegmentReduce reduce, DType dtype) {
@@ -166,10 +168,10 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     wide_tiling_ = any_tiling_;
   } else {
     any_ = {rows_kernel(op, dtype, Access::any), device};
-    any_tiling_ = rows_tiling(problem, 1);
+    any_tiling_ = long_rows_tiling(problem, 1);
     if (wide) {
       wide_ = {rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide), device};
-      wide_tiling_ = rows_tiling(problem, vector_length(dtype));
+      wide_tiling_ = long_rows_tiling(problem, vector_length(dtype));
       setup.allow(wide_tiling_);
     }
   }

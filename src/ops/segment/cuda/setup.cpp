@@ -75,9 +75,24 @@ Tiling rows_tiling(const SegmentProblem& problem, int vector) {
   Tiling tiling;
   tiling.lane_bits =
       std::clamp(pieces == 0 ? 0 : static_cast<int>(std::bit_width(pieces - 1)), 1, kMostLaneBits);
-  tiling.items = tile_items(tiling.lane_bits);
+  tiling.items = tile_items(tiling.lane_bits, 1);
   const std::int64_t width = std::int64_t{vector} << tiling.lane_bits;
   tiling.column_blocks = (columns + width - 1) / width;
+  return tiling;
+}
+
+Tiling long_rows_tiling(const SegmentProblem& problem, int vector) {
+  Tiling tiling = rows_tiling(problem, vector);
+  const auto longer = [&] {
+    Tiling twice = tiling;
+    twice.words *= 2;
+    twice.items *= 2;
+    return twice;
+  };
+  while (tiling.words < most_words(tiling.lane_bits) &&
+         tiles_of(problem, longer()) * tiling.column_blocks >= kEnoughTiles) {
+    tiling = longer();
+  }
   return tiling;
 }
 
@@ -115,9 +130,6 @@ Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layo
   params_.offsets = indices(problem.offsets);
   params_.ids = indices(problem.ids);
   params_.permutation = indices(problem.permutation);
-  const std::int64_t work = std::max(problem.ids.given() ? params_.rows : 0, params_.segments + 1);
-  params_.check_blocks =
-      static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
   offsets_at_ = layout.take(static_cast<std::size_t>(params_.segments + 1) * sizeof(std::int64_t));
   use_at_ = layout.take(sizeof(std::int32_t));
   disorder_at_ = layout.take(kCheckBlocks * sizeof(std::int32_t));
@@ -128,6 +140,10 @@ void Setup::allow(const Tiling& tiling) {
 }
 
 void Setup::reserve(Layout& layout) {
+  const std::int64_t work =
+      std::max({problem_.ids.given() ? params_.rows : 0, params_.segments + 1, most_tiles_ + 1});
+  params_.check_blocks =
+      static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
   starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
 }
 
@@ -151,6 +167,7 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
   p.tiles = tiles_of(problem_, tiling);
   p.row_alignment = tiling.alignment;
   p.lane_bits = tiling.lane_bits;
+  p.walker_words = tiling.words;
   const Tiling before = std::exchange(launcher.tiling, tiling);
   const bool checked = before.items != 0;
   if (!checked) {

@@ -35,11 +35,20 @@ inline void find_starts(const Params& p, const Segments& segments, int64_t from,
 inline void check_offsets(const Params& p) {
   let_next_kernel_begin();
   const Segments segments = make_segments(p, false);
+  constexpr int kAtOnce = 8;  // reads on their way
   bool bad = false;
-  for (int64_t s = thread_number(); s <= p.segments; s += thread_count()) {
-    const int64_t offset = index_at(p.offsets, s);
-    const int64_t before = s > 0 ? index_at(p.offsets, s - 1) : 0;
-    bad |= offset < before || offset > p.rows;
+  for (int64_t s = thread_number(); s <= p.segments; s += kAtOnce * thread_count()) {
+    int64_t offset[kAtOnce], before[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t at = s + i * thread_count();
+      offset[i] = before[i] = 0;
+      if (at > p.segments) continue;
+      offset[i] = index_at(p.offsets, at);
+      if (at > 0) before[i] = index_at(p.offsets, at - 1);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) bad |= offset[i] < before[i] || offset[i] > p.rows;
   }
   find_starts(p, segments, thread_number(), thread_count());
   report_disorder(p, bad);

@@ -10,7 +10,7 @@ namespace pullback::segment_cuda {
 template <class Map, class T, int kVector, bool kPermuted>
 void map_rows(const Params& p) {
   constexpr int kBatch = Map::kBatch;  // rows whose reads are in flight together
-  __shared__ Ends<kThreads / kFewestLanes * kWalkerRows> ends;
+  __shared__ Ends<kMostTileRows> ends;
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, blockIdx.x);

@@ -124,10 +124,40 @@ inline void let_next_kernel_begin() {
 #endif
 }
 
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+// Keeps the compiler from computing the value again where it is used.
+inline uint32_t kept(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// 4, 8 or 16 bytes of shared memory.
+template <class T>
+T load_shared(uint32_t from) {
+  union {
+    uint32_t word[sizeof(T) / 4];
+    T value;
+  } piece;
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]),
+                   "=r"(piece.word[3])
+                 : "r"(from));
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(piece.word[0]), "=r"(piece.word[1])
+                 : "r"(from));
+  } else {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(piece.word[0]) : "r"(from));
+  }
+  return piece.value;
+}
+
 // Copies 4, 8 or 16 bytes to shared memory without waiting; commit_copies() closes a group of them.
 template <int kBytes>
-void copy_async(void* to_shared, const void* from) {
-  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
+void copy_async(uint32_t to, const void* from) {
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   } else {

@@ -82,6 +82,25 @@ struct ExtremePlace {
     a.top = better ? value : a.top;
     a.place = better ? place : a.place;
   }
+  template <int kCount>
+  static R peak(const State&, const R (&x)[kCount]) {
+    R top = kMin ? -x[0] : x[0];
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) top = larger(top, kMin ? -x[k] : x[k]);
+    return top;
+  }
+  template <int kCount>
+  static void add_together(State& a, R top, const R (&x)[kCount], int place) {
+    const bool better = replaces(a, top);
+    int at = place + (kLast ? 0 : kCount - 1);
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) {
+      const int k = kLast ? i : kCount - 1 - i;
+      at = (kMin ? -x[k] : x[k]) == top ? place + k : at;
+    }
+    a.top = better ? top : a.top;
+    a.place = better ? at : a.place;
+  }
   static void append(State& a, const State& b) {
     if ((b.place >= 0) & replaces(a, b.top)) a = b;
   }
@@ -125,6 +144,20 @@ struct ExponentialSum {
     a.sum = a.sum * (above ? scale : 1) + (above ? 1 : scale);
     a.shift = above ? x : a.shift;
   }
+  template <int kCount>
+  static R peak(const State& a, const R (&x)[kCount]) {
+    R shift = a.shift;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) shift = x[k] > shift ? x[k] : shift;
+    return shift;
+  }
+  template <int kCount>
+  static void add_together(State& a, R shift, const R (&x)[kCount], int) {
+    R sum = a.sum * exponential(a.shift - shift);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) sum += exponential(x[k] - shift);
+    a = {shift, sum};
+  }
   static void append(State& a, const State& b) {
     const R shift = a.shift > b.shift ? a.shift : b.shift;
     a.sum = scaled(a, shift) + scaled(b, shift);
@@ -139,6 +172,40 @@ struct ExponentialSum {
 // The same; both parts are stored, as softmax needs them.
 template <class R>
 struct SoftmaxSum : ExponentialSum<R> {};
+
+// Adds kCount rows of one segment, from `place` on; value(i, k) is column i of the k-th. An op that
+// has peak() and add_together() finds each column's peak first; false, and nothing is added, when
+// one is not finite.
+template <class Op, class R, int kCount, int kVector>
+bool add_rows(typename Op::State (&state)[kVector], const auto& value, int place) {
+  struct Column {
+    R x[kCount];
+  };
+  const auto column = [&](int i) {
+    Column result;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) result.x[k] = value(i, k);
+    return result;
+  };
+  if constexpr (requires { Op::peak(state[0], column(0).x); }) {
+    R peak[kVector], sizes = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      peak[i] = Op::peak(state[i], column(i).x);
+      sizes += peak[i] < 0 ? -peak[i] : peak[i];
+    }
+    if (!(sizes < device::infinity<R>())) return false;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) Op::add_together(state[i], peak[i], column(i).x, place);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) Op::add(state[i], value(i, k), place + k);
+    }
+  }
+  return true;
+}
 
 template <class Op>
 inline constexpr bool kStoresPair = false;
@@ -215,15 +282,17 @@ void finish(const Params& p, const Segments& segments, int64_t j, int64_t column
   }
   if (Op::kPlaces && p.arg.data != nullptr) {
     int64_t arg[kCount];
+    const int64_t begin = p.arg_type == ArgType::u8 ? segments.begin(j) : 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if constexpr (Op::kPlaces) arg[i] = place + state[i].place;
-      if (p.arg_type == ArgType::u8) {
-        arg[i] -= segments.begin(j);
-        if (arg[i] > kNoPlace) arg[i] = kNoPlace;
-      } else {
-        arg[i] = written_row<true>(p, arg[i]);
-      }
+      if constexpr (Op::kPlaces) arg[i] = place + state[i].place - begin;
+    }
+    if (p.arg_type == ArgType::u8) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) arg[i] = arg[i] > kNoPlace ? kNoPlace : arg[i];
+    } else if (p.permutation.data != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) arg[i] = written_row<true>(p, arg[i]);
     }
     store_arg(p, s, column, arg);
   }

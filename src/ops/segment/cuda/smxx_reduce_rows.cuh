@@ -1,7 +1,7 @@
 // Forward for rows of several columns: tiles of rows, whose pieces of segments are reduced without
 // a word between lanes.
 //
-// A group of lanes walks 32 consecutive rows of its tile; each lane owns kVector columns, and its
+// A group of lanes walks consecutive rows of its tile; each lane owns kVector columns, and its
 // pieces of the next rows are on their way to its own ring in shared memory. What ends inside is
 // stored at once, except the first end, whose segment may have begun before: its head waits for the
 // tails of the groups before it. Heads and tails that reach beyond the tile go to the tile's two
@@ -13,60 +13,123 @@
 
 namespace pullback::segment_cuda {
 
-// How a lane gets its kVector elements of a row.
-template <class T, int kVector, Input kInput, bool kDeep>
+// How a lane gets its kVector elements of rows, kBatch rows at a time. Rows are counted from the
+// tile's first; batches begin at multiples of kBatch.
+template <class T, int kVector, Input kInput, bool kPermuted, bool kDeep>
 struct RowReader {
   static constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
   static constexpr int kInputs = kInput == Input::product ? 2 : 1;
   // Elements of 2 bytes and masks cannot be copied asynchronously.
   static constexpr bool kRing = kInput != Input::mask && kBytes >= 4;
-  static constexpr int kDepth = kDeep ? 8 / kInputs : 4 / kInputs;  // rows on their way
+  static constexpr int kDepth = kDeep ? 8 / kInputs : 4 / kInputs;  // rows of the ring
+  static constexpr int kBatch = kDepth / 2;  // one is read while the next is on its way
   using Piece = Values<T, kVector>;
   struct Shared {
     Piece ring[kRing ? kDepth : 1][kInputs][kThreads];
   };
+  struct Row {
+    Piece piece[kInputs];
+    Real<T> bit;
+    Real<T> real(int i) const {
+      if constexpr (kInput == Input::mask) return bit;
+      if constexpr (kInputs == 2) return piece[0].real(i) * piece[1].real(i);
+      return piece[0].real(i);
+    }
+  };
 
-  Shared& shared;
   const Params& p;
-  int64_t column;
-  const T* x;  // this column of row 0
+  int64_t origin, column;
+  uint32_t own;     // place of this lane in shared memory
+  int first, stop;  // rows to read
+  int readable;     // rows before this one may be asked for
+  const T* x;  // this column of row 0, or, where rows follow each other, of the next batch's first
   const T* y;
 
-  RowReader(Shared& shared_, const Params& p_, int64_t column_)
-      : shared(shared_),
-        p(p_),
+  RowReader(Shared& shared, const Params& p_, int64_t origin_, int64_t column_, int first_,
+            int stop_)
+      : p(p_),
+        origin(origin_),
         column(column_),
+        own(kept(shared_address(&shared.ring[0][0][threadIdx.x]))),
+        first(first_),
+        stop(stop_),
         x(static_cast<const T*>(p.x.data) + column * p.x.column_stride),
-        y(static_cast<const T*>(p.y.data) + column * p.y.column_stride) {}
-
-  void request(int step, int64_t row) {
-    if constexpr (kRing) {
-      Piece(&slot)[kInputs][kThreads] = shared.ring[step % kDepth];
-      copy_async<kBytes>(&slot[0][threadIdx.x], x + row * p.x.row_stride);
-      if constexpr (kInputs == 2)
-        copy_async<kBytes>(&slot[1][threadIdx.x], y + row * p.y.row_stride);
+        y(static_cast<const T*>(p.y.data) + column * p.y.column_stride) {
+    readable = 0;
+    if (first < stop) {
+      const int64_t rows = p.rows - origin;
+      readable = batch_of(stop + kBatch - 1);
+      if (readable > rows) readable = static_cast<int>(rows);
+    }
+    if constexpr (kRing && !kPermuted) {
+      const int64_t row = origin + batch_of(first);
+      x += row * p.x.row_stride;
+      y += row * p.y.row_stride;
     }
   }
-  void get(int step, int64_t row, Real<T> (&value)[kVector]) const {
-    if constexpr (kInput == Input::mask) {
-      const auto* mask = static_cast<const uint8_t*>(p.mask.data);
-      const int byte = mask[row * p.mask.row_stride + column / 8 * p.mask.column_stride];
-      value[0] = static_cast<Real<T>>(byte >> (column % 8) & 1);
-    } else {
-      Piece a, b;
-      if constexpr (kRing) {
-        a = shared.ring[step % kDepth][0][threadIdx.x];
-        if constexpr (kInputs == 2) b = shared.ring[step % kDepth][1][threadIdx.x];
-      } else {
-        a = load_once<T, kVector>(x + row * p.x.row_stride);
-        if constexpr (kInputs == 2) b = load_once<T, kVector>(y + row * p.y.row_stride);
-      }
+
+  static int batch_of(int at) { return at & -kBatch; }
+  bool has(int at) const { return at >= first && at < stop; }
+  bool has_all(int at) const { return at >= first && at + kBatch <= stop; }
+
+  // The ring's place of row `at`, an address in shared memory. Rows of a batch lie kSlotBytes
+  // apart.
+  static constexpr uint32_t kPieceBytes = kThreads * sizeof(Piece);
+  static constexpr uint32_t kSlotBytes = kInputs * kPieceBytes;
+  uint32_t slot(int at) const {
+    return own + static_cast<uint32_t>(at) % static_cast<uint32_t>(kDepth) * kSlotBytes;
+  }
+
+  // Asks for the batch from row `at` on: one after the other. It may ask for rows that nobody
+  // reads.
+  void request(int at) {
+    if constexpr (kRing) {
+      const uint32_t to = slot(at);
+      const auto copy = [&](int i) {
+        const int64_t row = kPermuted ? row_of<true>(p, origin + at + i) : i;
+        copy_async<kBytes>(to + i * kSlotBytes, x + row * p.x.row_stride);
+        if constexpr (kInputs == 2) {
+          copy_async<kBytes>(to + i * kSlotBytes + kPieceBytes, y + row * p.y.row_stride);
+        }
+      };
+      if (at + kBatch <= readable) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        value[i] = a.real(i);
-        if constexpr (kInputs == 2) value[i] *= b.real(i);
+        for (int i = 0; i < kBatch; ++i) copy(i);
+      } else {
+#pragma unroll 1
+        for (int i = 0; at + i < readable; ++i) copy(i);
+      }
+      commit_copies();
+      if constexpr (!kPermuted) {
+        x += kBatch * p.x.row_stride;
+        if constexpr (kInputs == 2) y += kBatch * p.y.row_stride;
       }
     }
+  }
+  // Waits for the batch before the last one asked for.
+  void wait() const {
+    if constexpr (kRing) wait_copies<1>();
+  }
+  // Row `at` + k, `at` being the first of a batch.
+  Row get(int at, int k) const {
+    Row row;
+    if constexpr (kRing) {
+#pragma unroll
+      for (int input = 0; input < kInputs; ++input) {
+        row.piece[input] = load_shared<Piece>(slot(at) + k * kSlotBytes + input * kPieceBytes);
+      }
+    } else {
+      const int64_t n = row_of<kPermuted>(p, origin + at + k);
+      if constexpr (kInput == Input::mask) {
+        const auto* mask = static_cast<const uint8_t*>(p.mask.data);
+        const int byte = mask[n * p.mask.row_stride + column / 8 * p.mask.column_stride];
+        row.bit = static_cast<Real<T>>(byte >> (column % 8) & 1);
+      } else {
+        row.piece[0] = load_once<T, kVector>(x + n * p.x.row_stride);
+        if constexpr (kInputs == 2) row.piece[1] = load_once<T, kVector>(y + n * p.y.row_stride);
+      }
+    }
+    return row;
   }
 };
 
@@ -75,10 +138,11 @@ void reduce_rows(const Params& p) {
   using State = typename Op::State;
   static_assert(sizeof(State) == kStateBytes);
   // Shared memory also holds two states of each lane.
-  using Reader = RowReader<T, kVector, kInput, sizeof(State) * kVector <= 16>;
+  using Reader = RowReader<T, kVector, kInput, kPermuted, sizeof(State) * kVector <= 16>;
+  constexpr int kBatch = Reader::kBatch;
   constexpr int kMostWalkers = kThreads / kFewestLanes;
-  __shared__ Ends<kMostWalkers * kWalkerRows> ends;
-  __shared__ bool has_tail[kMostWalkers];
+  __shared__ Ends<kMostTileRows> ends;
+  __shared__ bool has_tail[kMostWalkers], has_end[kMostWalkers];
   __shared__ union {
     typename Reader::Shared reader;
     State tails[kThreads][kVector];  // once all rows are read
@@ -97,64 +161,81 @@ void reduce_rows(const Params& p) {
     for (int64_t d = first_column; d < stop && d < p.columns; ++d) finish_empty<Op, Out>(p, j, d);
   });
 
-  // Rows of this walker, as bits: those in a segment of the problem, and those that end one.
-  const int row = walker * kWalkerRows;
-  const uint32_t inside = rows_inside(tile, row);
-  const uint32_t end_bits = ends.bits[walker];
-  // An end before the first row is one of rows that are in no segment.
-  const bool headless = inside == 0 || (end_bits & (inside - 1) & ~inside) != 0;
-
-  Reader reader(shared.reader, p, column);
-  const int first = inside != 0 ? __ffs(static_cast<int>(inside)) - 1 : 0;
-  const int count = active ? __popc(inside) : 0;
-  const auto place = [&](int step) { return tile.origin + row + first + step; };
-  const auto request = [&](int step) {
-    if (step < count) reader.request(step, row_of<kPermuted>(p, place(step)));
-    if constexpr (Reader::kRing) commit_copies();
+  // Rows of this walker in a segment of the problem, counted from the tile's first.
+  const int row = walker * p.walker_words * kWalkerRows;
+  const auto within = [&](int64_t place) {
+    const int64_t at = place - tile.origin, stop = row + p.walker_words * kWalkerRows;
+    return static_cast<int>(at < row ? row : at > stop ? stop : at);
   };
-#pragma unroll 1
-  for (int step = 0; step < Reader::kDepth; ++step) request(step);
+  const int first = within(tile.lowest);
+  const int last = within(tile.row_stop < tile.highest ? tile.row_stop : tile.highest);
+  // Rows before the first are in no segment, and their end is no segment's.
+  const bool headless = last <= first || first > row;
+  const int stop = active && last > first ? last : first;
+
+  Reader reader(shared.reader, p, tile.origin, column, first, stop);
+  const int begin = Reader::batch_of(first);
+  reader.request(begin);
   State state[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) state[i] = Op::start();
   bool in_head = !headless, in_piece = false;
 #pragma unroll 1
-  for (int step = 0; step < count; ++step) {
-    const int at = row + first + step;
-    Real<T> value[kVector];
-    if constexpr (Reader::kRing) {
-      wait_copies<Reader::kDepth - 1>();
-      reader.get(step, 0, value);
-    } else {
-      reader.get(step, row_of<kPermuted>(p, place(step)), value);
-    }
-    request(step + Reader::kDepth);
+  for (int at = begin; at < stop; at += kBatch) {
+    reader.request(at + kBatch);
+    reader.wait();
+    const uint32_t end_bits =
+        ends.bits[static_cast<uint32_t>(at) / kWalkerRows] >> (at & (kWalkerRows - 1));
+    constexpr uint32_t kAll = (1u << kBatch) - 1;
+    if ((end_bits & kAll) == 0 && reader.has_all(at)) {
+      typename Reader::Row rows[kBatch];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) Op::add(state[i], value[i], at);
-    in_piece = true;
-    if (end_bits >> (first + step) & 1) {
-      if (in_head) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) heads[thread][i] = state[i];
-      } else {
-        finish<Op, Out>(p, segments, tile.first + ends.segment[at], column, state, tile.origin);
+      for (int k = 0; k < kBatch; ++k) rows[k] = reader.get(at, k);
+      const auto value = [&](int i, int k) { return rows[k].real(i); };
+      if (add_rows<Op, Real<T>, kBatch>(state, value, at)) {
+        in_piece = true;
+        continue;
       }
+    }
+#pragma unroll 1
+    for (int k = 0; k < kBatch; ++k) {
+      if (!reader.has(at + k)) continue;
+      const typename Reader::Row values = reader.get(at, k);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) state[i] = Op::start();
-      in_head = in_piece = false;
+      for (int i = 0; i < kVector; ++i) Op::add(state[i], values.real(i), at + k);
+      in_piece = true;
+      if (end_bits >> k & 1) {
+        if (in_head) {
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) heads[thread][i] = state[i];
+        } else {
+          finish<Op, Out>(p, segments, tile.first + ends.segment[at + k], column, state,
+                          tile.origin);
+        }
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) state[i] = Op::start();
+        in_head = in_piece = false;
+      }
     }
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kVector; ++i) shared.tails[thread][i] = state[i];
-  if (lane == 0) has_tail[walker] = in_piece;
+  bool any_end = false;
+  for (int word = 0; word < p.walker_words; ++word) {
+    any_end |= ends.bits[walker * p.walker_words + word] != 0;
+  }
+  if (lane == 0) {
+    has_tail[walker] = in_piece;
+    has_end[walker] = any_end;
+  }
   __syncthreads();
   if (!active) return;
 
   // Tails of the walkers from the last end before `stop` on, up to `stop`. False when none.
   const auto gather = [&](int stop, State(&sum)[kVector]) {
     int from = stop;
-    while (from > 0 && ends.bits[from - 1] == 0) --from;
+    while (from > 0 && !has_end[from - 1]) --from;
     if (from > 0) --from;
     bool any = false;
     for (; from < stop; ++from) {
@@ -176,7 +257,7 @@ void reduce_rows(const Params& p) {
     for (int i = 0; i < kVector; ++i) slot_of<Op>(p, blockIdx.x, which)[column + i] = sum[i];
   };
   State sum[kVector];
-  if (end_bits != 0 && !headless) {
+  if (any_end && !headless) {
     if (gather(walker, sum)) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) Op::append(sum[i], heads[thread][i]);

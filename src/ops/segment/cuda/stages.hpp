@@ -38,6 +38,7 @@ struct Tiling {
   std::int64_t items = 0;  // rows and segment ends of a tile
   int alignment = 1;
   int lane_bits = 0;
+  int words = 1;
   std::int64_t column_blocks = 1;
 
   friend bool operator==(const Tiling&, const Tiling&) = default;
@@ -66,8 +67,10 @@ bool column_in_vectors(const Params& p);
 
 int vector_length(DType dtype);
 bool permuted(const SegmentProblem& problem);
-// The tiling of rows read in pieces of `vector` elements, and of x of one column.
+// The tiling of rows read in pieces of `vector` elements, the same in longer tiles, and that of x
+// of one column.
 Tiling rows_tiling(const SegmentProblem& problem, int vector);
+Tiling long_rows_tiling(const SegmentProblem& problem, int vector);
 Tiling column_tiling(int bytes);
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
 
@@ -100,7 +103,8 @@ struct ReduceOp {
   std::string out;    // element of result
   std::string input;  // Input::…
   int state_bytes;
-  bool wide;  // whether there are kernels that read 16-byte pieces
+  bool wide;       // whether there are kernels that read 16-byte pieces
+  int blocks = 4;  // on a multiprocessor, of those for rows: bounds registers
 };
 
 ReduceOp reduce_op(SegmentReduce reduce, DType dtype);

@@ -4,9 +4,9 @@
 namespace pullback::segment_cuda {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kWalkerRows = 32;         // rows that one group of lanes walks: a word of bits
-inline constexpr int kProductRows = 8;         // the same in backward of prod, which keeps them
-inline constexpr int kCheckBlocks = 1024;      // blocks that check the indices, at most
+inline constexpr int kWalkerRows = 32;     // rows of one word of bits: a group of lanes walks some
+inline constexpr int kProductRows = 8;     // the same in backward of prod, which keeps them
+inline constexpr int kCheckBlocks = 1024;  // blocks that check the indices, at most
 inline constexpr int kRepairThreads = 1024;    // the one block that repairs what is out of order
 inline constexpr int kCombineColumns = 32;     // columns of a block that combines slots
 inline constexpr int kCombineSequential = 32;  // slots that one thread combines by itself
@@ -15,8 +15,15 @@ inline constexpr int kFewestLanes = 2;   // of a row of several columns
 inline constexpr int kMostLaneBits = 8;  // a row takes the whole block
 inline constexpr int kMaskTileItems = 256;
 
-// Rows and segment ends of a tile whose rows take 2^lane_bits lanes.
-constexpr int tile_items(int lane_bits) { return (kThreads >> lane_bits) * kWalkerRows; }
+// Rows and segment ends of a tile whose rows take 2^lane_bits lanes, `words` words a group.
+constexpr int tile_items(int lane_bits, int words) {
+  return (kThreads >> lane_bits) * kWalkerRows * words;
+}
+// What a tile can keep the ends of.
+inline constexpr int kMostTileRows = kThreads / kFewestLanes * kWalkerRows;
+constexpr int most_words(int lane_bits) { return kMostTileRows / tile_items(lane_bits, 1); }
+// Reductions take longer tiles, whose fixed work and slots are fewer, while there are this many.
+inline constexpr int kEnoughTiles = 1024;
 constexpr int product_tile_items(int lane_bits) { return (kThreads >> lane_bits) * kProductRows; }
 // D = 1: a lane takes this many consecutive rows, a warp 32 times as many, this many times; what is
 // kept for each row of a tile fits into 48 KiB. Tiles begin on any row, lanes on multiples.

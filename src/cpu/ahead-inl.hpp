@@ -1,0 +1,51 @@
+// Prefetching memory that is read in order.
+
+#if defined(PULLBACK_CPU_AHEAD_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_CPU_AHEAD_INL_HPP
+#undef PULLBACK_CPU_AHEAD_INL_HPP
+#else
+#define PULLBACK_CPU_AHEAD_INL_HPP
+#endif
+
+#include <hwy/cache_control.h>
+
+#include <cstdint>
+
+#include "cpu/simd-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+// One line for each line that is used, 16 KiB later. The lines come from several pages in turn: the
+// hardware has a prefetcher for each, which else would start anew where a page ends.
+class LinesAhead {
+ public:
+  static constexpr std::uintptr_t kLine = 64;
+
+  explicit LinesAhead(const void* at, std::uintptr_t step = kLine)
+      : at_(reinterpret_cast<std::uintptr_t>(at)), step_(step) {}
+
+  // `step` bytes more are used.
+  HWY_INLINE void Step() {
+    constexpr std::uintptr_t kPage = 4096, kPages = 4, kRegion = kPages * kPage;
+    const std::uintptr_t line = at_ % kRegion / kLine;
+    const std::uintptr_t next = at_ / kRegion * kRegion + kRegion;
+    hwy::Prefetch(
+        reinterpret_cast<const char*>(next + line % kPages * kPage + line / kPages * kLine));
+    at_ += step_;
+  }
+  // All before `to` is used.
+  HWY_INLINE void StepTo(const void* to) {
+    while (at_ < reinterpret_cast<std::uintptr_t>(to)) Step();
+  }
+  // Somebody else cares for what lies before `to`.
+  HWY_INLINE void Skip(const void* to) { at_ = reinterpret_cast<std::uintptr_t>(to); }
+
+ private:
+  std::uintptr_t at_, step_;
+};
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

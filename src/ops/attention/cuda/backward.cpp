@@ -1,0 +1,396 @@
+// The backward pass on CUDA. Launches: the sequences of a varlen problem, delta of every row, the
+// gradients, and d_bias where it is a sum.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.hpp"
+#include "ops/attention/cuda/backward_params.cuh"
+#include "ops/attention/cuda/backward_tuning.cuh"
+#include "ops/attention/cuda/sequences.hpp"
+
+namespace pullback::attention {
+namespace {
+
+using Params = BackwardParams;
+using Kernel = cuda::PlannedKernel<Params>;
+constexpr std::string_view kParams = "attention::BackwardParams";
+
+// --- Kernels ---
+
+enum class Features { plain, dropout, general };
+constexpr std::string_view kFeatureSuffix[] = {"", "_dropout", "_general"};
+
+cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
+  const std::string_view type = cuda::device_type(dtype);
+  return {
+      .name = fmt::format("attention_backward_prepare_{}_{}_{}", type, tiles.queries, tiles.keys),
+      .file = "ops/attention/cuda/smxx_backward_rows.cuh",
+      .function =
+          fmt::format("attention::backward_prepare<{}, {}, {}>", type, tiles.queries, tiles.keys),
+      .parameters = kParams,
+      .threads = kRowThreads};
+}
+
+cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
+  const std::string_view type = cuda::device_type(dtype);
+  const BackwardTiles tiles = backward_tiles(width, arch);
+  const int feature = static_cast<int>(features);
+  return {.name = fmt::format("attention_backward_{}_{}{}", type, width, kFeatureSuffix[feature]),
+          .file = "ops/attention/cuda/smxx_backward.cuh",
+          .function = fmt::format("attention::backward<{}, {}, {}, {}, {}, {}, {}, {}>", type,
+                                  width, tiles.keys, tiles.queries, tiles.split, tiles.stages,
+                                  tiles.query_rows, feature),
+          .parameters = kParams,
+          .threads = tiles.threads(),
+          .blocks = tiles.blocks};
+}
+
+cuda::OpKernel bias_kernel(DType dtype, int width, int arch) {
+  const std::string_view type = cuda::device_type(dtype);
+  const BiasTiles tiles = bias_tiles(width, arch);
+  return {.name = fmt::format("attention_backward_bias_{}_{}", type, width),
+          .file = "ops/attention/cuda/smxx_backward_bias.cuh",
+          .function = fmt::format("attention::bias_gradient<{}, {}, {}, {}, {}, {}>", type, width,
+                                  tiles.keys, tiles.queries, tiles.side,
+                                  backward_tiles(width, arch).queries),
+          .parameters = kParams,
+          .threads = tiles.threads()};
+}
+
+// `what` is clear_bias or combine_bias.
+cuda::OpKernel bias_helper(DType dtype, std::string_view what) {
+  const std::string_view type = cuda::device_type(dtype);
+  return {.name = fmt::format("attention_backward_{}_{}", what, type),
+          .file = "ops/attention/cuda/smxx_backward_bias.cuh",
+          .function = fmt::format("attention::{}<{}>", what, type),
+          .parameters = kParams,
+          .threads = kRowThreads};
+}
+
+// `what` is prepare, keys, queries or bias.
+cuda::OpKernel plain_kernel(DType dtype, std::string_view what) {
+  const std::string_view type = cuda::device_type(dtype);
+  return {.name = fmt::format("attention_backward_plain_{}_{}", what, type),
+          .file = "ops/attention/cuda/smxx_backward_plain.cuh",
+          .function = fmt::format("attention::plain_{}<{}>", what, type),
+          .parameters = kParams,
+          .threads = kPlainThreads};
+}
+
+// --- What all variants plan ---
+
+std::size_t aligned(std::int64_t bytes) {
+  return (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
+         kWorkspaceAlignment;
+}
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+void set_grid(Kernel& kernel, std::int64_t blocks) {
+  constexpr std::int64_t kMost = 0x7fffffff;
+  if (blocks > kMost) {
+    fail(ErrorCode::unsupported, "attention", "q and k",
+         fmt::format("at most {} tiles of rows on a CUDA device", kMost),
+         fmt::format("{}", blocks));
+  }
+  kernel.shape.grid[0] = static_cast<unsigned>(blocks);
+}
+
+class BackwardBody : public cuda::CudaBody<AttentionTensors> {
+ protected:
+  BackwardBody(const AttentionProblem& problem, const Device& device, int queries, int keys)
+      : CudaBody(device),
+        sizes_(sizes_of(problem)),
+        sequences_(problem, device_, queries, keys),
+        planes_((sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads),
+        pairs_(planes_ / std::max<std::int64_t>(sizes_.group, 1)) {
+    params_.problem = problem_params(problem);
+    params_.q = head_rows(problem.q);
+    params_.k = head_rows(problem.k);
+    params_.v = head_rows(problem.v);
+    params_.out = head_rows(problem.out);
+    params_.d_out = head_rows(problem.d_out);
+    params_.d_q = head_rows(problem.d_q);
+    params_.d_k = head_rows(problem.d_k);
+    params_.d_v = head_rows(problem.d_v);
+    params_.lse = row_values(problem.lse);
+    params_.d_lse = row_values(problem.d_lse);
+    params_.bias = plane(problem.bias);
+    params_.d_bias = plane(problem.d_bias);
+    if (problem.d_bias.given()) {
+      const auto& shape = problem.d_bias.shape;
+      params_.bias_shape = {shape[0], shape[1], shape[2], shape[3]};
+      bias_elements_ = problem.d_bias.numel();
+    }
+    params_.bias_parts = 1;
+    params_.q_tiles = static_cast<std::int32_t>(
+        sizes_.varlen ? sequences_.q_tiles() : ceil_div(sizes_.total_query, queries));
+    params_.k_tiles = static_cast<std::int32_t>(sizes_.varlen ? sequences_.k_tiles()
+                                                              : ceil_div(sizes_.total_key, keys));
+    sequence_bytes_ = sequences_.workspace_bytes();
+  }
+
+  // Pointers of a run; the sequences, whose table comes first in the workspace.
+  Params begin(Stream stream, const AttentionTensors& tensors, Workspace workspace) const {
+    Params params = params_;
+    params.problem.sequences = sequences_.list(stream, tensors, workspace.data);
+    const auto set = [](auto& tensor, const void* data) { tensor.data = const_cast<void*>(data); };
+    set(params.q, tensors.q);
+    set(params.k, tensors.k);
+    set(params.v, tensors.v);
+    set(params.out, tensors.out);
+    set(params.d_out, tensors.d_out);
+    set(params.lse, tensors.lse);
+    set(params.d_lse, tensors.d_lse);
+    set(params.bias, tensors.bias);
+    set(params.d_q, tensors.d_q);
+    set(params.d_k, tensors.d_k);
+    set(params.d_v, tensors.d_v);
+    set(params.d_bias, tensors.d_bias);
+    return params;
+  }
+
+  AttentionSizes sizes_;
+  SequenceLister sequences_;
+  std::int64_t planes_, pairs_, bias_elements_ = 0;
+  Params params_{};
+  std::size_t sequence_bytes_ = 0;
+};
+
+// --- f16, bf16 ---
+
+class TileBackward final : public BackwardBody {
+ public:
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch)
+      : TileBackward(problem, device, arch,
+                     head_width(static_cast<int>(sizes_of(problem).head_dim),
+                                static_cast<int>(sizes_of(problem).value_dim))) {}
+
+ private:
+  enum class BiasPlan { none, written, summed };
+
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width)
+      : BackwardBody(problem, device, backward_tiles(width, arch).queries,
+                     backward_tiles(width, arch).keys),
+        tiles_(backward_tiles(width, arch)) {
+    vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
+               has_vector_rows(problem.v) && has_vector_rows(problem.d_out);
+    row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
+    const std::int64_t tiles = planes_ * params_.q_tiles;
+    stats_bytes_ = aligned(tiles * stats_bytes(tiles_.queries));
+    turn_bytes_ = aligned(tiles * 4);
+    plan_slices(problem, width);
+    workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_;
+    plan_kernels(problem, width, arch);
+    description = fmt::format(
+        "tensor cores: {} keys x {} queries at a time, sums in f32; d_q summed in the order of the "
+        "keys: the same bits every run{}{}",
+        tiles_.keys, tiles_.queries,
+        slice_pairs_ < pairs_
+            ? fmt::format("; {} of {} key/value heads at a time", slice_pairs_, pairs_)
+            : "",
+        bias_plan_ == BiasPlan::summed ? "; d_bias from scores made once more" : "");
+  }
+
+  // The f32 sums of d_q: of as many heads at a time as fit 128 MiB or a twelfth of the tensors' own
+  // bytes.
+  void plan_slices(const AttentionProblem& problem, int width) {
+    std::int64_t own = 0;
+    for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.out, &problem.d_out,
+                                   &problem.d_q, &problem.d_k, &problem.d_v}) {
+      own += spec->numel() * static_cast<std::int64_t>(size_of(spec->dtype));
+    }
+    const std::int64_t limit = std::max<std::int64_t>(std::int64_t{128} << 20, own / 12);
+    const std::int64_t pair_bytes =
+        sizes_.group * params_.q_tiles * tiles_.queries * width * std::int64_t{4};
+    slice_pairs_ = pairs_;
+    if (pair_bytes * pairs_ > limit) {
+      const std::int64_t fit = std::max<std::int64_t>(limit / pair_bytes, 1);
+      slice_pairs_ = ceil_div(pairs_, ceil_div(pairs_, fit));
+    }
+    sum_bytes_ = aligned(slice_pairs_ * pair_bytes);
+  }
+
+  void plan_kernels(const AttentionProblem& problem, int width, int arch) {
+    const DType dtype = problem.q.dtype;
+    if (planes_ > 0 && params_.q_tiles > 0) {
+      prepare_ = {prepare_kernel(dtype, tiles_), device_};
+      set_grid(prepare_, planes_ * params_.q_tiles);
+    }
+    if (pairs_ > 0 && params_.k_tiles > 0) {
+      const auto load = [&](Features features) {
+        Kernel kernel(tile_kernel(dtype, width, features, arch), device_,
+                      tiles_.shared_bytes(width));
+        set_grid(kernel, slice_pairs_ * params_.k_tiles);
+        return kernel;
+      };
+      general_ = load(Features::general);
+      only_vectors_ = vectors_ && !problem.bias.given() && problem.softcap == 0;
+      if (only_vectors_) aligned_ = load(problem.dropout > 0 ? Features::dropout : Features::plain);
+      params_.pair_group = static_cast<std::int32_t>(std::min<std::int64_t>(pairs_, kPairGroup));
+    }
+    if (bias_elements_ > 0) plan_bias(problem, width, arch);
+  }
+
+  void plan_bias(const AttentionProblem& problem, int width, int arch) {
+    const DType dtype = problem.q.dtype;
+    const BiasShape& shape = params_.bias_shape;
+    const bool whole = shape.batch == sizes_.batch && shape.head == sizes_.heads &&
+                       shape.query == sizes_.total_query && shape.key == sizes_.total_key;
+    const std::int64_t work = planes_ * sizes_.total_query * sizes_.total_key;
+    constexpr std::int64_t kMostHelpers = 4096;
+    const auto helper = [&](std::string_view what) {
+      Kernel kernel(bias_helper(dtype, what), device_);
+      set_grid(kernel, std::min(ceil_div(bias_elements_, kRowThreads), kMostHelpers));
+      return kernel;
+    };
+    if (whole || work == 0) {
+      bias_plan_ = BiasPlan::written;
+      const bool banded =
+          problem.mask.left != BandMask::kUnbounded || problem.mask.right != BandMask::kUnbounded;
+      if (banded || work == 0) clear_bias_ = helper("clear_bias");
+      clears_bias_ = banded || work == 0;
+      return;
+    }
+    bias_plan_ = BiasPlan::summed;
+    const BiasTiles tiles = bias_tiles(width, arch);
+    const std::int64_t k_tiles = ceil_div(sizes_.total_key, tiles.keys);
+    const std::int64_t q_tiles = ceil_div(sizes_.total_query, tiles.queries);
+    const std::int64_t own =
+        shape.batch * shape.head * (shape.query > 1 ? q_tiles : 1) * (shape.key > 1 ? k_tiles : 1);
+    const std::int64_t each = planes_ * q_tiles * k_tiles / own;
+    // Enough blocks for two waves.
+    const std::int64_t wanted = std::int64_t{2} * device_.multiprocessors;
+    params_.bias_parts = static_cast<std::int32_t>(std::clamp<std::int64_t>(wanted / own, 1, each));
+    bias_ = Kernel(bias_kernel(dtype, width, arch), device_, tiles.shared_bytes(width));
+    set_grid(bias_, own * params_.bias_parts);
+    if (params_.bias_parts > 1) {
+      combine_bias_ = helper("combine_bias");
+      workspace_bytes += aligned(params_.bias_parts * bias_elements_ * 4);
+    }
+  }
+
+  void enqueue(Stream stream, const AttentionTensors& tensors, Workspace workspace) const override {
+    Params params = begin(stream, tensors, workspace);
+    std::byte* scratch = static_cast<std::byte*>(workspace.data) + sequence_bytes_;
+    params.stats = scratch;
+    params.turns = reinterpret_cast<std::int32_t*>(scratch + stats_bytes_);
+    params.sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_);
+    params.bias_sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_ + sum_bytes_);
+    params.row_vectors = row_vectors_ && cuda::vector_aligned({tensors.out, tensors.d_out});
+    params.vectors =
+        vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.d_out});
+    if (planes_ > 0 && params.q_tiles > 0) prepare_.launch(stream, params);
+    if (tensors.d_bias != nullptr && clears_bias_) clear_bias_.launch(stream, params);
+    if (tensors.d_bias != nullptr && bias_plan_ == BiasPlan::summed) {
+      bias_.launch(stream, params);
+      if (params.bias_parts > 1) combine_bias_.launch(stream, params);
+    }
+    if (bias_plan_ != BiasPlan::written) params.d_bias.data = nullptr;
+    const bool any = tensors.d_q || tensors.d_k || tensors.d_v || params.d_bias.data;
+    if (!any || pairs_ == 0 || params.k_tiles == 0) return;
+    const Kernel& kernel = only_vectors_ && params.vectors ? aligned_ : general_;
+    for (std::int64_t first = 0; first < pairs_; first += slice_pairs_) {
+      params.first_pair = first;
+      params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
+      Kernel slice = kernel;
+      slice.shape.grid[0] = static_cast<unsigned>(params.pairs * params.k_tiles);
+      slice.launch(stream, params);
+    }
+  }
+
+  // Pairs whose tiles of keys are in flight together: their q, d_out and sums stay in the cache.
+  static constexpr std::int64_t kPairGroup = 16;
+
+  BackwardTiles tiles_;
+  std::int64_t slice_pairs_ = 0;
+  std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0;
+  bool vectors_ = false, row_vectors_ = false, only_vectors_ = false, clears_bias_ = false;
+  BiasPlan bias_plan_ = BiasPlan::none;
+  Kernel prepare_, aligned_, general_, bias_, clear_bias_, combine_bias_;
+};
+
+// --- f32, f64 ---
+
+class PlainBackward final : public BackwardBody {
+ public:
+  PlainBackward(const AttentionProblem& problem, const Device& device)
+      : BackwardBody(problem, device, kPlainTile, kPlainTile) {
+    const DType dtype = problem.q.dtype;
+    const std::int64_t q_tiles = planes_ * params_.q_tiles, k_tiles = pairs_ * params_.k_tiles;
+    const auto bytes = static_cast<std::int64_t>(size_of(dtype));
+    workspace_bytes = sequence_bytes_ + aligned(q_tiles * (2 * kPlainTile * bytes + 16));
+    const auto add = [&](Kernel& kernel, std::string_view what, std::int64_t blocks) {
+      if (blocks == 0) return;
+      kernel = {plain_kernel(dtype, what), device_};
+      set_grid(kernel, blocks);
+    };
+    add(prepare_, "prepare", q_tiles);
+    add(queries_, "queries", q_tiles);
+    add(keys_, "keys", k_tiles);
+    add(bias_, "bias", bias_elements_);
+    has_queries_ = q_tiles > 0;
+    has_keys_ = k_tiles > 0;
+    description = fmt::format(
+        "a warp a key, query or bias element; sums in {}: the same bits "
+        "every run",
+        dtype == DType::f64 ? "f64" : "f32");
+  }
+
+ private:
+  void enqueue(Stream stream, const AttentionTensors& tensors, Workspace workspace) const override {
+    Params params = begin(stream, tensors, workspace);
+    params.stats = static_cast<std::byte*>(workspace.data) + sequence_bytes_;
+    if (has_queries_) prepare_.launch(stream, params);
+    if (has_queries_ && tensors.d_q) queries_.launch(stream, params);
+    if (has_keys_ && (tensors.d_k || tensors.d_v)) keys_.launch(stream, params);
+    if (bias_elements_ > 0 && tensors.d_bias) bias_.launch(stream, params);
+  }
+
+  bool has_queries_ = false, has_keys_ = false;
+  Kernel prepare_, queries_, keys_, bias_;
+};
+
+}  // namespace
+
+Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass) {
+  if (size_of(problem.q.dtype) > 2) return std::make_unique<PlainBackward>(problem, device);
+  const int arch = cuda::compile_arch(cuda::device_info(device.index));
+  return std::make_unique<TileBackward>(problem, device, arch);
+}
+
+}  // namespace pullback::attention
+
+namespace pullback::cuda {
+
+std::vector<KernelSource> attention_backward_kernels(int arch) {
+  using namespace attention;
+  std::vector<KernelSource> kernels;
+  const auto add = [&](const OpKernel& kernel) {
+    for (const KernelSource& other : kernels) {
+      if (other.name == kernel.name) return;  // widths that share their tiles
+    }
+    kernels.push_back(op_kernel<Params>(kernel, arch));
+  };
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const int width : kHeadWidths) {
+      add(prepare_kernel(dtype, backward_tiles(width, arch)));
+      for (const Features features : {Features::plain, Features::dropout, Features::general}) {
+        add(tile_kernel(dtype, width, features, arch));
+      }
+      add(bias_kernel(dtype, width, arch));
+    }
+    add(bias_helper(dtype, "clear_bias"));
+    add(bias_helper(dtype, "combine_bias"));
+  }
+  for (const DType dtype : {DType::f32, DType::f64}) {
+    for (const std::string_view what : {"prepare", "keys", "queries", "bias"}) {
+      add(plain_kernel(dtype, what));
+    }
+  }
+  return kernels;
+}
+
+}  // namespace pullback::cuda

@@ -1,0 +1,39 @@
+// What the host hands to the kernels of the backward pass. Plain C++20; host and device compile it.
+#pragma once
+
+#include "ops/attention/cuda/params.cuh"
+
+namespace pullback::attention {
+
+// A dimension of the problem, or 1.
+struct BiasShape {
+  int64_t batch, head, query, key;
+};
+
+// A plane is the scores of one query head: batch · heads of them, or, when varlen, heads. A pair is
+// the planes that share a key/value head: planes [pair · group, (pair + 1) · group).
+struct BackwardParams {
+  Problem problem;
+  HeadRows q, k, v, out, d_out;
+  HeadRows d_q, d_k, d_v;  // data null: not wanted
+  RowValues lse, d_lse;    // d_lse.data null: zero
+  Plane bias, d_bias;      // data null: none, or not wanted from this kernel
+  BiasShape bias_shape;
+  int32_t bias_parts;  // smxx_backward_bias.cuh: blocks that share a tile of d_bias
+  float* bias_sums;    // [bias_parts, elements of the bias], unless bias_parts is 1
+
+  int32_t q_tiles, k_tiles;  // of a plane; varlen: upper bounds for all sequences together
+  // Rows of q k v d_out, and of out and d_out, are contiguous and aligned to 16 bytes.
+  int32_t vectors, row_vectors;
+
+  // The pairs of this launch. The grid in order: groups of pairs that work at the same time, their
+  // key tiles, the pairs of the group.
+  int64_t first_pair;
+  int32_t pairs, pair_group;
+
+  void* stats;     // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
+  int32_t* turns;  // [planes, q_tiles]: key tiles whose part of d_q is in `sums`
+  float* sums;     // [planes of this launch, q_tiles, rows of a tile · width]
+};
+
+}  // namespace pullback::attention

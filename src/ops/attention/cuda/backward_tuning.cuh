@@ -1,0 +1,71 @@
+// Tile sizes of the backward pass: the host plans with them and the kernels are compiled with them.
+// Plain C++20.
+#pragma once
+
+#include "ops/attention/cuda/tuning.hpp"
+
+namespace pullback::attention {
+
+// A block owns `keys` keys and goes over tiles of `queries`. Its warps stand in keys / 32 rows of
+// `split`: a warp computes the scores of 32 keys and of its share of the queries, and sums d_k and
+// d_v of these keys in its share of the width. `stages` tiles of q and d_out are held at a time.
+struct BackwardTiles {
+  int keys, queries, split, stages;
+  int blocks;      // of a multiprocessor: bounds the registers
+  int query_rows;  // warps that share the queries of d_q; the others share the width
+
+  constexpr int warps() const { return keys / 32 * split; }
+  constexpr int threads() const { return warps() * 32; }
+  // Rows of q, d_out, k, v; p and ds; statistics.
+  constexpr int shared_bytes(int width) const;
+};
+
+// Of a tile of queries in the workspace: {lse · log2 e, delta} of each row, and flags.
+inline constexpr int stats_bytes(int queries) { return queries * 8 + 16; }
+
+constexpr int BackwardTiles::shared_bytes(int width) const {
+  return 2 * 2 * width * keys + 2 * 2 * width * queries * stages +
+         (split > 1 ? 2 : 1) * 2 * keys * queries +
+         (stats_bytes(queries) * stages + 127) / 128 * 128;
+}
+
+// f16 and bf16. Registers bound the tiles: 32 keys x 64 elements of d_k and d_v in f32 are 128 a
+// thread; 99 KiB of shared memory bound them on sm_86, 89 and 120.
+inline constexpr BackwardTiles backward_tiles(int width, int arch) {
+  const int shared = max_shared_bytes(arch);
+  if (width <= 64) return {128, 64, 1, 2, shared >= 163 * 1024 ? 2 : 1, 2};
+  if (shared >= 163 * 1024) {
+    if (width == 96) return {128, 64, 2, 2, 1, 4};
+    if (width == 128) return {128, 64, 2, 2, 1, 2};
+    return {64, 64, 4, width == 192 || shared > 200 * 1024 ? 2 : 1, 1, 2};
+  }
+  if (width == 96) return {64, 64, 2, 2, 1, 2};
+  if (width == 128) return {64, 64, 2, 1, 1, 2};
+  if (width == 192) return {32, 64, 4, 1, 1, 2};
+  return {32, 32, 4, 1, 1, 1};
+}
+
+// smxx_backward_bias.cuh: a block has so many keys and queries of the bias; its warps stand in
+// keys / 32 rows of `side`.
+struct BiasTiles {
+  int keys, queries, side;
+
+  constexpr int threads() const { return keys * side; }
+  constexpr int shared_bytes(int width) const { return 4 * width * (keys + queries) + 8 * queries; }
+};
+
+inline constexpr BiasTiles bias_tiles(int width, int arch) {
+  constexpr BiasTiles kTiles[] = {{128, 128, 2}, {64, 64, 2}};
+  for (const BiasTiles& tiles : kTiles) {
+    if (tiles.shared_bytes(width) <= max_shared_bytes(arch)) return tiles;
+  }
+  return {64, 32, 1};
+}
+
+inline constexpr int kRowThreads = 256;  // smxx_backward_rows.cuh
+
+// smxx_backward_plain.cuh: rows that a block goes over, a warp one at a time.
+inline constexpr int kPlainThreads = 256;
+inline constexpr int kPlainTile = 32;
+
+}  // namespace pullback::attention

@@ -1,0 +1,173 @@
+// The forward pass on CUDA: bf16, f16 and f32 on tensor cores (smxx_forward.cuh), f64 in plain
+// loops. One launch, and for varlen another one before it that lists the sequences.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/check.hpp"
+#include "ops/attention/cuda/sequences.hpp"
+#include "ops/attention/cuda/tuning.hpp"
+
+namespace pullback::attention {
+namespace {
+
+int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
+
+cuda::OpKernel tile_kernel(DType dtype, int width, bool terms, bool vectors, int arch) {
+  const std::string_view type = cuda::device_type(dtype);
+  const ForwardTile tile = forward_tile(width, element_bytes(dtype), vectors && !terms, arch);
+  return {
+      .name = fmt::format("attention_forward_{}_{}{}{}", type, width, terms ? "_terms" : "",
+                          vectors ? "" : "_elements"),
+      .file = "ops/attention/cuda/smxx_forward.cuh",
+      .function = fmt::format("attention::forward<{}, attention::forward_tile({}, {}, {}, {}), {}, "
+                              "{}>",
+                              type, width, element_bytes(dtype), terms, arch, terms, vectors),
+      .parameters = "attention::ForwardParams",
+      .threads = tile.warps * 32,
+      .blocks = tile.blocks};
+}
+
+cuda::OpKernel plain_kernel() {
+  return {.name = "attention_forward_double",
+          .file = "ops/attention/cuda/smxx_plain_forward.cuh",
+          .function = "attention::forward_plain<double>",
+          .parameters = "attention::ForwardParams",
+          .threads = kPlainWarps * 32,
+          .constants = {{"attention::kPlainRows", kPlainRows}}};
+}
+
+class Forward final : public cuda::CudaBody<AttentionTensors> {
+ public:
+  Forward(const AttentionProblem& problem, const Device& device)
+      : CudaBody(device), sizes_(sizes_of(problem)) {
+    const DType dtype = problem.q.dtype;
+    const int arch = cuda::compile_arch(device_);
+    const int width = head_width(static_cast<int>(sizes_.head_dim),  //
+                                 static_cast<int>(sizes_.value_dim));
+    params_.problem = problem_params(problem);
+    // Without terms the scale goes into the exponential, which needs scores to keep their order.
+    const Problem& p = params_.problem;
+    const bool terms =
+        problem.bias.given() || p.softcap > 0 || p.dropout.active() || !(p.scale > 1e-30f);
+    const auto tile_of = [&](bool vectors) {
+      return forward_tile(width, element_bytes(dtype), vectors && !terms, arch);
+    };
+    const int rows = dtype == DType::f64 ? kPlainRows : tile_of(true).rows;
+
+    params_.q = head_rows(problem.q);
+    params_.k = head_rows(problem.k);
+    params_.v = head_rows(problem.v);
+    params_.out = head_rows(problem.out);
+    params_.lse = row_values(problem.lse);
+    params_.bias = plane(problem.bias);
+
+    sequences_.emplace(problem, device_, rows, rows);
+    workspace_bytes = sequences_->workspace_bytes();
+    const std::int64_t pairs = (sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads;
+    const std::int64_t tiles =
+        sizes_.varlen ? sequences_->q_tiles() : (sizes_.total_query + rows - 1) / rows;
+    empty_ = pairs == 0 || tiles == 0;
+    if (empty_) {
+      description = "nothing to compute";
+      return;
+    }
+    if (tiles > std::numeric_limits<std::int32_t>::max() / pairs) {
+      fail(ErrorCode::unsupported, "attention", "q",
+           fmt::format("at most 2^31 tiles of {} queries on a CUDA device", rows),
+           problem.q.to_string());
+    }
+    params_.q_tiles = static_cast<std::int32_t>(tiles);
+    params_.pair_group = static_cast<std::int32_t>(pair_group(pairs, dtype));
+
+    if (dtype == DType::f64) {
+      kernel_ = load(plain_kernel(), 0, tiles * pairs);
+      description = "plain loops, a warp for each query; sums in f64";
+      return;
+    }
+    vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
+               has_vector_rows(problem.v) && has_vector_rows(problem.out);
+    const auto load_tiles = [&](bool vectors) {
+      return load(tile_kernel(dtype, width, terms, vectors, arch),
+                  tile_of(vectors).shared_bytes(element_bytes(dtype)), tiles * pairs);
+    };
+    if (vectors_) vector_kernel_ = load_tiles(true);
+    kernel_ = load_tiles(false);
+    const ForwardTile tile = tile_of(vectors_);
+    description = fmt::format(
+        "tiles of {} queries by {} keys, head dims padded to {}, {} products on tensor cores{}; "
+        "sums in f32, in a fixed order: the same bits every run",
+        tile.rows, tile.keys, width, dtype == DType::f32 ? "three tf32" : name_of(dtype),
+        vectors_ ? "" : "; rows that do not begin at 16 bytes are read element by element");
+  }
+
+ private:
+  using Kernel = cuda::PlannedKernel<ForwardParams>;
+
+  Kernel load(const cuda::OpKernel& kernel, int shared, std::int64_t blocks) const {
+    Kernel planned(kernel, device_, shared);
+    planned.shape.grid[0] = static_cast<unsigned>(blocks);
+    return planned;
+  }
+
+  // With a causal mask the longest tiles of many heads come first, as many as share the
+  // second-level cache; else the tiles of a head follow each other.
+  std::int64_t pair_group(std::int64_t pairs, DType dtype) const {
+    const Band& band = params_.problem.band;
+    if ((band.left == kFar) == (band.right == kFar)) return 1;
+    const std::int64_t bytes = sizes_.total_key * (sizes_.head_dim + sizes_.value_dim) *
+                               element_bytes(dtype) / sizes_.group;
+    return std::clamp<std::int64_t>(device_.l2_bytes / 2 / std::max<std::int64_t>(bytes, 1), 1,
+                                    pairs);
+  }
+
+  void enqueue(Stream stream, const AttentionTensors& tensors, Workspace workspace) const override {
+    if (empty_) return;
+    ForwardParams params = params_;
+    params.problem.sequences = sequences_->list(stream, tensors, workspace.data);
+    params.q.data = const_cast<void*>(tensors.q);
+    params.k.data = const_cast<void*>(tensors.k);
+    params.v.data = const_cast<void*>(tensors.v);
+    params.out.data = tensors.out;
+    params.lse.data = tensors.lse;
+    params.bias.data = const_cast<void*>(tensors.bias);
+    const bool vectors =
+        vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.out});
+    (vectors ? vector_kernel_ : kernel_).launch(stream, params);
+  }
+
+  AttentionSizes sizes_;
+  ForwardParams params_{};
+  std::optional<SequenceLister> sequences_;
+  Kernel vector_kernel_, kernel_;
+  bool vectors_ = false, empty_ = false;
+};
+
+}  // namespace
+
+Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass) {
+  return std::make_unique<Forward>(problem, device);
+}
+
+}  // namespace pullback::attention
+
+namespace pullback::cuda {
+
+std::vector<KernelSource> attention_forward_kernels(int arch) {
+  using namespace attention;
+  std::vector<KernelSource> kernels = {op_kernel<ForwardParams>(plain_kernel(), arch)};
+  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
+    for (const int width : kHeadWidths) {
+      for (const bool terms : {false, true}) {
+        for (const bool vectors : {false, true}) {
+          kernels.push_back(
+              op_kernel<ForwardParams>(tile_kernel(dtype, width, terms, vectors, arch), arch));
+        }
+      }
+    }
+  }
+  return kernels;
+}
+
+}  // namespace pullback::cuda

@@ -1,0 +1,71 @@
+// What the host hands to the kernels of attention. Plain C++20; host and device compile it.
+#pragma once
+
+#include "ops/attention/dropout.cuh"
+#include "ops/attention/sequence.cuh"
+
+namespace pullback::attention {
+
+// q k v out and their gradients: [B,S,H,width], or [total,H,width] with batch 0. Steps in elements.
+struct HeadRows {
+  void* data;
+  int64_t batch, row, head, element;
+};
+
+// lse, d_lse, delta: [B,H,S], or [H,total] with batch 0.
+struct RowValues {
+  void* data;
+  int64_t batch, head, row;
+};
+
+// [B,H,Sq,Sk]; a step of 0 broadcasts.
+struct Plane {
+  void* data;
+  int64_t batch, head, query, key;
+};
+
+// One sequence of a varlen problem, as smxx_sequences.cuh lists it. Its tiles also cover the rows
+// behind it that belong to no sequence: extents count both.
+struct PackedSequence {
+  Sequence rows;
+  int64_t q_extent, k_extent;
+  int64_t first_q_tile, first_k_tile;  // tiles of the sequences before
+};
+
+struct SequencesParams {
+  const void *cu_q, *cu_k;
+  int64_t stride_q, stride_k;
+  int32_t wide_q, wide_k;  // int64 rather than int32
+  int64_t sequences;       // B
+  int64_t total_q, total_k, max_q, max_k;
+  int32_t q_tile, k_tile;
+  // [B + 2]: the sequences, the rows before the first one as an empty sequence, and an entry that
+  // holds the numbers of tiles.
+  PackedSequence* table;
+};
+
+// What both passes know of a problem.
+struct Problem {
+  int32_t heads, group;  // query heads, and how many share a key/value head
+  int32_t head_dim, value_dim;
+  int64_t batch, query, key;        // lengths when not varlen
+  const PackedSequence* sequences;  // null unless varlen
+  Band band;
+  float scale, softcap;  // softcap 0: none
+  double exact_scale;    // for f64
+  Dropout dropout;
+  float keep_scale;
+};
+
+struct ForwardParams {
+  Problem problem;
+  HeadRows q, k, v, out;
+  RowValues lse;  // data null: not wanted
+  Plane bias;     // data null: none
+  // The grid in order: groups of (batch, head) pairs that work at the same time, their tiles from
+  // the last one on, the pairs of the group.
+  int32_t q_tiles;     // of a pair; varlen: an upper bound for all sequences together
+  int32_t pair_group;  // pairs
+};
+
+}  // namespace pullback::attention

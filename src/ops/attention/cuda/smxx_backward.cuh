@@ -1,0 +1,495 @@
+// Gradients of attention in f16 and bf16 on tensor cores, one kernel. For a tile of keys, over all
+// tiles of queries that see it:
+//
+//   S^T  = K Q^T          P^T  = exp2(scale · log2 e · S^T - lse)
+//   dP^T = V dO^T         dS^T = P^T (dP^T - delta)
+//   dV  += P^T dO         dK  += dS^T Q              dQ += dS K
+//
+// A block owns a tile of keys of one key/value head: dV and dK stay in registers over all query
+// heads of the group. Scores are transposed, so that P^T and dS^T are made by the lanes that need
+// them as operands: with split 1 of the two products after them, from registers; else through
+// shared memory, for the warps that sum another part of the width.
+//
+// dQ is a sum over blocks. They take turns: a tile of queries is added to in the order of the key
+// tiles, so that the bits are the same every run. The first block stores its part to the workspace,
+// the last one adds what is there to its own and writes d_q. All go over the tiles of queries from
+// the last to the first, and blocks of lower index, which are launched earlier, have lower keys: a
+// block waits for blocks that run or have ended, and rarely, as they started before.
+#pragma once
+
+#include "device/async_copy.cuh"
+#include "ops/attention/cuda/smxx_backward_fragments.cuh"
+#include "ops/attention/cuda/smxx_backward_rows.cuh"
+#include "ops/attention/cuda/smxx_backward_scores.cuh"
+#include "ops/attention/cuda/smxx_backward_turns.cuh"
+
+namespace pullback::attention {
+
+// In shared memory: registers are needed for sums.
+struct BlockPlace {
+  TilePlace keys;
+  int64_t pair;
+  TileRange queries;
+  // Of the first thread: a turn that is over, but the next block was not told. Null: none.
+  int32_t* over;
+  int32_t next_turn;
+};
+
+template <int kKeys, int kQueries>
+BlockPlace block_place(const BackwardParams& p) {
+  const int64_t index = blockIdx.x;
+  const int64_t of_group = static_cast<int64_t>(p.k_tiles) * p.pair_group;
+  const int64_t group_begin = index / of_group * p.pair_group;
+  const int64_t in_group = index % of_group;
+  const int64_t left = p.pairs - group_begin;
+  const int64_t group = left < p.pair_group ? left : p.pair_group;
+  BlockPlace place;
+  place.pair = p.first_pair + group_begin + in_group % group;
+  place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
+                               static_cast<int>(in_group / group), kKeys);
+  place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
+  place.over = nullptr;
+  return place;
+}
+
+template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
+          int kFeatures>
+struct BackwardBlock {
+  static constexpr int kWarps = kKeys / 32 * kSplit, kThreads = kWarps * 32;
+  // Scores that a warp makes at a time: 32 keys x 8 · kN queries.
+  static constexpr int kChunkQueries = kSplit == 1 ? 32 : kQueries / kSplit;
+  static constexpr int kChunks = kSplit == 1 ? kQueries / 32 : 1;
+  static constexpr int kN = kChunkQueries / 8;
+  // Its part of d_k and d_v: 32 keys x 8 · kOwnN.
+  static constexpr int kOwnN = kWidth / kSplit / 8;
+  // Its part of d_q: 16 · kDqM queries x 8 · kDqN.
+  static constexpr int kDqM = kQueries / kQueryRows / 16;
+  static constexpr int kDqWidth = kWidth / (kWarps / kQueryRows);
+  static constexpr int kDqN = kDqWidth / 8;
+
+  using WidthTile = TileLayout<T, kWidth>;
+  using ScoreTile = TileLayout<T, kQueries>;
+  using Stats = StatsTile<float, kQueries>;
+  using KeyScores = Scores<T, kN, kFeatures>;
+
+  static constexpr uint32_t kKeyBytes = kKeys * WidthTile::kRowBytes;
+  static constexpr uint32_t kQueryBytes = kQueries * WidthTile::kRowBytes;
+  static constexpr uint32_t kScoreBytes = kKeys * ScoreTile::kRowBytes;
+
+  const BackwardParams& p;
+  const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
+  const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles;
+  BlockPlace& block;
+  const TilePlace& place;
+
+  float d_k[2][kOwnN][4] = {}, d_v[2][kOwnN][4] = {};
+
+  BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
+      : p(params),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        key_row(warp / kSplit * 32),
+        own(warp % kSplit),
+        k_tile(shared),
+        v_tile(k_tile + kKeyBytes),
+        q_tiles(v_tile + kKeyBytes),
+        d_out_tiles(q_tiles + kStages * kQueryBytes),
+        ds_tile(d_out_tiles + kStages * kQueryBytes),
+        p_tile(ds_tile + kScoreBytes),
+        stats_tiles(ds_tile + (kSplit > 1 ? 2 : 1) * kScoreBytes),
+        block(shared_place),
+        place(shared_place.keys) {}
+
+  // One step is one query head and one tile of queries.
+  struct Step {
+    int head_of_group, tile;
+  };
+
+  template <int kRows>
+  void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
+            int columns) const {
+    const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
+                          first * rows.row + head * rows.head;
+    if (kFeatures != kGeneral || p.vectors) {
+      TileLoader<T, kRows, kWidth, kThreads, true>(from, rows.row, rows.element, columns)
+          .load(tile, 0, count);
+    } else {
+      TileLoader<T, kRows, kWidth, kThreads, false>(from, rows.row, rows.element, columns)
+          .load(tile, 0, count);
+    }
+  }
+
+  Step next_of(const Step& step) const {
+    if (step.tile > block.queries.begin) return {step.head_of_group, step.tile - 1};
+    return {step.head_of_group + 1, block.queries.end - 1};
+  }
+  bool has_next(const Step& step) const {
+    return step.tile > block.queries.begin || step.head_of_group + 1 < p.problem.group;
+  }
+
+  int64_t plane_of(const Step& step) const {
+    return block.pair * p.problem.group + step.head_of_group;
+  }
+  int64_t tile_of(const Step& step) const {
+    return plane_of(step) * p.q_tiles + place.first_tile + step.tile;
+  }
+
+  // Of the step's head; null where d_bias is not wanted, or summed over heads or the batch by
+  // another kernel.
+  T* d_bias_of(const Step& step) const {
+    if (p.d_bias.data == nullptr) return nullptr;
+    return static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch +
+           (place.head * p.problem.group + step.head_of_group) * p.d_bias.head;
+  }
+
+  void load_step(const Step& step, int stage) const {
+    const int head = place.head * p.problem.group + step.head_of_group;
+    const int first = step.tile * kQueries;
+    const int left = place.q_length - first;
+    const int64_t row = place.q_begin + first;
+    load<kQueries>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
+    load<kQueries>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
+                   p.problem.value_dim);
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread < static_cast<int>(sizeof(Stats) / 16)) {
+      const auto* const stats =
+          reinterpret_cast<const char*>(static_cast<const Stats*>(p.stats) + tile_of(step));
+      async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + thread * 16, stats + thread * 16,
+                         16);
+    }
+    async_commit();
+  }
+
+  // sum[m][n] = rows [key_row, + 32) of `keys` times rows [first, + 8 · kN) of `queries`.
+  void score_product(float (&sum)[2][kN][4], uint32_t key_tile, uint32_t query_tile,
+                     int first) const {
+    const LaneRows<T, kWidth, false> keys(key_tile, lane);
+    const LaneRows<T, kWidth, true> queries(query_tile, lane);
+    multiply_columns<T, kWidth>(sum, keys, key_row, queries, first);
+  }
+
+  // Writes a fragment of P^T or dS^T to its tile [key][query].
+  void store_scores(uint32_t tile, const uint32_t (&pairs)[2][kN][2], int first) const {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int key = key_row + 16 * m + 8 * half + lane / 4;
+          store_shared(
+              tile + ScoreTile::offset(key, first / 8 + n) + static_cast<uint32_t>(lane % 4 * 4),
+              pairs[m][n][half]);
+        }
+      }
+    }
+  }
+
+  // d_v += P^T dO and d_k += dS^T Q over 16 queries from `first` on.
+  void sum_keys(const uint32_t (&pt)[2][4], const uint32_t (&ds)[2][4], uint32_t q_tile,
+                uint32_t d_out_tile, int first) {
+    const LaneRows<T, kWidth, false> q_rows(q_tile, lane), d_out_rows(d_out_tile, lane);
+    if (p.d_v.data != nullptr && p.d_k.data != nullptr) {  // one block, for the compiler to mix
+      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
+      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
+    } else if (p.d_v.data != nullptr) {
+      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
+    } else if (p.d_k.data != nullptr) {
+      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
+    }
+  }
+
+  // Rows of q and d_out with NaN or infinity: unseen weights must not meet them. `weights` holds
+  // P^T.
+  void clean_rows(uint32_t weights, uint32_t q_tile, uint32_t d_out_tile, int first, int count) {
+    add_not_finite<T, kWidth, kQueries>(d_v, weights, key_row, d_out_tile, first, count,
+                                        own * kOwnN, lane);
+    __syncthreads();
+    make_finite<T, kWidth, kThreads>(q_tile, first, count);
+    make_finite<T, kWidth, kThreads>(d_out_tile, first, count);
+    __syncthreads();
+  }
+
+  // With split 1: from the warp's own registers.
+  void sum_keys_of_chunk(const uint32_t (&pt)[2][kN][2], const uint32_t (&ds)[2][kN][2],
+                         uint32_t q_tile, uint32_t d_out_tile, int first) {
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t a[2][4], b[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          a[m][i] = pt[m][n + i / 2][i % 2];
+          b[m][i] = ds[m][n + i / 2][i % 2];
+        }
+      }
+      sum_keys(a, b, q_tile, d_out_tile, first + 8 * n);
+    }
+  }
+
+  // Else: all queries of the tile, from shared memory.
+  void sum_keys_of_tile(uint32_t q_tile, uint32_t d_out_tile, bool suspicious) {
+    const LaneRows<T, kQueries, false> p_rows(p_tile, lane), ds_rows(ds_tile, lane);
+    if (suspicious) clean_rows(p_tile, q_tile, d_out_tile, 0, kQueries);
+#pragma unroll
+    for (int first = 0; first < kQueries; first += 16) {
+      uint32_t a[2][4], b[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        load_matrices(a[m], p_rows.at(key_row + 16 * m, first / 8));
+        load_matrices(b[m], ds_rows.at(key_row + 16 * m, first / 8));
+      }
+      sum_keys(a, b, q_tile, d_out_tile, first);
+    }
+  }
+
+  // The warp's part of dS K.
+  void query_product(float (&sum)[kDqM][kDqN][4], int first_query, int first_chunk) const {
+    const LaneRows<T, kQueries, true> ds_rows(ds_tile, lane);
+    const LaneRows<T, kWidth, false> k_rows(k_tile, lane);
+#pragma unroll
+    for (int key = 0; key < kKeys; key += 16) {
+      uint32_t a[kDqM][4];
+#pragma unroll
+      for (int m = 0; m < kDqM; ++m) {
+        load_matrices_transposed(a[m], ds_rows.at(key, first_query / 8 + 2 * m));
+      }
+      multiply_rows<T>(sum, a, k_rows, key, first_chunk);
+    }
+  }
+
+  void load_keys(uint32_t tile, const HeadRows& rows, int columns) const {
+    const int first = place.tile * kKeys;
+    load<kKeys>(tile, rows, place.head, place.k_begin + first, place.k_length - first, columns);
+  }
+
+  // Writes two neighbouring elements of a gradient.
+  static void store_pair(const HeadRows& rows, T* row, int column, int columns, float a, float b) {
+    T* const to = row + column * rows.element;
+    if (rows.element == 1 && column + 1 < columns && reinterpret_cast<uint64_t>(to) % 4 == 0) {
+      *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b);
+      return;
+    }
+    if (column < columns) to[0] = from_real<T>(a);
+    if (column + 1 < columns) to[rows.element] = from_real<T>(b);
+  }
+
+  // Rows `row` + first of a gradient from a sum of 16 · kM x 8 · kSumN, those below `limit`.
+  template <int kM, int kSumN>
+  void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
+                 int columns, const float (&sum)[kM][kSumN][4], float factor) const {
+    T* const base = static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row + 16 * m + 8 * half + lane / 4;
+        if (r >= limit) continue;
+        T* const to = base + (first + r) * rows.row;
+#pragma unroll
+        for (int n = 0; n < kSumN; ++n) {
+          store_pair(rows, to, column + 8 * n + lane % 4 * 2, columns, factor * sum[m][n][2 * half],
+                     factor * sum[m][n][2 * half + 1]);
+        }
+      }
+    }
+  }
+
+  // Whose turn it is to add to d_q of a tile of queries.
+  struct Turn {
+    int number, count;
+  };
+  Turn turn_of(const Step& step) const {
+    const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
+    return {place.tile - keys.begin, keys.end - keys.begin};
+  }
+
+  // By one thread, a barrier behind the sums of the turn that is over.
+  void end_turn() const {
+    fence_device();
+    if (block.over != nullptr) store_relaxed(block.over, block.next_turn);
+  }
+
+  // By the same thread, before the barrier ahead of the step's sums. The turn before is ended only
+  // here, when its sums have arrived and the fence has nothing to wait for. `seen`: what the
+  // counter was a while ago.
+  void begin_turn(const Step& step, int32_t seen) const {
+    end_turn();
+    const Turn turn = turn_of(step);
+    int32_t* const turns = p.turns + tile_of(step);
+    if (seen < turn.number) {
+      while (load_relaxed(turns) < turn.number) {
+      }
+      fence_device();
+    }
+    block.over = turn.number + 1 < turn.count ? turns : nullptr;
+    block.next_turn = turn.number + 1;
+  }
+
+  void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
+               int first_column) const {
+    const int64_t tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
+    const Turn turn = turn_of(step);
+    float* const sums = p.sums + tile * (kQueries * kWidth) + threadIdx.x * 4;
+    const bool last = turn.number + 1 == turn.count;
+#pragma unroll
+    for (int m = 0; m < kDqM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kDqN; ++n) {
+        float* const at = sums + (m * kDqN + n) * (kThreads * 4);
+        if (turn.number > 0) {
+          if (last) {
+            add_loaded(sum[m][n], at);
+          } else {
+            add_stored(at, sum[m][n]);
+          }
+        } else if (!last) {
+          store_past_l1(at, sum[m][n]);
+        }
+      }
+    }
+    if (!last) return;
+    const int head = place.head * p.problem.group + step.head_of_group;
+    const int first = step.tile * kQueries;
+    const int64_t all =
+        p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
+    const int rows = static_cast<int>(all - first < kQueries ? all - first : kQueries);
+    store_sum(p.d_q, head, place.q_begin + first, first_query, rows, first_column,
+              p.problem.head_dim, sum, p.problem.scale);
+  }
+
+  // NaN or infinity in the keys: their rows of d_q's product must not reach every query.
+  bool keys_not_finite() const {
+    bool found = false;
+    for (uint32_t at = threadIdx.x * 4; at < kKeyBytes; at += kThreads * 4) {
+      const uint32_t pair = load_shared_word(k_tile + at);
+      found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
+    }
+    return __syncthreads_or(found) != 0;
+  }
+
+  void run() {
+    if (block.queries.begin < block.queries.end) sum_steps();
+    const int limit = place.extent < kKeys ? place.extent : kKeys;
+    const int64_t row = place.k_begin + place.tile * kKeys;
+    const int column = own * kOwnN * 8;
+    if (p.d_k.data != nullptr) {
+      store_sum(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
+                p.problem.scale);
+    }
+    if (p.d_v.data != nullptr) {
+      store_sum(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v, 1.0f);
+    }
+  }
+
+  void sum_steps() {
+    load_keys(k_tile, p.k, p.problem.head_dim);
+    load_keys(v_tile, p.v, p.problem.value_dim);
+    Step step = {0, block.queries.end - 1};
+    load_step(step, 0);
+    async_wait<0>();
+    __syncthreads();
+    const bool finite_keys = !keys_not_finite();
+
+    const bool want_scores =
+        p.d_q.data != nullptr || p.d_k.data != nullptr || p.d_bias.data != nullptr;
+    const int dq_row = warp % kQueryRows * (16 * kDqM);
+    const int dq_column = warp / kQueryRows * kDqWidth;
+    int stage = 0;
+    for (;;) {
+      const bool more = has_next(step);
+      if (kStages > 1 && more) load_step(next_of(step), stage ^ 1);
+
+      const uint32_t q_tile = q_tiles + stage * kQueryBytes;
+      const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
+      const uint32_t stats = stats_tiles + stage * sizeof(Stats);
+      const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
+      const bool careful =
+          suspicious || !finite_keys || !sees_all(place, place.tile, step.tile, kKeys, kQueries);
+      int32_t turn_seen = 0;
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) {
+        turn_seen = load_relaxed(p.turns + tile_of(step));
+      }
+
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const int first = kSplit == 1 ? chunk * kChunkQueries : own * kChunkQueries;
+        float s[2][kN][4], d_p[2][kN][4];
+        uint32_t pt[2][kN][2], ds[2][kN][2];
+        score_product(s, k_tile, q_tile, first);
+        if (want_scores) {
+          score_product(d_p, v_tile, d_out_tile, first);
+        }
+        const KeyScores scores(p, place, plane_of(step), place.tile * kKeys + key_row,
+                               step.tile * kQueries + first, stats + first * 8, lane);
+        T* const d_bias = d_bias_of(step);
+        const auto write_d_bias = [&](int, int, int, int i, int j, float value) {
+          if (d_bias != nullptr && i < place.q_length && j < place.k_length) {
+            d_bias[i * p.d_bias.query + j * p.d_bias.key] = from_real<T>(value);
+          }
+        };
+        if (careful) {
+          scores.template make<true>(s, d_p, pt, ds, write_d_bias);
+        } else {
+          scores.template make<false>(s, d_p, pt, ds, write_d_bias);
+        }
+        if constexpr (kSplit == 1) {
+          if (suspicious) {
+            store_scores(ds_tile, pt, first);
+            __syncwarp();
+            clean_rows(ds_tile, q_tile, d_out_tile, first, kChunkQueries);
+          }
+          sum_keys_of_chunk(pt, ds, q_tile, d_out_tile, first);
+        } else {
+          store_scores(p_tile, pt, first);
+        }
+        store_scores(ds_tile, ds, first);
+      }
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
+      __syncthreads();
+      if constexpr (kSplit > 1) {
+        sum_keys_of_tile(q_tile, d_out_tile, suspicious);
+        if (kStages == 1) __syncthreads();
+      }
+      if (kStages == 1 && more) load_step(next_of(step), 0);
+      if (p.d_q.data != nullptr) {
+        float sum[kDqM][kDqN][4] = {};
+        if (!finite_keys) {
+          make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
+          __syncthreads();
+        }
+        query_product(sum, dq_row, dq_column / 8);
+        if (!finite_keys) {
+          __syncthreads();
+          load_keys(k_tile, p.k, p.problem.head_dim);
+          async_commit();
+        }
+        add_d_q(step, sum, dq_row, dq_column);
+      }
+      if (!more) break;
+      async_wait<0>();
+      __syncthreads();
+      step = next_of(step);
+      if (kStages > 1) stage ^= 1;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) end_turn();
+  }
+};
+
+template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
+          int kFeatures>
+void backward(const BackwardParams& p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ BlockPlace place;
+  using Block = BackwardBlock<T, kWidth, kKeys, kQueries, kSplit, kStages, kQueryRows, kFeatures>;
+  if (threadIdx.x < 32) {
+    const BlockPlace found = block_place<kKeys, kQueries>(p);
+    if (threadIdx.x == 0) place = found;
+  }
+  __syncthreads();
+  if (place.keys.exists) Block(p, place, shared_address(shared)).run();
+}
+
+}  // namespace pullback::attention

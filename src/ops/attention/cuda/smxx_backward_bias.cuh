@@ -1,0 +1,296 @@
+// d_bias of a bias that is broadcast: dS summed over the batch, the heads, the queries or the keys
+// along which it is. A block owns a tile of the bias and makes dS of everything that maps to it
+// once more, in a fixed order; where tiles are few, `bias_parts` blocks share one and leave their
+// sums in the workspace, for another kernel to add up in order.
+#pragma once
+
+#include "device/async_copy.cuh"
+#include "ops/attention/cuda/smxx_backward_fragments.cuh"
+#include "ops/attention/cuda/smxx_backward_scores.cuh"
+
+namespace pullback::attention {
+
+// Warps stand in kKeys / 32 rows of kSide; each has 32 keys x kQueries / kSide queries.
+template <class T, int kWidth, int kKeys, int kQueries, int kSide, int kStatsRows>
+struct BiasBlock {
+  static constexpr int kThreads = kKeys / 32 * kSide * 32;
+  static constexpr int kChunks = kQueries / kSide / 32;
+  static constexpr int kN = 4;  // a chunk is 32 keys x 32 queries
+  using WidthTile = TileLayout<T, kWidth>;
+  static constexpr uint32_t kKeyBytes = kKeys * WidthTile::kRowBytes;
+  static constexpr uint32_t kQueryBytes = kQueries * WidthTile::kRowBytes;
+
+  const BackwardParams& p;
+  const int lane, warp, key_row, query_row;
+  const uint32_t k_tile, v_tile, q_tile, d_out_tile, stats_tile;
+  float sum[kChunks][2][kN][4] = {};
+
+  BiasBlock(const BackwardParams& params, uint32_t shared)
+      : p(params),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        key_row(warp / kSide * 32),
+        query_row(warp % kSide * (kQueries / kSide)),
+        k_tile(shared),
+        v_tile(k_tile + kKeyBytes),
+        q_tile(v_tile + kKeyBytes),
+        d_out_tile(q_tile + kQueryBytes),
+        stats_tile(d_out_tile + kQueryBytes) {}
+
+  template <int kRows>
+  void load(uint32_t tile, const HeadRows& rows, int64_t batch, int64_t head, int first, int length,
+            int columns) const {
+    const T* const from =
+        static_cast<const T*>(rows.data) + batch * rows.batch + first * rows.row + head * rows.head;
+    if (p.vectors) {
+      TileLoader<T, kRows, kWidth, kThreads, true>(from, rows.row, rows.element, columns)
+          .load(tile, 0, length - first);
+    } else {
+      TileLoader<T, kRows, kWidth, kThreads, false>(from, rows.row, rows.element, columns)
+          .load(tile, 0, length - first);
+    }
+  }
+
+  void load_stats(int64_t plane, int first_query) const {
+    using Stats = StatsTile<float, kStatsRows>;
+    for (int r = static_cast<int>(threadIdx.x) * 2; r < kQueries; r += kThreads * 2) {
+      const int tile = (first_query + r) / kStatsRows;
+      const bool inside = tile < p.q_tiles;
+      const Stats& stats =
+          static_cast<const Stats*>(p.stats)[plane * p.q_tiles + (inside ? tile : 0)];
+      // Past the last tile: zeros; those queries are not seen.
+      async_copy_or_zero(stats_tile + r * 8, &stats.row[(first_query + r) % kStatsRows],
+                         inside ? 16 : 0);
+    }
+  }
+
+  void score_product(float (&result)[2][kN][4], uint32_t key_tile, uint32_t query_tile,
+                     int first) const {
+    const LaneRows<T, kWidth, false> keys(key_tile, lane);
+    const LaneRows<T, kWidth, true> queries(query_tile, lane);
+    multiply_columns<T, kWidth>(result, keys, key_row, queries, first);
+  }
+
+  // One batch item, head, tile of queries and tile of keys.
+  void add(int64_t batch, int64_t head, int query_tile, int key_tile) {
+    TilePlace place =
+        place_of<true>(p, batch * p.problem.heads + head, p.problem.heads, 0, kQueries);
+    place.tile = key_tile;
+    const TileRange range = query_tiles_of(place, key_tile, kKeys, kQueries);
+    if (query_tile < range.begin || query_tile >= range.end) return;
+    const int64_t plane = batch * p.problem.heads + head;
+    const int64_t kv_head = head / p.problem.group;
+    const int first_query = query_tile * kQueries, first_key = key_tile * kKeys;
+    __syncthreads();
+    load<kKeys>(k_tile, p.k, batch, kv_head, first_key, place.k_length, p.problem.head_dim);
+    load<kQueries>(q_tile, p.q, batch, head, first_query, place.q_length, p.problem.head_dim);
+    load_stats(plane, first_query);
+    async_commit();
+    load<kKeys>(v_tile, p.v, batch, kv_head, first_key, place.k_length, p.problem.value_dim);
+    load<kQueries>(d_out_tile, p.d_out, batch, head, first_query, place.q_length,
+                   p.problem.value_dim);
+    async_commit();
+    async_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const int first = query_row + chunk * 32;
+      float s[2][kN][4], d_p[2][kN][4];
+      uint32_t pt[2][kN][2], ds[2][kN][2];
+      score_product(s, k_tile, q_tile, first);
+      score_product(d_p, v_tile, d_out_tile, first);
+      const Scores<T, kN, kGeneral> scores(p, place, plane, first_key + key_row,
+                                           first_query + first, stats_tile + first * 8, lane);
+      scores.template make<true>(s, d_p, pt, ds, [&](int m, int n, int e, int, int, float value) {
+        sum[chunk][m][n][e] += value;
+      });
+    }
+  }
+
+  // Sums over the tile's keys or queries where the bias has one of them only. The result is in row
+  // or column 0 of the tile.
+  void fold(bool keys, bool queries, float* shared) {
+    float over_keys[kChunks][kN][2] = {};  // of each query of the lane
+    if (keys) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float total = sum[chunk][0][n][c] + sum[chunk][0][n][2 + c] + sum[chunk][1][n][c] +
+                          sum[chunk][1][n][2 + c];
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) {
+              total += __shfl_xor_sync(0xffffffffu, total, step);
+            }
+            over_keys[chunk][n][c] = total;
+          }
+        }
+      }
+    }
+    __syncthreads();
+    // shared[row of warps][query], or [column of warps][key]
+    if (keys) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if (lane < 4) {
+              shared[warp / kSide * kQueries + query_row + chunk * 32 + 8 * n + lane * 2 + c] =
+                  over_keys[chunk][n][c];
+            }
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float total = 0;
+#pragma unroll
+          for (int chunk = 0; chunk < kChunks; ++chunk) {
+#pragma unroll
+            for (int n = 0; n < kN; ++n) {
+              total += sum[chunk][m][n][2 * half] + sum[chunk][m][n][2 * half + 1];
+            }
+          }
+          total += __shfl_xor_sync(0xffffffffu, total, 1);
+          total += __shfl_xor_sync(0xffffffffu, total, 2);
+          if (lane % 4 == 0) {
+            shared[warp % kSide * kKeys + key_row + 16 * m + 8 * half + lane / 4] = total;
+          }
+        }
+      }
+    }
+    __syncthreads();
+    const int length = keys ? kQueries : kKeys, warps = keys ? kKeys / 32 : kSide;
+    for (int r = static_cast<int>(threadIdx.x); r < length; r += kThreads) {
+      float total = shared[r];
+      for (int w = 1; w < warps; ++w) total += shared[w * length + r];
+      shared[r] = total;
+    }
+    __syncthreads();
+    if (keys && queries) {
+      for (int half = kQueries / 2; half > 0; half /= 2) {
+        const int r = static_cast<int>(threadIdx.x);
+        if (r < half) shared[r] += shared[r + half];
+        __syncthreads();
+      }
+    }
+  }
+};
+
+template <class T>
+void store_bias(const BackwardParams& p, int part, int64_t batch, int64_t head, int64_t query,
+                int64_t key, float value) {
+  const BiasShape& own = p.bias_shape;
+  if (p.bias_parts == 1) {
+    static_cast<T*>(p.d_bias.data)[batch * p.d_bias.batch + head * p.d_bias.head +
+                                   query * p.d_bias.query + key * p.d_bias.key] =
+        from_real<T>(value);
+    return;
+  }
+  const int64_t index = ((batch * own.head + head) * own.query + query) * own.key + key;
+  p.bias_sums[part * (own.batch * own.head * own.query * own.key) + index] = value;
+}
+
+template <class T, int kWidth, int kKeys, int kQueries, int kSide, int kStatsRows>
+void bias_gradient(const BackwardParams& p) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  using Block = BiasBlock<T, kWidth, kKeys, kQueries, kSide, kStatsRows>;
+  Block block(p, shared_address(shared));
+  const Problem& problem = p.problem;
+  const BiasShape& own = p.bias_shape;
+  const int64_t q_tiles = (problem.query + kQueries - 1) / kQueries;
+  const int64_t k_tiles = (problem.key + kKeys - 1) / kKeys;
+  const bool all_keys = own.key == 1 && problem.key > 1;
+  const bool all_queries = own.query == 1 && problem.query > 1;
+
+  int64_t index = blockIdx.x;
+  const auto digit = [&index](int64_t size) {
+    const int64_t value = index % size;
+    index /= size;
+    return value;
+  };
+  const int64_t key_tile = digit(all_keys ? 1 : k_tiles);
+  const int64_t query_tile = digit(all_queries ? 1 : q_tiles);
+  const int64_t head = digit(own.head), batch = digit(own.batch);
+  const int part = static_cast<int>(index);
+  // What maps to the tile: of each dimension all positions, or ours.
+  const int64_t keys = all_keys ? k_tiles : 1, queries = all_queries ? q_tiles : 1;
+  const int64_t heads = own.head > 1 ? 1 : problem.heads;
+  const int64_t batches = own.batch > 1 ? 1 : problem.batch;
+  const int64_t count = batches * heads * queries * keys;
+  for (int64_t n = count * part / p.bias_parts; n < count * (part + 1) / p.bias_parts; ++n) {
+    block.add(batch + n / (keys * queries * heads), head + n / (keys * queries) % heads,
+              static_cast<int>(query_tile + n / keys % queries),
+              static_cast<int>(key_tile + n % keys));
+  }
+
+  const int64_t first_query = query_tile * kQueries, first_key = key_tile * kKeys;
+  if (all_keys || all_queries) {
+    float* const folded = reinterpret_cast<float*>(shared);
+    block.fold(all_keys, all_queries, folded);
+    const int length = all_keys ? all_queries ? 1 : kQueries : kKeys;
+    const int64_t left = all_keys ? own.query - first_query : own.key - first_key;
+    for (int r = static_cast<int>(threadIdx.x); r < length && r < left; r += Block::kThreads) {
+      store_bias<T>(p, part, batch, head, all_keys ? first_query + r : first_query,
+                    all_keys ? first_key : first_key + r, folded[r]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < Block::kChunks; ++chunk) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < Block::kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int64_t i =
+              first_query + block.query_row + chunk * 32 + 8 * n + block.lane % 4 * 2 + e % 2;
+          const int64_t j = first_key + block.key_row + 16 * m + e / 2 * 8 + block.lane / 4;
+          if (i < own.query && j < own.key) {
+            store_bias<T>(p, part, batch, head, i, j, block.sum[chunk][m][n][e]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds up the parts.
+template <class T>
+void combine_bias(const BackwardParams& p) {
+  const BiasShape& own = p.bias_shape;
+  const int64_t count = own.batch * own.head * own.query * own.key;
+  for (int64_t index = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x; index < count;
+       index += static_cast<int64_t>(gridDim.x) * kRowThreads) {
+    float total = 0;
+    for (int part = 0; part < p.bias_parts; ++part) total += p.bias_sums[part * count + index];
+    static_cast<T*>(p.d_bias.data)[index / (own.key * own.query * own.head) * p.d_bias.batch +
+                                   index / (own.key * own.query) % own.head * p.d_bias.head +
+                                   index / own.key % own.query * p.d_bias.query +
+                                   index % own.key * p.d_bias.key] = from_real<T>(total);
+  }
+}
+
+// Before the kernel of d_k, which leaves d_bias alone where the band hides whole tiles.
+template <class T>
+void clear_bias(const BackwardParams& p) {
+  const BiasShape& own = p.bias_shape;
+  const int64_t count = own.batch * own.head * own.query * own.key;
+  for (int64_t index = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x; index < count;
+       index += static_cast<int64_t>(gridDim.x) * kRowThreads) {
+    static_cast<T*>(p.d_bias.data)[index / (own.key * own.query * own.head) * p.d_bias.batch +
+                                   index / (own.key * own.query) % own.head * p.d_bias.head +
+                                   index / own.key % own.query * p.d_bias.query +
+                                   index % own.key * p.d_bias.key] = from_real<T>(0);
+  }
+}
+
+}  // namespace pullback::attention

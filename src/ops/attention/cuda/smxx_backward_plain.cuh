@@ -1,0 +1,250 @@
+// Gradients of attention without tensor cores, for f64 and f32: a warp has one key, one query, or
+// one element of the bias, goes over what meets it, and its lanes share the width. Only what is
+// seen is computed.
+#pragma once
+
+#include "ops/attention/cuda/smxx_backward_rows.cuh"
+
+namespace pullback::attention {
+
+inline constexpr int kMaxWidth = 256;
+inline constexpr int kLaneElements = kMaxWidth / 32;
+
+// A row of the width, element lane + 32 · e in register e; 0 past the end.
+template <class T>
+struct LaneRow {
+  T element[kLaneElements];
+
+  void load(const T* row, int64_t step, int width, int lane) {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      const int c = lane + 32 * e;
+      element[e] = c < width ? row[c * step] : T(0);
+    }
+  }
+  void store(T* row, int64_t step, int width, int lane, T factor) const {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      const int c = lane + 32 * e;
+      if (c < width) row[c * step] = factor * element[e];
+    }
+  }
+  void add(T factor, const LaneRow& other) {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) element[e] += factor * other.element[e];
+  }
+};
+
+// Sums as backward_rows<T, …, 32> does.
+template <class T>
+T dot(const LaneRow<T>& a, const LaneRow<T>& b) {
+  T sum = 0;
+#pragma unroll
+  for (int e = 0; e < kLaneElements; ++e) sum += a.element[e] * b.element[e];
+  return warp_sum(sum);
+}
+
+// What one query and one key give, seen[] of the band aside.
+template <class T>
+struct Pair {
+  bool seen;
+  T weight;       // p · m
+  T d_bias, d_a;  // ds, and ds times the softcap's slope
+};
+
+template <class T>
+Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int j, const LaneRow<T>& q,
+                const LaneRow<T>& k, const LaneRow<T>& v, const LaneRow<T>& d_out,
+                const RowStats<T>& stats) {
+  const Problem& problem = p.problem;
+  Pair<T> pair = {false, 0, 0, 0};
+  T bias = 0;
+  if (p.bias.data != nullptr) {
+    bias = static_cast<const T*>(
+        p.bias.data)[batch * p.bias.batch + head * p.bias.head + i * p.bias.query + j * p.bias.key];
+  }
+  const T scale = static_cast<T>(problem.exact_scale);
+  T s = scale * dot(q, k), slope = 1;
+  if (problem.softcap > 0) {
+    const T cap = static_cast<T>(problem.softcap);
+    const T t = tanh(s / cap);
+    slope = 1 - t * t;
+    s = cap * t;
+  }
+  s += bias;
+  if (bias == -infinity<T>() || s == -infinity<T>() || stats.lse == infinity<T>()) return pair;
+  pair.seen = true;
+  const T chance = exp(s - stats.lse);
+  T d_chance = 0;
+  bool kept = true;
+  T keep_scale = 1;
+  if (problem.dropout.active()) {
+    kept = problem.dropout.keeps(static_cast<uint64_t>(batch * problem.heads + head), i, j);
+    keep_scale = static_cast<T>(problem.dropout.scale());
+  }
+  if (kept) {
+    pair.weight = chance * keep_scale;
+    d_chance = dot(d_out, v) * keep_scale;
+  }
+  pair.d_bias = chance * (d_chance - stats.delta);
+  pair.d_a = pair.d_bias * slope;
+  return pair;
+}
+
+template <class T>
+struct PlainRows {
+  LaneRow<T> first, second;  // q and d_out, or k and v
+
+  void load(const BackwardParams& p, const HeadRows& a, const HeadRows& b, int64_t batch, int head,
+            int64_t row, int lane) {
+    const auto from = [&](const HeadRows& rows) {
+      return static_cast<const T*>(rows.data) + batch * rows.batch + row * rows.row +
+             head * rows.head;
+    };
+    first.load(from(a), a.element, p.problem.head_dim, lane);
+    second.load(from(b), b.element, p.problem.value_dim, lane);
+  }
+};
+
+template <class T>
+using PlainStats = StatsTile<T, kPlainTile>;
+
+template <class T>
+RowStats<T> stats_of(const BackwardParams& p, int64_t plane, int64_t first_tile, int i) {
+  return static_cast<const PlainStats<T>*>(p.stats)[plane * p.q_tiles + first_tile + i / kPlainTile]
+      .row[i % kPlainTile];
+}
+
+// d_k and d_v of a key.
+template <class T>
+void plain_keys(const BackwardParams& p) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int group = p.problem.group;
+  const int64_t pair = blockIdx.x / p.k_tiles;
+  const TilePlace place = place_of<false>(p, pair, p.problem.heads / group,
+                                          static_cast<int>(blockIdx.x % p.k_tiles), kPlainTile);
+  if (!place.exists) return;
+  for (int r = warp; r < kPlainTile && r < place.extent; r += kPlainThreads / 32) {
+    const int j = place.tile * kPlainTile + r;
+    const int64_t row = place.k_begin + j;
+    LaneRow<T> d_k = {}, d_v = {};
+    if (j < place.k_length) {
+      PlainRows<T> key;
+      key.load(p, p.k, p.v, place.batch, place.head, row, lane);
+      const int64_t begin = static_cast<int64_t>(j) - place.highest;
+      const int64_t end = static_cast<int64_t>(j) - place.lowest + 1;
+      const int first = begin < 0 ? 0 : static_cast<int>(begin);
+      const int last = end < place.q_length ? static_cast<int>(end) : place.q_length;
+      for (int h = 0; h < group; ++h) {
+        const int head = place.head * group + h;
+        for (int i = first; i < last; ++i) {
+          PlainRows<T> query;
+          query.load(p, p.q, p.d_out, place.batch, head, place.q_begin + i, lane);
+          const Pair<T> got =
+              pair_of(p, place.batch, head, i, j, query.first, key.first, key.second, query.second,
+                      stats_of<T>(p, pair * group + h, place.first_tile, i));
+          if (!got.seen) continue;
+          d_k.add(got.d_a, query.first);
+          if (got.weight != 0) d_v.add(got.weight, query.second);
+        }
+      }
+    }
+    const auto to = [&](const HeadRows& rows) {
+      return static_cast<T*>(rows.data) + place.batch * rows.batch + row * rows.row +
+             place.head * rows.head;
+    };
+    const T scale = static_cast<T>(p.problem.exact_scale);
+    if (p.d_k.data != nullptr) {
+      d_k.store(to(p.d_k), p.d_k.element, p.problem.head_dim, lane, scale);
+    }
+    if (p.d_v.data != nullptr) {
+      d_v.store(to(p.d_v), p.d_v.element, p.problem.value_dim, lane, T(1));
+    }
+  }
+}
+
+// d_q of a query.
+template <class T>
+void plain_queries(const BackwardParams& p) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int64_t plane = blockIdx.x / p.q_tiles;
+  const TilePlace place = place_of<true>(p, plane, p.problem.heads,
+                                         static_cast<int>(blockIdx.x % p.q_tiles), kPlainTile);
+  if (!place.exists) return;
+  for (int r = warp; r < kPlainTile && r < place.extent; r += kPlainThreads / 32) {
+    const int i = place.tile * kPlainTile + r;
+    const int64_t row = place.q_begin + i;
+    LaneRow<T> d_q = {};
+    if (i < place.q_length) {
+      PlainRows<T> query;
+      query.load(p, p.q, p.d_out, place.batch, place.head, row, lane);
+      const RowStats<T> stats = stats_of<T>(p, plane, place.first_tile, i);
+      const int64_t begin = static_cast<int64_t>(i) + place.lowest;
+      const int64_t end = static_cast<int64_t>(i) + place.highest + 1;
+      const int first = begin < 0 ? 0 : static_cast<int>(begin);
+      const int last = end < place.k_length ? static_cast<int>(end) : place.k_length;
+      for (int j = first; j < last; ++j) {
+        PlainRows<T> key;
+        key.load(p, p.k, p.v, place.batch, place.head / p.problem.group, place.k_begin + j, lane);
+        const Pair<T> got = pair_of(p, place.batch, place.head, i, j, query.first, key.first,
+                                    key.second, query.second, stats);
+        if (got.seen) d_q.add(got.d_a, key.first);
+      }
+    }
+    T* const to = static_cast<T*>(p.d_q.data) + place.batch * p.d_q.batch + row * p.d_q.row +
+                  place.head * p.d_q.head;
+    d_q.store(to, p.d_q.element, p.problem.head_dim, lane, static_cast<T>(p.problem.exact_scale));
+  }
+}
+
+// d_bias: a block has one element and sums over the dimensions along which the bias is broadcast,
+// each warp a share of them.
+template <class T>
+void plain_bias(const BackwardParams& p) {
+  __shared__ T sums[kPlainThreads / 32];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const Problem& problem = p.problem;
+  const BiasShape& own = p.bias_shape;
+  int64_t index = blockIdx.x;
+  const auto digit = [&index](int64_t size) {
+    const int64_t value = index % size;
+    index /= size;
+    return value;
+  };
+  const int64_t key = digit(own.key), query = digit(own.query), head = digit(own.head);
+  const int64_t batch = index;
+  // Of each dimension all positions, or ours.
+  const int64_t keys = own.key > 1 ? 1 : problem.key, queries = own.query > 1 ? 1 : problem.query;
+  const int64_t heads = own.head > 1 ? 1 : problem.heads;
+  const int64_t batches = own.batch > 1 ? 1 : problem.batch;
+  const TilePlace place = place_of<true>(p, 0, problem.heads, 0, kPlainTile);
+  T sum = 0;
+  for (int64_t n = warp; n < batches * heads * queries * keys; n += kPlainThreads / 32) {
+    const int j = static_cast<int>(key + n % keys);
+    const int i = static_cast<int>(query + n / keys % queries);
+    const int h = static_cast<int>(head + n / (keys * queries) % heads);
+    const int64_t b = batch + n / (keys * queries * heads);
+    if (j - i < place.lowest || j - i > place.highest) continue;
+    PlainRows<T> query_rows, key_rows;
+    query_rows.load(p, p.q, p.d_out, b, h, i, lane);
+    key_rows.load(p, p.k, p.v, b, h / problem.group, j, lane);
+    const Pair<T> got = pair_of(p, b, h, i, j, query_rows.first, key_rows.first, key_rows.second,
+                                query_rows.second, stats_of<T>(p, b * problem.heads + h, 0, i));
+    if (got.seen) sum += got.d_bias;
+  }
+  if (lane == 0) sums[warp] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    T all = 0;
+    for (const T part : sums) all += part;
+    static_cast<T*>(p.d_bias.data)[batch * p.d_bias.batch + head * p.d_bias.head +
+                                   query * p.d_bias.query + key * p.d_bias.key] = all;
+  }
+}
+
+template <class T>
+void plain_prepare(const BackwardParams& p) {
+  backward_rows<T, kPlainTile, 32>(p, false);
+}
+
+}  // namespace pullback::attention

@@ -1,0 +1,133 @@
+// What the backward pass needs of every query row: its lse and
+//   delta = out · d_out - d_lse
+// A block makes the StatsTile of one tile of queries. It also zeroes the tile's turn, and d_q where
+// no key is seen, as no other kernel comes there.
+#pragma once
+
+#include "device/float.cuh"
+#include "device/memory.cuh"
+#include "device/warp.cuh"
+#include "ops/attention/cuda/smxx_backward_tiles.cuh"
+
+namespace pullback::attention {
+
+using namespace device;
+
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+// For 16-bit tensors, the unit in which probabilities are exp2(s - lse).
+template <class T>
+inline constexpr float kLseUnit = sizeof(T) == 2 ? kLog2E : 1.0f;
+
+template <class R>
+struct RowStats {
+  R lse;  // +inf for rows that see nothing: their probabilities are exp(-inf)
+  R delta;
+};
+
+// Behind the rows of a tile: whether one of them sees nothing or holds NaN or infinity. Where d_out
+// holds such a value delta does too, and where q does lse is NaN or -inf.
+template <class R, int kQueries>
+struct StatsTile {
+  RowStats<R> row[kQueries];
+  int32_t suspicious, unused[3];
+};
+
+template <class T>
+const T* head_row(const HeadRows& rows, const TilePlace& place, int64_t row) {
+  return static_cast<const T*>(rows.data) + place.batch * rows.batch + row * rows.row +
+         place.head * rows.head;
+}
+
+// kLanes threads share a row. With one, the sum runs in the order in which the plain kernels make
+// d_out · v: where a query sees one key, ds is d_lse exactly.
+template <class T, int kQueries, int kLanes>
+void backward_rows(const BackwardParams& p, bool vectors) {
+  using R = Real<T>;
+  constexpr int kRowsAtOnce = kRowThreads / kLanes;
+  static_assert(kQueries % kRowsAtOnce == 0 || kQueries < kRowsAtOnce);
+  const int tile = static_cast<int>(blockIdx.x % p.q_tiles);
+  const int64_t plane = blockIdx.x / p.q_tiles;
+  const TilePlace place = place_of<true>(p, plane, p.problem.heads, tile, kQueries);
+  if (!place.exists) return;
+  auto& stats = static_cast<StatsTile<R, kQueries>*>(p.stats)[plane * p.q_tiles + tile];
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int value_dim = p.problem.value_dim;
+
+  bool suspicious = false;
+  for (int begin = 0; begin < kQueries; begin += kRowsAtOnce) {
+    const int r = begin + static_cast<int>(threadIdx.x) / kLanes;
+    const int64_t position = static_cast<int64_t>(place.tile) * kQueries + r;
+    const int64_t row = place.q_begin + position;
+    const bool inside = r < kQueries && position < place.q_length;
+    R sum = 0;
+    if (inside) {
+      const T* const out = head_row<T>(p.out, place, row);
+      const T* const d_out = head_row<T>(p.d_out, place, row);
+      int done = 0;  // columns
+      if (kLanes > 1 && vectors) {
+        done = value_dim / kVectorLength<T> * kVectorLength<T>;
+        for (int c = lane * kVectorLength<T>; c < done; c += kLanes * kVectorLength<T>) {
+          const Vector<T> a = load_vector(out + c), b = load_vector(d_out + c);
+#pragma unroll
+          for (int e = 0; e < kVectorLength<T>; ++e) {
+            sum += to_real(a.element[e]) * to_real(b.element[e]);
+          }
+        }
+      }
+      for (int c = done + lane; c < value_dim; c += kLanes) {
+        sum += to_real(out[c * p.out.element]) * to_real(d_out[c * p.d_out.element]);
+      }
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, step);
+    }
+    if (lane == 0 && r < kQueries) {
+      RowStats<R> result = {infinity<R>(), 0};
+      if (inside) {
+        const auto at = [&](const RowValues& values) {
+          return static_cast<const R*>(values.data)[place.batch * values.batch +
+                                                    place.head * values.head + row * values.row];
+        };
+        const R lse = at(p.lse);
+        if (lse != -infinity<R>()) {
+          result.lse = lse * static_cast<R>(kLseUnit<T>);
+          result.delta = p.d_lse.data != nullptr ? sum - at(p.d_lse) : sum;
+        }
+        suspicious |= !(lse - lse == 0) || !(result.delta - result.delta == 0);
+      }
+      stats.row[r] = result;
+    }
+  }
+  suspicious = __syncthreads_or(suspicious) != 0;
+  if (threadIdx.x == 0) {
+    stats.suspicious = suspicious;
+    if (p.turns != nullptr) p.turns[plane * p.q_tiles + tile] = 0;
+  }
+}
+
+// Rows of d_q that see no tile of keys.
+template <class T, int kQueries, int kKeys>
+void clear_unseeing(const BackwardParams& p) {
+  const int tile = static_cast<int>(blockIdx.x % p.q_tiles);
+  const int64_t plane = blockIdx.x / p.q_tiles;
+  const TilePlace place = place_of<true>(p, plane, p.problem.heads, tile, kQueries);
+  if (!place.exists || p.d_q.data == nullptr) return;
+  const TileRange seen = key_tiles_of(place, place.tile, kKeys, kQueries);
+  if (seen.begin < seen.end) return;
+  const int rows = place.extent < kQueries ? place.extent : kQueries;
+  const int64_t first = place.q_begin + static_cast<int64_t>(place.tile) * kQueries;
+  for (int i = static_cast<int>(threadIdx.x); i < rows * p.problem.head_dim; i += kRowThreads) {
+    T* const row = const_cast<T*>(head_row<T>(p.d_q, place, first + i / p.problem.head_dim));
+    row[i % p.problem.head_dim * p.d_q.element] = from_real<T>(0);
+  }
+}
+
+template <class T, int kQueries, int kKeys>
+void backward_prepare(const BackwardParams& p) {
+  backward_rows<T, kQueries, sizeof(T) == 2 ? 8 : 1>(p, p.row_vectors != 0);
+  clear_unseeing<T, kQueries, kKeys>(p);
+}
+
+}  // namespace pullback::attention

@@ -1,0 +1,46 @@
+// Sums in global memory that blocks add to in turns, and the counters they tell each other by.
+#pragma once
+
+#include "device/types.cuh"
+
+namespace pullback::attention {
+
+inline int32_t load_relaxed(const int32_t* from) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+inline void store_relaxed(int32_t* to, int32_t value) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+// What this thread saw or, before a barrier, its block wrote comes before what follows.
+inline void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// 16 bytes, past the first-level cache, which does not see what other blocks write.
+inline void store_past_l1(float* to, const float (&value)[4]) {
+  asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value[0]),
+               "f"(value[1]), "f"(value[2]), "f"(value[3])
+               : "memory");
+}
+inline void add_loaded(float (&sum)[4], const float* from) {
+  float value[4];
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
+               : "l"(from)
+               : "memory");
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] += value[i];
+}
+// Nobody else adds meanwhile: the order of the sum is that of the turns.
+inline void add_stored(float* to, float (&value)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value[0]),
+               "f"(value[1]), "f"(value[2]), "f"(value[3])
+               : "memory");
+#else
+  add_loaded(value, to);
+  store_past_l1(to, value);
+#endif
+}
+
+}  // namespace pullback::attention

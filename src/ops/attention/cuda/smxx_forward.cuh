@@ -1,0 +1,301 @@
+// The forward pass on tensor cores, one tile of queries a thread block (Dao 2023,
+// FlashAttention-2):
+//   s = scale q kᵀ (+ softcap, bias);  m = max s, kept up from tile to tile;  p = exp(s − m)
+//   l = Σ p;  out = Σ p drop v / l;  lse = m + log l
+//
+// A warp owns 16 or 32 of the queries: their scores, sums and outputs stay in its registers. The
+// block's warps share tiles of keys and values, K 0, V 0, K 1, V 1, …, which pass through a ring of
+// slots in shared memory, filled by asynchronous copies while earlier tiles are worked on.
+//
+// Scores are kept in units of log 2. Without softcap, bias and dropout (kTerms false, scale > 0)
+// they are what the product gives, and the scale goes into the exponential.
+#pragma once
+
+#include "ops/attention/cuda/smxx_clear.cuh"
+#include "ops/attention/cuda/smxx_plain_row.cuh"
+#include "ops/attention/cuda/smxx_scores.cuh"
+#include "ops/attention/cuda/smxx_tiles.cuh"
+#include "ops/attention/cuda/tuning.hpp"
+
+namespace pullback::attention {
+
+// The running maximum follows the true one only when that is larger by this much: sums then grow to
+// 2^8 at most, and the accumulators are rescaled a few times a row instead of at every tile.
+inline constexpr float kSlack = 8;
+
+// Two warps' lanes 4 g … 4 g + 3 share a row.
+template <class Combine>
+float across_row(float value, const Combine& combine) {
+  value = combine(value, __shfl_xor_sync(kAllLanes, value, 1));
+  return combine(value, __shfl_xor_sync(kAllLanes, value, 2));
+}
+
+template <class T>
+float quotient(float a, float b) {
+  return sizeof(T) == 4 ? a / b : __fdividef(a, b);
+}
+
+// State of the softmax of a warp's rows, and their outputs.
+template <int kRowTiles, int kColumnTiles>
+struct RunningRows {
+  float maximum[kRowTiles][2], sum[kRowTiles][2];  // the sums of this lane's keys
+  float out[kRowTiles][kColumnTiles][4];
+
+  RunningRows() {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        maximum[m][half] = -infinity<float>();
+        sum[m][half] = 0;
+      }
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[m][n][e] = 0;
+      }
+    }
+  }
+
+  // Scores become weights; `unit` is what they are to be multiplied by.
+  template <int kKeyTiles>
+  void take(float (&s)[kRowTiles][kKeyTiles][4], float unit) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      float largest[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float value = fmaxf(s[m][0][2 * half], s[m][0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < kKeyTiles; ++n) {
+          value = fmaxf(value, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        }
+        largest[half] = across_row(value, [](float a, float b) { return fmaxf(a, b); });
+      }
+      const bool rises = (largest[0] - maximum[m][0]) * unit > kSlack ||
+                         (largest[1] - maximum[m][1]) * unit > kSlack;
+      if (__any_sync(kAllLanes, rises)) raise(m, largest, unit);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // A row that has seen nothing but −inf: any finite number keeps the weights 0.
+        const float shift = maximum[m][half] == -infinity<float>() ? 0 : maximum[m][half] * unit;
+        float added = 0;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[m][n][2 * half + e];
+            x = exp2_fast(x * unit - shift);
+            added += x;
+          }
+        }
+        sum[m][half] += added;
+      }
+    }
+  }
+
+  void raise(int m, const float (&largest)[2], float unit) {
+    float correction[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float raised = fmaxf(maximum[m][half], largest[half]);
+      correction[half] =
+          maximum[m][half] == raised ? 1 : exp2_fast((maximum[m][half] - raised) * unit);
+      maximum[m][half] = raised;
+      sum[m][half] *= correction[half];
+    }
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[m][n][e] *= correction[e / 2];
+    }
+  }
+};
+
+template <class T, int kWidth, int kThreads>
+void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int columns, bool vectors) {
+  using Layout = TileLayout<T, kWidth>;
+  const int thread = static_cast<int>(threadIdx.x % kThreads);
+  if (vectors) {
+    for (int at = thread; at < rows * Layout::kChunks; at += kThreads) {
+      const int row = at / Layout::kChunks, chunk = at % Layout::kChunks;
+      const int column = chunk * Layout::kChunk;
+      if (column >= columns) continue;
+      union {
+        uint32_t word[4];
+        Vector<T> vector;
+      } piece;
+      load_shared(piece.word, tile + Layout::offset(row, chunk));
+      store_vector(first + row * to.row + column, piece.vector);
+    }
+  } else {
+    for (int at = thread; at < rows * kWidth; at += kThreads) {
+      const int row = at / kWidth, column = at % kWidth;
+      if (column >= columns) continue;
+      const uint32_t word = load_shared_word(tile + Layout::offset(row, column / Layout::kChunk) +
+                                             column % Layout::kChunk * int{sizeof(T)} / 4 * 4);
+      T element;
+      if constexpr (sizeof(T) == 4) {
+        element = __uint_as_float(word);
+      } else {
+        element.bits = static_cast<uint16_t>(column % 2 ? word >> 16 : word);
+      }
+      first[row * to.row + column * to.element] = element;
+    }
+  }
+}
+
+template <class T, ForwardTile kTile, bool kTerms, bool kVectors>
+void forward(const ForwardParams& params) {
+  constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
+  constexpr int kThreads = kTile.warps * 32;
+  constexpr int kWarpRows = kTile.rows / kTile.warps, kRowTiles = kWarpRows / 16;
+  using Layout = TileLayout<T, kWidth>;
+  extern __shared__ __align__(128) char shared[];
+  const uint32_t q_tile = shared_address(shared);
+  const uint32_t ring = q_tile + kTile.rows * Layout::kRowBytes;
+
+  const Problem& p = params.problem;
+  QueryTile tile;
+  if (!find_query_tile(p, params.q_tiles, params.pair_group, kTile.rows, tile)) return;
+  const Sequence& sequence = tile.sequence;
+  const TileRows tile_rows(tile, kTile.rows);
+  const int rows = tile_rows.valid;
+  if (rows < tile_rows.extent) clear_rows<T>(params, tile, rows, tile_rows.extent, kThreads);
+  if (rows == 0) return;
+
+  const int64_t kv_head = tile.head / p.group;
+  const auto first_of = [&](const HeadRows& rows_of, int64_t row, int64_t head) {
+    return static_cast<const T*>(rows_of.data) + tile.batch * rows_of.batch + row * rows_of.row +
+           head * rows_of.head;
+  };
+  using KeyLoader = TileLoader<T, kKeys, kWidth, kThreads, kVectors, true>;
+  const KeyLoader k_loader(first_of(params.k, sequence.k_begin, kv_head), params.k.row,
+                           params.k.element, p.head_dim);
+  const KeyLoader v_loader(first_of(params.v, sequence.k_begin, kv_head), params.v.row,
+                           params.v.element, p.value_dim);
+  const KeyTiles<kKeys> key_tiles(p.band, sequence, tile.first, tile.first + rows);
+  // Item 2 n is the n-th tile of K, 2 n + 1 that of V.
+  const auto load_item = [&](int item) {
+    if (item < 2 * key_tiles.count) {
+      const int key = key_tiles.key(item / 2);
+      const int valid = static_cast<int>(sequence.k_length) - key;
+      const uint32_t slot = ring + item % kSlots * (kKeys * Layout::kRowBytes);
+      (item % 2 == 0 ? k_loader : v_loader).load(slot, key, valid);
+    }
+    async_commit();
+  };
+  TileLoader<T, kTile.rows, kWidth, kThreads, kVectors>(
+      first_of(params.q, sequence.q_begin + tile.first, tile.head), params.q.row, params.q.element,
+      p.head_dim)
+      .load(q_tile, 0, rows);
+#pragma unroll
+  for (int item = 0; item < kSlots - 1; ++item) load_item(item);
+
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int first_row = warp * kWarpRows;
+  const int warp_rows = rows - first_row < kWarpRows ? rows - first_row : kWarpRows;
+  // Of this lane's first row.
+  const int query = static_cast<int>(tile.first) + first_row + lane / 4;
+  const SeenKeys seen = warp_rows > 0 ? SeenKeys(p.band, sequence, tile.first + first_row,
+                                                 tile.first + first_row + warp_rows - 1)
+                                      : SeenKeys();
+  const uint32_t q_rows = q_tile + first_row * Layout::kRowBytes;
+  const float unit = kTerms ? 1 : p.scale * kLog2E;
+  const auto bias = kTerms ? bias_rows<T>(params.bias, tile.batch, tile.head) : BiasRows<T>{};
+  const uint64_t plane = static_cast<uint64_t>(tile.batch) * p.heads + tile.head;
+
+  RunningRows<kRowTiles, kWidth / 8> state;
+  for (int n = 0; n < key_tiles.count; ++n) {
+    const int key = key_tiles.key(n);
+    const bool works = !seen.none(key, kKeys);
+    float s[kRowTiles][kKeys / 8][4];
+    async_wait<kSlots - 2>();
+    __syncthreads();
+    load_item(2 * n + kSlots - 1);
+    if (works) {
+      score_product<T, kWidth, kRowTiles, kKeys>(
+          s,
+          [&](int step, Operand<T>(&q)[kRowTiles]) {
+            load_queries<T, kWidth, kRowTiles>(q, q_rows, step);
+          },
+          ring + 2 * n % kSlots * (kKeys * Layout::kRowBytes));
+    }
+    async_wait<kSlots - 2>();
+    __syncthreads();
+    load_item(2 * n + kSlots);
+    if (works) {
+      if constexpr (kTerms) {
+        add_terms<T>(s, p, bias, query, static_cast<int>(sequence.q_length),
+                     key + first_key_of_lane(), static_cast<int>(sequence.k_length));
+      }
+      if (!seen.all(key, kKeys)) hide(s, p.band, sequence, query, key + first_key_of_lane());
+      state.take(s, unit);
+      if constexpr (kTerms) {
+        if (p.dropout.active()) {
+          drop(s, p.dropout, plane, static_cast<uint32_t>(query),
+               static_cast<uint32_t>(key + first_key_of_lane()));
+        }
+      }
+      value_product<T, kWidth, kRowTiles, kKeys>(
+          state.out, s, ring + (2 * n + 1) % kSlots * (kKeys * Layout::kRowBytes));
+    }
+  }
+  async_wait<0>();
+  if (key_tiles.count == 0) __syncthreads();  // the queries have arrived before they are replaced
+  if (warp_rows <= 0) return;
+
+  // The warp's outputs take the place of its queries.
+  uint32_t redo = 0;  // rows, bit 16 m + row
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = across_row(state.sum[m][half], [](float a, float b) { return a + b; });
+      const float factor = sum == 0 ? 0 : quotient<T>(p.keep_scale, sum);
+      float finite = 0;
+      const int row = m * 16 + half * 8 + lane / 4;
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n) {
+        const float left = state.out[m][n][2 * half] * factor;
+        const float right = state.out[m][n][2 * half + 1] * factor;
+        finite += left * 0 + right * 0;
+        const int column = n * 8 + lane % 4 * 2;
+        const uint32_t at = q_rows + Layout::offset(row, column / Layout::kChunk) +
+                            column % Layout::kChunk * static_cast<int>(sizeof(T));
+        if constexpr (sizeof(T) == 2) {
+          store_shared(at, pack<T>(left, right));
+        } else {
+          store_shared(at, __float_as_uint(left));
+          store_shared(at + 4, __float_as_uint(right));
+        }
+      }
+      const unsigned bad = __ballot_sync(kAllLanes, finite != 0);
+#pragma unroll
+      for (int g = 0; g < 8; ++g) {
+        if ((bad >> 4 * g & 15) != 0) redo |= 1u << (m * 16 + half * 8 + g);
+      }
+      if (params.lse.data != nullptr && lane % 4 == 0 && row < warp_rows) {
+        float* const lse = static_cast<float*>(params.lse.data) + tile.batch * params.lse.batch +
+                           tile.head * params.lse.head +
+                           (sequence.q_begin + tile.first + first_row + row) * params.lse.row;
+        *lse = (state.maximum[m][half] * unit + log2_fast(sum)) * kLn2;
+      }
+    }
+  }
+  __syncwarp();
+  T* const out = static_cast<T*>(params.out.data) + tile.batch * params.out.batch +
+                 tile.head * params.out.head +
+                 (sequence.q_begin + tile.first + first_row) * params.out.row;
+  store_rows<T, kWidth, 32>(params.out, out, q_rows, warp_rows, p.value_dim, kVectors);
+  __syncwarp();
+  // 0 · NaN: what a row does not see may have reached it.
+  for (; redo != 0; redo &= redo - 1) {
+    const int row = __ffs(static_cast<int>(redo)) - 1;
+    if (row < warp_rows) {
+      plain_row<T>(params, sequence, tile.batch, tile.head, tile.first + first_row + row);
+    }
+  }
+}
+
+}  // namespace pullback::attention

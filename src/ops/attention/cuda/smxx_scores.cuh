@@ -1,0 +1,360 @@
+// Scores of a warp: kRowTiles · 16 queries by kKeys keys, in the fragments of device/mma.cuh, and
+// what is done to them on the way from the product to the softmax.
+//
+//   s = scale · q·k;  s = c tanh(s / c);  s = s + bias;  −inf where the query does not see the key
+//
+// f32 runs on the tensor cores as three products of tf32: x = high + low, x y ≈ high high +
+// high low + low high (Markidis et al. 2018), both halves rounded to nearest: what is dropped is of
+// the size of f32's own rounding. The tensor cores truncate each sum they make, so that errors of a
+// long sum would all point the same way (Ootomo, Yokota 2022): sums over keys leave them after
+// every tile and are added up in plain f32.
+#pragma once
+
+#include "device/memory.cuh"
+#include "device/mma.cuh"
+#include "device/shared_tile.cuh"
+#include "ops/attention/cuda/params.cuh"
+
+namespace pullback::attention {
+
+using namespace device;
+
+inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+inline float exp2_fast(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+inline float log2_fast(float x) {
+  float result;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// --- Operands ---
+
+// One operand of 16 x 32 bytes (A) or two of 32 bytes x 8 (B).
+template <class T>
+struct Operand {
+  uint32_t word[4];
+  void split() {}
+};
+template <>
+struct Operand<float> {
+  uint32_t word[4], low[4];
+  // To the nearest tf32; the hardware ignores the bits below.
+  static uint32_t rounded(uint32_t bits) { return (bits + 0x1000u) & 0xffffe000u; }
+  void split() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t high = rounded(word[i]);
+      low[i] = rounded(__float_as_uint(__uint_as_float(word[i]) - __uint_as_float(high)));
+      word[i] = high;
+    }
+  }
+};
+
+// d += a · (the `half`-th of the two in b)
+template <class T>
+void multiply(float (&d)[4], const Operand<T>& a, const Operand<T>& b, int half) {
+  if constexpr (sizeof(T) == 4) {
+    mma_1688_tf32(d, a.low, b.word[2 * half], b.word[2 * half + 1]);
+    mma_1688_tf32(d, a.word, b.low[2 * half], b.low[2 * half + 1]);
+    mma_1688_tf32(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
+  } else {
+    mma_16816<T>(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
+  }
+}
+
+// Elements of the inner dimension of one instruction.
+template <class T>
+inline constexpr int kInner = 32 / static_cast<int>(sizeof(T));
+
+// The lane's place in a tile that ldmatrix reads 16 rows by 32 bytes at a time.
+template <class T, int kWidth>
+struct LanePlace {
+  using Layout = TileLayout<T, kWidth>;
+  uint32_t row_offset, chunk;
+
+  LanePlace(int row, int lane_chunk)
+      : row_offset(static_cast<uint32_t>(row * Layout::kRowBytes)),
+        chunk(static_cast<uint32_t>(lane_chunk ^ Layout::swizzle(row))) {}
+  // `pair` counts 32-byte columns; rows at multiples of 16 from ours are 16 · kRowBytes further on.
+  uint32_t at(uint32_t tile, int pair) const {
+    constexpr int kMask = Layout::kChunks % 8 == 0 ? 7 : 3;
+    return tile + row_offset + ((chunk ^ (2 * pair & kMask)) * 16) + (2 * pair & ~kMask) * 16;
+  }
+};
+
+// Rows are rows of A, or rows of V for the transposed B.
+template <class T, int kWidth>
+LanePlace<T, kWidth> place_of_rows() {
+  const int lane = threadIdx.x % 32;
+  return {lane % 16, lane / 16};
+}
+// Rows are columns of B: keys.
+template <class T, int kWidth>
+LanePlace<T, kWidth> place_of_keys() {
+  const int lane = threadIdx.x % 32;
+  return {lane % 8 + lane / 16 * 8, lane / 8 % 2};
+}
+
+// --- s = q · kᵀ ---
+
+template <class T, int kWidth, int kRowTiles>
+struct QueryOperands {
+  static constexpr int kSteps = kWidth / kInner<T>;
+  Operand<T> operand[kSteps][kRowTiles];
+};
+
+template <class T, int kWidth, int kRowTiles>
+void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, int step) {
+  const auto place = place_of_rows<T, kWidth>();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+    load_matrices(q[m].word, place.at(q_tile, step) + m * 16 * TileLayout<T, kWidth>::kRowBytes);
+    q[m].split();
+  }
+}
+
+// query(step, operands) gives the operands of 16 rows each for one step of the inner dimension.
+template <class T, int kWidth, int kRowTiles, int kKeys, class Query>
+void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint32_t k_tile) {
+  using Layout = TileLayout<T, kWidth>;
+  const auto keys = place_of_keys<T, kWidth>();
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[m][n][e] = 0;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kWidth / kInner<T>; ++step) {
+    Operand<T> q[kRowTiles];
+    query(step, q);
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+      Operand<T> k;
+      load_matrices(k.word, keys.at(k_tile, step) + n * 16 * Layout::kRowBytes);
+      k.split();
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        multiply<T>(s[m][2 * n], q[m], k, 0);
+        multiply<T>(s[m][2 * n + 1], q[m], k, 1);
+      }
+    }
+  }
+}
+
+// --- out += p · v ---
+
+template <class T, int kWidth, int kRowTiles, int kKeys>
+void value_product(float (&out)[kRowTiles][kWidth / 8][4],
+                   const float (&p)[kRowTiles][kKeys / 8][4], uint32_t v_tile) {
+  using Layout = TileLayout<T, kWidth>;
+  if constexpr (sizeof(T) == 2) {
+    const auto rows = place_of_rows<T, kWidth>();
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      Operand<T> weights[kRowTiles];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const auto& left = p[m][2 * step];
+        const auto& right = p[m][2 * step + 1];
+        weights[m] = {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]),
+                      pack<T>(right[0], right[1]), pack<T>(right[2], right[3])};
+      }
+#pragma unroll
+      for (int n = 0; n < kWidth / 16; ++n) {
+        Operand<T> v;
+        load_matrices_transposed(v.word, rows.at(v_tile, n) + step * 16 * Layout::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply<T>(out[m][2 * n], weights[m], v, 0);
+          multiply<T>(out[m][2 * n + 1], weights[m], v, 1);
+        }
+      }
+    }
+  } else {
+    // The inner index t of the instruction stands for key 2t, t + 4 for key 2t + 1: so the scores
+    // are the operand as they lie, and the rows that a warp reads differ in their swizzle.
+    const int lane = threadIdx.x % 32;
+    Operand<T> weights[kKeys / 8][kRowTiles];
+#pragma unroll
+    for (int step = 0; step < kKeys / 8; ++step) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const auto& w = p[m][step];
+        weights[step][m] = {{__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]),
+                             __float_as_uint(w[3])},
+                            {}};
+        weights[step][m].split();
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kWidth / 16; ++n) {
+      float sums[kRowTiles][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kKeys / 8; ++step) {
+        const int key = step * 8 + lane % 4 * 2;
+        Operand<T> v;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = n * 16 + i / 2 * 8 + lane / 4;
+          v.word[i] =
+              load_shared_word(v_tile + Layout::offset(key + i % 2, column / 4) + column % 4 * 4);
+        }
+        v.split();
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply<T>(sums[m][0], weights[step][m], v, 0);
+          multiply<T>(sums[m][1], weights[step][m], v, 1);
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          out[m][2 * n][e] += sums[m][0][e];
+          out[m][2 * n + 1][e] += sums[m][1][e];
+        }
+      }
+    }
+  }
+}
+
+// --- Keys of a lane ---
+
+// Tiles of keys are interleaved (device/shared_tile.cuh): a lane has 8 neighbouring keys of every
+// 32, from here on. Score s[m][n][2 half + e] belongs to key_at(n, e) from there.
+inline int first_key_of_lane() { return static_cast<int>(threadIdx.x % 4) * 8; }
+constexpr int key_at(int n, int e) { return n / 4 * 32 + n % 4 * 2 + e; }
+
+// --- Softcap and bias ---
+
+// The bias of one (batch, head).
+template <class T>
+struct BiasRows {
+  const T* first;
+  int64_t query, key;
+  bool vectors;  // 8 neighbouring keys, from a multiple of 8 on, are 16-byte pieces
+};
+
+template <class T>
+BiasRows<T> bias_rows(const Plane& bias, int64_t batch, int64_t head) {
+  const T* data = static_cast<const T*>(bias.data);
+  if (data == nullptr) return {};
+  const bool rows = (bias.batch | bias.head | bias.query) % kVectorLength<T> == 0;
+  return {data + batch * bias.batch + head * bias.head, bias.query, bias.key,
+          rows && bias.key == 1 && reinterpret_cast<uint64_t>(data) % 16 == 0};
+}
+
+// The bias of 8 neighbouring keys; those from `left` on do not exist.
+template <class T>
+void load_bias(float (&b)[8], const T* at, const BiasRows<T>& bias, int left) {
+  if (bias.vectors && left >= 8) {
+#pragma unroll
+    for (int part = 0; part < 8; part += kVectorLength<T>) {
+      const Vector<T> vector = *reinterpret_cast<const Vector<T>*>(at + part);
+#pragma unroll
+      for (int e = 0; e < kVectorLength<T>; ++e) b[part + e] = to_real(vector.element[e]);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) b[e] = e < left ? to_real(at[e * bias.key]) : 0;
+  }
+}
+
+// c · tanh(x). 1 − 2 / (e^2x + 1) is within 2^-22 of tanh; f32 asks for more in its small values.
+template <class T>
+float capped(float x, float cap) {
+  if constexpr (sizeof(T) == 4) return cap * tanhf(x);
+  return cap * (1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1));
+}
+
+// Scores of the product become logits in units of log 2. Rows of the lane are query, query + 8, …;
+// its first key is `key`. What lies outside the sequence is not read, and its scores are arbitrary.
+template <class T, int kRowTiles, int kKeyTiles>
+void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, const BiasRows<T>& bias,
+               int query, int queries, int key, int keys) {
+  const float inner = p.softcap > 0 ? p.scale / p.softcap : p.scale;
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = query + m * 16 + half * 8;
+      const T* const row = bias.first + (i < queries ? i : 0) * bias.query + key * bias.key;
+#pragma unroll
+      for (int group = 0; group < kKeyTiles; group += 4) {
+        float b[8];
+        if (bias.first != nullptr) {
+          const int first = key_at(group, 0);
+          load_bias(b, row + first * bias.key, bias, keys - key - first);
+        }
+#pragma unroll
+        for (int at = 0; at < 8; ++at) {
+          float& score = s[m][group + at / 2][2 * half + at % 2];
+          float x = score * inner;
+          if (p.softcap > 0) x = capped<T>(x, p.softcap);
+          // A bias of −inf hides the key whatever q and k hold.
+          if (bias.first != nullptr) x = b[at] == -infinity<float>() ? b[at] : x + b[at];
+          score = x * kLog2E;
+        }
+      }
+    }
+  }
+}
+
+// --- Mask ---
+
+// −inf where the query does not see the key; arguments as above.
+template <int kRowTiles, int kKeyTiles>
+void hide(float (&s)[kRowTiles][kKeyTiles][4], const Band& band, const Sequence& sequence,
+          int64_t query, int32_t key) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Range seen = visible_keys(band, sequence, query + m * 16 + half * 8);
+      const int begin = static_cast<int>(seen.begin) - key;
+      const int end = static_cast<int>(seen.end) - key;
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = key_at(n, e);
+          float& x = s[m][n][2 * half + e];
+          x = at >= begin && at < end ? x : -infinity<float>();
+        }
+      }
+    }
+  }
+}
+
+// --- Dropout ---
+
+// A lane's 8 neighbouring keys have the draws of one call. `plane` is batch · H + head.
+template <int kRowTiles, int kKeyTiles>
+void drop(float (&p)[kRowTiles][kKeyTiles][4], const Dropout& dropout, uint64_t plane,
+          uint32_t query, uint32_t key) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int group = 0; group < kKeyTiles; group += 4) {
+        const PhiloxWords words = dropout.draws(plane, query + m * 16 + half * 8,
+                                                (key + key_at(group, 0)) / Dropout::kKeysPerCall);
+#pragma unroll
+        for (int at = 0; at < 8; ++at) {
+          if (!dropout.keeps(words, at)) p[m][group + at / 2][2 * half + at % 2] = 0;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace pullback::attention

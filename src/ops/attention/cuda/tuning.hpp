@@ -1,0 +1,55 @@
+// Constants that the host plans with and the kernels are compiled with. Plain C++20.
+#pragma once
+
+namespace pullback::attention {
+
+inline constexpr int kSequenceThreads = 512;
+
+// smxx_plain_forward.cuh
+inline constexpr int kPlainWarps = 8;
+inline constexpr int kPlainRows = 16;  // of a thread block
+
+// Kernels exist for these widths of a head: the larger of D and Dv is padded to one of them.
+inline constexpr int kHeadWidths[] = {32, 64, 96, 128, 192, 256};
+
+inline constexpr int head_width(int head_dim, int value_dim) {
+  const int needed = head_dim > value_dim ? head_dim : value_dim;
+  for (int width : kHeadWidths) {
+    if (needed <= width) return width;
+  }
+  return 0;
+}
+
+// Shared memory that a block can have.
+inline constexpr int max_shared_bytes(int arch) {
+  return arch == 90 || arch == 100 ? 227 * 1024 : arch == 80 ? 163 * 1024 : 99 * 1024;
+}
+
+// The forward pass on tensor cores: a thread block takes `rows` queries, `keys` keys at a time, and
+// has `slots` tiles of keys or values in shared memory.
+struct ForwardTile {
+  int width, rows, keys, warps, slots;
+  int blocks;  // that a multiprocessor is to hold
+
+  constexpr int shared_bytes(int element_bytes) const {
+    return (rows + slots * keys) * width * element_bytes;
+  }
+};
+
+// `lean`: without softcap, bias, dropout and element by element loads, which all take registers;
+// the rows are the same.
+inline constexpr ForwardTile forward_tile(int width, int element_bytes, bool lean, int arch) {
+  const bool small = max_shared_bytes(arch) < 163 * 1024;
+  if (element_bytes == 4) {
+    if (width <= 64) return {width, 128, 32, 4, 2, small ? 1 : 2};
+    if (width <= 128) return {width, 64, 32, 4, 2, small ? 1 : 2};
+    if (small && width == 256) return {width, 32, 32, 2, 2, 1};
+    return {width, 64, 32, 4, 2, 1};
+  }
+  if (width <= 64) return {width, 128, lean ? 64 : 32, 4, 2, 2};
+  if (width <= 128 && lean) return {width, 128, 64, 4, 2, small ? 1 : 2};
+  if (small && width == 256) return {width, 64, lean ? 64 : 32, 4, 2, 1};
+  return {width, 128, lean || width <= 128 ? 64 : 32, 8, 2, 1};
+}
+
+}  // namespace pullback::attention

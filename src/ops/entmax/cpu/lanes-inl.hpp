@@ -1,0 +1,390 @@
+// Rows in the lanes: a vector holds one element each of as many rows, and all steps of
+// solve-inl.hpp are taken for those rows together. What a row costs besides its elements, the
+// latency of a dozen dependent steps, is so shared. Short rows get there by transposition, rows
+// that lie across neighbouring columns by plain loads.
+
+#if defined(PULLBACK_ENTMAX_LANES_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_ENTMAX_LANES_INL_HPP
+#undef PULLBACK_ENTMAX_LANES_INL_HPP
+#else
+#define PULLBACK_ENTMAX_LANES_INL_HPP
+#endif
+
+#include "ops/entmax/cpu/solve-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+template <class R>
+using LaneTag = hn::ScalableTag<R>;
+template <class R>
+using Lane = hn::Vec<LaneTag<R>>;
+template <class R>
+inline constexpr std::size_t kLanes = hn::MaxLanes(LaneTag<R>());
+
+// --- Transposition ---
+
+// v[k] lane i becomes v[i] lane k, in each 16-byte block.
+template <class D>
+HWY_INLINE void TransposeBlocks(D d, hn::Vec<D>* v) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8) {
+    const auto a = v[0];
+    v[0] = hn::InterleaveLower(d, a, v[1]);
+    v[1] = hn::InterleaveUpper(d, a, v[1]);
+  } else {
+    const hn::RepartitionToWide<D> wide;
+    const auto low01 = hn::BitCast(wide, hn::InterleaveLower(d, v[0], v[1]));
+    const auto low23 = hn::BitCast(wide, hn::InterleaveLower(d, v[2], v[3]));
+    const auto up01 = hn::BitCast(wide, hn::InterleaveUpper(d, v[0], v[1]));
+    const auto up23 = hn::BitCast(wide, hn::InterleaveUpper(d, v[2], v[3]));
+    v[0] = hn::BitCast(d, hn::InterleaveLower(wide, low01, low23));
+    v[1] = hn::BitCast(d, hn::InterleaveUpper(wide, low01, low23));
+    v[2] = hn::BitCast(d, hn::InterleaveLower(wide, up01, up23));
+    v[3] = hn::BitCast(d, hn::InterleaveUpper(wide, up01, up23));
+  }
+}
+
+// A vector of 16-byte blocks, `step` elements apart.
+template <class D>
+HWY_INLINE hn::Vec<D> LoadBlocks(D d, const hn::TFromD<D>* from, std::int64_t step) {
+  constexpr std::size_t kBlock = 16 / sizeof(hn::TFromD<D>);
+  if constexpr (hn::MaxLanes(d) <= kBlock) {
+    return hn::LoadU(d, from);
+  } else {
+    const hn::Half<D> half;
+    constexpr auto kHalf = static_cast<std::int64_t>(hn::MaxLanes(half) / kBlock);
+    return hn::Combine(d, LoadBlocks(half, from + kHalf * step, step),
+                       LoadBlocks(half, from, step));
+  }
+}
+template <class D>
+HWY_INLINE void StoreBlocks(D d, hn::Vec<D> v, hn::TFromD<D>* to, std::int64_t step) {
+  constexpr std::size_t kBlock = 16 / sizeof(hn::TFromD<D>);
+  if constexpr (hn::MaxLanes(d) <= kBlock) {
+    hn::StoreU(v, d, to);
+  } else {
+    const hn::Half<D> half;
+    constexpr auto kHalf = static_cast<std::int64_t>(hn::MaxLanes(half) / kBlock);
+    StoreBlocks(half, hn::LowerHalf(half, v), to, step);
+    StoreBlocks(half, hn::UpperHalf(half, v), to + kHalf * step, step);
+  }
+}
+
+// Element i of kLanes rows to vector i.
+template <class R>
+void RowsToLanes(const R* from, std::int64_t row_step, std::size_t length, R* HWY_RESTRICT to) {
+  const LaneTag<R> d;
+  constexpr std::size_t kBlock = std::min(16 / sizeof(R), kLanes<R>);
+  std::size_t i = 0;
+  if constexpr (kLanes<R> > 1) {
+    for (; i + kBlock <= length; i += kBlock) {
+      Lane<R> v[kBlock];
+      for (std::size_t k = 0; k < kBlock; ++k) {
+        // Lane k of block b is row b * kBlock + k.
+        v[k] = LoadBlocks(
+            d, from + static_cast<std::int64_t>(k) * row_step + static_cast<std::int64_t>(i),
+            row_step * static_cast<std::int64_t>(kBlock));
+      }
+      TransposeBlocks(d, v);
+      for (std::size_t k = 0; k < kBlock; ++k) hn::StoreU(v[k], d, to + (i + k) * kLanes<R>);
+    }
+  }
+  for (; i < length; ++i) {
+    for (std::size_t r = 0; r < kLanes<R>; ++r) {
+      to[i * kLanes<R> + r] =
+          from[static_cast<std::int64_t>(r) * row_step + static_cast<std::int64_t>(i)];
+    }
+  }
+}
+
+template <class R>
+void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int64_t row_step) {
+  const LaneTag<R> d;
+  constexpr std::size_t kBlock = std::min(16 / sizeof(R), kLanes<R>);
+  std::size_t i = 0;
+  if constexpr (kLanes<R> > 1) {
+    for (; i + kBlock <= length; i += kBlock) {
+      Lane<R> v[kBlock];
+      for (std::size_t k = 0; k < kBlock; ++k) v[k] = hn::LoadU(d, from + (i + k) * kLanes<R>);
+      TransposeBlocks(d, v);
+      for (std::size_t k = 0; k < kBlock; ++k) {
+        StoreBlocks(d, v[k],
+                    to + static_cast<std::int64_t>(k) * row_step + static_cast<std::int64_t>(i),
+                    row_step * static_cast<std::int64_t>(kBlock));
+      }
+    }
+  }
+  for (; i < length; ++i) {
+    for (std::size_t r = 0; r < kLanes<R>; ++r) {
+      to[static_cast<std::int64_t>(r) * row_step + static_cast<std::int64_t>(i)] =
+          from[i * kLanes<R> + r];
+    }
+  }
+}
+
+// --- The threshold ---
+
+// Sums over the elements of each row that are active at its theta.
+template <class R>
+struct LaneSums {
+  Lane<R> f, slope;  // of sparsemax: the sum of z, and how many they are
+};
+
+template <class P, class R>
+HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY_RESTRICT z,
+                                     std::size_t count) {
+  const LaneTag<R> d;
+  const auto zero = hn::Zero(d);
+  LaneSums<R> sums{zero, zero};
+  auto lost = zero;  // what f has rounded off, block by block
+  const auto add = [&](std::size_t i, auto& first, auto& second) HWY_ATTR {
+    const auto v = hn::LoadU(d, z + i * kLanes<R>);
+    if constexpr (P::family == Family::sparsemax) {
+      const auto active = hn::Gt(v, theta);
+      first = hn::Add(first, hn::IfThenElseZero(active, v));
+      second = hn::Add(second, hn::IfThenElseZero(active, hn::Set(d, R{1})));
+    } else {
+      const auto excess = power.Excess(d, v, theta);
+      const auto both = power.Both(d, excess);
+      first = hn::Add(first, both.value);
+      second = hn::Add(second, both.slope);
+    }
+  };
+  for (std::size_t begin = 0; begin < count;) {
+    const std::size_t end = std::min(count, begin + kSumVectors);
+    auto f0 = zero, f1 = zero, f2 = zero, f3 = zero;
+    auto slope0 = zero, slope1 = zero, slope2 = zero, slope3 = zero;
+    for (; begin + 4 <= end; begin += 4) {
+      add(begin, f0, slope0);
+      add(begin + 1, f1, slope1);
+      add(begin + 2, f2, slope2);
+      add(begin + 3, f3, slope3);
+    }
+    for (; begin < end; ++begin) add(begin, f0, slope0);
+    const auto part = hn::Add(hn::Add(f0, f1), hn::Add(f2, f3)), f = hn::Add(sums.f, part);
+    lost = hn::Add(lost, hn::Sub(part, hn::Sub(f, sums.f)));
+    sums.f = f;
+    sums.slope = hn::Add(sums.slope, hn::Add(hn::Add(slope0, slope1), hn::Add(slope2, slope3)));
+  }
+  sums.f = hn::Add(sums.f, lost);
+  return sums;
+}
+
+// Power::Step.
+template <class P, class R>
+HWY_INLINE Lane<R> LaneStep(const P& power, const LaneSums<R>& sums) {
+  const LaneTag<R> d;
+  if constexpr (P::family == Family::entmax15) {
+    return hn::Div(hn::Sub(sums.f, hn::Sqrt(sums.f)), sums.slope);
+  }
+  const auto b = hn::Set(d, power.b), log = hn::Log(d, sums.f);
+  if constexpr (P::near_one) {
+    const auto less = hn::Expm1(d, hn::Neg(hn::Mul(b, log)));
+    return hn::Neg(hn::Div(hn::Mul(sums.f, less), hn::Mul(b, sums.slope)));
+  }
+  const auto powered = hn::Exp(d, hn::Mul(hn::Sub(hn::Set(d, R{1}), b), log));
+  return hn::Div(hn::Sub(sums.f, powered), sums.slope);
+}
+
+template <class R>
+struct LaneThreshold {
+  Lane<R> theta, scale;  // as in Threshold
+};
+
+// `theta` is a lower bound of each row's root. Rows that are done wait for the others.
+template <class P, class R>
+LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, const R* z, std::size_t count,
+                            double precision) {
+  const LaneTag<R> d;
+  const auto one = hn::Set(d, R{1});
+  auto scale = one;
+  if constexpr (P::family == Family::sparsemax) {
+    while (true) {
+      const LaneSums<R> sums = EvaluateLanes(power, theta, z, count);
+      const auto next = hn::Div(hn::Sub(sums.f, one), sums.slope);
+      const auto moves = hn::Gt(next, theta);
+      if (hn::AllFalse(d, moves)) return {theta, scale};
+      theta = hn::IfThenElse(moves, next, theta);
+    }
+  } else {
+    const auto tolerance = hn::Set(d, static_cast<R>(1 + power.Tolerance(precision)));
+    const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
+    const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
+    auto open = hn::Eq(one, one);
+    while (true) {
+      const LaneSums<R> sums = EvaluateLanes(power, theta, z, count);
+      const auto step = LaneStep<P, R>(power, sums);
+      const auto root = hn::Add(theta, step);
+      const auto rest = hn::Sub(step, hn::Sub(root, theta));
+      const auto f = hn::MulAdd(hn::Mul(rest, descent), sums.slope, one);
+      theta = hn::IfThenElse(open, root, theta);
+      scale = hn::IfThenElse(open, hn::Div(one, f), scale);
+      const auto moves = hn::Gt(step, hn::Mul(tiny, hn::Abs(root)));
+      open = hn::And(open, hn::And(hn::Gt(sums.f, tolerance), moves));
+      if (hn::AllFalse(d, open)) return {theta, scale};
+    }
+  }
+}
+
+// --- Rows ---
+
+// kLanes rows of x in `x`, an element each in a vector. y takes their place.
+template <class R>
+class LaneRows {
+ public:
+  static constexpr std::size_t kBounds = 32;  // parts, whose maxima bound a long row's threshold
+  static constexpr std::size_t kMinLengthForBound = 256;
+
+  // `candidates` has room for as many vectors as `x`.
+  LaneRows(R* x, std::size_t length, R* candidates, double alpha, bool wants_size)
+      : x_(x), length_(length), candidates_(candidates), alpha_(alpha), wants_size_(wants_size) {}
+
+  HWY_ALIGN R max[kLanes<R>];
+  HWY_ALIGN R tau[kLanes<R>];
+  HWY_ALIGN R size[kLanes<R>];  // of the support, a whole number
+
+  // The maxima, of a long row's parts too. False if a row has none that is finite, or a NaN.
+  bool FindMax() {
+    const LaneTag<R> d;
+    const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
+    const bool whole = length_ < kMinLengthForBound;
+    const std::size_t part = whole ? length_ : (length_ + kBounds - 1) / kBounds;
+    auto highest = lowest;
+    auto nan = hn::IsNaN(lowest);
+    const auto take = [&](std::size_t i, auto& best) HWY_ATTR {
+      const auto v = hn::LoadU(d, x_ + i * kLanes<R>);
+      best = hn::Max(best, v);
+      nan = hn::Or(nan, hn::IsNaN(v));
+    };
+    parts_ = 0;
+    for (std::size_t i = 0; i < length_; ++parts_) {
+      auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
+      const std::size_t end = std::min(length_, i + part);
+      for (; i + 4 <= end; i += 4) {
+        take(i, m0);
+        take(i + 1, m1);
+        take(i + 2, m2);
+        take(i + 3, m3);
+      }
+      for (; i < end; ++i) take(i, m0);
+      const auto best = hn::Max(hn::Max(m0, m1), hn::Max(m2, m3));
+      hn::Store(best, d, part_max_ + parts_ * kLanes<R>);
+      highest = hn::Max(highest, best);
+    }
+    hn::Store(highest, d, max);
+    return hn::AllTrue(d, hn::IsFinite(highest)) && hn::AllFalse(d, nan);
+  }
+
+  void Compute() {
+    switch (entmax::family_of(alpha_)) {
+      case Family::softmax:
+        return Softmax();
+      case Family::near_one:
+        return Sparse(Power<Family::near_one, R>(alpha_));
+      case Family::entmax15:
+        return Sparse(Power<Family::entmax15, R>(alpha_));
+      case Family::general:
+        return Sparse(Power<Family::general, R>(alpha_));
+      default:
+        return Sparse(Power<Family::sparsemax, R>(alpha_));
+    }
+  }
+
+ private:
+  template <class P>
+  void Sparse(const P& power) {
+    const LaneTag<R> d;
+    const auto shift = hn::Load(d, max);
+    auto theta = hn::Set(d, power.start);
+    std::size_t count = 0;
+    if (length_ >= kMinLengthForBound) {
+      theta = Bound(power);
+      for (std::size_t i = 0; i < length_; ++i) {
+        // Stored always, kept where it is a candidate of some row.
+        const auto z = hn::Sub(hn::LoadU(d, x_ + i * kLanes<R>), shift);
+        hn::StoreU(z, d, candidates_ + count * kLanes<R>);
+        const auto active = power.Active(d, power.Excess(d, z, theta));
+        count += hn::AllFalse(d, active) ? 0 : 1;
+      }
+    } else {
+      for (; count < length_; ++count) {
+        const auto z = hn::Sub(hn::LoadU(d, x_ + count * kLanes<R>), shift);
+        hn::StoreU(z, d, candidates_ + count * kLanes<R>);
+      }
+    }
+    const auto [at, scale] = SolveLanes(power, theta, candidates_, count, Precision<R>::full);
+    auto support = hn::Zero(d);
+    for (std::size_t i = 0; i < length_; ++i) {
+      const auto z = hn::Sub(hn::LoadU(d, x_ + i * kLanes<R>), shift);
+      const auto excess = power.Excess(d, z, at);
+      const auto active = power.Active(d, excess);
+      if (wants_size_) support = hn::Add(support, hn::IfThenElseZero(active, hn::Set(d, R{1})));
+      auto y = hn::Zero(d);
+      if constexpr (P::family == Family::sparsemax) {
+        y = power.Value(d, excess);
+      } else if (P::family == Family::entmax15 || !hn::AllFalse(d, active)) {
+        y = hn::Mul(scale, power.Value(d, excess));
+      }
+      hn::StoreU(y, d, x_ + i * kLanes<R>);
+    }
+    hn::Store(support, d, size);
+    const auto b = hn::Set(d, power.b);
+    const auto own = P::near_one ? hn::MulSub(b, at, hn::Set(d, R{1})) : at;
+    hn::Store(hn::MulAdd(b, shift, own), d, tau);
+  }
+
+  // Lower bounds of the thresholds, from the maxima of parts of the rows, which it uses up.
+  template <class P>
+  Lane<R> Bound(const P& power) {
+    const LaneTag<R> d;
+    const auto shift = hn::Load(d, max);
+    for (std::size_t i = 0; i < parts_ * kLanes<R>; i += kLanes<R>) {
+      hn::Store(hn::Sub(hn::Load(d, part_max_ + i), shift), d, part_max_ + i);
+    }
+    constexpr R kSlack = 16 * std::numeric_limits<R>::epsilon();
+    const auto start = hn::Set(d, power.start);
+    const auto bound = SolveLanes(power, start, part_max_, parts_, Precision<R>::rough).theta;
+    return hn::Max(start, hn::Sub(bound, hn::Set(d, kSlack)));
+  }
+
+  void Softmax() {
+    const LaneTag<R> d;
+    const auto shift = hn::Load(d, max);
+    auto sum = hn::Zero(d), lost = sum, support = sum;
+    for (std::size_t i = 0; i < length_;) {
+      auto part = hn::Zero(d);
+      for (const std::size_t end = std::min(length_, i + kSumVectors); i < end; ++i) {
+        const auto v = hn::LoadU(d, x_ + i * kLanes<R>);
+        const auto e = ExpNonPositive(d, hn::Sub(v, shift));
+        part = hn::Add(part, e);
+        hn::StoreU(e, d, x_ + i * kLanes<R>);
+        if (!wants_size_) continue;  // all but -inf, also where exp underflows
+        const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
+        support = hn::Add(support, hn::IfThenElseZero(hn::Gt(v, lowest), hn::Set(d, R{1})));
+      }
+      const auto next = hn::Add(sum, part);
+      lost = hn::Add(lost, hn::Sub(part, hn::Sub(next, sum)));
+      sum = next;
+    }
+    sum = hn::Add(sum, lost);
+    const auto scale = hn::Div(hn::Set(d, R{1}), sum);
+    for (std::size_t i = 0; i < length_; ++i) {
+      hn::StoreU(hn::Mul(scale, hn::LoadU(d, x_ + i * kLanes<R>)), d, x_ + i * kLanes<R>);
+    }
+    hn::Store(support, d, size);
+    hn::Store(hn::Add(shift, hn::Log(d, sum)), d, tau);
+  }
+
+  R* x_;
+  std::size_t length_;
+  R* candidates_;
+  double alpha_;
+  bool wants_size_;
+  std::size_t parts_ = 0;
+  HWY_ALIGN R part_max_[kBounds * kLanes<R>];
+};
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

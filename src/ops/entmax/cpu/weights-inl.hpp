@@ -1,0 +1,127 @@
+// Where s of the backward pass comes from.
+
+#if defined(PULLBACK_ENTMAX_WEIGHTS_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_ENTMAX_WEIGHTS_INL_HPP
+#undef PULLBACK_ENTMAX_WEIGHTS_INL_HPP
+#else
+#define PULLBACK_ENTMAX_WEIGHTS_INL_HPP
+#endif
+
+#include "ops/entmax/cpu/solve-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+// To 1 or 2 ulp, but for subnormal y, whose inverse may come out infinite. The exact instruction
+// takes longer than the memory that this pass waits for.
+template <class D>
+HWY_INLINE hn::Vec<D> SquareRoot(D d, hn::Vec<D> y) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8 || HWY_TARGET == HWY_SCALAR) {
+    return hn::Sqrt(y);
+  } else {
+    const auto inverse = hn::Min(hn::ApproximateReciprocalSqrt(y), hn::Set(d, 0x1p64f));
+    const auto root = hn::Mul(y, inverse);
+    const auto error = hn::NegMulAdd(root, root, y);
+    return hn::MulAdd(hn::Mul(error, hn::Set(d, 0.5f)), inverse, root);
+  }
+}
+
+// Where s comes from: dense y.
+template <Family kFamily, class R, class T>
+class DenseWeights {
+ public:
+  DenseWeights(const T* y, double alpha) : y_(y), exponent_(static_cast<R>(2 - alpha)) {}
+
+  // Of elements [i, i + count), count <= Lanes(d): y, which is zero where s is.
+  template <class D>
+  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
+    if (count == hn::Lanes(d)) return LoadAs(d, y_ + i);
+    return LoadFirstAs(d, y_ + i, count, Real<T>{0});
+  }
+  template <class D>
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> y) const {
+    // True for NaN (Ne would not be), which so reaches the whole row.
+    return hn::Not(hn::Eq(y, hn::Zero(d)));
+  }
+  // s of active elements.
+  template <class D>
+  HWY_INLINE hn::Vec<D> Weight(D d, hn::Vec<D> y) const {
+    if constexpr (kFamily == Family::softmax) return y;
+    const auto one = hn::Set(d, R{1});
+    if constexpr (kFamily == Family::sparsemax) return hn::IfThenElse(hn::IsNaN(y), y, one);
+    if constexpr (kFamily == Family::entmax15) return SquareRoot(d, y);
+    const auto safe = hn::IfThenElse(hn::Gt(y, hn::Zero(d)), y, one);
+    // y is at most 1, so that with alpha <= 2 the power is, too.
+    if constexpr (kFamily != Family::steep) {
+      const auto log = hn::Min(LogPositive(d, safe), hn::Zero(d));
+      const auto power = ExpNonPositive(d, hn::Mul(hn::Set(d, exponent_), log));
+      return hn::IfThenElse(hn::IsNaN(y), y, power);
+    }
+    auto power = hn::Mul(hn::Set(d, exponent_), hn::Log(d, safe));
+    // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
+    if constexpr (kFamily == Family::steep) power = hn::Min(power, hn::Set(d, R{600}));
+    return hn::IfThenElse(hn::IsNaN(y), y, hn::Exp(d, power));
+  }
+
+ private:
+  const T* y_;
+  R exponent_;
+};
+
+// Where s comes from: the support mask of sparsemax. Load() gives 0 or 1.
+template <class R>
+class MaskWeights {
+ public:
+  explicit MaskWeights(const std::uint8_t* bits) : bits_(bits) {}
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
+    std::uint8_t bytes[HWY_MAX_BYTES] = {};
+    if (hn::Lanes(d) >= 8) {
+      std::memcpy(bytes, bits_ + i / 8, (count + 7) / 8);
+    } else {
+      bytes[0] = static_cast<std::uint8_t>(bits_[i / 8] >> i % 8);
+    }
+    const auto mask = hn::And(hn::LoadMaskBits(d, bytes), hn::FirstN(d, count));
+    return hn::IfThenElseZero(mask, hn::Set(d, R{1}));
+  }
+  template <class D>
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> one) const {
+    return hn::Ne(one, hn::Zero(d));
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> Weight(D, hn::Vec<D> one) const {
+    return one;
+  }
+
+ private:
+  const std::uint8_t* bits_;
+};
+
+// Where s comes from: scratch, when it took a logarithm to compute.
+template <class R>
+class StoredWeights {
+ public:
+  explicit StoredWeights(const R* s) : s_(s) {}
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t) const {
+    return hn::LoadU(d, s_ + i);  // scratch has room for whole vectors
+  }
+  template <class D>
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> s) const {
+    return hn::Not(hn::Eq(s, hn::Zero(d)));
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> Weight(D, hn::Vec<D> s) const {
+    return s;
+  }
+
+ private:
+  const R* s_;
+};
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,78 @@
+// 16384 tokens of 2048 channels in all, as the tables of FlashAttention have them: sequences of 512
+// to 16384, heads of 64 to 256. Quick are the shortest and a long one of each.
+#include <fmt/format.h>
+
+#include "ops/attention/case_setup.hpp"
+
+namespace pullback::driver {
+namespace {
+
+using namespace attention_setup;
+
+void add_dense(std::vector<Case>& cases) {
+  for (const std::int64_t head_dim : {64, 96, 128, 192, 256}) {
+    const std::int64_t heads = head_dim == 64 ? 32 : head_dim < 192 ? 16 : 8;
+    for (const std::int64_t length : {512, 2048, 8192, 16384}) {
+      const Setup setup{.batch = 16384 / length,
+                        .query = length,
+                        .key = length,
+                        .heads = heads,
+                        .kv_heads = heads,
+                        .head_dim = head_dim,
+                        .value_dim = head_dim,
+                        .dtypes = {DType::bf16}};
+      const std::string shape =
+          fmt::format("B{} H{} S{} D{}", setup.batch, heads, length, head_dim);
+      for (const bool causal : {false, true}) {
+        OptionMap options;
+        if (causal) options["causal"] = "bottom-right";
+        Case test = make_case(shape + (causal ? " causal" : ""), setup, options);
+        test.same_inputs = shape;
+        test.full_only = length == 2048 || length == 16384 || head_dim == 96 || head_dim == 192;
+        cases.push_back(std::move(test));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<Case> attention_cuda_bench() {
+  std::vector<Case> cases;
+  add_dense(cases);
+  const auto add_one = [&](std::string name, const Setup& setup, OptionMap options = {}) {
+    add(cases, std::move(name), setup, std::move(options));
+  };
+  Setup setup{.batch = 2,
+              .query = 8192,
+              .key = 8192,
+              .heads = 16,
+              .kv_heads = 16,
+              .head_dim = 128,
+              .value_dim = 128,
+              .dtypes = {DType::bf16}};
+  add_one("B2 H16 S8192 D128 window 1024", setup, {{"window", "1023,0"}});
+  add_one("B2 H16 S8192 D128 dropout 0.1", setup, {{"dropout", "0.1"}, {"seed", "1"}});
+  setup.kv_heads = 2;
+  add_one("B2 H16 over 2 S8192 D128 causal", setup, {{"causal", "bottom-right"}});
+  setup = {.batch = 2,
+           .query = 4096,
+           .key = 4096,
+           .heads = 16,
+           .kv_heads = 16,
+           .head_dim = 128,
+           .value_dim = 128,
+           .dtypes = {DType::f32}};
+  add_one("B2 H16 S4096 D128", setup);
+  setup.dtypes = {DType::bf16};
+  for (const std::int64_t head_dim : {64, 128}) {
+    for (const std::int64_t batch : {2, 1}) {
+      setup.head_dim = setup.value_dim = head_dim;
+      setup.bias = {batch, 16, 4096, 4096};
+      add_one(fmt::format("B2 H16 S4096 D{} bias [{},16,S,S]", head_dim, batch), setup);
+    }
+  }
+  return cases;
+}
+
+}  // namespace pullback::driver
