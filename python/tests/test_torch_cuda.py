@@ -80,3 +80,53 @@ def test_cuda_tensors_of_two_devices_are_refused() -> None:
     x = random(4, 8, device="cuda")
     with pytest.raises(ValueError, match="expected a tensor on cuda:0, got cpu"):
         pt.entmax(x, 1.5, mask=torch.ones(4, 8, dtype=torch.bool))
+
+
+def bf16(*shape: int, seed: int) -> Tensor:
+    return random(*shape, seed=seed, dtype=torch.bfloat16, device="cuda").requires_grad_()
+
+
+@pytest.mark.filterwarnings("ignore:.*verridden")
+def test_unmodified_sdpa_and_varlen_run_here() -> None:
+    attention = pytest.importorskip("torch.nn.attention")
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        pytest.skip("this torch has no flash attention providers")
+    import pullback.sdpa
+
+    q, k, v = (bf16(2, 4, 130, 64, seed=i) for i in range(3))
+    packed = [bf16(130, 4, 64, seed=i) for i in range(3)]
+    cu = torch.tensor([0, 30, 130], dtype=torch.int32, device="cuda")
+
+    def run() -> list[Tensor]:
+        with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found = [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+        varlen = pytest.importorskip("torch.nn.attention.varlen")
+        out = varlen.varlen_attn(*packed, cu, cu, 100, 100)
+        return [*found, out, *torch.autograd.grad(out.square().sum(), packed)]
+
+    expected = run()
+    pullback.sdpa.register()
+    attention.activate_flash_attention_impl("pullback")
+    try:
+        with torch.profiler.profile() as profile:
+            found = run()
+        names = {event.key for event in profile.key_averages()}
+        assert {"pullback::attention", "pullback::attention_backward"} <= names
+    finally:
+        attention.restore_flash_attention_impl()
+    for x, y in zip(found, expected):
+        torch.testing.assert_close(x, y, atol=3e-2, rtol=3e-2)
+
+
+def test_attention_in_a_cuda_graph_with_a_compiled_neighbour() -> None:
+    q, k, v = (bf16(2, 96, 4, 64, seed=i) for i in range(3))
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return pt.attention(q * 2, k, v, causal=True).square()
+
+    expected = layer(q, k, v)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.testing.assert_close(compiled(q, k, v), expected, atol=2e-2, rtol=2e-2)
