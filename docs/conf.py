@@ -51,6 +51,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "ignore-module-all": True}
 autodoc_inherit_docstrings = False
+autodoc_mock_imports = ["transformers"]
 add_module_names = False
 python_maximum_signature_line_length = 80
 
