@@ -59,7 +59,10 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """q [B,Sq,H,D], k and v [B,Sk,Hkv,D]; causal and windows from the bottom right."""
+    """q [B,Sq,H,D], k and v [B,Sk,Hkv,D]; causal and windows from the bottom right.
+
+    Returns out like q; with return_attn_probs (out, lse [B,H,Sq], None).
+    """
     _refuse("flash_attn_func", alibi_slopes=alibi_slopes)
     out, lse = ops.attention(
         q,
@@ -87,7 +90,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """qkv [B,S,3,H,D]."""
+    """`flash_attn_func` on qkv [B,S,3,H,D]; returns out [B,S,H,D]."""
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
         q,
@@ -122,7 +125,10 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """q [total_q,H,D], k and v [total_k,Hkv,D]; cu_seqlens [B+1] int32."""
+    """q [total_q,H,D], k and v [total_k,Hkv,D]; cu_seqlens [B+1] int32 or int64.
+
+    Returns out like q; with return_attn_probs (out, lse [H,total_q], None).
+    """
     _refuse("flash_attn_varlen_func", alibi_slopes=alibi_slopes, block_table=block_table)
     out, lse = ops.attention(
         q,
@@ -163,7 +169,11 @@ _REDUCTIONS: dict[str, Reduce] = {
 def segment_csr(
     src: Tensor, indptr: Tensor, out: Tensor | None = None, reduce: str = "sum"
 ) -> Tensor:
-    """Reduces rows [indptr[i], indptr[i+1]) of src along dimension indptr.dim() - 1."""
+    """Reduces rows [indptr[i], indptr[i+1]) of src along dimension indptr.dim() - 1.
+
+    reduce is "sum", "add", "mean", "min" or "max". An indptr of several dimensions has segments of
+    its own for each index of the leading ones.
+    """
     return _segment_csr(src, indptr, out, reduce)[0]
 
 
@@ -188,7 +198,11 @@ def segment_coo(
     dim_size: int | None = None,
     reduce: str = "sum",
 ) -> Tensor:
-    """Reduces rows of src with equal, ascending index along dimension index.dim() - 1."""
+    """Reduces rows of src with equal, ascending index along dimension index.dim() - 1.
+
+    dim_size is the number of segments: 1 + the last index when not given, which waits for the
+    device.
+    """
     return _segment_coo(src, index, out, dim_size, reduce)[0]
 
 
@@ -264,10 +278,12 @@ def _stack(results: list[_Result]) -> _Result:
 
 
 def sparsemax(X: Tensor, dim: int = -1, k: int | None = None) -> Tensor:
+    """The projection of rows along dim onto the simplex; `k` is not needed."""
     return ops.sparsemax(X, dim)
 
 
 def entmax15(X: Tensor, dim: int = -1, k: int | None = None) -> Tensor:
+    """1.5-entmax of rows along dim; `k` is not needed."""
     return ops.entmax15(X, dim)
 
 
@@ -278,16 +294,20 @@ def entmax_bisect(
     n_iter: int = 50,
     ensure_sum_one: bool = True,
 ) -> Tensor:
+    """Entmax of rows along dim; a tensor alpha broadcasts to X with size 1 at dim."""
     return ops.entmax(X, alpha, dim)
 
 
 def sparsemax_bisect(
     X: Tensor, dim: int = -1, n_iter: int = 50, ensure_sum_one: bool = True
 ) -> Tensor:
+    """As `sparsemax`."""
     return ops.sparsemax(X, dim)
 
 
 class Sparsemax(nn.Module):
+    """`sparsemax` as a module."""
+
     def __init__(self, dim: int = -1, k: int | None = None) -> None:
         super().__init__()
         self.dim, self.k = dim, k
@@ -297,6 +317,8 @@ class Sparsemax(nn.Module):
 
 
 class Entmax15(nn.Module):
+    """`entmax15` as a module."""
+
     def __init__(self, dim: int = -1, k: int | None = None) -> None:
         super().__init__()
         self.dim, self.k = dim, k
@@ -306,6 +328,8 @@ class Entmax15(nn.Module):
 
 
 class SparsemaxBisect(nn.Module):
+    """`sparsemax_bisect` as a module."""
+
     def __init__(self, dim: int = -1, n_iter: int | None = None) -> None:
         super().__init__()
         self.dim = dim
@@ -315,6 +339,8 @@ class SparsemaxBisect(nn.Module):
 
 
 class EntmaxBisect(nn.Module):
+    """`entmax_bisect` as a module."""
+
     def __init__(self, alpha: float | Tensor = 1.5, dim: int = -1, n_iter: int = 50) -> None:
         super().__init__()
         self.alpha, self.dim = alpha, dim
