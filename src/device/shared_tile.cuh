@@ -57,11 +57,9 @@ class TileLoader {
     asm volatile("" : "+l"(first_));
   }
 
-  // The tile begins at row `first_row` of the matrix, which has `rows` more rows from there on.
-  void load(uint32_t tile, int64_t first_row, int rows) const {
-    // Read anew, so that what follows from it is computed here and holds no register elsewhere.
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  // By thread `thread` of the block. The tile begins at row `first_row` of the matrix, which has
+  // `rows` more rows from there on.
+  void load(int thread, uint32_t tile, int64_t first_row, int rows) const {
     const int row = thread / kAcross, chunk = thread % kAcross, column = chunk * Layout::kChunk;
     const int own_row = source_row(row);
     uint32_t to = tile + Layout::offset(row, chunk);
