@@ -31,7 +31,7 @@ cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
           fmt::format("attention::backward_prepare<{}, {}, {}>", type, tiles.queries, tiles.keys),
       .parameters = kParams,
       .threads = kRowThreads,
-      .blocks = 6};
+      .blocks = 4};
 }
 
 cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
