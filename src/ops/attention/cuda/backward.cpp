@@ -3,19 +3,16 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <utility>
 
-#include "core/check.hpp"
-#include "ops/attention/cuda/backward_params.cuh"
+#include "ops/attention/cuda/backward_body.hpp"
 #include "ops/attention/cuda/backward_tuning.cuh"
-#include "ops/attention/cuda/sequences.hpp"
 
 namespace pullback::attention {
 namespace {
 
 using Params = BackwardParams;
-using Kernel = cuda::PlannedKernel<Params>;
-constexpr std::string_view kParams = "attention::BackwardParams";
+using Kernel = BackwardKernel;
+constexpr std::string_view kParams = kBackwardParams;
 
 // --- Kernels ---
 
@@ -31,7 +28,7 @@ cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
           fmt::format("attention::backward_prepare<{}, {}, {}>", type, tiles.queries, tiles.keys),
       .parameters = kParams,
       .threads = kRowThreads,
-      .blocks = 6};
+      .blocks = 4};
 }
 
 cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
@@ -70,100 +67,10 @@ cuda::OpKernel bias_helper(DType dtype, std::string_view what) {
           .threads = kRowThreads};
 }
 
-// `what` is prepare, keys, queries or bias.
-cuda::OpKernel plain_kernel(DType dtype, std::string_view what) {
-  const std::string_view type = cuda::device_type(dtype);
-  return {.name = fmt::format("attention_backward_plain_{}_{}", what, type),
-          .file = "ops/attention/cuda/smxx_backward_plain.cuh",
-          .function = fmt::format("attention::plain_{}<{}>", what, type),
-          .parameters = kParams,
-          .threads = kPlainThreads};
-}
-
-// --- What all variants plan ---
-
 // Whether 8 keys of 16 bits, from a multiple of 8 on, are 16 aligned bytes if the first ones are.
 bool has_vector_keys(const Plane& plane) {
   return plane.key == 1 && plane.batch % 8 == 0 && plane.head % 8 == 0 && plane.query % 8 == 0;
 }
-
-std::size_t aligned(std::int64_t bytes) {
-  return (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
-         kWorkspaceAlignment;
-}
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
-void set_grid(Kernel& kernel, std::int64_t blocks) {
-  constexpr std::int64_t kMost = 0x7fffffff;
-  if (blocks > kMost) {
-    fail(ErrorCode::unsupported, "attention", "q and k",
-         fmt::format("at most {} tiles of rows on a CUDA device", kMost),
-         fmt::format("{}", blocks));
-  }
-  kernel.shape.grid[0] = static_cast<unsigned>(blocks);
-}
-
-class BackwardBody : public cuda::CudaBody<AttentionTensors> {
- protected:
-  BackwardBody(const AttentionProblem& problem, const Device& device, int queries, int keys)
-      : CudaBody(device),
-        sizes_(sizes_of(problem)),
-        sequences_(problem, device_, queries, keys),
-        planes_((sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads),
-        pairs_(planes_ / std::max<std::int64_t>(sizes_.group, 1)) {
-    params_.problem = problem_params(problem);
-    params_.q = head_rows(problem.q);
-    params_.k = head_rows(problem.k);
-    params_.v = head_rows(problem.v);
-    params_.out = head_rows(problem.out);
-    params_.d_out = head_rows(problem.d_out);
-    params_.d_q = head_rows(problem.d_q);
-    params_.d_k = head_rows(problem.d_k);
-    params_.d_v = head_rows(problem.d_v);
-    params_.lse = row_values(problem.lse);
-    params_.d_lse = row_values(problem.d_lse);
-    params_.bias = plane(problem.bias);
-    params_.d_bias = plane(problem.d_bias);
-    if (problem.d_bias.given()) {
-      const auto& shape = problem.d_bias.shape;
-      params_.bias_shape = {shape[0], shape[1], shape[2], shape[3]};
-      bias_elements_ = problem.d_bias.numel();
-    }
-    params_.bias_parts = 1;
-    params_.q_tiles = static_cast<std::int32_t>(
-        sizes_.varlen ? sequences_.q_tiles() : ceil_div(sizes_.total_query, queries));
-    params_.k_tiles = static_cast<std::int32_t>(sizes_.varlen ? sequences_.k_tiles()
-                                                              : ceil_div(sizes_.total_key, keys));
-    sequence_bytes_ = sequences_.workspace_bytes();
-  }
-
-  // Pointers of a run; the sequences, whose table comes first in the workspace.
-  Params begin(Stream stream, const AttentionTensors& tensors, Workspace workspace) const {
-    Params params = params_;
-    params.problem.sequences = sequences_.list(stream, tensors, workspace.data);
-    const auto set = [](auto& tensor, const void* data) { tensor.data = const_cast<void*>(data); };
-    set(params.q, tensors.q);
-    set(params.k, tensors.k);
-    set(params.v, tensors.v);
-    set(params.out, tensors.out);
-    set(params.d_out, tensors.d_out);
-    set(params.lse, tensors.lse);
-    set(params.d_lse, tensors.d_lse);
-    set(params.bias, tensors.bias);
-    set(params.d_q, tensors.d_q);
-    set(params.d_k, tensors.d_k);
-    set(params.d_v, tensors.d_v);
-    set(params.d_bias, tensors.d_bias);
-    return params;
-  }
-
-  AttentionSizes sizes_;
-  SequenceLister sequences_;
-  std::int64_t planes_, pairs_, bias_elements_ = 0;
-  Params params_{};
-  std::size_t sequence_bytes_ = 0;
-};
 
 // --- f16, bf16 ---
 
@@ -345,51 +252,10 @@ class TileBackward final : public BackwardBody {
   Kernel prepare_, aligned_, general_, bias_, clear_bias_, combine_bias_;
 };
 
-// --- f32, f64 ---
-
-class PlainBackward final : public BackwardBody {
- public:
-  PlainBackward(const AttentionProblem& problem, const Device& device)
-      : BackwardBody(problem, device, kPlainTile, kPlainTile) {
-    const DType dtype = problem.q.dtype;
-    const std::int64_t q_tiles = planes_ * params_.q_tiles, k_tiles = pairs_ * params_.k_tiles;
-    const auto bytes = static_cast<std::int64_t>(size_of(dtype));
-    workspace_bytes = sequence_bytes_ + aligned(q_tiles * (2 * kPlainTile * bytes + 16));
-    const auto add = [&](Kernel& kernel, std::string_view what, std::int64_t blocks) {
-      if (blocks == 0) return;
-      kernel = {plain_kernel(dtype, what), device_};
-      set_grid(kernel, blocks);
-    };
-    add(prepare_, "prepare", q_tiles);
-    add(queries_, "queries", q_tiles);
-    add(keys_, "keys", k_tiles);
-    add(bias_, "bias", bias_elements_);
-    has_queries_ = q_tiles > 0;
-    has_keys_ = k_tiles > 0;
-    description = fmt::format(
-        "a warp a key, query or bias element; sums in {}: the same bits "
-        "every run",
-        dtype == DType::f64 ? "f64" : "f32");
-  }
-
- private:
-  void enqueue(Stream stream, const AttentionTensors& tensors, Workspace workspace) const override {
-    Params params = begin(stream, tensors, workspace);
-    params.stats = static_cast<std::byte*>(workspace.data) + sequence_bytes_;
-    if (has_queries_) prepare_.launch(stream, params);
-    if (has_queries_ && tensors.d_q) queries_.launch(stream, params);
-    if (has_keys_ && (tensors.d_k || tensors.d_v)) keys_.launch(stream, params);
-    if (bias_elements_ > 0 && tensors.d_bias) bias_.launch(stream, params);
-  }
-
-  bool has_queries_ = false, has_keys_ = false;
-  Kernel prepare_, queries_, keys_, bias_;
-};
-
 }  // namespace
 
 Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass) {
-  if (size_of(problem.q.dtype) > 2) return std::make_unique<PlainBackward>(problem, device);
+  if (size_of(problem.q.dtype) > 2) return make_plain_backward(problem, device);
   const int arch = cuda::compile_arch(cuda::device_info(device.index));
   return std::make_unique<TileBackward>(problem, device, arch);
 }
@@ -417,11 +283,6 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
     }
     add(bias_helper(dtype, "clear_bias"));
     add(bias_helper(dtype, "combine_bias"));
-  }
-  for (const DType dtype : {DType::f32, DType::f64}) {
-    for (const std::string_view what : {"prepare", "keys", "queries", "bias"}) {
-      add(plain_kernel(dtype, what));
-    }
   }
   return kernels;
 }

@@ -71,7 +71,7 @@ Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int64_t
   T s = dot(p.q, p.k, problem.head_dim), slope = 1;
   s *= static_cast<T>(problem.exact_scale);
   if (problem.softcap > 0) {
-    const T cap = static_cast<T>(problem.softcap);
+    const T cap = static_cast<T>(problem.exact_softcap);
     const T t = tanh(s / cap);
     slope = 1 - t * t;
     s = cap * t;

@@ -155,7 +155,10 @@ struct Scores {
 
   // What dropout keeps: bit 8 · n + 2 · w of kept[c].
   void draw(uint32_t (&kept)[2]) const {
-    if (!drops()) return;
+    if (!drops()) {
+      kept[0] = kept[1] = ~0u;
+      return;
+    }
     const Dropout& dropout = p.problem.dropout;
     const auto stream = static_cast<uint64_t>(place.batch * p.problem.heads + head);
     uint32_t bits = 0;
@@ -189,7 +192,7 @@ struct Scores {
                             uint32_t (&ds)[2][kN][2], const Bias& bias, const uint32_t (&kept)[2],
                             Sink& sink) const {
     constexpr bool kIsGeneral = kFeatures == kGeneral;
-    const bool drops = this->drops(), biased = kIsGeneral && p.bias.data != nullptr;
+    const bool biased = kIsGeneral && p.bias.data != nullptr;
     const bool capped = kIsGeneral && p.problem.softcap > 0;
     const float factor = capped ? 1 : p.problem.scale * kLog2E;
     // of t / c squared
@@ -209,13 +212,13 @@ struct Scores {
         }
       }
       float gradient[2][4];
-      uint32_t bias_words[4];
+      uint32_t bias_words[4] = {};
       if (biased) bias.get(n, bias_words);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const int m = w / 2, half = w % 2;
         float probability[2], addend[2] = {};
-        if (biased) unpack<T>(transposed(bias_words[w]), addend[0], addend[1]);
+        if constexpr (kIsGeneral) unpack<T>(transposed(bias_words[w]), addend[0], addend[1]);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const float lse = row[2 * c], delta = row[2 * c + 1];
@@ -226,13 +229,14 @@ struct Scores {
           if constexpr (kCareful) {
             const int i = lane_query + 8 * n + c, j = lane_key + 2 * w;
             // -inf is not seen, NaN is; an lse of inf is of a row that sees nothing
-            seen = i < place.q_length && j < place.k_length && j - i >= place.lowest &&
-                   j - i <= place.highest && addend[c] != -infinity<float>() &&
-                   s[m][n][e] * factor != -infinity<float>() && lse != infinity<float>();
+            // Without branches: the elements' chains of instructions are to run side by side.
+            seen = (i < place.q_length) & (j < place.k_length) & (j - i >= place.lowest) &
+                   (j - i <= place.highest) & (addend[c] != -infinity<float>()) &
+                   (s[m][n][e] * factor != -infinity<float>()) & (lse != infinity<float>());
           }
           float chance = exp2_fast(exponent), d_chance = d_p[m][n][e];
           float weight = chance;
-          if (drops) {
+          if constexpr (kFeatures != kPlain) {
             const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
             weight = keep ? chance * keep_scale : -0.0f;
             d_chance = keep ? d_chance * keep_scale : 0.0f;

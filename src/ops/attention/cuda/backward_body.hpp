@@ -1,0 +1,98 @@
+// What the plans of the backward pass on CUDA share.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "core/check.hpp"
+#include "ops/attention/cuda/backward_params.cuh"
+#include "ops/attention/cuda/sequences.hpp"
+
+namespace pullback::attention {
+
+using BackwardKernel = cuda::PlannedKernel<BackwardParams>;
+inline constexpr std::string_view kBackwardParams = "attention::BackwardParams";
+
+inline std::size_t aligned(std::int64_t bytes) {
+  return (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
+         kWorkspaceAlignment;
+}
+
+inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+inline void set_grid(BackwardKernel& kernel, std::int64_t blocks) {
+  constexpr std::int64_t kMost = 0x7fffffff;
+  if (blocks > kMost) {
+    fail(ErrorCode::unsupported, "attention", "q and k",
+         fmt::format("at most {} tiles of rows on a CUDA device", kMost),
+         fmt::format("{}", blocks));
+  }
+  kernel.shape.grid[0] = static_cast<unsigned>(blocks);
+}
+
+class BackwardBody : public cuda::CudaBody<AttentionTensors> {
+ protected:
+  BackwardBody(const AttentionProblem& problem, const Device& device, int queries, int keys)
+      : CudaBody(device),
+        sizes_(sizes_of(problem)),
+        sequences_(problem, device_, queries, keys),
+        planes_((sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads),
+        pairs_(planes_ / std::max<std::int64_t>(sizes_.group, 1)) {
+    params_.problem = problem_params(problem);
+    params_.q = head_rows(problem.q);
+    params_.k = head_rows(problem.k);
+    params_.v = head_rows(problem.v);
+    params_.out = head_rows(problem.out);
+    params_.d_out = head_rows(problem.d_out);
+    params_.d_q = head_rows(problem.d_q);
+    params_.d_k = head_rows(problem.d_k);
+    params_.d_v = head_rows(problem.d_v);
+    params_.lse = row_values(problem.lse);
+    params_.d_lse = row_values(problem.d_lse);
+    params_.bias = plane(problem.bias);
+    params_.d_bias = plane(problem.d_bias);
+    if (problem.d_bias.given()) {
+      const auto& shape = problem.d_bias.shape;
+      params_.bias_shape = {shape[0], shape[1], shape[2], shape[3]};
+      bias_elements_ = problem.d_bias.numel();
+    }
+    params_.bias_parts = 1;
+    params_.q_tiles = static_cast<std::int32_t>(
+        sizes_.varlen ? sequences_.q_tiles() : ceil_div(sizes_.total_query, queries));
+    params_.k_tiles = static_cast<std::int32_t>(sizes_.varlen ? sequences_.k_tiles()
+                                                              : ceil_div(sizes_.total_key, keys));
+    sequence_bytes_ = sequences_.workspace_bytes();
+  }
+
+  // Pointers of a run; the sequences, whose table comes first in the workspace.
+  BackwardParams begin(Stream stream, const AttentionTensors& tensors, Workspace workspace) const {
+    BackwardParams params = params_;
+    params.problem.sequences = sequences_.list(stream, tensors, workspace.data);
+    const auto set = [](auto& tensor, const void* data) { tensor.data = const_cast<void*>(data); };
+    set(params.q, tensors.q);
+    set(params.k, tensors.k);
+    set(params.v, tensors.v);
+    set(params.out, tensors.out);
+    set(params.d_out, tensors.d_out);
+    set(params.lse, tensors.lse);
+    set(params.d_lse, tensors.d_lse);
+    set(params.bias, tensors.bias);
+    set(params.d_q, tensors.d_q);
+    set(params.d_k, tensors.d_k);
+    set(params.d_v, tensors.d_v);
+    set(params.d_bias, tensors.d_bias);
+    return params;
+  }
+
+  AttentionSizes sizes_;
+  SequenceLister sequences_;
+  std::int64_t planes_, pairs_, bias_elements_ = 0;
+  BackwardParams params_{};
+  std::size_t sequence_bytes_ = 0;
+};
+
+// f32 and f64.
+Body make_plain_backward(const AttentionProblem& problem, const Device& device);
+
+}  // namespace pullback::attention
