@@ -17,6 +17,7 @@ namespace pullback::fuzz {
 
 // Tensors of at most this many elements are run; larger ones are planned only.
 inline constexpr std::int64_t kMaxElements = 1 << 14;
+inline constexpr std::int64_t kMaxElementsOfReference = 1 << 10;  // it takes some µs for each
 inline constexpr std::int64_t kMaxWorkspace = 1 << 26;
 
 [[noreturn]] inline void defect(const char* what) {
@@ -109,7 +110,10 @@ class Caller {
     pullback_plan_options options = PULLBACK_PLAN_OPTIONS_INIT;
     options.threads = chance(20) ? bytes_.ConsumeIntegral<std::int32_t>()
                                  : bytes_.ConsumeIntegralInRange<std::int32_t>(1, 2);
-    if (chance(4)) options.variant = chance(2) ? "reference" : "textbook";
+    if (chance(4)) {
+      options.variant = chance(2) ? "reference" : "textbook";
+      max_elements_ = kMaxElementsOfReference;
+    }
     return options;
   }
 
@@ -128,7 +132,7 @@ class Caller {
       // The plan was made, so that none of this overflows.
       (layout.strides[dim] > 0 ? high : low) += layout.strides[dim] * (layout.shape[dim] - 1);
     }
-    if (high - low > kMaxElements) {
+    if (high - low > max_elements_) {
       too_large_ = true;
       return nullptr;
     }
@@ -217,6 +221,7 @@ class Caller {
   std::vector<std::unique_ptr<void, Free>> memory_;
   std::int64_t last_index_ = 0;
   bool too_large_ = false;
+  std::int64_t max_elements_ = kMaxElements;
 };
 
 }  // namespace pullback::fuzz

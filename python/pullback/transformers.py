@@ -1,63 +1,157 @@
-"""Pullback as an attention implementation of Hugging Face Transformers (4.53 or newer).
+"""Attention for Hugging Face models, with version 4.53 or newer of transformers:
 
-    import pullback.transformers
     pullback.transformers.register()
-    model = AutoModel.from_pretrained(..., attn_implementation="pullback")
+    model = AutoModel.from_pretrained(path, attn_implementation="pullback")
 
-Grouped heads, softcap, attention sinks, position biases (with their gradients), packed sequences
-and dropout are computed; sliding windows come with the mask, or, where that is left out, in the
-kernel. Weights are not returned, and paged caches are refused.
+Models whose class has `_supports_attention_backend` take it. It computes what eager attention does:
+causal, sliding and chunked masks, padding, packed sequences, 4-D masks, grouped heads, softcap,
+dropout, attention sinks, T5's position bias and its gradient, any cache but paged ones. What it
+lacks raises NotImplementedError. One thing differs: a query that sees no key, such as a padding
+token on the left, gets 0 instead of a mean of all values.
+
+Causal, sliding and bidirectional masks, with or without padding, take memory linear in the sequence
+lengths. All others are built as [B,1,Sq,Sk], once for all layers; so are those of packed sequences,
+unless the model passes cu_seq_lens_q and no mask.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
-from .torch import attention
+from .torch import attention as _attention
 
-NAME = "pullback"
+__all__ = ["Mask", "attention", "mask", "register"]
 
 
-def register(name: str = NAME) -> None:
-    """Makes attention and masks known to Transformers under one name.
+def register(name: str = "pullback") -> None:
+    """Makes attn_implementation=name known to transformers."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
 
-    A name without a mask function would get no masks at all.
+
+# ---------------------------------------------------------------- masks
+
+
+class Mask(NamedTuple):
+    """A mask that is a band and padding, on its way through the model to `attention`.
+
+    The last query stands at the last key.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, attention_mask)
+    left: int  # keys that a query sees to the left and right of its own; -1: all
+    right: int
+    padding: Tensor | None  # [B,1,1,Sk], added to the scores
+
+    # generate() makes the masks of static caches itself; on their way they are asked for these.
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def contiguous(self) -> Mask:
+        return self
 
 
-def attention_mask(*arguments: Any, **options: Any) -> Tensor | None:
-    """Transformers' boolean mask as a bias, made once for all layers; None where causal will do.
+def mask(
+    *,
+    kv_length: int,
+    kv_offset: int = 0,
+    attention_mask: Mask | Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Mask | Tensor:
+    """The mask function: a `Mask`, or a bias [B,1,Sq,Sk] for what is more than that.
 
-    Arguments are those of the installed version's own mask functions, whatever they are.
+    Its other options are those of transformers' sdpa_mask, which differ between versions.
     """
-    from transformers.masking_utils import sdpa_mask
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    band = _band(options, kv_length, kv_offset)
+    if band is not None:
+        return Mask(*band, _padding(attention_mask, kv_length, kv_offset, dtype))
+    for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
+        options[name] = False
+    seen = sdpa_mask(
+        kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **options
+    )
+    assert seen is not None
+    return _bias(seen, dtype)
 
-    visible = sdpa_mask(*arguments, **options)
-    if visible is None:
+
+def _band(options: Mapping[str, Any], kv_length: int, kv_offset: int) -> tuple[int, int] | None:
+    """(left, right), or None if the mask is not known to be a band."""
+    # transformers allows to skip a mask if it is the plain one of its kind: nothing was combined
+    # with it, and the model does not look into it.
+    causal = options.get("allow_is_causal_skip", False)
+    if not causal and not options.get("allow_is_bidirectional_skip", False):
         return None
-    return _as_bias(visible, options.get("dtype") or torch.float32)
+    end = kv_offset + kv_length
+    # The tokens of a sliding window, or of a chunk, of which there is only one if it holds all.
+    size: int | None = options.get("local_size")
+    if size is not None and end <= size:
+        size = None
+    if size is not None and size == getattr(options.get("config"), "attention_chunk_size", None):
+        return None
+    if not causal and size is None:
+        return -1, -1
+    if not _ends_together(options, end, kv_length):
+        return None
+    left = -1 if size is None else size - 1 if causal else size
+    return left, 0 if causal else left
 
 
-def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, float("-inf"))
+def _ends_together(options: Mapping[str, Any], end: int, kv_length: int) -> bool:
+    """Whether the last query is known to stand at the last key."""
+    if "cache_position" in options:  # up to 5.3, on the device; a single query has no static cache
+        return options["cache_position"].shape[0] in (1, kv_length)
+    offset = options.get("q_offset", 0)
+    return not isinstance(offset, Tensor) and bool(offset + options["q_length"] == end)
 
 
-def attention_forward(
+def _padding(
+    attention_mask: Tensor | None, kv_length: int, kv_offset: int, dtype: torch.dtype
+) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    keys = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    if keys.shape[1] < kv_length:
+        keys = torch.nn.functional.pad(keys, (0, kv_length - keys.shape[1]))
+    # Looking waits for the device, as transformers' own masks do; a bias costs time.
+    blind = torch.compiler.is_compiling() or (
+        keys.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+    if not blind and keys.all():
+        return None
+    return _bias(keys[:, None, None, :], dtype)
+
+
+def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+# ---------------------------------------------------------------- attention
+
+# Arguments of models that change what is computed, or what is returned.
+_REFUSED = {
+    "output_attentions": "attention weights are not kept",
+    "head_mask": "weights of heads are not implemented",
+    "cache": "paged caches are not implemented",
+    "indices": "sparse attention by indices is not implemented",
+    "block_indices": "sparse attention by indices is not implemented",
+}
+
+
+def attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -65,51 +159,59 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    cache: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [B,H,Sq,D], key and value [B,Hkv,Sk,D]; the output is [B,Sq,H,D].
-
-    s_aux [H] are the sinks: logits that take part in the sum of a row and have no value.
-    """
-    if cache is not None:
-        raise NotImplementedError("pullback: attention: cache: expected None, got a paged cache")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and attention_mask is None and query.shape[2] > 1
-    window = (sliding_window - 1, 0) if causal and sliding_window else None
-    bias = None if attention_mask is None else _as_bias(attention_mask, query.dtype)
+    """The attention function: query [B,H,Sq,D], key and value [B,Hkv,Sk,D] to [B,Sq,H,D]."""
+    for name, reason in _REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise NotImplementedError(
+                f"pullback.transformers: {name}: {reason}; use attn_implementation='eager'"
+            )
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    queries, keys = q.shape[1], k.shape[1]
+    own: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "dropout": dropout}
+    bias = None
+    if isinstance(attention_mask, Mask):
+        own["window"] = attention_mask[:2]
+        bias = attention_mask.padding
+    elif attention_mask is not None:
+        if attention_mask.dim() != 4:
+            raise NotImplementedError(
+                "pullback.transformers: attention_mask: needed 4 dimensions "
+                f"[B|1,H|1,Sq|1,Sk], got {list(attention_mask.shape)}"
+            )
+        bias = attention_mask[..., :keys]
+        if bias.dtype == torch.bool:
+            bias = _bias(bias, q.dtype)
+    elif sliding_window is not None and sliding_window < keys:
+        raise NotImplementedError(
+            "pullback.transformers: sliding_window: the model applies it without a mask; "
+            "call register() before the model makes its masks"
+        )
+    else:
+        # The rules of transformers' sdpa_attention_forward.
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        own.update(causal=bool(causal) and queries > 1, corner="top_left")
+        if options.get("cu_seq_lens_q") is not None:
+            own.update(_sequences(options))
+            q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
     if position_bias is not None:
-        position_bias = position_bias.to(query.dtype)
         bias = position_bias if bias is None else position_bias + bias
-    if bias is not None and bias.dim() == 3:
-        bias = bias[None]
-
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    packed: dict[str, Any] = {}
-    if bias is None and options.get("cu_seq_lens_q") is not None:
-        packed = {
-            "cu_seqlens_q": options["cu_seq_lens_q"],
-            "cu_seqlens_k": options["cu_seq_lens_k"],
-            "max_seqlen_q": options.get("max_length_q") or 0,
-            "max_seqlen_k": options.get("max_length_k") or 0,
-        }
-        q, k, v = q[0], k[0], v[0]
-    out, lse = attention(
-        q,
-        k,
-        v,
-        bias=bias,
-        dropout=dropout,
-        scale=scaling,
-        softcap=softcap or 0.0,
-        causal=causal,
-        window=window,
-        corner="top_left",
-        return_lse=True,
-        **packed,
-    )
+    if bias is not None:
+        bias = bias.to(q.dtype)
+    out, lse = _attention(q, k, v, bias=bias, return_lse=True, **own)
     if s_aux is not None:
-        # The share of a row's sum that is not the sink's.
-        share = torch.sigmoid(lse - s_aux.to(lse.dtype).view(-1, 1))
-        out = out * share.transpose(-1, -2)[..., None].to(out.dtype)
-    return (out[None] if packed else out), None
+        # A sink is one more key of a row, with this score and the value 0.
+        share = torch.sigmoid(lse.transpose(-1, -2) - s_aux.to(lse.dtype))
+        out = (out * share.unsqueeze(-1)).to(out.dtype)
+    return out.view(query.shape[0], queries, query.shape[1], -1), None
+
+
+def _sequences(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows of packed sequences; their longest lengths are hints, used if on the CPU."""
+    own: dict[str, Any] = {}
+    for side in "qk":
+        own[f"cu_seqlens_{side}"] = options[f"cu_seq_lens_{side}"]
+        longest = options.get(f"max_length_{side}")
+        own[f"max_seqlen_{side}"] = longest if isinstance(longest, int) else 0
+    return own

@@ -1,7 +1,12 @@
-"""pullback.transformers: small models give the loss and gradients of eager attention."""
+"""pullback.transformers: tiny models give the loss and gradients of eager attention.
+
+The eager attention of many models computes the softmax in f32 whatever their dtype, which bounds
+how close the two can be. PULLBACK_TEST_OPS: see test_torch.py.
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,150 +15,251 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from torch import Tensor  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 
-import pullback.transformers  # noqa: E402
+import pullback.transformers as pt  # noqa: E402
+from torch_cases import CUDA_OPS, DEVICES  # noqa: E402
 
+pt.register()
+
+on_devices = pytest.mark.parametrize(
+    "device",
+    [d for d in DEVICES if d == "cpu" or CUDA_OPS is None or "attention" in CUDA_OPS.split(",")],
+)
+TOKENS, VOCABULARY = 20, 64
 SMALL = {
-    "vocab_size": 99,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "max_position_embeddings": 64,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "grouped heads": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
-    "window": ("MistralForCausalLM", "MistralConfig", {**GROUPED, "sliding_window": 5}),
-    "window and softcap": (
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        {**GROUPED, "sliding_window": 5, "attn_logit_softcapping": 2.0},
-    ),
-    "sinks": (
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        {**GROUPED, "sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
-    "bidirectional": (
-        "BertForMaskedLM",
-        "BertConfig",
-        {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    ),
-    "position bias": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {
-            "vocab_size": 99,
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 48,
-            "num_layers": 2,
-            "num_heads": 4,
-            "dropout_rate": 0.0,
-            "decoder_start_token_id": 0,
-        },
-    ),
-}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
 
 
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    pullback.transformers.register()
+def configuration(name: str) -> tuple[Any, Any]:
+    """A tiny model: its configuration, and the class that makes it."""
+    t = transformers
+    if name == "llama":
+        return t.LlamaConfig(**GROUPED), AutoModelForCausalLM
+    if name == "mistral":  # all layers have a window
+        return t.MistralConfig(sliding_window=5, **GROUPED), AutoModelForCausalLM
+    if name == "gemma2":  # softcap; windows in every other layer
+        special = {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.5}
+        return t.Gemma2Config(sliding_window=5, **special, **GROUPED), AutoModelForCausalLM
+    if name == "gpt_oss":  # sinks
+        return t.GptOssConfig(sliding_window=5, **EXPERTS, **GROUPED), AutoModelForCausalLM
+    if name == "llama4":  # chunks
+        special = {"attention_chunk_size": 6, "intermediate_size_mlp": 48, "pad_token_id": 0}
+        return t.Llama4TextConfig(**special, **EXPERTS, **GROUPED), AutoModelForCausalLM
+    if name == "bert":
+        return t.BertConfig(**SMALL, attention_probs_dropout_prob=0.0), AutoModelForMaskedLM
+    if name == "modernbert":  # bidirectional windows
+        tokens = {
+            f"{kind}_token_id": i for i, kind in enumerate(("pad", "bos", "eos", "cls", "sep"))
+        }
+        return t.ModernBertConfig(local_attention=6, **tokens, **SMALL), AutoModelForMaskedLM
+    assert name == "t5"  # position bias, cross attention
+    shapes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    special = {"num_layers": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return t.T5Config(**shapes, **special), AutoModelForSeq2SeqLM
 
 
-def make(name: str) -> Any:
-    model, config, options = MODELS[name]
+def models(name: str, device: str, dtype: Any = torch.float32) -> tuple[Any, Any]:
+    """(eager, pullback) with the same weights."""
+    config, auto = configuration(name)
     torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**options)).train()
+    eager = auto.from_config(copy.deepcopy(config), attn_implementation="eager")
+    for parameter in eager.parameters():
+        if parameter.dim() < 2 or parameter.isnan().any() or "experts" in name:
+            torch.nn.init.normal_(parameter, std=0.5)  # biases, norms and sinks, too
+    ours = auto.from_config(copy.deepcopy(config), attn_implementation="pullback")
+    ours.load_state_dict(eager.state_dict())
+    return eager.to(device, dtype).eval(), ours.to(device, dtype).eval()
 
 
-def loss_and_gradients(
-    model: Any, implementation: str, **inputs: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
-    model.set_attn_implementation(implementation)
+def batch(kind: str, device: str) -> dict[str, Tensor]:
+    tokens = torch.randint(6, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    made = {"input_ids": tokens, "labels": labels}
+    if kind in ("right", "left"):
+        padding = torch.zeros_like(tokens, dtype=torch.bool)
+        if kind == "right":
+            padding[0, 13:] = True
+            labels[padding] = -100
+        else:
+            padding[1, :4] = True
+            # The first token would be predicted from padding, where the two differ.
+            labels[1, :5] = -100
+        made["attention_mask"] = (~padding).long()
+    elif kind == "packed":
+        made["position_ids"] = torch.cat([torch.arange(7), torch.arange(13)]).expand(2, -1)
+    return {name: tensor.to(device) for name, tensor in made.items()}
+
+
+def gradients(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    return loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_alike(model: Any, other: str = "eager", **inputs: Any) -> None:
-    loss, gradients = loss_and_gradients(model, other, **inputs)
-    found_loss, found = loss_and_gradients(model, "pullback", **inputs)
-    torch.testing.assert_close(found_loss, loss, atol=1e-5, rtol=1e-5)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(
-            found[name], gradient, atol=1e-4 * scale + 1e-7, rtol=1e-3, msg=name
-        )
+def assert_same(eager: Any, ours: Any, inputs: dict[str, Any], tolerance: float = 2e-6) -> None:
+    expected, wanted = gradients(eager, inputs)
+    loss, found = gradients(ours, inputs)
+    assert found.keys() == wanted.keys()
+    torch.testing.assert_close(loss, expected, atol=tolerance, rtol=tolerance)
+    scale = max(gradient.abs().max().item() for gradient in wanted.values())
+    for name, gradient in found.items():
+        assert (gradient - wanted[name]).abs().max().item() <= tolerance * scale, name
 
 
-def tokens(padded: bool) -> dict[str, Tensor]:
-    ids = torch.randint(5, 99, (2, 24), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, 20:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "llama4")
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_loss_and_gradients_are_those_of_eager_attention(name: str, padded: bool) -> None:
-    assert_alike(make(name), **tokens(padded))
+@on_devices
+@pytest.mark.parametrize("kind", ["plain", "right", "left", "packed"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(name: str, kind: str, device: str) -> None:
+    assert_same(*models(name, device), batch(kind, device), 1e-5)
 
 
-def test_packed_sequences() -> None:
-    """Positions that begin anew begin a sequence, which sees nothing of the others."""
-    ids = tokens(False)["input_ids"][:1]
-    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
-    inputs = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    # With a cache, Transformers does not look for packed sequences.
-    assert_alike(make("grouped heads"), "sdpa", **inputs, use_cache=False)
-    lengths = torch.tensor([0, 10, 24], dtype=torch.int32)
-    model = make("grouped heads")
-    expected = loss_and_gradients(model, "sdpa", **inputs, use_cache=False)[0]
-    packed = {
-        "cu_seq_lens_q": lengths,
-        "cu_seq_lens_k": lengths,
-        "max_length_q": 14,
-        "max_length_k": 14,
-    }
-    found = loss_and_gradients(model, "pullback", **inputs, **packed)[0]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+@on_devices
+@pytest.mark.parametrize("kind", ["plain", "right"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "t5"])
+def test_encoders(name: str, kind: str, device: str) -> None:
+    assert_same(*models(name, device), batch(kind, device), 1e-5)
 
 
-def test_generation_with_a_cache() -> None:
-    model = make("window and softcap").eval()
-    ids = tokens(False)["input_ids"]
-    found = []
-    for implementation in ("eager", "pullback"):
-        model.set_attn_implementation(implementation)
-        found.append(model.generate(ids, max_new_tokens=8, do_sample=False))
-    assert torch.equal(*found)
+@on_devices
+@pytest.mark.parametrize("name", ["bert", "gpt_oss", "t5"])
+def test_f64(name: str, device: str) -> None:
+    assert_same(*models(name, device, torch.float64), batch("right", device), 1e-12)
 
 
-def test_dropout_is_drawn_in_training_alone() -> None:
-    config = transformers.BertConfig(**SMALL, hidden_dropout_prob=0.0)
-    model = transformers.BertForMaskedLM(config)
-    model.set_attn_implementation("pullback")
-    inputs = tokens(True)
-    first, second = (model.train()(**inputs).loss for _ in range(2))
-    assert first != second
-    assert model.eval()(**inputs).loss == model(**inputs).loss
+@on_devices
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_of_the_user(kind: str, device: str) -> None:
+    eager, ours = models("llama", device, torch.float64)
+    seen = torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool, device=device).tril()
+    seen[0, :, 10:, 3] = False
+    added = torch.zeros(seen.shape, dtype=torch.float64, device=device).masked_fill(~seen, -1e30)
+    inputs = batch("plain", device)
+    expected = eager(**inputs, attention_mask=added).loss
+    loss = ours(**inputs, attention_mask=seen if kind == "bool" else added).loss
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
 
 
-def test_a_model_with_attention_compiles_whole() -> None:
+@on_devices
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_generation(name: str, cache: str, device: str) -> None:
+    inputs = batch("left", device)
+    del inputs["labels"]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    eager, ours = (model.generate(**inputs, **options) for model in models(name, device))
+    assert eager.tolist() == ours.tolist()
+
+
+@on_devices
+def test_a_cache_may_be_filled_in_parts(device: str) -> None:
+    _, ours = models("mistral", device, torch.float64)
+    tokens = batch("plain", device)["input_ids"]
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        whole = ours(tokens).logits
+        parts = [ours(part, past_key_values=cache).logits for part in tokens.split([8, 11, 1], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-10, rtol=1e-10)
+
+
+@on_devices
+def test_packed_sequences_by_offsets(device: str) -> None:
+    module = torch.nn.Module()
+    q = torch.randn(1, 4, TOKENS, 8, dtype=torch.float64, device=device)
+    k, v = torch.randn(2, 1, 2, TOKENS, 8, dtype=torch.float64, device=device)
+    sinks = torch.randn(4, dtype=torch.float64, device=device)
+    offsets = torch.tensor([0, 7, TOKENS], dtype=torch.int32, device=device)
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 13}
+    out, _ = pt.attention(module, q, k, v, None, s_aux=sinks, **packed)
+    for rows in (slice(0, 7), slice(7, TOKENS)):
+        alone = (tensor[:, :, rows] for tensor in (q, k, v))
+        expected, _ = pt.attention(module, *alone, None, s_aux=sinks)
+        torch.testing.assert_close(out[:, rows], expected, atol=1e-12, rtol=1e-12)
+
+
+@on_devices
+def test_dropout_keeps_the_mean(device: str) -> None:
+    module = torch.nn.Module()
+    q, k, v = torch.randn(3, 1, 2, 16, 8, dtype=torch.float64, device=device)
+    plain, _ = pt.attention(module, q, k, v, None)
+    torch.manual_seed(0)
+    draws = torch.stack([pt.attention(module, q, k, v, None, dropout=0.2)[0] for _ in range(400)])
+    assert not torch.equal(draws[0], draws[1])
+    error = (draws.mean(0) - plain).abs() / (draws.std(0) / 20 + 1e-9)
+    assert error.max().item() < 5
+    torch.manual_seed(0)
+    assert torch.equal(pt.attention(module, q, k, v, None, dropout=0.2)[0], draws[0])
+
+
+@on_devices
+def test_sequences_of_a_model_by_offsets(device: str) -> None:
+    eager, ours = models("llama", device)
+    inputs = batch("packed", device)
+    inputs = {name: tensor[:1] for name, tensor in inputs.items()}
+    offsets = torch.tensor([0, 7, TOKENS], dtype=torch.int32, device=device)
+    lengths = {"max_length_q": 13, "max_length_k": 13}
+    expected = eager(**inputs).loss
+    loss = ours(**inputs, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, **lengths).loss
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+
+
+@on_devices
+def test_checkpointing_and_autocast(device: str) -> None:
+    inputs = batch("right", device)
+    eager, ours = (model.train() for model in models("llama", device))
+    ours.gradient_checkpointing_enable()
+    assert_same(eager, ours, inputs, 1e-5)
+    expected, _ = gradients(eager, inputs)
+    with torch.autocast(device, torch.bfloat16):
+        loss, _ = gradients(ours, inputs)
+    assert abs(loss.item() - expected.item()) < 0.02 * expected.item()
+
+
+def test_compiles_in_one_graph() -> None:
+    eager, ours = models("mistral", "cpu")
     torch.compiler.reset()
-    model = make("grouped heads")
-    model.set_attn_implementation("pullback")
-    inputs = tokens(False)
-    expected = model(**inputs).loss
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**inputs).loss, expected)
+    whole = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    inputs = batch("right", "cpu")
+    torch.testing.assert_close(whole(**inputs).loss, eager(**inputs).loss, atol=1e-5, rtol=1e-5)
 
 
-def test_a_paged_cache_is_refused() -> None:
-    q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(NotImplementedError, match="cache"):
-        pullback.transformers.attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_attentions": True},
+        {"head_mask": torch.ones(4)},
+        {"cache": object()},
+        {"indices": torch.zeros(1, dtype=torch.int64)},
+        {"sliding_window": 4},
+        {"attention_mask": torch.ones(1, 8)},
+    ],
+)
+def test_refusals(options: dict[str, Any]) -> None:
+    q = torch.randn(1, 2, 8, 4)
+    options.setdefault("attention_mask", None)
+    with pytest.raises(NotImplementedError, match="^pullback.transformers: "):
+        pt.attention(torch.nn.Module(), q, q, q, **options)
+
+
+def test_attention_weights_are_refused_by_models() -> None:
+    _, ours = models("llama", "cpu")
+    with pytest.raises(NotImplementedError, match="attention weights"):
+        ours(**batch("plain", "cpu"), output_attentions=True)

@@ -52,7 +52,16 @@ EntmaxProblem problem_of(const Request& request, const Options& options) {
   problem.offsets = spec_of(request.inputs, "offsets");
   problem.check_indices = options.check_indices;
   problem.d_y = spec_of(request.inputs, "d_y");
-  return complete(problem);
+  try {
+    return complete(problem);
+  } catch (const Error& error) {
+    // The tensor is called alpha here.
+    constexpr std::string_view kName = "alpha_per_row";
+    std::string message = error.what();
+    const std::size_t at = message.find(kName);
+    if (at == std::string::npos) throw;
+    throw Error(error.code(), message.replace(at, kName.size(), "alpha"));
+  }
 }
 
 class EntmaxSession final : public OpSession<EntmaxProblem, EntmaxTensors> {

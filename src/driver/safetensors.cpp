@@ -227,8 +227,8 @@ TensorSpec spec_of_entry(const Entry& entry, std::string_view origin) {
   for (std::size_t dim = 0; dim < entry.shape.size(); ++dim) {
     const std::uint64_t size = entry.shape[dim];
     if (__builtin_mul_overflow(reach, std::max<std::uint64_t>(size, 1), &reach) ||
-        reach > std::uint64_t{1} << 60) {
-      refuse(origin, entry.name, "shape: expected fewer than 2^60 bytes, got more");
+        reach > std::uint64_t{kMaxTensorBytes}) {
+      refuse(origin, entry.name, "shape: expected at most 2^50 bytes, got more");
     }
     bytes *= size;
     shape[dim] = static_cast<std::int64_t>(size);

@@ -23,11 +23,7 @@ TensorMap parse_safetensors(std::span<const std::byte> bytes, std::string_view o
 // (renamed over) meanwhile, but must not be cut short in place.
 TensorMap read_safetensors(const std::string& path);
 
-// Fails as write_safetensors would for reasons that can be known beforehand.
-void check_output_file(const std::string& path);
-
-// Writes a temporary file in the same folder and renames it, so that `path` is never half written
-// and may be a file whose tensors are mapped. Throws Error(device) when the system refuses.
+// To an OutputFile (driver/output_file.hpp): `path` may be the file whose tensors are mapped.
 void write_safetensors(const std::string& path, const TensorMap& tensors);
 
 // "F64", "BF16", "BOOL", …

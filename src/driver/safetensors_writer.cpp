@@ -1,33 +1,14 @@
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <filesystem>
 #include <nlohmann/json.hpp>
-#include <system_error>
-#include <utility>
 #include <vector>
 
+#include "driver/output_file.hpp"
 #include "driver/safetensors.hpp"
-#include "pullback/error.hpp"
 
 namespace pullback::driver {
 namespace {
-
-[[noreturn]] void refuse_output(const std::string& path, int error) {
-  throw Error(ErrorCode::device, fmt::format("{}: cannot write: {}", printable(path, 400),
-                                             std::generic_category().message(error)));
-}
-
-// A symbolic link stays one; the file that it names is replaced.
-std::filesystem::path resolved(const std::string& path) {
-  std::error_code error;
-  const auto target = std::filesystem::canonical(path, error);
-  return error ? std::filesystem::path(path) : target;
-}
 
 std::string header_of(const TensorMap& tensors, const std::vector<const std::string*>& order) {
   std::string header = "{";
@@ -47,64 +28,10 @@ std::string header_of(const TensorMap& tensors, const std::vector<const std::str
   return header;
 }
 
-// A file beside `target` that takes its name on commit(), or goes away.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(const std::filesystem::path& target) : target_(target) {
-    for (int attempt = 0; descriptor_ < 0 && attempt < 100; ++attempt) {
-      path_ = target.parent_path() / fmt::format(".pullback-{}-{}.tmp", ::getpid(), attempt);
-      descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-      if (descriptor_ < 0 && errno != EEXIST) break;
-    }
-    if (descriptor_ < 0) refuse_output(target_, errno);
-  }
-  ~TemporaryFile() {
-    if (descriptor_ >= 0) ::close(descriptor_);
-    if (!path_.empty()) ::unlink(path_.c_str());
-  }
-  TemporaryFile(const TemporaryFile&) = delete;
-  TemporaryFile& operator=(const TemporaryFile&) = delete;
-
-  void write(const void* data, std::size_t bytes) const {
-    const auto* from = static_cast<const std::byte*>(data);
-    while (bytes > 0) {
-      const ssize_t written = ::write(descriptor_, from, bytes);
-      if (written < 0 && errno == EINTR) continue;
-      if (written < 0) refuse_output(target_, errno);
-      from += written;
-      bytes -= static_cast<std::size_t>(written);
-    }
-  }
-  void commit() {
-    // fsync, since some file systems report a full disk only then.
-    if (::fsync(descriptor_) != 0) refuse_output(target_, errno);
-    if (::close(std::exchange(descriptor_, -1)) != 0) refuse_output(target_, errno);
-    if (::rename(path_.c_str(), target_.c_str()) != 0) refuse_output(target_, errno);
-    path_.clear();
-  }
-
- private:
-  std::filesystem::path target_, path_;
-  int descriptor_ = -1;
-};
-
 }  // namespace
 
-void check_output_file(const std::string& path) {
-  struct stat status {};
-  if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
-    throw Error(ErrorCode::invalid_argument,
-                fmt::format("{}: cannot write: not a regular file", printable(path, 400)));
-  }
-  std::filesystem::path folder = resolved(path).parent_path();
-  if (folder.empty()) folder = ".";
-  if (::stat(folder.c_str(), &status) != 0) refuse_output(path, errno);
-  if (!S_ISDIR(status.st_mode)) refuse_output(path, ENOTDIR);
-  if (::access(folder.c_str(), W_OK | X_OK) != 0) refuse_output(path, errno);
-}
-
 void write_safetensors(const std::string& path, const TensorMap& tensors) {
-  check_output_file(path);
+  check_output_file(path);  // before what takes long
   // Wide elements first: every tensor is then aligned for its dtype.
   std::vector<const std::string*> order;
   for (const auto& [name, tensor] : tensors) order.push_back(&name);
@@ -115,7 +42,7 @@ void write_safetensors(const std::string& path, const TensorMap& tensors) {
   const std::string header = header_of(tensors, order);
   const std::uint64_t header_bytes = header.size();
 
-  TemporaryFile file(resolved(path));
+  OutputFile file(path);
   file.write(&header_bytes, sizeof(header_bytes));
   file.write(header.data(), header.size());
   for (const std::string* name : order) {

@@ -142,7 +142,7 @@ std::vector<Hostile> hostile() {
   const std::string data(16, '\0');
   const std::string x = "file: tensor 'x': ";
   const std::string shape = x + "shape: expected integers of 0 or more, got ";
-  const std::string too_large = x + "shape: expected fewer than 2^60 bytes, got more";
+  const std::string too_large = x + "shape: expected at most 2^50 bytes, got more";
   return {
       {"empty", "", "file: expected a safetensors file, got 0 bytes"},
       {"seven_bytes", "1234567", "file: expected a safetensors file, got 7 bytes"},

@@ -187,6 +187,16 @@ TEST_F(Cli, the_page_needs_nothing_else) {
   }
 }
 
+TEST_F(Cli, an_old_report_survives_a_failed_write) {
+  const std::string report = path("report.json");
+  std::ofstream(report) << "kept";
+  const Result bench =
+      run(TOY_TOOL, {"bench", "--quick", "--seconds", "0.001", "--json", report}, 8);
+  EXPECT_EQ(bench.status, 3) << bench.err;
+  EXPECT_EQ(content(report), "kept");
+  EXPECT_EQ(files(), std::vector<std::string>{"report.json"});
+}
+
 TEST_F(Cli, bench_fails_when_results_are_wrong) {
   const Environment fault("TOY_FAULT", "wrong-gradient");
   const Result bench = toy({"bench", "--quick", "--seconds", "0.001", "--dtype", "f32"});

@@ -142,6 +142,8 @@ TEST_F(Grad, an_old_output_survives_a_failed_write) {
 }
 
 TEST_F(Grad, outputs_that_are_not_files_are_refused) {
+  expect_refused(run(TOY_TOOL, {"grad", "toy", "--input", input_, "--output", ""}), 2,
+                 "expected a path, got an empty one");
   expect_refused(run(TOY_TOOL, {"grad", "toy", "--input", input_, "--output", folder_}), 2,
                  "not a regular file");
   expect_refused(run(TOY_TOOL, {"grad", "toy", "--input", input_, "--output", "/dev/null"}), 2,

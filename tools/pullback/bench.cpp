@@ -9,6 +9,7 @@
 #include "commands.hpp"
 #include "cuda/driver.hpp"
 #include "driver/case.hpp"
+#include "driver/output_file.hpp"
 #include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"

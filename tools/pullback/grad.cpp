@@ -7,6 +7,7 @@
 #include "commands.hpp"
 #include "driver/check.hpp"
 #include "driver/driver.hpp"
+#include "driver/output_file.hpp"
 #include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"

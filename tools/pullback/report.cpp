@@ -4,9 +4,9 @@
 #include <fmt/ranges.h>
 
 #include <cmath>
-#include <fstream>
 
 #include "cuda/driver.hpp"
+#include "driver/output_file.hpp"
 #include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"
@@ -178,13 +178,9 @@ std::string table_text(const Json& report) {
 }
 
 void write_text_file(const std::string& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  file << text;
-  file.close();
-  if (!file) {
-    throw Error(ErrorCode::device,
-                fmt::format("{}: cannot write the report", driver::printable(path, 400)));
-  }
+  driver::OutputFile file(path);
+  file.write(text.data(), text.size());
+  file.commit();
 }
 
 }  // namespace pullback::tool

@@ -246,6 +246,40 @@ void alphas(std::vector<Case>& cases) {
   }
 }
 
+// Many short rows, and long ones in neighbouring columns: they share vectors.
+void many_rows(std::vector<Case>& cases) {
+  const auto add = [&](const std::string& name, const Shape& shape, OptionMap options,
+                       const Logit& logit) {
+    std::string full = fmt::format("{} {}x{}", name, shape[0], shape[1]);
+    for (const auto& [key, value] : options) full += fmt::format(" {} {}", key, value);
+    cases.push_back(no_differences(make_case(full, std::move(options), shape, logit)));
+  };
+  for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "2"}) {
+    for (std::int64_t length : {1, 5, 32, 127, 128}) {
+      add("many rows", {41, length}, {{"alpha", alpha}}, normal(1));
+    }
+    add("many columns", {300, 70}, {{"alpha", alpha}, {"axis", "0"}}, normal(0.3));
+    add("many columns", {2000, 33}, {{"alpha", alpha}, {"axis", "0"}}, normal(1));
+    cases.back().full_only = true;
+    // The NaN and the empty row among others, which keep their values.
+    const Logit special = [](std::int64_t i, Random& random) {
+      if (i == 20 * 20) return kNaN;
+      return i / 20 == 3 || random.chance(0.1) ? -kInfinity : random.normal();
+    };
+    add("many rows, some special", {50, 20}, {{"alpha", alpha}}, special);
+    add("many columns, some special", {50, 20}, {{"alpha", alpha}, {"axis", "0"}}, special);
+  }
+  add("many rows", {50, 21}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
+  add("many rows", {50, 700}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
+  cases.push_back(no_differences(make_case("many rows, mask", {{"alpha", "1.5"}}, {50, 20},
+                                           normal(1), mask_of({50, 20}, 0.7))));
+  // Softmax goes through rows in blocks: some hold nothing but minus infinity.
+  add("a block of minus infinity", {2, 12000}, {{"alpha", "1"}},
+      [](std::int64_t i, Random& random) {
+        return i < 4096 || (i > 8000 && i < 21000) ? -kInfinity : random.normal();
+      });
+}
+
 // Rows that no warp holds: each way through the long ones, with and without ends beside the
 // vectors.
 void long_rows(std::vector<Case>& cases) {
@@ -283,6 +317,7 @@ std::vector<Case> entmax_cases() {
   hard_values(cases);
   masks_and_ragged(cases);
   alphas(cases);
+  many_rows(cases);
   long_rows(cases);
   return cases;
 }

@@ -86,6 +86,16 @@ TEST(entmax_messages, alpha) {
             "entmax: alpha_per_row: expected dtype f32, got f64; convert the tensor first");
 }
 
+TEST(entmax_messages, files_call_the_tensor_alpha) {
+  driver::Request request;
+  request.op = "entmax";
+  request.inputs["x"] = driver::filled_tensor(DType::f32, {2, 3}, 0);
+  request.inputs["d_y"] = request.inputs["x"];
+  request.inputs["alpha"] = driver::filled_tensor(DType::f32, {3}, 1.5);
+  EXPECT_EQ(message_of([&] { driver::find_driver("entmax").prepare(request); }),
+            "entmax: alpha: expected shape [2], got [3]");
+}
+
 TEST(entmax_messages, tensors_like_x) {
   EntmaxProblem problem = good();
   problem.y = TensorSpec::contiguous(DType::f32, {2, 3, 9});

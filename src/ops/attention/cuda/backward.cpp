@@ -30,7 +30,8 @@ cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
       .function =
           fmt::format("attention::backward_prepare<{}, {}, {}>", type, tiles.queries, tiles.keys),
       .parameters = kParams,
-      .threads = kRowThreads};
+      .threads = kRowThreads,
+      .blocks = 6};
 }
 
 cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
@@ -80,6 +81,11 @@ cuda::OpKernel plain_kernel(DType dtype, std::string_view what) {
 }
 
 // --- What all variants plan ---
+
+// Whether 8 keys of 16 bits, from a multiple of 8 on, are 16 aligned bytes if the first ones are.
+bool has_vector_keys(const Plane& plane) {
+  return plane.key == 1 && plane.batch % 8 == 0 && plane.head % 8 == 0 && plane.query % 8 == 0;
+}
 
 std::size_t aligned(std::int64_t bytes) {
   return (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
@@ -169,7 +175,9 @@ class TileBackward final : public BackwardBody {
                                 static_cast<int>(sizes_of(problem).value_dim))) {}
 
  private:
-  enum class BiasPlan { none, written, summed };
+  // Written by the kernel of d_k, in one launch or in one a batch item; or summed by its own
+  // kernel.
+  enum class BiasPlan { none, written, stepped, summed };
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width)
       : BackwardBody(problem, device, backward_tiles(width, arch).queries,
@@ -178,11 +186,14 @@ class TileBackward final : public BackwardBody {
     vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
                has_vector_rows(problem.v) && has_vector_rows(problem.d_out);
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
+    bias_vectors_ = has_vector_keys(params_.bias);
+    d_bias_vectors_ = has_vector_keys(params_.d_bias);
     const std::int64_t tiles = planes_ * params_.q_tiles;
     stats_bytes_ = aligned(tiles * stats_bytes(tiles_.queries));
     turn_bytes_ = aligned(tiles * 4);
+    if (bias_elements_ > 0) plan_bias(problem, width, arch);
     plan_slices(problem, width);
-    workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_;
+    workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + bias_sum_bytes_;
     plan_kernels(problem, width, arch);
     description = fmt::format(
         "tensor cores: {} keys x {} queries at a time, sums in f32; d_q summed in the order of the "
@@ -206,7 +217,9 @@ class TileBackward final : public BackwardBody {
     const std::int64_t pair_bytes =
         sizes_.group * params_.q_tiles * tiles_.queries * width * std::int64_t{4};
     slice_pairs_ = pairs_;
-    if (pair_bytes * pairs_ > limit) {
+    if (bias_plan_ == BiasPlan::stepped) {
+      slice_pairs_ = sizes_.kv_heads;
+    } else if (pair_bytes * pairs_ > limit) {
       const std::int64_t fit = std::max<std::int64_t>(limit / pair_bytes, 1);
       slice_pairs_ = ceil_div(pairs_, ceil_div(pairs_, fit));
     }
@@ -224,14 +237,18 @@ class TileBackward final : public BackwardBody {
         Kernel kernel(tile_kernel(dtype, width, features, arch), device_,
                       tiles_.shared_bytes(width));
         set_grid(kernel, slice_pairs_ * params_.k_tiles);
+        kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
       };
       general_ = load(Features::general);
       only_vectors_ = vectors_ && !problem.bias.given() && problem.softcap == 0;
       if (only_vectors_) aligned_ = load(problem.dropout > 0 ? Features::dropout : Features::plain);
-      params_.pair_group = static_cast<std::int32_t>(std::min<std::int64_t>(pairs_, kPairGroup));
+      // Tiles of a head that follow each other start two steps apart, so that turns come in time.
+      const std::int64_t flight = std::int64_t{device_.multiprocessors} * tiles_.blocks;
+      const std::int64_t steps = std::max<std::int64_t>(sizes_.group * params_.q_tiles, 1);
+      params_.pair_group = static_cast<std::int32_t>(
+          std::min(pairs_, std::max(kPairGroup, ceil_div(2 * flight, steps))));
     }
-    if (bias_elements_ > 0) plan_bias(problem, width, arch);
   }
 
   void plan_bias(const AttentionProblem& problem, int width, int arch) {
@@ -246,12 +263,19 @@ class TileBackward final : public BackwardBody {
       set_grid(kernel, std::min(ceil_div(bias_elements_, kRowThreads), kMostHelpers));
       return kernel;
     };
-    if (whole || work == 0) {
-      bias_plan_ = BiasPlan::written;
-      const bool banded =
-          problem.mask.left != BandMask::kUnbounded || problem.mask.right != BandMask::kUnbounded;
-      if (banded || work == 0) clear_bias_ = helper("clear_bias");
-      clears_bias_ = banded || work == 0;
+    // Over the batch alone: a launch a batch item, if it fills the device.
+    const bool stepped = shape.head == sizes_.heads && shape.query == sizes_.total_query &&
+                         shape.key == sizes_.total_key &&
+                         sizes_.kv_heads * params_.k_tiles >= device_.multiprocessors;
+    if (whole || stepped || work == 0) {
+      bias_plan_ = whole || work == 0 ? BiasPlan::written : BiasPlan::stepped;
+      if (bias_plan_ == BiasPlan::stepped) {
+        bias_sum_bytes_ = aligned(sizes_.heads * params_.q_tiles * params_.k_tiles *
+                                  tiles_.queries * tiles_.keys * 4);
+      }
+      clears_bias_ = work == 0 || problem.mask.left != BandMask::kUnbounded ||
+                     problem.mask.right != BandMask::kUnbounded;
+      if (clears_bias_) clear_bias_ = helper("clear_bias");
       return;
     }
     bias_plan_ = BiasPlan::summed;
@@ -268,7 +292,7 @@ class TileBackward final : public BackwardBody {
     set_grid(bias_, own * params_.bias_parts);
     if (params_.bias_parts > 1) {
       combine_bias_ = helper("combine_bias");
-      workspace_bytes += aligned(params_.bias_parts * bias_elements_ * 4);
+      bias_sum_bytes_ = aligned(params_.bias_parts * bias_elements_ * 4);
     }
   }
 
@@ -282,23 +306,31 @@ class TileBackward final : public BackwardBody {
     params.row_vectors = row_vectors_ && cuda::vector_aligned({tensors.out, tensors.d_out});
     params.vectors =
         vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.d_out});
+    params.bias_vectors = bias_vectors_ && cuda::vector_aligned({tensors.bias});
+    params.d_bias_vectors = d_bias_vectors_ && cuda::vector_aligned({tensors.d_bias});
     if (planes_ > 0 && params.q_tiles > 0) prepare_.launch(stream, params);
     if (tensors.d_bias != nullptr && clears_bias_) clear_bias_.launch(stream, params);
     if (tensors.d_bias != nullptr && bias_plan_ == BiasPlan::summed) {
       bias_.launch(stream, params);
       if (params.bias_parts > 1) combine_bias_.launch(stream, params);
     }
-    if (bias_plan_ != BiasPlan::written) params.d_bias.data = nullptr;
+    if (bias_plan_ == BiasPlan::summed) params.d_bias.data = nullptr;
     const bool any = tensors.d_q || tensors.d_k || tensors.d_v || params.d_bias.data;
     if (!any || pairs_ == 0 || params.k_tiles == 0) return;
     const Kernel& kernel = only_vectors_ && params.vectors ? aligned_ : general_;
     for (std::int64_t first = 0; first < pairs_; first += slice_pairs_) {
       params.first_pair = first;
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
+      if (bias_plan_ == BiasPlan::stepped) params.bias_step = step_of(first);
       Kernel slice = kernel;
       slice.shape.grid[0] = static_cast<unsigned>(params.pairs * params.k_tiles);
       slice.launch(stream, params);
     }
+  }
+
+  BiasStep step_of(std::int64_t first_pair) const {
+    if (first_pair == 0) return BiasStep::first;
+    return first_pair + slice_pairs_ == pairs_ ? BiasStep::last : BiasStep::middle;
   }
 
   // Pairs whose tiles of keys are in flight together: their q, d_out and sums stay in the cache.
@@ -306,7 +338,8 @@ class TileBackward final : public BackwardBody {
 
   BackwardTiles tiles_;
   std::int64_t slice_pairs_ = 0;
-  std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0;
+  std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0, bias_sum_bytes_ = 0;
+  bool bias_vectors_ = false, d_bias_vectors_ = false;
   bool vectors_ = false, row_vectors_ = false, only_vectors_ = false, clears_bias_ = false;
   BiasPlan bias_plan_ = BiasPlan::none;
   Kernel prepare_, aligned_, general_, bias_, clear_bias_, combine_bias_;

@@ -10,6 +10,9 @@ struct BiasShape {
   int64_t batch, head, query, key;
 };
 
+// Which launch of those that add up d_bias.
+enum class BiasStep : int32_t { only, first, middle, last };
+
 // A plane is the scores of one query head: batch · heads of them, or, when varlen, heads. A pair is
 // the planes that share a key/value head: planes [pair · group, (pair + 1) · group).
 struct BackwardParams {
@@ -18,9 +21,14 @@ struct BackwardParams {
   HeadRows d_q, d_k, d_v;  // data null: not wanted
   RowValues lse, d_lse;    // d_lse.data null: zero
   Plane bias, d_bias;      // data null: none, or not wanted from this kernel
+  // Their rows are contiguous and aligned to 16 bytes.
+  int32_t bias_vectors, d_bias_vectors;
   BiasShape bias_shape;
+  BiasStep bias_step;
   int32_t bias_parts;  // smxx_backward_bias.cuh: blocks that share a tile of d_bias
-  float* bias_sums;    // [bias_parts, elements of the bias], unless bias_parts is 1
+  // Of smxx_backward_bias.cuh [bias_parts, elements of the bias], unless bias_parts is 1; or of the
+  // launches of several steps [heads, q_tiles, k_tiles, rows of both tiles].
+  float* bias_sums;
 
   int32_t q_tiles, k_tiles;  // of a plane; varlen: upper bounds for all sequences together
   // Rows of q k v d_out, and of out and d_out, are contiguous and aligned to 16 bytes.

@@ -51,8 +51,9 @@ struct Problem {
   int64_t batch, query, key;        // lengths when not varlen
   const PackedSequence* sequences;  // null unless varlen
   Band band;
-  float scale, softcap;  // softcap 0: none
-  double exact_scale;    // for f64
+  float scale, softcap;               // softcap 0: none
+  float inner_scale;                  // scale / softcap, or scale without one
+  double exact_scale, exact_softcap;  // for f64
   Dropout dropout;
   float keep_scale;
 };

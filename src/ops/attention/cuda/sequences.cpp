@@ -41,7 +41,10 @@ Problem problem_params(const AttentionProblem& problem) {
           .band = band_of(problem.mask),
           .scale = static_cast<float>(*problem.scale),
           .softcap = static_cast<float>(problem.softcap),
+          .inner_scale =
+              static_cast<float>(*problem.scale / (problem.softcap > 0 ? problem.softcap : 1)),
           .exact_scale = *problem.scale,
+          .exact_softcap = problem.softcap,
           .dropout = dropout,
           .keep_scale = static_cast<float>(dropout.scale())};
 }

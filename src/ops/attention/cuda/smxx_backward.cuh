@@ -18,6 +18,7 @@
 #pragma once
 
 #include "device/async_copy.cuh"
+#include "device/dependent.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
 #include "ops/attention/cuda/smxx_backward_scores.cuh"
@@ -25,24 +26,72 @@
 
 namespace pullback::attention {
 
+// Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
+// along the batch. The sum lies in the workspace in the order of the lanes.
+template <class T, int kN, class Scores>
+struct BiasWriter {
+  const Scores& scores;
+  float* sums;        // of the 32 keys x 8 · kN queries
+  float value[2][4];  // of 8 queries
+
+  void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
+  void finish(int n) {
+    const BackwardParams& p = scores.p;
+    if (p.d_bias.data == nullptr) return;
+    if (p.bias_step != BiasStep::only) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        float* const at = sums + ((n * 2 + m) * 32 + scores.lane) * 4;
+        if (p.bias_step != BiasStep::first) add_loaded(value[m], at);
+        if (p.bias_step != BiasStep::last) store_past_l1(at, value[m]);
+      }
+      if (p.bias_step != BiasStep::last) return;
+    }
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      words[w] = transposed(pack<T>(value[w / 2][w % 2 * 2], value[w / 2][w % 2 * 2 + 1]));
+    }
+    const int i = scores.query + 8 * n + scores.lane / 4;
+    if (i >= scores.place.q_length) return;
+    T* const row = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
+                   scores.head * p.d_bias.head + i * p.d_bias.query;
+    store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
+                p.d_bias_vectors != 0, words);
+  }
+};
+
+// One query head and one tile of queries.
+struct BackwardStep {
+  int head_of_group, tile;
+};
+
 // In shared memory: registers are needed for sums.
 struct BlockPlace {
   TilePlace keys;
   int64_t pair;
   TileRange queries;
-  // Of the first thread: a turn that is over, but the next block was not told. Null: none.
+  bool finite_keys;
+  BackwardStep steps[2];  // this one and the next, in turns
+  // Of the step, from the first thread to all.
+  bool first_turn, last_turn;
+  int32_t number;
+  int32_t* counter;  // null: nobody comes after us
+  int64_t sum_tile;
+  // Of the first thread: the turn before, which is over, but the next block was not told. Or null.
   int32_t* over;
-  int32_t next_turn;
+  int32_t next;
 };
 
 template <int kKeys, int kQueries>
 BlockPlace block_place(const BackwardParams& p) {
-  const int64_t index = blockIdx.x;
-  const int64_t of_group = static_cast<int64_t>(p.k_tiles) * p.pair_group;
-  const int64_t group_begin = index / of_group * p.pair_group;
-  const int64_t in_group = index % of_group;
-  const int64_t left = p.pairs - group_begin;
-  const int64_t group = left < p.pair_group ? left : p.pair_group;
+  // 32 bits: a grid has no more blocks, and divisions are what a block begins with.
+  const uint32_t of_group = static_cast<uint32_t>(p.k_tiles) * static_cast<uint32_t>(p.pair_group);
+  const uint32_t group_begin = blockIdx.x / of_group * static_cast<uint32_t>(p.pair_group);
+  const uint32_t in_group = blockIdx.x % of_group;
+  const uint32_t left = static_cast<uint32_t>(p.pairs) - group_begin;
+  const uint32_t group =
+      left < static_cast<uint32_t>(p.pair_group) ? left : static_cast<uint32_t>(p.pair_group);
   BlockPlace place;
   place.pair = p.first_pair + group_begin + in_group % group;
   place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
@@ -67,6 +116,7 @@ struct BackwardBlock {
   static constexpr int kDqWidth = kWidth / (kWarps / kQueryRows);
   static constexpr int kDqN = kDqWidth / 8;
 
+  using Step = BackwardStep;
   using WidthTile = TileLayout<T, kWidth>;
   using ScoreTile = TileLayout<T, kQueries>;
   using Stats = StatsTile<float, kQueries>;
@@ -100,21 +150,18 @@ struct BackwardBlock {
         block(shared_place),
         place(shared_place.keys) {}
 
-  // One step is one query head and one tile of queries.
-  struct Step {
-    int head_of_group, tile;
-  };
-
-  template <int kRows>
+  template <int kRows, bool kInterleaved>
   void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
             int columns) const {
     const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
                           first * rows.row + head * rows.head;
     if (kFeatures != kGeneral || p.vectors) {
-      TileLoader<T, kRows, kWidth, kThreads, true>(from, rows.row, rows.element, columns)
+      TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
+                                                                 columns)
           .load(tile, 0, count);
     } else {
-      TileLoader<T, kRows, kWidth, kThreads, false>(from, rows.row, rows.element, columns)
+      TileLoader<T, kRows, kWidth, kThreads, false, kInterleaved>(from, rows.row, rows.element,
+                                                                  columns)
           .load(tile, 0, count);
     }
   }
@@ -127,6 +174,7 @@ struct BackwardBlock {
     return step.tile > block.queries.begin || step.head_of_group + 1 < p.problem.group;
   }
 
+  int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
   int64_t plane_of(const Step& step) const {
     return block.pair * p.problem.group + step.head_of_group;
   }
@@ -134,22 +182,14 @@ struct BackwardBlock {
     return plane_of(step) * p.q_tiles + place.first_tile + step.tile;
   }
 
-  // Of the step's head; null where d_bias is not wanted, or summed over heads or the batch by
-  // another kernel.
-  T* d_bias_of(const Step& step) const {
-    if (p.d_bias.data == nullptr) return nullptr;
-    return static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch +
-           (place.head * p.problem.group + step.head_of_group) * p.d_bias.head;
-  }
-
   void load_step(const Step& step, int stage) const {
-    const int head = place.head * p.problem.group + step.head_of_group;
+    const int head = head_of(step);
     const int first = step.tile * kQueries;
     const int left = place.q_length - first;
     const int64_t row = place.q_begin + first;
-    load<kQueries>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
-    load<kQueries>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
-                   p.problem.value_dim);
+    load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
+    load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
+                          p.problem.value_dim);
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < static_cast<int>(sizeof(Stats) / 16)) {
       const auto* const stats =
@@ -158,6 +198,46 @@ struct BackwardBlock {
                          16);
     }
     async_commit();
+  }
+
+  // The warp's queries of a chunk, from the tile's first one on.
+  int first_of(int chunk) const { return (kSplit == 1 ? chunk : own) * kChunkQueries; }
+
+  KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
+    const int first = first_of(chunk);
+    return KeyScores(p, place, head_of(step), place.tile * kKeys + key_row,
+                     step.tile * kQueries + first, stats + first * 8, lane);
+  }
+
+  // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
+  auto bias_of(const KeyScores& scores, int first) const {
+    const auto bytes = [tile = ds_tile, row = key_row, first](int number) {
+      return tile + ScoreTile::offset(row + number / kN, first / 8 + number % kN);
+    };
+    return typename KeyScores::template SharedBias<decltype(bytes)>{scores, bytes};
+  }
+
+  // Where the sums of d_bias over launches lie for the warp's 32 keys and a chunk of queries.
+  float* bias_sums_of(const Step& step, int chunk) const {
+    const int64_t head = head_of(step);
+    const int64_t tile = (head * p.q_tiles + step.tile) * p.k_tiles + place.tile;
+    return p.bias_sums + tile * (kKeys * kQueries) +
+           (warp * kChunks + chunk) * (32 * kChunkQueries);
+  }
+
+  // The bias of the next step into the second-level cache: it is read past shared memory.
+  void fetch_bias(const Step& step) const {
+    if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
+    const int64_t head = head_of(step);
+    constexpr int kLines = kKeys / 64;
+    for (int line = threadIdx.x; line < kQueries * kLines; line += kThreads) {
+      const int i = step.tile * kQueries + line / kLines,
+                j = place.tile * kKeys + line % kLines * 64;
+      if (i < place.q_length && j < place.k_length) {
+        prefetch(static_cast<const T*>(p.bias.data) + place.batch * p.bias.batch +
+                 head * p.bias.head + i * p.bias.query + j);
+      }
+    }
   }
 
   // sum[m][n] = rows [key_row, + 32) of `keys` times rows [first, + 8 · kN) of `queries`.
@@ -261,7 +341,8 @@ struct BackwardBlock {
 
   void load_keys(uint32_t tile, const HeadRows& rows, int columns) const {
     const int first = place.tile * kKeys;
-    load<kKeys>(tile, rows, place.head, place.k_begin + first, place.k_length - first, columns);
+    load<kKeys, true>(tile, rows, place.head, place.k_begin + first, place.k_length - first,
+                      columns);
   }
 
   // Writes two neighbouring elements of a gradient.
@@ -276,7 +357,7 @@ struct BackwardBlock {
   }
 
   // Rows `row` + first of a gradient from a sum of 16 · kM x 8 · kSumN, those below `limit`.
-  template <int kM, int kSumN>
+  template <bool kInterleaved, int kM, int kSumN>
   void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
                  int columns, const float (&sum)[kM][kSumN][4], float factor) const {
     T* const base = static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head;
@@ -284,7 +365,8 @@ struct BackwardBlock {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int r = row + 16 * m + 8 * half + lane / 4;
+        const int r = row + (kInterleaved ? 4 * m + 2 * half + first_key_of_row(lane)
+                                          : 16 * m + 8 * half + lane / 4);
         if (r >= limit) continue;
         T* const to = base + (first + r) * rows.row;
 #pragma unroll
@@ -296,49 +378,51 @@ struct BackwardBlock {
     }
   }
 
-  // Whose turn it is to add to d_q of a tile of queries.
-  struct Turn {
-    int number, count;
-  };
-  Turn turn_of(const Step& step) const {
-    const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
-    return {place.tile - keys.begin, keys.end - keys.begin};
-  }
-
-  // By one thread, a barrier behind the sums of the turn that is over.
+  // By one thread, a barrier behind the sums of the turn.
   void end_turn() const {
+    if (block.over == nullptr) return;
     fence_device();
-    if (block.over != nullptr) store_relaxed(block.over, block.next_turn);
+    store_relaxed(block.over, block.next);
+    block.over = nullptr;
   }
 
-  // By the same thread, before the barrier ahead of the step's sums. The turn before is ended only
-  // here, when its sums have arrived and the fence has nothing to wait for. `seen`: what the
-  // counter was a while ago.
+  // By the same thread, before the barrier ahead of the step's sums. `seen`: what the counter was a
+  // while ago.
   void begin_turn(const Step& step, int32_t seen) const {
-    end_turn();
-    const Turn turn = turn_of(step);
-    int32_t* const turns = p.turns + tile_of(step);
-    if (seen < turn.number) {
-      while (load_relaxed(turns) < turn.number) {
+    const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
+    const int32_t number = place.tile - keys.begin;
+    int32_t* const counter = p.turns + tile_of(step);
+    if (seen < number) {
+      end_turn();
+      while (load_relaxed(counter) < number) {
       }
-      fence_device();
     }
-    block.over = turn.number + 1 < turn.count ? turns : nullptr;
-    block.next_turn = turn.number + 1;
+    block.first_turn = number == 0;
+    block.last_turn = number + 1 == keys.end - keys.begin;
+    block.sum_tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
+    block.counter = block.last_turn ? nullptr : counter;
+    block.number = number;
+  }
+
+  // Ends the turn before, whose sums have arrived meanwhile: the fence has little to wait for. It
+  // also orders what begin_turn() saw before the sums to come.
+  void swap_turn() const {
+    fence_device();
+    if (block.over != nullptr) store_relaxed(block.over, block.next);
+    block.over = block.counter;
+    block.next = block.number + 1;
   }
 
   void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
                int first_column) const {
-    const int64_t tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
-    const Turn turn = turn_of(step);
-    float* const sums = p.sums + tile * (kQueries * kWidth) + threadIdx.x * 4;
-    const bool last = turn.number + 1 == turn.count;
+    float* const sums = p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
+    const bool first = block.first_turn, last = block.last_turn;
 #pragma unroll
     for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
       for (int n = 0; n < kDqN; ++n) {
         float* const at = sums + (m * kDqN + n) * (kThreads * 4);
-        if (turn.number > 0) {
+        if (!first) {
           if (last) {
             add_loaded(sum[m][n], at);
           } else {
@@ -350,21 +434,26 @@ struct BackwardBlock {
       }
     }
     if (!last) return;
-    const int head = place.head * p.problem.group + step.head_of_group;
-    const int first = step.tile * kQueries;
+    const int head = head_of(step);
+    const int first_row = step.tile * kQueries;
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
-    const int rows = static_cast<int>(all - first < kQueries ? all - first : kQueries);
-    store_sum(p.d_q, head, place.q_begin + first, first_query, rows, first_column,
-              p.problem.head_dim, sum, p.problem.scale);
+    const int rows = static_cast<int>(all - first_row < kQueries ? all - first_row : kQueries);
+    store_sum<false>(p.d_q, head, place.q_begin + first_row, first_query, rows, first_column,
+                     p.problem.head_dim, sum, p.problem.scale);
   }
 
-  // NaN or infinity in the keys: their rows of d_q's product must not reach every query.
+  // NaN or infinity in the keys and values: they must not reach every query.
   bool keys_not_finite() const {
     bool found = false;
-    for (uint32_t at = threadIdx.x * 4; at < kKeyBytes; at += kThreads * 4) {
-      const uint32_t pair = load_shared_word(k_tile + at);
-      found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
+#pragma unroll 4
+    for (uint32_t at = threadIdx.x * 16; at < 2 * kKeyBytes; at += kThreads * 16) {
+      uint32_t words[4];
+      load_shared(words, k_tile + at);
+#pragma unroll
+      for (const uint32_t pair : words) {
+        found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
+      }
     }
     return __syncthreads_or(found) != 0;
   }
@@ -375,38 +464,53 @@ struct BackwardBlock {
     const int64_t row = place.k_begin + place.tile * kKeys;
     const int column = own * kOwnN * 8;
     if (p.d_k.data != nullptr) {
-      store_sum(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
-                p.problem.scale);
+      store_sum<true>(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
+                      p.problem.scale);
     }
     if (p.d_v.data != nullptr) {
-      store_sum(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v, 1.0f);
+      store_sum<true>(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v,
+                      1.0f);
     }
   }
 
   void sum_steps() {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
-    Step step = {0, block.queries.end - 1};
-    load_step(step, 0);
+    wait_for_previous_kernel();  // for statistics and turns
+    load_step({0, block.queries.end - 1}, 0);
     async_wait<0>();
     __syncthreads();
-    const bool finite_keys = !keys_not_finite();
-
-    const bool want_scores =
-        p.d_q.data != nullptr || p.d_k.data != nullptr || p.d_bias.data != nullptr;
-    const int dq_row = warp % kQueryRows * (16 * kDqM);
-    const int dq_column = warp / kQueryRows * kDqWidth;
-    int stage = 0;
-    for (;;) {
+    const bool finite = !keys_not_finite();
+    if (threadIdx.x == 0) {
+      block.finite_keys = finite;
+      block.steps[0] = {0, block.queries.end - 1};
+    }
+    __syncthreads();
+    for (int turn = 0;; turn ^= 1) {
+      const Step& step = block.steps[turn];
+      const int stage = kStages > 1 ? turn : 0;
       const bool more = has_next(step);
-      if (kStages > 1 && more) load_step(next_of(step), stage ^ 1);
+      if constexpr (kFeatures == kGeneral) {
+#pragma unroll 1
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
+          bias_of(scores, first_of(chunk)).load();
+        }
+        async_commit();
+        if (more) fetch_bias(next_of(step));
+      }
+      if (kStages > 1 && more) {
+        load_step(next_of(step), stage ^ 1);
+      } else {
+        async_commit();
+      }
 
       const uint32_t q_tile = q_tiles + stage * kQueryBytes;
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
       const uint32_t stats = stats_tiles + stage * sizeof(Stats);
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
-      const bool careful =
-          suspicious || !finite_keys || !sees_all(place, place.tile, step.tile, kKeys, kQueries);
+      const bool careful = suspicious || !block.finite_keys ||
+                           !sees_all(place, place.tile, step.tile, kKeys, kQueries);
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
@@ -414,25 +518,23 @@ struct BackwardBlock {
 
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const int first = kSplit == 1 ? chunk * kChunkQueries : own * kChunkQueries;
+        const int first = first_of(chunk);
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
+        const KeyScores scores = scores_of(step, chunk, stats);
         score_product(s, k_tile, q_tile, first);
-        if (want_scores) {
+        if (p.d_q.data != nullptr || p.d_k.data != nullptr || p.d_bias.data != nullptr) {
           score_product(d_p, v_tile, d_out_tile, first);
         }
-        const KeyScores scores(p, place, plane_of(step), place.tile * kKeys + key_row,
-                               step.tile * kQueries + first, stats + first * 8, lane);
-        T* const d_bias = d_bias_of(step);
-        const auto write_d_bias = [&](int, int, int, int i, int j, float value) {
-          if (d_bias != nullptr && i < place.q_length && j < place.k_length) {
-            d_bias[i * p.d_bias.query + j * p.d_bias.key] = from_real<T>(value);
-          }
-        };
-        if (careful) {
-          scores.template make<true>(s, d_p, pt, ds, write_d_bias);
+        const auto bias = bias_of(scores, first);
+        if constexpr (kFeatures == kGeneral) async_wait<kStages - 1>();
+        uint32_t kept[2];
+        scores.draw(kept);
+        BiasWriter<T, kN, KeyScores> writer{scores, bias_sums_of(step, chunk), {}};
+        if (careful || kFeatures == kGeneral) {
+          scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
         } else {
-          scores.template make<false>(s, d_p, pt, ds, write_d_bias);
+          scores.template make<false>(s, d_p, pt, ds, bias, kept, writer);
         }
         if constexpr (kSplit == 1) {
           if (suspicious) {
@@ -448,30 +550,32 @@ struct BackwardBlock {
       }
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
       if constexpr (kSplit > 1) {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
       }
-      if (kStages == 1 && more) load_step(next_of(step), 0);
+      if (kStages == 1 && has_next(step)) load_step(next_of(step), 0);
       if (p.d_q.data != nullptr) {
         float sum[kDqM][kDqN][4] = {};
-        if (!finite_keys) {
+        if (!block.finite_keys) {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
+        const int dq_row = warp % kQueryRows * (16 * kDqM);
+        const int dq_column = warp / kQueryRows * kDqWidth;
         query_product(sum, dq_row, dq_column / 8);
-        if (!finite_keys) {
+        if (!block.finite_keys) {
           __syncthreads();
           load_keys(k_tile, p.k, p.problem.head_dim);
           async_commit();
         }
         add_d_q(step, sum, dq_row, dq_column);
       }
-      if (!more) break;
+      if (!has_next(step)) break;
+      if (threadIdx.x == 0) block.steps[turn ^ 1] = next_of(step);
       async_wait<0>();
       __syncthreads();
-      step = next_of(step);
-      if (kStages > 1) stage ^= 1;
     }
     __syncthreads();
     if (threadIdx.x == 0) end_turn();

@@ -7,8 +7,8 @@
 // block's warps share tiles of keys and values, K 0, V 0, K 1, V 1, …, which pass through a ring of
 // slots in shared memory, filled by asynchronous copies while earlier tiles are worked on.
 //
-// Scores are kept in units of log 2. Without softcap, bias and dropout (kTerms false, scale > 0)
-// they are what the product gives, and the scale goes into the exponential.
+// Without softcap and bias (kTerms false, scale > 0) scores stay what the product gives, and the
+// scale goes into the exponential.
 #pragma once
 
 #include "ops/attention/cuda/smxx_clear.cuh"
@@ -78,7 +78,8 @@ struct RunningRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // A row that has seen nothing but −inf: any finite number keeps the weights 0.
-        const float shift = maximum[m][half] == -infinity<float>() ? 0 : maximum[m][half] * unit;
+        const float shift =
+            maximum[m][half] == -infinity<float>() ? 0 : __fmul_rn(maximum[m][half], unit);
         float added = 0;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
@@ -145,8 +146,19 @@ void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int colum
   }
 }
 
-template <class T, ForwardTile kTile, bool kTerms, bool kVectors>
+// 0 · NaN: what a row does not see may have reached it. Finds the tile anew, so that the fast path
+// need not remember it.
+template <class T, int kRows>
+__noinline__ void redo_row(const ForwardParams& params, int row) {
+  QueryTile tile;
+  if (!find_query_tile(params.problem, params.q_tiles, params.pair_group, kRows, tile)) return;
+  plain_row<T>(params, tile.sequence, tile.batch, tile.head, tile.first + row);
+}
+
+template <class T, ForwardTile kTile, ForwardKind kKind>
 void forward(const ForwardParams& params) {
+  constexpr bool kDropout = kKind >= ForwardKind::dropout, kTerms = kKind >= ForwardKind::terms;
+  constexpr bool kVectors = kKind < ForwardKind::elements;
   constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   constexpr int kThreads = kTile.warps * 32;
   constexpr int kWarpRows = kTile.rows / kTile.warps, kRowTiles = kWarpRows / 16;
@@ -163,6 +175,8 @@ void forward(const ForwardParams& params) {
   const int rows = tile_rows.valid;
   if (rows < tile_rows.extent) clear_rows<T>(params, tile, rows, tile_rows.extent, kThreads);
   if (rows == 0) return;
+  const int first_query = static_cast<int>(tile.first);
+  const SequenceBand band(p.band, sequence);
 
   const int64_t kv_head = tile.head / p.group;
   const auto first_of = [&](const HeadRows& rows_of, int64_t row, int64_t head) {
@@ -174,12 +188,12 @@ void forward(const ForwardParams& params) {
                            params.k.element, p.head_dim);
   const KeyLoader v_loader(first_of(params.v, sequence.k_begin, kv_head), params.v.row,
                            params.v.element, p.value_dim);
-  const KeyTiles<kKeys> key_tiles(p.band, sequence, tile.first, tile.first + rows);
+  const KeyTiles<kKeys> key_tiles(band, first_query, first_query + rows - 1);
   // Item 2 n is the n-th tile of K, 2 n + 1 that of V.
   const auto load_item = [&](int item) {
     if (item < 2 * key_tiles.count) {
       const int key = key_tiles.key(item / 2);
-      const int valid = static_cast<int>(sequence.k_length) - key;
+      const int valid = band.keys - key;
       const uint32_t slot = ring + item % kSlots * (kKeys * Layout::kRowBytes);
       (item % 2 == 0 ? k_loader : v_loader).load(slot, key, valid);
     }
@@ -192,32 +206,47 @@ void forward(const ForwardParams& params) {
 #pragma unroll
   for (int item = 0; item < kSlots - 1; ++item) load_item(item);
 
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int first_row = warp * kWarpRows;
-  const int warp_rows = rows - first_row < kWarpRows ? rows - first_row : kWarpRows;
-  // Of this lane's first row.
-  const int query = static_cast<int>(tile.first) + first_row + lane / 4;
-  const SeenKeys seen = warp_rows > 0 ? SeenKeys(p.band, sequence, tile.first + first_row,
-                                                 tile.first + first_row + warp_rows - 1)
-                                      : SeenKeys();
-  const uint32_t q_rows = q_tile + first_row * Layout::kRowBytes;
-  const float unit = kTerms ? 1 : p.scale * kLog2E;
+  // What follows from the warp's number is computed anew where it is used.
+  struct Warp {
+    int first_row, rows, query;  // the rows are negative or 0 past the last query
+    Warp(int first_query, int rows_of_tile)
+        : first_row(fresh_warp() * kWarpRows),
+          rows(rows_of_tile - first_row < kWarpRows ? rows_of_tile - first_row : kWarpRows),
+          query(first_query + first_row) {}
+  };
+  const KeySpan unmasked = seen_by_all(band, first_query, first_query + rows - 1);
+  const float scale = kTerms ? 1 : p.scale;  // from scores to logits
+  const float unit = scale * kLog2E;
   const auto bias = kTerms ? bias_rows<T>(params.bias, tile.batch, tile.head) : BiasRows<T>{};
   const uint64_t plane = static_cast<uint64_t>(tile.batch) * p.heads + tile.head;
+
+  // One tile ahead.
+  BiasTile<T, kRowTiles, kKeys / 8> bias_tile;
+  const auto load_bias = [&](int n) {
+    if (kTerms && bias.first != nullptr && n < key_tiles.count) {
+      bias_tile.load(bias, Warp(first_query, rows).query, first_query + rows, key_tiles.key(n),
+                     band.keys);
+    }
+  };
+  load_bias(0);
 
   RunningRows<kRowTiles, kWidth / 8> state;
   for (int n = 0; n < key_tiles.count; ++n) {
     const int key = key_tiles.key(n);
-    const bool works = !seen.none(key, kKeys);
+    const Warp warp(first_query, rows);
+    const bool works = warp.rows > 0 &&
+                       seen_by_some(band, warp.query, warp.query + warp.rows - 1).meets(key, kKeys);
     float s[kRowTiles][kKeys / 8][4];
     async_wait<kSlots - 2>();
     __syncthreads();
     load_item(2 * n + kSlots - 1);
     if (works) {
+      const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
+      const auto q_place = place_of_rows<T, kWidth>();
       score_product<T, kWidth, kRowTiles, kKeys>(
           s,
           [&](int step, Operand<T>(&q)[kRowTiles]) {
-            load_queries<T, kWidth, kRowTiles>(q, q_rows, step);
+            load_queries<T, kWidth, kRowTiles>(q, q_rows, q_place, step);
           },
           ring + 2 * n % kSlots * (kKeys * Layout::kRowBytes));
     }
@@ -226,25 +255,33 @@ void forward(const ForwardParams& params) {
     load_item(2 * n + kSlots);
     if (works) {
       if constexpr (kTerms) {
-        add_terms<T>(s, p, bias, query, static_cast<int>(sequence.q_length),
-                     key + first_key_of_lane(), static_cast<int>(sequence.k_length));
+        add_terms<T>(s, p, bias.first != nullptr, bias_tile);
+        load_bias(n + 1);
       }
-      if (!seen.all(key, kKeys)) hide(s, p.band, sequence, query, key + first_key_of_lane());
+      if (!unmasked.covers(key, kKeys)) hide(s, band, warp.query, key);
       state.take(s, unit);
-      if constexpr (kTerms) {
+      if constexpr (kDropout) {
         if (p.dropout.active()) {
-          drop(s, p.dropout, plane, static_cast<uint32_t>(query),
-               static_cast<uint32_t>(key + first_key_of_lane()));
+          drop(s, p.dropout, plane, warp.query, key);
         }
       }
       value_product<T, kWidth, kRowTiles, kKeys>(
           state.out, s, ring + (2 * n + 1) % kSlots * (kKeys * Layout::kRowBytes));
+    } else {
+      load_bias(n + 1);
     }
   }
   async_wait<0>();
   if (key_tiles.count == 0) __syncthreads();  // the queries have arrived before they are replaced
-  if (warp_rows <= 0) return;
+  const Warp warp(first_query, rows);
+  if (warp.rows <= 0) return;
+  const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
+  const int lane = fresh_lane();
 
+  // The tile is found anew, so that the loop need not remember it.
+  QueryTile to;
+  if (!find_query_tile(p, params.q_tiles, params.pair_group, kTile.rows, to)) return;
+  const int64_t first_out = to.sequence.q_begin + to.first + warp.first_row;
   // The warp's outputs take the place of its queries.
   uint32_t redo = 0;  // rows, bit 16 m + row
 #pragma unroll
@@ -275,26 +312,24 @@ void forward(const ForwardParams& params) {
       for (int g = 0; g < 8; ++g) {
         if ((bad >> 4 * g & 15) != 0) redo |= 1u << (m * 16 + half * 8 + g);
       }
-      if (params.lse.data != nullptr && lane % 4 == 0 && row < warp_rows) {
-        float* const lse = static_cast<float*>(params.lse.data) + tile.batch * params.lse.batch +
-                           tile.head * params.lse.head +
-                           (sequence.q_begin + tile.first + first_row + row) * params.lse.row;
-        *lse = (state.maximum[m][half] * unit + log2_fast(sum)) * kLn2;
+      if (params.lse.data != nullptr && lane % 4 == 0 && row < warp.rows) {
+        float* const lse = static_cast<float*>(params.lse.data) + to.batch * params.lse.batch +
+                           to.head * params.lse.head + (first_out + row) * params.lse.row;
+        // The weights' shift was rounded: by how much, the fused product tells.
+        const float largest = state.maximum[m][half], shift = __fmul_rn(largest, unit);
+        const float rounding = __fmaf_rn(largest, unit, -shift);
+        *lse = sum == 0 ? -infinity<float>() : largest * scale + kLn2 * (log2_fast(sum) - rounding);
       }
     }
   }
   __syncwarp();
-  T* const out = static_cast<T*>(params.out.data) + tile.batch * params.out.batch +
-                 tile.head * params.out.head +
-                 (sequence.q_begin + tile.first + first_row) * params.out.row;
-  store_rows<T, kWidth, 32>(params.out, out, q_rows, warp_rows, p.value_dim, kVectors);
+  T* const out = static_cast<T*>(params.out.data) + to.batch * params.out.batch +
+                 to.head * params.out.head + first_out * params.out.row;
+  store_rows<T, kWidth, 32>(params.out, out, q_rows, warp.rows, p.value_dim, kVectors);
   __syncwarp();
-  // 0 · NaN: what a row does not see may have reached it.
   for (; redo != 0; redo &= redo - 1) {
     const int row = __ffs(static_cast<int>(redo)) - 1;
-    if (row < warp_rows) {
-      plain_row<T>(params, sequence, tile.batch, tile.head, tile.first + first_row + row);
-    }
+    if (row < warp.rows) redo_row<T, kTile.rows>(params, warp.first_row + row);
   }
 }
 

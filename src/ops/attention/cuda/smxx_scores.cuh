@@ -5,15 +5,15 @@
 //
 // f32 runs on the tensor cores as three products of tf32: x = high + low, x y ≈ high high +
 // high low + low high (Markidis et al. 2018), both halves rounded to nearest: what is dropped is of
-// the size of f32's own rounding. The tensor cores truncate each sum they make, so that errors of a
-// long sum would all point the same way (Ootomo, Yokota 2022): sums over keys leave them after
-// every tile and are added up in plain f32.
+// the size of f32's own rounding. The tensor cores truncate the sums they make, so that the errors
+// of a long sum would all point the same way (Ootomo, Yokota 2022): the large products leave them
+// after kTruncated steps and are added up in plain f32; the small ones have a sum of their own.
 #pragma once
 
 #include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "device/shared_tile.cuh"
-#include "ops/attention/cuda/params.cuh"
+#include "ops/attention/cuda/smxx_tiles.cuh"
 
 namespace pullback::attention {
 
@@ -32,6 +32,19 @@ inline float log2_fast(float x) {
   return result;
 }
 
+// The lane's and the warp's number, read anew: what depends on them is computed where it is used
+// and holds no register in between.
+inline int fresh_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+inline int fresh_warp() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread / 32;
+}
+
 // --- Operands ---
 
 // One operand of 16 x 32 bytes (A) or two of 32 bytes x 8 (B).
@@ -43,13 +56,13 @@ struct Operand {
 template <>
 struct Operand<float> {
   uint32_t word[4], low[4];
-  // To the nearest tf32; the hardware ignores the bits below.
-  static uint32_t rounded(uint32_t bits) { return (bits + 0x1000u) & 0xffffe000u; }
   void split() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t high = rounded(word[i]);
-      low[i] = rounded(__float_as_uint(__uint_as_float(word[i]) - __uint_as_float(high)));
+      // To the nearest tf32. The hardware ignores the lower bits, so those of `low` may stay.
+      constexpr uint32_t kHalf = 0x1000, kBelow = 0x1fff;
+      const uint32_t high = (word[i] + kHalf) & ~kBelow;
+      low[i] = __float_as_uint(__uint_as_float(word[i]) - __uint_as_float(high)) + kHalf;
       word[i] = high;
     }
   }
@@ -58,18 +71,26 @@ struct Operand<float> {
 // d += a · (the `half`-th of the two in b)
 template <class T>
 void multiply(float (&d)[4], const Operand<T>& a, const Operand<T>& b, int half) {
-  if constexpr (sizeof(T) == 4) {
-    mma_1688_tf32(d, a.low, b.word[2 * half], b.word[2 * half + 1]);
-    mma_1688_tf32(d, a.word, b.low[2 * half], b.low[2 * half + 1]);
-    mma_1688_tf32(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
-  } else {
-    mma_16816<T>(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
-  }
+  mma_16816<T>(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
 }
+
+// Sums of the large and the small products of f32.
+template <int kRowTiles, int kTiles>
+struct SplitSums {
+  float high[kRowTiles][kTiles][4] = {}, low[kRowTiles][kTiles][4] = {};
+
+  void multiply(int m, int n, const Operand<float>& a, const Operand<float>& b, int half) {
+    mma_1688_tf32(high[m][n], a.word, b.word[2 * half], b.word[2 * half + 1]);
+    mma_1688_tf32(low[m][n], a.low, b.word[2 * half], b.word[2 * half + 1]);
+    mma_1688_tf32(low[m][n], a.word, b.low[2 * half], b.low[2 * half + 1]);
+  }
+};
 
 // Elements of the inner dimension of one instruction.
 template <class T>
 inline constexpr int kInner = 32 / static_cast<int>(sizeof(T));
+// f32: steps whose sum may stay in the tensor cores.
+inline constexpr int kTruncated = 4;
 
 // The lane's place in a tile that ldmatrix reads 16 rows by 32 bytes at a time.
 template <class T, int kWidth>
@@ -90,27 +111,21 @@ struct LanePlace {
 // Rows are rows of A, or rows of V for the transposed B.
 template <class T, int kWidth>
 LanePlace<T, kWidth> place_of_rows() {
-  const int lane = threadIdx.x % 32;
+  const int lane = fresh_lane();
   return {lane % 16, lane / 16};
 }
 // Rows are columns of B: keys.
 template <class T, int kWidth>
 LanePlace<T, kWidth> place_of_keys() {
-  const int lane = threadIdx.x % 32;
+  const int lane = fresh_lane();
   return {lane % 8 + lane / 16 * 8, lane / 8 % 2};
 }
 
 // --- s = q · kᵀ ---
 
 template <class T, int kWidth, int kRowTiles>
-struct QueryOperands {
-  static constexpr int kSteps = kWidth / kInner<T>;
-  Operand<T> operand[kSteps][kRowTiles];
-};
-
-template <class T, int kWidth, int kRowTiles>
-void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, int step) {
-  const auto place = place_of_rows<T, kWidth>();
+void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, const LanePlace<T, kWidth>& place,
+                  int step) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     load_matrices(q[m].word, place.at(q_tile, step) + m * 16 * TileLayout<T, kWidth>::kRowBytes);
@@ -122,17 +137,10 @@ void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, int step) {
 template <class T, int kWidth, int kRowTiles, int kKeys, class Query>
 void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint32_t k_tile) {
   using Layout = TileLayout<T, kWidth>;
+  constexpr int kSteps = kWidth / kInner<T>;
   const auto keys = place_of_keys<T, kWidth>();
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][n][e] = 0;
-    }
-  }
-#pragma unroll
-  for (int step = 0; step < kWidth / kInner<T>; ++step) {
+  // add(m, n, a, b, half)
+  const auto add_step = [&](int step, const auto& add) {
     Operand<T> q[kRowTiles];
     query(step, q);
 #pragma unroll
@@ -142,10 +150,44 @@ void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint
       k.split();
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        multiply<T>(s[m][2 * n], q[m], k, 0);
-        multiply<T>(s[m][2 * n + 1], q[m], k, 1);
+        add(m, 2 * n, q[m], k, 0);
+        add(m, 2 * n + 1, q[m], k, 1);
       }
     }
+  };
+  const auto for_each = [&](const auto& visit) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) visit(m, n, e);
+      }
+    }
+  };
+  for_each([&](int m, int n, int e) { s[m][n][e] = 0; });
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      add_step(step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b, int half) {
+        multiply<T>(s[m][n], a, b, half);
+      });
+    }
+  } else {
+    SplitSums<kRowTiles, kKeys / 8> sums;
+#pragma unroll 1
+    for (int first = 0; first < kSteps; first += kTruncated) {
+#pragma unroll
+      for (int step = 0; step < kTruncated; ++step) {
+        add_step(first + step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b,
+                                   int half) { sums.multiply(m, n, a, b, half); });
+      }
+      for_each([&](int m, int n, int e) {
+        s[m][n][e] += sums.high[m][n][e];
+        sums.high[m][n][e] = 0;
+      });
+    }
+    for_each([&](int m, int n, int e) { s[m][n][e] += sums.low[m][n][e]; });
   }
 }
 
@@ -181,7 +223,15 @@ void value_product(float (&out)[kRowTiles][kWidth / 8][4],
   } else {
     // The inner index t of the instruction stands for key 2t, t + 4 for key 2t + 1: so the scores
     // are the operand as they lie, and the rows that a warp reads differ in their swizzle.
-    const int lane = threadIdx.x % 32;
+    const int lane = fresh_lane();
+    // Where element i of the operand is for n = 0; a step of n changes bit 2 of the chunk.
+    uint32_t place[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int column = i / 2 * 8 + lane / 4;
+      place[i] = v_tile + Layout::offset(lane % 4 * 2 + i % 2, column / 4) + column % 4 * 4;
+    }
+    static_assert(kKeys / 8 <= kTruncated);
     Operand<T> weights[kKeys / 8][kRowTiles];
 #pragma unroll
     for (int step = 0; step < kKeys / 8; ++step) {
@@ -196,41 +246,42 @@ void value_product(float (&out)[kRowTiles][kWidth / 8][4],
     }
 #pragma unroll
     for (int n = 0; n < kWidth / 16; ++n) {
-      float sums[kRowTiles][2][4] = {};
+      SplitSums<kRowTiles, 2> sums;
 #pragma unroll
       for (int step = 0; step < kKeys / 8; ++step) {
-        const int key = step * 8 + lane % 4 * 2;
         Operand<T> v;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int column = n * 16 + i / 2 * 8 + lane / 4;
-          v.word[i] =
-              load_shared_word(v_tile + Layout::offset(key + i % 2, column / 4) + column % 4 * 4);
+          v.word[i] = load_shared_word((place[i] ^ (n % 2 * 64)) + n / 2 * 128 +
+                                       step * 8 * Layout::kRowBytes);
         }
         v.split();
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          multiply<T>(sums[m][0], weights[step][m], v, 0);
-          multiply<T>(sums[m][1], weights[step][m], v, 1);
+          sums.multiply(m, 0, weights[step][m], v, 0);
+          sums.multiply(m, 1, weights[step][m], v, 1);
         }
       }
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          out[m][2 * n][e] += sums[m][0][e];
-          out[m][2 * n + 1][e] += sums[m][1][e];
+          out[m][2 * n][e] += sums.high[m][0][e] + sums.low[m][0][e];
+          out[m][2 * n + 1][e] += sums.high[m][1][e] + sums.low[m][1][e];
         }
       }
     }
   }
 }
 
-// --- Keys of a lane ---
+// --- Rows and keys of a lane ---
 
-// Tiles of keys are interleaved (device/shared_tile.cuh): a lane has 8 neighbouring keys of every
-// 32, from here on. Score s[m][n][2 half + e] belongs to key_at(n, e) from there.
-inline int first_key_of_lane() { return static_cast<int>(threadIdx.x % 4) * 8; }
+// s[m][n][2 half + e] belongs to query row_at(m, half) of the warp's, and, as tiles of keys are
+// interleaved (device/shared_tile.cuh), to key key_at(n, e) from the lane's first one on: a lane
+// has 8 neighbouring keys of every 32.
+inline int first_row_of_lane() { return fresh_lane() / 4; }
+constexpr int row_at(int m, int half) { return m * 16 + half * 8; }
+inline int first_key_of_lane() { return fresh_lane() % 4 * 8; }
 constexpr int key_at(int n, int e) { return n / 4 * 32 + n % 4 * 2 + e; }
 
 // --- Softcap and bias ---
@@ -252,75 +303,95 @@ BiasRows<T> bias_rows(const Plane& bias, int64_t batch, int64_t head) {
           rows && bias.key == 1 && reinterpret_cast<uint64_t>(data) % 16 == 0};
 }
 
-// The bias of 8 neighbouring keys; those from `left` on do not exist.
-template <class T>
-void load_bias(float (&b)[8], const T* at, const BiasRows<T>& bias, int left) {
-  if (bias.vectors && left >= 8) {
-#pragma unroll
-    for (int part = 0; part < 8; part += kVectorLength<T>) {
-      const Vector<T> vector = *reinterpret_cast<const Vector<T>*>(at + part);
-#pragma unroll
-      for (int e = 0; e < kVectorLength<T>; ++e) b[part + e] = to_real(vector.element[e]);
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) b[e] = e < left ? to_real(at[e * bias.key]) : 0;
-  }
-}
-
-// c · tanh(x). 1 − 2 / (e^2x + 1) is within 2^-22 of tanh; f32 asks for more in its small values.
-template <class T>
-float capped(float x, float cap) {
-  if constexpr (sizeof(T) == 4) return cap * tanhf(x);
-  return cap * (1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1));
-}
-
-// Scores of the product become logits in units of log 2. Rows of the lane are query, query + 8, …;
-// its first key is `key`. What lies outside the sequence is not read, and its scores are arbitrary.
+// The bias of a lane's scores in a tile, fetched before it is needed. The warp's rows begin at
+// `query`, the tile at `tile_key`; what lies outside the sequence is not read.
 template <class T, int kRowTiles, int kKeyTiles>
-void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, const BiasRows<T>& bias,
-               int query, int queries, int key, int keys) {
-  const float inner = p.softcap > 0 ? p.scale / p.softcap : p.scale;
+struct BiasTile {
+  Vector<T> part[kRowTiles][2][kKeyTiles / 4][8 / kVectorLength<T>];
+
+  void load(const BiasRows<T>& bias, int query, int queries, int tile_key, int keys) {
+    const bool vectors = bias.vectors && tile_key + kKeyTiles * 8 <= keys;
+    const int key = tile_key + first_key_of_lane();
+    const int first_row = query + first_row_of_lane();
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = query + m * 16 + half * 8;
-      const T* const row = bias.first + (i < queries ? i : 0) * bias.query + key * bias.key;
+      for (int half = 0; half < 2; ++half) {
+        const int i = first_row + row_at(m, half);
+        const T* const row = bias.first + (i < queries ? i : 0) * bias.query + key * bias.key;
+        if (vectors) {
 #pragma unroll
-      for (int group = 0; group < kKeyTiles; group += 4) {
-        float b[8];
-        if (bias.first != nullptr) {
-          const int first = key_at(group, 0);
-          load_bias(b, row + first * bias.key, bias, keys - key - first);
-        }
+          for (int at = 0; at < kKeyTiles * 2; at += kVectorLength<T>) {
+            part[m][half][at / 8][at % 8 / kVectorLength<T>] =
+                *reinterpret_cast<const Vector<T>*>(row + at / 8 * 32 + at % 8);
+          }
+        } else {
 #pragma unroll
-        for (int at = 0; at < 8; ++at) {
-          float& score = s[m][group + at / 2][2 * half + at % 2];
-          float x = score * inner;
-          if (p.softcap > 0) x = capped<T>(x, p.softcap);
-          // A bias of −inf hides the key whatever q and k hold.
-          if (bias.first != nullptr) x = b[at] == -infinity<float>() ? b[at] : x + b[at];
-          score = x * kLog2E;
+          for (int at = 0; at < kKeyTiles * 2; ++at) {
+            const int offset = at / 8 * 32 + at % 8;
+            part[m][half][at / 8][at % 8 / kVectorLength<T>].element[at % kVectorLength<T>] =
+                key + offset < keys ? row[offset * bias.key] : T{};
+          }
         }
       }
     }
+  }
+
+  float at(int m, int half, int n, int e) const {
+    const int key = n % 4 * 2 + e;
+    return to_real(part[m][half][n / 4][key / kVectorLength<T>].element[key % kVectorLength<T>]);
+  }
+};
+
+// 1 − 2 / (e^2x + 1) is within 2^-22 of tanh; f32 asks for more in its small values.
+template <class T>
+float tanh_of(float x) {
+  if constexpr (sizeof(T) == 4) return tanhf(x);
+  return 1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1);
+}
+
+// Scores of the product become logits. What lies outside the sequence gets arbitrary ones.
+template <class T, int kRowTiles, int kKeyTiles>
+void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_bias,
+               const BiasTile<T, kRowTiles, kKeyTiles>& bias) {
+  const auto for_each = [&](const auto& change) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] = change(s[m][n][i], m, n, i);
+      }
+    }
+  };
+  const float unit = p.softcap > 0 ? p.softcap : p.scale;
+  if (p.softcap > 0) {
+    for_each([&](float x, int, int, int) { return tanh_of<T>(x * p.inner_scale); });
+  }
+  if (with_bias) {
+    for_each([&](float x, int m, int n, int i) {
+      const float b = bias.at(m, i / 2, n, i % 2);
+      // −inf hides the key whatever q and k hold.
+      return b == -infinity<float>() ? b : x * unit + b;
+    });
+  } else {
+    for_each([&](float x, int, int, int) { return x * unit; });
   }
 }
 
 // --- Mask ---
 
-// −inf where the query does not see the key; arguments as above.
+// −inf where the query does not see the key. The warp's rows begin at `query`, the tile at
+// `tile_key`.
 template <int kRowTiles, int kKeyTiles>
-void hide(float (&s)[kRowTiles][kKeyTiles][4], const Band& band, const Sequence& sequence,
-          int64_t query, int32_t key) {
+void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int query, int tile_key) {
+  const int key = tile_key + first_key_of_lane(), first_row = query + first_row_of_lane();
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Range seen = visible_keys(band, sequence, query + m * 16 + half * 8);
-      const int begin = static_cast<int>(seen.begin) - key;
-      const int end = static_cast<int>(seen.end) - key;
+      const int i = first_row + row_at(m, half);
+      const int begin = band.first_key(i) - key, end = band.end_key(i) - key;
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
@@ -338,16 +409,18 @@ void hide(float (&s)[kRowTiles][kKeyTiles][4], const Band& band, const Sequence&
 
 // A lane's 8 neighbouring keys have the draws of one call. `plane` is batch · H + head.
 template <int kRowTiles, int kKeyTiles>
-void drop(float (&p)[kRowTiles][kKeyTiles][4], const Dropout& dropout, uint64_t plane,
-          uint32_t query, uint32_t key) {
+void drop(float (&p)[kRowTiles][kKeyTiles][4], const Dropout& dropout, uint64_t plane, int query,
+          int tile_key) {
+  const int key = tile_key + first_key_of_lane(), first_row = query + first_row_of_lane();
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const auto i = static_cast<uint32_t>(first_row + row_at(m, half));
 #pragma unroll
       for (int group = 0; group < kKeyTiles; group += 4) {
-        const PhiloxWords words = dropout.draws(plane, query + m * 16 + half * 8,
-                                                (key + key_at(group, 0)) / Dropout::kKeysPerCall);
+        const auto block = static_cast<uint32_t>(key + key_at(group, 0)) / Dropout::kKeysPerCall;
+        const PhiloxWords words = dropout.draws(plane, i, block);
 #pragma unroll
         for (int at = 0; at < 8; ++at) {
           if (!dropout.keeps(words, at)) p[m][group + at / 2][2 * half + at % 2] = 0;

@@ -8,6 +8,7 @@
 #define HWY_TARGET_INCLUDE "ops/entmax/cpu/backward.cpp"
 #include <hwy/foreach_target.h>
 
+#include "cpu/ahead-inl.hpp"
 #include "cpu/simd-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
@@ -74,10 +75,16 @@ HWY_INLINE hn::Vec<D> LoadSome(D d, const T* from, std::size_t count) {
   return count == hn::Lanes(d) ? LoadAs(d, from) : LoadFirstAs(d, from, count, Real<T>{0});
 }
 
-// <s, d_y> / S. Keeps s in `stored` unless that is null.
+// <s, d_y> / S. Keeps s in `stored` unless that is null. The rows that come after this one are
+// prefetched, of y unless that is null, of d_y where all of it is needed.
 template <class R, class W, class T>
-R WeightedMean(const W& weights, const T* d_y, std::size_t length, R* stored) {
+R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_t length, R* stored) {
   const hn::ScalableTag<R> d;
+  LinesAhead y_ahead(y), d_y_ahead(d_y);
+  const auto prefetch = [&](std::size_t i) HWY_ATTR {
+    if (y != nullptr) y_ahead.StepTo(y + i);
+    if constexpr (W::dense) d_y_ahead.StepTo(d_y + i);
+  };
   const std::size_t block = kSumVectors * hn::Lanes(d);
   double total = 0, dot = 0;
   for (std::size_t begin = 0; begin < length; begin += block) {
@@ -85,6 +92,7 @@ R WeightedMean(const W& weights, const T* d_y, std::size_t length, R* stored) {
     ForEachVector(
         d, weights, begin, std::min(length, begin + block),
         [&](std::size_t i, auto w, auto active, std::size_t count) HWY_ATTR {
+          prefetch(i);
           const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
           const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
           part = hn::Add(part, s);
@@ -92,6 +100,7 @@ R WeightedMean(const W& weights, const T* d_y, std::size_t length, R* stored) {
           if (stored) hn::StoreU(s, d, stored + i);
         },
         [&](std::size_t i) HWY_ATTR {
+          prefetch(i);
           for (std::size_t k = 0; stored && k < kGroup; ++k) {
             hn::StoreU(hn::Zero(d), d, stored + i + k * hn::Lanes(d));
           }
@@ -130,8 +139,8 @@ void WriteGradient(const W& weights, R mean, const T* d_y, T* d_x, std::size_t l
 }
 
 template <class R, class W, class T>
-void Gradient(const W& weights, const T* d_y, T* d_x, std::size_t length, bool stream) {
-  const R mean = WeightedMean<R>(weights, d_y, length, static_cast<R*>(nullptr));
+void Gradient(const W& weights, const T* y, const T* d_y, T* d_x, std::size_t length, bool stream) {
+  const R mean = WeightedMean<R>(weights, y, d_y, length, static_cast<R*>(nullptr));
   WriteGradient<R>(weights, mean, d_y, d_x, length, stream);
 }
 
@@ -148,10 +157,10 @@ void GradientFromY(const T* y, const T* d_y, T* d_x, std::size_t length, double 
     const DenseWeights<kFamily, Arithmetic, T> weights(y, alpha);
     if constexpr (kFamily == Family::general || kFamily == Family::steep) {
       auto* s = reinterpret_cast<Arithmetic*>(scratch);
-      const Arithmetic mean = WeightedMean<Arithmetic>(weights, d_y, length, s);
+      const Arithmetic mean = WeightedMean<Arithmetic>(weights, y, d_y, length, s);
       WriteGradient<Arithmetic>(StoredWeights(s), mean, d_y, d_x, length, stream);
     } else {
-      Gradient<Arithmetic>(weights, d_y, d_x, length, stream);
+      Gradient<Arithmetic>(weights, y, d_y, d_x, length, stream);
     }
   };
   switch (entmax::family_of(alpha)) {
@@ -309,7 +318,8 @@ void GradientFromSupport(const BackwardTile& tile, std::int64_t r, const RowTens
   if (support_size * 8 <= std::max<std::int64_t>(tile.length, 64)) {
     return GradientOfFew<Real<T>>(bits, d_y, d_x, length, stream);
   }
-  Gradient<Real<T>>(MaskWeights<Real<T>>(bits), d_y, d_x, length, stream);
+  Gradient<Real<T>>(MaskWeights<Real<T>>(bits), static_cast<const T*>(nullptr), d_y, d_x, length,
+                    stream);
 }
 
 // Rows side by side in columns: a row in each lane.
@@ -507,13 +517,14 @@ class BackwardPlan final : public RowPlan {
       weights_ = slot.add(vector_scratch_bytes(
           length_, any || family == Family::steep || problem.x.dtype == DType::f64));
     }
-    has_stripe_ = packs(walk_) && walk_.adjacent(kY) && walk_.adjacent(kDY) && walk_.adjacent(kDX);
-    if (has_stripe_) {
-      constexpr std::int64_t kMostLanes = 16;
-      const std::int64_t width = (walk_.tile_rows() / kMostLanes + 1) * kMostLanes;
-      stripe_ = slot.add(2 * width * length_ *
-                         static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype))));
-    }
+    constexpr std::int64_t kMostLanes = 16;
+    const std::int64_t width = (walk_.tile_rows() / kMostLanes + 1) * kMostLanes;
+    const std::int64_t stripe_bytes =
+        2 * width * length_ *
+        static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype)));
+    has_stripe_ = packs(walk_) && walk_.adjacent(kY) && walk_.adjacent(kDY) &&
+                  walk_.adjacent(kDX) && stripe_bytes <= kMostStripeBytes;
+    if (has_stripe_) stripe_ = slot.add(stripe_bytes);
     finish(slot, problem.d_x, packs(walk_));
   }
 

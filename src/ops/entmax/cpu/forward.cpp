@@ -56,14 +56,15 @@ struct RowView {
   const T* next;  // the row that comes after this one, or null
 };
 
+constexpr std::size_t kNextBytes = 8192;
+
 // The solver computes on few elements for as long as it takes to fetch a few KB: without this,
 // memory would idle.
 template <class T>
 void PrefetchNext(const RowView<T>& row) {
-  constexpr std::size_t kBytes = 8192;
   if (row.next == nullptr) return;
   const auto* from = reinterpret_cast<const std::uint8_t*>(row.next);
-  for (std::size_t i = 0; i < std::min(row.length * sizeof(T), kBytes); i += 64) {
+  for (std::size_t i = 0; i < std::min(row.length * sizeof(T), kNextBytes); i += 64) {
     hwy::Prefetch(from + i);
   }
 }
@@ -71,7 +72,7 @@ void PrefetchNext(const RowView<T>& row) {
 // The maximum, NaN if there is a NaN. `lane_maxima` receives kAccumulators vectors, which are the
 // row itself, padded with -inf, when it is that short.
 template <class R, class T>
-R MaxOfRow(const T* x, std::size_t length, R* lane_maxima) {
+R MaxOfRow(const T* x, std::size_t length, R* lane_maxima, bool prefetch) {
   const hn::ScalableTag<R> d;
   const std::size_t lanes = hn::Lanes(d);
   const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
@@ -82,7 +83,9 @@ R MaxOfRow(const T* x, std::size_t length, R* lane_maxima) {
     max = hn::Max(v, max);
   };
   std::size_t i = 0;
+  LinesAhead ahead(x, lanes * sizeof(T));
   for (; i + 4 * lanes <= length; i += 4 * lanes) {
+    for (int k = 0; prefetch && k < 4; ++k) ahead.Step();
     take(LoadAs(d, x + i), m0);
     take(LoadAs(d, x + i + lanes), m1);
     take(LoadAs(d, x + i + 2 * lanes), m2);
@@ -228,7 +231,8 @@ void WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& th
 template <Family kFamily, class R, class T>
 RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
   const Power<kFamily, R> power(alpha);
-  const R max = MaxOfRow(row.x, row.length, elements);
+  const bool prefetch = row.length * sizeof(T) > kNextBytes;  // PrefetchNext() does for less
+  const R max = MaxOfRow(row.x, row.length, elements, prefetch);
   if (!std::isfinite(max)) return DegenerateRow(row, max < 0);
   PrefetchNext(row);
   const bool bounded = row.length >= kMinLengthForBound;
@@ -258,7 +262,7 @@ RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
   LinesAhead ahead(row.x);
   for (std::size_t begin = 0; begin < row.length; begin += block) {
     const std::size_t end = std::min(row.length, begin + block);
-    const R highest = MaxOfRow(row.x + begin, end - begin, lane_maxima);
+    const R highest = MaxOfRow(row.x + begin, end - begin, lane_maxima, false);
     if (!(highest < std::numeric_limits<R>::infinity())) return DegenerateRow(row, false);
     factors[begin / block] = highest;
     const auto shift = hn::Set(d, highest > kLowest ? highest : R{0});
@@ -464,7 +468,8 @@ class ForwardPlan final : public RowPlan {
     add_support_bits(slot, problem.support, kSupport);
     elements_ = slot.add(vector_scratch_bytes(length_, in_double));
     has_stripe_ = !problem.mask.given() && !problem.support.given() && !walk_.contiguous(kX) &&
-                  walk_.adjacent(kX) && walk_.adjacent(kY);
+                  walk_.adjacent(kX) && walk_.adjacent(kY) &&
+                  stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
     finish(slot, problem.y, packs(problem, walk_));
   }

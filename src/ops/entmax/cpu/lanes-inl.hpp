@@ -24,6 +24,7 @@ inline constexpr std::size_t kLanes = hn::MaxLanes(LaneTag<R>());
 
 // --- Transposition ---
 
+#if HWY_TARGET != HWY_SCALAR
 // v[k] lane i becomes v[i] lane k, in each 16-byte block.
 template <class D>
 HWY_INLINE void TransposeBlocks(D d, hn::Vec<D>* v) {
@@ -70,25 +71,27 @@ HWY_INLINE void StoreBlocks(D d, hn::Vec<D> v, hn::TFromD<D>* to, std::int64_t s
   }
 }
 
+#endif
+
 // Element i of kLanes rows to vector i.
 template <class R>
 void RowsToLanes(const R* from, std::int64_t row_step, std::size_t length, R* HWY_RESTRICT to) {
-  const LaneTag<R> d;
-  constexpr std::size_t kBlock = std::min(16 / sizeof(R), kLanes<R>);
+  [[maybe_unused]] const LaneTag<R> d;
   std::size_t i = 0;
-  if constexpr (kLanes<R> > 1) {
-    for (; i + kBlock <= length; i += kBlock) {
-      Lane<R> v[kBlock];
-      for (std::size_t k = 0; k < kBlock; ++k) {
-        // Lane k of block b is row b * kBlock + k.
-        v[k] = LoadBlocks(
-            d, from + static_cast<std::int64_t>(k) * row_step + static_cast<std::int64_t>(i),
-            row_step * static_cast<std::int64_t>(kBlock));
-      }
-      TransposeBlocks(d, v);
-      for (std::size_t k = 0; k < kBlock; ++k) hn::StoreU(v[k], d, to + (i + k) * kLanes<R>);
+#if HWY_TARGET != HWY_SCALAR
+  constexpr std::size_t kBlock = 16 / sizeof(R);
+  for (; i + kBlock <= length; i += kBlock) {
+    Lane<R> v[kBlock];
+    for (std::size_t k = 0; k < kBlock; ++k) {
+      // Lane k of block b is row b * kBlock + k.
+      v[k] = LoadBlocks(
+          d, from + static_cast<std::int64_t>(k) * row_step + static_cast<std::int64_t>(i),
+          row_step * static_cast<std::int64_t>(kBlock));
     }
+    TransposeBlocks(d, v);
+    for (std::size_t k = 0; k < kBlock; ++k) hn::StoreU(v[k], d, to + (i + k) * kLanes<R>);
   }
+#endif
   for (; i < length; ++i) {
     for (std::size_t r = 0; r < kLanes<R>; ++r) {
       to[i * kLanes<R> + r] =
@@ -99,21 +102,21 @@ void RowsToLanes(const R* from, std::int64_t row_step, std::size_t length, R* HW
 
 template <class R>
 void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int64_t row_step) {
-  const LaneTag<R> d;
-  constexpr std::size_t kBlock = std::min(16 / sizeof(R), kLanes<R>);
+  [[maybe_unused]] const LaneTag<R> d;
   std::size_t i = 0;
-  if constexpr (kLanes<R> > 1) {
-    for (; i + kBlock <= length; i += kBlock) {
-      Lane<R> v[kBlock];
-      for (std::size_t k = 0; k < kBlock; ++k) v[k] = hn::LoadU(d, from + (i + k) * kLanes<R>);
-      TransposeBlocks(d, v);
-      for (std::size_t k = 0; k < kBlock; ++k) {
-        StoreBlocks(d, v[k],
-                    to + static_cast<std::int64_t>(k) * row_step + static_cast<std::int64_t>(i),
-                    row_step * static_cast<std::int64_t>(kBlock));
-      }
+#if HWY_TARGET != HWY_SCALAR
+  constexpr std::size_t kBlock = 16 / sizeof(R);
+  for (; i + kBlock <= length; i += kBlock) {
+    Lane<R> v[kBlock];
+    for (std::size_t k = 0; k < kBlock; ++k) v[k] = hn::LoadU(d, from + (i + k) * kLanes<R>);
+    TransposeBlocks(d, v);
+    for (std::size_t k = 0; k < kBlock; ++k) {
+      StoreBlocks(d, v[k],
+                  to + static_cast<std::int64_t>(k) * row_step + static_cast<std::int64_t>(i),
+                  row_step * static_cast<std::int64_t>(kBlock));
     }
   }
+#endif
   for (; i < length; ++i) {
     for (std::size_t r = 0; r < kLanes<R>; ++r) {
       to[static_cast<std::int64_t>(r) * row_step + static_cast<std::int64_t>(i)] =

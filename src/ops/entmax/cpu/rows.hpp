@@ -21,12 +21,12 @@ namespace pullback::entmax {
 // Outputs of a call from this size on bypass the caches: storing into lines that are not cached
 // would read them first, and an output this large is gone from L2 when its reader comes.
 inline constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
-// A tile of rows used in place: enough elements to make the cost of a task vanish.
-inline constexpr std::int64_t kTileElements = 32768;
+inline constexpr std::int64_t kTileElements = 32768;  // in place: makes the cost of a task vanish
 // A tile of packed rows: this many bytes across neighbouring rows, as every axis position takes a
 // page walk and a DRAM page; within this much scratch.
 inline constexpr std::int64_t kPackedLineBytes = 256;
 inline constexpr std::int64_t kPackedTileBytes = std::int64_t{4} << 20;
+inline constexpr std::int64_t kMostStripeBytes = 4 * kPackedTileBytes;  // beyond, rows are packed
 
 // One tensor's part of a tile: the first element of its first row, and the steps in elements.
 struct RowTensor {
@@ -193,12 +193,6 @@ void for_each_blocked(std::int64_t rows, std::int64_t length, const Move& move) 
   }
 }
 
-template <class T>
-void fill_zero(const RowTensor& to, std::int64_t rows, std::int64_t length) {
-  for_each_blocked(rows, length,
-                   [&](std::int64_t r, std::int64_t i) { to.row<T>(r)[i * to.step] = T{}; });
-}
-
 // What the tasks of both passes begin with: rows of one length, side by side.
 struct RowTile {
   DType dtype;
@@ -323,7 +317,11 @@ class RowPlan : public PlanBody<EntmaxTensors> {
 
  private:
   void clear(const RowTensor& output, std::int64_t rows, std::int64_t length) const {
-    dispatch_floating(problem_.x.dtype, [&]<class T>() { fill_zero<T>(output, rows, length); });
+    dispatch_floating(problem_.x.dtype, [&]<class T>() {
+      for_each_blocked(rows, length, [&](std::int64_t r, std::int64_t i) {
+        output.row<T>(r)[i * output.step] = T{};
+      });
+    });
   }
 
   // Ragged: one for each row, one for the elements that belong to none.

@@ -30,6 +30,8 @@ HWY_INLINE hn::Vec<D> SquareRoot(D d, hn::Vec<D> y) {
 template <Family kFamily, class R, class T>
 class DenseWeights {
  public:
+  static constexpr bool dense = kFamily == Family::softmax;  // no element without weight
+
   DenseWeights(const T* y, double alpha) : y_(y), exponent_(static_cast<R>(2 - alpha)) {}
 
   // Of elements [i, i + count), count <= Lanes(d): y, which is zero where s is.
@@ -72,6 +74,8 @@ class DenseWeights {
 template <class R>
 class MaskWeights {
  public:
+  static constexpr bool dense = false;
+
   explicit MaskWeights(const std::uint8_t* bits) : bits_(bits) {}
 
   template <class D>

@@ -22,9 +22,6 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 namespace {
 
-// How d_x is made.
-enum class Rule { spread, place, mask, equal, power, product, softmax };
-
 template <class T>
 class Backward {
   using R = Real<T>;
@@ -41,36 +38,9 @@ class Backward {
         out_(problem_.out, run.tensors.out),
         d_out_(problem_.d_out, run.tensors.d_out),
         d_x_(problem_.d_x, run.tensors.d_x, run.segments),
-        saved_(problem_, run.tensors, run.segments) {
-    const bool even = problem_.ties == Ties::even;
-    switch (problem_.reduce) {
-      case SegmentReduce::sum:
-      case SegmentReduce::mean:
-        rule_ = Rule::spread;
-        folds_ = false;
-        break;
-      case SegmentReduce::max:
-      case SegmentReduce::min:
-        rule_ = saved_.kind == SegmentSaved::arg        ? Rule::place
-                : saved_.kind == SegmentSaved::arg_mask ? Rule::mask
-                : even                                  ? Rule::equal
-                                                        : Rule::place;
-        folds_ = even || saved_.kind == SegmentSaved::nothing;
-        break;
-      case SegmentReduce::prod:
-        rule_ = Rule::product;
-        folds_ = true;
-        break;
-      case SegmentReduce::logsumexp:
-        rule_ = Rule::power;
-        folds_ = !uses_saved_lse(problem_);
-        break;
-      case SegmentReduce::softmax:
-        rule_ = Rule::softmax;
-        folds_ = true;
-        break;
-    }
-  }
+        saved_(problem_, run.tensors, run.segments),
+        rule_(RuleOf(problem_, saved_.kind)),
+        folds_(Folds(problem_, saved_.kind)) {}
 
   void All() const {
     ForTasksFirst<R>(run_, [&](std::int64_t tile, const Task& task) { First(tile, task); });

@@ -121,25 +121,26 @@ void ShortExtreme(const Extreme<R>& state, const Block<R>& block, std::int64_t c
 
 // Places of a vector of columns as rows: `first` + place.
 template <class Lanes, class DI, class A>
-HWY_INLINE void WriteRowNumbers(const Lanes& lanes, DI di, hn::Vec<DI> place, std::int64_t first,
-                                A* to) {
+HWY_INLINE void WriteRowNumbers([[maybe_unused]] const Lanes& lanes, DI di, hn::Vec<DI> place,
+                                std::int64_t first, A* to) {
   constexpr std::size_t kLanes = hn::MaxLanes(di);
-  if constexpr (sizeof(A) == 2 * sizeof(hn::TFromD<DI>) && kLanes > 1 &&
-                !std::is_same_v<Lanes, FirstLanes>) {
+#if HWY_TARGET != HWY_SCALAR
+  if constexpr (sizeof(A) == 2 * sizeof(hn::TFromD<DI>) && !std::is_same_v<Lanes, FirstLanes>) {
     const hn::Repartition<A, DI> wide;
     const hn::Half<DI> half;
     const auto base = hn::Set(wide, static_cast<A>(first));
     lanes.Write(wide, hn::Add(hn::PromoteTo(wide, hn::LowerHalf(half, place)), base), to);
     lanes.Write(wide, hn::Add(hn::PromoteTo(wide, hn::UpperHalf(half, place)), base),
                 to + kLanes / 2);
-  } else {
-    HWY_ALIGN hn::TFromD<DI> places[kLanes];
-    hn::Store(place, di, places);
-    std::size_t count = kLanes;
-    if constexpr (std::is_same_v<Lanes, FirstLanes>) count = lanes.count;
-    for (std::size_t i = 0; i < count; ++i) {
-      to[i] = static_cast<A>(first + static_cast<std::int64_t>(places[i]));
-    }
+    return;
+  }
+#endif
+  HWY_ALIGN hn::TFromD<DI> places[kLanes];
+  hn::Store(place, di, places);
+  std::size_t count = kLanes;
+  if constexpr (std::is_same_v<Lanes, FirstLanes>) count = lanes.count;
+  for (std::size_t i = 0; i < count; ++i) {
+    to[i] = static_cast<A>(first + static_cast<std::int64_t>(places[i]));
   }
 }
 

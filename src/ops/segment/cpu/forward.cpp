@@ -283,19 +283,6 @@ class Forward {
     WriteColumn(ArgMatrix<A>(), s, places, group.count, streams_arg_);
   }
 
-  // Rows [s, s + count) of a tensor with one column.
-  template <class To, class A>
-  static void WriteColumn(const Matrix<To>& matrix, std::int64_t s, const A* from,
-                          std::int64_t count, bool stream) {
-    if (stream) {
-      StreamBytes(reinterpret_cast<const std::uint8_t*>(from),
-                  reinterpret_cast<std::uint8_t*>(matrix.at(s, 0)),
-                  count * static_cast<std::int64_t>(sizeof(A)));
-    } else {
-      for (std::int64_t k = 0; k < count; ++k) *matrix.at(s + k, 0) = To(from[k]);
-    }
-  }
-
   const R* Column() const { return reinterpret_cast<const R*>(x_.data); }
 
   // FoldPiece for one column.

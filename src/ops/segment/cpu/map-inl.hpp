@@ -50,6 +50,19 @@ inline void StreamBytes(const std::uint8_t* from, std::uint8_t* to, std::int64_t
   if (i < count) std::memcpy(to + i, from + i, static_cast<std::size_t>(count - i));
 }
 
+// Rows [s, s + count) of a tensor with one column.
+template <class To, class A>
+void WriteColumn(const Matrix<To>& matrix, std::int64_t s, const A* from, std::int64_t count,
+                 bool stream) {
+  if (stream) {
+    StreamBytes(reinterpret_cast<const std::uint8_t*>(from),
+                reinterpret_cast<std::uint8_t*>(matrix.at(s, 0)),
+                count * static_cast<std::int64_t>(sizeof(A)));
+  } else {
+    for (std::int64_t k = 0; k < count; ++k) *matrix.at(s + k, 0) = To(from[k]);
+  }
+}
+
 template <class T>
 class RowOutput {
   using R = Real<T>;

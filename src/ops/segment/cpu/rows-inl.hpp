@@ -304,16 +304,17 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
 // would carry the roundings of all n.
 template <class R>
 void MultiplyRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT total) {
-  const hn::ScalableTag<R> d;
   if constexpr (sizeof(R) == 8) {
     FoldRows(block, 0, columns, total, [](auto a, auto b) { return hn::Mul(a, b); });
-  } else if constexpr (hn::MaxLanes(d) == 1) {
+  } else {
+#if HWY_TARGET == HWY_SCALAR
     for (std::int64_t c = 0; c < columns; ++c) {
       double product = static_cast<double>(total[c]);
       for (std::int64_t r = 0; r < block.rows; ++r) product *= static_cast<double>(block.row(r)[c]);
       total[c] = static_cast<R>(product);
     }
-  } else {
+#else
+    const hn::ScalableTag<R> d;
     const hn::Half<decltype(d)> half;
     const hn::Rebind<double, decltype(half)> wide;
     ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
@@ -328,6 +329,7 @@ void MultiplyRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT t
       }
       Store(d, hn::Combine(d, hn::DemoteTo(half, high), hn::DemoteTo(half, low)), total + c);
     });
+#endif
   }
 }
 

@@ -1,4 +1,5 @@
-// What the forward of max and min saved: arg, arg_mask, or nothing. Neither is trusted.
+// How backward makes d_x, and what the forward of max and min saved for it: arg, arg_mask, or
+// nothing. Neither is trusted.
 
 #if defined(PULLBACK_SEGMENT_SAVED_INL_HPP) == defined(HWY_TARGET_TOGGLE)
 #ifdef PULLBACK_SEGMENT_SAVED_INL_HPP
@@ -11,6 +12,37 @@
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
+
+enum class Rule { spread, place, mask, equal, power, product, softmax };
+
+inline Rule RuleOf(const SegmentProblem& problem, SegmentSaved saved) {
+  switch (problem.reduce) {
+    case SegmentReduce::sum:
+    case SegmentReduce::mean:
+      return Rule::spread;
+    case SegmentReduce::max:
+    case SegmentReduce::min:
+      if (saved == SegmentSaved::arg_mask) return Rule::mask;
+      return saved == SegmentSaved::nothing && problem.ties == Ties::even ? Rule::equal
+                                                                          : Rule::place;
+    case SegmentReduce::prod:
+      return Rule::product;
+    case SegmentReduce::logsumexp:
+      return Rule::power;
+    case SegmentReduce::softmax:
+      break;
+  }
+  return Rule::softmax;
+}
+
+// Whether rows have to be reduced before d_x is written.
+inline bool Folds(const SegmentProblem& problem, SegmentSaved saved) {
+  if (is_extreme(problem.reduce)) {
+    return problem.ties == Ties::even || saved == SegmentSaved::nothing;
+  }
+  if (problem.reduce == SegmentReduce::logsumexp) return !uses_saved_lse(problem);
+  return problem.reduce == SegmentReduce::prod || problem.reduce == SegmentReduce::softmax;
+}
 
 template <class R>
 class Saved {

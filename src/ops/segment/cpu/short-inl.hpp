@@ -44,6 +44,7 @@ struct ShortGroup {
   }
 };
 
+#if HWY_TARGET != HWY_SCALAR
 // op over the lanes of each 16-byte block, of vector k in the block's lane k.
 template <class D, class Op>
 HWY_INLINE hn::Vec<D> FoldInBlocks(D d, const hn::Vec<D>* v, const Op& op) {
@@ -64,11 +65,8 @@ HWY_INLINE hn::Vec<D> FoldInBlocks(D d, const hn::Vec<D>* v, const Op& op) {
 template <class D, class Op>
 HWY_INLINE hn::Vec<D> FoldEach(D d, const hn::Vec<D>* v, const Op& op) {
   constexpr std::size_t kLanes = hn::MaxLanes(d), kPerBlock = 16 / sizeof(hn::TFromD<D>);
-  static_assert(kLanes == 1 || kLanes == kPerBlock || kLanes == 2 * kPerBlock ||
-                kLanes == 4 * kPerBlock);
-  if constexpr (kLanes == 1) {
-    return v[0];
-  } else if constexpr (kLanes == kPerBlock) {
+  static_assert(kLanes == kPerBlock || kLanes == 2 * kPerBlock || kLanes == 4 * kPerBlock);
+  if constexpr (kLanes == kPerBlock) {
     return FoldInBlocks(d, v, op);
   } else {
     const auto halves = [&](auto a, auto b) HWY_ATTR {
@@ -85,6 +83,13 @@ HWY_INLINE hn::Vec<D> FoldEach(D d, const hn::Vec<D>* v, const Op& op) {
     }
   }
 }
+
+#else
+template <class D, class Op>
+HWY_INLINE hn::Vec<D> FoldEach(D, const hn::Vec<D>* v, const Op&) {
+  return v[0];
+}
+#endif
 
 // Calls f(k, rows, starts, counts) for segments [k, k + lanes): rows[i] has the rows of segment
 // k + i, which begin at starts[i], or of those that fit no vector fold(first row, their number).
