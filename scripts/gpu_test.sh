@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The whole suite on a GPU, then its quick part under compute-sanitizer. Runs in a checkout that was
 # built, or in a folder made by gpu_pack.sh.
-#   gpu_test.sh [all|suite|memcheck|racecheck|initcheck|synccheck]
+#   gpu_test.sh [all|suite|torch|memcheck|racecheck|initcheck|synccheck]
+# "torch" needs a folder made by gpu_pack.sh, and a python3 with PyTorch; PULLBACK_PYTHON names it.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 what=${1:-all}
@@ -31,7 +32,7 @@ run() {  # NAME COMMAND...
   shift
   log=$(mktemp)
   if "$@" >"$log" 2>&1; then
-    echo "passed  $name, $((SECONDS - start)) s: $(grep -E '^\[  PASSED|ERROR SUMMARY' "$log" | tr '\n' ' ')"
+    echo "passed  $name, $((SECONDS - start)) s: $(grep -E '^\[  PASSED|ERROR SUMMARY|[0-9]+ passed' "$log" | tr '\n' ' ')"
   else
     echo "FAILED  $name, $((SECONDS - start)) s"
     grep -vE '^\[ RUN|^\[       OK|^\[-----|SKIPPED' "$log" | head -60
@@ -61,19 +62,28 @@ sanitize() {
 
 quick='OnDevice*:*_cuda_fuzz.*:*_cuda_cases.*_f32'
 few='OnDevice*:*_cuda_fuzz.*'
+# The PyTorch suite on CUDA tensors.
+torch_suite() {
+  [ -d "$here/site" ] || return 0
+  PYTHONPATH=$here/site run "PyTorch suite" "${PULLBACK_PYTHON:-python3}" -m pytest -q --tb=short \
+    -p no:cacheprovider "$here/python_tests" -k cuda
+}
+
 case $what in
   suite) suite ;;
+  torch) torch_suite ;;
   memcheck | initcheck) sanitize "$what" "$quick" ;;
   racecheck | synccheck) sanitize "$what" "$few" ;;
   all)
     suite
+    torch_suite
     sanitize memcheck "$quick"
     sanitize racecheck "$few"
     sanitize initcheck "$few"
     sanitize synccheck "$few"
     ;;
   *)
-    echo "usage: gpu_test.sh [all|suite|memcheck|racecheck|initcheck|synccheck]" >&2
+    echo "usage: gpu_test.sh [all|suite|torch|memcheck|racecheck|initcheck|synccheck]" >&2
     exit 2
     ;;
 esac

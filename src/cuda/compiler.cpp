@@ -54,6 +54,7 @@ Cubin find_or_compile(const KernelSource& kernel) {
   const std::string key = key_text(kernel);
   const DiskCache cache = DiskCache::from_environment();
   if (auto cubin = cache.read(key)) return std::move(*cubin);
+  if (auto cubin = DiskCache::shipped().read(key)) return std::move(*cubin);
   if (environment("PULLBACK_JIT") == "off") {
     throw Error(ErrorCode::device,
                 fmt::format("CUDA: {} for {} is not in the cache ({}) and PULLBACK_JIT=off forbids "

@@ -1,5 +1,6 @@
 #include "cuda/disk_cache.hpp"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
@@ -131,6 +132,17 @@ DiskCache DiskCache::from_environment() {
   return DiskCache(default_folder(), mode == "off"  ? Mode::off
                                      : mode == "ro" ? Mode::read_only
                                                     : Mode::read_write);
+}
+
+DiskCache DiskCache::shipped() {
+  Dl_info info{};
+  std::string folder;
+  if (dladdr(reinterpret_cast<const void*>(&DiskCache::shipped), &info) && info.dli_fname) {
+    std::error_code ignored;
+    folder = fs::absolute(info.dli_fname, ignored).parent_path() / "kernels";
+  }
+  const bool off = from_environment().mode() == Mode::off;
+  return DiskCache(folder, off ? Mode::off : Mode::read_only);
 }
 
 std::string DiskCache::path_of(const std::string& key_text) const {

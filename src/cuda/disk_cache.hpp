@@ -20,6 +20,10 @@ class DiskCache {
   // first write.
   static DiskCache from_environment();
 
+  // What a package brings along: the folder "kernels" beside this library, never written to. None
+  // with PULLBACK_CACHE=off.
+  static DiskCache shipped();
+
   DiskCache(std::string folder, Mode mode);
 
   const std::string& folder() const { return folder_; }  // empty: memory only

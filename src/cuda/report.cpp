@@ -38,20 +38,20 @@ std::string compiler_line() {
   return line("NVRTC", version_text(nvrtc.version()) + ", " + nvrtc.path());
 }
 
-std::string cache_line() {
+std::string cache_lines() {
   const auto cache = DiskCache::from_environment();
   constexpr std::string_view kModes[] = {"read and written", "only read", "off"};
-  return line(
-      "kernel cache",
-      fmt::format("{}, {} kernels, {}", cache.folder().empty() ? "no folder" : cache.folder(),
-                  cache.list().size(), kModes[static_cast<int>(cache.mode())]));
+  const std::string folder = cache.folder().empty() ? "no folder" : cache.folder();
+  return line("kernel cache", fmt::format("{}, {} kernels, {}", folder, cache.list().size(),
+                                          kModes[static_cast<int>(cache.mode())])) +
+         line("shipped kernels", fmt::format("{}", DiskCache::shipped().list().size()));
 }
 
 }  // namespace
 
 std::string report() {
   std::string text;
-  for (std::string (*part)() : {driver_lines, compiler_line, cache_line}) {
+  for (std::string (*part)() : {driver_lines, compiler_line, cache_lines}) {
     try {
       text += part();
     } catch (const std::exception& error) {

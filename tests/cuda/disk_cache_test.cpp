@@ -52,6 +52,21 @@ TEST_F(DiskCacheTest, what_was_written_is_read) {
   EXPECT_EQ(status.st_mode & 0777, 0700u);
 }
 
+TEST_F(DiskCacheTest, shipped_kernels_are_read_and_left_alone) {
+  const DiskCache shipped = DiskCache::shipped();
+  EXPECT_TRUE(shipped.folder().ends_with("/kernels"));
+  EXPECT_FALSE(shipped.write("key", payload_, reason_));
+  const bool existed = fs::exists(shipped.folder());
+  ASSERT_TRUE(DiskCache(shipped.folder(), DiskCache::Mode::read_write)
+                  .write("a key of this test", payload_, reason_))
+      << reason_;
+  EXPECT_EQ(shipped.read("a key of this test"), payload_);
+  setenv("PULLBACK_CACHE", "off", 1);
+  EXPECT_FALSE(DiskCache::shipped().read("a key of this test"));
+  unsetenv("PULLBACK_CACHE");
+  if (!existed) fs::remove_all(shipped.folder());
+}
+
 TEST_F(DiskCacheTest, a_damaged_entry_is_a_miss_and_can_be_replaced) {
   ASSERT_TRUE(cache().write("key", payload_, reason_));
   const std::string path = only_file();

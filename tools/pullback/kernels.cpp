@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdio>
 #include <mutex>
+#include <regex>
 #include <thread>
 
 #include "commands.hpp"
@@ -27,6 +28,7 @@ using cuda::KernelSource;
 struct CompileOptions {
   std::vector<std::string> archs;
   std::string output;
+  std::string match;
   int threads = 0;
 };
 
@@ -50,18 +52,30 @@ DiskCache chosen_cache(const std::string& folder) {
   return cache;
 }
 
+std::regex pattern_of(const std::string& text) {
+  try {
+    return std::regex(text);
+  } catch (const std::regex_error&) {
+    throw Error(ErrorCode::invalid_argument,
+                "compile: --match: expected a regular expression, got '" + text + "'");
+  }
+}
+
 int run_compile(const CompileOptions& options) {
   std::vector<KernelSource> kernels;
   std::vector<int> archs;
   for (const std::string& text : options.archs) archs.push_back(arch_of(text));
   if (archs.empty()) archs.assign(std::begin(cuda::kArchs), std::end(cuda::kArchs));
   const DiskCache cache = chosen_cache(options.output);
+  const std::regex match = pattern_of(options.match);
   for (int arch : archs) {
     if (!cuda::Nvrtc::instance().supports(arch)) {
       throw Error(ErrorCode::device, fmt::format("compile: NVRTC {} does not know sm_{}",
                                                  cuda::Nvrtc::instance().version(), arch));
     }
-    for (KernelSource& kernel : driver::all_kernels(arch)) kernels.push_back(std::move(kernel));
+    for (KernelSource& kernel : driver::all_kernels(arch)) {
+      if (std::regex_search(kernel.name, match)) kernels.push_back(std::move(kernel));
+    }
   }
 
   std::atomic<std::size_t> next = 0, compiled = 0;
@@ -152,6 +166,8 @@ void add_compile(CLI::App& app, Command& command) {
       ->type_name("ARCHS");
   compile->add_option("--output", options->output, "folder, to be used as PULLBACK_CACHE_DIR")
       ->type_name("DIR");
+  compile->add_option("--match", options->match, "only kernels whose name contains this pattern")
+      ->type_name("REGEX");
   compile->add_option("--threads", options->threads, "compilations at a time; all usable cores")
       ->check(CLI::Range(1, 4096))
       ->type_name("N");
