@@ -74,6 +74,8 @@ def configuration(name: str) -> tuple[Any, Any]:
 def models(name: str, device: str, dtype: Any = torch.float32) -> tuple[Any, Any]:
     """(eager, pullback) with the same weights."""
     config, auto = configuration(name)
+    if transformers.__version__ < "5" and "bert" in name:
+        pytest.skip("chooses among its own attention classes")
     torch.manual_seed(0)
     eager = auto.from_config(copy.deepcopy(config), attn_implementation="eager")
     for parameter in eager.parameters():
