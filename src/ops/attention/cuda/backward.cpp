@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "ops/attention/block_tables.hpp"
 #include "ops/attention/cuda/backward_params.cuh"
 #include "ops/attention/cuda/backward_tuning.cuh"
 #include "ops/attention/cuda/sequences.hpp"
@@ -19,8 +20,8 @@ constexpr std::string_view kParams = "attention::BackwardParams";
 
 // --- Kernels ---
 
-enum class Features { plain, dropout, general };
-constexpr std::string_view kFeatureSuffix[] = {"", "_dropout", "_general"};
+enum class Features { plain, dropout, blocks, general };
+constexpr std::string_view kFeatureSuffix[] = {"", "_dropout", "_blocks", "_general"};
 
 cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
   const std::string_view type = cuda::device_type(dtype);
@@ -104,9 +105,11 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
       : CudaBody(device),
         sizes_(sizes_of(problem)),
         sequences_(problem, device_, queries, keys),
+        blocks_(problem, device_, Pass::backward, queries, keys),
         planes_((sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads),
         pairs_(planes_ / std::max<std::int64_t>(sizes_.group, 1)) {
     params_.problem = problem_params(problem);
+    params_.problem.blocks = blocks_.get();
     params_.q = head_rows(problem.q);
     params_.k = head_rows(problem.k);
     params_.v = head_rows(problem.v);
@@ -154,6 +157,7 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
 
   AttentionSizes sizes_;
   SequenceLister sequences_;
+  BlockTables blocks_;
   std::int64_t planes_, pairs_, bias_elements_ = 0;
   Params params_{};
   std::size_t sequence_bytes_ = 0;
@@ -228,7 +232,11 @@ class TileBackward final : public BackwardBody {
       };
       general_ = load(Features::general);
       only_vectors_ = vectors_ && !problem.bias.given() && problem.softcap == 0;
-      if (only_vectors_) aligned_ = load(problem.dropout > 0 ? Features::dropout : Features::plain);
+      if (only_vectors_) {
+        aligned_ = load(problem.blocks.given() ? Features::blocks
+                        : problem.dropout > 0  ? Features::dropout
+                                               : Features::plain);
+      }
       params_.pair_group = static_cast<std::int32_t>(std::min<std::int64_t>(pairs_, kPairGroup));
     }
     if (bias_elements_ > 0) plan_bias(problem, width, arch);
@@ -248,8 +256,8 @@ class TileBackward final : public BackwardBody {
     };
     if (whole || work == 0) {
       bias_plan_ = BiasPlan::written;
-      const bool banded =
-          problem.mask.left != BandMask::kUnbounded || problem.mask.right != BandMask::kUnbounded;
+      const bool banded = problem.mask.left != BandMask::kUnbounded ||
+                          problem.mask.right != BandMask::kUnbounded || problem.blocks.given();
       if (banded || work == 0) clear_bias_ = helper("clear_bias");
       clears_bias_ = banded || work == 0;
       return;
@@ -377,7 +385,8 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int width : kHeadWidths) {
       add(prepare_kernel(dtype, backward_tiles(width, arch)));
-      for (const Features features : {Features::plain, Features::dropout, Features::general}) {
+      for (const Features features :
+           {Features::plain, Features::dropout, Features::blocks, Features::general}) {
         add(tile_kernel(dtype, width, features, arch));
       }
       add(bias_kernel(dtype, width, arch));

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "core/check.hpp"
+#include "ops/attention/block_tables.hpp"
 #include "ops/attention/cuda/sequences.hpp"
 #include "ops/attention/cuda/tuning.hpp"
 
@@ -64,6 +65,8 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params_.bias = plane(problem.bias);
 
     sequences_.emplace(problem, device_, rows, rows);
+    blocks_.emplace(problem, device_, Pass::forward, rows, tile_of(false).keys);
+    vector_blocks_.emplace(problem, device_, Pass::forward, rows, tile_of(true).keys);
     workspace_bytes = sequences_->workspace_bytes();
     const std::int64_t pairs = (sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads;
     const std::int64_t tiles =
@@ -134,12 +137,14 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params.bias.data = const_cast<void*>(tensors.bias);
     const bool vectors =
         vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.out});
+    params.problem.blocks = (vectors ? vector_blocks_ : blocks_)->get();
     (vectors ? vector_kernel_ : kernel_).launch(stream, params);
   }
 
   AttentionSizes sizes_;
   ForwardParams params_{};
   std::optional<SequenceLister> sequences_;
+  std::optional<BlockTables> vector_blocks_, blocks_;
   Kernel vector_kernel_, kernel_;
   bool vectors_ = false, empty_ = false;
 };

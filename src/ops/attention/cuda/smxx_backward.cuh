@@ -100,10 +100,25 @@ struct BackwardBlock {
         block(shared_place),
         place(shared_place.keys) {}
 
-  // One step is one query head and one tile of queries.
+  // One step is one query head and one tile of queries, the `at`-th that the head's queries have
+  // here: its number, or with a block mask its place in the list of the keys.
   struct Step {
-    int head_of_group, tile;
+    int head_of_group, at;
   };
+
+  bool listed() const {
+    return kFeatures == kBlocks || (kFeatures == kGeneral && p.problem.blocks.given());
+  }
+  // Where the list of a head's tiles begins and ends.
+  const int64_t* list_of(int head_of_group) const {
+    const SeenBlocksTable& blocks = p.problem.blocks;
+    const int64_t head = place.head * p.problem.group + head_of_group;
+    return blocks.first + blocks.plane(place.batch, head) * (blocks.owners + 1) + place.tile;
+  }
+  const SeenTile& seen_tile(const Step& step) const {
+    return p.problem.blocks.tiles[list_of(step.head_of_group)[0] + step.at];
+  }
+  int number_of(const Step& step) const { return listed() ? seen_tile(step).tile : step.at; }
 
   template <int kRows>
   void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
@@ -119,19 +134,29 @@ struct BackwardBlock {
     }
   }
 
+  // The last tile of the first head from `head_of_group` on that has one; past the group: none.
+  Step last_of_head(int head_of_group) const {
+    if (!listed()) {
+      const bool any = block.queries.begin < block.queries.end;
+      return {any ? head_of_group : p.problem.group, block.queries.end - 1};
+    }
+    for (; head_of_group < p.problem.group; ++head_of_group) {
+      const int64_t* const first = list_of(head_of_group);
+      if (first[1] > first[0]) return {head_of_group, static_cast<int>(first[1] - first[0]) - 1};
+    }
+    return {head_of_group, 0};
+  }
   Step next_of(const Step& step) const {
-    if (step.tile > block.queries.begin) return {step.head_of_group, step.tile - 1};
-    return {step.head_of_group + 1, block.queries.end - 1};
+    if (step.at > (listed() ? 0 : block.queries.begin)) return {step.head_of_group, step.at - 1};
+    return last_of_head(step.head_of_group + 1);
   }
-  bool has_next(const Step& step) const {
-    return step.tile > block.queries.begin || step.head_of_group + 1 < p.problem.group;
-  }
+  bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
 
   int64_t plane_of(const Step& step) const {
     return block.pair * p.problem.group + step.head_of_group;
   }
   int64_t tile_of(const Step& step) const {
-    return plane_of(step) * p.q_tiles + place.first_tile + step.tile;
+    return plane_of(step) * p.q_tiles + place.first_tile + number_of(step);
   }
 
   // Of the step's head; null where d_bias is not wanted, or summed over heads or the batch by
@@ -144,7 +169,7 @@ struct BackwardBlock {
 
   void load_step(const Step& step, int stage) const {
     const int head = place.head * p.problem.group + step.head_of_group;
-    const int first = step.tile * kQueries;
+    const int first = number_of(step) * kQueries;
     const int left = place.q_length - first;
     const int64_t row = place.q_begin + first;
     load<kQueries>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
@@ -301,7 +326,8 @@ struct BackwardBlock {
     int number, count;
   };
   Turn turn_of(const Step& step) const {
-    const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
+    if (listed()) return {seen_tile(step).turn, seen_tile(step).turns};
+    const TileRange keys = key_tiles_of(place, step.at, kKeys, kQueries);
     return {place.tile - keys.begin, keys.end - keys.begin};
   }
 
@@ -351,7 +377,7 @@ struct BackwardBlock {
     }
     if (!last) return;
     const int head = place.head * p.problem.group + step.head_of_group;
-    const int first = step.tile * kQueries;
+    const int first = number_of(step) * kQueries;
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
     const int rows = static_cast<int>(all - first < kQueries ? all - first : kQueries);
@@ -370,7 +396,8 @@ struct BackwardBlock {
   }
 
   void run() {
-    if (block.queries.begin < block.queries.end) sum_steps();
+    const Step first = last_of_head(0);
+    if (exists(first)) sum_steps(first);
     const int limit = place.extent < kKeys ? place.extent : kKeys;
     const int64_t row = place.k_begin + place.tile * kKeys;
     const int column = own * kOwnN * 8;
@@ -383,10 +410,9 @@ struct BackwardBlock {
     }
   }
 
-  void sum_steps() {
+  void sum_steps(Step step) {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
-    Step step = {0, block.queries.end - 1};
     load_step(step, 0);
     async_wait<0>();
     __syncthreads();
@@ -398,15 +424,17 @@ struct BackwardBlock {
     const int dq_column = warp / kQueryRows * kDqWidth;
     int stage = 0;
     for (;;) {
-      const bool more = has_next(step);
+      const bool more = exists(next_of(step));
       if (kStages > 1 && more) load_step(next_of(step), stage ^ 1);
 
       const uint32_t q_tile = q_tiles + stage * kQueryBytes;
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
       const uint32_t stats = stats_tiles + stage * sizeof(Stats);
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
-      const bool careful =
-          suspicious || !finite_keys || !sees_all(place, place.tile, step.tile, kKeys, kQueries);
+      const uint32_t squares = listed() ? seen_tile(step).squares : ~0u;
+      constexpr uint32_t kAllSquares = all_squares(kQueries, kKeys);
+      const bool careful = suspicious || !finite_keys || (squares & kAllSquares) != kAllSquares ||
+                           !sees_all(place, place.tile, number_of(step), kKeys, kQueries);
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
@@ -422,7 +450,8 @@ struct BackwardBlock {
           score_product(d_p, v_tile, d_out_tile, first);
         }
         const KeyScores scores(p, place, plane_of(step), place.tile * kKeys + key_row,
-                               step.tile * kQueries + first, stats + first * 8, lane);
+                               number_of(step) * kQueries + first,
+                               squares >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
         T* const d_bias = d_bias_of(step);
         const auto write_d_bias = [&](int, int, int, int i, int j, float value) {
           if (d_bias != nullptr && i < place.q_length && j < place.k_length) {

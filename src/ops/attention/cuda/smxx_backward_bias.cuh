@@ -99,8 +99,19 @@ struct BiasBlock {
       uint32_t pt[2][kN][2], ds[2][kN][2];
       score_product(s, k_tile, q_tile, first);
       score_product(d_p, v_tile, d_out_tile, first);
+      uint32_t squares = 0;
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        const int query = first_query + first + at / 2 * 16,
+                  key = first_key + key_row + at % 2 * 16;
+        if (query < place.q_length && key < place.k_length &&
+            p.problem.blocks.sees(batch, head, query, key)) {
+          squares |= 1u << (at / 2 * 8 + at % 2);
+        }
+      }
       const Scores<T, kN, kGeneral> scores(p, place, plane, first_key + key_row,
-                                           first_query + first, stats_tile + first * 8, lane);
+                                           first_query + first, squares, stats_tile + first * 8,
+                                           lane);
       scores.template make<true>(s, d_p, pt, ds, [&](int m, int n, int e, int, int, float value) {
         sum[chunk][m][n][e] += value;
       });

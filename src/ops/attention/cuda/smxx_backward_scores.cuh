@@ -8,9 +8,9 @@ namespace pullback::attention {
 
 using namespace device;
 
-// What a kernel is compiled for beside the band: nothing, dropout, or bias, softcap, dropout and
-// rows of any strides, as the parameters say.
-inline constexpr int kPlain = 0, kDropout = 1, kGeneral = 2;
+// What a kernel is compiled for beside the band: nothing, dropout, a block mask (and dropout, as
+// the parameters say), or everything, as the parameters say: bias, softcap, rows of any strides.
+inline constexpr int kPlain = 0, kDropout = 1, kBlocks = 2, kGeneral = 3;
 
 inline float exp2_fast(float x) {
   float result;
@@ -32,17 +32,19 @@ struct Scores {
   const BackwardParams& p;
   const TilePlace& place;
   int64_t plane;
-  int key, query;  // the first ones, within the sequence
-  uint32_t stats;  // in shared memory, of the first query
+  int key, query;    // the first ones, within the sequence
+  uint32_t squares;  // bit 8 · (16 queries) + (16 keys): these see each other by the block mask
+  uint32_t stats;    // in shared memory, of the first query
   int lane;
 
   Scores(const BackwardParams& params, const TilePlace& tile_place, int64_t plane_number,
-         int first_key, int first_query, uint32_t row_stats, int lane_number)
+         int first_key, int first_query, uint32_t seen_squares, uint32_t row_stats, int lane_number)
       : p(params),
         place(tile_place),
         plane(plane_number),
         key(first_key),
         query(first_query),
+        squares(seen_squares),
         stats(row_stats),
         lane(lane_number) {}
 
@@ -106,7 +108,7 @@ struct Scores {
     const float factor = p.problem.scale * kLog2E;
     uint32_t kept[2][2][2];
     const bool drops =
-        kFeatures == kDropout || (kFeatures == kGeneral && p.problem.dropout.active());
+        kFeatures == kDropout || (kFeatures >= kBlocks && p.problem.dropout.active());
     if (drops) draw(kept);
     const float keep_scale = p.problem.keep_scale;
 
@@ -137,6 +139,9 @@ struct Scores {
             bool seen = true;
             if constexpr (kTested) {
               seen = i < queries && j < keys && j - i >= place.lowest && j - i <= place.highest;
+              if constexpr (kFeatures >= kBlocks) {
+                seen = seen && (squares >> (n / 2 * 8 + m) & 1) != 0;
+              }
               if constexpr (kFeatures == kGeneral) {
                 seen = general_score(s[m][n][e], i, j, seen, bias, exponent, slope);
               } else {

@@ -174,7 +174,9 @@ void forward(const ForwardParams& params) {
                            params.k.element, p.head_dim);
   const KeyLoader v_loader(first_of(params.v, sequence.k_begin, kv_head), params.v.row,
                            params.v.element, p.value_dim);
-  const KeyTiles<kKeys> key_tiles(p.band, sequence, tile.first, tile.first + rows);
+  const KeyTiles<kKeys> key_tiles =
+      p.blocks.given() ? KeyTiles<kKeys>(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
+                       : KeyTiles<kKeys>(p.band, sequence, tile.first, tile.first + rows);
   // Item 2 n is the n-th tile of K, 2 n + 1 that of V.
   const auto load_item = [&](int item) {
     if (item < 2 * key_tiles.count) {
@@ -208,7 +210,9 @@ void forward(const ForwardParams& params) {
   RunningRows<kRowTiles, kWidth / 8> state;
   for (int n = 0; n < key_tiles.count; ++n) {
     const int key = key_tiles.key(n);
-    const bool works = !seen.none(key, kKeys);
+    constexpr uint32_t kAllSquares = all_squares(kKeys, kWarpRows);
+    const uint32_t squares = key_tiles.squares(n) >> first_row / 16 & kAllSquares;
+    const bool works = !seen.none(key, kKeys) && squares != 0;
     float s[kRowTiles][kKeys / 8][4];
     async_wait<kSlots - 2>();
     __syncthreads();
@@ -230,6 +234,7 @@ void forward(const ForwardParams& params) {
                      key + first_key_of_lane(), static_cast<int>(sequence.k_length));
       }
       if (!seen.all(key, kKeys)) hide(s, p.band, sequence, query, key + first_key_of_lane());
+      if (squares != kAllSquares) hide_squares(s, squares);
       state.take(s, unit);
       if constexpr (kTerms) {
         if (p.dropout.active()) {

@@ -38,6 +38,7 @@ __noinline__ void plain_row(const ForwardParams& params, Sequence sequence, int6
 
   const auto score = [&](int64_t j) {
     R added = 0;
+    if (!p.blocks.sees(batch, head, i, j)) return -infinity<R>();
     if (params.bias.data != nullptr) {
       added = to_real(bias[j * params.bias.key]);
       if (added == -infinity<R>()) return added;

@@ -65,6 +65,7 @@ inline bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group,
 template <int kKeys>
 struct KeyTiles {
   int32_t first = 0, count = 0;
+  const SeenTile* listed = nullptr;  // with a block mask
 
   KeyTiles() = default;
   // Queries [begin, end) of the sequence, at least one.
@@ -75,8 +76,17 @@ struct KeyTiles {
     first = static_cast<int32_t>(first_key / kKeys);
     count = static_cast<int32_t>((end_key + kKeys - 1) / kKeys) - first;
   }
+  // Tile `owner` of the queries of a batch item and head.
+  KeyTiles(const SeenBlocksTable& blocks, int64_t batch, int64_t head, int64_t owner) {
+    const int64_t* const at =
+        blocks.first + blocks.plane(batch, head) * (blocks.owners + 1) + owner;
+    listed = blocks.tiles + at[0];
+    count = static_cast<int32_t>(at[1] - at[0]);
+  }
   // The first key of the n-th tile.
-  int32_t key(int32_t n) const { return (first + n) * kKeys; }
+  int32_t key(int32_t n) const { return (listed ? listed[n].tile : first + n) * kKeys; }
+  // Bit 8 · (16 keys) + (16 queries) of the tiles.
+  uint32_t squares(int32_t n) const { return listed ? listed[n].squares : ~0u; }
 };
 
 // What a few neighbouring queries see: all of them [all_begin, all_end), some of them [begin, end).
