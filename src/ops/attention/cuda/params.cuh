@@ -54,6 +54,7 @@ struct Problem {
   Band band;
   SeenBlocksTable blocks;
   float scale, softcap;  // softcap 0: none
+  float inner_scale;     // scale / softcap, or scale without one
   double exact_scale;    // for f64
   Dropout dropout;
   float keep_scale;

@@ -42,6 +42,8 @@ Problem problem_params(const AttentionProblem& problem) {
           .blocks = {},
           .scale = static_cast<float>(*problem.scale),
           .softcap = static_cast<float>(problem.softcap),
+          .inner_scale =
+              static_cast<float>(*problem.scale / (problem.softcap > 0 ? problem.softcap : 1)),
           .exact_scale = *problem.scale,
           .dropout = dropout,
           .keep_scale = static_cast<float>(dropout.scale())};

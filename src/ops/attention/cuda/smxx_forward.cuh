@@ -209,7 +209,7 @@ void forward(const ForwardParams& params) {
 
   RunningRows<kRowTiles, kWidth / 8> state;
   for (int n = 0; n < key_tiles.count; ++n) {
-    const int key = key_tiles.key(n);
+    const int key = key_tiles.key(n), first_key = key + first_key_of_lane();
     constexpr uint32_t kAllSquares = all_squares(kKeys, kWarpRows);
     const uint32_t squares = key_tiles.squares(n) >> first_row / 16 & kAllSquares;
     const bool works = !seen.none(key, kKeys) && squares != 0;
@@ -217,7 +217,12 @@ void forward(const ForwardParams& params) {
     async_wait<kSlots - 2>();
     __syncthreads();
     load_item(2 * n + kSlots - 1);
+    BiasTile<T, kRowTiles, kKeys / 8> bias_tile;
     if (works) {
+      if (kTerms && bias.first != nullptr) {
+        bias_tile.load(bias, query, static_cast<int>(sequence.q_length), first_key,
+                       static_cast<int>(sequence.k_length));
+      }
       score_product<T, kWidth, kRowTiles, kKeys>(
           s,
           [&](int step, Operand<T>(&q)[kRowTiles]) {
@@ -230,16 +235,14 @@ void forward(const ForwardParams& params) {
     load_item(2 * n + kSlots);
     if (works) {
       if constexpr (kTerms) {
-        add_terms<T>(s, p, bias, query, static_cast<int>(sequence.q_length),
-                     key + first_key_of_lane(), static_cast<int>(sequence.k_length));
+        add_terms<T>(s, p, bias.first != nullptr, bias_tile);
       }
-      if (!seen.all(key, kKeys)) hide(s, p.band, sequence, query, key + first_key_of_lane());
+      if (!seen.all(key, kKeys)) hide(s, p.band, sequence, query, first_key);
       if (squares != kAllSquares) hide_squares(s, squares);
       state.take(s, unit);
       if constexpr (kTerms) {
         if (p.dropout.active()) {
-          drop(s, p.dropout, plane, static_cast<uint32_t>(query),
-               static_cast<uint32_t>(key + first_key_of_lane()));
+          drop(s, p.dropout, plane, static_cast<uint32_t>(query), static_cast<uint32_t>(first_key));
         }
       }
       value_product<T, kWidth, kRowTiles, kKeys>(

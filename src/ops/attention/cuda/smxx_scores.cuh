@@ -5,9 +5,9 @@
 //
 // f32 runs on the tensor cores as three products of tf32: x = high + low, x y ≈ high high +
 // high low + low high (Markidis et al. 2018), both halves rounded to nearest: what is dropped is of
-// the size of f32's own rounding. The tensor cores truncate each sum they make, so that errors of a
-// long sum would all point the same way (Ootomo, Yokota 2022): sums over keys leave them after
-// every tile and are added up in plain f32.
+// the size of f32's own rounding. The tensor cores truncate the sums they make, so that the errors
+// of a long sum would all point the same way (Ootomo, Yokota 2022): sums leave them after
+// kTruncated<float> instructions of 8 terms each, and are added up in plain f32.
 #pragma once
 
 #include "device/memory.cuh"
@@ -43,13 +43,13 @@ struct Operand {
 template <>
 struct Operand<float> {
   uint32_t word[4], low[4];
-  // To the nearest tf32; the hardware ignores the bits below.
-  static uint32_t rounded(uint32_t bits) { return (bits + 0x1000u) & 0xffffe000u; }
   void split() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t high = rounded(word[i]);
-      low[i] = rounded(__float_as_uint(__uint_as_float(word[i]) - __uint_as_float(high)));
+      // To the nearest tf32. The hardware ignores the lower bits, so those of `low` may stay.
+      constexpr uint32_t kHalf = 0x1000, kBelow = 0x1fff;
+      const uint32_t high = (word[i] + kHalf) & ~kBelow;
+      low[i] = __float_as_uint(__uint_as_float(word[i]) - __uint_as_float(high)) + kHalf;
       word[i] = high;
     }
   }
@@ -70,6 +70,11 @@ void multiply(float (&d)[4], const Operand<T>& a, const Operand<T>& b, int half)
 // Elements of the inner dimension of one instruction.
 template <class T>
 inline constexpr int kInner = 32 / static_cast<int>(sizeof(T));
+// Instructions whose sums may stay in the tensor cores.
+template <class T>
+inline constexpr int kTruncated = 1 << 20;
+template <>
+inline constexpr int kTruncated<float> = 4;
 
 // The lane's place in a tile that ldmatrix reads 16 rows by 32 bytes at a time.
 template <class T, int kWidth>
@@ -122,28 +127,35 @@ void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, int step) {
 template <class T, int kWidth, int kRowTiles, int kKeys, class Query>
 void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint32_t k_tile) {
   using Layout = TileLayout<T, kWidth>;
+  constexpr int kSteps = kWidth / kInner<T>;
   const auto keys = place_of_keys<T, kWidth>();
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
+  for (int first = 0; first < kSteps; first += kTruncated<T>) {
+    float sums[kRowTiles][kKeys / 8][4] = {};
 #pragma unroll
-    for (int n = 0; n < kKeys / 8; ++n) {
+    for (int step = first; step < first + kTruncated<T> && step < kSteps; ++step) {
+      Operand<T> q[kRowTiles];
+      query(step, q);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][n][e] = 0;
+      for (int n = 0; n < kKeys / 16; ++n) {
+        Operand<T> k;
+        load_matrices(k.word, keys.at(k_tile, step) + n * 16 * Layout::kRowBytes);
+        k.split();
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply<T>(sums[m][2 * n], q[m], k, 0);
+          multiply<T>(sums[m][2 * n + 1], q[m], k, 1);
+        }
+      }
     }
-  }
 #pragma unroll
-  for (int step = 0; step < kWidth / kInner<T>; ++step) {
-    Operand<T> q[kRowTiles];
-    query(step, q);
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
-      Operand<T> k;
-      load_matrices(k.word, keys.at(k_tile, step) + n * 16 * Layout::kRowBytes);
-      k.split();
+      for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        multiply<T>(s[m][2 * n], q[m], k, 0);
-        multiply<T>(s[m][2 * n + 1], q[m], k, 1);
+        for (int e = 0; e < 4; ++e) {
+          s[m][n][e] = first == 0 ? sums[m][n][e] : s[m][n][e] + sums[m][n][e];
+        }
       }
     }
   }
@@ -182,6 +194,7 @@ void value_product(float (&out)[kRowTiles][kWidth / 8][4],
     // The inner index t of the instruction stands for key 2t, t + 4 for key 2t + 1: so the scores
     // are the operand as they lie, and the rows that a warp reads differ in their swizzle.
     const int lane = threadIdx.x % 32;
+    static_assert(kKeys / 8 <= kTruncated<T>);
     Operand<T> weights[kKeys / 8][kRowTiles];
 #pragma unroll
     for (int step = 0; step < kKeys / 8; ++step) {
@@ -252,59 +265,80 @@ BiasRows<T> bias_rows(const Plane& bias, int64_t batch, int64_t head) {
           rows && bias.key == 1 && reinterpret_cast<uint64_t>(data) % 16 == 0};
 }
 
-// The bias of 8 neighbouring keys; those from `left` on do not exist.
-template <class T>
-void load_bias(float (&b)[8], const T* at, const BiasRows<T>& bias, int left) {
-  if (bias.vectors && left >= 8) {
-#pragma unroll
-    for (int part = 0; part < 8; part += kVectorLength<T>) {
-      const Vector<T> vector = *reinterpret_cast<const Vector<T>*>(at + part);
-#pragma unroll
-      for (int e = 0; e < kVectorLength<T>; ++e) b[part + e] = to_real(vector.element[e]);
-    }
-  } else {
-#pragma unroll
-    for (int e = 0; e < 8; ++e) b[e] = e < left ? to_real(at[e * bias.key]) : 0;
-  }
-}
+// The bias of a tile's scores, fetched before it is needed. Arguments as of add_terms().
+template <class T, int kRowTiles, int kKeyTiles>
+struct BiasTile {
+  Vector<T> part[kRowTiles][2][kKeyTiles / 4][8 / kVectorLength<T>];
 
-// c · tanh(x). 1 − 2 / (e^2x + 1) is within 2^-22 of tanh; f32 asks for more in its small values.
+  void load(const BiasRows<T>& bias, int query, int queries, int key, int keys) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = query + m * 16 + half * 8;
+        const T* const row = bias.first + (i < queries ? i : 0) * bias.query + key * bias.key;
+#pragma unroll
+        for (int group = 0; group < kKeyTiles / 4; ++group) {
+          const int first = key_at(4 * group, 0), left = keys - key - first;
+          const T* const at = row + first * bias.key;
+          auto& eight = part[m][half][group];
+          if (bias.vectors && left >= 8) {
+#pragma unroll
+            for (int e = 0; e < 8; e += kVectorLength<T>) {
+              eight[e / kVectorLength<T>] = *reinterpret_cast<const Vector<T>*>(at + e);
+            }
+          } else {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+              eight[e / kVectorLength<T>].element[e % kVectorLength<T>] =
+                  e < left ? at[e * bias.key] : T{};
+            }
+          }
+        }
+      }
+    }
+  }
+
+  float at(int m, int half, int n, int e) const {
+    const int key = n % 4 * 2 + e;
+    return to_real(part[m][half][n / 4][key / kVectorLength<T>].element[key % kVectorLength<T>]);
+  }
+};
+
+// 1 − 2 / (e^2x + 1) is within 2^-22 of tanh; f32 asks for more in its small values.
 template <class T>
-float capped(float x, float cap) {
-  if constexpr (sizeof(T) == 4) return cap * tanhf(x);
-  return cap * (1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1));
+float tanh_of(float x) {
+  if constexpr (sizeof(T) == 4) return tanhf(x);
+  return 1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1);
 }
 
 // Scores of the product become logits in units of log 2. Rows of the lane are query, query + 8, …;
 // its first key is `key`. What lies outside the sequence is not read, and its scores are arbitrary.
 template <class T, int kRowTiles, int kKeyTiles>
-void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, const BiasRows<T>& bias,
-               int query, int queries, int key, int keys) {
-  const float inner = p.softcap > 0 ? p.scale / p.softcap : p.scale;
+void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_bias,
+               const BiasTile<T, kRowTiles, kKeyTiles>& bias) {
+  const auto for_each = [&](const auto& change) {
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = query + m * 16 + half * 8;
-      const T* const row = bias.first + (i < queries ? i : 0) * bias.query + key * bias.key;
+      for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
-      for (int group = 0; group < kKeyTiles; group += 4) {
-        float b[8];
-        if (bias.first != nullptr) {
-          const int first = key_at(group, 0);
-          load_bias(b, row + first * bias.key, bias, keys - key - first);
-        }
-#pragma unroll
-        for (int at = 0; at < 8; ++at) {
-          float& score = s[m][group + at / 2][2 * half + at % 2];
-          float x = score * inner;
-          if (p.softcap > 0) x = capped<T>(x, p.softcap);
-          // A bias of −inf hides the key whatever q and k hold.
-          if (bias.first != nullptr) x = b[at] == -infinity<float>() ? b[at] : x + b[at];
-          score = x * kLog2E;
-        }
+        for (int i = 0; i < 4; ++i) s[m][n][i] = change(s[m][n][i], m, n, i);
       }
     }
+  };
+  const float unit = p.softcap > 0 ? p.softcap * kLog2E : p.scale * kLog2E;
+  if (p.softcap > 0) {
+    for_each([&](float x, int, int, int) { return tanh_of<T>(x * p.inner_scale); });
+  }
+  if (with_bias) {
+    for_each([&](float x, int m, int n, int i) {
+      const float b = bias.at(m, i / 2, n, i % 2);
+      // −inf hides the key whatever q and k hold.
+      return b == -infinity<float>() ? b : x * unit + b * kLog2E;
+    });
+  } else {
+    for_each([&](float x, int, int, int) { return x * unit; });
   }
 }
 
