@@ -31,7 +31,8 @@ cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
       .function =
           fmt::format("attention::backward_prepare<{}, {}, {}>", type, tiles.queries, tiles.keys),
       .parameters = kParams,
-      .threads = kRowThreads};
+      .threads = kRowThreads,
+      .blocks = 6};
 }
 
 cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
@@ -81,6 +82,11 @@ cuda::OpKernel plain_kernel(DType dtype, std::string_view what) {
 }
 
 // --- What all variants plan ---
+
+// Whether 8 keys of 16 bits, from a multiple of 8 on, are 16 aligned bytes if the first ones are.
+bool has_vector_keys(const Plane& plane) {
+  return plane.key == 1 && plane.batch % 8 == 0 && plane.head % 8 == 0 && plane.query % 8 == 0;
+}
 
 std::size_t aligned(std::int64_t bytes) {
   return (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
@@ -182,6 +188,8 @@ class TileBackward final : public BackwardBody {
     vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
                has_vector_rows(problem.v) && has_vector_rows(problem.d_out);
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
+    bias_vectors_ = has_vector_keys(params_.bias);
+    d_bias_vectors_ = has_vector_keys(params_.d_bias);
     const std::int64_t tiles = planes_ * params_.q_tiles;
     stats_bytes_ = aligned(tiles * stats_bytes(tiles_.queries));
     turn_bytes_ = aligned(tiles * 4);
@@ -228,6 +236,7 @@ class TileBackward final : public BackwardBody {
         Kernel kernel(tile_kernel(dtype, width, features, arch), device_,
                       tiles_.shared_bytes(width));
         set_grid(kernel, slice_pairs_ * params_.k_tiles);
+        kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
       };
       general_ = load(Features::general);
@@ -237,6 +246,7 @@ class TileBackward final : public BackwardBody {
                         : problem.dropout > 0  ? Features::dropout
                                                : Features::plain);
       }
+      params_.turn_batch = params_.q_tiles >= 32 ? kTurnBatch : 1;
       params_.pair_group = static_cast<std::int32_t>(std::min<std::int64_t>(pairs_, kPairGroup));
     }
     if (bias_elements_ > 0) plan_bias(problem, width, arch);
@@ -290,6 +300,8 @@ class TileBackward final : public BackwardBody {
     params.row_vectors = row_vectors_ && cuda::vector_aligned({tensors.out, tensors.d_out});
     params.vectors =
         vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.d_out});
+    params.bias_vectors = bias_vectors_ && cuda::vector_aligned({tensors.bias});
+    params.d_bias_vectors = d_bias_vectors_ && cuda::vector_aligned({tensors.d_bias});
     if (planes_ > 0 && params.q_tiles > 0) prepare_.launch(stream, params);
     if (tensors.d_bias != nullptr && clears_bias_) clear_bias_.launch(stream, params);
     if (tensors.d_bias != nullptr && bias_plan_ == BiasPlan::summed) {
@@ -315,6 +327,7 @@ class TileBackward final : public BackwardBody {
   BackwardTiles tiles_;
   std::int64_t slice_pairs_ = 0;
   std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0;
+  bool bias_vectors_ = false, d_bias_vectors_ = false;
   bool vectors_ = false, row_vectors_ = false, only_vectors_ = false, clears_bias_ = false;
   BiasPlan bias_plan_ = BiasPlan::none;
   Kernel prepare_, aligned_, general_, bias_, clear_bias_, combine_bias_;

@@ -18,6 +18,8 @@ struct BackwardParams {
   HeadRows d_q, d_k, d_v;  // data null: not wanted
   RowValues lse, d_lse;    // d_lse.data null: zero
   Plane bias, d_bias;      // data null: none, or not wanted from this kernel
+  // Their rows are contiguous and aligned to 16 bytes.
+  int32_t bias_vectors, d_bias_vectors;
   BiasShape bias_shape;
   int32_t bias_parts;  // smxx_backward_bias.cuh: blocks that share a tile of d_bias
   float* bias_sums;    // [bias_parts, elements of the bias], unless bias_parts is 1
@@ -31,9 +33,10 @@ struct BackwardParams {
   int64_t first_pair;
   int32_t pairs, pair_group;
 
-  void* stats;     // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
-  int32_t* turns;  // [planes, q_tiles]: key tiles whose part of d_q is in `sums`
-  float* sums;     // [planes of this launch, q_tiles, rows of a tile · width]
+  void* stats;         // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
+  int32_t* turns;      // [planes, q_tiles]: key tiles whose part of d_q is in `sums`
+  int32_t turn_batch;  // turns that a block ends at a time
+  float* sums;         // [planes of this launch, q_tiles, rows of a tile · width]
 };
 
 }  // namespace pullback::attention

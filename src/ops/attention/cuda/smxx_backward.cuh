@@ -18,6 +18,7 @@
 #pragma once
 
 #include "device/async_copy.cuh"
+#include "device/dependent.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
 #include "ops/attention/cuda/smxx_backward_scores.cuh"
@@ -25,30 +26,61 @@
 
 namespace pullback::attention {
 
+// Writes d_bias of a bias that is broadcast along no dimension.
+template <class T, int kN, class Scores>
+struct BiasWriter {
+  const Scores& scores;
+  float value[2][4];  // of 8 queries
+
+  void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
+  void finish(int n) const {
+    const BackwardParams& p = scores.p;
+    if (p.d_bias.data == nullptr) return;
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      words[w] = transposed(pack<T>(value[w / 2][w % 2 * 2], value[w / 2][w % 2 * 2 + 1]));
+    }
+    const int i = scores.query + 8 * n + scores.lane / 4;
+    if (i >= scores.place.q_length) return;
+    T* const row = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
+                   scores.head() * p.d_bias.head + i * p.d_bias.query;
+    store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
+                p.d_bias_vectors != 0, words);
+  }
+};
+
 // In shared memory: registers are needed for sums.
 struct BlockPlace {
   TilePlace keys;
   int64_t pair;
   TileRange queries;
-  // Of the first thread: a turn that is over, but the next block was not told. Null: none.
-  int32_t* over;
-  int32_t next_turn;
+  // Of the step, from the first thread to all.
+  bool first_turn, last_turn;
+  int64_t sum_tile;
+  // Of the first thread: turns that are over, but the next block was not told.
+  struct {
+    int32_t* counter;
+    int32_t next;
+  } over[kTurnBatch];
+  int over_count;
 };
 
 template <int kKeys, int kQueries>
 BlockPlace block_place(const BackwardParams& p) {
-  const int64_t index = blockIdx.x;
-  const int64_t of_group = static_cast<int64_t>(p.k_tiles) * p.pair_group;
-  const int64_t group_begin = index / of_group * p.pair_group;
-  const int64_t in_group = index % of_group;
-  const int64_t left = p.pairs - group_begin;
-  const int64_t group = left < p.pair_group ? left : p.pair_group;
+  // 32 bits: a grid has no more blocks, and divisions are what a block begins with.
+  const uint32_t of_group = static_cast<uint32_t>(p.k_tiles) * static_cast<uint32_t>(p.pair_group);
+  const uint32_t group_begin = blockIdx.x / of_group * static_cast<uint32_t>(p.pair_group);
+  const uint32_t in_group = blockIdx.x % of_group;
+  const uint32_t left = static_cast<uint32_t>(p.pairs) - group_begin;
+  const uint32_t group =
+      left < static_cast<uint32_t>(p.pair_group) ? left : static_cast<uint32_t>(p.pair_group);
   BlockPlace place;
   place.pair = p.first_pair + group_begin + in_group % group;
   place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
                                static_cast<int>(in_group / group), kKeys);
   place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
-  place.over = nullptr;
+  place.over_count = 0;
   return place;
 }
 
@@ -120,16 +152,18 @@ struct BackwardBlock {
   }
   int number_of(const Step& step) const { return listed() ? seen_tile(step).tile : step.at; }
 
-  template <int kRows>
+  template <int kRows, bool kInterleaved>
   void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
             int columns) const {
     const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
                           first * rows.row + head * rows.head;
     if (kFeatures != kGeneral || p.vectors) {
-      TileLoader<T, kRows, kWidth, kThreads, true>(from, rows.row, rows.element, columns)
+      TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
+                                                                 columns)
           .load(tile, 0, count);
     } else {
-      TileLoader<T, kRows, kWidth, kThreads, false>(from, rows.row, rows.element, columns)
+      TileLoader<T, kRows, kWidth, kThreads, false, kInterleaved>(from, rows.row, rows.element,
+                                                                  columns)
           .load(tile, 0, count);
     }
   }
@@ -159,22 +193,14 @@ struct BackwardBlock {
     return plane_of(step) * p.q_tiles + place.first_tile + number_of(step);
   }
 
-  // Of the step's head; null where d_bias is not wanted, or summed over heads or the batch by
-  // another kernel.
-  T* d_bias_of(const Step& step) const {
-    if (p.d_bias.data == nullptr) return nullptr;
-    return static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch +
-           (place.head * p.problem.group + step.head_of_group) * p.d_bias.head;
-  }
-
   void load_step(const Step& step, int stage) const {
     const int head = place.head * p.problem.group + step.head_of_group;
     const int first = number_of(step) * kQueries;
     const int left = place.q_length - first;
     const int64_t row = place.q_begin + first;
-    load<kQueries>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
-    load<kQueries>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
-                   p.problem.value_dim);
+    load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
+    load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
+                          p.problem.value_dim);
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < static_cast<int>(sizeof(Stats) / 16)) {
       const auto* const stats =
@@ -286,7 +312,8 @@ struct BackwardBlock {
 
   void load_keys(uint32_t tile, const HeadRows& rows, int columns) const {
     const int first = place.tile * kKeys;
-    load<kKeys>(tile, rows, place.head, place.k_begin + first, place.k_length - first, columns);
+    load<kKeys, true>(tile, rows, place.head, place.k_begin + first, place.k_length - first,
+                      columns);
   }
 
   // Writes two neighbouring elements of a gradient.
@@ -301,7 +328,7 @@ struct BackwardBlock {
   }
 
   // Rows `row` + first of a gradient from a sum of 16 · kM x 8 · kSumN, those below `limit`.
-  template <int kM, int kSumN>
+  template <bool kInterleaved, int kM, int kSumN>
   void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
                  int columns, const float (&sum)[kM][kSumN][4], float factor) const {
     T* const base = static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head;
@@ -309,7 +336,8 @@ struct BackwardBlock {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int r = row + 16 * m + 8 * half + lane / 4;
+        const int r = row + (kInterleaved ? 4 * m + 2 * half + first_key_of_row(lane)
+                                          : 16 * m + 8 * half + lane / 4);
         if (r >= limit) continue;
         T* const to = base + (first + r) * rows.row;
 #pragma unroll
@@ -321,50 +349,56 @@ struct BackwardBlock {
     }
   }
 
-  // Whose turn it is to add to d_q of a tile of queries.
-  struct Turn {
-    int number, count;
-  };
-  Turn turn_of(const Step& step) const {
-    if (listed()) return {seen_tile(step).turn, seen_tile(step).turns};
-    const TileRange keys = key_tiles_of(place, step.at, kKeys, kQueries);
-    return {place.tile - keys.begin, keys.end - keys.begin};
-  }
-
-  // By one thread, a barrier behind the sums of the turn that is over.
-  void end_turn() const {
+  // By one thread, a barrier behind the sums of the turns that are over. The fence takes about as
+  // long as a tenth of a step: turns are ended a few at a time where there are many.
+  void end_turns() const {
+    if (block.over_count == 0) return;
     fence_device();
-    if (block.over != nullptr) store_relaxed(block.over, block.next_turn);
+    for (int i = 0; i < block.over_count; ++i) {
+      store_relaxed(block.over[i].counter, block.over[i].next);
+    }
+    block.over_count = 0;
   }
 
-  // By the same thread, before the barrier ahead of the step's sums. The turn before is ended only
-  // here, when its sums have arrived and the fence has nothing to wait for. `seen`: what the
-  // counter was a while ago.
+  // By the same thread, before the barrier ahead of the step's sums. `seen`: what the counter was a
+  // while ago.
   void begin_turn(const Step& step, int32_t seen) const {
-    end_turn();
-    const Turn turn = turn_of(step);
-    int32_t* const turns = p.turns + tile_of(step);
-    if (seen < turn.number) {
-      while (load_relaxed(turns) < turn.number) {
-      }
-      fence_device();
+    int32_t number, count;
+    if (listed()) {
+      number = seen_tile(step).turn;
+      count = seen_tile(step).turns;
+    } else {
+      const TileRange keys = key_tiles_of(place, step.at, kKeys, kQueries);
+      number = place.tile - keys.begin;
+      count = keys.end - keys.begin;
     }
-    block.over = turn.number + 1 < turn.count ? turns : nullptr;
-    block.next_turn = turn.number + 1;
+    int32_t* const counter = p.turns + tile_of(step);
+    if (seen < number) {
+      end_turns();
+      while (load_relaxed(counter) < number) {
+      }
+    }
+    block.first_turn = number == 0;
+    block.last_turn = number + 1 == count;
+    block.sum_tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
+    if (block.last_turn) {
+      fence_device();  // before the sums are read
+    } else {
+      block.over[block.over_count++] = {counter, number + 1};
+    }
   }
 
   void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
                int first_column) const {
     const int64_t tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
-    const Turn turn = turn_of(step);
-    float* const sums = p.sums + tile * (kQueries * kWidth) + threadIdx.x * 4;
-    const bool last = turn.number + 1 == turn.count;
+    float* const sums = p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
+    const bool first = block.first_turn, last = block.last_turn;
 #pragma unroll
     for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
       for (int n = 0; n < kDqN; ++n) {
         float* const at = sums + (m * kDqN + n) * (kThreads * 4);
-        if (turn.number > 0) {
+        if (!first) {
           if (last) {
             add_loaded(sum[m][n], at);
           } else {
@@ -377,20 +411,25 @@ struct BackwardBlock {
     }
     if (!last) return;
     const int head = place.head * p.problem.group + step.head_of_group;
-    const int first = number_of(step) * kQueries;
+    const int first_row = number_of(step) * kQueries;
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
-    const int rows = static_cast<int>(all - first < kQueries ? all - first : kQueries);
-    store_sum(p.d_q, head, place.q_begin + first, first_query, rows, first_column,
-              p.problem.head_dim, sum, p.problem.scale);
+    const int rows = static_cast<int>(all - first_row < kQueries ? all - first_row : kQueries);
+    store_sum<false>(p.d_q, head, place.q_begin + first_row, first_query, rows, first_column,
+                     p.problem.head_dim, sum, p.problem.scale);
   }
 
   // NaN or infinity in the keys: their rows of d_q's product must not reach every query.
   bool keys_not_finite() const {
     bool found = false;
-    for (uint32_t at = threadIdx.x * 4; at < kKeyBytes; at += kThreads * 4) {
-      const uint32_t pair = load_shared_word(k_tile + at);
-      found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
+#pragma unroll 4
+    for (uint32_t at = threadIdx.x * 16; at < kKeyBytes; at += kThreads * 16) {
+      uint32_t words[4];
+      load_shared(words, k_tile + at);
+#pragma unroll
+      for (const uint32_t pair : words) {
+        found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
+      }
     }
     return __syncthreads_or(found) != 0;
   }
@@ -402,17 +441,19 @@ struct BackwardBlock {
     const int64_t row = place.k_begin + place.tile * kKeys;
     const int column = own * kOwnN * 8;
     if (p.d_k.data != nullptr) {
-      store_sum(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
-                p.problem.scale);
+      store_sum<true>(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
+                      p.problem.scale);
     }
     if (p.d_v.data != nullptr) {
-      store_sum(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v, 1.0f);
+      store_sum<true>(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v,
+                      1.0f);
     }
   }
 
   void sum_steps(Step step) {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
+    wait_for_previous_kernel();  // for statistics and turns
     load_step(step, 0);
     async_wait<0>();
     __syncthreads();
@@ -438,6 +479,7 @@ struct BackwardBlock {
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
+        if (block.over_count == p.turn_batch) end_turns();
       }
 
 #pragma unroll 1
@@ -445,23 +487,22 @@ struct BackwardBlock {
         const int first = kSplit == 1 ? chunk * kChunkQueries : own * kChunkQueries;
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
+        const KeyScores scores(p, place, plane_of(step), place.tile * kKeys + key_row,
+                               number_of(step) * kQueries + first,
+                               squares >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
+        uint32_t bias[kN][4];
+        if constexpr (kFeatures == kGeneral) scores.load_bias(bias);
         score_product(s, k_tile, q_tile, first);
         if (want_scores) {
           score_product(d_p, v_tile, d_out_tile, first);
         }
-        const KeyScores scores(p, place, plane_of(step), place.tile * kKeys + key_row,
-                               number_of(step) * kQueries + first,
-                               squares >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
-        T* const d_bias = d_bias_of(step);
-        const auto write_d_bias = [&](int, int, int, int i, int j, float value) {
-          if (d_bias != nullptr && i < place.q_length && j < place.k_length) {
-            d_bias[i * p.d_bias.query + j * p.d_bias.key] = from_real<T>(value);
-          }
-        };
-        if (careful) {
-          scores.template make<true>(s, d_p, pt, ds, write_d_bias);
+        uint32_t kept[2];
+        scores.draw(kept);
+        BiasWriter<T, kN, KeyScores> writer{scores, {}};
+        if (careful || kFeatures == kGeneral) {
+          scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
         } else {
-          scores.template make<false>(s, d_p, pt, ds, write_d_bias);
+          scores.template make<false>(s, d_p, pt, ds, bias, kept, writer);
         }
         if constexpr (kSplit == 1) {
           if (suspicious) {
@@ -503,7 +544,7 @@ struct BackwardBlock {
       if (kStages > 1) stage ^= 1;
     }
     __syncthreads();
-    if (threadIdx.x == 0) end_turn();
+    if (threadIdx.x == 0) end_turns();
   }
 };
 

@@ -20,6 +20,12 @@ struct BiasBlock {
   static constexpr uint32_t kKeyBytes = kKeys * WidthTile::kRowBytes;
   static constexpr uint32_t kQueryBytes = kQueries * WidthTile::kRowBytes;
 
+  struct Adder {
+    float (&sum)[2][kN][4];
+    void add(int m, int n, int e, float d_s) { sum[m][n][e] += d_s; }
+    void finish(int) {}
+  };
+
   const BackwardParams& p;
   const int lane, warp, key_row, query_row;
   const uint32_t k_tile, v_tile, q_tile, d_out_tile, stats_tile;
@@ -37,16 +43,18 @@ struct BiasBlock {
         d_out_tile(q_tile + kQueryBytes),
         stats_tile(d_out_tile + kQueryBytes) {}
 
-  template <int kRows>
+  template <int kRows, bool kInterleaved>
   void load(uint32_t tile, const HeadRows& rows, int64_t batch, int64_t head, int first, int length,
             int columns) const {
     const T* const from =
         static_cast<const T*>(rows.data) + batch * rows.batch + first * rows.row + head * rows.head;
     if (p.vectors) {
-      TileLoader<T, kRows, kWidth, kThreads, true>(from, rows.row, rows.element, columns)
+      TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
+                                                                 columns)
           .load(tile, 0, length - first);
     } else {
-      TileLoader<T, kRows, kWidth, kThreads, false>(from, rows.row, rows.element, columns)
+      TileLoader<T, kRows, kWidth, kThreads, false, kInterleaved>(from, rows.row, rows.element,
+                                                                  columns)
           .load(tile, 0, length - first);
     }
   }
@@ -82,13 +90,14 @@ struct BiasBlock {
     const int64_t kv_head = head / p.problem.group;
     const int first_query = query_tile * kQueries, first_key = key_tile * kKeys;
     __syncthreads();
-    load<kKeys>(k_tile, p.k, batch, kv_head, first_key, place.k_length, p.problem.head_dim);
-    load<kQueries>(q_tile, p.q, batch, head, first_query, place.q_length, p.problem.head_dim);
+    load<kKeys, true>(k_tile, p.k, batch, kv_head, first_key, place.k_length, p.problem.head_dim);
+    load<kQueries, false>(q_tile, p.q, batch, head, first_query, place.q_length,
+                          p.problem.head_dim);
     load_stats(plane, first_query);
     async_commit();
-    load<kKeys>(v_tile, p.v, batch, kv_head, first_key, place.k_length, p.problem.value_dim);
-    load<kQueries>(d_out_tile, p.d_out, batch, head, first_query, place.q_length,
-                   p.problem.value_dim);
+    load<kKeys, true>(v_tile, p.v, batch, kv_head, first_key, place.k_length, p.problem.value_dim);
+    load<kQueries, false>(d_out_tile, p.d_out, batch, head, first_query, place.q_length,
+                          p.problem.value_dim);
     async_commit();
     async_wait<0>();
     __syncthreads();
@@ -97,13 +106,11 @@ struct BiasBlock {
       const int first = query_row + chunk * 32;
       float s[2][kN][4], d_p[2][kN][4];
       uint32_t pt[2][kN][2], ds[2][kN][2];
-      score_product(s, k_tile, q_tile, first);
-      score_product(d_p, v_tile, d_out_tile, first);
       uint32_t squares = 0;
 #pragma unroll
       for (int at = 0; at < 4; ++at) {
-        const int query = first_query + first + at / 2 * 16,
-                  key = first_key + key_row + at % 2 * 16;
+        const int query = first_query + first + at / 2 * 16;
+        const int key = first_key + key_row + at % 2 * 16;
         if (query < place.q_length && key < place.k_length &&
             p.problem.blocks.sees(batch, head, query, key)) {
           squares |= 1u << (at / 2 * 8 + at % 2);
@@ -112,9 +119,14 @@ struct BiasBlock {
       const Scores<T, kN, kGeneral> scores(p, place, plane, first_key + key_row,
                                            first_query + first, squares, stats_tile + first * 8,
                                            lane);
-      scores.template make<true>(s, d_p, pt, ds, [&](int m, int n, int e, int, int, float value) {
-        sum[chunk][m][n][e] += value;
-      });
+      uint32_t bias[kN][4];
+      scores.load_bias(bias);
+      score_product(s, k_tile, q_tile, first);
+      score_product(d_p, v_tile, d_out_tile, first);
+      uint32_t kept[2];
+      scores.draw(kept);
+      Adder adder{sum[chunk]};
+      scores.template make<true>(s, d_p, pt, ds, bias, kept, adder);
     }
   }
 
@@ -172,7 +184,8 @@ struct BiasBlock {
           total += __shfl_xor_sync(0xffffffffu, total, 1);
           total += __shfl_xor_sync(0xffffffffu, total, 2);
           if (lane % 4 == 0) {
-            shared[warp % kSide * kKeys + key_row + 16 * m + 8 * half + lane / 4] = total;
+            shared[warp % kSide * kKeys + key_row + 4 * m + 2 * half + first_key_of_row(lane)] =
+                total;
           }
         }
       }
@@ -264,7 +277,8 @@ void bias_gradient(const BackwardParams& p) {
         for (int e = 0; e < 4; ++e) {
           const int64_t i =
               first_query + block.query_row + chunk * 32 + 8 * n + block.lane % 4 * 2 + e % 2;
-          const int64_t j = first_key + block.key_row + 16 * m + e / 2 * 8 + block.lane / 4;
+          const int64_t j =
+              first_key + block.key_row + 4 * m + e / 2 * 2 + first_key_of_row(block.lane);
           if (i < own.query && j < own.key) {
             store_bias<T>(p, part, batch, head, i, j, block.sum[chunk][m][n][e]);
           }

@@ -4,6 +4,7 @@
 // no key is seen, as no other kernel comes there.
 #pragma once
 
+#include "device/dependent.cuh"
 #include "device/float.cuh"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
@@ -13,11 +14,9 @@ namespace pullback::attention {
 
 using namespace device;
 
-inline constexpr float kLog2E = 1.4426950408889634f;
-
-// For 16-bit tensors, the unit in which probabilities are exp2(s - lse).
+// For 16-bit tensors log2 e, as probabilities are exp2(s - lse).
 template <class T>
-inline constexpr float kLseUnit = sizeof(T) == 2 ? kLog2E : 1.0f;
+inline constexpr float kLseUnit = sizeof(T) == 2 ? 1.4426950408889634f : 1.0f;
 
 template <class R>
 struct RowStats {
@@ -46,8 +45,8 @@ void backward_rows(const BackwardParams& p, bool vectors) {
   using R = Real<T>;
   constexpr int kRowsAtOnce = kRowThreads / kLanes;
   static_assert(kQueries % kRowsAtOnce == 0 || kQueries < kRowsAtOnce);
-  const int tile = static_cast<int>(blockIdx.x % p.q_tiles);
-  const int64_t plane = blockIdx.x / p.q_tiles;
+  const int tile = static_cast<int>(blockIdx.x % static_cast<uint32_t>(p.q_tiles));
+  const int64_t plane = blockIdx.x / static_cast<uint32_t>(p.q_tiles);
   const TilePlace place = place_of<true>(p, plane, p.problem.heads, tile, kQueries);
   if (!place.exists) return;
   auto& stats = static_cast<StatsTile<R, kQueries>*>(p.stats)[plane * p.q_tiles + tile];
@@ -67,6 +66,7 @@ void backward_rows(const BackwardParams& p, bool vectors) {
       int done = 0;  // columns
       if (kLanes > 1 && vectors) {
         done = value_dim / kVectorLength<T> * kVectorLength<T>;
+#pragma unroll 2
         for (int c = lane * kVectorLength<T>; c < done; c += kLanes * kVectorLength<T>) {
           const Vector<T> a = load_vector(out + c), b = load_vector(d_out + c);
 #pragma unroll
@@ -75,6 +75,7 @@ void backward_rows(const BackwardParams& p, bool vectors) {
           }
         }
       }
+#pragma unroll 1
       for (int c = done + lane; c < value_dim; c += kLanes) {
         sum += to_real(out[c * p.out.element]) * to_real(d_out[c * p.d_out.element]);
       }
@@ -110,8 +111,8 @@ void backward_rows(const BackwardParams& p, bool vectors) {
 // Rows of d_q that see no tile of keys.
 template <class T, int kQueries, int kKeys>
 void clear_unseeing(const BackwardParams& p) {
-  const int tile = static_cast<int>(blockIdx.x % p.q_tiles);
-  const int64_t plane = blockIdx.x / p.q_tiles;
+  const int tile = static_cast<int>(blockIdx.x % static_cast<uint32_t>(p.q_tiles));
+  const int64_t plane = blockIdx.x / static_cast<uint32_t>(p.q_tiles);
   const TilePlace place = place_of<true>(p, plane, p.problem.heads, tile, kQueries);
   if (!place.exists || p.d_q.data == nullptr) return;
   const SeenBlocksTable& blocks = p.problem.blocks;
@@ -134,6 +135,7 @@ void clear_unseeing(const BackwardParams& p) {
 
 template <class T, int kQueries, int kKeys>
 void backward_prepare(const BackwardParams& p) {
+  allow_next_kernel();
   backward_rows<T, kQueries, sizeof(T) == 2 ? 8 : 1>(p, p.row_vectors != 0);
   clear_unseeing<T, kQueries, kKeys>(p);
 }

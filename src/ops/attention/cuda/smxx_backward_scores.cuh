@@ -1,8 +1,10 @@
 // From scores and their gradients by the products to P^T and dS^T: softcap, bias, band, dropout.
 #pragma once
 
+#include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
+#include "ops/attention/cuda/smxx_scores.cuh"
 
 namespace pullback::attention {
 
@@ -12,12 +14,6 @@ using namespace device;
 // the parameters say), or everything, as the parameters say: bias, softcap, rows of any strides.
 inline constexpr int kPlain = 0, kDropout = 1, kBlocks = 2, kGeneral = 3;
 
-inline float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 inline void load_shared_floats(float (&value)[4], uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
@@ -25,8 +21,57 @@ inline void load_shared_floats(float (&value)[4], uint32_t address) {
                : "memory");
 }
 
-// A warp's 32 keys x 8 · kN queries. Element [m][n][2 · half + c] of a lane is key
-// 16 · m + 8 · half + lane / 4 and query 8 · n + lane % 4 · 2 + c.
+// 8 x 8 elements of 16 bits, of which lane 4 · g + t has 2t and 2t + 1 of row g, transposed.
+inline uint32_t transposed(uint32_t pair) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
+}
+
+// Keys come interleaved (device/shared_tile.cuh): in an S^T of 32 keys x 8 · kN queries, element
+// [m][n][2 · half + c] of lane 4 · g + t is
+//   key 8 · (g / 2) + 2 · w + g % 2 with w = 2 · m + half, and query 8 · n + 2t + c.
+// The elements w of 8 queries, transposed, give a lane keys 8t + 2w, 8t + 2w + 1 of query g: all w
+// are 8 keys in a row, 16 bytes of a bias, and the draws of one call of dropout's generator.
+inline int first_key_of_row(int lane) { return lane / 8 * 8 + lane / 4 % 2; }
+
+// 8 elements of a [query][key] plane at keys [j, j + 8), those below `keys`.
+template <class T>
+void load_eight(uint32_t (&words)[4], const T* row, int64_t step, int j, int keys, bool vectors) {
+  if (vectors && j + 8 <= keys) {
+    union {
+      Vector<T> vector;
+      uint32_t word[4];
+    } loaded = {load_vector(row + j)};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) words[w] = loaded.word[w];
+    return;
+  }
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t low = j + 2 * w < keys ? row[(j + 2 * w) * step].bits : 0;
+    const uint32_t high = j + 2 * w + 1 < keys ? row[(j + 2 * w + 1) * step].bits : 0;
+    words[w] = low | high << 16;
+  }
+}
+
+template <class T>
+void store_eight(T* row, int64_t step, int j, int keys, bool vectors, const uint32_t (&words)[4]) {
+  if (vectors && j + 8 <= keys) {
+    union {
+      uint32_t word[4];
+      Vector<T> vector;
+    } value = {{words[0], words[1], words[2], words[3]}};
+    store_vector(row + j, value.vector);
+    return;
+  }
+#pragma unroll
+  for (int w = 0; w < 4; ++w) {
+    if (j + 2 * w < keys) row[(j + 2 * w) * step].bits = static_cast<uint16_t>(words[w]);
+    if (j + 2 * w + 1 < keys) row[(j + 2 * w + 1) * step].bits = words[w] >> 16;
+  }
+}
+
 template <class T, int kN, int kFeatures>
 struct Scores {
   const BackwardParams& p;
@@ -48,9 +93,35 @@ struct Scores {
         stats(row_stats),
         lane(lane_number) {}
 
-  // Bit 8 · n of kept[m][half][c], after a shift that makes the lane's key bit 0. A call of the
-  // generator serves 8 keys of a query; each lane makes kN of them for all.
-  void draw(uint32_t (&kept)[2][2][2]) const {
+  int64_t head() const { return plane % p.problem.heads; }
+
+  template <class Visit>
+  void for_rows(const Plane& tensor, const Visit& visit) const {
+    T* const base =
+        static_cast<T*>(tensor.data) + place.batch * tensor.batch + head() * tensor.head;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const int i = query + 8 * n + lane / 4;
+      if (i < place.q_length) visit(n, base + i * tensor.query);
+    }
+  }
+
+  // Transposed eights, as for_rows() meets them: early, for they take long to come.
+  void load_bias(uint32_t (&words)[kN][4]) const {
+    if (p.bias.data == nullptr) return;
+    for_rows(p.bias, [&](int n, const T* row) {
+      load_eight(words[n], row, p.bias.key, key + lane % 4 * 8, place.k_length,
+                 p.bias_vectors != 0);
+    });
+  }
+
+  bool drops() const {
+    return kFeatures == kDropout || (kFeatures >= kBlocks && p.problem.dropout.active());
+  }
+
+  // What dropout keeps: bit 8 · n + 2 · w of kept[c].
+  void draw(uint32_t (&kept)[2]) const {
+    if (!drops()) return;
     const Dropout& dropout = p.problem.dropout;
     // Varlen: planes are heads, of every sequence.
     const uint64_t stream = p.problem.sequences == nullptr
@@ -68,22 +139,13 @@ struct Scores {
       }
     }
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int from = (2 * m + half) * 8 + lane % 4 * 2 + c;
-          kept[m][half][c] = __shfl_sync(0xffffffffu, bits, from) >> (lane / 4);
-        }
-      }
+    for (int c = 0; c < 2; ++c) {
+      kept[c] = __shfl_sync(0xffffffffu, bits, (lane & ~7) | (lane % 4 * 2 + c)) >> (lane / 4 % 2);
     }
   }
 
-  // The score times log2 e; `slope` is the softcap's derivative. Unseen: false.
-  bool general_score(float raw, int i, int j, bool inside, const T* bias, float& s,
-                     float& slope) const {
-    slope = 1;
+  // The score times log2 e; `slope` is the softcap's derivative.
+  float general_score(float raw, float& slope) const {
     float t = raw * p.problem.scale;
     if (p.problem.softcap > 0) {
       const float power = exp2_fast(t * (2 * kLog2E / p.problem.softcap));
@@ -91,92 +153,79 @@ struct Scores {
       slope = 1 - tanh * tanh;
       t = p.problem.softcap * tanh;
     }
-    s = t * kLog2E;
-    if (bias == nullptr) return inside && s != -infinity<float>();
-    if (!inside) return false;
-    const float b = to_real(bias[i * p.bias.query + j * p.bias.key]);
-    s += b * kLog2E;
-    return b != -infinity<float>() && s != -infinity<float>();
+    return t * kLog2E;
   }
 
-  // kCareful: some pair of the tile is not to be seen, or some value is not finite. The general
-  // kernel hands d_bias of each pair to sink(m, n, e, i, j, value).
+  // P^T and dS^T from S^T and dP^T. kCareful: some pair of the tile is not to be seen, or some
+  // value is not finite. The general kernel hands d_bias of each pair to sink.add(m, n, e, value),
+  // and calls sink.finish(n) after the pairs of 8 queries.
   template <bool kCareful, class Sink>
   __forceinline__ void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], uint32_t (&pt)[2][kN][2],
-                            uint32_t (&ds)[2][kN][2], const Sink& sink) const {
-    constexpr bool kTested = kCareful || kFeatures == kGeneral;
+                            uint32_t (&ds)[2][kN][2], const uint32_t (&bias)[kN][4],
+                            const uint32_t (&kept)[2], Sink& sink) const {
+    constexpr bool kIsGeneral = kFeatures == kGeneral;
     const float factor = p.problem.scale * kLog2E;
-    uint32_t kept[2][2][2];
-    const bool drops =
-        kFeatures == kDropout || (kFeatures >= kBlocks && p.problem.dropout.active());
-    if (drops) draw(kept);
+    const bool drops = this->drops();
     const float keep_scale = p.problem.keep_scale;
+    const bool biased = kIsGeneral && p.bias.data != nullptr;
 
-    const int lane_key = key + lane / 4, lane_query = query + lane % 4 * 2;
-    const int keys = place.k_length, queries = place.q_length;
-    const T* bias = nullptr;
-    if constexpr (kFeatures == kGeneral) {
-      if (p.bias.data != nullptr) {
-        bias =
-            static_cast<const T*>(p.bias.data) + place.batch * p.bias.batch + head() * p.bias.head;
-      }
-    }
+    const int lane_key = key + first_key_of_row(lane), lane_query = query + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       float row[4];  // lse, delta of two queries
       load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
+      for (int w = 0; w < 4; ++w) {
+        const int m = w / 2, half = w % 2;
+        float probability[2], gradient[2], addend[2] = {};
+        if (biased) unpack<T>(transposed(bias[n][w]), addend[0], addend[1]);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float probability[2], gradient[2];
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const float lse = row[2 * c], delta = row[2 * c + 1];
-            const int e = 2 * half + c;
-            const int i = lane_query + 8 * n + c, j = lane_key + 16 * m + 8 * half;
-            float exponent = s[m][n][e] * factor, slope = 1;
-            bool seen = true;
-            if constexpr (kTested) {
-              seen = i < queries && j < keys && j - i >= place.lowest && j - i <= place.highest;
-              if constexpr (kFeatures >= kBlocks) {
-                seen = seen && (squares >> (n / 2 * 8 + m) & 1) != 0;
-              }
-              if constexpr (kFeatures == kGeneral) {
-                seen = general_score(s[m][n][e], i, j, seen, bias, exponent, slope);
-              } else {
-                seen = seen && exponent != -infinity<float>();
-              }
-              // a row that sees nothing, and NaN, which is seen
-              seen = seen && !(lse == infinity<float>());
+        for (int c = 0; c < 2; ++c) {
+          const float lse = row[2 * c], delta = row[2 * c + 1];
+          const int e = 2 * half + c;
+          const int i = lane_query + 8 * n + c, j = lane_key + 2 * w;
+          float exponent = s[m][n][e] * factor, slope = 1;
+          bool seen = true;
+          if constexpr (kCareful) {
+            seen = i < place.q_length && j < place.k_length && j - i >= place.lowest &&
+                   j - i <= place.highest;
+            if constexpr (kFeatures >= kBlocks) {
+              seen = seen && (squares >> (n / 2 * 8 + lane / 16) & 1) != 0;
             }
-            float chance = exp2_fast(exponent - lse), d_chance = d_p[m][n][e];
-            float weight = chance;
-            if (drops) {
-              const bool keep = kept[m][half][c] >> (8 * n) & 1;
-              weight = keep ? chance * keep_scale : -0.0f;
-              d_chance = keep ? d_chance * keep_scale : 0.0f;
-            }
-            float d_s = chance * (d_chance - delta);
-            if constexpr (kTested) {
-              weight = seen ? weight : -0.0f;
-              d_s = seen ? d_s : -0.0f;
-            }
-            if constexpr (kFeatures == kGeneral) {
-              sink(m, n, e, i, j, seen ? d_s : 0.0f);
-              d_s = seen ? d_s * slope : d_s;
-            }
-            probability[c] = weight;
-            gradient[c] = d_s;
           }
-          pt[m][n][half] = pack<T>(probability[0], probability[1]);
-          ds[m][n][half] = pack<T>(gradient[0], gradient[1]);
+          if constexpr (kIsGeneral) {
+            exponent = general_score(s[m][n][e], slope) + addend[c] * kLog2E;
+            seen = seen && addend[c] != -infinity<float>();
+          }
+          if constexpr (kCareful || kIsGeneral) {
+            // Not NaN, which is seen; lse: a row that sees nothing
+            seen = seen && exponent != -infinity<float>() && lse != infinity<float>();
+          }
+          float chance = exp2_fast(exponent - lse), d_chance = d_p[m][n][e];
+          float weight = chance;
+          if (drops) {
+            const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
+            weight = keep ? chance * keep_scale : -0.0f;
+            d_chance = keep ? d_chance * keep_scale : 0.0f;
+          }
+          float d_s = chance * (d_chance - delta);
+          if constexpr (kCareful || kIsGeneral) {
+            weight = seen ? weight : -0.0f;
+            d_s = seen ? d_s : -0.0f;
+          }
+          if constexpr (kIsGeneral) {
+            sink.add(m, n, e, d_s);
+            d_s = seen ? d_s * slope : d_s;
+          }
+          probability[c] = weight;
+          gradient[c] = d_s;
         }
+        pt[m][n][half] = pack<T>(probability[0], probability[1]);
+        ds[m][n][half] = pack<T>(gradient[0], gradient[1]);
       }
+      if constexpr (kIsGeneral) sink.finish(n);
     }
   }
-
-  int64_t head() const { return plane % p.problem.heads; }
 };
 
 }  // namespace pullback::attention

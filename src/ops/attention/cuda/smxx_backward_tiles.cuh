@@ -30,8 +30,9 @@ TilePlace place_of(const BackwardParams& p, int64_t index, int heads, int tile, 
   int64_t extent = kQueries ? problem.query : problem.key;
   place.exists = true;
   if (problem.sequences == nullptr) {
-    place.batch = index / heads;
-    place.head = static_cast<int>(index % heads);
+    // Planes and pairs lie in a grid: 32 bits.
+    place.batch = static_cast<uint32_t>(index) / static_cast<uint32_t>(heads);
+    place.head = static_cast<int>(static_cast<uint32_t>(index) % static_cast<uint32_t>(heads));
     place.tile = tile;
     place.first_tile = 0;
   } else {
