@@ -15,16 +15,18 @@ namespace {
 
 int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 
-cuda::OpKernel tile_kernel(DType dtype, int width, bool terms, bool vectors, int arch) {
+constexpr std::string_view kKindNames[] = {"plain", "dropout", "terms", "elements"};
+
+cuda::OpKernel tile_kernel(DType dtype, int width, ForwardKind kind, int arch) {
   const std::string_view type = cuda::device_type(dtype);
-  const ForwardTile tile = forward_tile(width, element_bytes(dtype), vectors && !terms, arch);
+  const std::string_view kind_name = kKindNames[static_cast<int>(kind)];
+  const ForwardTile tile = forward_tile(width, element_bytes(dtype), kind, arch);
+  const std::string kind_value = fmt::format("attention::ForwardKind::{}", kind_name);
   return {
-      .name = fmt::format("attention_forward_{}_{}{}{}", type, width, terms ? "_terms" : "",
-                          vectors ? "" : "_elements"),
+      .name = fmt::format("attention_forward_{}_{}_{}", type, width, kind_name),
       .file = "ops/attention/cuda/smxx_forward.cuh",
-      .function = fmt::format("attention::forward<{}, attention::forward_tile({}, {}, {}, {}), {}, "
-                              "{}>",
-                              type, width, element_bytes(dtype), terms, arch, terms, vectors),
+      .function = fmt::format("attention::forward<{}, attention::forward_tile({}, {}, {}, {}), {}>",
+                              type, width, element_bytes(dtype), kind_value, arch, kind_value),
       .parameters = "attention::ForwardParams",
       .threads = tile.warps * 32,
       .blocks = tile.blocks};
@@ -48,14 +50,14 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const int width = head_width(static_cast<int>(sizes_.head_dim),  //
                                  static_cast<int>(sizes_.value_dim));
     params_.problem = problem_params(problem);
-    // Without terms the scale goes into the exponential, which needs scores to keep their order.
     const Problem& p = params_.problem;
-    const bool terms =
-        problem.bias.given() || p.softcap > 0 || p.dropout.active() || !(p.scale > 1e-30f);
-    const auto tile_of = [&](bool vectors) {
-      return forward_tile(width, element_bytes(dtype), vectors && !terms, arch);
-    };
-    const int rows = dtype == DType::f64 ? kPlainRows : tile_of(true).rows;
+    // The plain kernels fold the scale into the exponential: scores have to keep their order.
+    const bool terms = problem.bias.given() || p.softcap > 0 || !(p.scale > 1e-30f);
+    const ForwardKind kind = terms                ? ForwardKind::terms
+                             : p.dropout.active() ? ForwardKind::dropout
+                                                  : ForwardKind::plain;
+    const ForwardTile tile = forward_tile(width, element_bytes(dtype), kind, arch);
+    const int rows = dtype == DType::f64 ? kPlainRows : tile.rows;
 
     params_.q = head_rows(problem.q);
     params_.k = head_rows(problem.k);
@@ -65,8 +67,10 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params_.bias = plane(problem.bias);
 
     sequences_.emplace(problem, device_, rows, rows);
-    blocks_.emplace(problem, device_, Pass::forward, rows, tile_of(false).keys);
-    vector_blocks_.emplace(problem, device_, Pass::forward, rows, tile_of(true).keys);
+    const int keys_by_elements =
+        forward_tile(width, element_bytes(dtype), ForwardKind::elements, arch).keys;
+    vector_blocks_.emplace(problem, device_, Pass::forward, rows, tile.keys);
+    blocks_.emplace(problem, device_, Pass::forward, rows, keys_by_elements);
     workspace_bytes = sequences_->workspace_bytes();
     const std::int64_t pairs = (sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads;
     const std::int64_t tiles =
@@ -91,13 +95,14 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     }
     vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
                has_vector_rows(problem.v) && has_vector_rows(problem.out);
-    const auto load_tiles = [&](bool vectors) {
-      return load(tile_kernel(dtype, width, terms, vectors, arch),
-                  tile_of(vectors).shared_bytes(element_bytes(dtype)), tiles * pairs);
+    const auto load_tiles = [&](ForwardKind any) {
+      return load(
+          tile_kernel(dtype, width, any, arch),
+          forward_tile(width, element_bytes(dtype), any, arch).shared_bytes(element_bytes(dtype)),
+          tiles * pairs);
     };
-    if (vectors_) vector_kernel_ = load_tiles(true);
-    kernel_ = load_tiles(false);
-    const ForwardTile tile = tile_of(vectors_);
+    if (vectors_) vector_kernel_ = load_tiles(kind);
+    kernel_ = load_tiles(ForwardKind::elements);
     description = fmt::format(
         "tiles of {} queries by {} keys, head dims padded to {}, {} products on tensor cores{}; "
         "sums in f32, in a fixed order: the same bits every run",
@@ -164,11 +169,8 @@ std::vector<KernelSource> attention_forward_kernels(int arch) {
   std::vector<KernelSource> kernels = {op_kernel<ForwardParams>(plain_kernel(), arch)};
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     for (const int width : kHeadWidths) {
-      for (const bool terms : {false, true}) {
-        for (const bool vectors : {false, true}) {
-          kernels.push_back(
-              op_kernel<ForwardParams>(tile_kernel(dtype, width, terms, vectors, arch), arch));
-        }
+      for (const ForwardKind kind : kForwardKinds) {
+        kernels.push_back(op_kernel<ForwardParams>(tile_kernel(dtype, width, kind, arch), arch));
       }
     }
   }

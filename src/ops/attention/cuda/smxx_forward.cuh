@@ -7,8 +7,8 @@
 // block's warps share tiles of keys and values, K 0, V 0, K 1, V 1, …, which pass through a ring of
 // slots in shared memory, filled by asynchronous copies while earlier tiles are worked on.
 //
-// Scores are kept in units of log 2. Without softcap, bias and dropout (kTerms false, scale > 0)
-// they are what the product gives, and the scale goes into the exponential.
+// Scores are kept in units of log 2. Without softcap and bias (kTerms false, scale > 0) they are
+// what the product gives, and the scale goes into the exponential.
 #pragma once
 
 #include "ops/attention/cuda/smxx_clear.cuh"
@@ -145,8 +145,10 @@ void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int colum
   }
 }
 
-template <class T, ForwardTile kTile, bool kTerms, bool kVectors>
+template <class T, ForwardTile kTile, ForwardKind kKind>
 void forward(const ForwardParams& params) {
+  constexpr bool kDropout = kKind >= ForwardKind::dropout, kTerms = kKind >= ForwardKind::terms;
+  constexpr bool kVectors = kKind < ForwardKind::elements;
   constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   constexpr int kThreads = kTile.warps * 32;
   constexpr int kWarpRows = kTile.rows / kTile.warps, kRowTiles = kWarpRows / 16;
@@ -163,6 +165,8 @@ void forward(const ForwardParams& params) {
   const int rows = tile_rows.valid;
   if (rows < tile_rows.extent) clear_rows<T>(params, tile, rows, tile_rows.extent, kThreads);
   if (rows == 0) return;
+  const int first_query = static_cast<int>(tile.first);
+  const SequenceBand band(p.band, sequence);
 
   const int64_t kv_head = tile.head / p.group;
   const auto first_of = [&](const HeadRows& rows_of, int64_t row, int64_t head) {
@@ -176,12 +180,12 @@ void forward(const ForwardParams& params) {
                            params.v.element, p.value_dim);
   const KeyTiles<kKeys> key_tiles =
       p.blocks.given() ? KeyTiles<kKeys>(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
-                       : KeyTiles<kKeys>(p.band, sequence, tile.first, tile.first + rows);
+                       : KeyTiles<kKeys>(band, first_query, first_query + rows - 1);
   // Item 2 n is the n-th tile of K, 2 n + 1 that of V.
   const auto load_item = [&](int item) {
     if (item < 2 * key_tiles.count) {
       const int key = key_tiles.key(item / 2);
-      const int valid = static_cast<int>(sequence.k_length) - key;
+      const int valid = band.keys - key;
       const uint32_t slot = ring + item % kSlots * (kKeys * Layout::kRowBytes);
       (item % 2 == 0 ? k_loader : v_loader).load(slot, key, valid);
     }
@@ -197,11 +201,11 @@ void forward(const ForwardParams& params) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int first_row = warp * kWarpRows;
   const int warp_rows = rows - first_row < kWarpRows ? rows - first_row : kWarpRows;
-  // Of this lane's first row.
-  const int query = static_cast<int>(tile.first) + first_row + lane / 4;
-  const SeenKeys seen = warp_rows > 0 ? SeenKeys(p.band, sequence, tile.first + first_row,
-                                                 tile.first + first_row + warp_rows - 1)
-                                      : SeenKeys();
+  const int warp_query = first_query + first_row;
+  const int query = warp_query + lane / 4;  // of this lane's first row
+  const KeySpan seen_by_warp =
+      warp_rows > 0 ? seen_by_some(band, warp_query, warp_query + warp_rows - 1) : KeySpan();
+  const KeySpan unmasked = seen_by_all(band, first_query, first_query + rows - 1);
   const uint32_t q_rows = q_tile + first_row * Layout::kRowBytes;
   const float unit = kTerms ? 1 : p.scale * kLog2E;
   const auto bias = kTerms ? bias_rows<T>(params.bias, tile.batch, tile.head) : BiasRows<T>{};
@@ -212,7 +216,7 @@ void forward(const ForwardParams& params) {
     const int key = key_tiles.key(n), first_key = key + first_key_of_lane();
     constexpr uint32_t kAllSquares = all_squares(kKeys, kWarpRows);
     const uint32_t squares = key_tiles.squares(n) >> first_row / 16 & kAllSquares;
-    const bool works = !seen.none(key, kKeys) && squares != 0;
+    const bool works = seen_by_warp.meets(key, kKeys) && squares != 0;
     float s[kRowTiles][kKeys / 8][4];
     async_wait<kSlots - 2>();
     __syncthreads();
@@ -220,8 +224,7 @@ void forward(const ForwardParams& params) {
     BiasTile<T, kRowTiles, kKeys / 8> bias_tile;
     if (works) {
       if (kTerms && bias.first != nullptr) {
-        bias_tile.load(bias, query, static_cast<int>(sequence.q_length), first_key,
-                       static_cast<int>(sequence.k_length));
+        bias_tile.load(bias, query, first_query + rows, first_key, band.keys);
       }
       score_product<T, kWidth, kRowTiles, kKeys>(
           s,
@@ -237,10 +240,10 @@ void forward(const ForwardParams& params) {
       if constexpr (kTerms) {
         add_terms<T>(s, p, bias.first != nullptr, bias_tile);
       }
-      if (!seen.all(key, kKeys)) hide(s, p.band, sequence, query, first_key);
+      if (!unmasked.covers(key, kKeys)) hide(s, band, query, first_key);
       if (squares != kAllSquares) hide_squares(s, squares);
       state.take(s, unit);
-      if constexpr (kTerms) {
+      if constexpr (kDropout) {
         if (p.dropout.active()) {
           drop(s, p.dropout, plane, static_cast<uint32_t>(query), static_cast<uint32_t>(first_key));
         }
@@ -286,22 +289,22 @@ void forward(const ForwardParams& params) {
       if (params.lse.data != nullptr && lane % 4 == 0 && row < warp_rows) {
         float* const lse = static_cast<float*>(params.lse.data) + tile.batch * params.lse.batch +
                            tile.head * params.lse.head +
-                           (sequence.q_begin + tile.first + first_row + row) * params.lse.row;
-        *lse = (state.maximum[m][half] * unit + log2_fast(sum)) * kLn2;
+                           (sequence.q_begin + warp_query + row) * params.lse.row;
+        // The shift of the weights, rounded as it was there.
+        *lse = (__fmul_rn(state.maximum[m][half], unit) + log2_fast(sum)) * kLn2;
       }
     }
   }
   __syncwarp();
   T* const out = static_cast<T*>(params.out.data) + tile.batch * params.out.batch +
-                 tile.head * params.out.head +
-                 (sequence.q_begin + tile.first + first_row) * params.out.row;
+                 tile.head * params.out.head + (sequence.q_begin + warp_query) * params.out.row;
   store_rows<T, kWidth, 32>(params.out, out, q_rows, warp_rows, p.value_dim, kVectors);
   __syncwarp();
   // 0 · NaN: what a row does not see may have reached it.
   for (; redo != 0; redo &= redo - 1) {
     const int row = __ffs(static_cast<int>(redo)) - 1;
     if (row < warp_rows) {
-      plain_row<T>(params, sequence, tile.batch, tile.head, tile.first + first_row + row);
+      plain_row<T>(params, sequence, tile.batch, tile.head, warp_query + row);
     }
   }
 }

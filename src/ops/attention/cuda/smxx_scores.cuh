@@ -13,7 +13,7 @@
 #include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "device/shared_tile.cuh"
-#include "ops/attention/cuda/params.cuh"
+#include "ops/attention/cuda/smxx_tiles.cuh"
 
 namespace pullback::attention {
 
@@ -74,7 +74,7 @@ inline constexpr int kInner = 32 / static_cast<int>(sizeof(T));
 template <class T>
 inline constexpr int kTruncated = 1 << 20;
 template <>
-inline constexpr int kTruncated<float> = 4;
+inline constexpr int kTruncated<float> = 2;
 
 // The lane's place in a tile that ldmatrix reads 16 rows by 32 bytes at a time.
 template <class T, int kWidth>
@@ -129,7 +129,7 @@ void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint
   using Layout = TileLayout<T, kWidth>;
   constexpr int kSteps = kWidth / kInner<T>;
   const auto keys = place_of_keys<T, kWidth>();
-#pragma unroll
+#pragma unroll 1
   for (int first = 0; first < kSteps; first += kTruncated<T>) {
     float sums[kRowTiles][kKeys / 8][4] = {};
 #pragma unroll
@@ -194,45 +194,52 @@ void value_product(float (&out)[kRowTiles][kWidth / 8][4],
     // The inner index t of the instruction stands for key 2t, t + 4 for key 2t + 1: so the scores
     // are the operand as they lie, and the rows that a warp reads differ in their swizzle.
     const int lane = threadIdx.x % 32;
-    static_assert(kKeys / 8 <= kTruncated<T>);
-    Operand<T> weights[kKeys / 8][kRowTiles];
+    // Where element i of the operand is for n = 0; a step of n changes bit 2 of the chunk.
+    uint32_t place[4];
 #pragma unroll
-    for (int step = 0; step < kKeys / 8; ++step) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        const auto& w = p[m][step];
-        weights[step][m] = {{__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]),
-                             __float_as_uint(w[3])},
-                            {}};
-        weights[step][m].split();
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int column = i / 2 * 8 + lane / 4;
+      place[i] = v_tile + Layout::offset(lane % 4 * 2 + i % 2, column / 4) + column % 4 * 4;
     }
 #pragma unroll
-    for (int n = 0; n < kWidth / 16; ++n) {
-      float sums[kRowTiles][2][4] = {};
+    for (int first = 0; first < kKeys / 8; first += kTruncated<T>) {
+      Operand<T> weights[kTruncated<T>][kRowTiles];
 #pragma unroll
-      for (int step = 0; step < kKeys / 8; ++step) {
-        const int key = step * 8 + lane % 4 * 2;
-        Operand<T> v;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = n * 16 + i / 2 * 8 + lane / 4;
-          v.word[i] =
-              load_shared_word(v_tile + Layout::offset(key + i % 2, column / 4) + column % 4 * 4);
-        }
-        v.split();
+      for (int step = 0; step < kTruncated<T>; ++step) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          multiply<T>(sums[m][0], weights[step][m], v, 0);
-          multiply<T>(sums[m][1], weights[step][m], v, 1);
+          const auto& w = p[m][first + step];
+          weights[step][m] = {{__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]),
+                               __float_as_uint(w[3])},
+                              {}};
+          weights[step][m].split();
         }
       }
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
+      for (int n = 0; n < kWidth / 16; ++n) {
+        float sums[kRowTiles][2][4] = {};
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          out[m][2 * n][e] += sums[m][0][e];
-          out[m][2 * n + 1][e] += sums[m][1][e];
+        for (int step = 0; step < kTruncated<T>; ++step) {
+          Operand<T> v;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            v.word[i] = load_shared_word((place[i] ^ (n % 2 * 64)) + n / 2 * 128 +
+                                         (first + step) * 8 * Layout::kRowBytes);
+          }
+          v.split();
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            multiply<T>(sums[m][0], weights[step][m], v, 0);
+            multiply<T>(sums[m][1], weights[step][m], v, 1);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            out[m][2 * n][e] += sums[m][0][e];
+            out[m][2 * n + 1][e] += sums[m][1][e];
+          }
         }
       }
     }
@@ -346,15 +353,13 @@ void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_
 
 // −inf where the query does not see the key; arguments as above.
 template <int kRowTiles, int kKeyTiles>
-void hide(float (&s)[kRowTiles][kKeyTiles][4], const Band& band, const Sequence& sequence,
-          int64_t query, int32_t key) {
+void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int query, int key) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Range seen = visible_keys(band, sequence, query + m * 16 + half * 8);
-      const int begin = static_cast<int>(seen.begin) - key;
-      const int end = static_cast<int>(seen.end) - key;
+      const int i = query + m * 16 + half * 8;
+      const int begin = band.first_key(i) - key, end = band.end_key(i) - key;
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll

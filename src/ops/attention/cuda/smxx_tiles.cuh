@@ -60,21 +60,57 @@ inline bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group,
   return true;
 }
 
-// The tiles of keys that a tile of queries needs, in the order of the work. What decides this is
-// the mask, and only here.
+// The band mask of one sequence in 32 bits: query i sees the keys in [i + first, i + end), as far
+// as there are keys.
+struct SequenceBand {
+  int32_t first, end, keys;
+
+  SequenceBand(const Band& band, const Sequence& sequence)
+      : first(saturated(diagonal(band, sequence) - band.left)),
+        end(saturated(diagonal(band, sequence) + band.right + 1)),
+        keys(static_cast<int32_t>(sequence.k_length)) {}
+
+  int32_t first_key(int32_t query) const { return within(static_cast<int64_t>(query) + first); }
+  int32_t end_key(int32_t query) const { return within(static_cast<int64_t>(query) + end); }
+
+ private:
+  static int32_t saturated(int64_t value) {
+    constexpr int64_t kMost = 0x7fffffff;
+    return static_cast<int32_t>(value < -kMost ? -kMost : value > kMost ? kMost : value);
+  }
+  int32_t within(int64_t key) const {
+    return static_cast<int32_t>(key < 0 ? 0 : key > keys ? keys : key);
+  }
+};
+
+// Neighbouring keys; empty: begin >= end.
+struct KeySpan {
+  int32_t begin = 0, end = 0;
+
+  bool meets(int32_t key, int count) const { return key < end && key + count > begin; }
+  bool covers(int32_t key, int count) const { return key >= begin && key + count <= end; }
+};
+
+// Keys that some, or all, of the queries [first, last] see.
+inline KeySpan seen_by_some(const SequenceBand& band, int32_t first, int32_t last) {
+  return {band.first_key(first), band.end_key(last)};
+}
+inline KeySpan seen_by_all(const SequenceBand& band, int32_t first, int32_t last) {
+  return {band.first_key(last), band.end_key(first)};
+}
+
+// The tiles of keys that the queries [first, last] need, in the order of the work. What decides
+// this is the mask, and only here.
 template <int kKeys>
 struct KeyTiles {
   int32_t first = 0, count = 0;
   const SeenTile* listed = nullptr;  // with a block mask
 
-  KeyTiles() = default;
-  // Queries [begin, end) of the sequence, at least one.
-  KeyTiles(const Band& band, const Sequence& sequence, int64_t begin, int64_t end) {
-    const int64_t first_key = visible_keys(band, sequence, begin).begin;
-    const int64_t end_key = visible_keys(band, sequence, end - 1).end;
-    if (first_key >= end_key) return;
-    first = static_cast<int32_t>(first_key / kKeys);
-    count = static_cast<int32_t>((end_key + kKeys - 1) / kKeys) - first;
+  KeyTiles(const SequenceBand& band, int32_t first_query, int32_t last_query) {
+    const KeySpan seen = seen_by_some(band, first_query, last_query);
+    if (seen.begin >= seen.end) return;
+    first = seen.begin / kKeys;
+    count = (seen.end + kKeys - 1) / kKeys - first;
   }
   // Tile `owner` of the queries of a batch item and head.
   KeyTiles(const SeenBlocksTable& blocks, int64_t batch, int64_t head, int64_t owner) {
@@ -87,23 +123,6 @@ struct KeyTiles {
   int32_t key(int32_t n) const { return (listed ? listed[n].tile : first + n) * kKeys; }
   // Bit 8 · (16 keys) + (16 queries) of the tiles.
   uint32_t squares(int32_t n) const { return listed ? listed[n].squares : ~0u; }
-};
-
-// What a few neighbouring queries see: all of them [all_begin, all_end), some of them [begin, end).
-struct SeenKeys {
-  int32_t begin = 0, end = 0, all_begin = 0, all_end = 0;
-
-  SeenKeys() = default;
-  SeenKeys(const Band& band, const Sequence& sequence, int64_t first, int64_t last) {
-    const Range top = visible_keys(band, sequence, first);
-    const Range bottom = visible_keys(band, sequence, last);
-    begin = static_cast<int32_t>(top.begin);
-    end = static_cast<int32_t>(bottom.end);
-    all_begin = static_cast<int32_t>(bottom.begin);
-    all_end = static_cast<int32_t>(top.end);
-  }
-  bool none(int32_t key, int keys) const { return key >= end || key + keys <= begin; }
-  bool all(int32_t key, int keys) const { return key >= all_begin && key + keys <= all_end; }
 };
 
 }  // namespace pullback::attention
