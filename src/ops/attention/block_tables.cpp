@@ -1,11 +1,45 @@
 #include "ops/attention/block_tables.hpp"
 
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <span>
+#include <utility>
 #include <vector>
 
 namespace pullback::attention {
 namespace {
 
 constexpr std::int64_t kSquare = 16;
+
+// The order in which the owners, tiles of keys, go over their tiles of queries. They add to d_q of
+// a tile in turns, by ascending keys (cuda/smxx_backward.cuh), and rarely wait if they come when
+// the turn before is over. When that is, a simple play of the run tells: owners start in order, so
+// many at a time, take a step for each tile, and end a turn a step later. Waits can only be for
+// owners that started before, so that no order can lock them.
+void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> first,
+                     std::int64_t query_tiles) {
+  constexpr int kAtATime = 32;
+  std::vector<std::int64_t> over(static_cast<std::size_t>(query_tiles), 0);
+  std::priority_queue<std::int64_t, std::vector<std::int64_t>, std::greater<>> free_at;
+  for (int i = 0; i < kAtATime; ++i) free_at.push(0);
+  const auto over_of = [&](const SeenTile& tile) -> std::int64_t& {
+    return over[static_cast<std::size_t>(tile.tile)];
+  };
+  for (std::size_t owner = 0; owner + 1 < first.size(); ++owner) {
+    const auto list = tiles.subspan(static_cast<std::size_t>(first[owner] - first[0]),
+                                    static_cast<std::size_t>(first[owner + 1] - first[owner]));
+    std::ranges::stable_sort(list, {}, over_of);
+    std::int64_t now = free_at.top();
+    free_at.pop();
+    for (const SeenTile& tile : list) {
+      now = std::max(now, over_of(tile)) + 1;
+      over_of(tile) = now + 1;
+    }
+    free_at.push(now);
+    std::ranges::reverse(list);  // the kernel begins at the end
+  }
+}
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -77,9 +111,12 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
       }
     }
     first.push_back(static_cast<std::int64_t>(tiles.size()));
-    for (std::size_t i = plane_begin; i < tiles.size() && !forward; ++i) {
+    if (forward) continue;
+    for (std::size_t i = plane_begin; i < tiles.size(); ++i) {
       tiles[i].turns = counts[at(plane * query_tiles + tiles[i].tile)];
     }
+    order_for_turns(std::span(tiles).subspan(plane_begin), std::span(first).last(at(owners + 1)),
+                    query_tiles);
   }
 
   const std::int64_t heads = batches > 0 ? planes / batches : 0;

@@ -179,7 +179,9 @@ class TileBackward final : public BackwardBody {
                                 static_cast<int>(sizes_of(problem).value_dim))) {}
 
  private:
-  enum class BiasPlan { none, written, summed };
+  // Written by the kernel of d_k, in one launch or in one a batch item; or summed by its own
+  // kernel.
+  enum class BiasPlan { none, written, stepped, summed };
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width)
       : BackwardBody(problem, device, backward_tiles(width, arch).queries,
@@ -193,8 +195,9 @@ class TileBackward final : public BackwardBody {
     const std::int64_t tiles = planes_ * params_.q_tiles;
     stats_bytes_ = aligned(tiles * stats_bytes(tiles_.queries));
     turn_bytes_ = aligned(tiles * 4);
+    if (bias_elements_ > 0) plan_bias(problem, width, arch);
     plan_slices(problem, width);
-    workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_;
+    workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + bias_sum_bytes_;
     plan_kernels(problem, width, arch);
     description = fmt::format(
         "tensor cores: {} keys x {} queries at a time, sums in f32; d_q summed in the order of the "
@@ -218,7 +221,9 @@ class TileBackward final : public BackwardBody {
     const std::int64_t pair_bytes =
         sizes_.group * params_.q_tiles * tiles_.queries * width * std::int64_t{4};
     slice_pairs_ = pairs_;
-    if (pair_bytes * pairs_ > limit) {
+    if (bias_plan_ == BiasPlan::stepped) {
+      slice_pairs_ = sizes_.kv_heads;
+    } else if (pair_bytes * pairs_ > limit) {
       const std::int64_t fit = std::max<std::int64_t>(limit / pair_bytes, 1);
       slice_pairs_ = ceil_div(pairs_, ceil_div(pairs_, fit));
     }
@@ -246,10 +251,8 @@ class TileBackward final : public BackwardBody {
                         : problem.dropout > 0  ? Features::dropout
                                                : Features::plain);
       }
-      params_.turn_batch = params_.q_tiles >= 32 ? kTurnBatch : 1;
       params_.pair_group = static_cast<std::int32_t>(std::min<std::int64_t>(pairs_, kPairGroup));
     }
-    if (bias_elements_ > 0) plan_bias(problem, width, arch);
   }
 
   void plan_bias(const AttentionProblem& problem, int width, int arch) {
@@ -264,12 +267,20 @@ class TileBackward final : public BackwardBody {
       set_grid(kernel, std::min(ceil_div(bias_elements_, kRowThreads), kMostHelpers));
       return kernel;
     };
-    if (whole || work == 0) {
-      bias_plan_ = BiasPlan::written;
-      const bool banded = problem.mask.left != BandMask::kUnbounded ||
-                          problem.mask.right != BandMask::kUnbounded || problem.blocks.given();
-      if (banded || work == 0) clear_bias_ = helper("clear_bias");
-      clears_bias_ = banded || work == 0;
+    // Over the batch alone: a launch a batch item, if it fills the device. Each has to meet the
+    // same tiles.
+    const bool stepped = !problem.blocks.given() && shape.head == sizes_.heads &&
+                         shape.query == sizes_.total_query && shape.key == sizes_.total_key &&
+                         sizes_.kv_heads * params_.k_tiles >= device_.multiprocessors;
+    if (whole || stepped || work == 0) {
+      bias_plan_ = whole || work == 0 ? BiasPlan::written : BiasPlan::stepped;
+      if (bias_plan_ == BiasPlan::stepped) {
+        bias_sum_bytes_ = aligned(sizes_.heads * params_.q_tiles * params_.k_tiles *
+                                  tiles_.queries * tiles_.keys * 4);
+      }
+      clears_bias_ = work == 0 || problem.mask.left != BandMask::kUnbounded ||
+                     problem.mask.right != BandMask::kUnbounded || problem.blocks.given();
+      if (clears_bias_) clear_bias_ = helper("clear_bias");
       return;
     }
     bias_plan_ = BiasPlan::summed;
@@ -286,7 +297,7 @@ class TileBackward final : public BackwardBody {
     set_grid(bias_, own * params_.bias_parts);
     if (params_.bias_parts > 1) {
       combine_bias_ = helper("combine_bias");
-      workspace_bytes += aligned(params_.bias_parts * bias_elements_ * 4);
+      bias_sum_bytes_ = aligned(params_.bias_parts * bias_elements_ * 4);
     }
   }
 
@@ -308,17 +319,23 @@ class TileBackward final : public BackwardBody {
       bias_.launch(stream, params);
       if (params.bias_parts > 1) combine_bias_.launch(stream, params);
     }
-    if (bias_plan_ != BiasPlan::written) params.d_bias.data = nullptr;
+    if (bias_plan_ == BiasPlan::summed) params.d_bias.data = nullptr;
     const bool any = tensors.d_q || tensors.d_k || tensors.d_v || params.d_bias.data;
     if (!any || pairs_ == 0 || params.k_tiles == 0) return;
     const Kernel& kernel = only_vectors_ && params.vectors ? aligned_ : general_;
     for (std::int64_t first = 0; first < pairs_; first += slice_pairs_) {
       params.first_pair = first;
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
+      if (bias_plan_ == BiasPlan::stepped) params.bias_step = step_of(first);
       Kernel slice = kernel;
       slice.shape.grid[0] = static_cast<unsigned>(params.pairs * params.k_tiles);
       slice.launch(stream, params);
     }
+  }
+
+  BiasStep step_of(std::int64_t first_pair) const {
+    if (first_pair == 0) return BiasStep::first;
+    return first_pair + slice_pairs_ == pairs_ ? BiasStep::last : BiasStep::middle;
   }
 
   // Pairs whose tiles of keys are in flight together: their q, d_out and sums stay in the cache.
@@ -326,7 +343,7 @@ class TileBackward final : public BackwardBody {
 
   BackwardTiles tiles_;
   std::int64_t slice_pairs_ = 0;
-  std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0;
+  std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0, bias_sum_bytes_ = 0;
   bool bias_vectors_ = false, d_bias_vectors_ = false;
   bool vectors_ = false, row_vectors_ = false, only_vectors_ = false, clears_bias_ = false;
   BiasPlan bias_plan_ = BiasPlan::none;

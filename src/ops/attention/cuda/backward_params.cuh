@@ -10,6 +10,9 @@ struct BiasShape {
   int64_t batch, head, query, key;
 };
 
+// Which launch of those that add up d_bias.
+enum class BiasStep : int32_t { only, first, middle, last };
+
 // A plane is the scores of one query head: batch · heads of them, or, when varlen, heads. A pair is
 // the planes that share a key/value head: planes [pair · group, (pair + 1) · group).
 struct BackwardParams {
@@ -21,8 +24,11 @@ struct BackwardParams {
   // Their rows are contiguous and aligned to 16 bytes.
   int32_t bias_vectors, d_bias_vectors;
   BiasShape bias_shape;
+  BiasStep bias_step;
   int32_t bias_parts;  // smxx_backward_bias.cuh: blocks that share a tile of d_bias
-  float* bias_sums;    // [bias_parts, elements of the bias], unless bias_parts is 1
+  // Of smxx_backward_bias.cuh [bias_parts, elements of the bias], unless bias_parts is 1; or of the
+  // launches of several steps [heads, q_tiles, k_tiles, rows of both tiles].
+  float* bias_sums;
 
   int32_t q_tiles, k_tiles;  // of a plane; varlen: upper bounds for all sequences together
   // Rows of q k v d_out, and of out and d_out, are contiguous and aligned to 16 bytes.
@@ -33,10 +39,9 @@ struct BackwardParams {
   int64_t first_pair;
   int32_t pairs, pair_group;
 
-  void* stats;         // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
-  int32_t* turns;      // [planes, q_tiles]: key tiles whose part of d_q is in `sums`
-  int32_t turn_batch;  // turns that a block ends at a time
-  float* sums;         // [planes of this launch, q_tiles, rows of a tile · width]
+  void* stats;     // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
+  int32_t* turns;  // [planes, q_tiles]: key tiles whose part of d_q is in `sums`
+  float* sums;     // [planes of this launch, q_tiles, rows of a tile · width]
 };
 
 }  // namespace pullback::attention

@@ -62,8 +62,6 @@ inline constexpr BiasTiles bias_tiles(int width, int arch) {
   return {64, 32, 1};
 }
 
-inline constexpr int kTurnBatch = 4;  // at most, see BackwardParams::turn_batch
-
 inline constexpr int kRowThreads = 256;  // smxx_backward_rows.cuh
 
 // smxx_backward_plain.cuh: rows that a block goes over, a warp one at a time.

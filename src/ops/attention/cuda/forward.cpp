@@ -15,7 +15,7 @@ namespace {
 
 int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 
-constexpr std::string_view kKindNames[] = {"plain", "dropout", "terms", "elements"};
+constexpr std::string_view kKindNames[] = {"plain", "blocks", "dropout", "terms", "elements"};
 
 cuda::OpKernel tile_kernel(DType dtype, int width, ForwardKind kind, int arch) {
   const std::string_view type = cuda::device_type(dtype);
@@ -53,9 +53,10 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const Problem& p = params_.problem;
     // The plain kernels fold the scale into the exponential: scores have to keep their order.
     const bool terms = problem.bias.given() || p.softcap > 0 || !(p.scale > 1e-30f);
-    const ForwardKind kind = terms                ? ForwardKind::terms
-                             : p.dropout.active() ? ForwardKind::dropout
-                                                  : ForwardKind::plain;
+    const ForwardKind kind = terms                    ? ForwardKind::terms
+                             : p.dropout.active()     ? ForwardKind::dropout
+                             : problem.blocks.given() ? ForwardKind::blocks
+                                                      : ForwardKind::plain;
     const ForwardTile tile = forward_tile(width, element_bytes(dtype), kind, arch);
     const int rows = dtype == DType::f64 ? kPlainRows : tile.rows;
 

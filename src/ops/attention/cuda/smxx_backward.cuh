@@ -13,8 +13,9 @@
 // dQ is a sum over blocks. They take turns: a tile of queries is added to in the order of the key
 // tiles, so that the bits are the same every run. The first block stores its part to the workspace,
 // the last one adds what is there to its own and writes d_q. All go over the tiles of queries from
-// the last to the first, and blocks of lower index, which are launched earlier, have lower keys: a
-// block waits for blocks that run or have ended, and rarely, as they started before.
+// the last to the first (with a block mask in an order of block_tables.cpp), and blocks of lower
+// index, which are launched earlier, have lower keys: a block waits for blocks that run or have
+// ended, and rarely, as they started before.
 #pragma once
 
 #include "device/async_copy.cuh"
@@ -26,16 +27,27 @@
 
 namespace pullback::attention {
 
-// Writes d_bias of a bias that is broadcast along no dimension.
+// Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
+// along the batch. The sum lies in the workspace in the order of the lanes.
 template <class T, int kN, class Scores>
 struct BiasWriter {
   const Scores& scores;
+  float* sums;        // of the 32 keys x 8 · kN queries
   float value[2][4];  // of 8 queries
 
   void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
-  void finish(int n) const {
+  void finish(int n) {
     const BackwardParams& p = scores.p;
     if (p.d_bias.data == nullptr) return;
+    if (p.bias_step != BiasStep::only) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        float* const at = sums + ((n * 2 + m) * 32 + scores.lane) * 4;
+        if (p.bias_step != BiasStep::first) add_loaded(value[m], at);
+        if (p.bias_step != BiasStep::last) store_past_l1(at, value[m]);
+      }
+      if (p.bias_step != BiasStep::last) return;
+    }
     uint32_t words[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -57,13 +69,12 @@ struct BlockPlace {
   TileRange queries;
   // Of the step, from the first thread to all.
   bool first_turn, last_turn;
+  int32_t number;
+  int32_t* counter;  // null: nobody comes after us
   int64_t sum_tile;
-  // Of the first thread: turns that are over, but the next block was not told.
-  struct {
-    int32_t* counter;
-    int32_t next;
-  } over[kTurnBatch];
-  int over_count;
+  // Of the first thread: the turn before, which is over, but the next block was not told. Or null.
+  int32_t* over;
+  int32_t next;
 };
 
 template <int kKeys, int kQueries>
@@ -80,7 +91,7 @@ BlockPlace block_place(const BackwardParams& p) {
   place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
                                static_cast<int>(in_group / group), kKeys);
   place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
-  place.over_count = 0;
+  place.over = nullptr;
   return place;
 }
 
@@ -211,6 +222,48 @@ struct BackwardBlock {
     async_commit();
   }
 
+  // The warp's queries of a chunk, from the tile's first one on.
+  int first_of(int chunk) const { return (kSplit == 1 ? chunk : own) * kChunkQueries; }
+
+  KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
+    const int first = first_of(chunk);
+    const uint32_t squares = listed() ? seen_tile(step).squares : ~0u;
+    return KeyScores(p, place, plane_of(step), place.tile * kKeys + key_row,
+                     number_of(step) * kQueries + first, squares >> (first / 16 * 8 + key_row / 16),
+                     stats + first * 8, lane);
+  }
+
+  // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
+  auto bias_of(const KeyScores& scores, int first) const {
+    const auto bytes = [tile = ds_tile, row = key_row, first](int number) {
+      return tile + ScoreTile::offset(row + number / kN, first / 8 + number % kN);
+    };
+    return typename KeyScores::template SharedBias<decltype(bytes)>{scores, bytes};
+  }
+
+  // Where the sums of d_bias over launches lie for the warp's 32 keys and a chunk of queries.
+  float* bias_sums_of(const Step& step, int chunk) const {
+    const int64_t head = place.head * p.problem.group + step.head_of_group;
+    const int64_t tile = (head * p.q_tiles + number_of(step)) * p.k_tiles + place.tile;
+    return p.bias_sums + tile * (kKeys * kQueries) +
+           (warp * kChunks + chunk) * (32 * kChunkQueries);
+  }
+
+  // The bias of the next step into the second-level cache: it is read past shared memory.
+  void fetch_bias(const Step& step) const {
+    if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
+    const int64_t head = place.head * p.problem.group + step.head_of_group;
+    constexpr int kLines = kKeys / 64;
+    for (int line = threadIdx.x; line < kQueries * kLines; line += kThreads) {
+      const int i = number_of(step) * kQueries + line / kLines,
+                j = place.tile * kKeys + line % kLines * 64;
+      if (i < place.q_length && j < place.k_length) {
+        prefetch(static_cast<const T*>(p.bias.data) + place.batch * p.bias.batch +
+                 head * p.bias.head + i * p.bias.query + j);
+      }
+    }
+  }
+
   // sum[m][n] = rows [key_row, + 32) of `keys` times rows [first, + 8 · kN) of `queries`.
   void score_product(float (&sum)[2][kN][4], uint32_t key_tile, uint32_t query_tile,
                      int first) const {
@@ -234,6 +287,18 @@ struct BackwardBlock {
         }
       }
     }
+  }
+
+  // P^T and dS^T where nothing is seen.
+  void store_unseen(int first) const {
+    uint32_t hidden[2][kN][2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) hidden[m][n][0] = hidden[m][n][1] = 0x80008000u;  // −0, −0
+    }
+    if constexpr (kSplit > 1) store_scores(p_tile, hidden, first);
+    store_scores(ds_tile, hidden, first);
   }
 
   // d_v += P^T dO and d_k += dS^T Q over 16 queries from `first` on.
@@ -349,15 +414,12 @@ struct BackwardBlock {
     }
   }
 
-  // By one thread, a barrier behind the sums of the turns that are over. The fence takes about as
-  // long as a tenth of a step: turns are ended a few at a time where there are many.
-  void end_turns() const {
-    if (block.over_count == 0) return;
+  // By one thread, a barrier behind the sums of the turn.
+  void end_turn() const {
+    if (block.over == nullptr) return;
     fence_device();
-    for (int i = 0; i < block.over_count; ++i) {
-      store_relaxed(block.over[i].counter, block.over[i].next);
-    }
-    block.over_count = 0;
+    store_relaxed(block.over, block.next);
+    block.over = nullptr;
   }
 
   // By the same thread, before the barrier ahead of the step's sums. `seen`: what the counter was a
@@ -374,18 +436,24 @@ struct BackwardBlock {
     }
     int32_t* const counter = p.turns + tile_of(step);
     if (seen < number) {
-      end_turns();
+      end_turn();
       while (load_relaxed(counter) < number) {
       }
     }
     block.first_turn = number == 0;
     block.last_turn = number + 1 == count;
     block.sum_tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
-    if (block.last_turn) {
-      fence_device();  // before the sums are read
-    } else {
-      block.over[block.over_count++] = {counter, number + 1};
-    }
+    block.counter = block.last_turn ? nullptr : counter;
+    block.number = number;
+  }
+
+  // Ends the turn before, whose sums have arrived meanwhile: the fence has little to wait for. It
+  // also orders what begin_turn() saw before the sums to come.
+  void swap_turn() const {
+    fence_device();
+    if (block.over != nullptr) store_relaxed(block.over, block.next);
+    block.over = block.counter;
+    block.next = block.number + 1;
   }
 
   void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
@@ -419,11 +487,11 @@ struct BackwardBlock {
                      p.problem.head_dim, sum, p.problem.scale);
   }
 
-  // NaN or infinity in the keys: their rows of d_q's product must not reach every query.
+  // NaN or infinity in the keys and values: they must not reach every query.
   bool keys_not_finite() const {
     bool found = false;
 #pragma unroll 4
-    for (uint32_t at = threadIdx.x * 16; at < kKeyBytes; at += kThreads * 16) {
+    for (uint32_t at = threadIdx.x * 16; at < 2 * kKeyBytes; at += kThreads * 16) {
       uint32_t words[4];
       load_shared(words, k_tile + at);
 #pragma unroll
@@ -466,7 +534,19 @@ struct BackwardBlock {
     int stage = 0;
     for (;;) {
       const bool more = exists(next_of(step));
-      if (kStages > 1 && more) load_step(next_of(step), stage ^ 1);
+      if constexpr (kFeatures == kGeneral) {
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
+          bias_of(scores, first_of(chunk)).load();
+        }
+        async_commit();
+        if (more) fetch_bias(next_of(step));
+      }
+      if (kStages > 1 && more) {
+        load_step(next_of(step), stage ^ 1);
+      } else {
+        async_commit();
+      }
 
       const uint32_t q_tile = q_tiles + stage * kQueryBytes;
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
@@ -479,26 +559,30 @@ struct BackwardBlock {
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
-        if (block.over_count == p.turn_batch) end_turns();
       }
 
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const int first = kSplit == 1 ? chunk * kChunkQueries : own * kChunkQueries;
+        const int first = first_of(chunk);
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
-        const KeyScores scores(p, place, plane_of(step), place.tile * kKeys + key_row,
-                               number_of(step) * kQueries + first,
-                               squares >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
-        uint32_t bias[kN][4];
-        if constexpr (kFeatures == kGeneral) scores.load_bias(bias);
+        const KeyScores scores = scores_of(step, chunk, stats);
+        if constexpr (kFeatures == kBlocks) {
+          // The warp's keys may lie in absent blocks.
+          if (!suspicious && (scores.squares & all_squares(kChunkQueries, 32)) == 0) {
+            store_unseen(first);
+            continue;
+          }
+        }
         score_product(s, k_tile, q_tile, first);
         if (want_scores) {
           score_product(d_p, v_tile, d_out_tile, first);
         }
+        const auto bias = bias_of(scores, first);
+        if constexpr (kFeatures == kGeneral) async_wait<kStages - 1>();
         uint32_t kept[2];
         scores.draw(kept);
-        BiasWriter<T, kN, KeyScores> writer{scores, {}};
+        BiasWriter<T, kN, KeyScores> writer{scores, bias_sums_of(step, chunk), {}};
         if (careful || kFeatures == kGeneral) {
           scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
         } else {
@@ -518,6 +602,7 @@ struct BackwardBlock {
       }
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
       if constexpr (kSplit > 1) {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
@@ -544,7 +629,7 @@ struct BackwardBlock {
       if (kStages > 1) stage ^= 1;
     }
     __syncthreads();
-    if (threadIdx.x == 0) end_turns();
+    if (threadIdx.x == 0) end_turn();
   }
 };
 

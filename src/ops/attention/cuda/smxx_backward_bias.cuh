@@ -119,8 +119,8 @@ struct BiasBlock {
       const Scores<T, kN, kGeneral> scores(p, place, plane, first_key + key_row,
                                            first_query + first, squares, stats_tile + first * 8,
                                            lane);
-      uint32_t bias[kN][4];
-      scores.load_bias(bias);
+      typename Scores<T, kN, kGeneral>::BiasWords bias;
+      bias.load(scores);
       score_product(s, k_tile, q_tile, first);
       score_product(d_p, v_tile, d_out_tile, first);
       uint32_t kept[2];

@@ -1,6 +1,7 @@
 // From scores and their gradients by the products to P^T and dS^T: softcap, bias, band, dropout.
 #pragma once
 
+#include "device/async_copy.cuh"
 #include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
@@ -106,14 +107,46 @@ struct Scores {
     }
   }
 
-  // Transposed eights, as for_rows() meets them: early, for they take long to come.
-  void load_bias(uint32_t (&words)[kN][4]) const {
-    if (p.bias.data == nullptr) return;
-    for_rows(p.bias, [&](int n, const T* row) {
-      load_eight(words[n], row, p.bias.key, key + lane % 4 * 8, place.k_length,
-                 p.bias_vectors != 0);
-    });
-  }
+  // The bias as for_rows() meets it: a lane has 8 keys of query lane / 4 of every 8.
+  struct BiasWords {
+    uint32_t word[kN][4];
+    void load(const Scores& scores) {
+      const BackwardParams& p = scores.p;
+      if (p.bias.data == nullptr) return;
+      scores.for_rows(p.bias, [&](int n, const T* row) {
+        load_eight(word[n], row, p.bias.key, scores.key + scores.lane % 4 * 8,
+                   scores.place.k_length, p.bias_vectors != 0);
+      });
+    }
+    void get(int n, uint32_t (&words)[4]) const {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] = word[n][w];
+    }
+  };
+
+  // The same through shared memory, in `bytes(number)` of 16 each for 32 · kN pieces: asynchronous,
+  // and free of registers. A lane reads what it copied itself.
+  template <class Bytes>
+  struct SharedBias {
+    const Scores& scores;
+    Bytes bytes;
+    uint32_t at(int n) const { return bytes((8 * n + scores.lane / 4) * 4 + scores.lane % 4); }
+    void load() const {
+      const BackwardParams& p = scores.p;
+      if (p.bias.data == nullptr) return;
+      const int j = scores.key + scores.lane % 4 * 8, keys = scores.place.k_length;
+      scores.for_rows(p.bias, [&](int n, const T* row) {
+        if (p.bias_vectors && j + 8 <= keys) {
+          async_copy_or_zero(at(n), row + j, true);
+        } else {
+          uint32_t words[4];
+          load_eight(words, row, p.bias.key, j, keys, false);
+          store_shared(at(n), words);
+        }
+      });
+    }
+    void get(int n, uint32_t (&words)[4]) const { load_shared(words, at(n)); }
+  };
 
   bool drops() const {
     return kFeatures == kDropout || (kFeatures >= kBlocks && p.problem.dropout.active());
@@ -144,64 +177,65 @@ struct Scores {
     }
   }
 
-  // The score times log2 e; `slope` is the softcap's derivative.
-  float general_score(float raw, float& slope) const {
-    float t = raw * p.problem.scale;
-    if (p.problem.softcap > 0) {
-      const float power = exp2_fast(t * (2 * kLog2E / p.problem.softcap));
-      const float tanh = 1 - 2 / (power + 1);
-      slope = 1 - tanh * tanh;
-      t = p.problem.softcap * tanh;
-    }
-    return t * kLog2E;
+  // c tanh(s · scale / c) log2 e
+  float capped_score(float raw) const {
+    const float power = exp2_fast(raw * (p.problem.scale * 2 * kLog2E / p.problem.softcap));
+    return p.problem.softcap * kLog2E * (1 - 2 / (power + 1));
   }
 
   // P^T and dS^T from S^T and dP^T. kCareful: some pair of the tile is not to be seen, or some
   // value is not finite. The general kernel hands d_bias of each pair to sink.add(m, n, e, value),
   // and calls sink.finish(n) after the pairs of 8 queries.
-  template <bool kCareful, class Sink>
+  template <bool kCareful, class Bias, class Sink>
   __forceinline__ void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], uint32_t (&pt)[2][kN][2],
-                            uint32_t (&ds)[2][kN][2], const uint32_t (&bias)[kN][4],
-                            const uint32_t (&kept)[2], Sink& sink) const {
+                            uint32_t (&ds)[2][kN][2], const Bias& bias, const uint32_t (&kept)[2],
+                            Sink& sink) const {
     constexpr bool kIsGeneral = kFeatures == kGeneral;
-    const float factor = p.problem.scale * kLog2E;
-    const bool drops = this->drops();
+    const bool drops = this->drops(), biased = kIsGeneral && p.bias.data != nullptr;
+    const bool capped = kIsGeneral && p.problem.softcap > 0;
+    const float factor = capped ? 1 : p.problem.scale * kLog2E;
+    // of t / c squared
+    const float steepness =
+        capped ? 1 / (p.problem.softcap * kLog2E * p.problem.softcap * kLog2E) : 0;
     const float keep_scale = p.problem.keep_scale;
-    const bool biased = kIsGeneral && p.bias.data != nullptr;
-
     const int lane_key = key + first_key_of_row(lane), lane_query = query + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       float row[4];  // lse, delta of two queries
       load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
+      if (capped) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+          for (float& score : s[m][n]) score = capped_score(score);
+        }
+      }
+      float gradient[2][4];
+      uint32_t bias_words[4];
+      if (biased) bias.get(n, bias_words);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const int m = w / 2, half = w % 2;
-        float probability[2], gradient[2], addend[2] = {};
-        if (biased) unpack<T>(transposed(bias[n][w]), addend[0], addend[1]);
+        float probability[2], addend[2] = {};
+        if (biased) unpack<T>(transposed(bias_words[w]), addend[0], addend[1]);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const float lse = row[2 * c], delta = row[2 * c + 1];
           const int e = 2 * half + c;
-          const int i = lane_query + 8 * n + c, j = lane_key + 2 * w;
-          float exponent = s[m][n][e] * factor, slope = 1;
+          float exponent = s[m][n][e] * factor - lse;
+          if constexpr (kIsGeneral) exponent += addend[c] * kLog2E;
           bool seen = true;
           if constexpr (kCareful) {
+            const int i = lane_query + 8 * n + c, j = lane_key + 2 * w;
+            // -inf is not seen, NaN is; an lse of inf is of a row that sees nothing
             seen = i < place.q_length && j < place.k_length && j - i >= place.lowest &&
-                   j - i <= place.highest;
+                   j - i <= place.highest && addend[c] != -infinity<float>() &&
+                   s[m][n][e] * factor != -infinity<float>() && lse != infinity<float>();
             if constexpr (kFeatures >= kBlocks) {
               seen = seen && (squares >> (n / 2 * 8 + lane / 16) & 1) != 0;
             }
           }
-          if constexpr (kIsGeneral) {
-            exponent = general_score(s[m][n][e], slope) + addend[c] * kLog2E;
-            seen = seen && addend[c] != -infinity<float>();
-          }
-          if constexpr (kCareful || kIsGeneral) {
-            // Not NaN, which is seen; lse: a row that sees nothing
-            seen = seen && exponent != -infinity<float>() && lse != infinity<float>();
-          }
-          float chance = exp2_fast(exponent - lse), d_chance = d_p[m][n][e];
+          float chance = exp2_fast(exponent), d_chance = d_p[m][n][e];
           float weight = chance;
           if (drops) {
             const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
@@ -209,21 +243,34 @@ struct Scores {
             d_chance = keep ? d_chance * keep_scale : 0.0f;
           }
           float d_s = chance * (d_chance - delta);
-          if constexpr (kCareful || kIsGeneral) {
+          if constexpr (kCareful) {
             weight = seen ? weight : -0.0f;
             d_s = seen ? d_s : -0.0f;
           }
-          if constexpr (kIsGeneral) {
-            sink.add(m, n, e, d_s);
-            d_s = seen ? d_s * slope : d_s;
-          }
+          if constexpr (kIsGeneral) sink.add(m, n, e, d_s);
           probability[c] = weight;
-          gradient[c] = d_s;
+          gradient[m][e] = d_s;
         }
         pt[m][n][half] = pack<T>(probability[0], probability[1]);
-        ds[m][n][half] = pack<T>(gradient[0], gradient[1]);
       }
       if constexpr (kIsGeneral) sink.finish(n);
+      if (capped) {
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float slope = 1 - s[m][n][e] * s[m][n][e] * steepness;
+            // What is not seen stays so.
+            if (!kCareful || __float_as_uint(gradient[m][e]) != 0x80000000u)
+              gradient[m][e] *= slope;
+          }
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        ds[m][n][0] = pack<T>(gradient[m][0], gradient[m][1]);
+        ds[m][n][1] = pack<T>(gradient[m][2], gradient[m][3]);
+      }
     }
   }
 };

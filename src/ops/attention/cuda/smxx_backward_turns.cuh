@@ -43,4 +43,7 @@ inline void add_stored(float* to, float (&value)[4]) {
 #endif
 }
 
+// Into the second-level cache.
+inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 }  // namespace pullback::attention

@@ -148,6 +148,7 @@ void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int colum
 template <class T, ForwardTile kTile, ForwardKind kKind>
 void forward(const ForwardParams& params) {
   constexpr bool kDropout = kKind >= ForwardKind::dropout, kTerms = kKind >= ForwardKind::terms;
+  constexpr bool kBlocks = kKind >= ForwardKind::blocks;
   constexpr bool kVectors = kKind < ForwardKind::elements;
   constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   constexpr int kThreads = kTile.warps * 32;
@@ -179,8 +180,9 @@ void forward(const ForwardParams& params) {
   const KeyLoader v_loader(first_of(params.v, sequence.k_begin, kv_head), params.v.row,
                            params.v.element, p.value_dim);
   const KeyTiles<kKeys> key_tiles =
-      p.blocks.given() ? KeyTiles<kKeys>(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
-                       : KeyTiles<kKeys>(band, first_query, first_query + rows - 1);
+      kBlocks && p.blocks.given()
+          ? KeyTiles<kKeys>(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
+          : KeyTiles<kKeys>(band, first_query, first_query + rows - 1);
   // Item 2 n is the n-th tile of K, 2 n + 1 that of V.
   const auto load_item = [&](int item) {
     if (item < 2 * key_tiles.count) {
@@ -214,9 +216,10 @@ void forward(const ForwardParams& params) {
   RunningRows<kRowTiles, kWidth / 8> state;
   for (int n = 0; n < key_tiles.count; ++n) {
     const int key = key_tiles.key(n), first_key = key + first_key_of_lane();
-    constexpr uint32_t kAllSquares = all_squares(kKeys, kWarpRows);
-    const uint32_t squares = key_tiles.squares(n) >> first_row / 16 & kAllSquares;
-    const bool works = seen_by_warp.meets(key, kKeys) && squares != 0;
+    constexpr uint32_t kAllSquares = kBlocks ? all_squares(kKeys, kWarpRows) : 0;
+    // Looked up again where it is needed: registers are scarce in between.
+    const auto squares = [&] { return key_tiles.squares(n) >> first_row / 16 & kAllSquares; };
+    const bool works = seen_by_warp.meets(key, kKeys) && (!kBlocks || squares() != 0);
     float s[kRowTiles][kKeys / 8][4];
     async_wait<kSlots - 2>();
     __syncthreads();
@@ -241,7 +244,9 @@ void forward(const ForwardParams& params) {
         add_terms<T>(s, p, bias.first != nullptr, bias_tile);
       }
       if (!unmasked.covers(key, kKeys)) hide(s, band, query, first_key);
-      if (squares != kAllSquares) hide_squares(s, squares);
+      if constexpr (kBlocks) {
+        if (squares() != kAllSquares) hide_squares(s, squares());
+      }
       state.take(s, unit);
       if constexpr (kDropout) {
         if (p.dropout.active()) {
