@@ -309,7 +309,7 @@ void forward(const ForwardParams& params) {
   for (; redo != 0; redo &= redo - 1) {
     const int row = __ffs(static_cast<int>(redo)) - 1;
     if (row < warp_rows) {
-      plain_row<T>(params, sequence, tile.batch, tile.head, warp_query + row);
+      plain_row<T, kBlocks>(params, sequence, tile.batch, tile.head, warp_query + row);
     }
   }
 }
