@@ -53,29 +53,30 @@ class TileLoader {
  public:
   // Steps in elements.
   TileLoader(const T* first, int64_t row_step, int64_t element_step, int columns)
-      : row_(threadIdx.x / kAcross),
-        column_(threadIdx.x % kAcross * Layout::kChunk),
-        columns_(columns),
-        to_(Layout::offset(row_, threadIdx.x % kAcross)),
-        from_(first + source_row(row_) * row_step + column_ * (kVectors ? 1 : element_step)),
-        row_step_(row_step),
-        element_step_(element_step) {}
+      : first_(first), row_step_(row_step), element_step_(element_step), columns_(columns) {
+    asm volatile("" : "+l"(first_));
+  }
 
   // The tile begins at row `first_row` of the matrix, which has `rows` more rows from there on.
   void load(uint32_t tile, int64_t first_row, int rows) const {
-    uint32_t to = tile + to_;
-    const T* const tile_from = from_ + first_row * row_step_;
-    const int first = source_row(row_);
+    // Read anew, so that what follows from it is computed here and holds no register elsewhere.
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const int row = thread / kAcross, chunk = thread % kAcross, column = chunk * Layout::kChunk;
+    const int own_row = source_row(row);
+    uint32_t to = tile + Layout::offset(row, chunk);
+    const T* const own = first_ + (first_row + own_row) * row_step_ +
+                         column * (kVectors ? int64_t{1} : element_step_);
     // Elements come one by one anyway: there, short code and few registers count.
 #pragma unroll(kVectors ? kRows / kDown : 1)
     for (int down = 0; down < kRows; down += kDown) {
-      if (kRows % kDown == 0 || row_ + down < kRows) {
-        const T* from = tile_from + source_row(down) * row_step_;
-        const bool valid = first + source_row(down) < rows;
+      if (kRows % kDown == 0 || row + down < kRows) {
+        const T* from = own + source_row(down) * row_step_;
+        const bool valid = own_row + source_row(down) < rows;
 #pragma unroll(kVectors ? Layout::kChunks / kAcross : 1)
         for (int across = 0; across < kColumns; across += kAcross * Layout::kChunk) {
           const uint32_t address = to + static_cast<uint32_t>(across / Layout::kChunk * 16);
-          const int columns = valid ? columns_ - column_ - across : 0;
+          const int columns = valid ? columns_ - column - across : 0;
           if constexpr (kVectors) {
             async_copy_or_zero(address, from + across, columns > 0);
           } else {
@@ -100,10 +101,9 @@ class TileLoader {
     store_shared(address, piece.word);
   }
 
-  int row_, column_, columns_;  // row_ and column_: this thread's first ones in a tile
-  uint32_t to_;
-  const T* from_;
+  const T* first_;
   int64_t row_step_, element_step_;
+  int columns_;
 };
 
 }  // namespace pullback::device

@@ -53,9 +53,9 @@ struct Problem {
   const PackedSequence* sequences;  // null unless varlen
   Band band;
   SeenBlocksTable blocks;
-  float scale, softcap;  // softcap 0: none
-  float inner_scale;     // scale / softcap, or scale without one
-  double exact_scale;    // for f64
+  float scale, softcap;               // softcap 0: none
+  float inner_scale;                  // scale / softcap, or scale without one
+  double exact_scale, exact_softcap;  // for f64
   Dropout dropout;
   float keep_scale;
 };

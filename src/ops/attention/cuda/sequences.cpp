@@ -45,6 +45,7 @@ Problem problem_params(const AttentionProblem& problem) {
           .inner_scale =
               static_cast<float>(*problem.scale / (problem.softcap > 0 ? problem.softcap : 1)),
           .exact_scale = *problem.scale,
+          .exact_softcap = problem.softcap,
           .dropout = dropout,
           .keep_scale = static_cast<float>(dropout.scale())};
 }

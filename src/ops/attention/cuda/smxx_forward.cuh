@@ -7,8 +7,8 @@
 // block's warps share tiles of keys and values, K 0, V 0, K 1, V 1, …, which pass through a ring of
 // slots in shared memory, filled by asynchronous copies while earlier tiles are worked on.
 //
-// Scores are kept in units of log 2. Without softcap and bias (kTerms false, scale > 0) they are
-// what the product gives, and the scale goes into the exponential.
+// Without softcap and bias (kTerms false, scale > 0) scores stay what the product gives, and the
+// scale goes into the exponential.
 #pragma once
 
 #include "ops/attention/cuda/smxx_clear.cuh"
@@ -78,7 +78,8 @@ struct RunningRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // A row that has seen nothing but −inf: any finite number keeps the weights 0.
-        const float shift = maximum[m][half] == -infinity<float>() ? 0 : maximum[m][half] * unit;
+        const float shift =
+            maximum[m][half] == -infinity<float>() ? 0 : __fmul_rn(maximum[m][half], unit);
         float added = 0;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
@@ -200,39 +201,51 @@ void forward(const ForwardParams& params) {
 #pragma unroll
   for (int item = 0; item < kSlots - 1; ++item) load_item(item);
 
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int first_row = warp * kWarpRows;
-  const int warp_rows = rows - first_row < kWarpRows ? rows - first_row : kWarpRows;
-  const int warp_query = first_query + first_row;
-  const int query = warp_query + lane / 4;  // of this lane's first row
-  const KeySpan seen_by_warp =
-      warp_rows > 0 ? seen_by_some(band, warp_query, warp_query + warp_rows - 1) : KeySpan();
+  // What follows from the warp's number is computed anew where it is used.
+  struct Warp {
+    int first_row, rows, query;  // the rows are negative or 0 past the last query
+    Warp(int first_query, int rows_of_tile)
+        : first_row(fresh_warp() * kWarpRows),
+          rows(rows_of_tile - first_row < kWarpRows ? rows_of_tile - first_row : kWarpRows),
+          query(first_query + first_row) {}
+  };
   const KeySpan unmasked = seen_by_all(band, first_query, first_query + rows - 1);
-  const uint32_t q_rows = q_tile + first_row * Layout::kRowBytes;
-  const float unit = kTerms ? 1 : p.scale * kLog2E;
+  const float scale = kTerms ? 1 : p.scale;  // from scores to logits
+  const float unit = scale * kLog2E;
   const auto bias = kTerms ? bias_rows<T>(params.bias, tile.batch, tile.head) : BiasRows<T>{};
   const uint64_t plane = static_cast<uint64_t>(tile.batch) * p.heads + tile.head;
 
+  // One tile ahead.
+  BiasTile<T, kRowTiles, kKeys / 8> bias_tile;
+  const auto load_bias = [&](int n) {
+    if (kTerms && bias.first != nullptr && n < key_tiles.count) {
+      bias_tile.load(bias, Warp(first_query, rows).query, first_query + rows, key_tiles.key(n),
+                     band.keys);
+    }
+  };
+  load_bias(0);
+
   RunningRows<kRowTiles, kWidth / 8> state;
   for (int n = 0; n < key_tiles.count; ++n) {
-    const int key = key_tiles.key(n), first_key = key + first_key_of_lane();
+    const int key = key_tiles.key(n);
+    const Warp warp(first_query, rows);
     constexpr uint32_t kAllSquares = kBlocks ? all_squares(kKeys, kWarpRows) : 0;
-    // Looked up again where it is needed: registers are scarce in between.
-    const auto squares = [&] { return key_tiles.squares(n) >> first_row / 16 & kAllSquares; };
-    const bool works = seen_by_warp.meets(key, kKeys) && (!kBlocks || squares() != 0);
+    const auto squares = [&] { return key_tiles.squares(n) >> warp.first_row / 16 & kAllSquares; };
+    const bool works =
+        warp.rows > 0 &&
+        seen_by_some(band, warp.query, warp.query + warp.rows - 1).meets(key, kKeys) &&
+        (!kBlocks || squares() != 0);
     float s[kRowTiles][kKeys / 8][4];
     async_wait<kSlots - 2>();
     __syncthreads();
     load_item(2 * n + kSlots - 1);
-    BiasTile<T, kRowTiles, kKeys / 8> bias_tile;
     if (works) {
-      if (kTerms && bias.first != nullptr) {
-        bias_tile.load(bias, query, first_query + rows, first_key, band.keys);
-      }
+      const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
+      const auto q_place = place_of_rows<T, kWidth>();
       score_product<T, kWidth, kRowTiles, kKeys>(
           s,
           [&](int step, Operand<T>(&q)[kRowTiles]) {
-            load_queries<T, kWidth, kRowTiles>(q, q_rows, step);
+            load_queries<T, kWidth, kRowTiles>(q, q_rows, q_place, step);
           },
           ring + 2 * n % kSlots * (kKeys * Layout::kRowBytes));
     }
@@ -242,24 +255,30 @@ void forward(const ForwardParams& params) {
     if (works) {
       if constexpr (kTerms) {
         add_terms<T>(s, p, bias.first != nullptr, bias_tile);
+        load_bias(n + 1);
       }
-      if (!unmasked.covers(key, kKeys)) hide(s, band, query, first_key);
+      if (!unmasked.covers(key, kKeys)) hide(s, band, warp.query, key);
       if constexpr (kBlocks) {
         if (squares() != kAllSquares) hide_squares(s, squares());
       }
       state.take(s, unit);
       if constexpr (kDropout) {
         if (p.dropout.active()) {
-          drop(s, p.dropout, plane, static_cast<uint32_t>(query), static_cast<uint32_t>(first_key));
+          drop(s, p.dropout, plane, warp.query, key);
         }
       }
       value_product<T, kWidth, kRowTiles, kKeys>(
           state.out, s, ring + (2 * n + 1) % kSlots * (kKeys * Layout::kRowBytes));
+    } else {
+      load_bias(n + 1);
     }
   }
   async_wait<0>();
   if (key_tiles.count == 0) __syncthreads();  // the queries have arrived before they are replaced
-  if (warp_rows <= 0) return;
+  const Warp warp(first_query, rows);
+  if (warp.rows <= 0) return;
+  const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
+  const int lane = fresh_lane();
 
   // The warp's outputs take the place of its queries.
   uint32_t redo = 0;  // rows, bit 16 m + row
@@ -291,25 +310,27 @@ void forward(const ForwardParams& params) {
       for (int g = 0; g < 8; ++g) {
         if ((bad >> 4 * g & 15) != 0) redo |= 1u << (m * 16 + half * 8 + g);
       }
-      if (params.lse.data != nullptr && lane % 4 == 0 && row < warp_rows) {
+      if (params.lse.data != nullptr && lane % 4 == 0 && row < warp.rows) {
         float* const lse = static_cast<float*>(params.lse.data) + tile.batch * params.lse.batch +
                            tile.head * params.lse.head +
-                           (sequence.q_begin + warp_query + row) * params.lse.row;
-        // The shift of the weights, rounded as it was there.
-        *lse = (__fmul_rn(state.maximum[m][half], unit) + log2_fast(sum)) * kLn2;
+                           (sequence.q_begin + warp.query + row) * params.lse.row;
+        // The weights' shift was rounded: by how much, the fused product tells.
+        const float largest = state.maximum[m][half], shift = __fmul_rn(largest, unit);
+        const float rounding = __fmaf_rn(largest, unit, -shift);
+        *lse = sum == 0 ? -infinity<float>() : largest * scale + kLn2 * (log2_fast(sum) - rounding);
       }
     }
   }
   __syncwarp();
   T* const out = static_cast<T*>(params.out.data) + tile.batch * params.out.batch +
-                 tile.head * params.out.head + (sequence.q_begin + warp_query) * params.out.row;
-  store_rows<T, kWidth, 32>(params.out, out, q_rows, warp_rows, p.value_dim, kVectors);
+                 tile.head * params.out.head + (sequence.q_begin + warp.query) * params.out.row;
+  store_rows<T, kWidth, 32>(params.out, out, q_rows, warp.rows, p.value_dim, kVectors);
   __syncwarp();
   // 0 · NaN: what a row does not see may have reached it.
   for (; redo != 0; redo &= redo - 1) {
     const int row = __ffs(static_cast<int>(redo)) - 1;
-    if (row < warp_rows) {
-      plain_row<T, kBlocks>(params, sequence, tile.batch, tile.head, warp_query + row);
+    if (row < warp.rows) {
+      plain_row<T, kBlocks>(params, sequence, tile.batch, tile.head, warp.query + row);
     }
   }
 }

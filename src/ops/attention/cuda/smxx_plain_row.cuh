@@ -33,7 +33,7 @@ __noinline__ void plain_row(const ForwardParams& params, Sequence sequence, int6
                         head * params.bias.head + i * params.bias.query;
   const uint64_t plane = static_cast<uint64_t>(batch) * p.heads + head;
   const R scale = sizeof(R) == 8 ? static_cast<R>(p.exact_scale) : static_cast<R>(p.scale);
-  const R softcap = static_cast<R>(p.softcap);
+  const R softcap = sizeof(R) == 8 ? static_cast<R>(p.exact_softcap) : static_cast<R>(p.softcap);
   const auto power = [](R x) { return sizeof(R) == 8 ? exp(x) : expf(x); };
 
   const auto score = [&](int64_t j) {

@@ -6,8 +6,8 @@
 // f32 runs on the tensor cores as three products of tf32: x = high + low, x y ≈ high high +
 // high low + low high (Markidis et al. 2018), both halves rounded to nearest: what is dropped is of
 // the size of f32's own rounding. The tensor cores truncate the sums they make, so that the errors
-// of a long sum would all point the same way (Ootomo, Yokota 2022): sums leave them after
-// kTruncated<float> instructions of 8 terms each, and are added up in plain f32.
+// of a long sum would all point the same way (Ootomo, Yokota 2022): the large products leave them
+// after kTruncated steps and are added up in plain f32; the small ones have a sum of their own.
 #pragma once
 
 #include "device/memory.cuh"
@@ -30,6 +30,19 @@ inline float log2_fast(float x) {
   float result;
   asm("lg2.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
+}
+
+// The lane's and the warp's number, read anew: what depends on them is computed where it is used
+// and holds no register in between.
+inline int fresh_lane() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+inline int fresh_warp() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread / 32;
 }
 
 // --- Operands ---
@@ -58,23 +71,26 @@ struct Operand<float> {
 // d += a · (the `half`-th of the two in b)
 template <class T>
 void multiply(float (&d)[4], const Operand<T>& a, const Operand<T>& b, int half) {
-  if constexpr (sizeof(T) == 4) {
-    mma_1688_tf32(d, a.low, b.word[2 * half], b.word[2 * half + 1]);
-    mma_1688_tf32(d, a.word, b.low[2 * half], b.low[2 * half + 1]);
-    mma_1688_tf32(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
-  } else {
-    mma_16816<T>(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
-  }
+  mma_16816<T>(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
 }
+
+// Sums of the large and the small products of f32.
+template <int kRowTiles, int kTiles>
+struct SplitSums {
+  float high[kRowTiles][kTiles][4] = {}, low[kRowTiles][kTiles][4] = {};
+
+  void multiply(int m, int n, const Operand<float>& a, const Operand<float>& b, int half) {
+    mma_1688_tf32(high[m][n], a.word, b.word[2 * half], b.word[2 * half + 1]);
+    mma_1688_tf32(low[m][n], a.low, b.word[2 * half], b.word[2 * half + 1]);
+    mma_1688_tf32(low[m][n], a.word, b.low[2 * half], b.low[2 * half + 1]);
+  }
+};
 
 // Elements of the inner dimension of one instruction.
 template <class T>
 inline constexpr int kInner = 32 / static_cast<int>(sizeof(T));
-// Instructions whose sums may stay in the tensor cores.
-template <class T>
-inline constexpr int kTruncated = 1 << 20;
-template <>
-inline constexpr int kTruncated<float> = 2;
+// f32: steps whose sum may stay in the tensor cores.
+inline constexpr int kTruncated = 4;
 
 // The lane's place in a tile that ldmatrix reads 16 rows by 32 bytes at a time.
 template <class T, int kWidth>
@@ -95,27 +111,21 @@ struct LanePlace {
 // Rows are rows of A, or rows of V for the transposed B.
 template <class T, int kWidth>
 LanePlace<T, kWidth> place_of_rows() {
-  const int lane = threadIdx.x % 32;
+  const int lane = fresh_lane();
   return {lane % 16, lane / 16};
 }
 // Rows are columns of B: keys.
 template <class T, int kWidth>
 LanePlace<T, kWidth> place_of_keys() {
-  const int lane = threadIdx.x % 32;
+  const int lane = fresh_lane();
   return {lane % 8 + lane / 16 * 8, lane / 8 % 2};
 }
 
 // --- s = q · kᵀ ---
 
 template <class T, int kWidth, int kRowTiles>
-struct QueryOperands {
-  static constexpr int kSteps = kWidth / kInner<T>;
-  Operand<T> operand[kSteps][kRowTiles];
-};
-
-template <class T, int kWidth, int kRowTiles>
-void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, int step) {
-  const auto place = place_of_rows<T, kWidth>();
+void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, const LanePlace<T, kWidth>& place,
+                  int step) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     load_matrices(q[m].word, place.at(q_tile, step) + m * 16 * TileLayout<T, kWidth>::kRowBytes);
@@ -129,35 +139,55 @@ void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint
   using Layout = TileLayout<T, kWidth>;
   constexpr int kSteps = kWidth / kInner<T>;
   const auto keys = place_of_keys<T, kWidth>();
-#pragma unroll 1
-  for (int first = 0; first < kSteps; first += kTruncated<T>) {
-    float sums[kRowTiles][kKeys / 8][4] = {};
+  // add(m, n, a, b, half)
+  const auto add_step = [&](int step, const auto& add) {
+    Operand<T> q[kRowTiles];
+    query(step, q);
 #pragma unroll
-    for (int step = first; step < first + kTruncated<T> && step < kSteps; ++step) {
-      Operand<T> q[kRowTiles];
-      query(step, q);
+    for (int n = 0; n < kKeys / 16; ++n) {
+      Operand<T> k;
+      load_matrices(k.word, keys.at(k_tile, step) + n * 16 * Layout::kRowBytes);
+      k.split();
 #pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        Operand<T> k;
-        load_matrices(k.word, keys.at(k_tile, step) + n * 16 * Layout::kRowBytes);
-        k.split();
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          multiply<T>(sums[m][2 * n], q[m], k, 0);
-          multiply<T>(sums[m][2 * n + 1], q[m], k, 1);
-        }
+      for (int m = 0; m < kRowTiles; ++m) {
+        add(m, 2 * n, q[m], k, 0);
+        add(m, 2 * n + 1, q[m], k, 1);
       }
     }
+  };
+  const auto for_each = [&](const auto& visit) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          s[m][n][e] = first == 0 ? sums[m][n][e] : s[m][n][e] + sums[m][n][e];
-        }
+        for (int e = 0; e < 4; ++e) visit(m, n, e);
       }
     }
+  };
+  for_each([&](int m, int n, int e) { s[m][n][e] = 0; });
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      add_step(step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b, int half) {
+        multiply<T>(s[m][n], a, b, half);
+      });
+    }
+  } else {
+    SplitSums<kRowTiles, kKeys / 8> sums;
+#pragma unroll 1
+    for (int first = 0; first < kSteps; first += kTruncated) {
+#pragma unroll
+      for (int step = 0; step < kTruncated; ++step) {
+        add_step(first + step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b,
+                                   int half) { sums.multiply(m, n, a, b, half); });
+      }
+      for_each([&](int m, int n, int e) {
+        s[m][n][e] += sums.high[m][n][e];
+        sums.high[m][n][e] = 0;
+      });
+    }
+    for_each([&](int m, int n, int e) { s[m][n][e] += sums.low[m][n][e]; });
   }
 }
 
@@ -193,7 +223,7 @@ void value_product(float (&out)[kRowTiles][kWidth / 8][4],
   } else {
     // The inner index t of the instruction stands for key 2t, t + 4 for key 2t + 1: so the scores
     // are the operand as they lie, and the rows that a warp reads differ in their swizzle.
-    const int lane = threadIdx.x % 32;
+    const int lane = fresh_lane();
     // Where element i of the operand is for n = 0; a step of n changes bit 2 of the chunk.
     uint32_t place[4];
 #pragma unroll
@@ -201,56 +231,57 @@ void value_product(float (&out)[kRowTiles][kWidth / 8][4],
       const int column = i / 2 * 8 + lane / 4;
       place[i] = v_tile + Layout::offset(lane % 4 * 2 + i % 2, column / 4) + column % 4 * 4;
     }
+    static_assert(kKeys / 8 <= kTruncated);
+    Operand<T> weights[kKeys / 8][kRowTiles];
 #pragma unroll
-    for (int first = 0; first < kKeys / 8; first += kTruncated<T>) {
-      Operand<T> weights[kTruncated<T>][kRowTiles];
+    for (int step = 0; step < kKeys / 8; ++step) {
 #pragma unroll
-      for (int step = 0; step < kTruncated<T>; ++step) {
+      for (int m = 0; m < kRowTiles; ++m) {
+        const auto& w = p[m][step];
+        weights[step][m] = {{__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]),
+                             __float_as_uint(w[3])},
+                            {}};
+        weights[step][m].split();
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kWidth / 16; ++n) {
+      SplitSums<kRowTiles, 2> sums;
+#pragma unroll
+      for (int step = 0; step < kKeys / 8; ++step) {
+        Operand<T> v;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          v.word[i] = load_shared_word((place[i] ^ (n % 2 * 64)) + n / 2 * 128 +
+                                       step * 8 * Layout::kRowBytes);
+        }
+        v.split();
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          const auto& w = p[m][first + step];
-          weights[step][m] = {{__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]),
-                               __float_as_uint(w[3])},
-                              {}};
-          weights[step][m].split();
+          sums.multiply(m, 0, weights[step][m], v, 0);
+          sums.multiply(m, 1, weights[step][m], v, 1);
         }
       }
 #pragma unroll
-      for (int n = 0; n < kWidth / 16; ++n) {
-        float sums[kRowTiles][2][4] = {};
+      for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int step = 0; step < kTruncated<T>; ++step) {
-          Operand<T> v;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            v.word[i] = load_shared_word((place[i] ^ (n % 2 * 64)) + n / 2 * 128 +
-                                         (first + step) * 8 * Layout::kRowBytes);
-          }
-          v.split();
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            multiply<T>(sums[m][0], weights[step][m], v, 0);
-            multiply<T>(sums[m][1], weights[step][m], v, 1);
-          }
-        }
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            out[m][2 * n][e] += sums[m][0][e];
-            out[m][2 * n + 1][e] += sums[m][1][e];
-          }
+        for (int e = 0; e < 4; ++e) {
+          out[m][2 * n][e] += sums.high[m][0][e] + sums.low[m][0][e];
+          out[m][2 * n + 1][e] += sums.high[m][1][e] + sums.low[m][1][e];
         }
       }
     }
   }
 }
 
-// --- Keys of a lane ---
+// --- Rows and keys of a lane ---
 
-// Tiles of keys are interleaved (device/shared_tile.cuh): a lane has 8 neighbouring keys of every
-// 32, from here on. Score s[m][n][2 half + e] belongs to key_at(n, e) from there.
-inline int first_key_of_lane() { return static_cast<int>(threadIdx.x % 4) * 8; }
+// s[m][n][2 half + e] belongs to query row_at(m, half) of the warp's, and, as tiles of keys are
+// interleaved (device/shared_tile.cuh), to key key_at(n, e) from the lane's first one on: a lane
+// has 8 neighbouring keys of every 32.
+inline int first_row_of_lane() { return fresh_lane() / 4; }
+constexpr int row_at(int m, int half) { return m * 16 + half * 8; }
+inline int first_key_of_lane() { return fresh_lane() % 4 * 8; }
 constexpr int key_at(int n, int e) { return n / 4 * 32 + n % 4 * 2 + e; }
 
 // --- Softcap and bias ---
@@ -272,34 +303,34 @@ BiasRows<T> bias_rows(const Plane& bias, int64_t batch, int64_t head) {
           rows && bias.key == 1 && reinterpret_cast<uint64_t>(data) % 16 == 0};
 }
 
-// The bias of a tile's scores, fetched before it is needed. Arguments as of add_terms().
+// The bias of a lane's scores in a tile, fetched before it is needed. The warp's rows begin at
+// `query`, the tile at `tile_key`; what lies outside the sequence is not read.
 template <class T, int kRowTiles, int kKeyTiles>
 struct BiasTile {
   Vector<T> part[kRowTiles][2][kKeyTiles / 4][8 / kVectorLength<T>];
 
-  void load(const BiasRows<T>& bias, int query, int queries, int key, int keys) {
+  void load(const BiasRows<T>& bias, int query, int queries, int tile_key, int keys) {
+    const bool vectors = bias.vectors && tile_key + kKeyTiles * 8 <= keys;
+    const int key = tile_key + first_key_of_lane();
+    const int first_row = query + first_row_of_lane();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int i = query + m * 16 + half * 8;
+        const int i = first_row + row_at(m, half);
         const T* const row = bias.first + (i < queries ? i : 0) * bias.query + key * bias.key;
+        if (vectors) {
 #pragma unroll
-        for (int group = 0; group < kKeyTiles / 4; ++group) {
-          const int first = key_at(4 * group, 0), left = keys - key - first;
-          const T* const at = row + first * bias.key;
-          auto& eight = part[m][half][group];
-          if (bias.vectors && left >= 8) {
+          for (int at = 0; at < kKeyTiles * 2; at += kVectorLength<T>) {
+            part[m][half][at / 8][at % 8 / kVectorLength<T>] =
+                *reinterpret_cast<const Vector<T>*>(row + at / 8 * 32 + at % 8);
+          }
+        } else {
 #pragma unroll
-            for (int e = 0; e < 8; e += kVectorLength<T>) {
-              eight[e / kVectorLength<T>] = *reinterpret_cast<const Vector<T>*>(at + e);
-            }
-          } else {
-#pragma unroll
-            for (int e = 0; e < 8; ++e) {
-              eight[e / kVectorLength<T>].element[e % kVectorLength<T>] =
-                  e < left ? at[e * bias.key] : T{};
-            }
+          for (int at = 0; at < kKeyTiles * 2; ++at) {
+            const int offset = at / 8 * 32 + at % 8;
+            part[m][half][at / 8][at % 8 / kVectorLength<T>].element[at % kVectorLength<T>] =
+                key + offset < keys ? row[offset * bias.key] : T{};
           }
         }
       }
@@ -319,8 +350,7 @@ float tanh_of(float x) {
   return 1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1);
 }
 
-// Scores of the product become logits in units of log 2. Rows of the lane are query, query + 8, …;
-// its first key is `key`. What lies outside the sequence is not read, and its scores are arbitrary.
+// Scores of the product become logits. What lies outside the sequence gets arbitrary ones.
 template <class T, int kRowTiles, int kKeyTiles>
 void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_bias,
                const BiasTile<T, kRowTiles, kKeyTiles>& bias) {
@@ -334,7 +364,7 @@ void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_
       }
     }
   };
-  const float unit = p.softcap > 0 ? p.softcap * kLog2E : p.scale * kLog2E;
+  const float unit = p.softcap > 0 ? p.softcap : p.scale;
   if (p.softcap > 0) {
     for_each([&](float x, int, int, int) { return tanh_of<T>(x * p.inner_scale); });
   }
@@ -342,7 +372,7 @@ void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_
     for_each([&](float x, int m, int n, int i) {
       const float b = bias.at(m, i / 2, n, i % 2);
       // −inf hides the key whatever q and k hold.
-      return b == -infinity<float>() ? b : x * unit + b * kLog2E;
+      return b == -infinity<float>() ? b : x * unit + b;
     });
   } else {
     for_each([&](float x, int, int, int) { return x * unit; });
@@ -351,14 +381,16 @@ void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_
 
 // --- Mask ---
 
-// −inf where the query does not see the key; arguments as above.
+// −inf where the query does not see the key. The warp's rows begin at `query`, the tile at
+// `tile_key`.
 template <int kRowTiles, int kKeyTiles>
-void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int query, int key) {
+void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int query, int tile_key) {
+  const int key = tile_key + first_key_of_lane(), first_row = query + first_row_of_lane();
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = query + m * 16 + half * 8;
+      const int i = first_row + row_at(m, half);
       const int begin = band.first_key(i) - key, end = band.end_key(i) - key;
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
@@ -379,7 +411,7 @@ void hide_squares(float (&s)[kRowTiles][kKeyTiles][4], uint32_t squares) {
 #pragma unroll
   for (int group = 0; group < kKeyTiles; group += 4) {
     // The lane's 8 keys of these 32.
-    const uint32_t of_keys = squares >> (group / 4 * 2 + threadIdx.x % 4 / 2) * 8;
+    const uint32_t of_keys = squares >> (group / 4 * 2 + fresh_lane() % 4 / 2) * 8;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       if ((of_keys >> m & 1) != 0) continue;
@@ -396,16 +428,18 @@ void hide_squares(float (&s)[kRowTiles][kKeyTiles][4], uint32_t squares) {
 
 // A lane's 8 neighbouring keys have the draws of one call. `plane` is batch · H + head.
 template <int kRowTiles, int kKeyTiles>
-void drop(float (&p)[kRowTiles][kKeyTiles][4], const Dropout& dropout, uint64_t plane,
-          uint32_t query, uint32_t key) {
+void drop(float (&p)[kRowTiles][kKeyTiles][4], const Dropout& dropout, uint64_t plane, int query,
+          int tile_key) {
+  const int key = tile_key + first_key_of_lane(), first_row = query + first_row_of_lane();
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const auto i = static_cast<uint32_t>(first_row + row_at(m, half));
 #pragma unroll
       for (int group = 0; group < kKeyTiles; group += 4) {
-        const PhiloxWords words = dropout.draws(plane, query + m * 16 + half * 8,
-                                                (key + key_at(group, 0)) / Dropout::kKeysPerCall);
+        const auto block = static_cast<uint32_t>(key + key_at(group, 0)) / Dropout::kKeysPerCall;
+        const PhiloxWords words = dropout.draws(plane, i, block);
 #pragma unroll
         for (int at = 0; at < 8; ++at) {
           if (!dropout.keeps(words, at)) p[m][group + at / 2][2 * half + at % 2] = 0;
