@@ -56,7 +56,7 @@ struct BiasWriter {
     const int i = scores.query + 8 * n + scores.lane / 4;
     if (i >= scores.place.q_length) return;
     T* const row = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
-                   scores.head() * p.d_bias.head + i * p.d_bias.query;
+                   scores.head * p.d_bias.head + i * p.d_bias.query;
     store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
                 p.d_bias_vectors != 0, words);
   }
@@ -197,6 +197,7 @@ struct BackwardBlock {
   }
   bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
 
+  int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
   int64_t plane_of(const Step& step) const {
     return block.pair * p.problem.group + step.head_of_group;
   }
@@ -205,7 +206,7 @@ struct BackwardBlock {
   }
 
   void load_step(const Step& step, int stage) const {
-    const int head = place.head * p.problem.group + step.head_of_group;
+    const int head = head_of(step);
     const int first = number_of(step) * kQueries;
     const int left = place.q_length - first;
     const int64_t row = place.q_begin + first;
@@ -228,7 +229,7 @@ struct BackwardBlock {
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
     const uint32_t squares = listed() ? seen_tile(step).squares : ~0u;
-    return KeyScores(p, place, plane_of(step), place.tile * kKeys + key_row,
+    return KeyScores(p, place, head_of(step), place.tile * kKeys + key_row,
                      number_of(step) * kQueries + first, squares >> (first / 16 * 8 + key_row / 16),
                      stats + first * 8, lane);
   }
@@ -243,7 +244,7 @@ struct BackwardBlock {
 
   // Where the sums of d_bias over launches lie for the warp's 32 keys and a chunk of queries.
   float* bias_sums_of(const Step& step, int chunk) const {
-    const int64_t head = place.head * p.problem.group + step.head_of_group;
+    const int64_t head = head_of(step);
     const int64_t tile = (head * p.q_tiles + number_of(step)) * p.k_tiles + place.tile;
     return p.bias_sums + tile * (kKeys * kQueries) +
            (warp * kChunks + chunk) * (32 * kChunkQueries);
@@ -252,7 +253,7 @@ struct BackwardBlock {
   // The bias of the next step into the second-level cache: it is read past shared memory.
   void fetch_bias(const Step& step) const {
     if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
-    const int64_t head = place.head * p.problem.group + step.head_of_group;
+    const int64_t head = head_of(step);
     constexpr int kLines = kKeys / 64;
     for (int line = threadIdx.x; line < kQueries * kLines; line += kThreads) {
       const int i = number_of(step) * kQueries + line / kLines,
@@ -478,7 +479,7 @@ struct BackwardBlock {
       }
     }
     if (!last) return;
-    const int head = place.head * p.problem.group + step.head_of_group;
+    const int head = head_of(step);
     const int first_row = number_of(step) * kQueries;
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
@@ -535,6 +536,7 @@ struct BackwardBlock {
     for (;;) {
       const bool more = exists(next_of(step));
       if constexpr (kFeatures == kGeneral) {
+#pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
           bias_of(scores, first_of(chunk)).load();

@@ -116,7 +116,7 @@ struct BiasBlock {
           squares |= 1u << (at / 2 * 8 + at % 2);
         }
       }
-      const Scores<T, kN, kGeneral> scores(p, place, plane, first_key + key_row,
+      const Scores<T, kN, kGeneral> scores(p, place, static_cast<int>(head), first_key + key_row,
                                            first_query + first, squares, stats_tile + first * 8,
                                            lane);
       typename Scores<T, kN, kGeneral>::BiasWords bias;

@@ -1,6 +1,7 @@
-// Gradients of attention without tensor cores, for f64 and f32: a warp has one key, one query, or
-// one element of the bias, goes over what meets it, and its lanes share the width. Only what is
-// seen is computed.
+// Gradients of attention without tensor cores, for f64 and f32. A warp has one key, one query, or
+// one element of the bias, and goes over what meets it, 32 pairs at a time: each lane makes the
+// products of one pair, in the order in which forward makes its score, so that probabilities agree
+// with lse; then the lanes share the width of the sums. Only what is seen is computed.
 #pragma once
 
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
@@ -35,15 +36,6 @@ struct LaneRow {
   }
 };
 
-// Sums as backward_rows<T, …, 32> does.
-template <class T>
-T dot(const LaneRow<T>& a, const LaneRow<T>& b) {
-  T sum = 0;
-#pragma unroll
-  for (int e = 0; e < kLaneElements; ++e) sum += a.element[e] * b.element[e];
-  return warp_sum(sum);
-}
-
 // What one query and one key give, seen[] of the band aside.
 template <class T>
 struct Pair {
@@ -53,9 +45,14 @@ struct Pair {
 };
 
 template <class T>
-Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int j, const LaneRow<T>& q,
-                const LaneRow<T>& k, const LaneRow<T>& v, const LaneRow<T>& d_out,
-                const RowStats<T>& stats) {
+const T* row_at(const HeadRows& rows, int64_t batch, int head, int64_t row) {
+  return static_cast<const T*>(rows.data) + batch * rows.batch + row * rows.row + head * rows.head;
+}
+
+// The rows of a query and a key as positions in the tensors.
+template <class T>
+Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int64_t q_row, int j,
+                int64_t k_row, const RowStats<T>& stats) {
   const Problem& problem = p.problem;
   Pair<T> pair = {false, 0, 0, 0};
   if (!problem.blocks.sees(batch, head, i, j)) return pair;
@@ -63,9 +60,17 @@ Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int j, 
   if (p.bias.data != nullptr) {
     bias = static_cast<const T*>(
         p.bias.data)[batch * p.bias.batch + head * p.bias.head + i * p.bias.query + j * p.bias.key];
+    if (bias == -infinity<T>()) return pair;
   }
-  const T scale = static_cast<T>(problem.exact_scale);
-  T s = scale * dot(q, k), slope = 1;
+  const auto dot = [&](const HeadRows& a, const HeadRows& b, int width) {
+    const T* const x = row_at<T>(a, batch, head, q_row);
+    const T* const y = row_at<T>(b, batch, head / problem.group, k_row);
+    T sum = 0;
+    for (int d = 0; d < width; ++d) sum += x[d * a.element] * y[d * b.element];
+    return sum;
+  };
+  T s = dot(p.q, p.k, problem.head_dim), slope = 1;
+  s *= static_cast<T>(problem.exact_scale);
   if (problem.softcap > 0) {
     const T cap = static_cast<T>(problem.softcap);
     const T t = tanh(s / cap);
@@ -73,7 +78,7 @@ Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int j, 
     s = cap * t;
   }
   s += bias;
-  if (bias == -infinity<T>() || s == -infinity<T>() || stats.lse == infinity<T>()) return pair;
+  if (s == -infinity<T>() || stats.lse == infinity<T>()) return pair;
   pair.seen = true;
   const T chance = exp(s - stats.lse);
   T d_chance = 0;
@@ -85,7 +90,7 @@ Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int j, 
   }
   if (kept) {
     pair.weight = chance * keep_scale;
-    d_chance = dot(d_out, v) * keep_scale;
+    d_chance = dot(p.d_out, p.v, problem.value_dim) * keep_scale;
   }
   pair.d_bias = chance * (d_chance - stats.delta);
   pair.d_a = pair.d_bias * slope;
@@ -93,19 +98,10 @@ Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int j, 
 }
 
 template <class T>
-struct PlainRows {
-  LaneRow<T> first, second;  // q and d_out, or k and v
-
-  void load(const BackwardParams& p, const HeadRows& a, const HeadRows& b, int64_t batch, int head,
-            int64_t row, int lane) {
-    const auto from = [&](const HeadRows& rows) {
-      return static_cast<const T*>(rows.data) + batch * rows.batch + row * rows.row +
-             head * rows.head;
-    };
-    first.load(from(a), a.element, p.problem.head_dim, lane);
-    second.load(from(b), b.element, p.problem.value_dim, lane);
-  }
-};
+Pair<T> pair_of_lane(const Pair<T>& own, int lane) {
+  return {__shfl_sync(kAllLanes, static_cast<int>(own.seen), lane) != 0,
+          __shfl_sync(kAllLanes, own.weight, lane), T(0), __shfl_sync(kAllLanes, own.d_a, lane)};
+}
 
 template <class T>
 using PlainStats = StatsTile<T, kPlainTile>;
@@ -130,23 +126,31 @@ void plain_keys(const BackwardParams& p) {
     const int64_t row = place.k_begin + j;
     LaneRow<T> d_k = {}, d_v = {};
     if (j < place.k_length) {
-      PlainRows<T> key;
-      key.load(p, p.k, p.v, place.batch, place.head, row, lane);
       const int64_t begin = static_cast<int64_t>(j) - place.highest;
       const int64_t end = static_cast<int64_t>(j) - place.lowest + 1;
-      const int first = begin < 0 ? 0 : static_cast<int>(begin);
       const int last = end < place.q_length ? static_cast<int>(end) : place.q_length;
       for (int h = 0; h < group; ++h) {
         const int head = place.head * group + h;
-        for (int i = first; i < last; ++i) {
-          PlainRows<T> query;
-          query.load(p, p.q, p.d_out, place.batch, head, place.q_begin + i, lane);
-          const Pair<T> got =
-              pair_of(p, place.batch, head, i, j, query.first, key.first, key.second, query.second,
-                      stats_of<T>(p, pair * group + h, place.first_tile, i));
-          if (!got.seen) continue;
-          d_k.add(got.d_a, query.first);
-          if (got.weight != 0) d_v.add(got.weight, query.second);
+        for (int first = begin < 0 ? 0 : static_cast<int>(begin); first < last; first += 32) {
+          const int i = first + lane;
+          Pair<T> own = {false, 0, 0, 0};
+          if (i < last) {
+            own = pair_of(p, place.batch, head, i, place.q_begin + i, j, row,
+                          stats_of<T>(p, pair * group + h, place.first_tile, i));
+          }
+          for (int n = 0; n < 32 && first + n < last; ++n) {
+            const Pair<T> got = pair_of_lane(own, n);
+            if (!got.seen) continue;
+            const int64_t q_row = place.q_begin + first + n;
+            LaneRow<T> other;
+            other.load(row_at<T>(p.q, place.batch, head, q_row), p.q.element, p.problem.head_dim,
+                       lane);
+            d_k.add(got.d_a, other);
+            if (got.weight == 0) continue;
+            other.load(row_at<T>(p.d_out, place.batch, head, q_row), p.d_out.element,
+                       p.problem.value_dim, lane);
+            d_v.add(got.weight, other);
+          }
         }
       }
     }
@@ -177,19 +181,25 @@ void plain_queries(const BackwardParams& p) {
     const int64_t row = place.q_begin + i;
     LaneRow<T> d_q = {};
     if (i < place.q_length) {
-      PlainRows<T> query;
-      query.load(p, p.q, p.d_out, place.batch, place.head, row, lane);
       const RowStats<T> stats = stats_of<T>(p, plane, place.first_tile, i);
       const int64_t begin = static_cast<int64_t>(i) + place.lowest;
       const int64_t end = static_cast<int64_t>(i) + place.highest + 1;
-      const int first = begin < 0 ? 0 : static_cast<int>(begin);
       const int last = end < place.k_length ? static_cast<int>(end) : place.k_length;
-      for (int j = first; j < last; ++j) {
-        PlainRows<T> key;
-        key.load(p, p.k, p.v, place.batch, place.head / p.problem.group, place.k_begin + j, lane);
-        const Pair<T> got = pair_of(p, place.batch, place.head, i, j, query.first, key.first,
-                                    key.second, query.second, stats);
-        if (got.seen) d_q.add(got.d_a, key.first);
+      for (int first = begin < 0 ? 0 : static_cast<int>(begin); first < last; first += 32) {
+        const int j = first + lane;
+        Pair<T> own = {false, 0, 0, 0};
+        if (j < last) {
+          own = pair_of(p, place.batch, place.head, i, row, j, place.k_begin + j, stats);
+        }
+        for (int n = 0; n < 32 && first + n < last; ++n) {
+          const Pair<T> got = pair_of_lane(own, n);
+          if (!got.seen) continue;
+          LaneRow<T> other;
+          other.load(
+              row_at<T>(p.k, place.batch, place.head / p.problem.group, place.k_begin + first + n),
+              p.k.element, p.problem.head_dim, lane);
+          d_q.add(got.d_a, other);
+        }
       }
     }
     T* const to = static_cast<T*>(p.d_q.data) + place.batch * p.d_q.batch + row * p.d_q.row +
@@ -199,11 +209,10 @@ void plain_queries(const BackwardParams& p) {
 }
 
 // d_bias: a block has one element and sums over the dimensions along which the bias is broadcast,
-// each warp a share of them.
+// each thread a share of them.
 template <class T>
 void plain_bias(const BackwardParams& p) {
-  __shared__ T sums[kPlainThreads / 32];
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  __shared__ T sums[kPlainThreads];
   const Problem& problem = p.problem;
   const BiasShape& own = p.bias_shape;
   int64_t index = blockIdx.x;
@@ -220,20 +229,16 @@ void plain_bias(const BackwardParams& p) {
   const int64_t batches = own.batch > 1 ? 1 : problem.batch;
   const TilePlace place = place_of<true>(p, 0, problem.heads, 0, kPlainTile);
   T sum = 0;
-  for (int64_t n = warp; n < batches * heads * queries * keys; n += kPlainThreads / 32) {
+  for (int64_t n = threadIdx.x; n < batches * heads * queries * keys; n += kPlainThreads) {
     const int j = static_cast<int>(key + n % keys);
     const int i = static_cast<int>(query + n / keys % queries);
     const int h = static_cast<int>(head + n / (keys * queries) % heads);
     const int64_t b = batch + n / (keys * queries * heads);
     if (j - i < place.lowest || j - i > place.highest) continue;
-    PlainRows<T> query_rows, key_rows;
-    query_rows.load(p, p.q, p.d_out, b, h, i, lane);
-    key_rows.load(p, p.k, p.v, b, h / problem.group, j, lane);
-    const Pair<T> got = pair_of(p, b, h, i, j, query_rows.first, key_rows.first, key_rows.second,
-                                query_rows.second, stats_of<T>(p, b * problem.heads + h, 0, i));
+    const Pair<T> got = pair_of(p, b, h, i, i, j, j, stats_of<T>(p, b * problem.heads + h, 0, i));
     if (got.seen) sum += got.d_bias;
   }
-  if (lane == 0) sums[warp] = sum;
+  sums[threadIdx.x] = sum;
   __syncthreads();
   if (threadIdx.x == 0) {
     T all = 0;
@@ -245,7 +250,7 @@ void plain_bias(const BackwardParams& p) {
 
 template <class T>
 void plain_prepare(const BackwardParams& p) {
-  backward_rows<T, kPlainTile, 32>(p, false);
+  backward_rows<T, kPlainTile, 1>(p, false);
 }
 
 }  // namespace pullback::attention

@@ -77,29 +77,26 @@ template <class T, int kN, int kFeatures>
 struct Scores {
   const BackwardParams& p;
   const TilePlace& place;
-  int64_t plane;
+  int head;          // query head
   int key, query;    // the first ones, within the sequence
   uint32_t squares;  // bit 8 · (16 queries) + (16 keys): these see each other by the block mask
   uint32_t stats;    // in shared memory, of the first query
   int lane;
 
-  Scores(const BackwardParams& params, const TilePlace& tile_place, int64_t plane_number,
-         int first_key, int first_query, uint32_t seen_squares, uint32_t row_stats, int lane_number)
+  Scores(const BackwardParams& params, const TilePlace& tile_place, int query_head, int first_key,
+         int first_query, uint32_t seen_squares, uint32_t row_stats, int lane_number)
       : p(params),
         place(tile_place),
-        plane(plane_number),
+        head(query_head),
         key(first_key),
         query(first_query),
         squares(seen_squares),
         stats(row_stats),
         lane(lane_number) {}
 
-  int64_t head() const { return plane % p.problem.heads; }
-
   template <class Visit>
   void for_rows(const Plane& tensor, const Visit& visit) const {
-    T* const base =
-        static_cast<T*>(tensor.data) + place.batch * tensor.batch + head() * tensor.head;
+    T* const base = static_cast<T*>(tensor.data) + place.batch * tensor.batch + head * tensor.head;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const int i = query + 8 * n + lane / 4;
@@ -135,7 +132,13 @@ struct Scores {
       const BackwardParams& p = scores.p;
       if (p.bias.data == nullptr) return;
       const int j = scores.key + scores.lane % 4 * 8, keys = scores.place.k_length;
-      scores.for_rows(p.bias, [&](int n, const T* row) {
+      const T* const base = static_cast<const T*>(p.bias.data) + scores.place.batch * p.bias.batch +
+                            scores.head * p.bias.head;
+#pragma unroll 1
+      for (int n = 0; n < kN; ++n) {
+        const int i = scores.query + 8 * n + scores.lane / 4;
+        if (i >= scores.place.q_length) return;
+        const T* const row = base + i * p.bias.query;
         if (p.bias_vectors && j + 8 <= keys) {
           async_copy_or_zero(at(n), row + j, true);
         } else {
@@ -143,7 +146,7 @@ struct Scores {
           load_eight(words, row, p.bias.key, j, keys, false);
           store_shared(at(n), words);
         }
-      });
+      }
     }
     void get(int n, uint32_t (&words)[4]) const { load_shared(words, at(n)); }
   };
@@ -156,10 +159,7 @@ struct Scores {
   void draw(uint32_t (&kept)[2]) const {
     if (!drops()) return;
     const Dropout& dropout = p.problem.dropout;
-    // Varlen: planes are heads, of every sequence.
-    const uint64_t stream = p.problem.sequences == nullptr
-                                ? static_cast<uint64_t>(plane)
-                                : static_cast<uint64_t>(place.batch * p.problem.heads + plane);
+    const auto stream = static_cast<uint64_t>(place.batch * p.problem.heads + head);
     uint32_t bits = 0;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -180,7 +180,7 @@ struct Scores {
   // c tanh(s · scale / c) log2 e
   float capped_score(float raw) const {
     const float power = exp2_fast(raw * (p.problem.scale * 2 * kLog2E / p.problem.softcap));
-    return p.problem.softcap * kLog2E * (1 - 2 / (power + 1));
+    return p.problem.softcap * kLog2E * (1 - __fdividef(2, power + 1));
   }
 
   // P^T and dS^T from S^T and dP^T. kCareful: some pair of the tile is not to be seen, or some
