@@ -20,8 +20,9 @@ constexpr std::string_view kParams = "attention::BackwardParams";
 
 // --- Kernels ---
 
-enum class Features { plain, dropout, blocks, general };
-constexpr std::string_view kFeatureSuffix[] = {"", "_dropout", "_blocks", "_general"};
+enum class Features { plain, dropout, blocks, general, general_blocks };
+constexpr std::string_view kFeatureSuffix[] = {"", "_dropout", "_blocks", "_general",
+                                               "_general_blocks"};
 
 cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
   const std::string_view type = cuda::device_type(dtype);
@@ -244,7 +245,7 @@ class TileBackward final : public BackwardBody {
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
       };
-      general_ = load(Features::general);
+      general_ = load(problem.blocks.given() ? Features::general_blocks : Features::general);
       only_vectors_ = vectors_ && !problem.bias.given() && problem.softcap == 0;
       if (only_vectors_) {
         aligned_ = load(problem.blocks.given() ? Features::blocks
@@ -415,8 +416,8 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int width : kHeadWidths) {
       add(prepare_kernel(dtype, backward_tiles(width, arch)));
-      for (const Features features :
-           {Features::plain, Features::dropout, Features::blocks, Features::general}) {
+      for (const Features features : {Features::plain, Features::dropout, Features::blocks,
+                                      Features::general, Features::general_blocks}) {
         add(tile_kernel(dtype, width, features, arch));
       }
       add(bias_kernel(dtype, width, arch));

@@ -149,9 +149,7 @@ struct BackwardBlock {
     int head_of_group, at;
   };
 
-  bool listed() const {
-    return kFeatures == kBlocks || (kFeatures == kGeneral && p.problem.blocks.given());
-  }
+  static constexpr bool listed() { return has_blocks(kFeatures); }
   // Where the list of a head's tiles begins and ends.
   const int64_t* list_of(int head_of_group) const {
     const SeenBlocksTable& blocks = p.problem.blocks;
@@ -168,7 +166,7 @@ struct BackwardBlock {
             int columns) const {
     const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
                           first * rows.row + head * rows.head;
-    if (kFeatures != kGeneral || p.vectors) {
+    if (kFeatures < kGeneral || p.vectors) {
       TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
                                                                  columns)
           .load(tile, 0, count);
@@ -535,7 +533,7 @@ struct BackwardBlock {
     int stage = 0;
     for (;;) {
       const bool more = exists(next_of(step));
-      if constexpr (kFeatures == kGeneral) {
+      if constexpr (kFeatures >= kGeneral) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
@@ -581,11 +579,11 @@ struct BackwardBlock {
           score_product(d_p, v_tile, d_out_tile, first);
         }
         const auto bias = bias_of(scores, first);
-        if constexpr (kFeatures == kGeneral) async_wait<kStages - 1>();
+        if constexpr (kFeatures >= kGeneral) async_wait<kStages - 1>();
         uint32_t kept[2];
         scores.draw(kept);
         BiasWriter<T, kN, KeyScores> writer{scores, bias_sums_of(step, chunk), {}};
-        if (careful || kFeatures == kGeneral) {
+        if (careful || kFeatures >= kGeneral) {
           scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
         } else {
           scores.template make<false>(s, d_p, pt, ds, bias, kept, writer);

@@ -116,10 +116,10 @@ struct BiasBlock {
           squares |= 1u << (at / 2 * 8 + at % 2);
         }
       }
-      const Scores<T, kN, kGeneral> scores(p, place, static_cast<int>(head), first_key + key_row,
-                                           first_query + first, squares, stats_tile + first * 8,
-                                           lane);
-      typename Scores<T, kN, kGeneral>::BiasWords bias;
+      const Scores<T, kN, kGeneralBlocks> scores(p, place, static_cast<int>(head),
+                                                 first_key + key_row, first_query + first, squares,
+                                                 stats_tile + first * 8, lane);
+      typename Scores<T, kN, kGeneralBlocks>::BiasWords bias;
       bias.load(scores);
       score_product(s, k_tile, q_tile, first);
       score_product(d_p, v_tile, d_out_tile, first);

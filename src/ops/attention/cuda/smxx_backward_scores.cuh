@@ -12,8 +12,12 @@ namespace pullback::attention {
 using namespace device;
 
 // What a kernel is compiled for beside the band: nothing, dropout, a block mask (and dropout, as
-// the parameters say), or everything, as the parameters say: bias, softcap, rows of any strides.
-inline constexpr int kPlain = 0, kDropout = 1, kBlocks = 2, kGeneral = 3;
+// the parameters say), or everything but a block mask, as the parameters say: bias, softcap,
+// dropout, rows of any strides; or that and a block mask.
+inline constexpr int kPlain = 0, kDropout = 1, kBlocks = 2, kGeneral = 3, kGeneralBlocks = 4;
+constexpr bool has_blocks(int features) {
+  return features == kBlocks || features == kGeneralBlocks;
+}
 
 inline void load_shared_floats(float (&value)[4], uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -190,7 +194,7 @@ struct Scores {
   __forceinline__ void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], uint32_t (&pt)[2][kN][2],
                             uint32_t (&ds)[2][kN][2], const Bias& bias, const uint32_t (&kept)[2],
                             Sink& sink) const {
-    constexpr bool kIsGeneral = kFeatures == kGeneral;
+    constexpr bool kIsGeneral = kFeatures >= kGeneral;
     const bool drops = this->drops(), biased = kIsGeneral && p.bias.data != nullptr;
     const bool capped = kIsGeneral && p.problem.softcap > 0;
     const float factor = capped ? 1 : p.problem.scale * kLog2E;
@@ -231,7 +235,7 @@ struct Scores {
             seen = i < place.q_length && j < place.k_length && j - i >= place.lowest &&
                    j - i <= place.highest && addend[c] != -infinity<float>() &&
                    s[m][n][e] * factor != -infinity<float>() && lse != infinity<float>();
-            if constexpr (kFeatures >= kBlocks) {
+            if constexpr (has_blocks(kFeatures)) {
               seen = seen && (squares >> (n / 2 * 8 + lane / 16) & 1) != 0;
             }
           }
