@@ -252,7 +252,11 @@ class TileBackward final : public BackwardBody {
                         : problem.dropout > 0  ? Features::dropout
                                                : Features::plain);
       }
-      params_.pair_group = static_cast<std::int32_t>(std::min<std::int64_t>(pairs_, kPairGroup));
+      // Tiles of a head that follow each other start two steps apart, so that turns come in time.
+      const std::int64_t flight = std::int64_t{device_.multiprocessors} * tiles_.blocks;
+      const std::int64_t steps = std::max<std::int64_t>(sizes_.group * params_.q_tiles, 1);
+      params_.pair_group = static_cast<std::int32_t>(
+          std::min(pairs_, std::max(kPairGroup, ceil_div(2 * flight, steps))));
     }
   }
 

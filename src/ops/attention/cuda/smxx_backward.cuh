@@ -14,8 +14,8 @@
 // tiles, so that the bits are the same every run. The first block stores its part to the workspace,
 // the last one adds what is there to its own and writes d_q. All go over the tiles of queries from
 // the last to the first (with a block mask in an order of block_tables.cpp), and blocks of lower
-// index, which are launched earlier, have lower keys: a block waits for blocks that run or have
-// ended, and rarely, as they started before.
+// index, which are launched earlier, have lower keys: a
+// block waits for blocks that run or have ended, and rarely, as they started before.
 #pragma once
 
 #include "device/async_copy.cuh"
@@ -62,11 +62,19 @@ struct BiasWriter {
   }
 };
 
+// One query head and one tile of queries.
+struct BackwardStep {
+  int head_of_group, tile;
+  int at;  // with a block mask: its place in the list of the keys
+};
+
 // In shared memory: registers are needed for sums.
 struct BlockPlace {
   TilePlace keys;
   int64_t pair;
   TileRange queries;
+  bool finite_keys;
+  BackwardStep steps[2];  // this one and the next, in turns
   // Of the step, from the first thread to all.
   bool first_turn, last_turn;
   int32_t number;
@@ -110,6 +118,7 @@ struct BackwardBlock {
   static constexpr int kDqWidth = kWidth / (kWarps / kQueryRows);
   static constexpr int kDqN = kDqWidth / 8;
 
+  using Step = BackwardStep;
   using WidthTile = TileLayout<T, kWidth>;
   using ScoreTile = TileLayout<T, kQueries>;
   using Stats = StatsTile<float, kQueries>;
@@ -143,24 +152,6 @@ struct BackwardBlock {
         block(shared_place),
         place(shared_place.keys) {}
 
-  // One step is one query head and one tile of queries, the `at`-th that the head's queries have
-  // here: its number, or with a block mask its place in the list of the keys.
-  struct Step {
-    int head_of_group, at;
-  };
-
-  static constexpr bool listed() { return has_blocks(kFeatures); }
-  // Where the list of a head's tiles begins and ends.
-  const int64_t* list_of(int head_of_group) const {
-    const SeenBlocksTable& blocks = p.problem.blocks;
-    const int64_t head = place.head * p.problem.group + head_of_group;
-    return blocks.first + blocks.plane(place.batch, head) * (blocks.owners + 1) + place.tile;
-  }
-  const SeenTile& seen_tile(const Step& step) const {
-    return p.problem.blocks.tiles[list_of(step.head_of_group)[0] + step.at];
-  }
-  int number_of(const Step& step) const { return listed() ? seen_tile(step).tile : step.at; }
-
   template <int kRows, bool kInterleaved>
   void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
             int columns) const {
@@ -177,35 +168,58 @@ struct BackwardBlock {
     }
   }
 
+  static constexpr bool listed() { return has_blocks(kFeatures); }
+  // Where the list of a head's tiles begins and ends.
+  const int64_t* list_of(int head_of_group) const {
+    const SeenBlocksTable& blocks = p.problem.blocks;
+    const int64_t head = place.head * p.problem.group + head_of_group;
+    return blocks.first + blocks.plane(place.batch, head) * (blocks.owners + 1) + place.tile;
+  }
+  const SeenTile& seen_tile(int head_of_group, int at) const {
+    return p.problem.blocks.tiles[list_of(head_of_group)[0] + at];
+  }
+  const SeenTile& seen_tile(const Step& step) const {
+    return seen_tile(step.head_of_group, step.at);
+  }
+  uint32_t squares_of(const Step& step) const { return listed() ? seen_tile(step).squares : ~0u; }
+
   // The last tile of the first head from `head_of_group` on that has one; past the group: none.
   Step last_of_head(int head_of_group) const {
-    if (!listed()) {
+    if constexpr (!listed()) {
       const bool any = block.queries.begin < block.queries.end;
-      return {any ? head_of_group : p.problem.group, block.queries.end - 1};
+      return {any ? head_of_group : p.problem.group, block.queries.end - 1, 0};
     }
     for (; head_of_group < p.problem.group; ++head_of_group) {
       const int64_t* const first = list_of(head_of_group);
-      if (first[1] > first[0]) return {head_of_group, static_cast<int>(first[1] - first[0]) - 1};
+      const int last = static_cast<int>(first[1] - first[0]) - 1;
+      if (last >= 0) return {head_of_group, seen_tile(head_of_group, last).tile, last};
     }
-    return {head_of_group, 0};
+    return {head_of_group, 0, 0};
   }
   Step next_of(const Step& step) const {
-    if (step.at > (listed() ? 0 : block.queries.begin)) return {step.head_of_group, step.at - 1};
+    if constexpr (listed()) {
+      if (step.at > 0) {
+        return {step.head_of_group, seen_tile(step.head_of_group, step.at - 1).tile, step.at - 1};
+      }
+    } else if (step.tile > block.queries.begin) {
+      return {step.head_of_group, step.tile - 1, 0};
+    }
     return last_of_head(step.head_of_group + 1);
   }
   bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
+  bool has_next(const Step& step) const { return exists(next_of(step)); }
 
   int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
   int64_t plane_of(const Step& step) const {
     return block.pair * p.problem.group + step.head_of_group;
   }
   int64_t tile_of(const Step& step) const {
-    return plane_of(step) * p.q_tiles + place.first_tile + number_of(step);
+    return plane_of(step) * p.q_tiles + place.first_tile + step.tile;
   }
 
   void load_step(const Step& step, int stage) const {
     const int head = head_of(step);
-    const int first = number_of(step) * kQueries;
+    const int first = step.tile * kQueries;
     const int left = place.q_length - first;
     const int64_t row = place.q_begin + first;
     load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
@@ -226,10 +240,9 @@ struct BackwardBlock {
 
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
-    const uint32_t squares = listed() ? seen_tile(step).squares : ~0u;
     return KeyScores(p, place, head_of(step), place.tile * kKeys + key_row,
-                     number_of(step) * kQueries + first, squares >> (first / 16 * 8 + key_row / 16),
-                     stats + first * 8, lane);
+                     step.tile * kQueries + first,
+                     squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
   }
 
   // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
@@ -243,7 +256,7 @@ struct BackwardBlock {
   // Where the sums of d_bias over launches lie for the warp's 32 keys and a chunk of queries.
   float* bias_sums_of(const Step& step, int chunk) const {
     const int64_t head = head_of(step);
-    const int64_t tile = (head * p.q_tiles + number_of(step)) * p.k_tiles + place.tile;
+    const int64_t tile = (head * p.q_tiles + step.tile) * p.k_tiles + place.tile;
     return p.bias_sums + tile * (kKeys * kQueries) +
            (warp * kChunks + chunk) * (32 * kChunkQueries);
   }
@@ -254,7 +267,7 @@ struct BackwardBlock {
     const int64_t head = head_of(step);
     constexpr int kLines = kKeys / 64;
     for (int line = threadIdx.x; line < kQueries * kLines; line += kThreads) {
-      const int i = number_of(step) * kQueries + line / kLines,
+      const int i = step.tile * kQueries + line / kLines,
                 j = place.tile * kKeys + line % kLines * 64;
       if (i < place.q_length && j < place.k_length) {
         prefetch(static_cast<const T*>(p.bias.data) + place.batch * p.bias.batch +
@@ -425,11 +438,11 @@ struct BackwardBlock {
   // while ago.
   void begin_turn(const Step& step, int32_t seen) const {
     int32_t number, count;
-    if (listed()) {
+    if constexpr (listed()) {
       number = seen_tile(step).turn;
       count = seen_tile(step).turns;
     } else {
-      const TileRange keys = key_tiles_of(place, step.at, kKeys, kQueries);
+      const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
       number = place.tile - keys.begin;
       count = keys.end - keys.begin;
     }
@@ -457,7 +470,6 @@ struct BackwardBlock {
 
   void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
                int first_column) const {
-    const int64_t tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
     float* const sums = p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
     const bool first = block.first_turn, last = block.last_turn;
 #pragma unroll
@@ -478,7 +490,7 @@ struct BackwardBlock {
     }
     if (!last) return;
     const int head = head_of(step);
-    const int first_row = number_of(step) * kQueries;
+    const int first_row = step.tile * kQueries;
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
     const int rows = static_cast<int>(all - first_row < kQueries ? all - first_row : kQueries);
@@ -517,22 +529,23 @@ struct BackwardBlock {
     }
   }
 
-  void sum_steps(Step step) {
+  void sum_steps(const Step& first) {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
     wait_for_previous_kernel();  // for statistics and turns
-    load_step(step, 0);
+    load_step(first, 0);
     async_wait<0>();
     __syncthreads();
-    const bool finite_keys = !keys_not_finite();
-
-    const bool want_scores =
-        p.d_q.data != nullptr || p.d_k.data != nullptr || p.d_bias.data != nullptr;
-    const int dq_row = warp % kQueryRows * (16 * kDqM);
-    const int dq_column = warp / kQueryRows * kDqWidth;
-    int stage = 0;
-    for (;;) {
-      const bool more = exists(next_of(step));
+    const bool finite = !keys_not_finite();
+    if (threadIdx.x == 0) {
+      block.finite_keys = finite;
+      block.steps[0] = first;
+    }
+    __syncthreads();
+    for (int turn = 0;; turn ^= 1) {
+      const Step& step = block.steps[turn];
+      const int stage = kStages > 1 ? turn : 0;
+      const bool more = has_next(step);
       if constexpr (kFeatures >= kGeneral) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -552,10 +565,10 @@ struct BackwardBlock {
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
       const uint32_t stats = stats_tiles + stage * sizeof(Stats);
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
-      const uint32_t squares = listed() ? seen_tile(step).squares : ~0u;
       constexpr uint32_t kAllSquares = all_squares(kQueries, kKeys);
-      const bool careful = suspicious || !finite_keys || (squares & kAllSquares) != kAllSquares ||
-                           !sees_all(place, place.tile, number_of(step), kKeys, kQueries);
+      const bool careful = suspicious || !block.finite_keys ||
+                           (squares_of(step) & kAllSquares) != kAllSquares ||
+                           !sees_all(place, place.tile, step.tile, kKeys, kQueries);
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
@@ -575,7 +588,7 @@ struct BackwardBlock {
           }
         }
         score_product(s, k_tile, q_tile, first);
-        if (want_scores) {
+        if (p.d_q.data != nullptr || p.d_k.data != nullptr || p.d_bias.data != nullptr) {
           score_product(d_p, v_tile, d_out_tile, first);
         }
         const auto bias = bias_of(scores, first);
@@ -607,26 +620,27 @@ struct BackwardBlock {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
       }
-      if (kStages == 1 && more) load_step(next_of(step), 0);
+      if (kStages == 1 && has_next(step)) load_step(next_of(step), 0);
       if (p.d_q.data != nullptr) {
         float sum[kDqM][kDqN][4] = {};
-        if (!finite_keys) {
+        if (!block.finite_keys) {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
+        const int dq_row = warp % kQueryRows * (16 * kDqM);
+        const int dq_column = warp / kQueryRows * kDqWidth;
         query_product(sum, dq_row, dq_column / 8);
-        if (!finite_keys) {
+        if (!block.finite_keys) {
           __syncthreads();
           load_keys(k_tile, p.k, p.problem.head_dim);
           async_commit();
         }
         add_d_q(step, sum, dq_row, dq_column);
       }
-      if (!more) break;
+      if (!has_next(step)) break;
+      if (threadIdx.x == 0) block.steps[turn ^ 1] = next_of(step);
       async_wait<0>();
       __syncthreads();
-      step = next_of(step);
-      if (kStages > 1) stage ^= 1;
     }
     __syncthreads();
     if (threadIdx.x == 0) end_turn();

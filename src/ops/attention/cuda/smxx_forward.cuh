@@ -146,6 +146,15 @@ void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int colum
   }
 }
 
+// 0 · NaN: what a row does not see may have reached it. Finds the tile anew, so that the fast path
+// need not remember it.
+template <class T, int kRows, bool kBlocks>
+__noinline__ void redo_row(const ForwardParams& params, int row) {
+  QueryTile tile;
+  if (!find_query_tile(params.problem, params.q_tiles, params.pair_group, kRows, tile)) return;
+  plain_row<T, kBlocks>(params, tile.sequence, tile.batch, tile.head, tile.first + row);
+}
+
 template <class T, ForwardTile kTile, ForwardKind kKind>
 void forward(const ForwardParams& params) {
   constexpr bool kDropout = kKind >= ForwardKind::dropout, kTerms = kKind >= ForwardKind::terms;
@@ -280,6 +289,10 @@ void forward(const ForwardParams& params) {
   const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
   const int lane = fresh_lane();
 
+  // The tile is found anew, so that the loop need not remember it.
+  QueryTile to;
+  if (!find_query_tile(p, params.q_tiles, params.pair_group, kTile.rows, to)) return;
+  const int64_t first_out = to.sequence.q_begin + to.first + warp.first_row;
   // The warp's outputs take the place of its queries.
   uint32_t redo = 0;  // rows, bit 16 m + row
 #pragma unroll
@@ -311,9 +324,8 @@ void forward(const ForwardParams& params) {
         if ((bad >> 4 * g & 15) != 0) redo |= 1u << (m * 16 + half * 8 + g);
       }
       if (params.lse.data != nullptr && lane % 4 == 0 && row < warp.rows) {
-        float* const lse = static_cast<float*>(params.lse.data) + tile.batch * params.lse.batch +
-                           tile.head * params.lse.head +
-                           (sequence.q_begin + warp.query + row) * params.lse.row;
+        float* const lse = static_cast<float*>(params.lse.data) + to.batch * params.lse.batch +
+                           to.head * params.lse.head + (first_out + row) * params.lse.row;
         // The weights' shift was rounded: by how much, the fused product tells.
         const float largest = state.maximum[m][half], shift = __fmul_rn(largest, unit);
         const float rounding = __fmaf_rn(largest, unit, -shift);
@@ -322,16 +334,13 @@ void forward(const ForwardParams& params) {
     }
   }
   __syncwarp();
-  T* const out = static_cast<T*>(params.out.data) + tile.batch * params.out.batch +
-                 tile.head * params.out.head + (sequence.q_begin + warp.query) * params.out.row;
+  T* const out = static_cast<T*>(params.out.data) + to.batch * params.out.batch +
+                 to.head * params.out.head + first_out * params.out.row;
   store_rows<T, kWidth, 32>(params.out, out, q_rows, warp.rows, p.value_dim, kVectors);
   __syncwarp();
-  // 0 · NaN: what a row does not see may have reached it.
   for (; redo != 0; redo &= redo - 1) {
     const int row = __ffs(static_cast<int>(redo)) - 1;
-    if (row < warp.rows) {
-      plain_row<T, kBlocks>(params, sequence, tile.batch, tile.head, warp.query + row);
-    }
+    if (row < warp.rows) redo_row<T, kTile.rows, kBlocks>(params, warp.first_row + row);
   }
 }
 

@@ -17,8 +17,8 @@ inline constexpr int kMaxHeadDim = 256;
 
 // The row's query is at position i of the sequence. kBlocks: there may be a block mask.
 template <class T, bool kBlocks>
-__noinline__ void plain_row(const ForwardParams& params, Sequence sequence, int64_t batch,
-                            int32_t head, int64_t i) {
+void plain_row(const ForwardParams& params, const Sequence& sequence, int64_t batch, int32_t head,
+               int64_t i) {
   using R = Real<T>;
   const Problem& p = params.problem;
   const int lane = static_cast<int>(threadIdx.x % kWarpSize);
