@@ -565,9 +565,7 @@ struct BackwardBlock {
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
       const uint32_t stats = stats_tiles + stage * sizeof(Stats);
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
-      constexpr uint32_t kAllSquares = all_squares(kQueries, kKeys);
       const bool careful = suspicious || !block.finite_keys ||
-                           (squares_of(step) & kAllSquares) != kAllSquares ||
                            !sees_all(place, place.tile, step.tile, kKeys, kQueries);
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
@@ -580,9 +578,11 @@ struct BackwardBlock {
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
         const KeyScores scores = scores_of(step, chunk, stats);
+        // With a block mask the warp's keys may see all, some or none of the queries.
+        constexpr uint32_t kAllSquares = all_squares(kChunkQueries, 32);
+        const uint32_t squares = scores.squares & kAllSquares;
         if constexpr (kFeatures == kBlocks) {
-          // The warp's keys may lie in absent blocks.
-          if (!suspicious && (scores.squares & all_squares(kChunkQueries, 32)) == 0) {
+          if (!suspicious && squares == 0) {
             store_unseen(first);
             continue;
           }
@@ -596,7 +596,7 @@ struct BackwardBlock {
         uint32_t kept[2];
         scores.draw(kept);
         BiasWriter<T, kN, KeyScores> writer{scores, bias_sums_of(step, chunk), {}};
-        if (careful || kFeatures >= kGeneral) {
+        if (careful || kFeatures >= kGeneral || (listed() && squares != kAllSquares)) {
           scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
         } else {
           scores.template make<false>(s, d_p, pt, ds, bias, kept, writer);
