@@ -277,33 +277,6 @@ void add_tiles(std::vector<Case>& cases) {
   add(cases, "tiles, more queries than keys", setup, {{"causal", "bottom-right"}});
 }
 
-// A layout [batches,heads,R,C] with about the given share of blocks, for blocks of `block`.
-struct Blocks {
-  std::int64_t block = 16, batches = 1, heads = 1;
-  double density = 0.5;
-  // Of rows, besides: block row 0 of every plane is empty.
-  bool empty_row = false;
-};
-
-Setup with_blocks(Setup setup, const Blocks& blocks) {
-  setup.change = [blocks, before = setup.change](TensorMap& inputs, const Setup& s,
-                                                 Random& random) {
-    if (before) before(inputs, s, random);
-    const auto count = [&](std::int64_t length) {
-      return (length + blocks.block - 1) / blocks.block;
-    };
-    const std::int64_t rows = count(s.query), columns = count(s.key);
-    HostTensor layout(
-        TensorSpec::contiguous(DType::u8, {blocks.batches, blocks.heads, rows, columns}));
-    for (std::int64_t i = 0; i < layout.numel(); ++i) {
-      const bool empty = blocks.empty_row && i / columns % rows == 0;
-      layout.set(i, !empty && random.chance(blocks.density));
-    }
-    inputs["layout"] = layout;
-  };
-  return setup;
-}
-
 void add_blocks(std::vector<Case>& cases) {
   const auto with_size = [](std::int64_t block, OptionMap options = {}) {
     options["block"] = fmt::format("{}", block);

@@ -35,11 +35,35 @@ void add_dense(std::vector<Case>& cases) {
   }
 }
 
+// A quarter of the blocks, anywhere, another quarter for each head; and all of them.
+void add_block_sparse(std::vector<Case>& cases) {
+  for (const std::int64_t head_dim : {64, 128}) {
+    const Setup setup{.batch = 1,
+                      .query = 16384,
+                      .key = 16384,
+                      .heads = 8,
+                      .kv_heads = 8,
+                      .head_dim = head_dim,
+                      .value_dim = head_dim,
+                      .dtypes = {DType::bf16}};
+    const std::string shape = fmt::format("B1 H8 S16384 D{}", head_dim);
+    add(cases, shape, setup);
+    for (const std::int64_t block : {16, 32, 64, 128}) {
+      Case test = make_case(fmt::format("{} 25 % of blocks of {}", shape, block),
+                            with_blocks(setup, {.block = block, .heads = 8, .density = 0.25}),
+                            {{"block", fmt::format("{}", block)}});
+      test.full_only = block < 64;
+      cases.push_back(std::move(test));
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<Case> attention_cuda_bench() {
   std::vector<Case> cases;
   add_dense(cases);
+  add_block_sparse(cases);
   const auto add_one = [&](std::string name, const Setup& setup, OptionMap options = {}) {
     add(cases, std::move(name), setup, std::move(options));
   };

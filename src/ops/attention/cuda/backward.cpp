@@ -16,8 +16,9 @@ constexpr std::string_view kParams = kBackwardParams;
 
 // --- Kernels ---
 
-enum class Features { plain, dropout, general };
-constexpr std::string_view kFeatureSuffix[] = {"", "_dropout", "_general"};
+enum class Features { plain, dropout, blocks, general, general_blocks };
+constexpr std::string_view kFeatureSuffix[] = {"", "_dropout", "_blocks", "_general",
+                                               "_general_blocks"};
 
 cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
   const std::string_view type = cuda::device_type(dtype);
@@ -147,9 +148,13 @@ class TileBackward final : public BackwardBody {
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
       };
-      general_ = load(Features::general);
+      general_ = load(problem.blocks.given() ? Features::general_blocks : Features::general);
       only_vectors_ = vectors_ && !problem.bias.given() && problem.softcap == 0;
-      if (only_vectors_) aligned_ = load(problem.dropout > 0 ? Features::dropout : Features::plain);
+      if (only_vectors_) {
+        aligned_ = load(problem.blocks.given() ? Features::blocks
+                        : problem.dropout > 0  ? Features::dropout
+                                               : Features::plain);
+      }
       // Tiles of a head that follow each other start two steps apart, so that turns come in time.
       const std::int64_t flight = std::int64_t{device_.multiprocessors} * tiles_.blocks;
       const std::int64_t steps = std::max<std::int64_t>(sizes_.group * params_.q_tiles, 1);
@@ -170,9 +175,10 @@ class TileBackward final : public BackwardBody {
       set_grid(kernel, std::min(ceil_div(bias_elements_, kRowThreads), kMostHelpers));
       return kernel;
     };
-    // Over the batch alone: a launch a batch item, if it fills the device.
-    const bool stepped = shape.head == sizes_.heads && shape.query == sizes_.total_query &&
-                         shape.key == sizes_.total_key &&
+    // Over the batch alone: a launch a batch item, if it fills the device. Each has to meet the
+    // same tiles.
+    const bool stepped = !problem.blocks.given() && shape.head == sizes_.heads &&
+                         shape.query == sizes_.total_query && shape.key == sizes_.total_key &&
                          sizes_.kv_heads * params_.k_tiles >= device_.multiprocessors;
     if (whole || stepped || work == 0) {
       bias_plan_ = whole || work == 0 ? BiasPlan::written : BiasPlan::stepped;
@@ -181,7 +187,7 @@ class TileBackward final : public BackwardBody {
                                   tiles_.queries * tiles_.keys * 4);
       }
       clears_bias_ = work == 0 || problem.mask.left != BandMask::kUnbounded ||
-                     problem.mask.right != BandMask::kUnbounded;
+                     problem.mask.right != BandMask::kUnbounded || problem.blocks.given();
       if (clears_bias_) clear_bias_ = helper("clear_bias");
       return;
     }
@@ -276,7 +282,8 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int width : kHeadWidths) {
       add(prepare_kernel(dtype, backward_tiles(width, arch)));
-      for (const Features features : {Features::plain, Features::dropout, Features::general}) {
+      for (const Features features : {Features::plain, Features::dropout, Features::blocks,
+                                      Features::general, Features::general_blocks}) {
         add(tile_kernel(dtype, width, features, arch));
       }
       add(bias_kernel(dtype, width, arch));

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "core/check.hpp"
+#include "ops/attention/block_tables.hpp"
 #include "ops/attention/cuda/backward_params.cuh"
 #include "ops/attention/cuda/sequences.hpp"
 
@@ -37,9 +38,11 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
       : CudaBody(device),
         sizes_(sizes_of(problem)),
         sequences_(problem, device_, queries, keys),
+        blocks_(problem, device_, Pass::backward, queries, keys),
         planes_((sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads),
         pairs_(planes_ / std::max<std::int64_t>(sizes_.group, 1)) {
     params_.problem = problem_params(problem);
+    params_.problem.blocks = blocks_.get();
     params_.q = head_rows(problem.q);
     params_.k = head_rows(problem.k);
     params_.v = head_rows(problem.v);
@@ -87,6 +90,7 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
 
   AttentionSizes sizes_;
   SequenceLister sequences_;
+  BlockTables blocks_;
   std::int64_t planes_, pairs_, bias_elements_ = 0;
   BackwardParams params_{};
   std::size_t sequence_bytes_ = 0;

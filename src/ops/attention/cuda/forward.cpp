@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "core/check.hpp"
+#include "ops/attention/block_tables.hpp"
 #include "ops/attention/cuda/sequences.hpp"
 #include "ops/attention/cuda/tuning.hpp"
 
@@ -14,7 +15,7 @@ namespace {
 
 int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 
-constexpr std::string_view kKindNames[] = {"plain", "dropout", "terms", "elements"};
+constexpr std::string_view kKindNames[] = {"plain", "blocks", "dropout", "terms", "elements"};
 
 cuda::OpKernel tile_kernel(DType dtype, int width, ForwardKind kind, int arch) {
   const std::string_view type = cuda::device_type(dtype);
@@ -52,9 +53,10 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const Problem& p = params_.problem;
     // The plain kernels fold the scale into the exponential: scores have to keep their order.
     const bool terms = problem.bias.given() || p.softcap > 0 || !(p.scale > 1e-30f);
-    const ForwardKind kind = terms                ? ForwardKind::terms
-                             : p.dropout.active() ? ForwardKind::dropout
-                                                  : ForwardKind::plain;
+    const ForwardKind kind = terms                    ? ForwardKind::terms
+                             : p.dropout.active()     ? ForwardKind::dropout
+                             : problem.blocks.given() ? ForwardKind::blocks
+                                                      : ForwardKind::plain;
     const ForwardTile tile = forward_tile(width, element_bytes(dtype), kind, arch);
     const int rows = dtype == DType::f64 ? kPlainRows : tile.rows;
 
@@ -70,6 +72,10 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
         (bias.batch | bias.head | bias.query) % static_cast<std::int64_t>(16 / size_of(dtype)) == 0;
 
     sequences_.emplace(problem, device_, rows, rows);
+    const int keys_by_elements =
+        forward_tile(width, element_bytes(dtype), ForwardKind::elements, arch).keys;
+    vector_blocks_.emplace(problem, device_, Pass::forward, rows, tile.keys);
+    blocks_.emplace(problem, device_, Pass::forward, rows, keys_by_elements);
     workspace_bytes = sequences_->workspace_bytes();
     const std::int64_t pairs = (sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads;
     const std::int64_t tiles =
@@ -142,12 +148,14 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     if (!cuda::vector_aligned({tensors.bias})) params.bias_vectors = 0;
     const bool vectors =
         vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.out});
+    params.problem.blocks = (vectors ? vector_blocks_ : blocks_)->get();
     (vectors ? vector_kernel_ : kernel_).launch(stream, params);
   }
 
   AttentionSizes sizes_;
   ForwardParams params_{};
   std::optional<SequenceLister> sequences_;
+  std::optional<BlockTables> vector_blocks_, blocks_;
   Kernel vector_kernel_, kernel_;
   bool vectors_ = false, empty_ = false;
 };

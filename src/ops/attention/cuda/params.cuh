@@ -1,6 +1,7 @@
 // What the host hands to the kernels of attention. Plain C++20; host and device compile it.
 #pragma once
 
+#include "ops/attention/cuda/blocks.cuh"
 #include "ops/attention/dropout.cuh"
 #include "ops/attention/sequence.cuh"
 
@@ -51,6 +52,7 @@ struct Problem {
   int64_t batch, query, key;        // lengths when not varlen
   const PackedSequence* sequences;  // null unless varlen
   Band band;
+  SeenBlocksTable blocks;
   float scale, softcap;               // softcap 0: none
   float inner_scale;                  // scale / softcap, or scale without one
   double exact_scale, exact_softcap;  // for f64

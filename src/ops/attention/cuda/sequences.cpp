@@ -39,6 +39,7 @@ Problem problem_params(const AttentionProblem& problem) {
           .key = sizes.total_key,
           .sequences = nullptr,
           .band = band_of(problem.mask),
+          .blocks = {},
           .scale = static_cast<float>(*problem.scale),
           .softcap = static_cast<float>(problem.softcap),
           .inner_scale =

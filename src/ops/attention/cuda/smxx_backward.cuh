@@ -13,7 +13,8 @@
 // dQ is a sum over blocks. They take turns: a tile of queries is added to in the order of the key
 // tiles, so that the bits are the same every run. The first block stores its part to the workspace,
 // the last one adds what is there to its own and writes d_q. All go over the tiles of queries from
-// the last to the first, and blocks of lower index, which are launched earlier, have lower keys: a
+// the last to the first (with a block mask in an order of block_tables.cpp), and blocks of lower
+// index, which are launched earlier, have lower keys: a
 // block waits for blocks that run or have ended, and rarely, as they started before.
 #pragma once
 
@@ -64,6 +65,7 @@ struct BiasWriter {
 // One query head and one tile of queries.
 struct BackwardStep {
   int head_of_group, tile;
+  int at;  // with a block mask: its place in the list of the keys
 };
 
 // In shared memory: registers are needed for sums.
@@ -155,24 +157,57 @@ struct BackwardBlock {
             int columns) const {
     const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
                           first * rows.row + head * rows.head;
-    if (kFeatures != kGeneral || p.vectors) {
+    if (kFeatures < kGeneral || p.vectors) {
       TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
                                                                  columns)
-          .load(tile, 0, count);
+          .load(static_cast<int>(threadIdx.x), tile, 0, count);
     } else {
       TileLoader<T, kRows, kWidth, kThreads, false, kInterleaved>(from, rows.row, rows.element,
                                                                   columns)
-          .load(tile, 0, count);
+          .load(static_cast<int>(threadIdx.x), tile, 0, count);
     }
   }
 
+  static constexpr bool listed() { return has_blocks(kFeatures); }
+  // Where the list of a head's tiles begins and ends.
+  const int64_t* list_of(int head_of_group) const {
+    const SeenBlocksTable& blocks = p.problem.blocks;
+    const int64_t head = place.head * p.problem.group + head_of_group;
+    return blocks.first + blocks.plane(place.batch, head) * (blocks.owners + 1) + place.tile;
+  }
+  const SeenTile& seen_tile(int head_of_group, int at) const {
+    return p.problem.blocks.tiles[list_of(head_of_group)[0] + at];
+  }
+  const SeenTile& seen_tile(const Step& step) const {
+    return seen_tile(step.head_of_group, step.at);
+  }
+  uint32_t squares_of(const Step& step) const { return listed() ? seen_tile(step).squares : ~0u; }
+
+  // The last tile of the first head from `head_of_group` on that has one; past the group: none.
+  Step last_of_head(int head_of_group) const {
+    if constexpr (!listed()) {
+      const bool any = block.queries.begin < block.queries.end;
+      return {any ? head_of_group : p.problem.group, block.queries.end - 1, 0};
+    }
+    for (; head_of_group < p.problem.group; ++head_of_group) {
+      const int64_t* const first = list_of(head_of_group);
+      const int last = static_cast<int>(first[1] - first[0]) - 1;
+      if (last >= 0) return {head_of_group, seen_tile(head_of_group, last).tile, last};
+    }
+    return {head_of_group, 0, 0};
+  }
   Step next_of(const Step& step) const {
-    if (step.tile > block.queries.begin) return {step.head_of_group, step.tile - 1};
-    return {step.head_of_group + 1, block.queries.end - 1};
+    if constexpr (listed()) {
+      if (step.at > 0) {
+        return {step.head_of_group, seen_tile(step.head_of_group, step.at - 1).tile, step.at - 1};
+      }
+    } else if (step.tile > block.queries.begin) {
+      return {step.head_of_group, step.tile - 1, 0};
+    }
+    return last_of_head(step.head_of_group + 1);
   }
-  bool has_next(const Step& step) const {
-    return step.tile > block.queries.begin || step.head_of_group + 1 < p.problem.group;
-  }
+  bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
+  bool has_next(const Step& step) const { return exists(next_of(step)); }
 
   int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
   int64_t plane_of(const Step& step) const {
@@ -206,7 +241,8 @@ struct BackwardBlock {
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
     return KeyScores(p, place, head_of(step), place.tile * kKeys + key_row,
-                     step.tile * kQueries + first, stats + first * 8, lane);
+                     step.tile * kQueries + first,
+                     squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
   }
 
   // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
@@ -263,6 +299,18 @@ struct BackwardBlock {
         }
       }
     }
+  }
+
+  // P^T and dS^T where nothing is seen.
+  void store_unseen(int first) const {
+    uint32_t hidden[2][kN][2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) hidden[m][n][0] = hidden[m][n][1] = 0x80008000u;  // −0, −0
+    }
+    if constexpr (kSplit > 1) store_scores(p_tile, hidden, first);
+    store_scores(ds_tile, hidden, first);
   }
 
   // d_v += P^T dO and d_k += dS^T Q over 16 queries from `first` on.
@@ -389,8 +437,15 @@ struct BackwardBlock {
   // By the same thread, before the barrier ahead of the step's sums. `seen`: what the counter was a
   // while ago.
   void begin_turn(const Step& step, int32_t seen) const {
-    const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
-    const int32_t number = place.tile - keys.begin;
+    int32_t number, count;
+    if constexpr (listed()) {
+      number = seen_tile(step).turn;
+      count = seen_tile(step).turns;
+    } else {
+      const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
+      number = place.tile - keys.begin;
+      count = keys.end - keys.begin;
+    }
     int32_t* const counter = p.turns + tile_of(step);
     if (seen < number) {
       end_turn();
@@ -398,7 +453,7 @@ struct BackwardBlock {
       }
     }
     block.first_turn = number == 0;
-    block.last_turn = number + 1 == keys.end - keys.begin;
+    block.last_turn = number + 1 == count;
     block.sum_tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
     block.counter = block.last_turn ? nullptr : counter;
     block.number = number;
@@ -459,7 +514,8 @@ struct BackwardBlock {
   }
 
   void run() {
-    if (block.queries.begin < block.queries.end) sum_steps();
+    const Step first = last_of_head(0);
+    if (exists(first)) sum_steps(first);
     const int limit = place.extent < kKeys ? place.extent : kKeys;
     const int64_t row = place.k_begin + place.tile * kKeys;
     const int column = own * kOwnN * 8;
@@ -473,24 +529,24 @@ struct BackwardBlock {
     }
   }
 
-  void sum_steps() {
+  void sum_steps(const Step& first) {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
     wait_for_previous_kernel();  // for statistics and turns
-    load_step({0, block.queries.end - 1}, 0);
+    load_step(first, 0);
     async_wait<0>();
     __syncthreads();
     const bool finite = !keys_not_finite();
     if (threadIdx.x == 0) {
       block.finite_keys = finite;
-      block.steps[0] = {0, block.queries.end - 1};
+      block.steps[0] = first;
     }
     __syncthreads();
     for (int turn = 0;; turn ^= 1) {
       const Step& step = block.steps[turn];
       const int stage = kStages > 1 ? turn : 0;
       const bool more = has_next(step);
-      if constexpr (kFeatures == kGeneral) {
+      if constexpr (kFeatures >= kGeneral) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
@@ -522,16 +578,25 @@ struct BackwardBlock {
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
         const KeyScores scores = scores_of(step, chunk, stats);
+        // With a block mask the warp's keys may see all, some or none of the queries.
+        constexpr uint32_t kAllSquares = all_squares(kChunkQueries, 32);
+        const uint32_t squares = scores.squares & kAllSquares;
+        if constexpr (kFeatures == kBlocks) {
+          if (!suspicious && squares == 0) {
+            store_unseen(first);
+            continue;
+          }
+        }
         score_product(s, k_tile, q_tile, first);
         if (p.d_q.data != nullptr || p.d_k.data != nullptr || p.d_bias.data != nullptr) {
           score_product(d_p, v_tile, d_out_tile, first);
         }
         const auto bias = bias_of(scores, first);
-        if constexpr (kFeatures == kGeneral) async_wait<kStages - 1>();
+        if constexpr (kFeatures >= kGeneral) async_wait<kStages - 1>();
         uint32_t kept[2];
         scores.draw(kept);
         BiasWriter<T, kN, KeyScores> writer{scores, bias_sums_of(step, chunk), {}};
-        if (careful || kFeatures == kGeneral) {
+        if (careful || kFeatures >= kGeneral || (listed() && squares != kAllSquares)) {
           scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
         } else {
           scores.template make<false>(s, d_p, pt, ds, bias, kept, writer);

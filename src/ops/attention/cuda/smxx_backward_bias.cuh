@@ -51,11 +51,11 @@ struct BiasBlock {
     if (p.vectors) {
       TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
                                                                  columns)
-          .load(tile, 0, length - first);
+          .load(static_cast<int>(threadIdx.x), tile, 0, length - first);
     } else {
       TileLoader<T, kRows, kWidth, kThreads, false, kInterleaved>(from, rows.row, rows.element,
                                                                   columns)
-          .load(tile, 0, length - first);
+          .load(static_cast<int>(threadIdx.x), tile, 0, length - first);
     }
   }
 
@@ -106,9 +106,20 @@ struct BiasBlock {
       const int first = query_row + chunk * 32;
       float s[2][kN][4], d_p[2][kN][4];
       uint32_t pt[2][kN][2], ds[2][kN][2];
-      const Scores<T, kN, kGeneral> scores(p, place, static_cast<int>(head), first_key + key_row,
-                                           first_query + first, stats_tile + first * 8, lane);
-      typename Scores<T, kN, kGeneral>::BiasWords bias;
+      uint32_t squares = 0;
+#pragma unroll
+      for (int at = 0; at < 4; ++at) {
+        const int query = first_query + first + at / 2 * 16;
+        const int key = first_key + key_row + at % 2 * 16;
+        if (query < place.q_length && key < place.k_length &&
+            p.problem.blocks.sees(batch, head, query, key)) {
+          squares |= 1u << (at / 2 * 8 + at % 2);
+        }
+      }
+      const Scores<T, kN, kGeneralBlocks> scores(p, place, static_cast<int>(head),
+                                                 first_key + key_row, first_query + first, squares,
+                                                 stats_tile + first * 8, lane);
+      typename Scores<T, kN, kGeneralBlocks>::BiasWords bias;
       bias.load(scores);
       score_product(s, k_tile, q_tile, first);
       score_product(d_p, v_tile, d_out_tile, first);

@@ -55,6 +55,7 @@ Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int64_t
                 int64_t k_row, const RowStats<T>& stats) {
   const Problem& problem = p.problem;
   Pair<T> pair = {false, 0, 0, 0};
+  if (!problem.blocks.sees(batch, head, i, j)) return pair;
   T bias = 0;
   if (p.bias.data != nullptr) {
     bias = static_cast<const T*>(

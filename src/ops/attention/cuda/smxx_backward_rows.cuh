@@ -115,8 +115,16 @@ void clear_unseeing(const BackwardParams& p) {
   const int64_t plane = blockIdx.x / static_cast<uint32_t>(p.q_tiles);
   const TilePlace place = place_of<true>(p, plane, p.problem.heads, tile, kQueries);
   if (!place.exists || p.d_q.data == nullptr) return;
-  const TileRange seen = key_tiles_of(place, place.tile, kKeys, kQueries);
-  if (seen.begin < seen.end) return;
+  const SeenBlocksTable& blocks = p.problem.blocks;
+  if (blocks.given()) {
+    if (blocks.counts[blocks.plane(place.batch, place.head) * blocks.query_tiles + place.tile] >
+        0) {
+      return;
+    }
+  } else {
+    const TileRange seen = key_tiles_of(place, place.tile, kKeys, kQueries);
+    if (seen.begin < seen.end) return;
+  }
   const int rows = place.extent < kQueries ? place.extent : kQueries;
   const int64_t first = place.q_begin + static_cast<int64_t>(place.tile) * kQueries;
   for (int i = static_cast<int>(threadIdx.x); i < rows * p.problem.head_dim; i += kRowThreads) {

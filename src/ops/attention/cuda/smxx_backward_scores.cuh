@@ -11,9 +11,13 @@ namespace pullback::attention {
 
 using namespace device;
 
-// What a kernel is compiled for beside the band: nothing, dropout, or bias, softcap, dropout and
-// rows of any strides, as the parameters say.
-inline constexpr int kPlain = 0, kDropout = 1, kGeneral = 2;
+// What a kernel is compiled for beside the band: nothing, dropout, a block mask (and dropout, as
+// the parameters say), or everything but a block mask, as the parameters say: bias, softcap,
+// dropout, rows of any strides; or that and a block mask.
+inline constexpr int kPlain = 0, kDropout = 1, kBlocks = 2, kGeneral = 3, kGeneralBlocks = 4;
+constexpr bool has_blocks(int features) {
+  return features == kBlocks || features == kGeneralBlocks;
+}
 
 inline void load_shared_floats(float (&value)[4], uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -77,18 +81,20 @@ template <class T, int kN, int kFeatures>
 struct Scores {
   const BackwardParams& p;
   const TilePlace& place;
-  int head;        // query head
-  int key, query;  // the first ones, within the sequence
-  uint32_t stats;  // in shared memory, of the first query
+  int head;          // query head
+  int key, query;    // the first ones, within the sequence
+  uint32_t squares;  // bit 8 · (16 queries) + (16 keys): these see each other by the block mask
+  uint32_t stats;    // in shared memory, of the first query
   int lane;
 
   Scores(const BackwardParams& params, const TilePlace& tile_place, int query_head, int first_key,
-         int first_query, uint32_t row_stats, int lane_number)
+         int first_query, uint32_t seen_squares, uint32_t row_stats, int lane_number)
       : p(params),
         place(tile_place),
         head(query_head),
         key(first_key),
         query(first_query),
+        squares(seen_squares),
         stats(row_stats),
         lane(lane_number) {}
 
@@ -150,7 +156,7 @@ struct Scores {
   };
 
   bool drops() const {
-    return kFeatures == kDropout || (kFeatures == kGeneral && p.problem.dropout.active());
+    return kFeatures == kDropout || (kFeatures >= kBlocks && p.problem.dropout.active());
   }
 
   // What dropout keeps: bit 8 · n + 2 · w of kept[c].
@@ -191,7 +197,7 @@ struct Scores {
   __forceinline__ void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], uint32_t (&pt)[2][kN][2],
                             uint32_t (&ds)[2][kN][2], const Bias& bias, const uint32_t (&kept)[2],
                             Sink& sink) const {
-    constexpr bool kIsGeneral = kFeatures == kGeneral;
+    constexpr bool kIsGeneral = kFeatures >= kGeneral;
     const bool biased = kIsGeneral && p.bias.data != nullptr;
     const bool capped = kIsGeneral && p.problem.softcap > 0;
     const float factor = capped ? 1 : p.problem.scale * kLog2E;
@@ -233,6 +239,9 @@ struct Scores {
             seen = (i < place.q_length) & (j < place.k_length) & (j - i >= place.lowest) &
                    (j - i <= place.highest) & (addend[c] != -infinity<float>()) &
                    (s[m][n][e] * factor != -infinity<float>()) & (lse != infinity<float>());
+            if constexpr (has_blocks(kFeatures)) {
+              seen = seen & ((squares >> (n / 2 * 8 + lane / 16) & 1) != 0);
+            }
           }
           float chance = exp2_fast(exponent), d_chance = d_p[m][n][e];
           float weight = chance;

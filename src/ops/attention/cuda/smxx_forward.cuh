@@ -148,16 +148,17 @@ void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int colum
 
 // 0 · NaN: what a row does not see may have reached it. Finds the tile anew, so that the fast path
 // need not remember it.
-template <class T, int kRows>
+template <class T, int kRows, bool kBlocks>
 __noinline__ void redo_row(const ForwardParams& params, int row) {
   QueryTile tile;
   if (!find_query_tile(params.problem, params.q_tiles, params.pair_group, kRows, tile)) return;
-  plain_row<T>(params, tile.sequence, tile.batch, tile.head, tile.first + row);
+  plain_row<T, kBlocks>(params, tile.sequence, tile.batch, tile.head, tile.first + row);
 }
 
 template <class T, ForwardTile kTile, ForwardKind kKind>
 void forward(const ForwardParams& params) {
   constexpr bool kDropout = kKind >= ForwardKind::dropout, kTerms = kKind >= ForwardKind::terms;
+  constexpr bool kBlocks = kKind >= ForwardKind::blocks;
   constexpr bool kVectors = kKind < ForwardKind::elements;
   constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   constexpr int kThreads = kTile.warps * 32;
@@ -190,7 +191,10 @@ void forward(const ForwardParams& params) {
                            params.k.element, p.head_dim);
   const KeyLoader v_loader(first_of(params.v, sequence.k_begin, kv_head), params.v.row,
                            params.v.element, p.value_dim);
-  const KeyTiles<kKeys> key_tiles(band, first_query, first_query + rows - 1);
+  const KeyTiles<kKeys> key_tiles =
+      kBlocks && p.blocks.given()
+          ? KeyTiles<kKeys>(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
+          : KeyTiles<kKeys>(band, first_query, first_query + rows - 1);
   // Item 2 n is the n-th tile of K, 2 n + 1 that of V.
   const auto load_item = [&](int item) {
     if (item < 2 * key_tiles.count) {
@@ -250,8 +254,12 @@ void forward(const ForwardParams& params) {
   for (int n = 0; n < key_tiles.count; ++n) {
     const int key = key_tiles.key(n);
     const Warp warp(first_query, rows);
-    const bool works = warp.rows > 0 &&
-                       seen_by_some(band, warp.query, warp.query + warp.rows - 1).meets(key, kKeys);
+    constexpr uint32_t kAllSquares = kBlocks ? all_squares(kKeys, kWarpRows) : 0;
+    const auto squares = [&] { return key_tiles.squares(n) >> warp.first_row / 16 & kAllSquares; };
+    const bool works =
+        warp.rows > 0 &&
+        seen_by_some(band, warp.query, warp.query + warp.rows - 1).meets(key, kKeys) &&
+        (!kBlocks || squares() != 0);
     float s[kRowTiles][kKeys / 8][4];
     async_wait<kSlots - 2>();
     __syncthreads();
@@ -277,6 +285,9 @@ void forward(const ForwardParams& params) {
         if (kAhead) load_bias(n + 1);
       }
       if (!unmasked.covers(key, kKeys)) hide(s, band, warp.query, key, lane);
+      if constexpr (kBlocks) {
+        if (squares() != kAllSquares) hide_squares(s, squares());
+      }
       state.take(s, unit);
       if constexpr (kDropout) {
         if (p.dropout.active()) {
@@ -353,7 +364,7 @@ void forward(const ForwardParams& params) {
   __syncwarp();
   for (; redo != 0; redo &= redo - 1) {
     const int row = __ffs(static_cast<int>(redo)) - 1;
-    if (row < warp.rows) redo_row<T, kTile.rows>(params, warp.first_row + row);
+    if (row < warp.rows) redo_row<T, kTile.rows, kBlocks>(params, warp.first_row + row);
   }
 }
 

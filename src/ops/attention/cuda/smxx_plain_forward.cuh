@@ -15,7 +15,7 @@ void forward_plain(const ForwardParams& params) {
   const TileRows rows(tile, kPlainRows);
   clear_rows<T>(params, tile, rows.valid, rows.extent, kPlainWarps * kWarpSize);
   for (int row = static_cast<int>(threadIdx.x) / kWarpSize; row < rows.valid; row += kPlainWarps) {
-    plain_row<T>(params, tile.sequence, tile.batch, tile.head, tile.first + row);
+    plain_row<T, true>(params, tile.sequence, tile.batch, tile.head, tile.first + row);
   }
 }
 

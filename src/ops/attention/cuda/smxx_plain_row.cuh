@@ -15,8 +15,8 @@ using namespace device;
 
 inline constexpr int kMaxHeadDim = 256;
 
-// The row's query is at position i of the sequence.
-template <class T>
+// The row's query is at position i of the sequence. kBlocks: there may be a block mask.
+template <class T, bool kBlocks>
 void plain_row(const ForwardParams& params, const Sequence& sequence, int64_t batch, int32_t head,
                int64_t i) {
   using R = Real<T>;
@@ -38,6 +38,7 @@ void plain_row(const ForwardParams& params, const Sequence& sequence, int64_t ba
 
   const auto score = [&](int64_t j) {
     R added = 0;
+    if (kBlocks && !p.blocks.sees(batch, head, i, j)) return -infinity<R>();
     if (params.bias.data != nullptr) {
       added = to_real(bias[j * params.bias.key]);
       if (added == -infinity<R>()) return added;

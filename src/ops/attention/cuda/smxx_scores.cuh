@@ -387,6 +387,25 @@ void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int que
   }
 }
 
+// −inf for keys in absent blocks. Bit 8 · (16 keys) + m of `squares`: our m-th 16 queries see them.
+template <int kRowTiles, int kKeyTiles>
+void hide_squares(float (&s)[kRowTiles][kKeyTiles][4], uint32_t squares) {
+#pragma unroll
+  for (int group = 0; group < kKeyTiles; group += 4) {
+    // The lane's 8 keys of these 32.
+    const uint32_t of_keys = squares >> (group / 4 * 2 + fresh_lane() % 4 / 2) * 8;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      if ((of_keys >> m & 1) != 0) continue;
+#pragma unroll
+      for (int n = group; n < group + 4; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[m][n][e] = -infinity<float>();
+      }
+    }
+  }
+}
+
 // --- Dropout ---
 
 // A lane's 8 neighbouring keys have the draws of one call. `plane` is batch · H + head.

@@ -103,6 +103,7 @@ inline KeySpan seen_by_all(const SequenceBand& band, int32_t first, int32_t last
 template <int kKeys>
 struct KeyTiles {
   int32_t first = 0, count = 0;
+  const SeenTile* listed = nullptr;  // with a block mask
 
   KeyTiles(const SequenceBand& band, int32_t first_query, int32_t last_query) {
     const KeySpan seen = seen_by_some(band, first_query, last_query);
@@ -110,8 +111,17 @@ struct KeyTiles {
     first = seen.begin / kKeys;
     count = (seen.end + kKeys - 1) / kKeys - first;
   }
+  // Tile `owner` of the queries of a batch item and head.
+  KeyTiles(const SeenBlocksTable& blocks, int64_t batch, int64_t head, int64_t owner) {
+    const int64_t* const at =
+        blocks.first + blocks.plane(batch, head) * (blocks.owners + 1) + owner;
+    listed = blocks.tiles + at[0];
+    count = static_cast<int32_t>(at[1] - at[0]);
+  }
   // The first key of the n-th tile.
-  int32_t key(int32_t n) const { return (first + n) * kKeys; }
+  int32_t key(int32_t n) const { return (listed ? listed[n].tile : first + n) * kKeys; }
+  // Bit 8 · (16 keys) + (16 queries) of the tiles.
+  uint32_t squares(int32_t n) const { return listed ? listed[n].squares : ~0u; }
 };
 
 }  // namespace pullback::attention

@@ -39,18 +39,20 @@ struct ForwardTile {
 // What a kernel can do; each kind what the ones before it can, and costs more registers.
 enum class ForwardKind {
   plain,     // scale above 0, rows in 16-byte pieces
+  blocks,    // with a block mask
   dropout,   // with dropout
   terms,     // with any scale, softcap and bias
   elements,  // with any strides and alignment
 };
-inline constexpr ForwardKind kForwardKinds[] = {ForwardKind::plain, ForwardKind::dropout,
-                                                ForwardKind::terms, ForwardKind::elements};
+inline constexpr ForwardKind kForwardKinds[] = {ForwardKind::plain, ForwardKind::blocks,
+                                                ForwardKind::dropout, ForwardKind::terms,
+                                                ForwardKind::elements};
 
-// `rows` do not depend on the kind.
+// `rows` do not depend on the kind. Kinds with block masks have at most 64 keys (blocks.cuh).
 inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardKind kind,
                                           int arch) {
   const bool small = max_shared_bytes(arch) < 163 * 1024;
-  const bool plain = kind == ForwardKind::plain;
+  const bool plain = kind == ForwardKind::plain, lean = kind <= ForwardKind::blocks;
   const bool terms = kind >= ForwardKind::terms;
   if (element_bytes == 4) {
     if (width <= 32) return {width, 128, 32, 4, 2, 2};
@@ -62,10 +64,10 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
     if (terms) return {width, 128, 64, 8, 2, 1};
     return {width, 128, plain ? 128 : 64, 4, 2, 2};
   }
-  if (width <= 128 && !terms && !small) return {width, 128, plain ? 64 : 32, 4, 2, 2};
-  if (width == 256 && small) return {width, 64, plain ? 64 : 32, 4, 2, 1};
+  if (width <= 128 && !terms && !small) return {width, 128, lean ? 64 : 32, 4, 2, 2};
+  if (width == 256 && small) return {width, 64, lean ? 64 : 32, 4, 2, 1};
   if (width == 256 && plain) return {width, 128, 64, 8, arch == 80 ? 2 : 3, 1};
-  return {width, 128, plain || width <= 128 ? 64 : 32, 8, 2, 1};
+  return {width, 128, lean || width <= 128 ? 64 : 32, 8, 2, 1};
 }
 
 }  // namespace pullback::attention

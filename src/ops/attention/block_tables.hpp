@@ -1,0 +1,24 @@
+// A block mask as tables on a device, made when a plan is.
+#pragma once
+
+#include "cuda/device_tables.hpp"
+#include "ops/attention/cuda/blocks.cuh"
+#include "ops/attention/problem.hpp"
+
+namespace pullback::attention {
+
+class BlockTables {
+ public:
+  // The owners of lists are tiles of queries in the forward pass, and tiles of keys backward.
+  BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo& device, Pass pass,
+              int query_tile, int key_tile);
+
+  // All null without a block mask.
+  const SeenBlocksTable& get() const { return table_; }
+
+ private:
+  SeenBlocksTable table_{};
+  cuda::DeviceTables memory_;
+};
+
+}  // namespace pullback::attention

@@ -1,0 +1,49 @@
+// Which blocks of keys the queries see, as the kernels know it. Plain C++20; host and device
+// compile it. A square is 16 queries by 16 keys; a block is a few of them.
+#pragma once
+
+#include "device/types.cuh"
+
+namespace pullback::attention {
+
+// One tile of keys for a tile of queries, or the other way round: that of the list, and the owner
+// of the list. Bit 8 · s + o: square s of the tile sees square o of the owner.
+struct alignas(16) SeenTile {
+  int32_t tile;
+  uint32_t squares;
+  // Backward, owners are tiles of keys: which of the `turns` tiles of keys this one is that the
+  // tile of queries meets.
+  int32_t turn, turns;
+};
+
+inline constexpr uint32_t all_squares(int tile, int owner) {
+  uint32_t mask = 0;
+  for (int s = 0; s < tile / 16; ++s) mask |= ((1u << owner / 16) - 1) << 8 * s;
+  return mask;
+}
+
+struct SeenBlocksTable {
+  // [planes, R, row_words]: bit c % 32 of word c / 32 is block column c. Null: no block mask.
+  const uint32_t* bits;
+  const SeenTile* tiles;
+  const int64_t* first;   // [planes, owners + 1]: where the list of an owner begins in `tiles`
+  const int32_t* counts;  // backward: [planes, tiles of queries], how many tiles of keys they meet
+  int64_t rows, row_words, owners, query_tiles;
+  int32_t batch, head;     // planes between batch items and between heads, or 0
+  uint32_t squares_magic;  // ⌈2^32 / (squares of a block's side)⌉, or 0 for one
+
+  bool given() const { return bits != nullptr; }
+  int64_t plane(int64_t b, int64_t h) const { return b * batch + h * head; }
+  int64_t block_of(int64_t position) const {
+    const uint32_t square = static_cast<uint32_t>(position / 16);
+    return squares_magic == 0 ? square : (static_cast<uint64_t>(square) * squares_magic) >> 32;
+  }
+  bool sees(int64_t b, int64_t h, int64_t query, int64_t key) const {
+    if (bits == nullptr) return true;
+    const int64_t column = block_of(key);
+    const int64_t row = plane(b, h) * rows + block_of(query);
+    return (bits[row * row_words + column / 32] >> column % 32 & 1) != 0;
+  }
+};
+
+}  // namespace pullback::attention
