@@ -206,6 +206,9 @@ ATTENTION = Op(
     ("flags", "u32", 0),
     ("dropout", "f64", 0.0),
     ("dropout_seed", "u64", 0),
+    ("layout", "layout", None),
+    ("layout_batches", "i64", 0),
+    ("block", "i64", 0),
 )
 BLOCK_SOFTMAX = Op(
     "block_softmax",

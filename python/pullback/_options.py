@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
 from ._native import CHECK_INDICES, NONDETERMINISTIC, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_C
+from .sparsity import BlockLayout
 
 Corner = Literal["top_left", "bottom_right"]
 MaskMode = Literal["add", "keep"]
@@ -54,6 +55,13 @@ class AttentionOptions(TypedDict, total=False):
     deterministic: bool
     #: Reports bad cu_seqlens instead of clamping them; on the CPU.
     check_indices: bool
+    #: Query i sees key j only where the layout has the block (i / block, j / block). Its heads are
+    #: 1 or H, times layout_batches.
+    layout: BlockLayout | None
+    #: B, if every batch item has a layout of its own; 0 or 1: the layout serves all.
+    layout_batches: int
+    #: The size of the layout's blocks: 16 to 128, a multiple of 16.
+    block: int
 
 
 def attention_options(
@@ -67,6 +75,9 @@ def attention_options(
     max_seqlen_k: int = 0,
     deterministic: bool = True,
     check_indices: bool = False,
+    layout: BlockLayout | None = None,
+    layout_batches: int = 0,
+    block: int = 0,
 ) -> dict[str, Any]:
     left, right = (-1, -1) if window is None else window
     if causal and right >= -1:
@@ -82,6 +93,9 @@ def attention_options(
         "flags": (0 if deterministic else NONDETERMINISTIC)
         | (CHECK_INDICES if check_indices else 0),
         "dropout": dropout,
+        "layout": layout,
+        "layout_batches": layout_batches,
+        "block": block,
     }
 
 

@@ -158,7 +158,8 @@ class _Kernel:
         if given.get("seed") is not None:
             options["dropout_seed"] = int(given["seed"])
         if "layout" in options:
-            options["layout"] = BlockLayout.find(options["layout"])
+            identifier = options["layout"]
+            options["layout"] = BlockLayout.find(identifier) if identifier else None
         kind = Device(1, 0) if device.type == "cpu" else Device(2, device.index)
         plan = NativePlan(op, self.direction, specs, options, kind, threads)
         places = {name: i for i, name in enumerate([*self.names, *names])}
@@ -375,7 +376,7 @@ class TorchOp:
         upstream = len(self.upstream)
         if len(outputs) > upstream:
             ctx.mark_non_differentiable(*outputs[upstream:])
-        if self._layout_place is not None:
+        if self._layout_place is not None and options[self._layout_place]:
             ctx.layout = BlockLayout.find(options[self._layout_place])  # alive until then
 
     def _backward(self, ctx: Any, needed: Sequence[bool], *gradients: Any) -> tuple[Any, ...]:

@@ -62,6 +62,7 @@ def _options(causal: bool, scale: float | None, dropout: float, **others: Any) -
     if dropout > 0:
         _refuse("dropout_p must be 0: PyTorch hands its random state over on the GPU")
     own = attention_options(causal=causal, corner="top_left", scale=scale, **others)
+    own["layout"] = 0
     return [own[name] for name in ATTENTION.options]
 
 

@@ -128,6 +128,7 @@ def attention(
     own = attention_options(**options)
     if torch.are_deterministic_algorithms_enabled():
         own["flags"] &= ~NONDETERMINISTIC
+    own["layout"] = 0 if own["layout"] is None else own["layout"].identifier
     if own["dropout"] > 0 and seed is None:
         seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")
     out, lse = _call(ops.ATTENTION, (q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed), own)

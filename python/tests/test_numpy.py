@@ -230,6 +230,8 @@ def test_block_sparse_attention_is_masked_attention(config: Any) -> None:
     bias = np.where(mask[None] > 0, 0, -np.inf)
     expected = attention(*(t.transpose(0, 2, 1, 3) for t in (q, k, v)), bias)
     np.testing.assert_allclose(out, expected.transpose(0, 2, 1, 3), atol=1e-12)
+    fused = pn.attention(*(t.transpose(0, 2, 1, 3) for t in (q, k, v)), layout=layout, block=16)
+    np.testing.assert_allclose(fused.out, expected, atol=1e-12)
     d_w, d_v = pn.block_matmul_backward(np.ones_like(out), weights, v, layout, "dsd")
     assert d_w.shape == weights.shape and d_v.shape == v.shape
     d_x = pn.block_softmax_backward(d_w, weights, layout, scale=8**-0.5).d_x

@@ -57,9 +57,9 @@ def run(code: str) -> str:
 def test_import_is_quick_and_light() -> None:
     code = """
 import sys, time
-begin = time.perf_counter()
+begin = time.process_time()
 import pullback
-print(time.perf_counter() - begin)
+print(time.process_time() - begin)
 maps = open("/proc/self/maps").read()
 assert "libcuda" not in maps and "libnvrtc" not in maps
 assert not {"numpy", "torch", "transformers"} & set(sys.modules)

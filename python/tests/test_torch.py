@@ -205,15 +205,15 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return {
         "attention": (
             ops.attention,
-            (q, k, v, bias, None, None, None, 0, 0, None, 0.0, -1, 0, 1, 0, 0.0),
+            (q, k, v, bias, None, None, None, 0, 0, None, 0.0, -1, 0, 1, 0, 0.0, 0, 0, 0),
         ),
         "attention-dropout": (
             ops.attention,
-            (q, k, v, None, None, None, seed, 0, 0, 0.5, 2.0, 3, -1, 0, 0, 0.25),
+            (q, k, v, None, None, None, seed, 0, 0, 0.5, 2.0, 3, -1, 0, 0, 0.25, 0, 0, 0),
         ),
         "attention-varlen": (
             ops.attention,
-            (*packed, None, cu, cu, None, 5, 5, None, 0.0, -1, -1, 1, 0, 0.0),
+            (*packed, None, cu, cu, None, 5, 5, None, 0.0, -1, -1, 1, 0, 0.0, 0, 0, 0),
         ),
         "entmax": (ops.entmax, (x, None, None, None, 1.5, -1, 0)),
         "entmax-sparsemax": (ops.sparsemax, (x, None, 0)),

@@ -36,6 +36,18 @@ def test_packed_qkv_views() -> None:
     torch.testing.assert_close(found, torch.stack(expected, 2))
 
 
+def test_a_block_layout_is_a_mask() -> None:
+    layout = sparsity.BigBirdSparsityConfig(2).make_layout(64)
+    inputs = [random(2, 64, 2, 4, seed=i).requires_grad_() for i in range(3)]
+    out = pt.attention(*inputs, layout=layout, block=16)
+    expected = pt.block_sparse_attention(*inputs, layout)
+    torch.testing.assert_close(out, expected)
+    found, wanted = (torch.autograd.grad(y.square().sum(), inputs) for y in (out, expected))
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(ValueError, match="attention: .*block"):
+        pt.attention(*inputs, layout=layout, block=32)
+
+
 def test_varlen_is_each_sequence_alone() -> None:
     cu = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
     q, k, v = (random(10, 2, 4, seed=i).requires_grad_() for i in range(3))
