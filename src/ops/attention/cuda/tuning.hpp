@@ -62,9 +62,9 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
   }
   if (width <= 64) {
     if (terms) return {width, 128, 64, 8, 2, 1};
-    return {width, 128, plain ? 128 : 64, 4, 2, 2};
+    return {width, 128, arch < 90 ? (plain ? 64 : 32) : (plain ? 128 : 64), 4, 2, 2};
   }
-  if (width <= 128 && !terms && !small) return {width, 128, lean ? 64 : 32, 4, 2, 2};
+  if (width <= 128 && !terms && !small) return {width, 128, lean && arch >= 90 ? 64 : 32, 4, 2, 2};
   if (width == 256 && small) return {width, 64, lean ? 64 : 32, 4, 2, 1};
   if (width == 256 && plain) return {width, 128, 64, 8, arch == 80 ? 2 : 3, 1};
   return {width, 128, lean || width <= 128 ? 64 : 32, 8, 2, 1};
