@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What PyTorch (eager and compiled) and Triton need for the problems of `pullback bench --device cuda`.
 
-gpu_rivals.py --json FILE        times them
-gpu_rivals.py --compare FOLDER   a table of FOLDER/bench.json beside FOLDER/rivals.json, and the times of
-                                 plans in FOLDER/plans_*.json
+gpu_rivals.py --json FILE [--op OP]   times them
+gpu_rivals.py --compare FOLDER        a table of FOLDER/bench.json beside FOLDER/rivals.json, and the times of
+                                     plans in FOLDER/plans_*.json
 """
 
 import argparse
@@ -163,7 +163,39 @@ def segment_rivals(report):
                 del x, d_out, leaf, out, sums
 
 
-def measure(path):
+def attention_rivals(report):
+    """scaled_dot_product_attention by each of its backends."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    backends = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION,
+                "cuDNN": SDPBackend.CUDNN_ATTENTION}
+    for head_dim, heads in [(64, 32), (96, 16), (128, 16), (192, 8), (256, 8)]:
+        for length in [512, 2048, 8192, 16384]:
+            shape = (16384 // length, length, heads, head_dim)
+            q, k, v, d_out = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+                              for _ in range(4))
+            inputs = [x.requires_grad_() for x in (q, k, v)]
+            for causal in [False, True]:
+                case = f"B{shape[0]} H{heads} S{length} D{head_dim}" + (" causal" if causal else "")
+                for rival, backend in backends.items():
+                    def forward():
+                        return scaled_dot_product_attention(*inputs, is_causal=causal)
+
+                    try:
+                        with sdpa_kernel(backend), torch.no_grad():
+                            seconds = times(forward)
+                        with sdpa_kernel(backend):
+                            out = forward()
+                        backward = times(lambda: torch.autograd.grad(out, inputs, d_out, retain_graph=True))
+                    except RuntimeError:
+                        continue  # the backend refuses the shape
+                    report("attention", case, "bf16", "forward", rival, seconds, 0)
+                    report("attention", case, "bf16", "backward", rival, backward, 0)
+
+
+def measure(path, ops):
     import torch
 
     results = []
@@ -172,7 +204,8 @@ def measure(path):
         results.append(dict(op=op, case=case, dtype=dtype, rival=rival, seconds=seconds, bytes=moved,
                             **{"pass": which}))
 
-    for rivals in [entmax_rivals, segment_rivals]:
+    all_rivals = {"entmax": entmax_rivals, "segment": segment_rivals, "attention": attention_rivals}
+    for rivals in [all_rivals[op] for op in ops or all_rivals]:
         try:
             rivals(report)
         except Exception as error:  # one that is missing or runs out of memory must not hide the others
@@ -196,7 +229,8 @@ def compare(folder):
                            for o in rivals.get((r["op"], r["case"], r["dtype"], r["pass"]), []))
         name = f"{r['op']} {r['case']} {r['dtype']} {r['pass']}"
         share = r["share_of_ceiling"]
-        print(f"{name:58} {ours * 1e3:7.3f} ms {100 * share:6.1f} %  {others}" if share else name)
+        rate = f"{100 * share:6.1f} %" if share else f"{r['flops'] / ours * 1e-12:4.0f} TF/s"
+        print(f"{name:58} {ours * 1e3:7.3f} ms {rate:>9}  {others}")
     for start in ["cold", "warm"]:
         plans = [(r["plan_seconds"], r["op"], r["case"], r["pass"])
                  for name in sorted(os.listdir(folder)) if name.startswith(f"plans_{start}_")
@@ -211,8 +245,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     parser.add_argument("--compare")
+    parser.add_argument("--op", action="append", help="only the rivals of this op; may be repeated")
     arguments = parser.parse_args()
     if arguments.json:
-        measure(arguments.json)
+        measure(arguments.json, arguments.op)
     if arguments.compare:
         compare(arguments.compare)

@@ -53,11 +53,15 @@ class TileLoader {
  public:
   // Steps in elements.
   TileLoader(const T* first, int64_t row_step, int64_t element_step, int columns)
-      : first_(first), row_step_(row_step), element_step_(element_step), columns_(columns) {}
+      : first_(first), row_step_(row_step), element_step_(element_step), columns_(columns) {
+    asm volatile("" : "+l"(first_));
+  }
 
-  // By thread `thread` of the block. The tile begins at row `first_row` of the matrix, which has
-  // `rows` more rows from there on.
-  void load(int thread, uint32_t tile, int64_t first_row, int rows) const {
+  // The tile begins at row `first_row` of the matrix, which has `rows` more rows from there on.
+  void load(uint32_t tile, int64_t first_row, int rows) const {
+    // Read anew, so that what follows from it is computed here and holds no register elsewhere.
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     const int row = thread / kAcross, chunk = thread % kAcross, column = chunk * Layout::kChunk;
     const int own_row = source_row(row);
     uint32_t to = tile + Layout::offset(row, chunk);

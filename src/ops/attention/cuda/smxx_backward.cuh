@@ -27,6 +27,41 @@
 
 namespace pullback::attention {
 
+// Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
+// along the batch. The sum lies in the workspace in the order of the lanes.
+template <class T, int kN, class Scores>
+struct BiasWriter {
+  const Scores& scores;
+  float* sums;        // of the 32 keys x 8 · kN queries
+  float value[2][4];  // of 8 queries
+
+  void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
+  void finish(int n) {
+    const BackwardParams& p = scores.p;
+    if (p.d_bias.data == nullptr) return;
+    if (p.bias_step != BiasStep::only) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        float* const at = sums + ((n * 2 + m) * 32 + scores.lane) * 4;
+        if (p.bias_step != BiasStep::first) add_loaded(value[m], at);
+        if (p.bias_step != BiasStep::last) store_past_l1(at, value[m]);
+      }
+      if (p.bias_step != BiasStep::last) return;
+    }
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      words[w] = transposed(pack<T>(value[w / 2][w % 2 * 2], value[w / 2][w % 2 * 2 + 1]));
+    }
+    const int i = scores.query + 8 * n + scores.lane / 4;
+    if (i >= scores.place.q_length) return;
+    T* const row = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
+                   scores.head * p.d_bias.head + i * p.d_bias.query;
+    store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
+                p.d_bias_vectors != 0, words);
+  }
+};
+
 // One query head and one tile of queries.
 struct BackwardStep {
   int head_of_group, tile;
@@ -94,7 +129,7 @@ struct BackwardBlock {
   static constexpr uint32_t kScoreBytes = kKeys * ScoreTile::kRowBytes;
 
   const BackwardParams& p;
-  const int lane;
+  const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
   const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles;
   BlockPlace& block;
   const TilePlace& place;
@@ -104,6 +139,9 @@ struct BackwardBlock {
   BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
       : p(params),
         lane(static_cast<int>(threadIdx.x) % 32),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        key_row(warp / kSplit * 32),
+        own(warp % kSplit),
         k_tile(shared),
         v_tile(k_tile + kKeyBytes),
         q_tiles(v_tile + kKeyBytes),
@@ -122,22 +160,13 @@ struct BackwardBlock {
     if (kFeatures < kGeneral || p.vectors) {
       TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
                                                                  columns)
-          .load(static_cast<int>(threadIdx.x), tile, 0, count);
+          .load(tile, 0, count);
     } else {
       TileLoader<T, kRows, kWidth, kThreads, false, kInterleaved>(from, rows.row, rows.element,
                                                                   columns)
-          .load(static_cast<int>(threadIdx.x), tile, 0, count);
+          .load(tile, 0, count);
     }
   }
-
-  // Read anew wherever needed, as registers are scarce. The warp's first key, and its share.
-  static int warp() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread / 32;
-  }
-  static int key_row() { return warp() / kSplit * 32; }
-  static int own() { return kSplit == 1 ? 0 : warp() % kSplit; }
 
   static constexpr bool listed() { return has_blocks(kFeatures); }
   // Where the list of a head's tiles begins and ends.
@@ -207,18 +236,18 @@ struct BackwardBlock {
   }
 
   // The warp's queries of a chunk, from the tile's first one on.
-  int first_of(int chunk) const { return (kSplit == 1 ? chunk : own()) * kChunkQueries; }
+  int first_of(int chunk) const { return (kSplit == 1 ? chunk : own) * kChunkQueries; }
 
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
-    return KeyScores(
-        p, place, head_of(step), place.tile * kKeys + key_row(), step.tile * kQueries + first,
-        squares_of(step) >> (first / 16 * 8 + key_row() / 16), stats + first * 8, lane);
+    return KeyScores(p, place, head_of(step), place.tile * kKeys + key_row,
+                     step.tile * kQueries + first,
+                     squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
   }
 
   // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
   auto bias_of(const KeyScores& scores, int first) const {
-    const auto bytes = [tile = ds_tile, row = key_row(), first](int number) {
+    const auto bytes = [tile = ds_tile, row = key_row, first](int number) {
       return tile + ScoreTile::offset(row + number / kN, first / 8 + number % kN);
     };
     return typename KeyScores::template SharedBias<decltype(bytes)>{scores, bytes};
@@ -229,7 +258,7 @@ struct BackwardBlock {
     const int64_t head = head_of(step);
     const int64_t tile = (head * p.q_tiles + step.tile) * p.k_tiles + place.tile;
     return p.bias_sums + tile * (kKeys * kQueries) +
-           (warp() * kChunks + chunk) * (32 * kChunkQueries);
+           (warp * kChunks + chunk) * (32 * kChunkQueries);
   }
 
   // The bias of the next step into the second-level cache: it is read past shared memory.
@@ -252,19 +281,18 @@ struct BackwardBlock {
                      int first) const {
     const LaneRows<T, kWidth, false> keys(key_tile, lane);
     const LaneRows<T, kWidth, true> queries(query_tile, lane);
-    multiply_columns<T, kWidth>(sum, keys, key_row(), queries, first);
+    multiply_columns<T, kWidth>(sum, keys, key_row, queries, first);
   }
 
   // Writes a fragment of P^T or dS^T to its tile [key][query].
   void store_scores(uint32_t tile, const uint32_t (&pairs)[2][kN][2], int first) const {
-    const int first_key = key_row() + lane / 4;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int key = first_key + 16 * m + 8 * half;
+          const int key = key_row + 16 * m + 8 * half + lane / 4;
           store_shared(
               tile + ScoreTile::offset(key, first / 8 + n) + static_cast<uint32_t>(lane % 4 * 4),
               pairs[m][n][half]);
@@ -287,23 +315,23 @@ struct BackwardBlock {
 
   // d_v += P^T dO and d_k += dS^T Q over 16 queries from `first` on.
   void sum_keys(const uint32_t (&pt)[2][4], const uint32_t (&ds)[2][4], uint32_t q_tile,
-                uint32_t d_out_tile, int first, int chunk) {
+                uint32_t d_out_tile, int first) {
     const LaneRows<T, kWidth, false> q_rows(q_tile, lane), d_out_rows(d_out_tile, lane);
-    const bool wants_k = p.d_k.data != nullptr, wants_v = p.d_v.data != nullptr;
-    if (wants_k && wants_v) {  // one block, for the compiler to mix
-      multiply_rows<T>(d_v, pt, d_out_rows, first, chunk);
-      multiply_rows<T>(d_k, ds, q_rows, first, chunk);
-    } else if (wants_v) {
-      multiply_rows<T>(d_v, pt, d_out_rows, first, chunk);
-    } else if (wants_k) {
-      multiply_rows<T>(d_k, ds, q_rows, first, chunk);
+    if (p.d_v.data != nullptr && p.d_k.data != nullptr) {  // one block, for the compiler to mix
+      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
+      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
+    } else if (p.d_v.data != nullptr) {
+      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
+    } else if (p.d_k.data != nullptr) {
+      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
     }
   }
 
-  // Rows with NaN or infinity: unseen weights must not meet them. `weights` holds P^T.
+  // Rows of q and d_out with NaN or infinity: unseen weights must not meet them. `weights` holds
+  // P^T.
   void clean_rows(uint32_t weights, uint32_t q_tile, uint32_t d_out_tile, int first, int count) {
-    add_not_finite<T, kWidth, kQueries>(d_v, weights, key_row(), d_out_tile, first, count,
-                                        own() * kOwnN, lane);
+    add_not_finite<T, kWidth, kQueries>(d_v, weights, key_row, d_out_tile, first, count,
+                                        own * kOwnN, lane);
     __syncthreads();
     make_finite<T, kWidth, kThreads>(q_tile, first, count);
     make_finite<T, kWidth, kThreads>(d_out_tile, first, count);
@@ -324,7 +352,7 @@ struct BackwardBlock {
           b[m][i] = ds[m][n + i / 2][i % 2];
         }
       }
-      sum_keys(a, b, q_tile, d_out_tile, first + 8 * n, 0);
+      sum_keys(a, b, q_tile, d_out_tile, first + 8 * n);
     }
   }
 
@@ -334,14 +362,13 @@ struct BackwardBlock {
     if (suspicious) clean_rows(p_tile, q_tile, d_out_tile, 0, kQueries);
 #pragma unroll
     for (int first = 0; first < kQueries; first += 16) {
-      const int first_key = key_row();
       uint32_t a[2][4], b[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        load_matrices(a[m], p_rows.at(first_key + 16 * m, first / 8));
-        load_matrices(b[m], ds_rows.at(first_key + 16 * m, first / 8));
+        load_matrices(a[m], p_rows.at(key_row + 16 * m, first / 8));
+        load_matrices(b[m], ds_rows.at(key_row + 16 * m, first / 8));
       }
-      sum_keys(a, b, q_tile, d_out_tile, first, own() * kOwnN);
+      sum_keys(a, b, q_tile, d_out_tile, first);
     }
   }
 
@@ -491,13 +518,13 @@ struct BackwardBlock {
     if (exists(first)) sum_steps(first);
     const int limit = place.extent < kKeys ? place.extent : kKeys;
     const int64_t row = place.k_begin + place.tile * kKeys;
-    const int column = own() * kOwnN * 8;
+    const int column = own * kOwnN * 8;
     if (p.d_k.data != nullptr) {
-      store_sum<true>(p.d_k, place.head, row, key_row(), limit, column, p.problem.head_dim, d_k,
+      store_sum<true>(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
                       p.problem.scale);
     }
     if (p.d_v.data != nullptr) {
-      store_sum<true>(p.d_v, place.head, row, key_row(), limit, column, p.problem.value_dim, d_v,
+      store_sum<true>(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v,
                       1.0f);
     }
   }
@@ -600,8 +627,8 @@ struct BackwardBlock {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
-        const int dq_row = warp() % kQueryRows * (16 * kDqM);
-        const int dq_column = warp() / kQueryRows * kDqWidth;
+        const int dq_row = warp % kQueryRows * (16 * kDqM);
+        const int dq_column = warp / kQueryRows * kDqWidth;
         query_product(sum, dq_row, dq_column / 8);
         if (!block.finite_keys) {
           __syncthreads();

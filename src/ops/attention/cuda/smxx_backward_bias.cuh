@@ -51,11 +51,11 @@ struct BiasBlock {
     if (p.vectors) {
       TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
                                                                  columns)
-          .load(static_cast<int>(threadIdx.x), tile, 0, length - first);
+          .load(tile, 0, length - first);
     } else {
       TileLoader<T, kRows, kWidth, kThreads, false, kInterleaved>(from, rows.row, rows.element,
                                                                   columns)
-          .load(static_cast<int>(threadIdx.x), tile, 0, length - first);
+          .load(tile, 0, length - first);
     }
   }
 

@@ -5,7 +5,6 @@
 #include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
-#include "ops/attention/cuda/smxx_backward_turns.cuh"
 #include "ops/attention/cuda/smxx_scores.cuh"
 
 namespace pullback::attention {
@@ -162,10 +161,7 @@ struct Scores {
 
   // What dropout keeps: bit 8 · n + 2 · w of kept[c].
   void draw(uint32_t (&kept)[2]) const {
-    if (!drops()) {
-      kept[0] = kept[1] = ~0u;
-      return;
-    }
+    if (!drops()) return;
     const Dropout& dropout = p.problem.dropout;
     const auto stream = static_cast<uint64_t>(place.batch * p.problem.heads + head);
     uint32_t bits = 0;
@@ -199,7 +195,7 @@ struct Scores {
                             uint32_t (&ds)[2][kN][2], const Bias& bias, const uint32_t (&kept)[2],
                             Sink& sink) const {
     constexpr bool kIsGeneral = kFeatures >= kGeneral;
-    const bool biased = kIsGeneral && p.bias.data != nullptr;
+    const bool drops = this->drops(), biased = kIsGeneral && p.bias.data != nullptr;
     const bool capped = kIsGeneral && p.problem.softcap > 0;
     const float factor = capped ? 1 : p.problem.scale * kLog2E;
     // of t / c squared
@@ -219,13 +215,13 @@ struct Scores {
         }
       }
       float gradient[2][4];
-      uint32_t bias_words[4] = {};
+      uint32_t bias_words[4];
       if (biased) bias.get(n, bias_words);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const int m = w / 2, half = w % 2;
         float probability[2], addend[2] = {};
-        if constexpr (kIsGeneral) unpack<T>(transposed(bias_words[w]), addend[0], addend[1]);
+        if (biased) unpack<T>(transposed(bias_words[w]), addend[0], addend[1]);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const float lse = row[2 * c], delta = row[2 * c + 1];
@@ -236,17 +232,16 @@ struct Scores {
           if constexpr (kCareful) {
             const int i = lane_query + 8 * n + c, j = lane_key + 2 * w;
             // -inf is not seen, NaN is; an lse of inf is of a row that sees nothing
-            // Without branches: the elements' chains of instructions are to run side by side.
-            seen = (i < place.q_length) & (j < place.k_length) & (j - i >= place.lowest) &
-                   (j - i <= place.highest) & (addend[c] != -infinity<float>()) &
-                   (s[m][n][e] * factor != -infinity<float>()) & (lse != infinity<float>());
+            seen = i < place.q_length && j < place.k_length && j - i >= place.lowest &&
+                   j - i <= place.highest && addend[c] != -infinity<float>() &&
+                   s[m][n][e] * factor != -infinity<float>() && lse != infinity<float>();
             if constexpr (has_blocks(kFeatures)) {
-              seen = seen & ((squares >> (n / 2 * 8 + lane / 16) & 1) != 0);
+              seen = seen && (squares >> (n / 2 * 8 + lane / 16) & 1) != 0;
             }
           }
           float chance = exp2_fast(exponent), d_chance = d_p[m][n][e];
           float weight = chance;
-          if constexpr (kFeatures != kPlain) {
+          if (drops) {
             const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
             weight = keep ? chance * keep_scale : -0.0f;
             d_chance = keep ? d_chance * keep_scale : 0.0f;
@@ -281,41 +276,6 @@ struct Scores {
         ds[m][n][1] = pack<T>(gradient[m][2], gradient[m][3]);
       }
     }
-  }
-};
-
-// Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
-// along the batch. The sum lies in the workspace in the order of the lanes.
-template <class T, int kN, class Scores>
-struct BiasWriter {
-  const Scores& scores;
-  float* sums;        // of the 32 keys x 8 · kN queries
-  float value[2][4];  // of 8 queries
-
-  void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
-  void finish(int n) {
-    const BackwardParams& p = scores.p;
-    if (p.d_bias.data == nullptr) return;
-    if (p.bias_step != BiasStep::only) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        float* const at = sums + ((n * 2 + m) * 32 + scores.lane) * 4;
-        if (p.bias_step != BiasStep::first) add_loaded(value[m], at);
-        if (p.bias_step != BiasStep::last) store_past_l1(at, value[m]);
-      }
-      if (p.bias_step != BiasStep::last) return;
-    }
-    uint32_t words[4];
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      words[w] = transposed(pack<T>(value[w / 2][w % 2 * 2], value[w / 2][w % 2 * 2 + 1]));
-    }
-    const int i = scores.query + 8 * n + scores.lane / 4;
-    if (i >= scores.place.q_length) return;
-    T* const row = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
-                   scores.head * p.d_bias.head + i * p.d_bias.query;
-    store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
-                p.d_bias_vectors != 0, words);
   }
 };
 

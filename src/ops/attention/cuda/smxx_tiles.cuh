@@ -8,7 +8,8 @@
 namespace pullback::attention {
 
 struct QueryTile {
-  int32_t batch, head;
+  int64_t batch;
+  int32_t head;
   int64_t first;   // query, position within the sequence
   int64_t extent;  // of the sequence; rows from q_length on belong to none and are cleared
   Sequence sequence;
@@ -42,7 +43,7 @@ inline bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group,
   int64_t tile = tiles - 1 - static_cast<int64_t>(within / members);
   result.head = static_cast<int32_t>(pair % p.heads);
   if (p.sequences == nullptr) {
-    result.batch = static_cast<int32_t>(pair / p.heads);
+    result.batch = pair / p.heads;
     result.sequence = {0, p.query, 0, p.key};
     result.extent = p.query;
   } else {
@@ -50,7 +51,7 @@ inline bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group,
         sequence_of_tile(p.sequences, p.batch, &PackedSequence::first_q_tile, tile);
     if (item > p.batch) return false;
     const PackedSequence& packed = p.sequences[item];
-    result.batch = static_cast<int32_t>(item);
+    result.batch = item;
     result.sequence = packed.rows;
     result.extent = packed.q_extent;
     tile = p.sequences[item + 1].first_q_tile - 1 - tile;
