@@ -24,7 +24,8 @@ class OpSession : public Session {
   Stream stream() const final { return memory_.stream(); }
 
  protected:
-  explicit OpSession(const Request& request) : request_(request), memory_(request.device, request.placement) {}
+  explicit OpSession(const Request& request)
+      : request_(request), memory_(request.device, request.placement) {}
 
   // Null when the request has no such input.
   const void* input(std::string_view name) {
