@@ -5,6 +5,8 @@
 namespace pullback::cuda {
 namespace {
 
+using namespace std::string_view_literals;
+
 constexpr Header kSources[] = {
 #include "device_sources.inc"
 };
