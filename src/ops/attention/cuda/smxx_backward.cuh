@@ -14,94 +14,19 @@
 // tiles, so that the bits are the same every run. The first block stores its part to the workspace,
 // the last one adds what is there to its own and writes d_q. All go over the tiles of queries from
 // the last to the first (with a block mask in an order of block_tables.cpp), and blocks of lower
-// index, which are launched earlier, have lower keys: a
-// block waits for blocks that run or have ended, and rarely, as they started before.
+// index, which are launched earlier, have lower keys: a block waits for blocks that run or have
+// ended, and rarely, as they started before.
 #pragma once
 
 #include "device/async_copy.cuh"
 #include "device/dependent.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
+#include "ops/attention/cuda/smxx_backward_place.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
 #include "ops/attention/cuda/smxx_backward_scores.cuh"
 #include "ops/attention/cuda/smxx_backward_turns.cuh"
 
 namespace pullback::attention {
-
-// Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
-// along the batch. The sum lies in the workspace in the order of the lanes.
-template <class T, int kN, class Scores>
-struct BiasWriter {
-  const Scores& scores;
-  float* sums;        // of the 32 keys x 8 · kN queries
-  float value[2][4];  // of 8 queries
-
-  void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
-  void finish(int n) {
-    const BackwardParams& p = scores.p;
-    if (p.d_bias.data == nullptr) return;
-    if (p.bias_step != BiasStep::only) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        float* const at = sums + ((n * 2 + m) * 32 + scores.lane) * 4;
-        if (p.bias_step != BiasStep::first) add_loaded(value[m], at);
-        if (p.bias_step != BiasStep::last) store_past_l1(at, value[m]);
-      }
-      if (p.bias_step != BiasStep::last) return;
-    }
-    uint32_t words[4];
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      words[w] = transposed(pack<T>(value[w / 2][w % 2 * 2], value[w / 2][w % 2 * 2 + 1]));
-    }
-    const int i = scores.query + 8 * n + scores.lane / 4;
-    if (i >= scores.place.q_length) return;
-    T* const row = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
-                   scores.head * p.d_bias.head + i * p.d_bias.query;
-    store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
-                p.d_bias_vectors != 0, words);
-  }
-};
-
-// One query head and one tile of queries.
-struct BackwardStep {
-  int head_of_group, tile;
-  int at;  // with a block mask: its place in the list of the keys
-};
-
-// In shared memory: registers are needed for sums.
-struct BlockPlace {
-  TilePlace keys;
-  int64_t pair;
-  TileRange queries;
-  bool finite_keys;
-  BackwardStep steps[2];  // this one and the next, in turns
-  // Of the step, from the first thread to all.
-  bool first_turn, last_turn;
-  int32_t number;
-  int32_t* counter;  // null: nobody comes after us
-  int64_t sum_tile;
-  // Of the first thread: the turn before, which is over, but the next block was not told. Or null.
-  int32_t* over;
-  int32_t next;
-};
-
-template <int kKeys, int kQueries>
-BlockPlace block_place(const BackwardParams& p) {
-  // 32 bits: a grid has no more blocks, and divisions are what a block begins with.
-  const uint32_t of_group = static_cast<uint32_t>(p.k_tiles) * static_cast<uint32_t>(p.pair_group);
-  const uint32_t group_begin = blockIdx.x / of_group * static_cast<uint32_t>(p.pair_group);
-  const uint32_t in_group = blockIdx.x % of_group;
-  const uint32_t left = static_cast<uint32_t>(p.pairs) - group_begin;
-  const uint32_t group =
-      left < static_cast<uint32_t>(p.pair_group) ? left : static_cast<uint32_t>(p.pair_group);
-  BlockPlace place;
-  place.pair = p.first_pair + group_begin + in_group % group;
-  place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
-                               static_cast<int>(in_group / group), kKeys);
-  place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
-  place.over = nullptr;
-  return place;
-}
 
 template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
           int kFeatures>

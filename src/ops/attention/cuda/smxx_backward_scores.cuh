@@ -5,6 +5,7 @@
 #include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
+#include "ops/attention/cuda/smxx_backward_turns.cuh"
 #include "ops/attention/cuda/smxx_scores.cuh"
 
 namespace pullback::attention {
@@ -276,6 +277,41 @@ struct Scores {
         ds[m][n][1] = pack<T>(gradient[m][2], gradient[m][3]);
       }
     }
+  }
+};
+
+// Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
+// along the batch. The sum lies in the workspace in the order of the lanes.
+template <class T, int kN, class Scores>
+struct BiasWriter {
+  const Scores& scores;
+  float* sums;        // of the 32 keys x 8 · kN queries
+  float value[2][4];  // of 8 queries
+
+  void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
+  void finish(int n) {
+    const BackwardParams& p = scores.p;
+    if (p.d_bias.data == nullptr) return;
+    if (p.bias_step != BiasStep::only) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        float* const at = sums + ((n * 2 + m) * 32 + scores.lane) * 4;
+        if (p.bias_step != BiasStep::first) add_loaded(value[m], at);
+        if (p.bias_step != BiasStep::last) store_past_l1(at, value[m]);
+      }
+      if (p.bias_step != BiasStep::last) return;
+    }
+    uint32_t words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      words[w] = transposed(pack<T>(value[w / 2][w % 2 * 2], value[w / 2][w % 2 * 2 + 1]));
+    }
+    const int i = scores.query + 8 * n + scores.lane / 4;
+    if (i >= scores.place.q_length) return;
+    T* const row = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
+                   scores.head * p.d_bias.head + i * p.d_bias.query;
+    store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
+                p.d_bias_vectors != 0, words);
   }
 };
 
