@@ -51,13 +51,16 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
                                  static_cast<int>(sizes_.value_dim));
     params_.problem = problem_params(problem);
     const Problem& p = params_.problem;
-    // The plain kernels fold the scale into the exponential: scores have to keep their order.
-    const bool terms = problem.bias.given() || p.softcap > 0 || !(p.scale > 1e-30f);
+    const bool terms = problem.bias.given() || p.softcap > 0 || !(p.scale > kLeastScale);
     const ForwardKind kind = terms                    ? ForwardKind::terms
                              : p.dropout.active()     ? ForwardKind::dropout
                              : problem.blocks.given() ? ForwardKind::blocks
                                                       : ForwardKind::plain;
-    const ForwardTile tile = forward_tile(width, element_bytes(dtype), kind, arch);
+    const auto tile_of = [&](ForwardKind any) {
+      return forward_tile(width, element_bytes(dtype), any, arch);
+    };
+    const ForwardTile tile = tile_of(kind);
+    // Varlen: those of all kinds without a block mask are the same.
     const int rows = dtype == DType::f64 ? kPlainRows : tile.rows;
 
     params_.q = head_rows(problem.q);
@@ -72,10 +75,6 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
         (bias.batch | bias.head | bias.query) % static_cast<std::int64_t>(16 / size_of(dtype)) == 0;
 
     sequences_.emplace(problem, device_, rows, rows);
-    const int keys_by_elements =
-        forward_tile(width, element_bytes(dtype), ForwardKind::elements, arch).keys;
-    vector_blocks_.emplace(problem, device_, Pass::forward, rows, tile.keys);
-    blocks_.emplace(problem, device_, Pass::forward, rows, keys_by_elements);
     workspace_bytes = sequences_->workspace_bytes();
     const std::int64_t pairs = (sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads;
     const std::int64_t tiles =
@@ -90,24 +89,25 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
            fmt::format("at most 2^31 tiles of {} queries on a CUDA device", rows),
            problem.q.to_string());
     }
-    params_.q_tiles = static_cast<std::int32_t>(tiles);
     params_.pair_group = static_cast<std::int32_t>(pair_group(pairs, dtype));
 
     if (dtype == DType::f64) {
-      kernel_ = load(plain_kernel(), 0, tiles * pairs);
+      by_elements_.emplace(problem, device_, plain_kernel(), 0, tiles, pairs, rows, 64);
       description = "plain loops, a warp for each query; sums in f64";
       return;
     }
     vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
                has_vector_rows(problem.v) && has_vector_rows(problem.out);
-    const auto load_tiles = [&](ForwardKind any) {
-      return load(
-          tile_kernel(dtype, width, any, arch),
-          forward_tile(width, element_bytes(dtype), any, arch).shared_bytes(element_bytes(dtype)),
-          tiles * pairs);
+    const auto load = [&](std::optional<Tiles>& to, ForwardKind any) {
+      const ForwardTile own = tile_of(any);
+      const std::int64_t own_tiles =
+          sizes_.varlen ? tiles : (sizes_.total_query + own.rows - 1) / own.rows;
+      to.emplace(problem, device_, tile_kernel(dtype, width, any, arch),
+                 own.shared_bytes(element_bytes(dtype)), own_tiles, pairs, own.rows,
+                 part_keys(own));
     };
-    if (vectors_) vector_kernel_ = load_tiles(kind);
-    kernel_ = load_tiles(ForwardKind::elements);
+    if (vectors_) load(by_vectors_, kind);
+    load(by_elements_, ForwardKind::elements);
     description = fmt::format(
         "tiles of {} queries by {} keys, head dims padded to {}, {} products on tensor cores{}; "
         "sums in f32, in a fixed order: the same bits every run",
@@ -116,13 +116,21 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   }
 
  private:
-  using Kernel = cuda::PlannedKernel<ForwardParams>;
+  // A kernel with its tiles of queries, and the parts of tiles of keys that they see.
+  struct Tiles {
+    cuda::PlannedKernel<ForwardParams> kernel;
+    std::int32_t q_tiles;
+    BlockTables blocks;
 
-  Kernel load(const cuda::OpKernel& kernel, int shared, std::int64_t blocks) const {
-    Kernel planned(kernel, device_, shared);
-    planned.shape.grid[0] = static_cast<unsigned>(blocks);
-    return planned;
-  }
+    Tiles(const AttentionProblem& problem, const cuda::DeviceInfo& device,
+          const cuda::OpKernel& planned, int shared, std::int64_t tiles, std::int64_t pairs,
+          int rows, int keys)
+        : kernel(planned, device, shared),
+          q_tiles(static_cast<std::int32_t>(tiles)),
+          blocks(problem, device, Pass::forward, rows, keys) {
+      kernel.shape.grid[0] = static_cast<unsigned>(tiles * pairs);
+    }
+  };
 
   // With a causal mask the longest tiles of many heads come first, as many as share the
   // second-level cache; else the tiles of a head follow each other.
@@ -148,15 +156,16 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     if (!cuda::vector_aligned({tensors.bias})) params.bias_vectors = 0;
     const bool vectors =
         vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.out});
-    params.problem.blocks = (vectors ? vector_blocks_ : blocks_)->get();
-    (vectors ? vector_kernel_ : kernel_).launch(stream, params);
+    const Tiles& tiles = vectors ? *by_vectors_ : *by_elements_;
+    params.q_tiles = tiles.q_tiles;
+    params.problem.blocks = tiles.blocks.get();
+    tiles.kernel.launch(stream, params);
   }
 
   AttentionSizes sizes_;
   ForwardParams params_{};
   std::optional<SequenceLister> sequences_;
-  std::optional<BlockTables> vector_blocks_, blocks_;
-  Kernel vector_kernel_, kernel_;
+  std::optional<Tiles> by_vectors_, by_elements_;
   bool vectors_ = false, empty_ = false;
 };
 

@@ -161,6 +161,7 @@ void forward(const ForwardParams& params) {
   constexpr bool kBlocks = kKind >= ForwardKind::blocks;
   constexpr bool kVectors = kKind < ForwardKind::elements;
   constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
+  constexpr int kPartKeys = kBlocks ? part_keys(kTile) : kKeys, kParts = kKeys / kPartKeys;
   constexpr int kThreads = kTile.warps * 32;
   constexpr int kWarpRows = kTile.rows / kTile.warps, kRowTiles = kWarpRows / 16;
   using Layout = TileLayout<T, kWidth>;
@@ -186,20 +187,18 @@ void forward(const ForwardParams& params) {
     return static_cast<const T*>(rows_of.data) + tile.batch * rows_of.batch + row * rows_of.row +
            head * rows_of.head;
   };
-  using KeyLoader = TileLoader<T, kKeys, kWidth, kThreads, kVectors, true>;
+  using KeyLoader = TileLoader<T, kPartKeys, kWidth, kThreads, kVectors, true>;
   // Where K and V begin; in shared memory, as registers are short. Each thread reads what it wrote.
   __shared__ const T* first_rows[2];
   first_rows[0] = first_of(params.k, sequence.k_begin, kv_head);
   first_rows[1] = first_of(params.v, sequence.k_begin, kv_head);
-  const KeyTiles<kKeys> key_tiles =
-      kBlocks && p.blocks.given()
-          ? KeyTiles<kKeys>(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
-          : KeyTiles<kKeys>(band, first_query, first_query + rows - 1);
+  using Tiles = KeyTiles<kPartKeys, kParts>;
+  const Tiles key_tiles = kBlocks && p.blocks.given()
+                              ? Tiles(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
+                              : Tiles(band, first_query, first_query + rows - 1);
   // Item 2 n is the n-th tile of K, 2 n + 1 that of V.
   const auto load_item = [&](int item) {
     if (item < 2 * key_tiles.count) {
-      const int key = key_tiles.key(item / 2);
-      const int valid = band.keys - key;
       const uint32_t slot = ring + item % kSlots * (kKeys * Layout::kRowBytes);
       const bool is_value = item % 2 != 0;
       const HeadRows& from = is_value ? params.v : params.k;
@@ -208,8 +207,12 @@ void forward(const ForwardParams& params) {
                    : "=l"(first)
                    : "r"(shared_address(&first_rows[is_value]))
                    : "memory");
-      KeyLoader(first, from.row, from.element, is_value ? p.value_dim : p.head_dim)
-          .load(slot, key, valid);
+      const KeyLoader loader(first, from.row, from.element, is_value ? p.value_dim : p.head_dim);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int key = key_tiles.key(item / 2, part);
+        loader.load(slot + part * (kPartKeys * Layout::kRowBytes), key, band.keys - key);
+      }
     }
     async_commit();
   };
@@ -240,34 +243,44 @@ void forward(const ForwardParams& params) {
     return Pair{batch, head};
   };
   const KeySpan unmasked = seen_by_all(band, first_query, first_query + rows - 1);
-  const float scale = kTerms ? 1 : p.scale;  // from scores to logits
+  // From scores to logits.
+  const bool with_bias = kTerms && params.bias.data != nullptr;
+  const float score_scale = kTerms ? score_unit(p) : p.scale;
+  const float scale = kTerms && (with_bias || !(score_scale > kLeastScale)) ? 1.0f : score_scale;
   const float unit = scale * kLog2E;
 
   // One tile ahead, where registers allow it.
   constexpr bool kAhead = sizeof(T) == 2 && kWidth < 256;
   BiasTile<T, kRowTiles, kKeys / 8> bias_tile;
-  const bool with_bias = kTerms && params.bias.data != nullptr;
   const auto load_bias = [&](int n) {
     if (!with_bias || n >= key_tiles.count) return;
     const Warp warp(first_query, rows);
     const auto [batch, head] = fresh_pair();
     const T* const first = static_cast<const T*>(params.bias.data) + batch * params.bias.batch +
                            head * params.bias.head;
-    bias_tile.load(params, first, warp.query, first_query + rows, key_tiles.key(n), band.keys,
+    bias_tile.load(params, first, warp.query, first_query + rows, key_tiles.key(n, 0), band.keys,
                    warp.lane);
   };
   if (kAhead) load_bias(0);
 
   RunningRows<kRowTiles, kWidth / 8> state;
   for (int n = 0; n < key_tiles.count; ++n) {
-    const int key = key_tiles.key(n);
     const Warp warp(first_query, rows);
-    constexpr uint32_t kAllSquares = kBlocks ? all_squares(kKeys, kWarpRows) : 0;
-    const auto squares = [&] { return key_tiles.squares(n) >> warp.first_row / 16 & kAllSquares; };
-    const bool works =
-        warp.rows > 0 &&
-        seen_by_some(band, warp.query, warp.query + warp.rows - 1).meets(key, kKeys) &&
-        (!kBlocks || squares() != 0);
+    constexpr uint32_t kAllSquares = kBlocks ? all_squares(kPartKeys, kWarpRows) : 0;
+    const auto squares = [&](int part) {
+      return key_tiles.squares(n, part) >> warp.first_row / 16 & kAllSquares;
+    };
+    int key[kParts];
+    bool works = false;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      key[part] = key_tiles.key(n, part);
+      works =
+          works ||
+          (warp.rows > 0 &&
+           seen_by_some(band, warp.query, warp.query + warp.rows - 1).meets(key[part], kPartKeys) &&
+           (!kBlocks || squares(part) != 0));
+    }
     float s[kRowTiles][kKeys / 8][4];
     async_wait<kSlots - 2>();
     __syncthreads();
@@ -292,16 +305,24 @@ void forward(const ForwardParams& params) {
         add_terms<T>(s, p, with_bias, bias_tile);
         if (kAhead) load_bias(n + 1);
       }
-      if (!unmasked.covers(key, kKeys)) hide(s, band, warp.query, key, lane);
-      if constexpr (kBlocks) {
-        if (squares() != kAllSquares) hide_squares(s, squares(), lane);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        constexpr int kTiles = kPartKeys / 8;
+        const int first_n = part * kTiles, end_n = first_n + kTiles;
+        if (!unmasked.covers(key[part], kPartKeys)) {
+          hide(s, first_n, end_n, band, warp.query, key[part], lane);
+        }
+        if constexpr (kBlocks) {
+          if (squares(part) != kAllSquares) hide_squares(s, first_n, end_n, squares(part), lane);
+        }
       }
       state.take(s, unit);
       if constexpr (kDropout) {
+        static_assert(kParts == 1);
         if (p.dropout.active()) {
           const auto [batch, head] = fresh_pair();
           const uint64_t plane = static_cast<uint64_t>(batch) * p.heads + head;
-          drop(s, p.dropout, plane, warp.query, key, lane);
+          drop(s, p.dropout, plane, warp.query, key[0], lane);
         }
       }
       value_product<T, kWidth, kRowTiles, kKeys>(
@@ -354,11 +375,12 @@ void forward(const ForwardParams& params) {
       if (params.lse.data != nullptr && lane % 4 == 0 && row < warp.rows) {
         float* const lse = static_cast<float*>(params.lse.data) + to.batch * params.lse.batch +
                            to.head * params.lse.head + (first_out + row) * params.lse.row;
-        // The weights' shift was rounded. Relative to the largest's own weight nothing is left of
-        // that, and a row that sees one key has its score exactly.
+        // The weights' shift was rounded: by how much, the fused product tells. A row that sees one
+        // key has its score exactly.
         const float largest = state.maximum[m][half], shift = __fmul_rn(largest, unit);
-        const float own = exp2_fast(__fmaf_rn(largest, unit, -shift));
-        *lse = sum == 0 ? -infinity<float>() : largest * scale + kLn2 * log2_fast(sum / own);
+        const float rounding = __fmaf_rn(largest, unit, -shift);
+        const float more = sum == exp2_fast(rounding) ? 0 : kLn2 * (log2_fast(sum) - rounding);
+        *lse = sum == 0 ? -infinity<float>() : largest * scale + more;
       }
     }
   }

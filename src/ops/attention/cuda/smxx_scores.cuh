@@ -14,6 +14,7 @@
 #include "device/mma.cuh"
 #include "device/shared_tile.cuh"
 #include "ops/attention/cuda/smxx_tiles.cuh"
+#include "ops/attention/cuda/tuning.hpp"
 
 namespace pullback::attention {
 
@@ -288,32 +289,52 @@ constexpr int key_at(int n, int e) { return n / 4 * 32 + n % 4 * 2 + e; }
 // the (batch, head).
 template <class T, int kRowTiles, int kKeyTiles>
 struct BiasTile {
-  Vector<T> part[kRowTiles][2][kKeyTiles / 4][8 / kVectorLength<T>];
+  static constexpr int kPacked = 4 / static_cast<int>(sizeof(T));  // elements of a word
+  // Of the lane's keys in their order. Words stay as they come: taking elements out would wait.
+  uint32_t word[kRowTiles][2][kKeyTiles * 2 / kPacked];
 
   void load(const ForwardParams& params, const T* first, int query, int queries, int tile_key,
             int keys, int lane) {
     const Plane& bias = params.bias;
-    const bool vectors = params.bias_vectors && tile_key + kKeyTiles * 8 <= keys;
     const int key = tile_key + first_key_of(lane);
     const int first_row = query + first_row_of(lane);
+    const auto row_of = [&](int m, int half) {
+      const int i = first_row + row_at(m, half);
+      return first + (i < queries ? i : 0) * bias.query + key * bias.key;
+    };
+    constexpr int kWords = kKeyTiles * 2 / kPacked;
+    if (params.bias_vectors && tile_key + kKeyTiles * 8 <= keys) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const T* const row = row_of(m, half);
+#pragma unroll
+          for (int w = 0; w < kWords; w += 4) {
+            const int at = w * kPacked;
+            uint32_t(&to)[kWords] = word[m][half];
+            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(to[w]), "=r"(to[w + 1]), "=r"(to[w + 2]), "=r"(to[w + 3])
+                         : "l"(row + at / 8 * 32 + at % 8));
+          }
+        }
+      }
+      return;
+    }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int i = first_row + row_at(m, half);
-        const T* const row = first + (i < queries ? i : 0) * bias.query + key * bias.key;
-        if (vectors) {
+        const T* const row = row_of(m, half);
 #pragma unroll
-          for (int at = 0; at < kKeyTiles * 2; at += kVectorLength<T>) {
-            part[m][half][at / 8][at % 8 / kVectorLength<T>] =
-                *reinterpret_cast<const Vector<T>*>(row + at / 8 * 32 + at % 8);
-          }
-        } else {
-#pragma unroll
-          for (int at = 0; at < kKeyTiles * 2; ++at) {
-            const int offset = at / 8 * 32 + at % 8;
-            part[m][half][at / 8][at % 8 / kVectorLength<T>].element[at % kVectorLength<T>] =
-                key + offset < keys ? row[offset * bias.key] : T{};
+        for (int at = 0; at < kKeyTiles * 2; ++at) {
+          const int offset = at / 8 * 32 + at % 8;
+          const T element = key + offset < keys ? row[offset * bias.key] : T{};
+          uint32_t& to = word[m][half][at / kPacked];
+          if constexpr (sizeof(T) == 4) {
+            to = __float_as_uint(element);
+          } else {
+            to = at % 2 == 0 ? element.bits : to | static_cast<uint32_t>(element.bits) << 16;
           }
         }
       }
@@ -321,10 +342,18 @@ struct BiasTile {
   }
 
   float at(int m, int half, int n, int e) const {
-    const int key = n % 4 * 2 + e;
-    return to_real(part[m][half][n / 4][key / kVectorLength<T>].element[key % kVectorLength<T>]);
+    const int at = n / 4 * 8 + n % 4 * 2 + e;
+    const uint32_t own = word[m][half][at / kPacked];
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(own);
+    } else {
+      return to_real(T{static_cast<uint16_t>(own >> at % 2 * 16)});
+    }
   }
 };
+
+// What makes logits of the products, or of their tanh.
+inline float score_unit(const Problem& p) { return p.softcap > 0 ? p.softcap : p.scale; }
 
 // 1 − 2 / (e^2x + 1) is within 2^-22 of tanh; f32 asks for more in its small values.
 template <class T>
@@ -333,7 +362,21 @@ float tanh_of(float x) {
   return 1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1);
 }
 
-// Scores of the product become logits. What lies outside the sequence gets arbitrary ones.
+// tanh for |x| <= 1, within 2^-20 of it: fitted, in x². Special functions are scarcer than
+// multiplications.
+inline float tanh_of_small(float x) {
+  const float y = x * x;
+  float ratio = -0.00306705989f;
+  ratio = ratio * y + 0.0167431154f;
+  ratio = ratio * y - 0.0516056759f;
+  ratio = ratio * y + 0.13281434f;
+  ratio = ratio * y - 0.333290424f;
+  ratio = ratio * y + 0.999999414f;
+  return x * ratio;
+}
+
+// Scores of the product become logits, but for score_unit() where there is no bias and that is
+// above kLeastScale. What lies outside the sequence gets arbitrary ones.
 template <class T, int kRowTiles, int kKeyTiles>
 void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_bias,
                const BiasTile<T, kRowTiles, kKeyTiles>& bias) {
@@ -347,29 +390,38 @@ void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_
       }
     }
   };
-  const float unit = p.softcap > 0 ? p.softcap : p.scale;
   if (p.softcap > 0) {
-    for_each([&](float x, int, int, int) { return tanh_of<T>(x * p.inner_scale); });
+    float largest = 0;
+    for_each([&](float x, int, int, int) {
+      largest = fmaxf(largest, fabsf(x));
+      return x;
+    });
+    if (sizeof(T) == 2 && __all_sync(kAllLanes, largest * p.inner_scale <= 1)) {
+      for_each([&](float x, int, int, int) { return tanh_of_small(x * p.inner_scale); });
+    } else {
+      for_each([&](float x, int, int, int) { return tanh_of<T>(x * p.inner_scale); });
+    }
   }
+  const float unit = score_unit(p);
   if (with_bias) {
     for_each([&](float x, int m, int n, int i) {
       const float b = bias.at(m, i / 2, n, i % 2);
       // −inf hides the key whatever q and k hold.
       return b == -infinity<float>() ? b : x * unit + b;
     });
-  } else {
+  } else if (!(unit > kLeastScale)) {
     for_each([&](float x, int, int, int) { return x * unit; });
   }
 }
 
 // --- Mask ---
 
-// −inf where the query does not see the key. The warp's rows begin at `query`, the tile at
-// `tile_key`.
+// −inf where the query does not see the key. The warp's rows begin at `query`, a part of the tile,
+// its n from `first_n` to `end_n`, at `part_key`.
 template <int kRowTiles, int kKeyTiles>
-void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int query, int tile_key,
-          int lane) {
-  const int key = tile_key + first_key_of(lane), first_row = query + first_row_of(lane);
+void hide(float (&s)[kRowTiles][kKeyTiles][4], int first_n, int end_n, const SequenceBand& band,
+          int query, int part_key, int lane) {
+  const int key = part_key + first_key_of(lane), first_row = query + first_row_of(lane);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -377,10 +429,10 @@ void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int que
       const int i = first_row + row_at(m, half);
       const int begin = band.first_key(i) - key, end = band.end_key(i) - key;
 #pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
+      for (int n = first_n; n < end_n; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int at = key_at(n, e);
+          const int at = key_at(n - first_n, e);
           float& x = s[m][n][2 * half + e];
           x = at >= begin && at < end ? x : -infinity<float>();
         }
@@ -391,11 +443,12 @@ void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int que
 
 // −inf for keys in absent blocks. Bit 8 · (16 keys) + m of `squares`: our m-th 16 queries see them.
 template <int kRowTiles, int kKeyTiles>
-void hide_squares(float (&s)[kRowTiles][kKeyTiles][4], uint32_t squares, int lane) {
+void hide_squares(float (&s)[kRowTiles][kKeyTiles][4], int first_n, int end_n, uint32_t squares,
+                  int lane) {
 #pragma unroll
-  for (int group = 0; group < kKeyTiles; group += 4) {
+  for (int group = first_n; group < end_n; group += 4) {
     // The lane's 8 keys of these 32.
-    const uint32_t of_keys = squares >> (group / 4 * 2 + lane % 4 / 2) * 8;
+    const uint32_t of_keys = squares >> ((group - first_n) / 4 * 2 + lane % 4 / 2) * 8;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       if ((of_keys >> m & 1) != 0) continue;

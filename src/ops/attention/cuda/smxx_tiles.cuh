@@ -99,15 +99,18 @@ inline KeySpan seen_by_all(const SequenceBand& band, int32_t first, int32_t last
 }
 
 // The tiles of keys that the queries [first, last] need, in the order of the work. What decides
-// this is the mask, and only here.
-template <int kKeys>
+// this is the mask, and only here. A tile is kParts parts of kPartKeys neighbouring keys; with a
+// block mask these are those that the queries see, from anywhere.
+template <int kPartKeys, int kParts>
 struct KeyTiles {
-  int32_t first = 0, count = 0;
-  const SeenTile* listed = nullptr;  // with a block mask
+  static constexpr int kNoKey = 0x3fffffff;  // of a part past the last one
+  int32_t first = 0, count = 0, parts = 0;
+  const SeenTile* listed = nullptr;  // the parts, with a block mask
 
   KeyTiles(const SequenceBand& band, int32_t first_query, int32_t last_query) {
     const KeySpan seen = seen_by_some(band, first_query, last_query);
     if (seen.begin >= seen.end) return;
+    constexpr int kKeys = kPartKeys * kParts;
     first = seen.begin / kKeys;
     count = (seen.end + kKeys - 1) / kKeys - first;
   }
@@ -116,12 +119,21 @@ struct KeyTiles {
     const int64_t* const at =
         blocks.first + blocks.plane(batch, head) * (blocks.owners + 1) + owner;
     listed = blocks.tiles + at[0];
-    count = static_cast<int32_t>(at[1] - at[0]);
+    parts = static_cast<int32_t>(at[1] - at[0]);
+    count = (parts + kParts - 1) / kParts;
   }
-  // The first key of the n-th tile.
-  int32_t key(int32_t n) const { return (listed ? listed[n].tile : first + n) * kKeys; }
-  // Bit 8 · (16 keys) + (16 queries) of the tiles.
-  uint32_t squares(int32_t n) const { return listed ? listed[n].squares : ~0u; }
+  // The first key of a part of the n-th tile.
+  int32_t key(int32_t n, int part) const {
+    const int32_t at = n * kParts + part;
+    if (listed == nullptr) return (first * kParts + at) * kPartKeys;
+    return kParts == 1 || at < parts ? listed[at].tile * kPartKeys : kNoKey;
+  }
+  // Bit 8 · (16 keys) + (16 queries) of a part.
+  uint32_t squares(int32_t n, int part) const {
+    const int32_t at = n * kParts + part;
+    if (listed == nullptr) return ~0u;
+    return kParts == 1 || at < parts ? listed[at].squares : 0;
+  }
 };
 
 }  // namespace pullback::attention

@@ -36,6 +36,14 @@ struct ForwardTile {
   }
 };
 
+// With a block mask a tile of keys is made of parts, each of that many neighbouring keys
+// (blocks.cuh has room for no more).
+inline constexpr int part_keys(const ForwardTile& tile) { return tile.keys < 64 ? tile.keys : 64; }
+
+// Smaller scales, and negative ones, do not go into the exponential: its argument has to keep the
+// order of the scores.
+inline constexpr float kLeastScale = 1e-30f;
+
 // What a kernel can do; each kind what the ones before it can, and costs more registers.
 enum class ForwardKind {
   plain,     // scale above 0, rows in 16-byte pieces
@@ -48,7 +56,7 @@ inline constexpr ForwardKind kForwardKinds[] = {ForwardKind::plain, ForwardKind:
                                                 ForwardKind::dropout, ForwardKind::terms,
                                                 ForwardKind::elements};
 
-// `rows` do not depend on the kind. Kinds with block masks have at most 64 keys (blocks.cuh).
+// `rows` are the same for all kinds but `blocks`.
 inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardKind kind,
                                           int arch) {
   const bool small = max_shared_bytes(arch) < 163 * 1024;
@@ -59,6 +67,11 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
     if (width <= 128) return {width, 64, 32, 4, 2, small ? 1 : 2};
     if (small && width == 256) return {width, 32, 32, 2, 2, 1};
     return {width, 64, 32, 4, 2, 1};
+  }
+  if (kind == ForwardKind::blocks) {
+    if (width <= 64) return {width, 64, arch < 90 ? 64 : 128, 2, 2, 4};
+    if (width <= 128) return {width, 64, 64, 2, 2, 4};
+    return {width, 64, 64, 4, 2, 2};
   }
   if (width <= 64) {
     if (terms) return {width, 128, 64, 8, 2, 1};
