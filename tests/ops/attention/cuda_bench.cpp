@@ -99,6 +99,16 @@ std::vector<Case> attention_cuda_bench() {
       add_one(fmt::format("B2 H{0} S4096 D{1} bias [{2},{0},S,S]", heads, head_dim, batch), setup);
     }
   }
+  setup = {.batch = 8200,
+           .query = 128,
+           .key = 128,
+           .heads = 32,
+           .kv_heads = 4,
+           .head_dim = 64,
+           .value_dim = 64,
+           .dtypes = {DType::bf16}};
+  add_one("B8200 H32 over 4 S128 D64, more than 2^31+8 elements", setup);
+  cases.back().full_only = true;
   return cases;
 }
 
