@@ -159,6 +159,8 @@ def segment_rivals(report):
 
 def attention_rivals(report):
     """scaled_dot_product_attention by each of its backends."""
+    import warnings
+
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -179,9 +181,9 @@ def attention_rivals(report):
                 return scaled_dot_product_attention(*inputs, attn_mask=mask, **options)
 
             try:
-                with sdpa_kernel(backend), torch.no_grad():
-                    seconds = times(forward)
-                with sdpa_kernel(backend):
+                with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
+                    with torch.no_grad():
+                        seconds = times(forward)
                     out = forward()
                 backward = times(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
             except RuntimeError:
@@ -212,6 +214,7 @@ def attention_rivals(report):
 def flex_attention_rivals(report):
     """FlexAttention, compiled: a window, a bias with its gradient (by atomics), and block masks."""
     import torch
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
     torch._functorch.config.donated_buffer = False  # the graph is kept for several backward passes
