@@ -238,7 +238,7 @@ def flex_attention_rivals(report):
             count = 16384 // block
             layout = torch.rand(1, 8, count, count, device="cuda") < 0.25
             seen = layout.sum(-1, dtype=torch.int32)
-            columns = layout.to(torch.int8).argsort(-1, descending=True, stable=True).to(torch.int32)
+            columns = layout.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
             mask = BlockMask.from_kv_blocks(torch.zeros_like(seen), columns, seen, columns, BLOCK_SIZE=block)
             tiles = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=64)
             time_one(f"B1 H8 S16384 D{head_dim} 25 % of blocks of {block}", (1, 8, 16384, head_dim),

@@ -154,8 +154,8 @@ TEST_F(attention_cuda, gradients_of_131072_tokens) {
 TEST_F(attention_cuda, sums_have_the_same_bits_a_thousand_times) {
   const auto expect_same = [](const std::vector<std::int64_t>& bias, DType dtype, int runs) {
     const attention_setup::Setup setup{.batch = 2,
-                                       .query = 130,
-                                       .key = 300,
+                                       .query = 70,
+                                       .key = 140,
                                        .heads = 8,
                                        .kv_heads = 2,
                                        .head_dim = 64,
@@ -179,11 +179,11 @@ TEST_F(attention_cuda, sums_have_the_same_bits_a_thousand_times) {
       }
     }
   };
-  expect_same({1, 8, 130, 300}, DType::bf16, 1000);
+  expect_same({1, 8, 70, 140}, DType::bf16, 1000);
   for (const DType dtype : {DType::bf16, DType::f32}) {
-    expect_same({2, 8, 130, 300}, dtype, 100);
-    expect_same({2, 1, 1, 300}, dtype, 100);
-    expect_same({1, 1, 1, 1}, dtype, 100);
+    expect_same({2, 8, 70, 140}, dtype, 50);
+    expect_same({2, 1, 1, 140}, dtype, 50);
+    expect_same({1, 1, 1, 1}, dtype, 50);
   }
 }
 
