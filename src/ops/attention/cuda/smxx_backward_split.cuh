@@ -181,6 +181,20 @@ struct SplitBlock
     store_scores(ds_tile, d_s, first, ds_unit);
   }
 
+  // Products wait where P^T and dS^T of the warp will be stored.
+  void repair(float (&s)[2][kN][4], float (&d_p)[2][kN][4], const KeyScores& scores, int stage,
+              int first) const {
+    const auto in = [&](uint32_t tile) {
+      return [=, row = key_row](int key, int query) {
+        return tile + TileLayout<float, kQueries>::offset(row + key, (first + query) / 4) +
+               static_cast<uint32_t>(query % 4 * 4);
+      };
+    };
+    scores.repair(s, units.k_unit * q_unit(stage), p.q, p.k, p.problem.head_dim, in(p_tile));
+    scores.repair(d_p, units.v_unit * d_out_unit(stage), p.d_out, p.v, p.problem.value_dim,
+                  in(ds_tile));
+  }
+
   // P^T and dS^T of the step.
   void make_scores(const Step& step, int stage, bool careful, bool suspicious) const {
     const int first = own * kChunkQueries;
@@ -201,6 +215,7 @@ struct SplitBlock
     } else {
       score_product(s, k_tile, q_tiles + stage * kQueryBytes, first);
       score_product(d_p, v_tile, d_out_tiles + stage * kQueryBytes, first);
+      if (suspicious || !block.finite_keys) repair(s, d_p, scores, stage, first);
       uint32_t kept[2];
       scores.draw(kept);
       const float s_unit = units.k_unit * q_unit(stage);
@@ -230,20 +245,32 @@ struct SplitBlock
     const PlaneRows<kQueries, false> p_rows(p_tile, lane), ds_rows(ds_tile, lane);
     const PlaneRows<kWidth, false> q_rows(q_tile, lane), d_out_rows(d_out_tile, lane);
     const float to_q = q_unit(stage), to_d_out = d_out_unit(stage);
-#pragma unroll
-    for (int first = 0; first < kQueries; first += 16) {
+    const auto add_values = [&](int first) {
+      const float unit = units.p_unit[key_row / 32][first / kUnitQueries] * to_d_out;
       PlaneMatrices a[2];
-      if (p.d_v.data != nullptr) {
-        const float unit = units.p_unit[key_row / 32][first / kUnitQueries] * to_d_out;
 #pragma unroll
-        for (int m = 0; m < 2; ++m) a[m].load(p_rows.at(key_row + 16 * m, first / 8));
-        multiply_plane_rows(d_v, a, d_out_rows, first, own * kOwnN, {unit, unit});
+      for (int m = 0; m < 2; ++m) a[m].load(p_rows.at(key_row + 16 * m, first / 8));
+      multiply_plane_rows(d_v, a, d_out_rows, first, own * kOwnN, {unit, unit});
+    };
+    const auto add_keys = [&](int first) {
+      const float unit = units.ds_unit[key_row / 32][first / kUnitQueries] * to_q;
+      PlaneMatrices a[2];
+#pragma unroll
+      for (int m = 0; m < 2; ++m) a[m].load(ds_rows.at(key_row + 16 * m, first / 8));
+      multiply_plane_rows(d_k, a, q_rows, first, own * kOwnN, {unit, unit});
+    };
+    const bool wants_v = p.d_v.data != nullptr, wants_k = p.d_k.data != nullptr;
+    if (wants_v && wants_k) {  // one block, for the compiler to mix
+#pragma unroll
+      for (int first = 0; first < kQueries; first += 16) {
+        add_values(first);
+        add_keys(first);
       }
-      if (p.d_k.data != nullptr) {
-        const float unit = units.ds_unit[key_row / 32][first / kUnitQueries] * to_q;
-#pragma unroll
-        for (int m = 0; m < 2; ++m) a[m].load(ds_rows.at(key_row + 16 * m, first / 8));
-        multiply_plane_rows(d_k, a, q_rows, first, own * kOwnN, {unit, unit});
+    } else {
+#pragma unroll 1
+      for (int first = 0; first < kQueries; first += 16) {
+        if (wants_v) add_values(first);
+        if (wants_k) add_keys(first);
       }
     }
   }

@@ -7,14 +7,15 @@
 
 namespace pullback::attention {
 
-// Σ_d x_d y_d in plain f32, for a product that met infinity or NaN in its planes.
-inline __noinline__ float plain_dot(const HeadRows& x, const HeadRows& y, int64_t batch, int head,
-                                    int kv_head, int64_t x_row, int64_t y_row, int width) {
+// Σ_d x_d y_d in plain f32.
+inline float plain_dot(const HeadRows& x, const HeadRows& y, int64_t batch, int head, int kv_head,
+                       int64_t x_row, int64_t y_row, int width) {
   const float* const a =
       static_cast<const float*>(x.data) + batch * x.batch + x_row * x.row + head * x.head;
   const float* const b =
       static_cast<const float*>(y.data) + batch * y.batch + y_row * y.row + kv_head * y.head;
   float sum = 0;
+#pragma unroll 1
   for (int d = 0; d < width; ++d) sum += a[d * x.element] * b[d * y.element];
   return sum;
 }
@@ -26,9 +27,38 @@ struct SplitScores : Scores<float, kN, kFeatures> {
   using Base::drops, Base::head, Base::key, Base::lane, Base::p, Base::place, Base::query,
       Base::squares, Base::stats;
 
-  float dot(const HeadRows& x, const HeadRows& y, int i, int j, int width) const {
-    return plain_dot(x, y, place.batch, head, head / p.problem.group, place.q_begin + i,
-                     place.k_begin + j, width);
+  // What infinity and NaN make of products is unlike what they make of planes: a product that is
+  // not finite is made once more. `at(key, query)` is where a product of the warp's waits in shared
+  // memory; keys are rows of the tile.
+  template <class Place>
+  void repair(float (&product)[2][kN][4], float unit, const HeadRows& of_queries,
+              const HeadRows& of_keys, int width, const Place& at) const {
+    const auto for_each = [&](const auto& visit) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            visit(product[m][n][e],
+                  at(16 * m + e / 2 * 8 + lane / 4, 8 * n + lane % 4 * 2 + e % 2));
+          }
+        }
+      }
+    };
+    for_each([&](float x, uint32_t to) { store_shared(to, __float_as_uint(x)); });
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < 8 * kN; ++i) {
+      const float x = __uint_as_float(load_shared_word(at(lane, i)));
+      const int own_query = query + i, own_key = key + first_key_of_row(lane % 8) + lane / 8 * 2;
+      if (x - x == 0 || own_query >= place.q_length || own_key >= place.k_length) continue;
+      const float sum = plain_dot(of_queries, of_keys, place.batch, head, head / p.problem.group,
+                                  place.q_begin + own_query, place.k_begin + own_key, width);
+      store_shared(at(lane, i), __float_as_uint(sum / unit));
+    }
+    __syncwarp();
+    for_each([&](float& x, uint32_t from) { x = __uint_as_float(load_shared_word(from)); });
   }
 
   // s becomes P^T, d_p dS^T; the products are to be multiplied by their units. kCareful: some pair
@@ -64,13 +94,8 @@ struct SplitScores : Scores<float, kN, kFeatures> {
               seen = seen && (squares >> (n / 2 * 8 + lane / 16) & 1) != 0;
             }
           }
-          float raw = s[m][n][e] * s_unit, d_chance = d_p[m][n][e] * d_p_unit;
-          if constexpr (kCareful) {
-            if (seen && !(raw - raw == 0)) raw = dot(p.q, p.k, i, j, problem.head_dim);
-            if (seen && !(d_chance - d_chance == 0)) {
-              d_chance = dot(p.d_out, p.v, i, j, problem.value_dim);
-            }
-          }
+          const float raw = s[m][n][e] * s_unit;
+          float d_chance = d_p[m][n][e] * d_p_unit;
           float addend = 0, slope = 1, score;
           if (biased && seen) addend = bias[i * p.bias.query + j * p.bias.key];
           if (capped) {
