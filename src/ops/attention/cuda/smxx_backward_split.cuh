@@ -69,12 +69,12 @@ struct SplitBlock
         load_shared(words, tile + at);
 #pragma unroll
         for (const uint32_t word : words) {
-          const uint32_t magnitude = word & 0x7fffffff;
+          const uint32_t magnitude = word & 0x7fffffff, order = finite_order(word);
           found |= magnitude >= kInfinityBits;
-          if (magnitude < kInfinityBits && magnitude > largest) largest = magnitude;
+          largest = order > largest ? order : largest;
         }
       }
-      return largest;
+      return magnitude_of_order(__reduce_max_sync(0xffffffffu, largest));
     };
     // The largest does not depend on the order.
     atomicMax(&units.k_largest, largest_of(k_tile));
@@ -108,7 +108,7 @@ struct SplitBlock
                      int first) const {
     const PlaneRows<kWidth, false> keys(key_tile, lane);
     const PlaneRows<kWidth, true> queries(query_tile, lane);
-    multiply_plane_columns<kWidth>(sum, keys, key_row, queries, first);
+    multiply_plane_columns<kWidth, true>(sum, keys, key_row, queries, first);
   }
 
   static uint32_t largest_of(const float (&values)[2][kN][4]) {

@@ -44,26 +44,64 @@ uint32_t plane_offset(int row, int eight) {
   return TileLayout<float, kColumns>::offset(row, 2 * eight);
 }
 
+// Splits a tile where it lies, with all threads of the block: load, a barrier, and store.
+template <int kRows, int kColumns, int kThreads>
+struct TileSplitter {
+  static constexpr int kPieces = (kRows * kColumns / 8 + kThreads - 1) / kThreads;
+  uint32_t words[kPieces][2][4];
+
+  // Neighbouring threads have rows in different banks.
+  template <class Visit>
+  static void for_each(uint32_t tile, const Visit& visit) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int i = static_cast<int>(threadIdx.x) + piece * kThreads;
+      if (kRows * kColumns / 8 % kThreads == 0 || i < kRows * kColumns / 8) {
+        visit(piece, tile + plane_offset<kColumns>(i % kRows, i / kRows));
+      }
+    }
+  }
+  void load(uint32_t tile) {
+    for_each(tile, [&](int piece, uint32_t at) {
+      load_shared(words[piece][0], at);
+      load_shared(words[piece][1], at ^ 16);
+    });
+  }
+  void store(uint32_t tile, float inverse_unit) const {
+    for_each(tile, [&](int piece, uint32_t at) {
+      uint32_t high[4], low[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint32_t(&pair)[4] = words[piece][w / 2];
+        const Planes planes = split_pair(__uint_as_float(pair[w % 2 * 2]),
+                                         __uint_as_float(pair[w % 2 * 2 + 1]), inverse_unit);
+        high[w] = planes.high;
+        low[w] = planes.low;
+      }
+      store_shared(at, high);
+      store_shared(at ^ 16, low);
+    });
+  }
+  // Of the thread's own words and those of its warp.
+  uint32_t largest() const {
+    uint32_t found = 0;
+    for_each(0, [&](int piece, uint32_t) {
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        const uint32_t order = finite_order(words[piece][w / 4][w % 4]);
+        found = order > found ? order : found;
+      }
+    });
+    return magnitude_of_order(__reduce_max_sync(0xffffffffu, found));
+  }
+};
+
 // All threads of the block, between barriers.
 template <int kRows, int kColumns, int kThreads>
 void split_tile(uint32_t tile, float inverse_unit) {
-  // Neighbouring lanes have rows in different banks.
-#pragma unroll 2
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kColumns / 8; i += kThreads) {
-    const uint32_t at = tile + plane_offset<kColumns>(i % kRows, i / kRows);
-    uint32_t words[2][4], high[4], low[4];
-    load_shared(words[0], at);
-    load_shared(words[1], at ^ 16);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const Planes planes = split_pair(__uint_as_float(words[w / 2][w % 2 * 2]),
-                                       __uint_as_float(words[w / 2][w % 2 * 2 + 1]), inverse_unit);
-      high[w] = planes.high;
-      low[w] = planes.low;
-    }
-    store_shared(at, high);
-    store_shared(at ^ 16, low);
-  }
+  TileSplitter<kRows, kColumns, kThreads> splitter;
+  splitter.load(tile);
+  splitter.store(tile, inverse_unit);
 }
 
 // --- Products ---
@@ -109,29 +147,24 @@ struct PlaneMatrices {
   }
 };
 
-// sum[m][first + n] += factor[m] · a[m] · (the n-th of kCount 16 x 8 in b): 16 terms.
-template <int kCount, int kM, int kN>
+// sum[m][first + n] += factor[m] · a[m] · (the n-th of kCount 16 x 8 in b): 16 terms. The low parts
+// of a come first, or those of b.
+template <int kCount, bool kLowOfAFirst, int kM, int kN>
 void add_product(float (&sum)[kM][kN][4], int first, const PlaneMatrices (&a)[kM],
                  const PlaneMatrices& b, const float (&factor)[kM]) {
   float part[kM][kCount][4] = {};
+  const auto multiply = [&](bool low_of_a, const uint32_t(&right)[4]) {
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+    for (int m = 0; m < kM; ++m) {
 #pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      mma_16816<f16>(part[m][n], a[m].low, b.high[2 * n], b.high[2 * n + 1]);
-  }
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      mma_16816<f16>(part[m][n], a[m].high, b.low[2 * n], b.low[2 * n + 1]);
-  }
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      mma_16816<f16>(part[m][n], a[m].high, b.high[2 * n], b.high[2 * n + 1]);
-  }
+      for (int n = 0; n < kCount; ++n) {
+        mma_16816<f16>(part[m][n], low_of_a ? a[m].low : a[m].high, right[2 * n], right[2 * n + 1]);
+      }
+    }
+  };
+  multiply(kLowOfAFirst, kLowOfAFirst ? b.high : b.low);
+  multiply(!kLowOfAFirst, kLowOfAFirst ? b.low : b.high);
+  multiply(false, b.high);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -154,19 +187,20 @@ void multiply_plane_rows(float (&sum)[kM][kN][4], const PlaneMatrices (&a)[kM], 
   for (int n = 0; n < kN; n += 2) {
     PlaneMatrices b;
     b.load_transposed(rows.at(first_row, first_eight + n));
-    add_product<2>(sum, n, a, b, factor);
+    add_product<2, true>(sum, n, a, b, factor);
   }
 }
 
-// sum = rows [a_row, + 32) of one tile times rows [b_row, + 8 · kN) of another, across their
-// columns.
-template <int kColumns, int kN, class ARows, class BRows>
-void multiply_plane_columns(float (&sum)[2][kN][4], const ARows& a_rows, int a_row,
+// sum = rows [a_row, + 16 · kM) of one tile times rows [b_row, + 8 · kN) of another, across their
+// columns. The bits are the same with a and b exchanged and kKeysFirst the other way round.
+template <int kColumns, bool kKeysFirst, int kM, int kN, class ARows, class BRows>
+void multiply_plane_columns(float (&sum)[kM][kN][4], const ARows& a_rows, int a_row,
                             const BRows& b_rows, int b_row) {
   static_assert(kN == 1 || kN % 2 == 0);
-  constexpr float kFactor[2] = {1, 1};
+  float factor[kM];
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < kM; ++m) {
+    factor[m] = 1;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -175,19 +209,19 @@ void multiply_plane_columns(float (&sum)[2][kN][4], const ARows& a_rows, int a_r
   }
 #pragma unroll
   for (int depth = 0; depth < kColumns / 8; depth += 2) {
-    PlaneMatrices a[2];
+    PlaneMatrices a[kM];
 #pragma unroll
-    for (int m = 0; m < 2; ++m) a[m].load(a_rows.at(a_row + 16 * m, depth));
+    for (int m = 0; m < kM; ++m) a[m].load(a_rows.at(a_row + 16 * m, depth));
     if constexpr (kN == 1) {
       PlaneMatrices b;
       b.load_half(b_rows.at(b_row, depth));
-      add_product<1>(sum, 0, a, b, kFactor);
+      add_product<1, kKeysFirst>(sum, 0, a, b, factor);
     } else {
 #pragma unroll
       for (int n = 0; n < kN; n += 2) {
         PlaneMatrices b;
         b.load(b_rows.at(b_row + 8 * n, depth));
-        add_product<2>(sum, n, a, b, kFactor);
+        add_product<2, kKeysFirst>(sum, n, a, b, factor);
       }
     }
   }

@@ -13,6 +13,11 @@ inline uint32_t finite_magnitude_of(float x) {
   const uint32_t magnitude = magnitude_of(x);
   return magnitude < kInfinityBits ? magnitude : 0;
 }
+// The same order in two instructions: infinity and NaN come before every finite number.
+inline uint32_t finite_order(uint32_t bits) { return (bits + 0x00800000) & 0x7fffffff; }
+inline uint32_t magnitude_of_order(uint32_t order) {
+  return order > 0x00800000 ? order - 0x00800000 : 0;
+}
 
 inline float unit_of(uint32_t largest) {
   const uint32_t exponent = largest >> 23;
