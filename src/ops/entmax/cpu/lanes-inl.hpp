@@ -80,7 +80,7 @@ void RowsToLanes(const R* from, std::int64_t row_step, std::size_t length, R* HW
   std::size_t i = 0;
 #if HWY_TARGET != HWY_SCALAR
   constexpr std::size_t kBlock = 16 / sizeof(R);
-  for (; i + kBlock <= length; i += kBlock) {
+  for (const std::size_t end = length / kBlock * kBlock; i < end; i += kBlock) {
     Lane<R> v[kBlock];
     for (std::size_t k = 0; k < kBlock; ++k) {
       // Lane k of block b is row b * kBlock + k.
@@ -106,7 +106,7 @@ void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int
   std::size_t i = 0;
 #if HWY_TARGET != HWY_SCALAR
   constexpr std::size_t kBlock = 16 / sizeof(R);
-  for (; i + kBlock <= length; i += kBlock) {
+  for (const std::size_t end = length / kBlock * kBlock; i < end; i += kBlock) {
     Lane<R> v[kBlock];
     for (std::size_t k = 0; k < kBlock; ++k) v[k] = hn::LoadU(d, from + (i + k) * kLanes<R>);
     TransposeBlocks(d, v);
@@ -194,16 +194,17 @@ struct LaneThreshold {
   Lane<R> theta, scale;  // as in Threshold
 };
 
-// `theta` is a lower bound of each row's root. Rows that are done wait for the others.
-template <class P, class R>
-LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, const R* z, std::size_t count,
-                            double precision) {
+// `theta` is a lower bound of each row's root. evaluate(theta, open) returns LaneSums<R>, of which
+// the open rows count. Rows that are done wait for the others.
+template <class R, class P, class Evaluate>
+LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> open,
+                            double precision, const Evaluate& evaluate) {
   const LaneTag<R> d;
   const auto one = hn::Set(d, R{1});
   auto scale = one;
   if constexpr (P::family == Family::sparsemax) {
     while (true) {
-      const LaneSums<R> sums = EvaluateLanes(power, theta, z, count);
+      const LaneSums<R> sums = evaluate(theta, open);
       const auto next = hn::Div(hn::Sub(sums.f, one), sums.slope);
       const auto moves = hn::Gt(next, theta);
       if (hn::AllFalse(d, moves)) return {theta, scale};
@@ -213,9 +214,8 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, const R* z, std::size
     const auto tolerance = hn::Set(d, static_cast<R>(1 + power.Tolerance(precision)));
     const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
     const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
-    auto open = hn::Eq(one, one);
     while (true) {
-      const LaneSums<R> sums = EvaluateLanes(power, theta, z, count);
+      const LaneSums<R> sums = evaluate(theta, open);
       const auto step = LaneStep<P, R>(power, sums);
       const auto root = hn::Add(theta, step);
       const auto rest = hn::Sub(step, hn::Sub(root, theta));
@@ -227,6 +227,23 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, const R* z, std::size
       if (hn::AllFalse(d, open)) return {theta, scale};
     }
   }
+}
+
+// The same where all elements of all rows are in vectors: z[0, count * lanes).
+template <class R, class P>
+LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, const R* z, std::size_t count,
+                            double precision) {
+  return SolveLanes<R>(power, theta, hn::Eq(theta, theta), precision,
+                       [&](Lane<R> at, hn::Mask<LaneTag<R>>)
+                           HWY_ATTR { return EvaluateLanes(power, at, z, count); });
+}
+
+// A bound must not drop an element of the support: this covers the rounding of its sums.
+template <class R, class P>
+HWY_INLINE Lane<R> SafeBound(const P&, Lane<R> bound) {
+  const LaneTag<R> d;
+  constexpr R kSlack = 16 * std::numeric_limits<R>::epsilon();
+  return hn::Max(hn::Set(d, P::start), hn::Sub(bound, hn::Set(d, kSlack)));
 }
 
 // --- Rows ---
@@ -344,10 +361,9 @@ class LaneRows {
     for (std::size_t i = 0; i < parts_ * kLanes<R>; i += kLanes<R>) {
       hn::Store(hn::Sub(hn::Load(d, part_max_ + i), shift), d, part_max_ + i);
     }
-    constexpr R kSlack = 16 * std::numeric_limits<R>::epsilon();
     const auto start = hn::Set(d, power.start);
-    const auto bound = SolveLanes(power, start, part_max_, parts_, Precision<R>::rough).theta;
-    return hn::Max(start, hn::Sub(bound, hn::Set(d, kSlack)));
+    return SafeBound<R>(power,
+                        SolveLanes<R>(power, start, part_max_, parts_, Precision<R>::rough).theta);
   }
 
   void Softmax() {
