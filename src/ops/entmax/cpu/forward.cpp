@@ -381,7 +381,7 @@ class ForwardPlan final : public RowPlan {
           task.scratch + packed_y_,
           task.scratch + elements_,
           has_stripe_ ? task.scratch + stripe_ : nullptr,
-          {has_batch_ ? task.scratch + candidates_ : nullptr, task.scratch + places_},
+          {has_batch_ ? task.scratch + candidates_ : nullptr, task.scratch + places_, batch_rows_},
       };
       HWY_DYNAMIC_DISPATCH(RunForwardTile)(tile);
     });
@@ -405,7 +405,8 @@ class ForwardPlan final : public RowPlan {
     has_batch_ = !problem.alpha_per_row.given() && family_of(problem.alpha) == Family::general &&
                  walk_.tile_rows() >= kLeastBatchRows;
     if (has_batch_) {
-      const std::int64_t rows = std::min(walk_.tile_rows(), kMostBatchRows);
+      batch_rows_ = static_cast<std::size_t>(std::min(walk_.tile_rows(), kMostBatchRows));
+      const auto rows = 2 * static_cast<std::int64_t>(batch_rows_);
       const auto real = static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype)));
       candidates_ = slot.add(rows * candidates_pitch(length_) * real);
       places_ = slot.add(rows * places_pitch(length_));
@@ -425,7 +426,7 @@ class ForwardPlan final : public RowPlan {
   }
 
   std::size_t packed_x_ = 0, packed_y_ = 0, elements_ = 0, stripe_ = 0, candidates_ = 0,
-              places_ = 0;
+              places_ = 0, batch_rows_ = 0;
   bool has_stripe_ = false, has_batch_ = false;
 };
 

@@ -79,11 +79,14 @@ class RowBatch {
     const auto bound = Bound();
     HWY_ALIGN R theta[kLanes<R>], scale[kLanes<R>];
     hn::Store(bound, d, theta);
-    constexpr std::uintptr_t kLead = LinesAhead::kLead;
-    const auto end = reinterpret_cast<std::uintptr_t>(row_[rows_ - 1].x + length_);
-    LinesAhead ahead(reinterpret_cast<const void*>(end - kLead), kLanes<R> * sizeof(T));
+    if (prefetch) {
+      const T* end = row_[rows_ - 1].x + length_;
+      next_ = LinesAhead(
+          reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(end) - LinesAhead::kLead));
+      lines_ = rows_ * length_ * sizeof(T) / LinesAhead::kLine;
+    }
     for (std::size_t k = 0; k < rows_; ++k) {
-      if (valid_[k]) FindCandidates(k, theta[k], prefetch ? &ahead : nullptr);
+      if (valid_[k] != 0) FindCandidates(k, theta[k]);
     }
     const auto open = hn::Ne(hn::Load(d, valid_), hn::Zero(d));
     const auto threshold = SolveLanes<R>(power_, bound, open, Precision<R>::full,
@@ -92,9 +95,17 @@ class RowBatch {
     hn::Store(threshold.theta, d, theta);
     hn::Store(threshold.scale, d, scale);
     for (std::size_t k = 0; k < rows_; ++k) {
-      result_[k] =
-          valid_[k] ? WriteRowOf(k, theta[k], scale[k]) : DegenerateRow(row_[k], empty_[k]);
+      if (valid_[k] != 0) {
+        result_[k] = {b_ * static_cast<double>(max_[k]) + static_cast<double>(theta[k]),
+                      ComputeY(k, theta[k], scale[k])};
+      } else {
+        result_[k] = DegenerateRow(row_[k], empty_[k]);
+      }
+      for (std::size_t left = lines_ / (rows_ - k); left > 0; --left) Fetch();
+      // Not right after y of the same row, which would be loaded before it is stored.
+      if (k > 0) WriteY(k - 1);
     }
+    WriteY(rows_ - 1);
   }
 
  private:
@@ -106,7 +117,6 @@ class RowBatch {
     const LaneTag<R> d;
     HWY_ALIGN R maxima[kLanes<R> * kMaxima];
     HWY_ALIGN R z[kMaxima * kLanes<R>];
-    HWY_ALIGN R few[kLanes<R> * kLanes<R>];
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
       R* own = maxima + k * kMaxima;
       max_[k] = k < rows_ ? MaxOfRow(row_[k].x, length_, own, false)
@@ -121,6 +131,7 @@ class RowBatch {
     }
     RowsToLanes(maxima, static_cast<std::int64_t>(kMaxima), kMaxima, z);
     const auto shift = hn::Load(d, max_);
+    auto sum = hn::Zero(d);  // of the largest few
     for (std::size_t i = 0; i < kLanes<R>; ++i) {
       auto highest = hn::Set(d, -std::numeric_limits<R>::infinity());
       for (std::size_t k = 0; k < kAccumulators; ++k) {
@@ -129,17 +140,21 @@ class RowBatch {
         hn::Store(v, d, at);
         highest = hn::Max(highest, v);
       }
-      hn::Store(highest, d, few + i * kLanes<R>);
+      sum = hn::Add(sum, highest);
     }
-    // The largest few make the start cheap.
-    auto theta = hn::Set(d, power_.start);
-    theta = SafeBound<R>(power_,
-                         SolveLanes<R>(power_, theta, few, kLanes<R>, Precision<R>::rough).theta);
+    const auto start = SafeBound<R>(power_, MeanBound<R>(power_, sum, kLanes<R>));
     return SafeBound<R>(power_,
-                        SolveLanes<R>(power_, theta, z, kMaxima, Precision<R>::rough).theta);
+                        SolveLanes<R>(power_, start, z, kMaxima, Precision<R>::rough).theta);
   }
 
-  void FindCandidates(std::size_t k, R theta, LinesAhead* ahead) {
+  // A line of the next batch, as long as there are some.
+  HWY_INLINE void Fetch() {
+    if (lines_ == 0) return;
+    --lines_;
+    next_.Step();
+  }
+
+  void FindCandidates(std::size_t k, R theta) {
     const LaneTag<R> d;
     const T* x = row_[k].x;
     R* z = candidates_ + k * pitch_;
@@ -155,9 +170,14 @@ class RowBatch {
       places += kPlaceBytes;
     };
     std::size_t i = 0;
-    for (; i + kLanes<R> <= length_; i += kLanes<R>) {
-      if (ahead != nullptr) ahead->Step();
+    for (; i + 2 * kLanes<R> <= length_; i += 2 * kLanes<R>) {
+      Fetch();
       keep(LoadAs(d, x + i));
+      keep(LoadAs(d, x + i + kLanes<R>));
+    }
+    if (i + kLanes<R> <= length_) {
+      keep(LoadAs(d, x + i));
+      i += kLanes<R>;
     }
     if (i < length_) {
       keep(LoadFirstAs(d, x + i, length_ - i, -std::numeric_limits<Real<T>>::infinity()));
@@ -182,6 +202,7 @@ class RowBatch {
         const std::size_t end = std::min(count, i + kSumVectors * kLanes<R>);
         auto part = hn::Zero(d);
         for (; i < end; i += kLanes<R>) {
+          Fetch();
           const auto both = power_.Both(d, power_.Excess(d, hn::LoadU(d, z + i), own));
           part = hn::Add(part, both.value);
           slopes = hn::Add(slopes, both.slope);
@@ -196,35 +217,39 @@ class RowBatch {
     return {SumsOfRows(f), SumsOfRows(slope)};
   }
 
-  RowResult WriteRowOf(std::size_t k, R theta, R scale) {
+  // In place of the candidates. Returns how many are in the support, if that is wanted.
+  std::int64_t ComputeY(std::size_t k, R theta, R scale) {
     const LaneTag<R> d;
-    const RowView<T>& row = row_[k];
-    R* y = candidates_ + k * pitch_;
+    R* z = candidates_ + k * pitch_;
     const auto at = hn::Set(d, theta), factor = hn::Set(d, scale);
-    std::int64_t support = 0;
+    const bool counts = row_[k].wants_size;
+    std::size_t support = 0;
     for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
-      const auto excess = power_.Excess(d, hn::LoadU(d, y + i), at);
-      if (row.wants_size) {
-        support += static_cast<std::int64_t>(hn::CountTrue(d, power_.Active(d, excess)));
-      }
-      hn::StoreU(hn::Mul(factor, power_.Value(d, excess)), d, y + i);
+      const auto excess = power_.Excess(d, hn::LoadU(d, z + i), at);
+      if (counts) support += hn::CountTrue(d, power_.Active(d, excess));
+      hn::StoreU(hn::Mul(factor, power_.Value(d, excess)), d, z + i);
     }
-    if (row.y) {
-      const std::uint8_t* places = places_ + k * places_pitch_;
-      WriteRow(row.y, length_, row.stream, [&](T* to, std::size_t, std::size_t count) HWY_ATTR {
-        const auto next = [&]() HWY_ATTR {
-          const auto active = hn::LoadMaskBits(d, places);
-          places += kPlaceBytes;
-          const auto v = Spread(d, active, y);
-          y += hn::CountTrue(d, active);
-          return v;
-        };
-        std::size_t i = 0;
-        for (; i + kLanes<R> <= count; i += kLanes<R>) StoreAs(d, next(), to + i);
-        if (i < count) StoreFirstAs(d, next(), to + i, count - i);
-      });
-    }
-    return {b_ * static_cast<double>(max_[k]) + static_cast<double>(theta), support};
+    return static_cast<std::int64_t>(support);
+  }
+
+  void WriteY(std::size_t k) {
+    const LaneTag<R> d;
+    if (valid_[k] == 0 || row_[k].y == nullptr) return;
+    const R* y = candidates_ + k * pitch_;
+    const std::uint8_t* places = places_ + k * places_pitch_;
+    WriteRow(row_[k].y, length_, row_[k].stream,
+             [&](T* to, std::size_t, std::size_t count) HWY_ATTR {
+               const auto next = [&]() HWY_ATTR {
+                 const auto active = hn::LoadMaskBits(d, places);
+                 const auto v = Spread(d, active, y);
+                 places += kPlaceBytes;
+                 y += hn::CountTrue(d, active);
+                 return v;
+               };
+               std::size_t i = 0;
+               for (; i + kLanes<R> <= count; i += kLanes<R>) StoreAs(d, next(), to + i);
+               if (i < count) StoreFirstAs(d, next(), to + i, count - i);
+             });
   }
 
   const Power<Family::general, R> power_;
@@ -233,6 +258,8 @@ class RowBatch {
   R* const candidates_;
   std::uint8_t* const places_;
   std::size_t rows_ = 0;
+  LinesAhead next_{nullptr};
+  std::size_t lines_ = 0;  // of the next batch that are still to be fetched
   RowView<T> row_[kLanes<R>];
   RowResult result_[kLanes<R>];
   HWY_ALIGN R max_[kLanes<R>];

@@ -173,20 +173,38 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
   return sums;
 }
 
-// Power::Step.
+// Power::Step, and the slope of -f^b, of which it is a Newton step (of ln f where P is near one).
+template <class R>
+struct LaneMove {
+  Lane<R> step, slope;
+};
 template <class P, class R>
-HWY_INLINE Lane<R> LaneStep(const P& power, const LaneSums<R>& sums) {
+HWY_INLINE LaneMove<R> LaneStep(const P& power, const LaneSums<R>& sums) {
   const LaneTag<R> d;
-  if constexpr (P::family == Family::entmax15) {
-    return hn::Div(hn::Sub(sums.f, hn::Sqrt(sums.f)), sums.slope);
-  }
-  const auto b = hn::Set(d, power.b), log = hn::Log(d, sums.f);
+  const auto b = hn::Set(d, power.b), one = hn::Set(d, R{1});
   if constexpr (P::near_one) {
-    const auto less = hn::Expm1(d, hn::Neg(hn::Mul(b, log)));
-    return hn::Neg(hn::Div(hn::Mul(sums.f, less), hn::Mul(b, sums.slope)));
+    const auto less = hn::Expm1(d, hn::Neg(hn::Mul(b, hn::Log(d, sums.f))));
+    const auto slope = hn::Div(sums.slope, sums.f);
+    return {hn::Neg(hn::Div(less, hn::Mul(b, slope))), slope};
   }
-  const auto powered = hn::Exp(d, hn::Mul(hn::Sub(hn::Set(d, R{1}), b), log));
-  return hn::Div(hn::Sub(sums.f, powered), sums.slope);
+  // f^(1-b)
+  auto powered = hn::Sqrt(sums.f);
+  if constexpr (P::family != Family::entmax15) {
+    powered = hn::Mul(sums.f, PowerOfFraction(d, hn::Div(one, sums.f), b));
+  }
+  const auto inverse = hn::Div(one, sums.slope);  // beside the power, not after it
+  return {hn::Mul(hn::Sub(sums.f, powered), inverse), hn::Div(sums.slope, powered)};
+}
+
+// A lower bound of the threshold of n elements whose z add up to `sum`, by Jensen's inequality.
+template <class R, class P>
+HWY_INLINE Lane<R> MeanBound(const P& power, Lane<R> sum, std::size_t n) {
+  const LaneTag<R> d;
+  const auto start = hn::Set(d, P::start);
+  if constexpr (P::near_one) return start;
+  const double count = static_cast<double>(n), b = static_cast<double>(power.b);
+  const auto share = hn::Set(d, static_cast<R>(b / count));
+  return hn::Max(start, hn::MulSub(share, sum, hn::Set(d, static_cast<R>(std::pow(count, -b)))));
 }
 
 template <class R>
@@ -211,20 +229,39 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
       theta = hn::IfThenElse(moves, next, theta);
     }
   } else {
-    const auto tolerance = hn::Set(d, static_cast<R>(1 + power.Tolerance(precision)));
-    const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
+    // Where elements leave the support smoothly, the change of the slope since the last step tells
+    // the curvature of f^b, and what that misses is to what it gives as this step is to the last.
+    // Not for bounds, which must stay below the root.
+    const bool curved = !P::near_one && power.b < R{0.5} && precision <= Precision<R>::full;
+    const auto tolerance = hn::Set(d, static_cast<R>(power.Tolerance(precision)));
+    const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon());
+    const auto tiny = hn::Mul(hn::Set(d, R{4}), epsilon);
+    const auto half = hn::Set(d, R{0.5});
     const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
-    while (true) {
+    auto last_slope = hn::Zero(d), last_step = one;
+    for (bool first = true;; first = false) {
       const LaneSums<R> sums = evaluate(theta, open);
-      const auto step = LaneStep<P, R>(power, sums);
+      auto [step, slope] = LaneStep<P, R>(power, sums);
+      auto missed = hn::Set(d, std::numeric_limits<R>::infinity());  // of f
+      if (curved && !first) {
+        const auto ratio = hn::Div(step, last_step), change = hn::Sub(slope, last_slope);
+        const auto less = hn::Div(hn::Mul(hn::Mul(half, change), hn::Mul(step, ratio)), slope);
+        const auto sane = hn::Lt(hn::Abs(less), hn::Mul(half, hn::Abs(step)));
+        missed = hn::Abs(hn::Mul(hn::Mul(less, ratio), hn::Mul(sums.slope, descent)));
+        step = hn::Sub(step, hn::IfThenElseZero(sane, less));
+      }
       const auto root = hn::Add(theta, step);
       const auto rest = hn::Sub(step, hn::Sub(root, theta));
       const auto f = hn::MulAdd(hn::Mul(rest, descent), sums.slope, one);
       theta = hn::IfThenElse(open, root, theta);
       scale = hn::IfThenElse(open, hn::Div(one, f), scale);
-      const auto moves = hn::Gt(step, hn::Mul(tiny, hn::Abs(root)));
-      open = hn::And(open, hn::And(hn::Gt(sums.f, tolerance), moves));
+      const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
+      const auto moves = hn::Gt(hn::Abs(step), hn::Mul(tiny, hn::Abs(root)));
+      const auto far = hn::And(hn::Gt(error, tolerance), hn::Gt(missed, epsilon));
+      open = hn::And(open, hn::And(far, moves));
       if (hn::AllFalse(d, open)) return {theta, scale};
+      last_slope = slope;
+      last_step = step;
     }
   }
 }
@@ -288,6 +325,10 @@ class LaneRows {
       }
       for (; i < end; ++i) take(i, m0);
       const auto best = hn::Max(hn::Max(m0, m1), hn::Max(m2, m3));
+      if (whole) {
+        const auto low = hn::Add(hn::Sub(m0, best), hn::Sub(m1, best));
+        hn::Store(hn::Add(low, hn::Add(hn::Sub(m2, best), hn::Sub(m3, best))), d, four_);
+      }
       hn::Store(best, d, part_max_ + parts_ * kLanes<R>);
       highest = hn::Max(highest, best);
     }
@@ -327,6 +368,7 @@ class LaneRows {
         count += hn::AllFalse(d, active) ? 0 : 1;
       }
     } else {
+      theta = SafeBound<R>(power, MeanBound<R>(power, hn::Load(d, four_), 4));
       for (; count < length_; ++count) {
         const auto z = hn::Sub(hn::LoadU(d, x_ + count * kLanes<R>), shift);
         hn::StoreU(z, d, candidates_ + count * kLanes<R>);
@@ -401,6 +443,7 @@ class LaneRows {
   bool wants_size_;
   std::size_t parts_ = 0;
   HWY_ALIGN R part_max_[kBounds * kLanes<R>];
+  HWY_ALIGN R four_[kLanes<R>];  // of a short row: the sum of z of the maxima of four parts
 };
 
 }  // namespace pullback::HWY_NAMESPACE
