@@ -230,24 +230,27 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
     }
   } else {
     // Where elements leave the support smoothly, the change of the slope since the last step tells
-    // the curvature of f^b, and what that misses is to what it gives as this step is to the last.
-    // Not for bounds, which must stay below the root.
+    // the curvature of f^b. A step without it squares f - 1, or about as the curvature says; what
+    // it misses is a share of that as this step is a share of the last. Not for bounds, which must
+    // stay below the root.
     const bool curved = !P::near_one && power.b < R{0.5} && precision <= Precision<R>::full;
     const auto tolerance = hn::Set(d, static_cast<R>(power.Tolerance(precision)));
-    const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon());
-    const auto tiny = hn::Mul(hn::Set(d, R{4}), epsilon);
+    const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon() / 4);
+    const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
     const auto half = hn::Set(d, R{0.5});
     const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
     auto last_slope = hn::Zero(d), last_step = one;
     for (bool first = true;; first = false) {
       const LaneSums<R> sums = evaluate(theta, open);
       auto [step, slope] = LaneStep<P, R>(power, sums);
-      auto missed = hn::Set(d, std::numeric_limits<R>::infinity());  // of f
+      const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
+      auto missed = error;
       if (curved && !first) {
         const auto ratio = hn::Div(step, last_step), change = hn::Sub(slope, last_slope);
         const auto less = hn::Div(hn::Mul(hn::Mul(half, change), hn::Mul(step, ratio)), slope);
         const auto sane = hn::Lt(hn::Abs(less), hn::Mul(half, hn::Abs(step)));
-        missed = hn::Abs(hn::Mul(hn::Mul(less, ratio), hn::Mul(sums.slope, descent)));
+        const auto bent = hn::Abs(hn::Mul(less, hn::Mul(sums.slope, descent)));
+        missed = hn::Mul(hn::Max(hn::Mul(error, error), bent), hn::Abs(ratio));
         step = hn::Sub(step, hn::IfThenElseZero(sane, less));
       }
       const auto root = hn::Add(theta, step);
@@ -255,7 +258,6 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
       const auto f = hn::MulAdd(hn::Mul(rest, descent), sums.slope, one);
       theta = hn::IfThenElse(open, root, theta);
       scale = hn::IfThenElse(open, hn::Div(one, f), scale);
-      const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
       const auto moves = hn::Gt(hn::Abs(step), hn::Mul(tiny, hn::Abs(root)));
       const auto far = hn::And(hn::Gt(error, tolerance), hn::Gt(missed, epsilon));
       open = hn::And(open, hn::And(far, moves));
