@@ -38,18 +38,6 @@ HWY_INLINE hn::Vec<D> Spread(D d, hn::Mask<D> mask, const hn::TFromD<D>* from) {
 #endif
 }
 
-// Adds up the lanes of each of kLanes vectors; row k's sum is lane k.
-template <class R>
-HWY_INLINE Lane<R> SumsOfRows(const R* rows) {
-  const LaneTag<R> d;
-  HWY_ALIGN R lanes[kLanes<R> * kLanes<R>];
-  RowsToLanes(rows, static_cast<std::int64_t>(kLanes<R>), kLanes<R>, lanes);
-  auto sum = hn::Load(d, lanes);
-  for (std::size_t k = 1; k < kLanes<R>; ++k)
-    sum = hn::Add(sum, hn::Load(d, lanes + k * kLanes<R>));
-  return sum;
-}
-
 template <class T>
 class RowBatch {
  public:

@@ -125,6 +125,18 @@ void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int
   }
 }
 
+// Adds up the lanes of each of kLanes vectors; row k's sum is lane k.
+template <class R>
+HWY_INLINE Lane<R> SumsOfRows(const R* rows) {
+  const LaneTag<R> d;
+  HWY_ALIGN R lanes[kLanes<R> * kLanes<R>];
+  RowsToLanes(rows, static_cast<std::int64_t>(kLanes<R>), kLanes<R>, lanes);
+  auto sum = hn::Load(d, lanes);
+  for (std::size_t k = 1; k < kLanes<R>; ++k)
+    sum = hn::Add(sum, hn::Load(d, lanes + k * kLanes<R>));
+  return sum;
+}
+
 // --- The threshold ---
 
 // Sums over the elements of each row that are active at its theta.

@@ -26,6 +26,11 @@ HWY_INLINE hn::Vec<D> SquareRoot(D d, hn::Vec<D> y) {
   }
 }
 
+template <class D, class T>
+HWY_INLINE hn::Vec<D> LoadSome(D d, const T* from, std::size_t count) {
+  return count == hn::Lanes(d) ? LoadAs(d, from) : LoadFirstAs(d, from, count, Real<T>{0});
+}
+
 // Where s comes from: dense y.
 template <Family kFamily, class R, class T>
 class DenseWeights {
