@@ -28,10 +28,6 @@
 
 namespace pullback::attention {
 
-struct alignas(8) FloatPair {
-  float first, second;
-};
-
 template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
           int kFeatures>
 struct BackwardBlock {
@@ -330,7 +326,7 @@ struct BackwardBlock {
       if constexpr (sizeof(T) == 2) {
         *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b);
       } else {
-        *reinterpret_cast<FloatPair*>(to) = {a, b};
+        *reinterpret_cast<float2*>(to) = {a, b};
       }
       return;
     }
