@@ -111,7 +111,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     description = fmt::format(
         "tiles of {} queries by {} keys, head dims padded to {}, {} products on tensor cores{}; "
         "sums in f32, in a fixed order: the same bits every run",
-        tile.rows, tile.keys, width, dtype == DType::f32 ? "three tf32" : name_of(dtype),
+        tile.rows, tile.keys, width, dtype == DType::f32 ? "three f16" : name_of(dtype),
         vectors_ ? "" : "; rows that do not begin at 16 bytes are read element by element");
   }
 

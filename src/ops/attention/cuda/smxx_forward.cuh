@@ -12,6 +12,7 @@
 #pragma once
 
 #include "ops/attention/cuda/smxx_clear.cuh"
+#include "ops/attention/cuda/smxx_forward_planes.cuh"
 #include "ops/attention/cuda/smxx_plain_row.cuh"
 #include "ops/attention/cuda/smxx_scores.cuh"
 #include "ops/attention/cuda/smxx_tiles.cuh"
@@ -263,6 +264,16 @@ void forward(const ForwardParams& params) {
   };
   if (kAhead) load_bias(0);
 
+  // f32 is split in planes of f16, tile by tile.
+  constexpr bool kPlanes = sizeof(T) == 4;
+  __shared__ uint32_t largest[2][kTile.warps];  // of K and V
+  float q_unit = 1;
+  if constexpr (kPlanes) {
+    async_wait<0>();
+    __syncthreads();
+    q_unit = split_arrived<kTile.rows, kWidth, kThreads>(q_tile, largest[1]);
+  }
+
   RunningRows<kRowTiles, kWidth / 8> state;
   for (int n = 0; n < key_tiles.count; ++n) {
     const Warp warp(first_query, rows);
@@ -285,19 +296,28 @@ void forward(const ForwardParams& params) {
     async_wait<kSlots - 2>();
     __syncthreads();
     load_item(2 * n + kSlots - 1);
-    if (works) {
-      const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
+    const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
+    const uint32_t k_tile = ring + 2 * n % kSlots * (kKeys * Layout::kRowBytes);
+    if constexpr (kPlanes) {
+      const float k_unit = split_arrived<kKeys, kWidth, kThreads>(k_tile, largest[0]);
+      if (works) plane_scores<kWidth>(s, q_rows, k_tile, q_unit * k_unit, warp.lane);
+    } else if (works) {
       const auto q_place = place_of_rows<T, kWidth>(warp.lane);
       score_product<T, kWidth, kRowTiles, kKeys>(
           s,
           [&](int step, Operand<T>(&q)[kRowTiles]) {
             load_queries<T, kWidth, kRowTiles>(q, q_rows, q_place, step);
           },
-          ring + 2 * n % kSlots * (kKeys * Layout::kRowBytes), warp.lane);
+          k_tile, warp.lane);
     }
     async_wait<kSlots - 2>();
     __syncthreads();
     load_item(2 * n + kSlots);
+    const uint32_t v_tile = ring + (2 * n + 1) % kSlots * (kKeys * Layout::kRowBytes);
+    float v_unit = 1;
+    if constexpr (kPlanes) {
+      v_unit = split_arrived<kKeys, kWidth, kThreads>(v_tile, largest[1]);
+    }
     if (works) {
       const int lane = thread_number<kAnew>() % 32;
       if constexpr (kTerms) {
@@ -325,14 +345,18 @@ void forward(const ForwardParams& params) {
           drop(s, p.dropout, plane, warp.query, key[0], lane);
         }
       }
-      value_product<T, kWidth, kRowTiles, kKeys>(
-          state.out, s, ring + (2 * n + 1) % kSlots * (kKeys * Layout::kRowBytes), lane);
+      if constexpr (kPlanes) {
+        plane_values<kWidth>(state.out, s, v_tile, v_unit, lane);
+      } else {
+        value_product<T, kWidth, kRowTiles, kKeys>(state.out, s, v_tile, lane);
+      }
     } else if (kAhead) {
       load_bias(n + 1);
     }
   }
   async_wait<0>();
-  if (key_tiles.count == 0) __syncthreads();  // the queries have arrived before they are replaced
+  if (key_tiles.count == 0 && !kPlanes)
+    __syncthreads();  // the queries have arrived before they are replaced
   const Warp warp(first_query, rows);
   if (warp.rows <= 0) return;
   const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;

@@ -2,12 +2,6 @@
 // what is done to them on the way from the product to the softmax.
 //
 //   s = scale · q·k;  s = c tanh(s / c);  s = s + bias;  −inf where the query does not see the key
-//
-// f32 runs on the tensor cores as three products of tf32: x = high + low, x y ≈ high high +
-// high low + low high (Markidis et al. 2018), both halves rounded to nearest: what is dropped is of
-// the size of f32's own rounding. The tensor cores truncate the sums they make, so that the errors
-// of a long sum would all point the same way (Ootomo, Yokota 2022): the large products leave them
-// after kTruncated steps and are added up in plain f32; the small ones have a sum of their own.
 #pragma once
 
 #include "device/memory.cuh"
@@ -49,21 +43,6 @@ int thread_number() {
 template <class T>
 struct Operand {
   uint32_t word[4];
-  void split() {}
-};
-template <>
-struct Operand<float> {
-  uint32_t word[4], low[4];
-  void split() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // To the nearest tf32. The hardware ignores the lower bits, so those of `low` may stay.
-      constexpr uint32_t kHalf = 0x1000, kBelow = 0x1fff;
-      const uint32_t high = (word[i] + kHalf) & ~kBelow;
-      low[i] = __float_as_uint(__uint_as_float(word[i]) - __uint_as_float(high)) + kHalf;
-      word[i] = high;
-    }
-  }
 };
 
 // d += a · (the `half`-th of the two in b)
@@ -72,23 +51,8 @@ void multiply(float (&d)[4], const Operand<T>& a, const Operand<T>& b, int half)
   mma_16816<T>(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
 }
 
-// Sums of the large and the small products of f32.
-template <int kRowTiles, int kTiles>
-struct SplitSums {
-  float high[kRowTiles][kTiles][4] = {}, low[kRowTiles][kTiles][4] = {};
-
-  void multiply(int m, int n, const Operand<float>& a, const Operand<float>& b, int half) {
-    mma_1688_tf32(high[m][n], a.word, b.word[2 * half], b.word[2 * half + 1]);
-    mma_1688_tf32(low[m][n], a.low, b.word[2 * half], b.word[2 * half + 1]);
-    mma_1688_tf32(low[m][n], a.word, b.low[2 * half], b.low[2 * half + 1]);
-  }
-};
-
 // Elements of the inner dimension of one instruction.
-template <class T>
-inline constexpr int kInner = 32 / static_cast<int>(sizeof(T));
-// f32: steps whose sum may stay in the tensor cores.
-inline constexpr int kTruncated = 4;
+inline constexpr int kInner = 16;
 
 // The lane's place in a tile that ldmatrix reads 16 rows by 32 bytes at a time.
 template <class T, int kWidth>
@@ -125,7 +89,6 @@ void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, const LanePlace<T
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     load_matrices(q[m].word, place.at(q_tile, step) + m * 16 * TileLayout<T, kWidth>::kRowBytes);
-    q[m].split();
   }
 }
 
@@ -134,7 +97,7 @@ template <class T, int kWidth, int kRowTiles, int kKeys, class Query>
 void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint32_t k_tile,
                    int lane) {
   using Layout = TileLayout<T, kWidth>;
-  constexpr int kSteps = kWidth / kInner<T>;
+  constexpr int kSteps = kWidth / kInner;
   const auto keys = place_of_keys<T, kWidth>(lane);
   // add(m, n, a, b, half)
   const auto add_step = [&](int step, const auto& add) {
@@ -144,7 +107,6 @@ void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint
     for (int n = 0; n < kKeys / 16; ++n) {
       Operand<T> k;
       load_matrices(k.word, keys.at(k_tile, step) + n * 16 * Layout::kRowBytes);
-      k.split();
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         add(m, 2 * n, q[m], k, 0);
@@ -163,28 +125,11 @@ void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint
     }
   };
   for_each([&](int m, int n, int e) { s[m][n][e] = 0; });
-  if constexpr (sizeof(T) == 2) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      add_step(step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b, int half) {
-        multiply<T>(s[m][n], a, b, half);
-      });
-    }
-  } else {
-    SplitSums<kRowTiles, kKeys / 8> sums;
-#pragma unroll 1
-    for (int first = 0; first < kSteps; first += kTruncated) {
-#pragma unroll
-      for (int step = 0; step < kTruncated; ++step) {
-        add_step(first + step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b,
-                                   int half) { sums.multiply(m, n, a, b, half); });
-      }
-      for_each([&](int m, int n, int e) {
-        s[m][n][e] += sums.high[m][n][e];
-        sums.high[m][n][e] = 0;
-      });
-    }
-    for_each([&](int m, int n, int e) { s[m][n][e] += sums.low[m][n][e]; });
+  for (int step = 0; step < kSteps; ++step) {
+    add_step(step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b, int half) {
+      multiply<T>(s[m][n], a, b, half);
+    });
   }
 }
 
@@ -194,79 +139,25 @@ template <class T, int kWidth, int kRowTiles, int kKeys>
 void value_product(float (&out)[kRowTiles][kWidth / 8][4],
                    const float (&p)[kRowTiles][kKeys / 8][4], uint32_t v_tile, int lane) {
   using Layout = TileLayout<T, kWidth>;
-  if constexpr (sizeof(T) == 2) {
-    const auto rows = place_of_rows<T, kWidth>(lane);
+  const auto rows = place_of_rows<T, kWidth>(lane);
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      Operand<T> weights[kRowTiles];
+  for (int step = 0; step < kKeys / 16; ++step) {
+    Operand<T> weights[kRowTiles];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const auto& left = p[m][2 * step];
+      const auto& right = p[m][2 * step + 1];
+      weights[m] = {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]),
+                    pack<T>(right[0], right[1]), pack<T>(right[2], right[3])};
+    }
+#pragma unroll
+    for (int n = 0; n < kWidth / 16; ++n) {
+      Operand<T> v;
+      load_matrices_transposed(v.word, rows.at(v_tile, n) + step * 16 * Layout::kRowBytes);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        const auto& left = p[m][2 * step];
-        const auto& right = p[m][2 * step + 1];
-        weights[m] = {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]),
-                      pack<T>(right[0], right[1]), pack<T>(right[2], right[3])};
-      }
-#pragma unroll
-      for (int n = 0; n < kWidth / 16; ++n) {
-        Operand<T> v;
-        load_matrices_transposed(v.word, rows.at(v_tile, n) + step * 16 * Layout::kRowBytes);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          multiply<T>(out[m][2 * n], weights[m], v, 0);
-          multiply<T>(out[m][2 * n + 1], weights[m], v, 1);
-        }
-      }
-    }
-  } else {
-    // The inner index t of the instruction stands for key 2t, t + 4 for key 2t + 1: so the scores
-    // are the operand as they lie, and the rows that a warp reads differ in their swizzle.
-    // Where element i of the operand is for n = 0; a step of n changes bit 2 of the chunk.
-    uint32_t place[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = i / 2 * 8 + lane / 4;
-      place[i] = v_tile + Layout::offset(lane % 4 * 2 + i % 2, column / 4) + column % 4 * 4;
-    }
-#pragma unroll
-    for (int first = 0; first < kKeys / 8; first += kTruncated) {
-      Operand<T> weights[kTruncated][kRowTiles];
-#pragma unroll
-      for (int step = 0; step < kTruncated; ++step) {
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          const auto& w = p[m][first + step];
-          weights[step][m] = {{__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]),
-                               __float_as_uint(w[3])},
-                              {}};
-          weights[step][m].split();
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kWidth / 16; ++n) {
-        SplitSums<kRowTiles, 2> sums;
-#pragma unroll
-        for (int step = 0; step < kTruncated; ++step) {
-          Operand<T> v;
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            v.word[i] = load_shared_word((place[i] ^ (n % 2 * 64)) + n / 2 * 128 +
-                                         (first + step) * 8 * Layout::kRowBytes);
-          }
-          v.split();
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            sums.multiply(m, 0, weights[step][m], v, 0);
-            sums.multiply(m, 1, weights[step][m], v, 1);
-          }
-        }
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            out[m][2 * n][e] += sums.high[m][0][e] + sums.low[m][0][e];
-            out[m][2 * n + 1][e] += sums.high[m][1][e] + sums.low[m][1][e];
-          }
-        }
+        multiply<T>(out[m][2 * n], weights[m], v, 0);
+        multiply<T>(out[m][2 * n + 1], weights[m], v, 1);
       }
     }
   }

@@ -63,8 +63,7 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
   const bool plain = kind == ForwardKind::plain, lean = kind <= ForwardKind::blocks;
   const bool terms = kind >= ForwardKind::terms;
   if (element_bytes == 4) {
-    if (width <= 32) return {width, 128, 32, 4, 2, 2};
-    if (width <= 128) return {width, 64, 32, 4, 2, small ? 1 : 2};
+    if (width <= 128) return {width, 128, 32, 4, 2, small || (width > 64 && arch == 80) ? 1 : 2};
     if (small && width == 256) return {width, 32, 32, 2, 2, 1};
     return {width, 64, 32, 4, 2, 1};
   }
