@@ -16,9 +16,13 @@ constexpr std::string_view kParams = kBackwardParams;
 
 // --- Kernels ---
 
-enum class Features { plain, dropout, blocks, general, general_blocks };
-constexpr std::string_view kFeatureSuffix[] = {"", "_dropout", "_blocks", "_general",
-                                               "_general_blocks"};
+// smxx_backward_scores.cuh has them by the same numbers.
+enum class Features { plain, dropout, blocks, general, general_blocks, bias, bias_sum };
+constexpr Features kFeatures[] = {Features::plain,   Features::dropout,        Features::blocks,
+                                  Features::general, Features::general_blocks, Features::bias,
+                                  Features::bias_sum};
+constexpr std::string_view kFeatureSuffix[] = {
+    "", "_dropout", "_blocks", "_general", "_general_blocks", "_biased", "_bias_sum"};
 
 cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
   const std::string_view type = cuda::device_type(dtype);
@@ -149,11 +153,16 @@ class TileBackward final : public BackwardBody {
         return kernel;
       };
       general_ = load(problem.blocks.given() ? Features::general_blocks : Features::general);
-      only_vectors_ = vectors_ && !problem.bias.given() && problem.softcap == 0;
+      // One kind of terms, or none, in pieces of 16 bytes.
+      const bool terms[] = {problem.bias.given(), problem.dropout > 0, problem.blocks.given()};
+      only_vectors_ = vectors_ && (bias_vectors_ || !problem.bias.given()) &&
+                      problem.softcap == 0 && std::count(terms, terms + 3, true) <= 1;
       if (only_vectors_) {
-        aligned_ = load(problem.blocks.given() ? Features::blocks
-                        : problem.dropout > 0  ? Features::dropout
-                                               : Features::plain);
+        aligned_ = load(problem.bias.given()
+                            ? bias_plan_ == BiasPlan::stepped ? Features::bias_sum : Features::bias
+                        : problem.blocks.given() ? Features::blocks
+                        : problem.dropout > 0    ? Features::dropout
+                                                 : Features::plain);
       }
       // Tiles of a head that follow each other start two steps apart, so that turns come in time.
       const std::int64_t flight = std::int64_t{device_.multiprocessors} * tiles_.blocks;
@@ -230,7 +239,8 @@ class TileBackward final : public BackwardBody {
     if (bias_plan_ == BiasPlan::summed) params.d_bias.data = nullptr;
     const bool any = tensors.d_q || tensors.d_k || tensors.d_v || params.d_bias.data;
     if (!any || pairs_ == 0 || params.k_tiles == 0) return;
-    const Kernel& kernel = only_vectors_ && params.vectors ? aligned_ : general_;
+    const bool vectors = params.vectors && (tensors.bias == nullptr || params.bias_vectors);
+    const Kernel& kernel = only_vectors_ && vectors ? aligned_ : general_;
     for (std::int64_t first = 0; first < pairs_; first += slice_pairs_) {
       params.first_pair = first;
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
@@ -282,8 +292,7 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int width : kHeadWidths) {
       add(prepare_kernel(dtype, backward_tiles(width, arch)));
-      for (const Features features : {Features::plain, Features::dropout, Features::blocks,
-                                      Features::general, Features::general_blocks}) {
+      for (const Features features : kFeatures) {
         add(tile_kernel(dtype, width, features, arch));
       }
       add(bias_kernel(dtype, width, arch));

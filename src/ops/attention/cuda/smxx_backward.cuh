@@ -54,7 +54,7 @@ struct BackwardBlock {
   static constexpr uint32_t kScoreBytes = kKeys * ScoreTile::kRowBytes;
 
   const BackwardParams& p;
-  const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
+  const int lane;
   const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles;
   BlockPlace& block;
   const TilePlace& place;
@@ -64,9 +64,6 @@ struct BackwardBlock {
   BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
       : p(params),
         lane(static_cast<int>(threadIdx.x) % 32),
-        warp(static_cast<int>(threadIdx.x) / 32),
-        key_row(warp / kSplit * 32),
-        own(warp % kSplit),
         k_tile(shared),
         v_tile(k_tile + kKeyBytes),
         q_tiles(v_tile + kKeyBytes),
@@ -82,7 +79,7 @@ struct BackwardBlock {
             int columns) const {
     const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
                           first * rows.row + head * rows.head;
-    if (kFeatures < kGeneral || p.vectors) {
+    if (!is_general(kFeatures) || p.vectors) {
       TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
                                                                  columns)
           .load(tile, 0, count);
@@ -92,6 +89,11 @@ struct BackwardBlock {
           .load(tile, 0, count);
     }
   }
+
+  // Read anew wherever needed, as registers are scarce. The warp's first key, and its share.
+  static int warp() { return fresh_warp(); }
+  static int key_row() { return warp() / kSplit * 32; }
+  static int own() { return kSplit == 1 ? 0 : warp() % kSplit; }
 
   static constexpr bool listed() { return has_blocks(kFeatures); }
   // Where the list of a head's tiles begins and ends.
@@ -161,33 +163,67 @@ struct BackwardBlock {
   }
 
   // The warp's queries of a chunk, from the tile's first one on.
-  int first_of(int chunk) const { return (kSplit == 1 ? chunk : own) * kChunkQueries; }
+  int first_of(int chunk) const { return (kSplit == 1 ? chunk : own()) * kChunkQueries; }
 
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
-    return KeyScores(p, place, head_of(step), place.tile * kKeys + key_row,
-                     step.tile * kQueries + first,
-                     squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
+    return KeyScores(
+        p, place, head_of(step), place.tile * kKeys + key_row(), step.tile * kQueries + first,
+        squares_of(step) >> (first / 16 * 8 + key_row() / 16), stats + first * 8, lane);
   }
 
   // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
   auto bias_of(const KeyScores& scores, int first) const {
-    const auto bytes = [tile = ds_tile, row = key_row, first](int number) {
+    const auto bytes = [tile = ds_tile, row = key_row(), first](int number) {
       return tile + ScoreTile::offset(row + number / kN, first / 8 + number % kN);
     };
     return typename KeyScores::template SharedBias<decltype(bytes)>{scores, bytes};
   }
 
-  // Where the sums of d_bias over launches lie for the warp's 32 keys and a chunk of queries.
-  float* bias_sums_of(const Step& step, int chunk) const {
+  // Where the sums of d_bias over launches lie for a tile.
+  float* bias_sums_of(const Step& step) const {
     const int64_t head = head_of(step);
     const int64_t tile = (head * p.q_tiles + step.tile) * p.k_tiles + place.tile;
-    return p.bias_sums + tile * (kKeys * kQueries) +
-           (warp * kChunks + chunk) * (32 * kChunkQueries);
+    return p.bias_sums + tile * (kKeys * kQueries);
+  }
+  auto bias_sink(const KeyScores& scores, const Step& step, int chunk) const {
+    if constexpr (is_general(kFeatures) || kFeatures == kBiasSum) {
+      float* const sums = bias_sums_of(step) + (warp() * kChunks + chunk) * (32 * kChunkQueries);
+      return BiasWriter<T, kN, KeyScores, kFeatures == kBiasSum>{scores, sums, {}, {}};
+    } else {
+      return NoSink{};
+    }
   }
 
-  // The bias of the next step into the second-level cache: it is read past shared memory.
+  // d_bias is dS: keys of a query next to each other, as the rows of the tile are interleaved.
+  void store_bias(const Step& step) const {
+    const int head = head_of(step);
+    T* const plane =
+        static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch + head * p.d_bias.head;
+#pragma unroll 1
+    for (int eight = warp(); eight < kQueries / 8; eight += kWarps) {
+      const int i = step.tile * kQueries + eight * 8 + lane / 4;
+      T* const row = plane + i * p.d_bias.query;
+#pragma unroll
+      for (int keys = 0; keys < kKeys; keys += 32) {
+        uint32_t words[4];
+        load_matrices_transposed(words, ds_tile + ScoreTile::offset(keys + lane, eight));
+        if (i < place.q_length) {
+          store_eight(row, p.d_bias.key, place.tile * kKeys + keys + lane % 4 * 8, place.k_length,
+                      p.d_bias_vectors != 0, words);
+        }
+      }
+    }
+  }
+
+  // What the next step reads of the bias and its sums, into the second-level cache.
   void fetch_bias(const Step& step) const {
+    if (kFeatures == kBiasSum && p.bias_step != BiasStep::first) {
+      const float* const sums = bias_sums_of(step);
+      for (int line = threadIdx.x; line < kKeys * kQueries / 32; line += kThreads) {
+        prefetch(sums + line * 32);
+      }
+    }
     if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
     const int64_t head = head_of(step);
     constexpr int kLines = kKeys / 64;
@@ -206,18 +242,19 @@ struct BackwardBlock {
                      int first) const {
     const LaneRows<T, kWidth, false> keys(key_tile, lane);
     const LaneRows<T, kWidth, true> queries(query_tile, lane);
-    multiply_columns<T, kWidth>(sum, keys, key_row, queries, first);
+    multiply_columns<T, kWidth>(sum, keys, key_row(), queries, first);
   }
 
   // Writes a fragment of P^T or dS^T to its tile [key][query].
   void store_scores(uint32_t tile, const uint32_t (&pairs)[2][kN][2], int first) const {
+    const int first_key = key_row() + lane / 4;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int key = key_row + 16 * m + 8 * half + lane / 4;
+          const int key = first_key + 16 * m + 8 * half;
           store_shared(
               tile + ScoreTile::offset(key, first / 8 + n) + static_cast<uint32_t>(lane % 4 * 4),
               pairs[m][n][half]);
@@ -240,23 +277,24 @@ struct BackwardBlock {
 
   // d_v += P^T dO and d_k += dS^T Q over 16 queries from `first` on.
   void sum_keys(const uint32_t (&pt)[2][4], const uint32_t (&ds)[2][4], uint32_t q_tile,
-                uint32_t d_out_tile, int first) {
+                uint32_t d_out_tile, int first, int chunk) {
     const LaneRows<T, kWidth, false> q_rows(q_tile, lane), d_out_rows(d_out_tile, lane);
-    if (p.d_v.data != nullptr && p.d_k.data != nullptr) {  // one block, for the compiler to mix
-      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
-      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
-    } else if (p.d_v.data != nullptr) {
-      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
-    } else if (p.d_k.data != nullptr) {
-      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
+    const bool wants_k = p.d_k.data != nullptr, wants_v = p.d_v.data != nullptr;
+    if (wants_k && wants_v) {  // one block, for the compiler to mix
+      multiply_rows<T>(d_v, pt, d_out_rows, first, chunk);
+      multiply_rows<T>(d_k, ds, q_rows, first, chunk);
+    } else if (wants_v) {
+      multiply_rows<T>(d_v, pt, d_out_rows, first, chunk);
+    } else if (wants_k) {
+      multiply_rows<T>(d_k, ds, q_rows, first, chunk);
     }
   }
 
   // Rows of q and d_out with NaN or infinity: unseen weights must not meet them. `weights` holds
   // P^T.
   void clean_rows(uint32_t weights, uint32_t q_tile, uint32_t d_out_tile, int first, int count) {
-    add_not_finite<T, kWidth, kQueries>(d_v, weights, key_row, d_out_tile, first, count,
-                                        own * kOwnN, lane);
+    add_not_finite<T, kWidth, kQueries>(d_v, weights, key_row(), d_out_tile, first, count,
+                                        own() * kOwnN, lane);
     __syncthreads();
     make_finite<T, kWidth, kThreads>(q_tile, first, count);
     make_finite<T, kWidth, kThreads>(d_out_tile, first, count);
@@ -277,7 +315,7 @@ struct BackwardBlock {
           b[m][i] = ds[m][n + i / 2][i % 2];
         }
       }
-      sum_keys(a, b, q_tile, d_out_tile, first + 8 * n);
+      sum_keys(a, b, q_tile, d_out_tile, first + 8 * n, 0);
     }
   }
 
@@ -287,13 +325,14 @@ struct BackwardBlock {
     if (suspicious) clean_rows(p_tile, q_tile, d_out_tile, 0, kQueries);
 #pragma unroll
     for (int first = 0; first < kQueries; first += 16) {
+      const int first_key = key_row();
       uint32_t a[2][4], b[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        load_matrices(a[m], p_rows.at(key_row + 16 * m, first / 8));
-        load_matrices(b[m], ds_rows.at(key_row + 16 * m, first / 8));
+        load_matrices(a[m], p_rows.at(first_key + 16 * m, first / 8));
+        load_matrices(b[m], ds_rows.at(first_key + 16 * m, first / 8));
       }
-      sum_keys(a, b, q_tile, d_out_tile, first);
+      sum_keys(a, b, q_tile, d_out_tile, first, own() * kOwnN);
     }
   }
 
@@ -443,13 +482,13 @@ struct BackwardBlock {
     if (exists(first)) sum_steps(first);
     const int limit = place.extent < kKeys ? place.extent : kKeys;
     const int64_t row = place.k_begin + place.tile * kKeys;
-    const int column = own * kOwnN * 8;
+    const int column = own() * kOwnN * 8;
     if (p.d_k.data != nullptr) {
-      store_sum<true>(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
+      store_sum<true>(p.d_k, place.head, row, key_row(), limit, column, p.problem.head_dim, d_k,
                       p.problem.scale);
     }
     if (p.d_v.data != nullptr) {
-      store_sum<true>(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v,
+      store_sum<true>(p.d_v, place.head, row, key_row(), limit, column, p.problem.value_dim, d_v,
                       1.0f);
     }
   }
@@ -471,7 +510,7 @@ struct BackwardBlock {
       const Step& step = block.steps[turn];
       const int stage = kStages > 1 ? turn : 0;
       const bool more = has_next(step);
-      if constexpr (kFeatures >= kGeneral) {
+      if constexpr (has_bias(kFeatures)) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
@@ -517,15 +556,19 @@ struct BackwardBlock {
           score_product(d_p, v_tile, d_out_tile, first);
         }
         const auto bias = bias_of(scores, first);
-        if constexpr (kFeatures >= kGeneral) async_wait<kStages - 1>();
+        if constexpr (has_bias(kFeatures)) {
+          async_wait<kStages - 1>();
+          __syncwarp();
+        }
         uint32_t kept[2];
         scores.draw(kept);
-        BiasWriter<T, kN, KeyScores> writer{scores, bias_sums_of(step, chunk), {}};
-        if (careful || kFeatures >= kGeneral || (listed() && squares != kAllSquares)) {
-          scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
+        auto sink = bias_sink(scores, step, chunk);
+        if (careful || is_general(kFeatures) || (listed() && squares != kAllSquares)) {
+          scores.template make<true>(s, d_p, pt, ds, bias, kept, sink);
         } else {
-          scores.template make<false>(s, d_p, pt, ds, bias, kept, writer);
+          scores.template make<false>(s, d_p, pt, ds, bias, kept, sink);
         }
+        if constexpr (has_bias(kFeatures)) __syncwarp();  // dS^T takes the place of the bias
         if constexpr (kSplit == 1) {
           if (suspicious) {
             store_scores(ds_tile, pt, first);
@@ -541,6 +584,7 @@ struct BackwardBlock {
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
       if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
+      if (kFeatures == kBias && p.d_bias.data != nullptr) store_bias(step);
       if constexpr (kSplit > 1) {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
@@ -552,8 +596,8 @@ struct BackwardBlock {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
-        const int dq_row = warp % kQueryRows * (16 * kDqM);
-        const int dq_column = warp / kQueryRows * kDqWidth;
+        const int dq_row = warp() % kQueryRows * (16 * kDqM);
+        const int dq_column = warp() / kQueryRows * kDqWidth;
         query_product(sum, dq_row, dq_column / 8);
         if (!block.finite_keys) {
           __syncthreads();
