@@ -54,7 +54,7 @@ struct BackwardBlock {
   static constexpr uint32_t kScoreBytes = kKeys * ScoreTile::kRowBytes;
 
   const BackwardParams& p;
-  const int lane;
+  const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
   const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles;
   BlockPlace& block;
   const TilePlace& place;
@@ -64,6 +64,9 @@ struct BackwardBlock {
   BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
       : p(params),
         lane(static_cast<int>(threadIdx.x) % 32),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        key_row(warp / kSplit * 32),
+        own(warp % kSplit),
         k_tile(shared),
         v_tile(k_tile + kKeyBytes),
         q_tiles(v_tile + kKeyBytes),
@@ -89,11 +92,6 @@ struct BackwardBlock {
           .load(tile, 0, count);
     }
   }
-
-  // Read anew wherever needed, as registers are scarce. The warp's first key, and its share.
-  static int warp() { return fresh_warp(); }
-  static int key_row() { return warp() / kSplit * 32; }
-  static int own() { return kSplit == 1 ? 0 : warp() % kSplit; }
 
   static constexpr bool listed() { return has_blocks(kFeatures); }
   // Where the list of a head's tiles begins and ends.
@@ -163,56 +161,39 @@ struct BackwardBlock {
   }
 
   // The warp's queries of a chunk, from the tile's first one on.
-  int first_of(int chunk) const { return (kSplit == 1 ? chunk : own()) * kChunkQueries; }
+  int first_of(int chunk) const { return (kSplit == 1 ? chunk : own) * kChunkQueries; }
 
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
-    return KeyScores(
-        p, place, head_of(step), place.tile * kKeys + key_row(), step.tile * kQueries + first,
-        squares_of(step) >> (first / 16 * 8 + key_row() / 16), stats + first * 8, lane);
+    return KeyScores(p, place, head_of(step), place.tile * kKeys + key_row,
+                     step.tile * kQueries + first,
+                     squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
   }
 
   // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
   auto bias_of(const KeyScores& scores, int first) const {
-    const auto bytes = [tile = ds_tile, row = key_row(), first](int number) {
+    const auto bytes = [tile = ds_tile, row = key_row, first](int number) {
       return tile + ScoreTile::offset(row + number / kN, first / 8 + number % kN);
     };
     return typename KeyScores::template SharedBias<decltype(bytes)>{scores, bytes};
   }
 
-  // Where the sums of d_bias over launches lie for a tile.
+  // Where the sums of d_bias over launches lie: of a tile, and of the warp's 32 keys and a chunk of
+  // queries in it.
   float* bias_sums_of(const Step& step) const {
     const int64_t head = head_of(step);
     const int64_t tile = (head * p.q_tiles + step.tile) * p.k_tiles + place.tile;
     return p.bias_sums + tile * (kKeys * kQueries);
   }
+  float* bias_sums_of(const Step& step, int chunk) const {
+    return bias_sums_of(step) + (warp * kChunks + chunk) * (32 * kChunkQueries);
+  }
   auto bias_sink(const KeyScores& scores, const Step& step, int chunk) const {
     if constexpr (is_general(kFeatures) || kFeatures == kBiasSum) {
-      float* const sums = bias_sums_of(step) + (warp() * kChunks + chunk) * (32 * kChunkQueries);
-      return BiasWriter<T, kN, KeyScores, kFeatures == kBiasSum>{scores, sums, {}, {}};
+      return BiasWriter<T, kN, KeyScores, kFeatures == kBiasSum>{
+          scores, bias_sums_of(step, chunk), {}, {}};
     } else {
       return NoSink{};
-    }
-  }
-
-  // d_bias is dS: keys of a query next to each other, as the rows of the tile are interleaved.
-  void store_bias(const Step& step) const {
-    const int head = head_of(step);
-    T* const plane =
-        static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch + head * p.d_bias.head;
-#pragma unroll 1
-    for (int eight = warp(); eight < kQueries / 8; eight += kWarps) {
-      const int i = step.tile * kQueries + eight * 8 + lane / 4;
-      T* const row = plane + i * p.d_bias.query;
-#pragma unroll
-      for (int keys = 0; keys < kKeys; keys += 32) {
-        uint32_t words[4];
-        load_matrices_transposed(words, ds_tile + ScoreTile::offset(keys + lane, eight));
-        if (i < place.q_length) {
-          store_eight(row, p.d_bias.key, place.tile * kKeys + keys + lane % 4 * 8, place.k_length,
-                      p.d_bias_vectors != 0, words);
-        }
-      }
     }
   }
 
@@ -242,12 +223,12 @@ struct BackwardBlock {
                      int first) const {
     const LaneRows<T, kWidth, false> keys(key_tile, lane);
     const LaneRows<T, kWidth, true> queries(query_tile, lane);
-    multiply_columns<T, kWidth>(sum, keys, key_row(), queries, first);
+    multiply_columns<T, kWidth>(sum, keys, key_row, queries, first);
   }
 
   // Writes a fragment of P^T or dS^T to its tile [key][query].
   void store_scores(uint32_t tile, const uint32_t (&pairs)[2][kN][2], int first) const {
-    const int first_key = key_row() + lane / 4;
+    const int first_key = key_row + lane / 4;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -293,8 +274,8 @@ struct BackwardBlock {
   // Rows of q and d_out with NaN or infinity: unseen weights must not meet them. `weights` holds
   // P^T.
   void clean_rows(uint32_t weights, uint32_t q_tile, uint32_t d_out_tile, int first, int count) {
-    add_not_finite<T, kWidth, kQueries>(d_v, weights, key_row(), d_out_tile, first, count,
-                                        own() * kOwnN, lane);
+    add_not_finite<T, kWidth, kQueries>(d_v, weights, key_row, d_out_tile, first, count,
+                                        own * kOwnN, lane);
     __syncthreads();
     make_finite<T, kWidth, kThreads>(q_tile, first, count);
     make_finite<T, kWidth, kThreads>(d_out_tile, first, count);
@@ -325,14 +306,14 @@ struct BackwardBlock {
     if (suspicious) clean_rows(p_tile, q_tile, d_out_tile, 0, kQueries);
 #pragma unroll
     for (int first = 0; first < kQueries; first += 16) {
-      const int first_key = key_row();
+      const int first_key = key_row;
       uint32_t a[2][4], b[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         load_matrices(a[m], p_rows.at(first_key + 16 * m, first / 8));
         load_matrices(b[m], ds_rows.at(first_key + 16 * m, first / 8));
       }
-      sum_keys(a, b, q_tile, d_out_tile, first, own() * kOwnN);
+      sum_keys(a, b, q_tile, d_out_tile, first, own * kOwnN);
     }
   }
 
@@ -357,17 +338,6 @@ struct BackwardBlock {
                       columns);
   }
 
-  // Writes two neighbouring elements of a gradient.
-  static void store_pair(const HeadRows& rows, T* row, int column, int columns, float a, float b) {
-    T* const to = row + column * rows.element;
-    if (rows.element == 1 && column + 1 < columns && reinterpret_cast<uint64_t>(to) % 4 == 0) {
-      *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b);
-      return;
-    }
-    if (column < columns) to[0] = from_real<T>(a);
-    if (column + 1 < columns) to[rows.element] = from_real<T>(b);
-  }
-
   // Rows `row` + first of a gradient from a sum of 16 · kM x 8 · kSumN, those below `limit`.
   template <bool kInterleaved, int kM, int kSumN>
   void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
@@ -383,8 +353,8 @@ struct BackwardBlock {
         T* const to = base + (first + r) * rows.row;
 #pragma unroll
         for (int n = 0; n < kSumN; ++n) {
-          store_pair(rows, to, column + 8 * n + lane % 4 * 2, columns, factor * sum[m][n][2 * half],
-                     factor * sum[m][n][2 * half + 1]);
+          store_pair<T>(rows, to, column + 8 * n + lane % 4 * 2, columns,
+                        factor * sum[m][n][2 * half], factor * sum[m][n][2 * half + 1]);
         }
       }
     }
@@ -464,31 +434,25 @@ struct BackwardBlock {
 
   // NaN or infinity in the keys and values: they must not reach every query.
   bool keys_not_finite() const {
-    bool found = false;
-#pragma unroll 4
-    for (uint32_t at = threadIdx.x * 16; at < 2 * kKeyBytes; at += kThreads * 16) {
-      uint32_t words[4];
-      load_shared(words, k_tile + at);
-#pragma unroll
-      for (const uint32_t pair : words) {
-        found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
-      }
-    }
-    return __syncthreads_or(found) != 0;
+    return __syncthreads_or(not_finite<T, kThreads>(k_tile, 2 * kKeyBytes)) != 0;
   }
 
   void run() {
     const Step first = last_of_head(0);
     if (exists(first)) sum_steps(first);
+    store_keys();
+  }
+
+  void store_keys() const {
     const int limit = place.extent < kKeys ? place.extent : kKeys;
     const int64_t row = place.k_begin + place.tile * kKeys;
-    const int column = own() * kOwnN * 8;
+    const int column = own * kOwnN * 8;
     if (p.d_k.data != nullptr) {
-      store_sum<true>(p.d_k, place.head, row, key_row(), limit, column, p.problem.head_dim, d_k,
+      store_sum<true>(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
                       p.problem.scale);
     }
     if (p.d_v.data != nullptr) {
-      store_sum<true>(p.d_v, place.head, row, key_row(), limit, column, p.problem.value_dim, d_v,
+      store_sum<true>(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v,
                       1.0f);
     }
   }
@@ -584,7 +548,9 @@ struct BackwardBlock {
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
       if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
-      if (kFeatures == kBias && p.d_bias.data != nullptr) store_bias(step);
+      if constexpr (kFeatures == kBias) {
+        store_bias<T, kKeys, kQueries, kWarps>(p, place, head_of(step), step.tile, ds_tile);
+      }
       if constexpr (kSplit > 1) {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
@@ -596,8 +562,8 @@ struct BackwardBlock {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
-        const int dq_row = warp() % kQueryRows * (16 * kDqM);
-        const int dq_column = warp() / kQueryRows * kDqWidth;
+        const int dq_row = warp % kQueryRows * (16 * kDqM);
+        const int dq_column = warp / kQueryRows * kDqWidth;
         query_product(sum, dq_row, dq_column / 8);
         if (!block.finite_keys) {
           __syncthreads();

@@ -161,17 +161,21 @@ struct Scores {
       const bool whole = (!is_general(kFeatures) || p.bias_vectors) && j + 8 <= keys;
       const T* row = static_cast<const T*>(p.bias.data) + scores.place.batch * p.bias.batch +
                      scores.head * p.bias.head + (scores.query + q) * p.bias.query;
+      if (whole) {
+#pragma unroll(is_general(kFeatures) ? 1 : kN)
+        for (int n = 0; n < kN; ++n, row += 8 * p.bias.query) {
+          const int r = 8 * n + q;
+          async_copy_or_zero(bytes(r * 4 + piece), row + j,
+                             scores.query + r < scores.place.q_length);
+        }
+        return;
+      }
 #pragma unroll 1
       for (int r = q; r < 8 * kN; r += 8, row += 8 * p.bias.query) {
         if (scores.query + r >= scores.place.q_length) return;
-        const uint32_t to = bytes(r * 4 + piece);
-        if (whole) {
-          async_copy_or_zero(to, row + j, true);
-        } else {
-          uint32_t words[4];
-          load_eight(words, row, p.bias.key, j, keys, false);
-          store_shared(to, words);
-        }
+        uint32_t words[4];
+        load_eight(words, row, p.bias.key, j, keys, false);
+        store_shared(bytes(r * 4 + piece), words);
       }
     }
     void get(int n, float (&addend)[4][2]) const {
@@ -313,6 +317,32 @@ struct Scores {
   }
 };
 
+// d_bias of a tile is its dS, which lies in shared memory [key][query]: as rows of keys are
+// interleaved, a lane gets 8 keys of a query. By all warps.
+template <class T, int kKeys, int kQueries, int kWarps>
+void store_bias(const BackwardParams& p, const TilePlace& place, int head, int query_tile,
+                uint32_t ds_tile) {
+  if (p.d_bias.data == nullptr) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  T* const plane =
+      static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch + head * p.d_bias.head;
+#pragma unroll 1
+  for (int eight = static_cast<int>(threadIdx.x) / 32; eight < kQueries / 8; eight += kWarps) {
+    const int i = query_tile * kQueries + eight * 8 + lane / 4;
+    T* const row = plane + i * p.d_bias.query;
+#pragma unroll
+    for (int keys = 0; keys < kKeys; keys += 32) {
+      uint32_t words[4];
+      load_matrices_transposed(words,
+                               ds_tile + TileLayout<T, kQueries>::offset(keys + lane, eight));
+      if (i < place.q_length) {
+        store_eight(row, p.d_bias.key, place.tile * kKeys + keys + lane % 4 * 8, place.k_length,
+                    p.d_bias_vectors != 0, words);
+      }
+    }
+  }
+}
+
 // For kernels that take d_bias from dS^T, or have none.
 struct NoSink {
   void begin(int) {}
@@ -322,7 +352,7 @@ struct NoSink {
 
 // Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
 // along the batch. The sum lies in the workspace in the order of the lanes.
-template <class T, int kN, class Scores, bool kAhead>
+template <class T, int kN, class Scores, bool kAhead = false>
 struct BiasWriter {
   const Scores& scores;
   float* sums;  // of the 32 keys x 8 · kN queries
@@ -360,24 +390,43 @@ struct BiasWriter {
           for (int e = 0; e < 4; ++e) value[m][e] += before[kAhead ? n % 2 : 0][m][e];
         }
       }
-      write(n);
+      if constexpr (sizeof(T) == 4) {
+        store_each(n);
+      } else {
+        store_rows(n);
+      }
     }
   }
 
  private:
-  void write(int n) const {
+  void store_rows(int n) const {
+    const BackwardParams& p = scores.p;
     uint32_t words[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       words[w] = transposed(pack<T>(value[w / 2][w % 2 * 2], value[w / 2][w % 2 * 2 + 1]));
     }
-    const BackwardParams& p = scores.p;
     const int i = scores.query + 8 * n + scores.lane / 4;
     if (i >= scores.place.q_length) return;
     T* const row = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
                    scores.head * p.d_bias.head + i * p.d_bias.query;
     store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
                 p.d_bias_vectors != 0, words);
+  }
+  void store_each(int n) const {
+    const BackwardParams& p = scores.p;
+    const int first_key = scores.key + first_key_of_row(scores.lane);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int i = scores.query + 8 * n + scores.lane % 4 * 2 + c, j = first_key + 2 * w;
+        if (i >= scores.place.q_length || j >= scores.place.k_length) continue;
+        static_cast<T*>(
+            p.d_bias.data)[scores.place.batch * p.d_bias.batch + scores.head * p.d_bias.head +
+                           i * p.d_bias.query + j * p.d_bias.key] = value[w / 2][w % 2 * 2 + c];
+      }
+    }
   }
 };
 
