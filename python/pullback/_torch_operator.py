@@ -93,7 +93,6 @@ class _Kernel:
         self.names = names
         self.options = options
         self.pack = pack
-        self.seed = names.index("seed") if "seed" in names else None
         self.plans: dict[Any, _Prepared] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -109,8 +108,6 @@ class _Kernel:
             arguments[count:],
             *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors],
         )
-        if self.seed is not None and tensors[self.seed] is not None:
-            key = (*key, int(tensors[self.seed]))
         prepared = self.plans.get(key)
         if prepared is None:
             prepared = self._prepare(arguments, tensors, first.device, threads)
@@ -137,16 +134,13 @@ class _Kernel:
         given = dict(zip(self.names, tensors))
         options = dict(zip(self.options, arguments[len(self.names) :]))
         for name, tensor in given.items():
-            # Integers that live on the CPU are options; of all else the device has to be one.
-            if tensor is not None and tensor.device != device and name != "seed":
+            if tensor is not None and tensor.device != device:
                 raise ValueError(
                     f"{op.name}: {name}: expected a tensor on {device}, got {tensor.device}"
                 )
         names, shapes = self.outputs(given, options)
         specs: dict[str, Spec | None] = {
-            name: _spec(op, name, tensor)
-            for name, tensor in given.items()
-            if tensor is not None and name != "seed"
+            name: _spec(op, name, tensor) for name, tensor in given.items() if tensor is not None
         }
         for name, (shape, dtype) in zip(names, shapes):
             specs[name] = Spec(_DTYPES[dtype], tuple(shape), _row_major(shape))
@@ -155,8 +149,6 @@ class _Kernel:
                 specs.setdefault(name, specs[like])
         options.pop("needs", None)
         options.update(self.owner.constants)
-        if given.get("seed") is not None:
-            options["dropout_seed"] = int(given["seed"])
         if "layout" in options:
             identifier = options["layout"]
             options["layout"] = BlockLayout.find(identifier) if identifier else None

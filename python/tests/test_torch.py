@@ -194,7 +194,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     x = random(9, 4, device=device).requires_grad_()
     offsets = torch.tensor(OFFSETS, device=device)
     ids = torch.tensor([2, 0, 1, 1, 0], device=device)
-    seed = torch.tensor(3)
+    seed = torch.tensor(3, device=device)
     cu = torch.tensor([0, 2, 5], device=device, dtype=torch.int32)
     blocks = random(2, 8, 16, 16, device=device).requires_grad_()
     padding = random(2, 32, device=device).requires_grad_()

@@ -42,6 +42,8 @@ struct Dropout {
 
   uint32_t threshold = 0;  // 0: everything is kept
   uint32_t seed_low = 0, seed_high = 0;
+  // Not null: where a run reads the seed. On a GPU a captured run then draws anew at each replay.
+  const uint64_t* seed_at = nullptr;
 
   constexpr Dropout() = default;  // drops nothing
   constexpr Dropout(double probability, uint64_t seed)
@@ -56,11 +58,15 @@ struct Dropout {
 
   constexpr bool active() const { return threshold != 0; }
   constexpr double scale() const { return 65536.0 / (65536.0 - threshold); }
+  constexpr uint64_t seed() const {
+    return seed_at ? *seed_at : uint64_t{seed_high} << 32 | seed_low;
+  }
 
   // The draws of keys 8 * key_block … 8 * key_block + 7. `plane` is batch * H + head.
   constexpr PhiloxWords draws(uint64_t plane, uint32_t query, uint32_t key_block) const {
+    const uint64_t key = seed();
     return philox(
-        seed_low, seed_high,
+        static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32),
         {{key_block, query, static_cast<uint32_t>(plane), static_cast<uint32_t>(plane >> 32)}});
   }
 
