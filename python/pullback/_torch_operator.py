@@ -23,6 +23,7 @@ from ._native import (
     Op,
     Spec,
 )
+from ._torch_dispatch import define, differentiate, library
 from .sparsity import BlockLayout
 
 _DTYPES = {
@@ -35,8 +36,6 @@ _DTYPES = {
     torch.uint8: "u8",
     torch.bool: "bool",
 }
-
-_library = torch.library.Library("pullback", "DEF")
 
 # Shape and dtype of an output.
 Shape = tuple[Sequence[Any], torch.dtype]
@@ -64,11 +63,27 @@ def _spec(op: Op, name: str, tensor: Tensor) -> Spec:
 class _Prepared:
     """A plan, what to allocate for it, and where each pointer of its struct comes from."""
 
-    __slots__ = ("pick", "plan", "shapes", "workspace_bytes")
+    __slots__ = ("models", "pick", "plan", "workspace_bytes")
 
-    def __init__(self, plan: NativePlan, shapes: Sequence[Shape], slots: Sequence[int]) -> None:
+    def __init__(
+        self,
+        plan: NativePlan,
+        shapes: Sequence[Shape],
+        tensors: Sequence[Tensor | None],
+        slots: Sequence[int],
+    ) -> None:
         self.plan = plan
-        self.shapes = [(tuple(shape), dtype) for shape, dtype in shapes]
+        # Of each output, an input of its layout, as empty_like is quicker than new_empty, or -1,
+        # and its shape and dtype.
+        self.models = []
+        for shape, dtype in shapes:
+            layout = (dtype, tuple(shape), _row_major(shape))
+            alike = [
+                i
+                for i, t in enumerate(tensors)
+                if t is not None and (t.dtype, tuple(t.shape), t.stride()) == layout
+            ]
+            self.models.append((alike[0] if alike else -1, layout[1], dtype))
         # Of the addresses of inputs and outputs, and a last 0, those of the op's tensors.
         self.pick = itemgetter(*slots)
         self.workspace_bytes = plan.workspace_bytes
@@ -115,7 +130,10 @@ class _Kernel:
                 self.plans.pop(next(iter(self.plans)), None)
             self.plans[key] = prepared
 
-        outputs = [first.new_empty(shape, dtype=dtype) for shape, dtype in prepared.shapes]
+        outputs = [
+            first.new_empty(shape, dtype=dtype) if like < 0 else torch.empty_like(tensors[like])
+            for like, shape, dtype in prepared.models
+        ]
         addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *outputs)]
         addresses.append(0)
         size = prepared.workspace_bytes
@@ -156,7 +174,7 @@ class _Kernel:
         plan = NativePlan(op, self.direction, specs, options, kind, threads)
         places = {name: i for i, name in enumerate([*self.names, *names])}
         slots = [places.get(name, -1) for name in op.tensors]
-        return _Prepared(plan, shapes, slots)
+        return _Prepared(plan, shapes, tensors, slots)
 
     def outputs(
         self, given: Mapping[str, Any], options: Mapping[str, Any]
@@ -178,104 +196,6 @@ class _Kernel:
         first: Tensor = arguments[0]
         _, shapes = self.outputs(given, options)
         return self.pack([first.new_empty(shape, dtype=dtype) for shape, dtype in shapes])
-
-
-def _define(name: str, schema: str, kernel: _Kernel) -> Any:
-    """An operator without derivative; its overload."""
-    # Any strides do, so the compiler may choose those of intermediate tensors.
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-    _library.define(name + schema, tags=tags)
-    _library.impl(name, kernel.__call__, "CPU")
-    _library.impl(name, kernel.__call__, "CUDA")
-    torch.library.register_fake(f"pullback::{name}", kernel.fake, lib=_library)
-    operator = getattr(torch.ops.pullback, name).default
-
-    def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
-        results = []
-        for i in range(info.batch_size):
-            row = [a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims)]
-            results.append(operator(*row))
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        stacked = [torch.stack(parts) for parts in zip(*results)]
-        kind = type(results[0])
-        return kind(stacked), kind([0] * len(stacked))
-
-    torch.library.register_vmap(f"pullback::{name}", vmap, lib=_library)
-    return operator
-
-
-_BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-
-
-def _differentiate(
-    operator: Any, kernel: _Kernel, setup: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """What torch.library.register_autograd does, at half its cost, and for torch.func too:
-    returns the operator as a function that is also differentiable there.
-
-    setup(ctx, tensors, options, outputs) gets a sequence of outputs even if there is one;
-    backward(ctx, needed, *gradients) is told which tensors need one, and returns those of all.
-    """
-    below, after_autograd = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
-    redispatch = operator.redispatch
-    count = len(kernel.names)
-
-    def compute(keyset: Any, arguments: Sequence[Any]) -> Any:
-        rest = keyset & after_autograd
-        # Without a mode or transform in between, the dispatcher would come back to our kernel,
-        # after translating all arguments to C++ and back.
-        if rest.highestPriorityTypeId() in _BACKENDS:
-            return kernel(*arguments)
-        with below():
-            return redispatch(rest, *arguments)
-
-    class Derivative(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, keyset: Any, options: Any, *tensors: Any) -> Any:
-            results = compute(keyset, (*tensors, *options))
-            setup(ctx, tensors, options, (results,) if isinstance(results, Tensor) else results)
-            return tuple(results) if isinstance(results, list) else results
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, None, *backward(ctx, ctx.needs_input_grad[2:], *gradients))
-
-    # Function.apply looks for transforms, which do not come here.
-    apply = super(torch.autograd.Function, Derivative).apply
-
-    class Transformed(torch.autograd.Function):
-        """The operator for torch.func.grad and the like, which do not reach Derivative."""
-
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(options: Any, *tensors: Any) -> Any:
-            results = operator(*tensors, *options)
-            return tuple(results) if isinstance(results, list) else results
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            results = (output,) if isinstance(output, Tensor) else output
-            setup(ctx, inputs[1:], inputs[0], results)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, *backward(ctx, ctx.needs_input_grad[1:], *gradients))
-
-    def autograd(keyset: Any, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            return apply(keyset, arguments[count:], *arguments[:count])
-        return compute(keyset, arguments)
-
-    _library.impl(operator._opname, autograd, "Autograd", with_keyset=True)
-
-    def call(*arguments: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            return Transformed.apply(arguments[count:], *arguments[:count])
-        return operator(*arguments)
-
-    return call
 
 
 class TorchOp:
@@ -325,17 +245,18 @@ class TorchOp:
         schema = f"({', '.join([*tensors, *options])}) -> ({results})"
         pack = (lambda found: found[0]) if len(outputs) == 1 else tuple
         kernel = _Kernel(self, FORWARD, self.inputs, self.options, pack)
-        self.operator = self.call = _define(name, schema, kernel)
+        self.operator = self.call = define(name, schema, kernel)
         if self.gradients:
             known = [*self.inputs, *self.outputs]
             self._read_places = [known.index(name) for name in reads]
             self._gradient_places = [self.inputs.index(source) for source in self.gradients]
             self._layout_place = self.options.index("layout") if "layout" in self.options else None
+            self._routes: dict[Sequence[bool], Any] = {}
             self._define_backward(options)
-            self.call = _differentiate(self.operator, kernel, self._setup, self._backward)
+            self.call = differentiate(self.operator, kernel, self._setup, self._backward)
         if cast:
             for device in ("CPU", "CUDA"):
-                _library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
+                library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
 
     def _define_backward(self, options: Sequence[str]) -> None:
         # The first gradient of an output leads: it is always given, and tells the device.
@@ -344,12 +265,12 @@ class TorchOp:
         tensors = [f"Tensor {first}", *[f"Tensor? {other}" for other in others]]
         schema = f"({', '.join([*tensors, *options, 'int needs'])}) -> Tensor[]"
         kernel = _Kernel(self, BACKWARD, names, [*self.options, "needs"], list)
-        operator = _define(f"{self.name}_backward", schema, kernel)
+        operator = define(f"{self.name}_backward", schema, kernel)
 
         def refuse(ctx: Any, needed: Any, *gradients: Any) -> NoReturn:
             raise NotImplementedError(f"{self.name}: second derivatives are not implemented")
 
-        self.call_backward = _differentiate(operator, kernel, lambda *_: None, refuse)
+        self.call_backward = differentiate(operator, kernel, lambda *_: None, refuse)
 
     def _setup(
         self, ctx: Any, tensors: Sequence[Any], options: Sequence[Any], outputs: Sequence[Any]
@@ -372,20 +293,26 @@ class TorchOp:
             ctx.layout = BlockLayout.find(options[self._layout_place])  # alive until then
 
     def _backward(self, ctx: Any, needed: Sequence[bool], *gradients: Any) -> tuple[Any, ...]:
-        results: list[Any] = [None] * len(self.inputs)
-        places = [place for place in self._gradient_places if needed[place]]
-        upstream = list(gradients[: len(self.upstream)])
-        if not places or all(gradient is None for gradient in upstream):
-            return tuple(results)
+        route = self._routes.get(needed)
+        if route is None:
+            route = self._routes[needed] = self._route(needed)
+        needs, spread = route
+        upstream = gradients[: len(self.upstream)]
+        if needs == 0 or all(gradient is None for gradient in upstream):
+            return spread((None,) * (len(self.inputs) + 1))
         saved = ctx.saved_tensors
         if upstream[0] is None:
             out = saved[self.reads.index(self.outputs[0])]
-            upstream[0] = out.new_zeros(()).expand(out.shape)
+            upstream = (out.new_zeros(()).expand(out.shape), *upstream[1:])
+        return spread((*self.call_backward(*upstream, *saved, *ctx.options, needs), None))
+
+    def _route(self, needed: Sequence[bool]) -> tuple[int, Callable[[Sequence[Any]], Any]]:
+        """The backward pass's option `needs`, and how its results, followed by a None, become one
+        for each input."""
+        places = [place for place in self._gradient_places if needed[place]]
         needs = sum(1 << self._gradient_places.index(place) for place in places)
-        found = self.call_backward(*upstream, *saved, *ctx.options, needs)
-        for place, gradient in zip(places, found):
-            results[place] = gradient
-        return tuple(results)
+        slots = [places.index(i) if i in places else -1 for i in range(len(self.inputs))]
+        return needs, lambda found: tuple([found[slot] for slot in slots])
 
     def _autocast(self, device: str) -> Callable[..., Any]:
         def kernel(*arguments: Any) -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 from torch.autograd import gradcheck  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
 from pullback import BlockLayout, sparsity  # noqa: E402
+from pullback._torch_dispatch import _direct  # noqa: E402
 from torch_cases import DENSE, DEVICES, random  # noqa: E402
 
 # ---------------------------------------------------------------- attention
@@ -182,6 +186,31 @@ def test_modules() -> None:
     dense = mask.repeat_interleave(16, 1).repeat_interleave(16, 2) & causal.bool()
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
     torch.testing.assert_close(out, expected)
+
+
+def test_modes_and_profilers_see_the_operators() -> None:
+    """Though calls that nobody looks at take a shorter way."""
+    x = random(4, 6).requires_grad_()
+    expected = {"pullback::entmax", "pullback::entmax_backward"}
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.add(function.name())
+            return function(*args, **kwargs or {})
+
+    seen: set[str] = set()
+    with Names():
+        pt.entmax15(x).sum().backward()
+    assert expected <= seen
+    with torch.profiler.profile() as profile:
+        pt.entmax15(x).sum().backward()
+    assert expected <= {event.key for event in profile.key_averages()}
+    assert _direct((x, None, torch.nn.Parameter(x)))
+    with torch.inference_mode():
+        inferred = pt.entmax15(x)
+    assert inferred.is_inference() and not _direct((inferred,))
+    with torch.device("meta"):
+        assert pt.entmax15(torch.empty(4, 6)).shape == (4, 6)
 
 
 def test_errors_of_the_library_reach_the_caller() -> None:
