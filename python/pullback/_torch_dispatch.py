@@ -21,6 +21,10 @@ class Kernel(Protocol):
 
     def fake(self, *arguments: Any) -> Any: ...
 
+    def fold(self, *arguments: Any) -> tuple[int, Sequence[str]] | None:
+        """Where one call on longer tensors does what many calls do: the dimension in which a batch
+        of the tensors named may be laid out, if no other tensor differs within it."""
+
 
 def define(name: str, schema: str, kernel: Kernel) -> Any:
     """An operator without derivative; its overload."""
@@ -33,15 +37,33 @@ def define(name: str, schema: str, kernel: Kernel) -> Any:
     operator = getattr(torch.ops.pullback, name).default
 
     def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
-        results = []
-        for i in range(info.batch_size):
-            row = [a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims)]
-            results.append(operator(*row))
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        stacked = [torch.stack(parts) for parts in zip(*results)]
-        kind = type(results[0])
-        return kind(stacked), kind([0] * len(stacked))
+        def row(i: int) -> Any:
+            return [a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims)]
+
+        def folded(tensor: Any, place: Any) -> Any:
+            if tensor is None:
+                return None
+            if place is None:
+                sizes = [*tensor.shape[:dim], info.batch_size, *tensor.shape[dim:]]
+                return tensor.unsqueeze(dim).expand(sizes).flatten(dim, dim + 1)
+            return tensor.movedim(place, dim).flatten(dim, dim + 1)
+
+        dim, names = kernel.fold(*row(0)) or (0, ())
+        if names and all(d is None or name in names for d, name in zip(in_dims, kernel.names)):
+            named = zip(arguments, in_dims, kernel.names)
+            tensors = [folded(a, d) if name in names else a for a, d, name in named]
+            results = operator(*tensors, *arguments[len(tensors) :])
+            if isinstance(results, Tensor):
+                return results.unflatten(dim, (info.batch_size, -1)), dim
+            stacked = [result.unflatten(dim, (info.batch_size, -1)) for result in results]
+        else:
+            rows = [operator(*row(i)) for i in range(info.batch_size)]
+            dim, results = 0, rows[0]
+            if isinstance(results, Tensor):
+                return torch.stack(rows), dim
+            stacked = [torch.stack(parts) for parts in zip(*rows)]
+        kind = type(results)
+        return kind(stacked), kind([dim] * len(stacked))
 
     torch.library.register_vmap(f"pullback::{name}", vmap, lib=library)
     return operator

@@ -37,9 +37,10 @@ _DTYPES = {
     torch.bool: "bool",
 }
 
+Given = Mapping[str, Any]
 # Shape and dtype of an output.
 Shape = tuple[Sequence[Any], torch.dtype]
-Shapes = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Shape]]
+Shapes = Callable[[Given, Given], Sequence[Shape]]
 
 _MAX_PLANS = 4096
 
@@ -190,6 +191,13 @@ class _Kernel:
                 shapes.append((like.shape, like.dtype))
         return names, shapes
 
+    def fold(self, *arguments: Any) -> tuple[int, Sequence[str]] | None:
+        given = dict(zip(self.names, arguments))
+        options = dict(zip(self.options, arguments[len(self.names) :]))
+        dim = self.owner.fold(given, options)
+        indices = self.owner.indices
+        return None if dim is None else (dim, [name for name in self.names if name not in indices])
+
     def fake(self, *arguments: Any) -> Any:
         given = dict(zip(self.names, arguments))
         options = dict(zip(self.options, arguments[len(self.names) :]))
@@ -210,6 +218,9 @@ class TorchOp:
     gradients  input -> name of its gradient
     like       tensors that the backward problem describes but does not read -> one of equal layout
     constants  fields of the problem with fixed values
+    fold       (tensors by name, options by name) -> the dimension in which a batch of all tensors
+               but `indices` may be laid out to make one problem of many, or None
+    indices    tensors that such problems share
     cast       whether autocast applies
     """
 
@@ -228,6 +239,8 @@ class TorchOp:
         gradients: Mapping[str, str] | None = None,
         like: Mapping[str, str] | None = None,
         constants: Mapping[str, Any] | None = None,
+        fold: Callable[[Given, Given], int | None] = lambda given, options: None,
+        indices: Sequence[str] = (),
         cast: bool = False,
     ) -> None:
         self.name, self.op, self.outputs, self.shapes = name, op, outputs, shapes
@@ -235,6 +248,7 @@ class TorchOp:
         self.gradients = dict(gradients or {})
         self.like = dict(like or {})
         self.constants = dict(constants or {})
+        self.fold, self.indices = fold, indices
         self.reads, self.unread, self.upstream = reads, unread, upstream
         self.options = [option.split()[1] for option in options]
 
