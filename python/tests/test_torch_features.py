@@ -83,6 +83,21 @@ def test_dropout_follows_torchs_generator_and_is_undone_exactly() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(a.sum(), (q, k, v)), atol=0, rtol=0)
 
 
+def test_dropout_compiles() -> None:
+    q, k, v = (random(1, 32, 2, 8, seed=i).requires_grad_() for i in range(3))
+
+    def f(*tensors: Tensor) -> Tensor:
+        return pt.attention(*tensors, dropout=0.5)
+
+    torch.compiler.reset()
+    results = []
+    for function in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(1)
+        out = function(q, k, v)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    torch.testing.assert_close(*results, atol=0, rtol=0)
+
+
 def test_autocast_casts_products_only() -> None:
     q, k, v = (random(1, 8, 2, 8, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
     with torch.autocast("cpu", torch.bfloat16):
