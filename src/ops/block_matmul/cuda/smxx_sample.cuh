@@ -36,8 +36,8 @@ void load_lines(uint32_t tiles, const T* from, LineOf line_of, int64_t line_step
     const int64_t k = first + (kAlong ? across(i) : thread_row + down(i));
     const int64_t inside = kAlong ? thread_row * line_step + k : across(i) % 16 + k * depth_step;
     const int bytes = kAlong ? clamp_bytes<T>(depth - k) : k < depth ? 16 : 0;
-    async_copy_or_zero(to + i * kDown * kTileRowBytes, bytes > 0 ? from + lines[i] + inside : from,
-                       bytes);
+    async_copy_padded(to + i * kDown * kTileRowBytes, bytes > 0 ? from + lines[i] + inside : from,
+                      bytes);
   }
 }
 

@@ -44,7 +44,7 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
 #pragma unroll
   for (int i = 0; i < kSquares; ++i) {
     if (squares[i] != kNowhere) {
-      async_copy_or_zero(to + i * kDown * kTileRowBytes, square + squares[i], 16);
+      async_copy_or_zero(to + i * kDown * kTileRowBytes, square + squares[i], true);
     }
   }
   const uint32_t to_in = to + kSpreadSparseBytes;
@@ -54,7 +54,7 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
 #pragma unroll
     for (int i = 0; i < kColumns / kDown; ++i) {
       if (thread_row + i * kDown < columns) {
-        async_copy_or_zero(to_in + i * kDown * kTileRowBytes, from + i * kDown * p.in.column, 16);
+        async_copy_or_zero(to_in + i * kDown * kTileRowBytes, from + i * kDown * p.in.column, true);
       }
     }
   } else {
@@ -63,8 +63,8 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
     for (int i = 0; i < kColumns / kDown; ++i) {
       const int64_t line = lines[i % (kRow / 16)];
       if (line != kNowhere && across(i) < columns) {
-        async_copy_or_zero(to_in + i * kDown * kTileRowBytes, from + line + across(i),
-                           clamp_bytes<T>(columns - across(i)));
+        async_copy_padded(to_in + i * kDown * kTileRowBytes, from + line + across(i),
+                          clamp_bytes<T>(columns - across(i)));
       }
     }
   }
