@@ -15,8 +15,8 @@ rm -rf "$folder/venv"
 python3 -m venv "$folder/venv"
 python=$folder/venv/bin/python
 
-# With one of the kernels that a release's wheel carries.
-PYTHON=$python scripts/wheel.sh "$1" '^segment_starts$'
+# With some of the kernels that a release's wheel carries.
+PYTHON=$python scripts/wheel.sh "$1" '^segment_(sort|starts)'
 wheel=$(ls "$folder"/wheel/*.whl)
 "$python" -m pip install "$wheel" -r python/requirements/test.txt
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,7 +11,6 @@ if not torch.cuda.is_available():
 from torch import Tensor  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
-from pullback import _native  # noqa: E402
 from torch_cases import random  # noqa: E402
 
 
@@ -197,26 +191,3 @@ def test_attention_in_a_cuda_graph_with_a_compiled_neighbour() -> None:
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     for _ in range(4):
         torch.testing.assert_close(compiled(q, k, v), expected, atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.skipif(
-    len(list(Path(_native.library_path()).parent.glob("kernels/*"))) < 100
-    or torch.cuda.get_device_capability() not in ((8, 0), (9, 0)),
-    reason="the wheel has no kernels for this GPU",
-)
-def test_cuda_compiles_nothing_for_common_calls(tmp_path: Path) -> None:
-    """With the kernels that a release's wheel carries (scripts/wheel.sh)."""
-    cache = tmp_path / "cache"
-    nothing = {
-        "PULLBACK_JIT": "off",
-        "PULLBACK_NVRTC": "/nowhere",
-        "PULLBACK_CACHE_DIR": str(cache),
-    }
-    subprocess.run(
-        [sys.executable, "-c", "import common_calls"],
-        check=True,
-        cwd=Path(__file__).parent,
-        env={**os.environ, **nothing},
-        timeout=300,
-    )
-    assert not cache.exists()
