@@ -54,6 +54,7 @@ struct BackwardBlock {
   static constexpr uint32_t kScoreBytes = kKeys * ScoreTile::kRowBytes;
 
   const BackwardParams& p;
+  const Dropout dropout;
   const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
   const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles;
   BlockPlace& block;
@@ -63,6 +64,7 @@ struct BackwardBlock {
 
   BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
       : p(params),
+        dropout(kFeatures == kPlain ? Dropout() : params.problem.dropout.for_warp()),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         key_row(warp / kSplit * 32),
@@ -165,7 +167,7 @@ struct BackwardBlock {
 
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
-    return KeyScores(p, place, head_of(step), place.tile * kKeys + key_row,
+    return KeyScores(p, dropout, place, head_of(step), place.tile * kKeys + key_row,
                      step.tile * kQueries + first,
                      squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
   }

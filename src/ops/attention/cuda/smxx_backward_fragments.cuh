@@ -186,10 +186,6 @@ void multiply_columns(float (&sum)[2][kN][4], const ARows& a_rows, int a_row, co
   }
 }
 
-struct alignas(8) FloatPair {
-  float first, second;
-};
-
 // Writes two neighbouring elements of a gradient.
 template <class T>
 void store_pair(const HeadRows& rows, T* row, int column, int columns, float a, float b) {

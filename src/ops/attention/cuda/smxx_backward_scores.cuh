@@ -97,6 +97,7 @@ void store_eight(T* row, int64_t step, int j, int keys, bool vectors, const uint
 template <class T, int kN, int kFeatures>
 struct Scores {
   const BackwardParams& p;
+  const Dropout& dropout;
   const TilePlace& place;
   int head;          // query head
   int key, query;    // the first ones, within the sequence
@@ -104,9 +105,11 @@ struct Scores {
   uint32_t stats;    // in shared memory, of the first query
   int lane;
 
-  Scores(const BackwardParams& params, const TilePlace& tile_place, int query_head, int first_key,
-         int first_query, uint32_t seen_squares, uint32_t row_stats, int lane_number)
+  Scores(const BackwardParams& params, const Dropout& seeded, const TilePlace& tile_place,
+         int query_head, int first_key, int first_query, uint32_t seen_squares, uint32_t row_stats,
+         int lane_number)
       : p(params),
+        dropout(seeded),
         place(tile_place),
         head(query_head),
         key(first_key),
@@ -199,7 +202,6 @@ struct Scores {
       kept[0] = kept[1] = ~0u;
       return;
     }
-    const Dropout& dropout = p.problem.dropout;
     const auto stream = static_cast<uint64_t>(place.batch * p.problem.heads + head);
     uint32_t bits = 0;
 #pragma unroll
