@@ -88,7 +88,11 @@ std::vector<Case> attention_cuda_bench() {
            .head_dim = 128,
            .value_dim = 128,
            .dtypes = {DType::f32}};
-  add_one("B2 H16 S4096 D128", setup);
+  for (const std::int64_t head_dim : {64, 128}) {
+    setup.head_dim = setup.value_dim = head_dim;
+    add_one(fmt::format("B2 H16 S4096 D{}", head_dim), setup);
+    add_one(fmt::format("B2 H16 S4096 D{} causal", head_dim), setup, {{"causal", "bottom-right"}});
+  }
   setup.dtypes = {DType::bf16};
   for (const std::int64_t head_dim : {32, 64, 128}) {
     const std::int64_t heads = head_dim == 32 ? 8 : 16;
