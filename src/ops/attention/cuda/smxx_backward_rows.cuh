@@ -107,7 +107,9 @@ void backward_rows(const BackwardParams& p, bool vectors) {
   suspicious = __syncthreads_or(suspicious) != 0;
   if (threadIdx.x == 0) {
     stats.suspicious = suspicious;
-    for (int32_t& word : stats.unused) word = 0;  // they are copied with it
+    // These are copied with it; find_query_units() comes later.
+    stats.q_unit = stats.d_out_unit = 1;
+    stats.unused = 0;
     if (p.turns != nullptr) p.turns[plane * p.q_tiles + tile] = 0;
   }
 }
