@@ -22,6 +22,7 @@ struct BiasBlock {
 
   struct Adder {
     float (&sum)[2][kN][4];
+    void begin(int) {}
     void add(int m, int n, int e, float d_s) { sum[m][n][e] += d_s; }
     void finish(int) {}
   };
