@@ -250,7 +250,7 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
     // stay below the root.
     const bool curved = !P::near_one && power.b < R{0.5} && precision <= Precision<R>::full;
     const auto tolerance = hn::Set(d, static_cast<R>(power.Tolerance(precision)));
-    const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon() / 4);
+    const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon());
     const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
     const auto half = hn::Set(d, R{0.5});
     const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
