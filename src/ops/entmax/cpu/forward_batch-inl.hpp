@@ -11,6 +11,8 @@
 #define PULLBACK_ENTMAX_FORWARD_BATCH_INL_HPP
 #endif
 
+#include <bit>
+
 #include "cpu/ahead-inl.hpp"
 #include "ops/entmax/cpu/forward_row-inl.hpp"
 #include "ops/entmax/cpu/lanes-inl.hpp"
