@@ -174,7 +174,7 @@ struct SplitBlock
       }
     }
     const float p_unit = unit_of(largest[0]), ds_unit = unit_of(largest[1]);
-    if (lane == 0) {
+    if (lane == 0 && (!kShared || own % 2 == 0)) {
       units.p_unit[key_row / 32][first / kUnitQueries] = p_unit;
       units.ds_unit[key_row / 32][first / kUnitQueries] = ds_unit;
     }
