@@ -95,9 +95,13 @@ def _thread_keys(
     return include().raw_repr(), exclude().raw_repr()
 
 
-# Those of a thread that has none of them: a new one.
+# Those of a thread that has none of them, as a new one. Where torch knows names of dimensions,
+# autograd leaves them aside.
 with ThreadPoolExecutor(1) as _new_thread:
-    _IDLE_THREAD = _new_thread.submit(_thread_keys).result()
+    _included, _excluded = _new_thread.submit(_thread_keys).result()
+_named = torch._C._parse_dispatch_key("Named")
+_nameless = torch._C.DispatchKeySet(_named).raw_repr() if _named is not None else 0
+_IDLE_THREADS = {(_included, _excluded), (_included, _excluded | _nameless)}
 
 
 def _direct(
@@ -108,7 +112,11 @@ def _direct(
     """Whether an operator's call would pass through PyTorch's dispatcher to our kernels without
     being seen by anyone. Then it may be left out: translating all arguments to C++ and back takes
     longer than all else that a call costs on the host."""
-    if _thread_keys() != _IDLE_THREAD or torch._C._len_torch_function_stack() > 0 or profiled():
+    if (
+        _thread_keys() not in _IDLE_THREADS
+        or torch._C._len_torch_function_stack() > 0
+        or profiled()
+    ):
         return False
     for tensor in tensors:
         if tensor is not None and (

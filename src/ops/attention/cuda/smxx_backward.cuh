@@ -53,6 +53,7 @@ struct BackwardBlock {
   static constexpr uint32_t kQueryBytes = kQueries * WidthTile::kRowBytes;
   static constexpr uint32_t kScoreBytes = kKeys * ScoreTile::kRowBytes;
 
+  static constexpr bool kMayDrop = kFeatures == kDropout || is_general(kFeatures);
   const BackwardParams& p;
   const Dropout dropout;
   const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
@@ -64,7 +65,7 @@ struct BackwardBlock {
 
   BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
       : p(params),
-        dropout(kFeatures == kPlain ? Dropout() : params.problem.dropout.for_warp()),
+        dropout(kMayDrop ? params.problem.dropout.for_warp() : Dropout()),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         key_row(warp / kSplit * 32),
