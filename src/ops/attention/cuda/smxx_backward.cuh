@@ -10,12 +10,11 @@
 // them as operands: with split 1 of the two products after them, from registers; else through
 // shared memory, for the warps that sum another part of the width.
 //
-// dQ is a sum over blocks. They take turns: a tile of queries is added to in the order of the key
+// dQ is a sum over blocks, which take turns: a tile of queries is added to in the order of the key
 // tiles, so that the bits are the same every run. The first block stores its part to the workspace,
-// the last one adds what is there to its own and writes d_q. All go over the tiles of queries from
-// the last to the first (with a block mask in an order of block_tables.cpp), and blocks of lower
-// index, which are launched earlier, have lower keys: a block waits for blocks that run or have
-// ended, and rarely, as they started before.
+// the last one adds that to its own and writes d_q. All go over the queries from the last tile to
+// the first (with a block mask in an order of block_tables.cpp), and blocks of lower index, launched
+// earlier, have lower keys: a block waits rarely, and for blocks that run or have ended.
 #pragma once
 
 #include "device/async_copy.cuh"
