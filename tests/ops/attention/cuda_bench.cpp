@@ -12,7 +12,7 @@ using namespace attention_setup;
 void add_dense(std::vector<Case>& cases) {
   for (const std::int64_t head_dim : {64, 96, 128, 192, 256}) {
     const std::int64_t heads = head_dim == 64 ? 32 : head_dim < 192 ? 16 : 8;
-    for (const std::int64_t length : {512, 2048, 8192, 16384}) {
+    for (const std::int64_t length : {512, 1024, 2048, 8192, 16384}) {
       const Setup setup{.batch = 16384 / length,
                         .query = length,
                         .key = length,
@@ -28,7 +28,8 @@ void add_dense(std::vector<Case>& cases) {
         if (causal) options["causal"] = "bottom-right";
         Case test = make_case(shape + (causal ? " causal" : ""), setup, options);
         test.same_inputs = shape;
-        test.full_only = length == 2048 || length == 16384 || head_dim == 96 || head_dim == 192;
+        test.full_only = length == 1024 || length == 2048 || length == 16384 || head_dim == 96 ||
+                         head_dim == 192;
         cases.push_back(std::move(test));
       }
     }
@@ -89,11 +90,14 @@ std::vector<Case> attention_cuda_bench() {
            .dtypes = {DType::f32}};
   add_one("B2 H16 S4096 D128", setup);
   setup.dtypes = {DType::bf16};
-  for (const std::int64_t head_dim : {64, 128}) {
+  for (const std::int64_t head_dim : {32, 64, 128}) {
+    const std::int64_t heads = head_dim == 32 ? 8 : 16;
     for (const std::int64_t batch : {2, 1}) {
+      setup.heads = setup.kv_heads = heads;
       setup.head_dim = setup.value_dim = head_dim;
-      setup.bias = {batch, 16, 4096, 4096};
-      add_one(fmt::format("B2 H16 S4096 D{} bias [{},16,S,S]", head_dim, batch), setup);
+      setup.bias = {batch, heads, 4096, 4096};
+      add_one(fmt::format("B2 H{} S4096 D{} bias [{},{},S,S]", heads, head_dim, batch, heads),
+              setup);
     }
   }
   return cases;

@@ -102,9 +102,11 @@ class TileBackward final : public BackwardBody {
     d_bias_vectors_ = has_vector_keys(params_.d_bias);
     const std::int64_t tiles = planes_ * params_.q_tiles;
     stats_bytes_ = aligned(tiles * stats_bytes(tiles_.queries));
-    turn_bytes_ = aligned(tiles * 4);
     if (bias_elements_ > 0) plan_bias(problem, width, arch);
     plan_slices(problem, width);
+    params_.launches =
+        static_cast<std::int32_t>(ceil_div(pairs_, std::max<std::int64_t>(slice_pairs_, 1)));
+    turn_bytes_ = aligned((tiles + params_.launches) * 4);
     workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + bias_sum_bytes_;
     plan_kernels(problem, width, arch);
     description = fmt::format(
@@ -148,7 +150,14 @@ class TileBackward final : public BackwardBody {
       const auto load = [&](Features features) {
         Kernel kernel(tile_kernel(dtype, width, features, arch), device_,
                       tiles_.shared_bytes(width));
-        set_grid(kernel, slice_pairs_ * params_.k_tiles);
+        // Blocks take one item after the other. Without queries nothing zeroes their claims.
+        const std::int64_t items = slice_pairs_ * params_.k_tiles;
+        set_grid(kernel, items);
+        if (params_.q_tiles > 0) {
+          const std::int64_t blocks =
+              std::int64_t{device_.multiprocessors} * kernel.blocks_per_multiprocessor(device_);
+          set_grid(kernel, std::min(items, std::max<std::int64_t>(blocks, 1)));
+        }
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
       };
@@ -223,6 +232,7 @@ class TileBackward final : public BackwardBody {
     std::byte* scratch = static_cast<std::byte*>(workspace.data) + sequence_bytes_;
     params.stats = scratch;
     params.turns = reinterpret_cast<std::int32_t*>(scratch + stats_bytes_);
+    if (params.q_tiles > 0) params.claims = params.turns + planes_ * params.q_tiles;
     params.sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_);
     params.bias_sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_ + sum_bytes_);
     params.row_vectors = row_vectors_ && cuda::vector_aligned({tensors.out, tensors.d_out});
@@ -246,8 +256,10 @@ class TileBackward final : public BackwardBody {
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
       if (bias_plan_ == BiasPlan::stepped) params.bias_step = step_of(first);
       Kernel slice = kernel;
-      slice.shape.grid[0] = static_cast<unsigned>(params.pairs * params.k_tiles);
+      slice.shape.grid[0] =
+          std::min(slice.shape.grid[0], static_cast<unsigned>(params.pairs * params.k_tiles));
       slice.launch(stream, params);
+      if (params.claims != nullptr) ++params.claims;
     }
   }
 

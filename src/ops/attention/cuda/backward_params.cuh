@@ -34,10 +34,14 @@ struct BackwardParams {
   // Rows of q k v d_out, and of out and d_out, are contiguous and aligned to 16 bytes.
   int32_t vectors, row_vectors;
 
-  // The pairs of this launch. The grid in order: groups of pairs that work at the same time, their
-  // key tiles, the pairs of the group.
+  // The pairs of this launch. An item of work is a key tile of one of them. Items in order: groups
+  // of pairs that work at the same time, their key tiles, the pairs of the group.
   int64_t first_pair;
   int32_t pairs, pair_group;
+  // How many items of the launch blocks have taken; a counter a launch, `launches` of them, one
+  // after the other. Null: the grid has a block an item.
+  int32_t* claims;
+  int32_t launches;
 
   void* stats;     // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
   int32_t* turns;  // [planes, q_tiles]: key tiles whose part of d_q is in `sums`

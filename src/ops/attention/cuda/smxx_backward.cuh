@@ -54,16 +54,17 @@ struct BackwardBlock {
   static constexpr uint32_t kScoreBytes = kKeys * ScoreTile::kRowBytes;
 
   const BackwardParams& p;
-  const int lane;
+  int lane, warp;
   const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles;
-  BlockPlace& block;
+  BlockState& block;
   const TilePlace& place;
 
   float d_k[2][kOwnN][4] = {}, d_v[2][kOwnN][4] = {};
 
-  BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
+  BackwardBlock(const BackwardParams& params, BlockState& shared_state, uint32_t shared)
       : p(params),
         lane(static_cast<int>(threadIdx.x) % 32),
+        warp(static_cast<int>(threadIdx.x) / 32),
         k_tile(shared),
         v_tile(k_tile + kKeyBytes),
         q_tiles(v_tile + kKeyBytes),
@@ -71,14 +72,14 @@ struct BackwardBlock {
         ds_tile(d_out_tiles + kStages * kQueryBytes),
         p_tile(ds_tile + kScoreBytes),
         stats_tiles(ds_tile + (kSplit > 1 ? 2 : 1) * kScoreBytes),
-        block(shared_place),
-        place(shared_place.keys) {}
+        block(shared_state),
+        place(shared_state.item.keys) {}
 
   template <int kRows, bool kInterleaved>
-  void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
+  void load(uint32_t tile, const HeadRows& rows, int64_t batch, int head, int64_t first, int count,
             int columns) const {
-    const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
-                          first * rows.row + head * rows.head;
+    const T* const from =
+        static_cast<const T*>(rows.data) + batch * rows.batch + first * rows.row + head * rows.head;
     if (!is_general(kFeatures) || p.vectors) {
       TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
                                                                  columns)
@@ -90,72 +91,37 @@ struct BackwardBlock {
     }
   }
 
-  // Read anew wherever needed, as registers are scarce. The warp's first key, and its share.
-  static int warp() { return fresh_warp(); }
-  static int key_row() { return warp() / kSplit * 32; }
-  static int own() { return kSplit == 1 ? 0 : warp() % kSplit; }
+  // For the compiler other numbers from here on: what follows from them is not made earlier, to be
+  // kept in local memory.
+  void renew() { asm volatile("" : "+r"(lane), "+r"(warp)); }
+  // The warp's first key, and its share.
+  int key_row() const { return warp / kSplit * 32; }
+  int own() const { return kSplit == 1 ? 0 : warp % kSplit; }
 
   static constexpr bool listed() { return has_blocks(kFeatures); }
-  // Where the list of a head's tiles begins and ends.
-  const int64_t* list_of(int head_of_group) const {
-    const SeenBlocksTable& blocks = p.problem.blocks;
-    const int64_t head = place.head * p.problem.group + head_of_group;
-    return blocks.first + blocks.plane(place.batch, head) * (blocks.owners + 1) + place.tile;
+  using Steps = ItemSteps<listed()>;
+  Steps steps() const { return {p, block.item}; }
+  uint32_t squares_of(const Step& step) const {
+    return listed() ? steps().seen_tile(step).squares : ~0u;
   }
-  const SeenTile& seen_tile(int head_of_group, int at) const {
-    return p.problem.blocks.tiles[list_of(head_of_group)[0] + at];
-  }
-  const SeenTile& seen_tile(const Step& step) const {
-    return seen_tile(step.head_of_group, step.at);
-  }
-  uint32_t squares_of(const Step& step) const { return listed() ? seen_tile(step).squares : ~0u; }
+  int head_of(const Step& step) const { return steps().head_of(step); }
+  int64_t tile_of(const Step& step) const { return steps().tile_of(step); }
+  bool has_next(const Step& step) const { return steps().has_next(step); }
 
-  // The last tile of the first head from `head_of_group` on that has one; past the group: none.
-  Step last_of_head(int head_of_group) const {
-    if constexpr (!listed()) {
-      const bool any = block.queries.begin < block.queries.end;
-      return {any ? head_of_group : p.problem.group, block.queries.end - 1, 0};
-    }
-    for (; head_of_group < p.problem.group; ++head_of_group) {
-      const int64_t* const first = list_of(head_of_group);
-      const int last = static_cast<int>(first[1] - first[0]) - 1;
-      if (last >= 0) return {head_of_group, seen_tile(head_of_group, last).tile, last};
-    }
-    return {head_of_group, 0, 0};
-  }
-  Step next_of(const Step& step) const {
-    if constexpr (listed()) {
-      if (step.at > 0) {
-        return {step.head_of_group, seen_tile(step.head_of_group, step.at - 1).tile, step.at - 1};
-      }
-    } else if (step.tile > block.queries.begin) {
-      return {step.head_of_group, step.tile - 1, 0};
-    }
-    return last_of_head(step.head_of_group + 1);
-  }
-  bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
-  bool has_next(const Step& step) const { return exists(next_of(step)); }
-
-  int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
-  int64_t plane_of(const Step& step) const {
-    return block.pair * p.problem.group + step.head_of_group;
-  }
-  int64_t tile_of(const Step& step) const {
-    return plane_of(step) * p.q_tiles + place.first_tile + step.tile;
-  }
-
-  void load_step(const Step& step, int stage) const {
-    const int head = head_of(step);
+  void load_step(const Steps& steps, const Step& step, int stage) const {
+    const TilePlace& of = steps.item.keys;
+    const int head = steps.head_of(step);
     const int first = step.tile * kQueries;
-    const int left = place.q_length - first;
-    const int64_t row = place.q_begin + first;
-    load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
-    load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
+    const int left = of.q_length - first;
+    const int64_t row = of.q_begin + first;
+    load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, of.batch, head, row, left,
+                          p.problem.head_dim);
+    load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, of.batch, head, row, left,
                           p.problem.value_dim);
     const int thread = static_cast<int>(threadIdx.x);
     if (thread < static_cast<int>(sizeof(Stats) / 16)) {
       const auto* const stats =
-          reinterpret_cast<const char*>(static_cast<const Stats*>(p.stats) + tile_of(step));
+          reinterpret_cast<const char*>(static_cast<const Stats*>(p.stats) + steps.tile_of(step));
       async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + thread * 16, stats + thread * 16,
                          16);
     }
@@ -188,7 +154,7 @@ struct BackwardBlock {
   }
   auto bias_sink(const KeyScores& scores, const Step& step, int chunk) const {
     if constexpr (is_general(kFeatures) || kFeatures == kBiasSum) {
-      float* const sums = bias_sums_of(step) + (warp() * kChunks + chunk) * (32 * kChunkQueries);
+      float* const sums = bias_sums_of(step) + (warp * kChunks + chunk) * (32 * kChunkQueries);
       return BiasWriter<T, kN, KeyScores, kFeatures == kBiasSum>{scores, sums, {}, {}};
     } else {
       return NoSink{};
@@ -201,7 +167,7 @@ struct BackwardBlock {
     T* const plane =
         static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch + head * p.d_bias.head;
 #pragma unroll 1
-    for (int eight = warp(); eight < kQueries / 8; eight += kWarps) {
+    for (int eight = warp; eight < kQueries / 8; eight += kWarps) {
       const int i = step.tile * kQueries + eight * 8 + lane / 4;
       T* const row = plane + i * p.d_bias.query;
 #pragma unroll
@@ -351,9 +317,9 @@ struct BackwardBlock {
     }
   }
 
-  void load_keys(uint32_t tile, const HeadRows& rows, int columns) const {
-    const int first = place.tile * kKeys;
-    load<kKeys, true>(tile, rows, place.head, place.k_begin + first, place.k_length - first,
+  void load_keys(uint32_t tile, const HeadRows& rows, const TilePlace& of, int columns) const {
+    const int first = of.tile * kKeys;
+    load<kKeys, true>(tile, rows, of.batch, of.head, of.k_begin + first, of.k_length - first,
                       columns);
   }
 
@@ -394,7 +360,7 @@ struct BackwardBlock {
   void end_turn() const {
     if (block.over == nullptr) return;
     fence_device();
-    store_relaxed(block.over, block.next);
+    store_relaxed(block.over, block.next_turn);
     block.over = nullptr;
   }
 
@@ -403,8 +369,8 @@ struct BackwardBlock {
   void begin_turn(const Step& step, int32_t seen) const {
     int32_t number, count;
     if constexpr (listed()) {
-      number = seen_tile(step).turn;
-      count = seen_tile(step).turns;
+      number = steps().seen_tile(step).turn;
+      count = steps().seen_tile(step).turns;
     } else {
       const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
       number = place.tile - keys.begin;
@@ -427,9 +393,9 @@ struct BackwardBlock {
   // also orders what begin_turn() saw before the sums to come.
   void swap_turn() const {
     fence_device();
-    if (block.over != nullptr) store_relaxed(block.over, block.next);
+    if (block.over != nullptr) store_relaxed(block.over, block.next_turn);
     block.over = block.counter;
-    block.next = block.number + 1;
+    block.next_turn = block.number + 1;
   }
 
   void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
@@ -478,8 +444,73 @@ struct BackwardBlock {
   }
 
   void run() {
-    const Step first = last_of_head(0);
-    if (exists(first)) sum_steps(first);
+    wait_for_previous_kernel();  // for claims, statistics and turns
+    if (threadIdx.x < 32) take(threadIdx.x == 0 ? first_item() : 0);
+    if (threadIdx.x == 0) block.over = nullptr;
+    __syncthreads();
+    load_next(0, false);
+    begin_next(0);
+    for (int turn = 0; place.exists;) {
+      const bool any = steps().exists(block.steps[turn]);
+      if (threadIdx.x < 32 && !(any && has_next(block.steps[turn]))) {
+        take(threadIdx.x == 0 ? next_item() : 0);
+      }
+      if (any) turn = sum_steps(turn) ^ 1;
+      __syncthreads();
+      if (threadIdx.x == 0) end_turn();
+      renew();
+      store_keys();
+      load_next(turn, any);
+      __syncthreads();
+      begin_next(turn);
+    }
+  }
+
+  uint32_t first_item() const { return p.claims != nullptr ? claim_item(p) : blockIdx.x; }
+  // Without claims a block has one item.
+  uint32_t next_item() const { return p.claims != nullptr ? claim_item(p) : ~0u; }
+  // By the first warp, whose first lane has the next item's number.
+  void take(uint32_t number) const {
+    const BlockPlace found = claimed_place<kKeys, kQueries>(p, number);
+    if (threadIdx.x == 0) block.next = found;
+  }
+  // Of an item, if that exists.
+  Step first_of(const Steps& steps) const {
+    if (!steps.item.keys.exists) return {p.problem.group, 0, 0};
+    return steps.last_of_head(0);
+  }
+  // The next item's keys, and its first step unless that was loaded.
+  void load_next(int turn, bool loaded) const {
+    const Steps after = {p, block.next};
+    const Step first = first_of(after);
+    if (after.exists(first)) {
+      load_keys(k_tile, p.k, after.item.keys, p.problem.head_dim);
+      load_keys(v_tile, p.v, after.item.keys, p.problem.value_dim);
+      if (!loaded) load_step(after, first, kStages > 1 ? turn : 0);
+    }
+    async_commit();
+  }
+  void begin_next(int turn) const {
+    if (threadIdx.x == 0) {
+      block.item = block.next;
+      block.steps[turn] = first_of(steps());
+    }
+    __syncthreads();
+  }
+  // What comes after `step`, in this item or in the next one.
+  void load_after(const Step& step, int stage) const {
+    const bool more = has_next(step);
+    const Steps after = {p, more ? block.item : block.next};
+    const Step following = more ? after.next_of(step) : first_of(after);
+    if (after.exists(following)) {
+      load_step(after, following, stage);
+    } else {
+      async_commit();
+    }
+  }
+
+  // Writes d_k and d_v, and begins new sums.
+  void store_keys() {
     const int limit = place.extent < kKeys ? place.extent : kKeys;
     const int64_t row = place.k_begin + place.tile * kKeys;
     const int column = own() * kOwnN * 8;
@@ -491,22 +522,26 @@ struct BackwardBlock {
       store_sum<true>(p.d_v, place.head, row, key_row(), limit, column, p.problem.value_dim, d_v,
                       1.0f);
     }
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOwnN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d_k[m][n][e] = d_v[m][n][e] = 0;
+      }
+    }
   }
 
-  void sum_steps(const Step& first) {
-    load_keys(k_tile, p.k, p.problem.head_dim);
-    load_keys(v_tile, p.v, p.problem.value_dim);
-    wait_for_previous_kernel();  // for statistics and turns
-    load_step(first, 0);
+  // All steps of the item, the first of which is being loaded for `turn`. Returns the last turn;
+  // then the next item is known, and its first step is being loaded for the turn after.
+  int sum_steps(int turn) {
     async_wait<0>();
     __syncthreads();
     const bool finite = !keys_not_finite();
-    if (threadIdx.x == 0) {
-      block.finite_keys = finite;
-      block.steps[0] = first;
-    }
+    if (threadIdx.x == 0) block.finite_keys = finite;
     __syncthreads();
-    for (int turn = 0;; turn ^= 1) {
+    for (;; turn ^= 1) {
+      renew();
       const Step& step = block.steps[turn];
       const int stage = kStages > 1 ? turn : 0;
       const bool more = has_next(step);
@@ -517,10 +552,10 @@ struct BackwardBlock {
           bias_of(scores, first_of(chunk)).load();
         }
         async_commit();
-        if (more) fetch_bias(next_of(step));
+        if (more) fetch_bias(steps().next_of(step));
       }
-      if (kStages > 1 && more) {
-        load_step(next_of(step), stage ^ 1);
+      if constexpr (kStages > 1) {
+        load_after(step, stage ^ 1);
       } else {
         async_commit();
       }
@@ -531,6 +566,10 @@ struct BackwardBlock {
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
       const bool careful = suspicious || !block.finite_keys ||
                            !sees_all(place, place.tile, step.tile, kKeys, kQueries);
+      // The next item, a step before the last one.
+      const bool takes = threadIdx.x < 32 && more && !has_next(steps().next_of(step));
+      uint32_t claimed = 0;
+      if (takes && threadIdx.x == 0) claimed = next_item();
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
@@ -581,6 +620,7 @@ struct BackwardBlock {
         }
         store_scores(ds_tile, ds, first);
       }
+      if (takes) take(claimed);
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
       if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
@@ -589,30 +629,28 @@ struct BackwardBlock {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
       }
-      if (kStages == 1 && has_next(step)) load_step(next_of(step), 0);
+      if constexpr (kStages == 1) load_after(step, 0);
       if (p.d_q.data != nullptr) {
         float sum[kDqM][kDqN][4] = {};
         if (!block.finite_keys) {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
-        const int dq_row = warp() % kQueryRows * (16 * kDqM);
-        const int dq_column = warp() / kQueryRows * kDqWidth;
+        const int dq_row = warp % kQueryRows * (16 * kDqM);
+        const int dq_column = warp / kQueryRows * kDqWidth;
         query_product(sum, dq_row, dq_column / 8);
-        if (!block.finite_keys) {
+        if (!block.finite_keys && has_next(step)) {
           __syncthreads();
-          load_keys(k_tile, p.k, p.problem.head_dim);
+          load_keys(k_tile, p.k, place, p.problem.head_dim);
           async_commit();
         }
         add_d_q(step, sum, dq_row, dq_column);
       }
-      if (!has_next(step)) break;
-      if (threadIdx.x == 0) block.steps[turn ^ 1] = next_of(step);
+      if (!has_next(step)) return turn;
+      if (threadIdx.x == 0) block.steps[turn ^ 1] = steps().next_of(step);
       async_wait<0>();
       __syncthreads();
     }
-    __syncthreads();
-    if (threadIdx.x == 0) end_turn();
   }
 };
 
@@ -620,14 +658,9 @@ template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages,
           int kFeatures>
 void backward(const BackwardParams& p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ BlockPlace place;
+  __shared__ BlockState state;
   using Block = BackwardBlock<T, kWidth, kKeys, kQueries, kSplit, kStages, kQueryRows, kFeatures>;
-  if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<kKeys, kQueries>(p);
-    if (threadIdx.x == 0) place = found;
-  }
-  __syncthreads();
-  if (place.keys.exists) Block(p, place, shared_address(shared)).run();
+  Block(p, state, shared_address(shared)).run();
 }
 
 }  // namespace pullback::attention

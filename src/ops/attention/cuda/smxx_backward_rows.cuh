@@ -1,7 +1,7 @@
 // What the backward pass needs of every query row: its lse and
 //   delta = out · d_out - d_lse
 // A block makes the StatsTile of one tile of queries. It also zeroes the tile's turn, and d_q where
-// no key is seen, as no other kernel comes there.
+// no key is seen, as no other kernel comes there; the first block zeroes the claims.
 #pragma once
 
 #include "device/dependent.cuh"
@@ -104,6 +104,7 @@ void backward_rows(const BackwardParams& p, bool vectors) {
   suspicious = __syncthreads_or(suspicious) != 0;
   if (threadIdx.x == 0) {
     stats.suspicious = suspicious;
+    for (int32_t& word : stats.unused) word = 0;  // copied with it
     if (p.turns != nullptr) p.turns[plane * p.q_tiles + tile] = 0;
   }
 }
@@ -136,6 +137,9 @@ void clear_unseeing(const BackwardParams& p) {
 template <class T, int kQueries, int kKeys>
 void backward_prepare(const BackwardParams& p) {
   allow_next_kernel();
+  if (p.claims != nullptr && blockIdx.x == 0) {
+    for (int i = static_cast<int>(threadIdx.x); i < p.launches; i += kRowThreads) p.claims[i] = 0;
+  }
   backward_rows<T, kQueries, sizeof(T) == 2 ? 8 : 1>(p, p.row_vectors != 0);
   clear_unseeing<T, kQueries, kKeys>(p);
 }
