@@ -38,10 +38,10 @@ struct BackwardParams {
   // of pairs that work at the same time, their key tiles, the pairs of the group.
   int64_t first_pair;
   int32_t pairs, pair_group;
-  // How many items of the launch blocks have taken; a counter a launch, `launches` of them, one
-  // after the other. Null: the grid has a block an item.
-  int32_t* claims;
+  int64_t all_pairs;  // of all launches
   int32_t launches;
+  int32_t* claims;  // [launches], from this one on: items that blocks have taken
+  void* items;      // [all_pairs · k_tiles] of BlockPlace: smxx_backward_place.cuh
 
   void* stats;     // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
   int32_t* turns;  // [planes, q_tiles]: key tiles whose part of d_q is in `sums`

@@ -22,6 +22,8 @@ struct BackwardTiles {
 
 // Of a tile of queries in the workspace: {lse · log2 e, delta} of each row, and flags.
 inline constexpr int stats_bytes(int queries) { return queries * 8 + 16; }
+// Of an item of work: BlockPlace.
+inline constexpr int kItemBytes = 96;
 
 constexpr int BackwardTiles::shared_bytes(int width) const {
   return 2 * 2 * width * keys + 2 * 2 * width * queries * stages +

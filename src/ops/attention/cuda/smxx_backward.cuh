@@ -93,7 +93,11 @@ struct BackwardBlock {
 
   // For the compiler other numbers from here on: what follows from them is not made earlier, to be
   // kept in local memory.
-  void renew() { asm volatile("" : "+r"(lane), "+r"(warp)); }
+  void renew() {
+    asm volatile("" : "+r"(lane), "+r"(warp));
+    lane &= 31;  // which it still is
+    warp &= 31;
+  }
   // The warp's first key, and its share.
   int key_row() const { return warp / kSplit * 32; }
   int own() const { return kSplit == 1 ? 0 : warp % kSplit; }
@@ -445,7 +449,7 @@ struct BackwardBlock {
 
   void run() {
     wait_for_previous_kernel();  // for claims, statistics and turns
-    if (threadIdx.x < 32) take(threadIdx.x == 0 ? first_item() : 0);
+    if (threadIdx.x < 32) fetch_item(p, threadIdx.x == 0 ? claim_item(p) : 0, block.next);
     if (threadIdx.x == 0) block.over = nullptr;
     __syncthreads();
     load_next(0, false);
@@ -453,7 +457,7 @@ struct BackwardBlock {
     for (int turn = 0; place.exists;) {
       const bool any = steps().exists(block.steps[turn]);
       if (threadIdx.x < 32 && !(any && has_next(block.steps[turn]))) {
-        take(threadIdx.x == 0 ? next_item() : 0);
+        fetch_item(p, threadIdx.x == 0 ? claim_item(p) : 0, block.next);
       }
       if (any) turn = sum_steps(turn) ^ 1;
       __syncthreads();
@@ -466,18 +470,9 @@ struct BackwardBlock {
     }
   }
 
-  uint32_t first_item() const { return p.claims != nullptr ? claim_item(p) : blockIdx.x; }
-  // Without claims a block has one item.
-  uint32_t next_item() const { return p.claims != nullptr ? claim_item(p) : ~0u; }
-  // By the first warp, whose first lane has the next item's number.
-  void take(uint32_t number) const {
-    const BlockPlace found = claimed_place<kKeys, kQueries>(p, number);
-    if (threadIdx.x == 0) block.next = found;
-  }
   // Of an item, if that exists.
   Step first_of(const Steps& steps) const {
-    if (!steps.item.keys.exists) return {p.problem.group, 0, 0};
-    return steps.last_of_head(0);
+    return steps.item.keys.exists ? steps.item.first : Step{p.problem.group, 0, 0};
   }
   // The next item's keys, and its first step unless that was loaded.
   void load_next(int turn, bool loaded) const {
@@ -568,8 +563,8 @@ struct BackwardBlock {
                            !sees_all(place, place.tile, step.tile, kKeys, kQueries);
       // The next item, a step before the last one.
       const bool takes = threadIdx.x < 32 && more && !has_next(steps().next_of(step));
-      uint32_t claimed = 0;
-      if (takes && threadIdx.x == 0) claimed = next_item();
+      int claimed = 0;
+      if (takes && threadIdx.x == 0) claimed = claim_item(p);
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
@@ -620,7 +615,7 @@ struct BackwardBlock {
         }
         store_scores(ds_tile, ds, first);
       }
-      if (takes) take(claimed);
+      if (takes) fetch_item(p, claimed, block.next);
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
       if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();

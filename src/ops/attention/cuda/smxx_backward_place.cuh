@@ -12,12 +12,14 @@ struct BackwardStep {
   int at;  // with a block mask: its place in the list of the keys
 };
 
-// A tile of keys of one key/value head: what a block works on at a time.
-struct BlockPlace {
+// An item of work: a tile of keys of one key/value head.
+struct alignas(16) BlockPlace {
   TilePlace keys;
   int64_t pair;
   TileRange queries;
+  BackwardStep first;  // none: head_of_group is the group's size
 };
+static_assert(sizeof(BlockPlace) == kItemBytes);
 
 // In shared memory: registers are needed for sums.
 struct BlockState {
@@ -33,46 +35,6 @@ struct BlockState {
   int32_t* over;
   int32_t next_turn;
 };
-
-template <int kKeys, int kQueries>
-BlockPlace block_place(const BackwardParams& p, uint32_t index) {
-  // 32 bits: a launch has no more items, and divisions are what an item begins with.
-  const uint32_t of_group = static_cast<uint32_t>(p.k_tiles) * static_cast<uint32_t>(p.pair_group);
-  const uint32_t group_begin = index / of_group * static_cast<uint32_t>(p.pair_group);
-  const uint32_t in_group = index % of_group;
-  const uint32_t left = static_cast<uint32_t>(p.pairs) - group_begin;
-  const uint32_t group =
-      left < static_cast<uint32_t>(p.pair_group) ? left : static_cast<uint32_t>(p.pair_group);
-  BlockPlace place;
-  place.pair = p.first_pair + group_begin + in_group % group;
-  place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
-                               static_cast<int>(in_group / group), kKeys);
-  place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
-  return place;
-}
-
-// Items are handed out in their order to blocks that run: who waits for an item of lower number
-// waits for a block that works on it or on one of lower number still.
-inline uint32_t claim_item(const BackwardParams& p) {
-  return static_cast<uint32_t>(atomicAdd(p.claims, 1));
-}
-
-// By a whole warp, whose first lane has claimed `index`: that item, or the next one that exists.
-template <int kKeys, int kQueries>
-BlockPlace claimed_place(const BackwardParams& p, uint32_t index) {
-  const uint32_t items = static_cast<uint32_t>(p.pairs) * static_cast<uint32_t>(p.k_tiles);
-  for (;;) {
-    index = __shfl_sync(0xffffffffu, index, 0);
-    if (index >= items) {
-      BlockPlace none;
-      none.keys.exists = false;
-      return none;
-    }
-    const BlockPlace place = block_place<kKeys, kQueries>(p, index);
-    if (place.keys.exists) return place;
-    if (threadIdx.x % 32 == 0) index = claim_item(p);
-  }
-}
 
 // The steps of an item. kListed: with a block mask, whose lists name the tiles of queries.
 template <bool kListed>
@@ -129,5 +91,74 @@ struct ItemSteps {
   bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
   bool has_next(const Step& step) const { return exists(next_of(step)); }
 };
+
+// Item `index` of the launch that begins with `first_pair` and has so many pairs. By a whole warp.
+template <int kKeys, int kQueries>
+BlockPlace block_place(const BackwardParams& p, int64_t first_pair, uint32_t pairs,
+                       uint32_t index) {
+  // 32 bits: a launch has no more items.
+  const uint32_t of_group = static_cast<uint32_t>(p.k_tiles) * static_cast<uint32_t>(p.pair_group);
+  const uint32_t group_begin = index / of_group * static_cast<uint32_t>(p.pair_group);
+  const uint32_t in_group = index % of_group;
+  const uint32_t left = pairs - group_begin;
+  const uint32_t group =
+      left < static_cast<uint32_t>(p.pair_group) ? left : static_cast<uint32_t>(p.pair_group);
+  BlockPlace item;
+  item.pair = first_pair + group_begin + in_group % group;
+  item.keys = place_of<false>(p, item.pair, p.problem.heads / p.problem.group,
+                              static_cast<int>(in_group / group), kKeys);
+  if (!item.keys.exists) return item;
+  item.queries = query_tiles_of(item.keys, item.keys.tile, kKeys, kQueries);
+  item.first = p.problem.blocks.given() ? ItemSteps<true>{p, item}.last_of_head(0)
+                                        : ItemSteps<false>{p, item}.last_of_head(0);
+  return item;
+}
+
+// All items of all launches, one after the other: divisions and searches are done ahead of the
+// blocks that have no registers for them. The first block also zeroes the claims.
+template <int kKeys, int kQueries>
+void list_items(const BackwardParams& p) {
+  if (blockIdx.x == 0) {
+    for (int i = static_cast<int>(threadIdx.x); i < p.launches; i += kRowThreads) p.claims[i] = 0;
+  }
+  constexpr int64_t kWarps = kRowThreads / 32;
+  const int64_t items = p.all_pairs * p.k_tiles;
+  const int64_t of_launch = static_cast<int64_t>(p.pairs) * p.k_tiles;
+  for (int64_t i = blockIdx.x * kWarps + threadIdx.x / 32; i < items; i += gridDim.x * kWarps) {
+    const int64_t first_pair = i / of_launch * p.pairs;
+    const int64_t left = p.all_pairs - first_pair;
+    const BlockPlace item = block_place<kKeys, kQueries>(
+        p, first_pair, static_cast<uint32_t>(left < p.pairs ? left : p.pairs),
+        static_cast<uint32_t>(i % of_launch));
+    if (threadIdx.x % 32 == 0) static_cast<BlockPlace*>(p.items)[i] = item;
+  }
+}
+
+// By one thread: the number of an item, which nobody else gets, or -1. Items are handed out in
+// their order to blocks that run: who waits for an item of lower number waits for a block that
+// works on it or on one of lower number still.
+inline int claim_item(const BackwardParams& p) {
+  const auto* const items = static_cast<const BlockPlace*>(p.items) + p.first_pair * p.k_tiles;
+  for (;;) {
+    const int number = atomicAdd(p.claims, 1);
+    if (number >= p.pairs * p.k_tiles) return -1;
+    if (items[number].keys.exists) return number;
+  }
+}
+
+// By a whole warp, whose first lane has the number.
+inline void fetch_item(const BackwardParams& p, int number, BlockPlace& to) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  number = __shfl_sync(0xffffffffu, number, 0);
+  if (number < 0) {
+    to.keys.exists = false;
+    return;
+  }
+  const auto* const items = static_cast<const BlockPlace*>(p.items) + p.first_pair * p.k_tiles;
+  if (lane < kItemBytes / 4) {
+    reinterpret_cast<uint32_t*>(&to)[lane] =
+        reinterpret_cast<const uint32_t*>(items + number)[lane];
+  }
+}
 
 }  // namespace pullback::attention

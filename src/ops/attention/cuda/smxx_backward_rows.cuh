@@ -1,14 +1,14 @@
 // What the backward pass needs of every query row: its lse and
 //   delta = out · d_out - d_lse
 // A block makes the StatsTile of one tile of queries. It also zeroes the tile's turn, and d_q where
-// no key is seen, as no other kernel comes there; the first block zeroes the claims.
+// no key is seen, as no other kernel comes there; and all blocks list the items of work.
 #pragma once
 
 #include "device/dependent.cuh"
 #include "device/float.cuh"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
-#include "ops/attention/cuda/smxx_backward_tiles.cuh"
+#include "ops/attention/cuda/smxx_backward_place.cuh"
 
 namespace pullback::attention {
 
@@ -137,9 +137,8 @@ void clear_unseeing(const BackwardParams& p) {
 template <class T, int kQueries, int kKeys>
 void backward_prepare(const BackwardParams& p) {
   allow_next_kernel();
-  if (p.claims != nullptr && blockIdx.x == 0) {
-    for (int i = static_cast<int>(threadIdx.x); i < p.launches; i += kRowThreads) p.claims[i] = 0;
-  }
+  list_items<kKeys, kQueries>(p);
+  if (p.q_tiles == 0) return;
   backward_rows<T, kQueries, sizeof(T) == 2 ? 8 : 1>(p, p.row_vectors != 0);
   clear_unseeing<T, kQueries, kKeys>(p);
 }

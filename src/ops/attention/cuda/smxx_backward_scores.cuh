@@ -161,17 +161,21 @@ struct Scores {
       const bool whole = (!is_general(kFeatures) || p.bias_vectors) && j + 8 <= keys;
       const T* row = static_cast<const T*>(p.bias.data) + scores.place.batch * p.bias.batch +
                      scores.head * p.bias.head + (scores.query + q) * p.bias.query;
+      if (whole) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n, row += 8 * p.bias.query) {
+          const int r = 8 * n + q;
+          async_copy_or_zero(bytes(r * 4 + piece), row + j,
+                             scores.query + r < scores.place.q_length);
+        }
+        return;
+      }
 #pragma unroll 1
       for (int r = q; r < 8 * kN; r += 8, row += 8 * p.bias.query) {
         if (scores.query + r >= scores.place.q_length) return;
-        const uint32_t to = bytes(r * 4 + piece);
-        if (whole) {
-          async_copy_or_zero(to, row + j, true);
-        } else {
-          uint32_t words[4];
-          load_eight(words, row, p.bias.key, j, keys, false);
-          store_shared(to, words);
-        }
+        uint32_t words[4];
+        load_eight(words, row, p.bias.key, j, keys, false);
+        store_shared(bytes(r * 4 + piece), words);
       }
     }
     void get(int n, float (&addend)[4][2]) const {
