@@ -107,7 +107,11 @@ class TileBackward final : public BackwardBody {
     params_.launches =
         static_cast<std::int32_t>(ceil_div(pairs_, std::max<std::int64_t>(slice_pairs_, 1)));
     turn_bytes_ = aligned((tiles + params_.launches) * 4);
-    workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + bias_sum_bytes_;
+    item_bytes_ = aligned(pairs_ * params_.k_tiles * kItemBytes);
+    params_.all_pairs = pairs_;
+    params_.pairs = static_cast<std::int32_t>(slice_pairs_);
+    workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + item_bytes_ + sum_bytes_ +
+                      bias_sum_bytes_;
     plan_kernels(problem, width, arch);
     description = fmt::format(
         "tensor cores: {} keys x {} queries at a time, sums in f32; d_q summed in the order of the "
@@ -142,23 +146,21 @@ class TileBackward final : public BackwardBody {
 
   void plan_kernels(const AttentionProblem& problem, int width, int arch) {
     const DType dtype = problem.q.dtype;
-    if (planes_ > 0 && params_.q_tiles > 0) {
+    if (planes_ > 0 && params_.q_tiles + params_.k_tiles > 0) {
       prepare_ = {prepare_kernel(dtype, tiles_), device_};
-      set_grid(prepare_, planes_ * params_.q_tiles);
+      set_grid(prepare_, std::max<std::int64_t>(planes_ * params_.q_tiles, 1));
     }
     if (pairs_ > 0 && params_.k_tiles > 0) {
       const auto load = [&](Features features) {
         Kernel kernel(tile_kernel(dtype, width, features, arch), device_,
                       tiles_.shared_bytes(width));
-        // Blocks take one item after the other. Without queries nothing zeroes their claims.
+        // Blocks take one item after the other.
         const std::int64_t items = slice_pairs_ * params_.k_tiles;
+        const std::int64_t blocks =
+            std::int64_t{device_.multiprocessors} * kernel.blocks_per_multiprocessor(device_);
         set_grid(kernel, items);
-        if (params_.q_tiles > 0) {
-          const std::int64_t blocks =
-              std::int64_t{device_.multiprocessors} * kernel.blocks_per_multiprocessor(device_);
-          set_grid(kernel, std::min(items, std::max<std::int64_t>(blocks, 1)));
-        }
-        kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
+        set_grid(kernel, std::clamp<std::int64_t>(blocks, 1, items));
+        kernel.shape.programmatic = device_.major >= 9;
         return kernel;
       };
       general_ = load(problem.blocks.given() ? Features::general_blocks : Features::general);
@@ -232,15 +234,17 @@ class TileBackward final : public BackwardBody {
     std::byte* scratch = static_cast<std::byte*>(workspace.data) + sequence_bytes_;
     params.stats = scratch;
     params.turns = reinterpret_cast<std::int32_t*>(scratch + stats_bytes_);
-    if (params.q_tiles > 0) params.claims = params.turns + planes_ * params.q_tiles;
-    params.sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_);
-    params.bias_sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_ + sum_bytes_);
+    params.claims = params.turns + planes_ * params.q_tiles;
+    scratch += stats_bytes_ + turn_bytes_;
+    params.items = scratch;
+    params.sums = reinterpret_cast<float*>(scratch + item_bytes_);
+    params.bias_sums = reinterpret_cast<float*>(scratch + item_bytes_ + sum_bytes_);
     params.row_vectors = row_vectors_ && cuda::vector_aligned({tensors.out, tensors.d_out});
     params.vectors =
         vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.d_out});
     params.bias_vectors = bias_vectors_ && cuda::vector_aligned({tensors.bias});
     params.d_bias_vectors = d_bias_vectors_ && cuda::vector_aligned({tensors.d_bias});
-    if (planes_ > 0 && params.q_tiles > 0) prepare_.launch(stream, params);
+    if (planes_ > 0 && params.q_tiles + params.k_tiles > 0) prepare_.launch(stream, params);
     if (tensors.d_bias != nullptr && clears_bias_) clear_bias_.launch(stream, params);
     if (tensors.d_bias != nullptr && bias_plan_ == BiasPlan::summed) {
       bias_.launch(stream, params);
@@ -259,7 +263,7 @@ class TileBackward final : public BackwardBody {
       slice.shape.grid[0] =
           std::min(slice.shape.grid[0], static_cast<unsigned>(params.pairs * params.k_tiles));
       slice.launch(stream, params);
-      if (params.claims != nullptr) ++params.claims;
+      ++params.claims;
     }
   }
 
@@ -273,7 +277,8 @@ class TileBackward final : public BackwardBody {
 
   BackwardTiles tiles_;
   std::int64_t slice_pairs_ = 0;
-  std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0, bias_sum_bytes_ = 0;
+  std::size_t stats_bytes_ = 0, turn_bytes_ = 0, item_bytes_ = 0, sum_bytes_ = 0;
+  std::size_t bias_sum_bytes_ = 0;
   bool bias_vectors_ = false, d_bias_vectors_ = false;
   bool vectors_ = false, row_vectors_ = false, only_vectors_ = false, clears_bias_ = false;
   BiasPlan bias_plan_ = BiasPlan::none;

@@ -535,8 +535,8 @@ struct BackwardBlock {
     const bool finite = !keys_not_finite();
     if (threadIdx.x == 0) block.finite_keys = finite;
     __syncthreads();
+    renew();
     for (;; turn ^= 1) {
-      renew();
       const Step& step = block.steps[turn];
       const int stage = kStages > 1 ? turn : 0;
       const bool more = has_next(step);
