@@ -23,5 +23,5 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 python3 -m pip install -q --no-deps --target "$folder/site" . -C cmake.define.PULLBACK_BUILD="$PWD/$build"
 python3 -m pip install -q --target "$folder/site" "$(grep ^pytest== python/requirements/test.txt)"
 mkdir -p "$folder/python_tests"
-cp python/tests/torch_cases.py python/tests/common_calls.py python/tests/test_torch*.py python/tests/test_compat.py "$folder/python_tests/"
+cp python/tests/torch_cases.py python/tests/test_torch*.py python/tests/test_compat.py "$folder/python_tests/"
 du -sh "$folder"

@@ -70,8 +70,3 @@ def make_all(device: str) -> None:
         if dtype != torch.float16:
             rows(device, dtype)
             segments(device, dtype)
-
-
-if __name__ == "__main__":
-    make_all("cuda")
-    torch.cuda.synchronize()

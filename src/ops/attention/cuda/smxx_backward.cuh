@@ -1,5 +1,4 @@
-// Gradients of attention in f16 and bf16 on tensor cores, one kernel. For a tile of keys, over all
-// tiles of queries that see it:
+// Gradients of attention in f16 and bf16 on tensor cores. For a tile of keys, over all queries:
 //
 //   S^T  = K Q^T          P^T  = exp2(scale · log2 e · S^T - lse)
 //   dP^T = V dO^T         dS^T = P^T (dP^T - delta)
@@ -10,12 +9,11 @@
 // them as operands: with split 1 of the two products after them, from registers; else through
 // shared memory, for the warps that sum another part of the width.
 //
-// dQ is a sum over blocks. They take turns: a tile of queries is added to in the order of the key
-// tiles, so that the bits are the same every run. The first block stores its part to the workspace,
-// the last one adds what is there to its own and writes d_q. All go over the tiles of queries from
-// the last to the first (with a block mask in an order of block_tables.cpp), and blocks of lower
-// index, which are launched earlier, have lower keys: a block waits for blocks that run or have
-// ended, and rarely, as they started before.
+// dQ is a sum over blocks, which take turns: a tile of queries is added to in the order of the key
+// tiles, so that the bits are the same every run. The first block stores its part, the last one
+// adds that to its own and writes d_q. All go from the last tile of queries to the first (with a
+// block mask in an order of block_tables.cpp), and blocks of lower index, launched earlier, have
+// lower keys: a block waits rarely, and for blocks that run or have ended.
 #pragma once
 
 #include "device/async_copy.cuh"

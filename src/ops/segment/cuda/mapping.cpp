@@ -6,42 +6,49 @@
 namespace pullback::segment_cuda {
 namespace {
 
-cuda::OpKernel kernel_of(const MapOp& op, std::string_view what, DType dtype, bool column,
-                         Access access) {
-  const auto element = cuda::device_type(dtype);
-  const int vector = column || access == Access::any ? 1 : vector_length(dtype);
-  const bool perm = access != Access::wide;
-  const std::string map = fmt::format(fmt::runtime(op.type), fmt::arg("T", element),
-                                      fmt::arg("V", vector), fmt::arg("P", perm));
-  const std::string function =
-      column ? fmt::format("segment_cuda::map_column<segment_cuda::{}, {}, {}, {}, {}>", map,
-                           element, perm, access == Access::wide,
-                           perm ? op.segment_bytes : op.wide_segment_bytes)
-             : fmt::format("segment_cuda::map_rows<segment_cuda::{}, {}, {}, {}>", map, element,
-                           vector, perm);
-  const bool many = access == Access::wide && dtype != DType::f64;
-  // Halves of one column would spill in the registers that more blocks leave them.
-  const int blocks = !many ? 1 : column && dtype == DType::f16 ? 2 : op.blocks;
-  return {.name = fmt::format("segment_{}_{}_{}", what, op.name, element),
-          .file = column ? "ops/segment/cuda/smxx_map_column.cuh"
-                         : "ops/segment/cuda/smxx_map_rows.cuh",
-          .function = function,
+cuda::OpKernel kernel_of(const MapOp& op, std::string_view what, DType dtype, std::string_view file,
+                         std::string function) {
+  return {.name = fmt::format("segment_{}_{}_{}", what, op.name, cuda::device_type(dtype)),
+          .file = file,
+          .function = std::move(function),
           .parameters = "segment_cuda::Params",
           .threads = kThreads,
-          .blocks = blocks,
           .constants = {{"segment_cuda::kThreads", kThreads},
                         {"segment_cuda::kWalkerRows", kWalkerRows}}};
+}
+
+std::string type_of(const MapOp& op, DType dtype, int vector, bool perm) {
+  return "segment_cuda::" + fmt::format(fmt::runtime(op.type),
+                                        fmt::arg("T", cuda::device_type(dtype)),
+                                        fmt::arg("V", vector), fmt::arg("P", perm));
 }
 
 cuda::OpKernel rows_kernel(const MapOp& op, DType dtype, Access access) {
   const auto what = access == Access::wide  ? "map_rows_wide"
                     : access == Access::any ? "map_rows_any"
                                             : "map_rows_wide_permuted";
-  return kernel_of(op, what, dtype, false, access);
+  const int vector = access == Access::any ? 1 : vector_length(dtype);
+  const bool perm = access != Access::wide;
+  cuda::OpKernel kernel = kernel_of(
+      op, what, dtype, "ops/segment/cuda/smxx_map_rows.cuh",
+      fmt::format("segment_cuda::map_rows<{}, {}, {}, {}>", type_of(op, dtype, vector, perm),
+                  cuda::device_type(dtype), vector, perm));
+  if (access == Access::wide && dtype != DType::f64) kernel.blocks = op.blocks;
+  return kernel;
 }
-cuda::OpKernel column_kernel(const MapOp& op, DType dtype, Access access) {
-  return kernel_of(op, access == Access::wide ? "map_column_wide" : "map_column_any", dtype, true,
-                   access);
+cuda::OpKernel column_kernel(const MapOp& op, DType dtype) {
+  return kernel_of(op, "map_column", dtype, "ops/segment/cuda/smxx_map_column.cuh",
+                   fmt::format("segment_cuda::map_column<{}, {}, {}>", type_of(op, dtype, 1, true),
+                               cuda::device_type(dtype), op.segment_bytes));
+}
+cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
+  cuda::OpKernel kernel =
+      kernel_of(op, "map_stream", dtype, "ops/segment/cuda/smxx_map_stream.cuh",
+                fmt::format("segment_cuda::map_stream<{}, {}, {}>", type_of(op, dtype, 1, false),
+                            cuda::device_type(dtype), op.stream_segment_bytes));
+  kernel.threads = kStreamThreads;
+  kernel.blocks = op.blocks == 2 ? 5 : 6;  // those that keep much would spill
+  return kernel;
 }
 
 int bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
@@ -80,20 +87,20 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
                  Specs rows, Setup& setup)
     : problem_(problem) {
   const DType dtype = problem.x.dtype;
-  const bool column = problem.x.shape[1] == 1;
-  const bool perm = permuted(problem);
-  bool wide = column ? !perm : dtype != DType::f64;
-  for (const TensorSpec* tensor : rows) {
-    const auto length = static_cast<std::size_t>(vector_length(dtype));
-    wide &= column ? tensor->shape[0] == 1 || tensor->strides[0] == 1
-                   : matrix(*tensor, size_of(dtype), length).vectors != 0;
-  }
-  if (column) {
-    any_ = {column_kernel(op, dtype, Access::any), device};
+  if (problem.x.shape[1] == 1) {
+    any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.segment_bytes);
-    if (wide) wide_ = {column_kernel(op, dtype, Access::wide), device};
-    wide_tiling_ = column_tiling(op.wide_segment_bytes);
+    if (dtype != DType::f64 && streamable(problem, rows)) {
+      stream_ = {stream_kernel(op, dtype), device, stream_map_bytes(op.stream_segment_bytes)};
+      setup.allow_stream(*stream_);
+    }
   } else {
+    const bool perm = permuted(problem);
+    bool wide = dtype != DType::f64;
+    for (const TensorSpec* tensor : rows) {
+      const auto length = static_cast<std::size_t>(vector_length(dtype));
+      wide &= matrix(*tensor, size_of(dtype), length).vectors != 0;
+    }
     any_ = {rows_kernel(op, dtype, Access::any), device};
     any_tiling_ = rows_tiling(problem, 1);
     if (wide) {
@@ -106,8 +113,11 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
 }
 
 void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
-  const bool column = bound_params.columns == 1;
-  const bool wide = wide_ && (column ? column_in_vectors(bound_params) : in_vectors(bound_params));
+  if (stream_ && streamable(bound_params)) {
+    setup.stream(launcher, *stream_, bound_params);
+    return;
+  }
+  const bool wide = wide_ && in_vectors(bound_params);
   const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
   const Params p = setup.tiled(launcher, bound_params, shape);
   launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
@@ -119,9 +129,9 @@ std::vector<cuda::KernelSource> Mapping::kernels(const MapOp& op, DType dtype, i
     all.push_back(cuda::op_kernel<Params>(kernel, arch));
   };
   add(rows_kernel(op, dtype, Access::any));
-  add(column_kernel(op, dtype, Access::any));
-  add(column_kernel(op, dtype, Access::wide));
+  add(column_kernel(op, dtype));
   if (dtype != DType::f64) {
+    add(stream_kernel(op, dtype));
     add(rows_kernel(op, dtype, Access::wide));
     add(rows_kernel(op, dtype, Access::wide_permuted));
   }

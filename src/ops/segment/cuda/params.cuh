@@ -26,6 +26,11 @@ struct TileStart {
   int64_t segment, row;
 };
 
+// What is known of the offsets: that they are in order (or that use_own_offsets says which are);
+// nothing, and the kernel is to find out; that the same kernel has looked, and has to do all again
+// with repaired ones if it found disorder.
+enum class Proof : int32_t { given, wanted, failed };
+
 enum class ArgType : int32_t { i64, i32, u8 };
 
 struct Params {
@@ -40,9 +45,11 @@ struct Params {
   // Workspace.
   int64_t* own_offsets;      // [S+1]: made from ids, or repaired
   int32_t* use_own_offsets;  // [1]
-  int32_t* disorder;         // [check_blocks]: whether a block met indices out of order
-  TileStart* starts;         // [tiles+2]; the last holds offsets[0] and offsets[S]
-  void* slots;               // states [tiles, 2, slot_columns]: head and tail
+  int32_t* disorder;         // [check_blocks], or [tiles] of shares: whether a block met disorder
+  int32_t* repaired;         // [1]: that one block has repaired the offsets
+  Proof proof;
+  TileStart* starts;  // [tiles+2]; the last holds offsets[0] and offsets[S]
+  void* slots;        // states [tiles, 2, slot_columns]: head and tail
   int64_t slot_columns;
   void* carries;  // prod: [tiles, 2, slot_columns]: product before the head, after the tail
 

@@ -40,17 +40,29 @@ cuda::OpKernel rows_kernel(const ReduceOp& op, DType dtype, Access access) {
   return kernel;
 }
 
-cuda::OpKernel column_kernel(const ReduceOp& op, DType dtype, Access access) {
+cuda::OpKernel column_kernel(const ReduceOp& op, DType dtype) {
+  return kernel_of(op, "reduce_column", "ops/segment/cuda/smxx_reduce_column.cuh",
+                   fmt::format("segment_cuda::reduce_column<segment_cuda::{}, {}, {}, "
+                               "segment_cuda::Input::{}, {}>",
+                               op.type, element(dtype), op.out, op.input, op.state_bytes),
+                   dtype);
+}
+
+cuda::OpKernel stream_kernel(const ReduceOp& op, DType dtype) {
   cuda::OpKernel kernel =
-      kernel_of(op, fmt::format("reduce_column_{}", name_of(access)),
-                "ops/segment/cuda/smxx_reduce_column.cuh",
-                fmt::format("segment_cuda::reduce_column<segment_cuda::{}, {}, {}, "
-                            "segment_cuda::Input::{}, {}, {}, {}>",
-                            op.type, element(dtype), op.out, op.input, access != Access::wide,
-                            access == Access::wide, op.state_bytes),
+      kernel_of(op, "reduce_stream", "ops/segment/cuda/smxx_reduce_stream.cuh",
+                fmt::format("segment_cuda::reduce_stream<segment_cuda::{}, {}, {}, {}>", op.type,
+                            element(dtype), op.out, op.state_bytes),
                 dtype);
-  if (access == Access::wide) kernel.blocks = dtype == DType::f64 ? 2 : 4;
+  kernel.threads = kStreamThreads;
+  kernel.blocks = 5;
   return kernel;
+}
+int stream_bytes(const ReduceOp& op, DType dtype) {
+  return stream_reduce_bytes(static_cast<int>(size_of(dtype)), op.state_bytes);
+}
+bool streams(const ReduceOp& op, DType dtype) {
+  return op.wide && op.input == "x" && dtype != DType::f64;
 }
 
 // Columns of a block of combine(): few, so that a giant segment has many threads, unless there are
@@ -155,17 +167,18 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
   const std::int64_t columns = problem.x.shape[1];
   const bool column = columns == 1;
   const bool perm = permuted(problem);
-  bool wide = op.wide && (column ? op.input == "x" && !perm : dtype != DType::f64);
+  bool wide = op.wide && !column && dtype != DType::f64;
   for (const TensorSpec* input : inputs) {
     const auto length = static_cast<std::size_t>(vector_length(dtype));
-    wide &= column ? input->shape[0] == 1 || input->strides[0] == 1
-                   : matrix(*input, size_of(dtype), length).vectors != 0;
+    wide &= matrix(*input, size_of(dtype), length).vectors != 0;
   }
   if (column) {
-    any_ = {column_kernel(op, dtype, Access::any), device};
+    any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.state_bytes);
-    if (wide) wide_ = {column_kernel(op, dtype, Access::wide), device};
-    wide_tiling_ = any_tiling_;
+    if (streams(op, dtype) && streamable(problem, inputs)) {
+      stream_ = {stream_kernel(op, dtype), device, stream_bytes(op, dtype)};
+      setup.allow_stream(*stream_);
+    }
   } else {
     any_ = {rows_kernel(op, dtype, Access::any), device};
     any_tiling_ = long_rows_tiling(problem, 1);
@@ -181,19 +194,24 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
 
   std::int64_t most_tiles = tiles_of(problem, any_tiling_);
   if (wide_) most_tiles = std::max(most_tiles, tiles_of(problem, wide_tiling_));
+  if (stream_) most_tiles = std::max(most_tiles, setup.shares(*stream_));
   slot_columns_ = (columns + 7) / 8 * 8;
   slots_at_ = layout.take(static_cast<std::size_t>(most_tiles * 2 * slot_columns_) *
                           static_cast<std::size_t>(op.state_bytes));
 }
 
 void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
-  const bool column = bound_params.columns == 1;
-  const bool wide = wide_ && (column ? column_in_vectors(bound_params) : in_vectors(bound_params));
-  const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
-  Params p = setup.tiled(launcher, bound_params, shape);
+  Params p = bound_params;
   p.slots = launcher.workspace + slots_at_;
   p.slot_columns = slot_columns_;
-  launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
+  if (stream_ && streamable(p)) {
+    p = setup.stream(launcher, *stream_, p);
+  } else {
+    const bool wide = wide_ && in_vectors(p);
+    const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
+    p = setup.tiled(launcher, p, shape);
+    launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
+  }
   const std::int64_t looked_at = combine_tiles(combine_columns_);
   launcher.launch(combine_, p, (p.tiles + looked_at - 1) / looked_at,
                   (p.columns + combine_columns_ - 1) / combine_columns_);
@@ -205,12 +223,12 @@ std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dty
     all.push_back(cuda::op_kernel<Params>(kernel, arch));
   };
   add(rows_kernel(op, dtype, Access::any));
-  add(column_kernel(op, dtype, Access::any));
+  add(column_kernel(op, dtype));
   if (op.wide && dtype != DType::f64) {
     add(rows_kernel(op, dtype, Access::wide));
     add(rows_kernel(op, dtype, Access::wide_permuted));
   }
-  if (op.wide && op.input == "x") add(column_kernel(op, dtype, Access::wide));
+  if (streams(op, dtype)) add(stream_kernel(op, dtype));
   for (const int width : kCombineWidths) add(combine_kernel(op, dtype, width));
   return all;
 }

@@ -119,7 +119,8 @@ void Launcher::launch(const Kernel& kernel, Params p, std::int64_t blocks,
 }
 
 Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layout& layout)
-    : problem_(problem),
+    : device_(device),
+      problem_(problem),
       check_(problem.offsets.given() ? kCheckOffsets : kCheckIds, device),
       repair_(problem.offsets.given() ? kRepairOffsets : kRepairIds, device),
       starts_(kStarts, device),
@@ -131,12 +132,23 @@ Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layo
   params_.ids = indices(problem.ids);
   params_.permutation = indices(problem.permutation);
   offsets_at_ = layout.take(static_cast<std::size_t>(params_.segments + 1) * sizeof(std::int64_t));
-  use_at_ = layout.take(sizeof(std::int32_t));
+  use_at_ = layout.take(2 * sizeof(std::int32_t));
   disorder_at_ = layout.take(kCheckBlocks * sizeof(std::int32_t));
 }
 
 void Setup::allow(const Tiling& tiling) {
   most_tiles_ = std::max(most_tiles_, tiles_of(problem_, tiling));
+}
+
+std::int64_t Setup::shares(const Kernel& kernel) const {
+  const std::int64_t items = params_.rows + params_.segments + 2;
+  const std::int64_t resident = std::int64_t{device_.multiprocessors} *
+                                std::max(1, kernel.blocks_per_multiprocessor(device_));
+  return std::clamp<std::int64_t>((items + kLeastShare - 1) / kLeastShare, 1, resident);
+}
+
+void Setup::allow_stream(const Kernel& kernel) {
+  most_shares_ = std::max(most_shares_, shares(kernel));
 }
 
 void Setup::reserve(Layout& layout) {
@@ -145,6 +157,9 @@ void Setup::reserve(Layout& layout) {
   params_.check_blocks =
       static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
   starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
+  const auto shares = static_cast<std::size_t>(most_shares_);
+  shares_at_ = layout.take((shares + 1) * sizeof(TileStart));
+  share_disorder_at_ = layout.take(shares * sizeof(std::int32_t));
 }
 
 Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* workspace) const {
@@ -156,9 +171,17 @@ Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* worksp
   p.permutation.data = tensors.permutation;
   p.own_offsets = reinterpret_cast<std::int64_t*>(memory + offsets_at_);
   p.use_own_offsets = reinterpret_cast<std::int32_t*>(memory + use_at_);
+  p.repaired = p.use_own_offsets + 1;
   p.disorder = reinterpret_cast<std::int32_t*>(memory + disorder_at_);
   p.starts = reinterpret_cast<TileStart*>(memory + starts_at_);
   return launcher;
+}
+
+void Setup::prove(Launcher& launcher, const Params& p) const {
+  launcher.launch(check_, p, p.check_blocks, 1);
+  launcher.overlapping = overlapping_;
+  launcher.launch(repair_, p, 1, 1);
+  launcher.proven = true;
 }
 
 Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling& tiling) const {
@@ -169,15 +192,31 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
   p.lane_bits = tiling.lane_bits;
   p.walker_words = tiling.words;
   const Tiling before = std::exchange(launcher.tiling, tiling);
-  const bool checked = before.items != 0;
-  if (!checked) {
-    launcher.launch(check_, p, p.check_blocks, 1);
-    launcher.overlapping = overlapping_;
-    launcher.launch(repair_, p, 1, 1);
+  bool found = before.items == tiling.items && before.alignment == tiling.alignment;
+  if (!launcher.proven) {
+    prove(launcher, p);
+    found = !problem_.ids.given();
   }
-  const bool same = before.items == tiling.items && before.alignment == tiling.alignment;
-  if (checked ? !same : problem_.ids.given()) {
-    launcher.launch(starts_, p, blocks_for(p.tiles + 1), 1);
+  if (!found) launcher.launch(starts_, p, blocks_for(p.tiles + 1), 1);
+  return p;
+}
+
+Params Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params) const {
+  Params p = bound_params;
+  const std::int64_t items = p.rows + p.segments + 2;
+  p.tiles = shares(kernel);
+  p.tile_items = (items + p.tiles - 1) / p.tiles;
+  p.row_alignment = kStreamRows / 2;
+  if (!launcher.proven && problem_.ids.given()) prove(launcher, p);
+  p.starts = reinterpret_cast<TileStart*>(launcher.workspace + shares_at_);
+  p.disorder = reinterpret_cast<std::int32_t*>(launcher.workspace + share_disorder_at_);
+  p.proof = launcher.proven ? Proof::given : Proof::wanted;
+  launcher.launch(kernel, p, p.tiles, 1);
+  launcher.overlapping = overlapping_;
+  if (!launcher.proven) {
+    p.proof = Proof::failed;
+    launcher.launch(kernel, p, p.tiles, 1);
+    launcher.proven = true;
   }
   return p;
 }
@@ -190,10 +229,16 @@ bool in_vectors(const Params& p) {
   return true;
 }
 
-bool column_in_vectors(const Params& p) {
-  return cuda::vector_aligned({p.x.data, p.d_x.data}) &&
-         (p.x.data == nullptr || p.x.row_stride <= 1) &&
-         (p.d_x.data == nullptr || p.d_x.row_stride <= 1);
+bool streamable(const SegmentProblem& problem, Specs rows) {
+  const TensorSpec& offsets = problem.offsets;
+  bool dense = problem.x.shape[1] == 1 && !permuted(problem) &&
+               (!offsets.given() || offsets.shape[0] == 1 || offsets.strides[0] == 1);
+  for (const TensorSpec* tensor : rows) dense &= tensor->shape[0] == 1 || tensor->strides[0] == 1;
+  return dense;
+}
+
+bool streamable(const Params& p) {
+  return cuda::vector_aligned({p.offsets.data, p.x.data, p.y.data, p.d_x.data});
 }
 
 }  // namespace pullback::segment_cuda

@@ -78,29 +78,39 @@ inline void offsets_of_ids(const Params& p) {
 }
 
 // own_offsets[i] becomes the largest (kForward) of elements 0 to i, or the smallest of i to S.
-template <bool kForward>
+template <bool kForward, int kThreads>
 void scan_own_offsets(const Params& p) {
-  __shared__ int64_t scan[kRepairThreads];
+  __shared__ int64_t scan[kThreads];
   const int thread = threadIdx.x;
   const int64_t count = p.segments + 1;
   const int64_t neutral = kForward ? 0 : p.rows;
   int64_t carry = neutral;
   const auto pick = [](int64_t a, int64_t b) { return kForward == (a < b) ? b : a; };
-  for (int64_t base = 0; base < count; base += kRepairThreads) {
+  for (int64_t base = 0; base < count; base += kThreads) {
     const int64_t i = base + thread;
     const int64_t at = kForward ? i : count - 1 - i;
     scan[thread] = i < count ? p.own_offsets[at] : neutral;
     __syncthreads();
-    for (int step = 1; step < kRepairThreads; step *= 2) {
+    for (int step = 1; step < kThreads; step *= 2) {
       const int64_t other = thread >= step ? scan[thread - step] : neutral;
       __syncthreads();
       scan[thread] = pick(scan[thread], other);
       __syncthreads();
     }
     if (i < count) p.own_offsets[at] = pick(scan[thread], carry);
-    carry = pick(carry, scan[kRepairThreads - 1]);
+    carry = pick(carry, scan[kThreads - 1]);
     __syncthreads();
   }
+}
+
+// own_offsets becomes the caller's, put in order. By one block.
+template <int kThreads>
+void repair_offsets(const Params& p) {
+  for (int64_t s = threadIdx.x; s <= p.segments; s += kThreads) {
+    p.own_offsets[s] = clamped(index_at(p.offsets, s), 0, p.rows);
+  }
+  __syncthreads();
+  scan_own_offsets<true, kThreads>(p);
 }
 
 template <bool kIds>
@@ -123,13 +133,9 @@ void repair(const Params& p) {
       if (id >= 0) atomicMin(&p.own_offsets[id], n);
     }
     __syncthreads();
-    scan_own_offsets<false>(p);
+    scan_own_offsets<false, kRepairThreads>(p);
   } else {
-    for (int64_t s = threadIdx.x; s <= p.segments; s += blockDim.x) {
-      p.own_offsets[s] = clamped(index_at(p.offsets, s), 0, p.rows);
-    }
-    __syncthreads();
-    scan_own_offsets<true>(p);
+    repair_offsets<kRepairThreads>(p);
     find_starts(p, make_segments(p, true), threadIdx.x, blockDim.x);
   }
 }

@@ -1,15 +1,14 @@
-// smxx_map_rows.cuh for x of one column. What the segments of a tile give is read side by side, a
-// thread for each segment, and laid into shared memory where the segment's last row is; a lane then
-// serves consecutive rows.
+// smxx_map_rows.cuh for x of one column, with any stride and in any order. What the segments of a
+// tile give is read side by side, a thread for each segment, and laid into shared memory where the
+// segment's last row is; a lane then serves consecutive rows.
 #pragma once
 
 #include "ops/segment/cuda/smxx_maps.cuh"
 
 namespace pullback::segment_cuda {
 
-template <class Map, class T, bool kPermuted, bool kWide, int kSegmentBytes>
+template <class Map, class T, int kSegmentBytes>
 void map_column(const Params& p) {
-  static_assert(!kWide || !kPermuted);
   using Segment = typename Map::Segment;
   static_assert(column_tile_items(sizeof(Segment)) == column_tile_items(kSegmentBytes));
   constexpr int kRounds = column_rounds(sizeof(Segment));
@@ -47,8 +46,8 @@ void map_column(const Params& p) {
 #pragma unroll
     for (int i = 0; i < kColumnRows; ++i) {
       if (!(all >> i & 1)) continue;
-      to[i] = written_row<kPermuted>(p, tile.origin + row + i);
-      if (inside >> i & 1) data[i].load(p, kPermuted && to[i] < 0 ? 0 : to[i], 0);
+      to[i] = written_row<true>(p, tile.origin + row + i);
+      if (inside >> i & 1) data[i].load(p, to[i] < 0 ? 0 : to[i], 0);
     }
     Values<T, 1> values[kColumnRows];
     Segment segment{};
@@ -65,17 +64,9 @@ void map_column(const Params& p) {
       values[i] = Map::values(segment, data[i], {static_cast<uint32_t>(row + i), to[i]});
     }
     T* d_x = static_cast<T*>(p.d_x.data);
-    if (kWide && all == kFull) {
-      Real<T> reals[kColumnRows];
-#pragma unroll
-      for (int i = 0; i < kColumnRows; ++i) reals[i] = values[i].real(0);
-      *reinterpret_cast<Values<T, kColumnRows>*>(d_x + tile.origin + row) =
-          Values<T, kColumnRows>::of(reals);
-      continue;
-    }
 #pragma unroll
     for (int i = 0; i < kColumnRows; ++i) {
-      if ((all >> i & 1) && !(kPermuted && to[i] < 0)) {
+      if ((all >> i & 1) && !(to[i] < 0)) {
         d_x[to[i] * p.d_x.row_stride] = values[i].element[0];
       }
     }

@@ -2,6 +2,7 @@
 // come after is appended, and what is stored of it.
 #pragma once
 
+#include "device/warp.cuh"
 #include "ops/segment/cuda/smxx_math.cuh"
 #include "ops/segment/cuda/smxx_tile.cuh"
 
@@ -207,6 +208,36 @@ bool add_rows(typename Op::State (&state)[kVector], const auto& value, int place
   return true;
 }
 
+// --- Exchange between lanes ---
+
+// Each word of a state as `exchange` gives it.
+template <class State, class Exchange>
+State exchanged(const State& state, const Exchange& exchange) {
+  constexpr int kWords = sizeof(State) / 4;
+  union {
+    State state;
+    uint32_t word[kWords];
+  } value = {state};
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) value.word[i] = exchange(value.word[i]);
+  return value.state;
+}
+template <class State>
+State shuffle_up(const State& state, int step) {
+  return exchanged(state,
+                   [&](uint32_t word) { return __shfl_up_sync(device::kAllLanes, word, step); });
+}
+template <class State>
+State shuffle_down(const State& state, int step) {
+  return exchanged(state,
+                   [&](uint32_t word) { return __shfl_down_sync(device::kAllLanes, word, step); });
+}
+template <class State>
+State shuffle(const State& state, int lane) {
+  return exchanged(state,
+                   [&](uint32_t word) { return __shfl_sync(device::kAllLanes, word, lane); });
+}
+
 template <class Op>
 inline constexpr bool kStoresPair = false;
 template <class R>
@@ -256,7 +287,7 @@ inline constexpr int64_t kNoPlace = 255;
 // Stores what segment j of the list has come to; its states stand for kCount columns from `column`
 // on, its places count from `place`.
 template <class Op, class Out, int kCount>
-void finish(const Params& p, const Segments& segments, int64_t j, int64_t column,
+void finish(const Params& p, const auto& segments, int64_t j, int64_t column,
             const typename Op::State (&state)[kCount], int64_t place) {
   const int64_t s = Tile::problem_segment(j);
   if (p.result.data != nullptr) {

@@ -1,78 +1,30 @@
-// Forward for x of one column. A lane takes some consecutive rows and turns them into running
-// states, begun anew after each last row of a segment; a segmented scan over the warp and over the
-// warps adds what came before. The states of last rows then lie in shared memory, and the threads
-// turn to the segments, a thread for each: their outputs are stored side by side.
+// Forward for x of one column, with any stride and in any order. A lane takes some consecutive rows
+// and turns them into running states, begun anew after each last row of a segment; a segmented scan
+// over the warp and over the warps adds what came before. The states of last rows then lie in
+// shared memory, and the threads turn to the segments, a thread for each: their outputs are stored
+// side by side.
 #pragma once
 
-#include "device/warp.cuh"
 #include "ops/segment/cuda/smxx_ops.cuh"
 
 namespace pullback::segment_cuda {
 
-template <class State>
-State shuffle_up(const State& state, int step) {
-  constexpr int kWords = sizeof(State) / 4;
-  union {
-    State state;
-    uint32_t word[kWords];
-  } value = {state};
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    value.word[i] = __shfl_up_sync(device::kAllLanes, value.word[i], step);
+// What stands for the row at `place` of the sorted order.
+template <class T, Input kInput>
+Real<T> column_value(const Params& p, int64_t place) {
+  const int64_t n = row_of<true>(p, place);
+  if constexpr (kInput == Input::mask) {
+    const auto* mask = static_cast<const uint8_t*>(p.mask.data);
+    return static_cast<Real<T>>(mask[n * p.mask.row_stride] & 1);
+  } else {
+    const Real<T> value = device::to_real(static_cast<const T*>(p.x.data)[n * p.x.row_stride]);
+    if constexpr (kInput != Input::product) return value;
+    return value * device::to_real(static_cast<const T*>(p.y.data)[n * p.y.row_stride]);
   }
-  return value.state;
 }
 
-template <class State>
-State shuffle(const State& state, int lane) {
-  constexpr int kWords = sizeof(State) / 4;
-  union {
-    State state;
-    uint32_t word[kWords];
-  } value = {state};
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    value.word[i] = __shfl_sync(device::kAllLanes, value.word[i], lane);
-  }
-  return value.state;
-}
-
-// kColumnRows consecutive rows, as they lie in memory where they can be read in one go.
-template <class T, int kColumnRows, Input kInput, bool kPermuted, bool kWide>
-struct ColumnPiece {
-  Values<T, kColumnRows> x;
-
-  static Real<T> read(const Params& p, int64_t place) {
-    const int64_t n = row_of<kPermuted>(p, place);
-    if constexpr (kInput == Input::mask) {
-      const auto* mask = static_cast<const uint8_t*>(p.mask.data);
-      return static_cast<Real<T>>(mask[n * p.mask.row_stride] & 1);
-    } else {
-      const Real<T> value = device::to_real(static_cast<const T*>(p.x.data)[n * p.x.row_stride]);
-      if constexpr (kInput != Input::product) return value;
-      return value * device::to_real(static_cast<const T*>(p.y.data)[n * p.y.row_stride]);
-    }
-  }
-  void load(const Params& p, int64_t place, uint32_t inside) {
-    if (kWide && inside == (1u << kColumnRows) - 1) {
-      x = *reinterpret_cast<const Values<T, kColumnRows>*>(static_cast<const T*>(p.x.data) + place);
-    }
-  }
-  void get(const Params& p, int64_t place, uint32_t inside, Real<T> (&value)[kColumnRows]) const {
-#pragma unroll
-    for (int i = 0; i < kColumnRows; ++i) {
-      if (kWide && inside == (1u << kColumnRows) - 1) {
-        value[i] = x.real(i);
-      } else {
-        value[i] = inside >> i & 1 ? read(p, place + i) : 0;
-      }
-    }
-  }
-};
-
-template <class Op, class T, class Out, Input kInput, bool kPermuted, bool kWide, int kStateBytes>
+template <class Op, class T, class Out, Input kInput, int kStateBytes>
 void reduce_column(const Params& p) {
-  static_assert(!kWide || (kInput == Input::x && !kPermuted));
   using State = typename Op::State;
   static_assert(sizeof(State) == kStateBytes);
   constexpr int kWarps = kThreads / device::kWarpSize;
@@ -93,28 +45,25 @@ void reduce_column(const Params& p) {
   const auto first_row = [&](int round) {
     return (warp * kRounds + round) * kWarpRows + lane * kColumnRows;
   };
-  ColumnPiece<T, kColumnRows, kInput, kPermuted, kWide> piece[kRounds];
-  uint32_t inside[kRounds];
-#pragma unroll
-  for (int round = 0; round < kRounds; ++round) {
-    inside[round] = rows_inside(tile, first_row(round)) & kFull;
-    piece[round].load(p, tile.origin + first_row(round), inside[round]);
-  }
   ends.mark(
       segments, tile, [](int64_t) { return 0; }, [](int64_t, int, int) {}, [](int64_t) {});
 
   State before = Op::start();  // since the warp's last end
   bool any_end = false;
-#pragma unroll
+#pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {
     const int row = first_row(round);
+    const uint32_t inside = rows_inside(tile, row) & kFull;
     const uint32_t stops = ends.bits[row / 32] >> (row % 32) & kFull;
     Real<T> value[kColumnRows];
-    piece[round].get(p, tile.origin + row, inside[round], value);
+#pragma unroll
+    for (int i = 0; i < kColumnRows; ++i) {
+      value[i] = inside >> i & 1 ? column_value<T, kInput>(p, tile.origin + row + i) : 0;
+    }
     State state = Op::start();
 #pragma unroll
     for (int i = 0; i < kColumnRows; ++i) {
-      if (inside[round] >> i & 1) Op::add(state, value[i], row + i);
+      if (inside >> i & 1) Op::add(state, value[i], row + i);
       if (stops >> i & 1) {
         at_end[row + i] = state;
         state = Op::start();

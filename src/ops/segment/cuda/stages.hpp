@@ -50,6 +50,7 @@ struct Launcher {
   Params params;       // what all stages share
   Tiling tiling = {};  // of params.starts
   std::byte* workspace = nullptr;
+  bool proven = false;       // offsets are, or the kernels know which to take
   bool overlapping = false;  // kernels begin while the one ahead ends, and wait for it themselves
 
   // With the grid of the kernel's tiling.
@@ -61,12 +62,15 @@ Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, std::size_t vec
 // A contiguous matrix of the workspace.
 Matrix matrix(std::int64_t rows, std::int64_t columns);
 Matrix bound(Matrix matrix, const void* data);
-// Whether all bound matrices are made of 16-byte pieces; of one column, x and d_x.
+// Whether all bound matrices are made of 16-byte pieces.
 bool in_vectors(const Params& p);
-bool column_in_vectors(const Params& p);
 
 int vector_length(DType dtype);
 bool permuted(const SegmentProblem& problem);
+// Of x of one column: whether the tensors with a row for each of x, and the indices, lie so that
+// they can be streamed (smxx_stream.cuh), and whether those bound do.
+bool streamable(const SegmentProblem& problem, Specs rows);
+bool streamable(const Params& p);
 // The tiling of rows read in pieces of `vector` elements, the same in longer tiles, and that of x
 // of one column.
 Tiling rows_tiling(const SegmentProblem& problem, int vector);
@@ -78,22 +82,30 @@ class Setup {
  public:
   Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layout& layout);
 
-  // For every tiling that a run may use, before the first run.
+  // For every tiling that a run may use, before the first run, and every kernel that streams.
   void allow(const Tiling& tiling);
+  void allow_stream(const Kernel& kernel);
   // After the last allow().
   void reserve(Layout& layout);
 
   Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace) const;
   // `p` for a kernel that cuts the problem so; launches what has to come before it.
   Params tiled(Launcher& launcher, const Params& p, const Tiling& tiling) const;
+  // Launches a kernel that streams, and gives its parameters: how it has cut the problem.
+  Params stream(Launcher& launcher, const Kernel& kernel, const Params& p) const;
+  std::int64_t shares(const Kernel& kernel) const;
 
  private:
+  void prove(Launcher& launcher, const Params& p) const;
+
+  const cuda::DeviceInfo& device_;
   SegmentProblem problem_;
   Params params_{};
   Kernel check_, repair_, starts_;
   bool overlapping_;
-  std::int64_t most_tiles_ = 0;
+  std::int64_t most_tiles_ = 0, most_shares_ = 0;
   std::size_t offsets_at_, use_at_, disorder_at_, starts_at_ = 0;
+  std::size_t shares_at_ = 0, share_disorder_at_ = 0;
 };
 
 // A reduction: what of (smxx_ops.cuh), and how it is stored.
@@ -128,7 +140,7 @@ class Reduction {
 
  private:
   SegmentProblem problem_;
-  std::optional<Kernel> wide_;
+  std::optional<Kernel> wide_, stream_;
   Kernel any_, combine_;
   Tiling wide_tiling_, any_tiling_;
   int combine_columns_;
@@ -141,8 +153,8 @@ struct MapOp {
   std::string name;
   std::string type;   // with {T} for the element, {V} for the columns of a lane, {P} for permuted
   int segment_bytes;  // sizeof(Segment) for one column of rows that may be permuted
-  int wide_segment_bytes;  // of rows that may not
-  int blocks = 4;          // on a multiprocessor, of the wide kernels: bounds registers
+  int stream_segment_bytes;  // of rows that may not
+  int blocks = 4;            // on a multiprocessor, of the wide kernels: bounds registers
 };
 
 MapOp spread_map(bool mean, DType dtype);
@@ -165,7 +177,7 @@ class Mapping {
 
  private:
   SegmentProblem problem_;
-  std::optional<Kernel> wide_;
+  std::optional<Kernel> wide_, stream_;
   Kernel any_;
   Tiling wide_tiling_, any_tiling_;
 };

@@ -1,5 +1,6 @@
-/* libcuda.so.1 with one device of compute capability 9.0 that computes nothing: enough to make plans,
- * which shows where their kernels come from without a GPU. */
+/* libcuda.so.1 with one device of compute capability 9.0 that computes nothing, and libnvrtc.so.13 that
+ * compiles anything to nothing: enough to make plans, which shows without a GPU what kernels they load and
+ * where these come from. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,3 +55,15 @@ int cuGetProcAddress_v2(const char* name, void** function, int version, uint64_t
   if (status) *status = 0;
   return 0;
 }
+
+const char* nvrtcGetErrorString(int error) { return (void)error, "a fake"; }
+int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, 0; }
+int nvrtcGetNumSupportedArchs(int* count) { return *count = 1, 0; }
+int nvrtcGetSupportedArchs(int* archs) { return *archs = 90, 0; }
+int nvrtcCreateProgram(void** program) { return handle(program); }
+int nvrtcDestroyProgram(void** program) { return *program = NULL, 0; }
+int nvrtcCompileProgram(void* program) { return (void)program, 0; }
+int nvrtcGetProgramLogSize(void* program, size_t* size) { return (void)program, *size = 0, 0; }
+int nvrtcGetProgramLog(void* program, char* log) { return (void)program, *log = 0; }
+int nvrtcGetCUBINSize(void* program, size_t* size) { return (void)program, *size = 1, 0; }
+int nvrtcGetCUBIN(void* program, char* cubin) { return (void)program, *cubin = 0; }
