@@ -84,7 +84,7 @@ run_tests() {
   results=$PWD/$folder/test_results
   rm -rf "$results"
   GTEST_OUTPUT="xml:$results/" ctest --test-dir "$folder" --output-on-failure --no-tests=error \
-    --output-junit "$results.xml" "$@" || failed=$?
+    --parallel "$(nproc)" --output-junit "$results.xml" "$@" || failed=$?
 
   # A GoogleTest program leaves its own counts, unless it crashed; any other test counts as one.
   local passes=0 failures=0 name status counts
