@@ -55,38 +55,6 @@ void store_held_bits(uint8_t* to, int64_t step, int length, int thread, const Ac
   }
 }
 
-// Michelot's steps from `theta`. When the least active element stays above the next theta, that is
-// the answer, and the step that would find so is saved.
-template <int kCount, class G>
-float rise_of_held(const float (&z)[kCount], float theta, G& group) {
-  while (true) {
-    float sum = 0, least = device::infinity<float>();
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (z[i] > theta) {
-        sum += z[i];
-        count += 1;
-        least = min(least, z[i]);
-      }
-    }
-    group.sum_count_min(sum, count, least);
-    const float next = quotient(sum - 1, static_cast<float>(count));
-    if (!(next > theta)) return theta;
-    theta = next;
-    if (least > next) return theta;
-  }
-}
-
-template <class T, class P>
-auto power_of_output(const P& power) {
-  if constexpr (sizeof(T) == 2) {
-    return power.rough();
-  } else {
-    return power;
-  }
-}
-
 template <class T, int kWarps, int kVectors>
 void load_held(Packed<T> (&held)[kVectors], const T* x, int length, int thread) {
 #pragma unroll
@@ -189,19 +157,19 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) tops[w] -= largest;
     const float bound = warp_bound(power, tops);
+    const auto all = [&](auto use) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) use(z[i]);
+    };
     Threshold<float> threshold;
     if constexpr (kFamily == Family::sparsemax) {
-      threshold = {rise_of_held(z, bound, group), 0, 1};
+      threshold = {rise_of_sparsemax(bound, group, all), 0, 1};
     } else {
-      threshold = solve<float>(power, bound, group, [&](auto use) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) use(z[i]);
-      });
+      threshold = solve<float>(power, bound, group, all);
     }
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
     if (T* y = y_of_row()) {
-      // A 16-bit y shows no more than the rough digits.
       const auto output = power_of_output<T>(power);
       store_held<T, kWarps, kVectors>(y, length, thread, [&](int i) {
         const float v = output.value(power.excess(z[i], theta));
