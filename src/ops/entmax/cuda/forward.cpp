@@ -1,7 +1,8 @@
-// The forward pass on CUDA. Rows that lie as vectors: by smxx_forward_registers.cuh where they fit;
-// longer ones by smxx_forward_resident.cuh, where a block or a cluster holds them, else by
-// smxx_forward_stream.cuh or smxx_forward_softmax.cuh. Everything else, and pointers
-// that are not aligned to 16 bytes: by smxx_forward_any.cuh.
+// The forward pass on CUDA. Rows that lie as vectors: by smxx_forward_lanes.cuh where they are
+// short, by smxx_forward_registers.cuh where they fit a warp or a block; longer ones by
+// smxx_forward_resident.cuh, where a block or a cluster holds them, else by smxx_forward_stream.cuh
+// or smxx_forward_softmax.cuh. Everything else, and pointers that are not aligned to 16 bytes: by
+// smxx_forward_any.cuh.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -58,6 +59,33 @@ cuda::OpKernel any_kernel(DType dtype, Family family, int warps) {
 
 // Rows of more elements are worth a block each.
 constexpr std::int64_t kWarpLength = 1024;
+
+// --- smxx_forward_lanes.cuh ---
+
+struct Lanes {
+  int lanes, vectors;  // of a row; of a lane
+
+  std::int64_t capacity(DType dtype) const {
+    return lanes * vectors * 16 / static_cast<std::int64_t>(size_of(dtype));
+  }
+  int rows() const { return kSingleWarps * 32 / lanes; }  // of a block
+};
+constexpr Lanes kLanes[] = {{8, 1}, {8, 4}, {16, 4}};
+
+cuda::OpKernel lanes_kernel(DType dtype, Family family, const Lanes& shape) {
+  const auto type = cuda::device_type(dtype);
+  return {.name = fmt::format("entmax_forward_lanes_{}_{}_{}_{}", type, name_of(family),
+                              shape.lanes, shape.vectors),
+          .file = "ops/entmax/cuda/smxx_forward_lanes.cuh",
+          .function = fmt::format("entmax::forward_lanes<{}, entmax::Family::{}, {}, {}>", type,
+                                  name_of(family), shape.lanes, shape.vectors),
+          .parameters = "entmax::ForwardParams",
+          .threads = 32 * kSingleWarps,
+          .blocks = shape.vectors == 1    ? 5
+                    : dtype == DType::f32 ? 4
+                                          : 3,
+          .constants = {{"entmax::kSingleWarps", kSingleWarps}}};
+}
 
 // --- smxx_forward_registers.cuh ---
 
@@ -228,6 +256,13 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
         !rows_in_vectors(rows, params_.y, vector_length)) {
       return;
     }
+    for (const Lanes& shape : kLanes) {
+      if (shape.capacity(dtype) < rows.length) continue;
+      fast_.emplace(lanes_kernel(dtype, family, shape), device_);
+      set_grid(shape.rows());
+      how_ = fmt::format("rows in the registers of {} lanes", shape.lanes);
+      return;
+    }
     const auto* shape = std::ranges::find_if(
         kRegisters, [&](const Registers& entry) { return entry.capacity() >= rows.length; });
     if (shape == std::end(kRegisters)) {
@@ -343,6 +378,7 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
       if (family != Family::softmax) {
         for (const int warps : kStreamGroups) add(stream_kernel(dtype, family, warps));
       }
+      for (const Lanes& shape : kLanes) add(lanes_kernel(dtype, family, shape));
       for (const Registers& shape : kRegisters) add(registers_kernel(dtype, family, shape));
       for (const Resident& shape : kResident) {
         if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;

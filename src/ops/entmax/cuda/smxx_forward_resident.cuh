@@ -13,6 +13,12 @@
 
 namespace pullback::entmax {
 
+// The compiler would compute what depends on no more than this once, and spill it.
+inline int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // A thread's part of a row, in packed form. Hidden beyond the row's end.
 template <class T>
 struct HeldRow {
@@ -20,11 +26,12 @@ struct HeldRow {
 
   Packed<T> vector[kResidentVectors];
 
-  // The compiler would compute what depends on the elements alone once, and spill it.
   Packed<T> fresh(int j) const {
-    Packed<T> packed = vector[j];
+    Packed<T> packed;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) asm volatile("" : "+r"(packed.word[w]));
+    for (int w = 0; w < 4; ++w) {
+      packed.word[w] = static_cast<uint32_t>(opaque(static_cast<int>(vector[j].word[w])));
+    }
     return packed;
   }
   uint32_t top() const {
@@ -78,13 +85,8 @@ void forward_resident(const ForwardParams& p) {
     end = min(end, first + slice);
   }
 
-  // How many elements the row has from this thread's first on; computed anew where it is used, like
-  // the elements themselves.
-  const auto left = [&] {
-    int result = end - begin;
-    asm volatile("" : "+r"(result));
-    return result;
-  };
+  // How many elements the row has from this thread's first on.
+  const auto left = [&] { return opaque(end - begin); };
   const auto prefetch = [&](int row) {
     if (row < p.rows.count) {
       const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row) + begin;
@@ -173,9 +175,10 @@ void forward_resident(const ForwardParams& p) {
     const auto store_bits = [&](auto active) {
       if (!p.support.data) return;
       uint8_t* bytes = static_cast<uint8_t*>(p.support.data) + row_offset(p.rows, p.support, row);
+      const int first = opaque(begin);
 #pragma unroll
       for (int j = 0; j < kResidentVectors; ++j) {
-        const int at = begin + j * kStep;
+        const int at = first + j * kStep;
         unsigned bits = 0;
         held.for_each_in(held.fresh(j),
                          [&](float x, int i) { bits |= (active(x) ? 1u : 0u) << i; });

@@ -90,6 +90,9 @@ class Group {
     return value;
   }
 
+  // All threads of a group come to the same end at the same time.
+  bool all(bool done) const { return done; }
+
   // Of values that all threads of a block agree on, over the blocks.
   void max_pair(float& a, float& b) {
     float both[] = {a, b};
@@ -159,11 +162,13 @@ class Group {
       if constexpr (kClustered) {
         const int blocks = static_cast<int>(device::cluster_size());
         if (lane_index() < blocks) {
-          const int slot = static_cast<int>(device::cluster_rank()) * kWarps + warp;
           const auto to = static_cast<uint32_t>(lane_index());
+          const uint32_t slot = device::cluster_rank() * kWarps + static_cast<uint32_t>(warp);
+          const uint32_t remote = device::remote_address(scratch_.values, to) +
+                                  static_cast<uint32_t>(parity_ * sizeof(scratch_.values[0]));
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
-            device::store_remote(device::remote_address(&slots[slot][i], to), values[i]);
+            device::store_remote(remote + (slot * 3 + i) * sizeof(R), values[i]);
           }
         }
         __syncwarp();
@@ -197,6 +202,43 @@ class Group {
 
   GroupScratch<kWarps, kClustered>& scratch_;
   int parity_ = 0, gather_parity_ = 0;
+};
+
+// kLanes neighbouring lanes, a power of two: several rows share a warp, and wait for each other.
+template <int kLanes>
+class LaneGroup {
+ public:
+  static constexpr int kThreads = kLanes;
+
+  int thread() const { return lane_index() % kLanes; }
+  bool all(bool done) const { return __all_sync(device::kAllLanes, done) != 0; }
+
+  float max(float value) const {
+    return combine(value, [](float a, float b) { return max_or_nan(a, b); });
+  }
+  int count(int mine) const {
+    return combine(mine, [](int a, int b) { return a + b; });
+  }
+  void sum(float& a, float& b) const {
+    const auto add = [](float x, float y) { return x + y; };
+    a = combine(a, add);
+    b = combine(b, add);
+  }
+  void sum_count_min(float& sum, int& count_of_all, float& least) const {
+    sum = combine(sum, [](float a, float b) { return a + b; });
+    count_of_all = count(count_of_all);
+    least = combine(least, [](float a, float b) { return min(a, b); });
+  }
+
+ private:
+  template <class R, class Combine>
+  static R combine(R value, Combine of_two) {
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      value = of_two(value, __shfl_xor_sync(device::kAllLanes, value, step));
+    }
+    return value;
+  }
 };
 
 }  // namespace pullback::entmax

@@ -193,24 +193,29 @@ Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
 template <class A, class P, class R, class G, class Elements>
 Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R rough = 0) {
   const R tolerance = max(rough, power.tolerance());
+  Threshold<R> result{theta, R{0}, R{1}};
+  bool done = false;
   while (true) {
-    const Sums<A> sums = evaluate<P, R, A>(power, theta, group, for_each);
-    if constexpr (P::family == Family::sparsemax) {
-      // The threshold of the active set, which is the answer when it drops nobody.
-      const R next = static_cast<R>(quotient(sums.f - 1, sums.slope));
-      if (!(next > theta)) return {theta, R{0}, R{1}};
-      theta = next;
-    } else {
-      const R f = static_cast<R>(sums.f), slope = static_cast<R>(sums.slope);
-      const R f_minus_1 = static_cast<R>(sums.f - 1);
-      const R step = power.step(f, f_minus_1, slope);
-      const R root = theta + step;
-      const R rest = step - (root - theta);
-      theta = root;
-      // Sums that round up would never come closer to 1.
-      if (f_minus_1 > tolerance && step > 4 * kEpsilon<R> * magnitude(root)) continue;
-      return {theta, rest, 1 / (1 + rest * power.descent(slope))};
+    const Sums<A> sums = evaluate<P, R, A>(power, result.theta, group, for_each);
+    if (!done) {
+      if constexpr (P::family == Family::sparsemax) {
+        // The threshold of the active set, which is the answer when it drops nobody.
+        const R next = static_cast<R>(quotient(sums.f - 1, sums.slope));
+        done = !(next > result.theta);
+        if (!done) result.theta = next;
+      } else {
+        const R f = static_cast<R>(sums.f), slope = static_cast<R>(sums.slope);
+        const R f_minus_1 = static_cast<R>(sums.f - 1);
+        const R step = power.step(f, f_minus_1, slope);
+        const R root = result.theta + step;
+        result.rest = step - (root - result.theta);
+        result.theta = root;
+        // Sums that round up would never come closer to 1.
+        done = !(f_minus_1 > tolerance && step > 4 * kEpsilon<R> * magnitude(root));
+        if (done) result.scale = 1 / (1 + result.rest * power.descent(slope));
+      }
     }
+    if (group.all(done)) return result;
   }
 }
 
@@ -225,6 +230,7 @@ Threshold<R> solve(const P& power, R theta, G& group, const Elements& for_each) 
 // that is the answer, and the step that would find so is saved.
 template <class G, class Elements>
 float rise_of_sparsemax(float theta, G& group, const Elements& for_each) {
+  bool done = false;
   while (true) {
     float sum = 0, least = device::infinity<float>();
     int count = 0;
@@ -236,10 +242,12 @@ float rise_of_sparsemax(float theta, G& group, const Elements& for_each) {
       }
     });
     group.sum_count_min(sum, count, least);
-    const float next = quotient(sum - 1, static_cast<float>(count));
-    if (!(next > theta)) return theta;
-    theta = next;
-    if (least > next) return theta;
+    if (!done) {
+      const float next = quotient(sum - 1, static_cast<float>(count));
+      done = !(next > theta) || least > next;
+      if (next > theta) theta = next;
+    }
+    if (group.all(done)) return theta;
   }
 }
 
@@ -350,6 +358,13 @@ float theta_of_bound(const P& power, float largest, float bound) {
   return max(P::start, P::near_one ? below + power.inverse : below * power.b);
 }
 
+// From one element of each of a row's lanes.
+template <class P, int kLanes>
+float lower_bound(const P& power, float z, LaneGroup<kLanes>& group) {
+  const auto one = [&](auto use) { use(z); };
+  const float theta = rise<float>(power.rough(), power.start, group, one, 0.1f).theta;
+  return max(P::start, theta - 0x1p-18f * (1 + magnitude(theta)));
+}
 // From one element of each thread of a group.
 template <class P, class G>
 float lower_bound(const P& power, float z, G& group) {
