@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <optional>
 #include <string>
@@ -123,9 +122,15 @@ struct Resident {
   bool clustered;
 
   int threads() const { return 32 * warps; }
+  // Of a row, and of shared memory for the next.
   int shared_bytes() const { return threads() * kResidentVectors * 16; }
 };
-constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}, {16, true}};
+constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
+// Blocks of a cluster wait for each other in every step: where few elements of a long row survive a
+// first look, smxx_forward_stream.cuh is faster.
+constexpr bool serves(const Resident& shape, Family family) {
+  return !shape.clustered || (family != Family::sparsemax && family != Family::entmax15);
+}
 
 cuda::OpKernel resident_kernel(DType dtype, Family family, const Resident& shape) {
   const auto type = cuda::device_type(dtype);
@@ -169,6 +174,7 @@ int stream_group(std::int64_t rows, int multiprocessors) {
 
 cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
   const auto type = cuda::device_type(dtype);
+  const bool spills = family == Family::general && stream_block(warps) == kStreamWarps;
   return {
       .name = fmt::format("entmax_forward_stream_{}_{}_{}", type, name_of(family), warps),
       .file = "ops/entmax/cuda/smxx_forward_stream.cuh",
@@ -176,9 +182,7 @@ cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
                               name_of(family), warps),
       .parameters = "entmax::ForwardParams",
       .threads = 32 * stream_block(warps),
-      .blocks = kStreamResidentWarps / stream_block(warps),
-      .fewer_blocks_on =
-          family == Family::general && warps == 8 ? std::vector{100, 120} : std::vector<int>{},
+      .blocks = kStreamResidentWarps / stream_block(warps) - (spills ? 1 : 0),
       .constants = {{"entmax::kSurvivors", kSurvivors}, {"entmax::kStreamWarps", kStreamWarps}}};
 }
 
@@ -278,21 +282,20 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     how_ = fmt::format("rows in the registers of {} threads", 32 * shape->warps);
   }
 
+  static constexpr int kStaticShared = 8192;  // of forward_resident at most
+
   // Whether a block or a cluster can hold the rows.
   bool load_resident(DType dtype, Family family) {
     const std::int64_t bytes = params_.rows.length * static_cast<std::int64_t>(size_of(dtype));
     const bool clusters = device_.major == 9 || device_.major == 10;
-    const char* env = std::getenv("PULLBACK_ENT_WARPS");
-    const int wanted = env ? std::atoi(env) : 0;
     for (const Resident& shape : kResident) {
-      if (shape.clustered && !clusters) continue;
-      if (wanted && shape.warps != wanted) continue;
+      if ((shape.clustered && !clusters) || !serves(shape, family)) continue;
       int blocks = 1;
       while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.shared_bytes()) {
         blocks *= 2;
       }
       if (bytes > blocks * shape.shared_bytes() ||
-          shape.shared_bytes() > device_.max_shared_bytes - 8192) {
+          shape.shared_bytes() + kStaticShared > device_.max_shared_bytes) {
         continue;
       }
       fast_.emplace(resident_kernel(dtype, family, shape), device_, shape.shared_bytes());
@@ -382,6 +385,7 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
       for (const Registers& shape : kRegisters) add(registers_kernel(dtype, family, shape));
       for (const Resident& shape : kResident) {
         if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;
+        if (!serves(shape, family)) continue;
         add(resident_kernel(dtype, family, shape));
       }
     }
