@@ -35,6 +35,29 @@ CUkernel loaded(const KernelSource& source) {
   return kernel;
 }
 
+LaunchConfig launch_config(const Kernel& kernel, const LaunchShape& shape, void* stream,
+                           LaunchAttribute (&attributes)[2]) {
+  unsigned count = 0;
+  if (shape.cluster > 1) {
+    attributes[count].id = LaunchAttribute::cluster_dimension;
+    attributes[count++].value.cluster = {shape.cluster, 1, 1};
+  }
+  if (shape.programmatic) {
+    attributes[count].id = LaunchAttribute::programmatic_stream_serialization;
+    attributes[count++].value.programmatic_stream_serialization_allowed = 1;
+  }
+  return {shape.grid[0],
+          shape.grid[1],
+          shape.grid[2],
+          shape.block,
+          1,
+          1,
+          static_cast<unsigned>(kernel.shared_bytes()),
+          static_cast<CUstream>(stream),
+          attributes,
+          count};
+}
+
 }  // namespace
 
 std::shared_ptr<const Kernel> Kernel::load(const KernelSource& source, const DeviceInfo& device,
@@ -72,27 +95,27 @@ int Kernel::blocks_per_multiprocessor(const DeviceInfo& device, int block_size) 
   return blocks;
 }
 
+int Kernel::clusters_on_device(const DeviceInfo& device, const LaunchShape& shape) const {
+  if (shape.cluster == 1) {
+    return blocks_per_multiprocessor(device, static_cast<int>(shape.block)) *
+           device.multiprocessors;
+  }
+  const DeviceGuard guard(device);
+  CUfunction function = nullptr;
+  check(driver().cuKernelGetFunction(&function, handle_), "cuKernelGetFunction");
+  LaunchShape one = shape;
+  one.grid = {shape.cluster, 1, 1};
+  LaunchAttribute attributes[2];
+  const LaunchConfig config = launch_config(*this, one, nullptr, attributes);
+  int clusters = 0;
+  check(driver().cuOccupancyMaxActiveClusters(&clusters, function, &config),
+        "cuOccupancyMaxActiveClusters");
+  return clusters;
+}
+
 void launch(const Kernel& kernel, const LaunchShape& shape, void* stream, const void* parameters) {
   LaunchAttribute attributes[2];
-  unsigned count = 0;
-  if (shape.cluster > 1) {
-    attributes[count].id = LaunchAttribute::cluster_dimension;
-    attributes[count++].value.cluster = {shape.cluster, 1, 1};
-  }
-  if (shape.programmatic) {
-    attributes[count].id = LaunchAttribute::programmatic_stream_serialization;
-    attributes[count++].value.programmatic_stream_serialization_allowed = 1;
-  }
-  const LaunchConfig config{shape.grid[0],
-                            shape.grid[1],
-                            shape.grid[2],
-                            shape.block,
-                            1,
-                            1,
-                            static_cast<unsigned>(kernel.shared_bytes()),
-                            static_cast<CUstream>(stream),
-                            attributes,
-                            count};
+  const LaunchConfig config = launch_config(kernel, shape, stream, attributes);
   void* arguments[] = {const_cast<void*>(parameters)};
   check(driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr),
         "cuLaunchKernelEx");

@@ -9,6 +9,13 @@
 
 namespace pullback::cuda {
 
+struct LaunchShape {
+  std::array<unsigned, 3> grid{1, 1, 1};
+  unsigned block = 1;
+  unsigned cluster = 1;       // blocks of a cluster along x
+  bool programmatic = false;  // may start before the kernel ahead of it in the stream has ended
+};
+
 class Kernel {
  public:
   // Compiles if need be, loads, and allows `shared_bytes` of dynamic shared memory on the device.
@@ -20,17 +27,12 @@ class Kernel {
   int shared_bytes() const { return shared_bytes_; }
   // Blocks of this size that one multiprocessor holds at a time.
   int blocks_per_multiprocessor(const DeviceInfo& device, int block_size) const;
+  // Clusters of this shape that the device holds at a time; blocks, where the cluster is 1.
+  int clusters_on_device(const DeviceInfo& device, const LaunchShape& shape) const;
 
  private:
   CUkernel handle_ = nullptr;
   int shared_bytes_ = 0;
-};
-
-struct LaunchShape {
-  std::array<unsigned, 3> grid{1, 1, 1};
-  unsigned block = 1;
-  unsigned cluster = 1;       // blocks of a cluster along x
-  bool programmatic = false;  // may start before the kernel ahead of it in the stream has ended
 };
 
 // `parameters` is the kernel's only argument, a struct passed by value. The device's context must

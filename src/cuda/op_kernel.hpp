@@ -66,6 +66,10 @@ class PlannedKernel {
   int blocks_per_multiprocessor(const DeviceInfo& device) const {
     return kernel_->blocks_per_multiprocessor(device, static_cast<int>(shape.block));
   }
+  // Clusters of `shape` that the device holds at a time; blocks, where shape.cluster is 1.
+  int clusters_on_device(const DeviceInfo& device) const {
+    return kernel_->clusters_on_device(device, shape);
+  }
   // The device's context must be current: CudaBody sees to it.
   void launch(Stream stream, const Parameters& parameters) const {
     cuda::launch(*kernel_, shape, stream.handle, &parameters);

@@ -295,6 +295,19 @@ void long_rows(std::vector<Case>& cases) {
     add({17, 20000}, {{"alpha", alpha}}, 0.02);
     add({17, 70001}, {{"alpha", alpha}}, 0.3);
   }
+  // Rows that a block of the CUDA kernel holds, or a cluster of blocks.
+  const Logit special = [](std::int64_t i, Random& random) {
+    if (i == 20100) return kNaN;
+    return i / 20000 == 2 || random.chance(0.1) ? -kInfinity : random.normal();
+  };
+  for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "1.9", "2"}) {
+    add({3, 20000}, {{"alpha", alpha}}, 0.02);
+    add({1, 131072}, {{"alpha", alpha}}, 0.3);
+    cases.push_back(no_differences(make_case(fmt::format("long rows, some special alpha {}", alpha),
+                                             {{"alpha", alpha}}, {4, 20000}, special)));
+  }
+  add({3, 40000}, {{"saved", "support"}}, 1e-5);
+  add({3, 40000}, {{"saved", "support"}}, 1);
   for (double sigma : {1e-5, 1.0}) {
     // Several rows, or one, a warp of the CUDA kernel; 384 does not fit that.
     for (std::int64_t length : {128, 384, 512, 4096}) {

@@ -7,6 +7,7 @@
 #include "device/memory.cuh"
 #include "device/warp.cuh"
 #include "ops/entmax/cuda/backward_params.cuh"
+#include "ops/entmax/cuda/smxx_power.cuh"
 
 namespace pullback::entmax {
 
@@ -33,14 +34,11 @@ inline float square_root(float value) {
 }
 inline double square_root(double value) { return sqrt(value); }
 
-// For results of 16 bits the hardware's logarithm has digits enough.
+// For results of 16 bits the hardware's logarithm has digits enough. NaN of NaN.
 template <class T>
 float power(float base, float exponent) {
-  if constexpr (sizeof(T) > 2) return powf(base, exponent);
-  float logarithm, result;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(logarithm) : "f"(base));
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent * logarithm));
-  return result;
+  if constexpr (sizeof(T) == 2) return rough_power_of(base, exponent);
+  return fma(base, 0.0f, power_of(base, exponent));
 }
 // A call: the code of a piece's elements side by side takes seconds to compile.
 template <class T>

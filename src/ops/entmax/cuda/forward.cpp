@@ -1,6 +1,8 @@
-// The forward pass on CUDA. Rows that lie as vectors: by smxx_forward_registers.cuh where they fit;
-// longer ones by smxx_forward_stream.cuh or smxx_forward_softmax.cuh. Everything else, and pointers
-// that are not aligned to 16 bytes: by smxx_forward_any.cuh.
+// The forward pass on CUDA. Rows that lie as vectors: by smxx_forward_lanes.cuh where they are
+// short, by smxx_forward_registers.cuh where they fit a warp or a block; longer ones by
+// smxx_forward_resident.cuh, where a block or a cluster holds them, else by smxx_forward_stream.cuh
+// or smxx_forward_softmax.cuh. Everything else, and pointers that are not aligned to 16 bytes: by
+// smxx_forward_any.cuh.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -57,6 +59,33 @@ cuda::OpKernel any_kernel(DType dtype, Family family, int warps) {
 // Rows of more elements are worth a block each.
 constexpr std::int64_t kWarpLength = 1024;
 
+// --- smxx_forward_lanes.cuh ---
+
+struct Lanes {
+  int lanes, vectors;  // of a row; of a lane
+
+  std::int64_t capacity(DType dtype) const {
+    return lanes * vectors * 16 / static_cast<std::int64_t>(size_of(dtype));
+  }
+  int rows() const { return kSingleWarps * 32 / lanes; }  // of a block
+};
+constexpr Lanes kLanes[] = {{8, 1}, {8, 4}, {16, 4}};
+
+cuda::OpKernel lanes_kernel(DType dtype, Family family, const Lanes& shape) {
+  const auto type = cuda::device_type(dtype);
+  return {.name = fmt::format("entmax_forward_lanes_{}_{}_{}_{}", type, name_of(family),
+                              shape.lanes, shape.vectors),
+          .file = "ops/entmax/cuda/smxx_forward_lanes.cuh",
+          .function = fmt::format("entmax::forward_lanes<{}, entmax::Family::{}, {}, {}>", type,
+                                  name_of(family), shape.lanes, shape.vectors),
+          .parameters = "entmax::ForwardParams",
+          .threads = 32 * kSingleWarps,
+          .blocks = shape.vectors == 1    ? 5
+                    : dtype == DType::f32 ? 4
+                                          : 3,
+          .constants = {{"entmax::kSingleWarps", kSingleWarps}}};
+}
+
 // --- smxx_forward_registers.cuh ---
 
 struct Registers {
@@ -66,11 +95,8 @@ struct Registers {
   std::int64_t capacity() const { return std::int64_t{32} * warps * elements; }
   int threads() const { return 32 * (warps == 1 ? kSingleWarps : warps); }
 };
-constexpr Registers kRegisters[] = {{1, 8, {6, 6}},   {1, 16, {5, 5}}, {1, 32, {3, 3}},
-                                    {4, 16, {9, 9}},  {4, 32, {6, 6}}, {8, 32, {3, 3}},
-                                    {16, 32, {2, 2}}, {32, 32, {1, 1}}};
-// The sparse families have better kernels from here on.
-constexpr std::int64_t kLongestSparse = 8192;
+constexpr Registers kRegisters[] = {{1, 8, {6, 6}},  {1, 16, {5, 5}}, {1, 32, {3, 3}},
+                                    {4, 16, {9, 9}}, {4, 32, {6, 6}}, {8, 32, {3, 3}}};
 
 cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& shape) {
   const auto type = cuda::device_type(dtype);
@@ -87,6 +113,37 @@ cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& sha
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
           .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1] - fewer};
+}
+
+// --- smxx_forward_resident.cuh ---
+
+struct Resident {
+  int warps;  // of a block
+  bool clustered;
+
+  int threads() const { return 32 * warps; }
+  // Of a row, and of shared memory for the next.
+  int shared_bytes() const { return threads() * kResidentVectors * 16; }
+};
+constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
+// Blocks of a cluster wait for each other in every step: where few elements of a long row survive a
+// first look, smxx_forward_stream.cuh is faster.
+constexpr bool serves(const Resident& shape, Family family) {
+  return !shape.clustered || (family != Family::sparsemax && family != Family::entmax15);
+}
+
+cuda::OpKernel resident_kernel(DType dtype, Family family, const Resident& shape) {
+  const auto type = cuda::device_type(dtype);
+  return {.name = fmt::format("entmax_forward_resident_{}_{}_{}{}", type, name_of(family),
+                              shape.warps, shape.clustered ? "_cluster" : ""),
+          .file = "ops/entmax/cuda/smxx_forward_resident.cuh",
+          .function = fmt::format("entmax::forward_resident<{}, entmax::Family::{}, {}, {}>", type,
+                                  name_of(family), shape.warps, shape.clustered),
+          .parameters = "entmax::ForwardParams",
+          .threads = shape.threads(),
+          .blocks = 16 / shape.warps,
+          .constants = {{"entmax::kResidentVectors", kResidentVectors},
+                        {"entmax::kMaxBlocks", kMaxBlocks}}};
 }
 
 // --- smxx_forward_stream.cuh ---
@@ -117,6 +174,7 @@ int stream_group(std::int64_t rows, int multiprocessors) {
 
 cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
   const auto type = cuda::device_type(dtype);
+  const bool spills = family == Family::general && stream_block(warps) == kStreamWarps;
   return {
       .name = fmt::format("entmax_forward_stream_{}_{}_{}", type, name_of(family), warps),
       .file = "ops/entmax/cuda/smxx_forward_stream.cuh",
@@ -124,9 +182,7 @@ cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
                               name_of(family), warps),
       .parameters = "entmax::ForwardParams",
       .threads = 32 * stream_block(warps),
-      .blocks = kStreamResidentWarps / stream_block(warps),
-      .fewer_blocks_on =
-          family == Family::general && warps == 8 ? std::vector{100, 120} : std::vector<int>{},
+      .blocks = kStreamResidentWarps / stream_block(warps) - (spills ? 1 : 0),
       .constants = {{"entmax::kSurvivors", kSurvivors}, {"entmax::kStreamWarps", kStreamWarps}}};
 }
 
@@ -204,11 +260,17 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
         !rows_in_vectors(rows, params_.y, vector_length)) {
       return;
     }
+    for (const Lanes& shape : kLanes) {
+      if (shape.capacity(dtype) < rows.length) continue;
+      fast_.emplace(lanes_kernel(dtype, family, shape), device_);
+      set_grid(shape.rows());
+      how_ = fmt::format("rows in the registers of {} lanes", shape.lanes);
+      return;
+    }
     const auto* shape = std::ranges::find_if(
         kRegisters, [&](const Registers& entry) { return entry.capacity() >= rows.length; });
-    if (shape == std::end(kRegisters) ||
-        (family != Family::softmax && rows.length > kLongestSparse)) {
-      load_long(dtype, family);
+    if (shape == std::end(kRegisters)) {
+      if (!load_resident(dtype, family)) load_long(dtype, family);
       return;
     }
     fast_.emplace(registers_kernel(dtype, family, *shape), device_);
@@ -218,6 +280,33 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
       fast_->shape.grid[0] = std::min(fast_->shape.grid[0], static_cast<unsigned>(resident));
     }
     how_ = fmt::format("rows in the registers of {} threads", 32 * shape->warps);
+  }
+
+  static constexpr int kStaticShared = 8192;  // of forward_resident at most
+
+  // Whether a block or a cluster can hold the rows.
+  bool load_resident(DType dtype, Family family) {
+    const std::int64_t bytes = params_.rows.length * static_cast<std::int64_t>(size_of(dtype));
+    const bool clusters = device_.major == 9 || device_.major == 10;
+    for (const Resident& shape : kResident) {
+      if ((shape.clustered && !clusters) || !serves(shape, family)) continue;
+      int blocks = 1;
+      while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.shared_bytes()) {
+        blocks *= 2;
+      }
+      if (bytes > blocks * shape.shared_bytes() ||
+          shape.shared_bytes() + kStaticShared > device_.max_shared_bytes) {
+        continue;
+      }
+      fast_.emplace(resident_kernel(dtype, family, shape), device_, shape.shared_bytes());
+      fast_->shape.cluster = static_cast<unsigned>(blocks);
+      const std::int64_t resident = fast_->clusters_on_device(device_);
+      fast_->shape.grid[0] = static_cast<unsigned>(std::min(params_.rows.count, resident) * blocks);
+      how_ =
+          fmt::format("rows in the registers of {} blocks of {} threads", blocks, shape.threads());
+      return true;
+    }
+    return false;
   }
 
   void load_long(DType dtype, Family family) {
@@ -292,9 +381,12 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
       if (family != Family::softmax) {
         for (const int warps : kStreamGroups) add(stream_kernel(dtype, family, warps));
       }
-      for (const Registers& shape : kRegisters) {
-        if (family != Family::softmax && shape.capacity() > kLongestSparse) continue;
-        add(registers_kernel(dtype, family, shape));
+      for (const Lanes& shape : kLanes) add(lanes_kernel(dtype, family, shape));
+      for (const Registers& shape : kRegisters) add(registers_kernel(dtype, family, shape));
+      for (const Resident& shape : kResident) {
+        if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;
+        if (!serves(shape, family)) continue;
+        add(resident_kernel(dtype, family, shape));
       }
     }
   }

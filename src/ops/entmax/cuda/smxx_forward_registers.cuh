@@ -14,18 +14,18 @@ namespace pullback::entmax {
 template <class T, int kVectors>
 inline constexpr int kHeld = kVectors * device::kVectorLength<T>;  // elements of a lane
 
-// Elements of this thread's vector j begin at vector_begin(j).
-template <class T, int kWarps>
+// Elements of vector j of a row's thread begin at vector_begin(j).
+template <class T, int kThreads>
 int vector_begin(int j, int thread) {
-  return (j * kWarps * device::kWarpSize + thread) * device::kVectorLength<T>;
+  return (j * kThreads + thread) * device::kVectorLength<T>;
 }
 
-template <class T, int kWarps, int kVectors, class ValueOf>
+template <class T, int kThreads, int kVectors, class ValueOf>
 void store_held(T* to, int length, int thread, const ValueOf& value_of) {
   constexpr int kLength = device::kVectorLength<T>;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    const int begin = vector_begin<T, kWarps>(j, thread);
+    const int begin = vector_begin<T, kThreads>(j, thread);
     if (begin >= length) break;
     Packed<T> packed;
 #pragma unroll
@@ -40,12 +40,12 @@ void store_held(T* to, int length, int thread, const ValueOf& value_of) {
 }
 
 // Bit k of the result: element k of this thread's vector j is active.
-template <class T, int kWarps, int kVectors, class Active>
+template <class T, int kThreads, int kVectors, class Active>
 void store_held_bits(uint8_t* to, int64_t step, int length, int thread, const Active& active) {
   constexpr int kLength = device::kVectorLength<T>;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    const int begin = vector_begin<T, kWarps>(j, thread);
+    const int begin = vector_begin<T, kThreads>(j, thread);
     unsigned bits = 0;
 #pragma unroll
     for (int k = 0; k < kLength; ++k) bits |= (active(j * kLength + k) ? 1u : 0u) << k;
@@ -55,43 +55,11 @@ void store_held_bits(uint8_t* to, int64_t step, int length, int thread, const Ac
   }
 }
 
-// Michelot's steps from `theta`. When the least active element stays above the next theta, that is
-// the answer, and the step that would find so is saved.
-template <int kCount, class G>
-float rise_of_held(const float (&z)[kCount], float theta, G& group) {
-  while (true) {
-    float sum = 0, least = device::infinity<float>();
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (z[i] > theta) {
-        sum += z[i];
-        count += 1;
-        least = min(least, z[i]);
-      }
-    }
-    group.sum_count_min(sum, count, least);
-    const float next = quotient(sum - 1, static_cast<float>(count));
-    if (!(next > theta)) return theta;
-    theta = next;
-    if (least > next) return theta;
-  }
-}
-
-template <class T, class P>
-auto power_of_output(const P& power) {
-  if constexpr (sizeof(T) == 2) {
-    return power.rough();
-  } else {
-    return power;
-  }
-}
-
-template <class T, int kWarps, int kVectors>
+template <class T, int kThreads, int kVectors>
 void load_held(Packed<T> (&held)[kVectors], const T* x, int length, int thread) {
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    const int begin = vector_begin<T, kWarps>(j, thread);
+    const int begin = vector_begin<T, kThreads>(j, thread);
     if (begin < length) {
       held[j] = load_packed<T>(x + begin);
     } else {
@@ -104,6 +72,7 @@ void load_held(Packed<T> (&held)[kVectors], const T* x, int length, int thread) 
 template <class T, Family kFamily, int kWarps, int kVectors>
 void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[kVectors],
                   Group<kWarps>& group) {
+  constexpr int kThreads = kWarps * device::kWarpSize;
   constexpr int kCount = kHeld<T, kVectors>;
   constexpr int kLength = device::kVectorLength<T>;
   const int thread = group.thread();
@@ -140,10 +109,10 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
     const bool empty = largest < 0;
     const float fill = empty ? 0 : device::quiet_nan<float>();
     if (T* y = y_of_row())
-      store_held<T, kWarps, kVectors>(y, length, thread, [&](int) { return fill; });
+      store_held<T, kThreads, kVectors>(y, length, thread, [&](int) { return fill; });
     if (uint8_t* support = support_of_row()) {
-      store_held_bits<T, kWarps, kVectors>(support, p.support.axis, length, thread,
-                                           [](int) { return false; });
+      store_held_bits<T, kThreads, kVectors>(support, p.support.axis, length, thread,
+                                             [](int) { return false; });
     }
     finish(empty ? device::infinity<float>() : fill, empty ? 0 : -1);
     return;
@@ -182,36 +151,36 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
     group.sum(sum, unused);
     const float scale = 1 / sum;
     if (T* y = y_of_row())
-      store_held<T, kWarps, kVectors>(y, length, thread, [&](int i) { return z[i] * scale; });
+      store_held<T, kThreads, kVectors>(y, length, thread, [&](int i) { return z[i] * scale; });
     finish(largest + log_of(sum), size);
   } else {
     const Power<kFamily, float> power(p.alpha);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) tops[w] -= largest;
     const float bound = warp_bound(power, tops);
+    const auto all = [&](auto use) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) use(z[i]);
+    };
     Threshold<float> threshold;
     if constexpr (kFamily == Family::sparsemax) {
-      threshold = {rise_of_held(z, bound, group), 0, 1};
+      threshold = {rise_of_sparsemax(bound, group, all), 0, 1};
     } else {
-      threshold = solve<float>(power, bound, group, [&](auto use) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) use(z[i]);
-      });
+      threshold = solve<float>(power, bound, group, all);
     }
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
     if (T* y = y_of_row()) {
-      // A 16-bit y shows no more than the rough digits.
       const auto output = power_of_output<T>(power);
-      store_held<T, kWarps, kVectors>(y, length, thread, [&](int i) {
+      store_held<T, kThreads, kVectors>(y, length, thread, [&](int i) {
         const float v = output.value(power.excess(z[i], theta));
         return kFamily == Family::sparsemax ? v : v * threshold.scale;
       });
     }
     if constexpr (kFamily == Family::sparsemax) {
       if (uint8_t* support = support_of_row()) {
-        store_held_bits<T, kWarps, kVectors>(support, p.support.axis, length, thread,
-                                             [&](int i) { return active(z[i]); });
+        store_held_bits<T, kThreads, kVectors>(support, p.support.axis, length, thread,
+                                               [&](int i) { return active(z[i]); });
       }
     }
     finish(tau_of<decltype(power)>(p.alpha, largest, threshold),
@@ -232,7 +201,8 @@ void forward_registers(const ForwardParams& p) {
   if constexpr (kRows > 1) row += threadIdx.x / device::kWarpSize;
   if (row >= p.rows.count) return;
   Packed<T> held[kVectors];
-  load_held<T, kWarps>(held, x + row_offset(p.rows, p.x, row), length, group.thread());
+  load_held<T, kWarps * device::kWarpSize>(held, x + row_offset(p.rows, p.x, row), length,
+                                           group.thread());
   if constexpr (!walks_over_rows(kFamily, sizeof(T), kWarps)) {
     forward_held<T, kFamily>(p, row, held, group);
   } else {
@@ -240,7 +210,8 @@ void forward_registers(const ForwardParams& p) {
       const int64_t next_row = row + static_cast<int64_t>(gridDim.x) * kRows;
       Packed<T> next[kVectors];
       if (next_row < p.rows.count) {
-        load_held<T, kWarps>(next, x + row_offset(p.rows, p.x, next_row), length, group.thread());
+        load_held<T, kWarps * device::kWarpSize>(next, x + row_offset(p.rows, p.x, next_row),
+                                                 length, group.thread());
       }
       forward_held<T, kFamily>(p, row, held, group);
       if (next_row >= p.rows.count) return;

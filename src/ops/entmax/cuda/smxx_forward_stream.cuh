@@ -43,15 +43,8 @@ class Survivors {
     for (int k = 0; k < count_; ++k) use(list_[device::kWarpSize * k]);
   }
 
-  // From theta, relative to `largest`, to a bound of x, and back; both round downwards.
   void raise(float largest, float theta) {
-    const float edge = P::near_one ? theta - power_.inverse : theta * power_.inverse;
-    bound = max(bound, largest + edge - slack(largest, edge));
-  }
-  float theta_of_bound(float largest) const {
-    const float edge = bound - largest;
-    const float below = edge - slack(largest, edge);
-    return max(P::start, P::near_one ? below + power_.inverse : below * power_.b);
+    bound = max(bound, bound_of_theta(power_, largest, theta));
   }
 
   // Raises the bound to the threshold of the warp's lists when one of them has become long.
@@ -62,7 +55,7 @@ class Survivors {
     const float largest = warp.max(own_largest);
     if (!(magnitude(largest) < device::infinity<float>())) return;
     const auto listed = [&](auto use) { for_each([&](Survivor s) { use(s.x - largest); }); };
-    const float start = theta_of_bound(largest);
+    const float start = theta_of_bound(power_, largest, bound);
     raise(largest, rise<float>(power_.rough(), start, warp, listed, 0x1p-6f).theta);
     int kept = 0;
     for_each([&](Survivor s) {
@@ -75,10 +68,6 @@ class Survivors {
 
  private:
   static constexpr int kFirstTrigger = kSurvivors / 4;
-
-  static float slack(float largest, float edge) {
-    return 8 * kEpsilon<float> * (magnitude(largest) + magnitude(edge) + 1);
-  }
 
   const P& power_;
   Survivor* list_;
@@ -215,7 +204,7 @@ void forward_stream(const ForwardParams& p) {
     return;
   }
   const Threshold<float> threshold =
-      solve<float>(power, survivors.theta_of_bound(largest), group,
+      solve<float>(power, theta_of_bound(power, largest, survivors.bound), group,
                    [&](auto use) { survivors.for_each([&](Survivor s) { use(s.x - largest); }); });
   const auto excess = [&](Survivor s) { return power.excess(s.x - largest, threshold.theta); };
   if (y) {

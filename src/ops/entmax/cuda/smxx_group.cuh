@@ -1,9 +1,11 @@
-// The threads that share a row: a warp, or a block of several. All threads get the same bits, in a
-// fixed order of additions.
+// The threads that share a row: a warp, a block of several, or a cluster of such blocks. All
+// threads get the same bits, in a fixed order of additions.
 #pragma once
 
+#include "device/cluster.cuh"
 #include "device/float.cuh"
 #include "device/warp.cuh"
+#include "ops/entmax/cuda/tuning.hpp"
 
 namespace pullback::entmax {
 
@@ -60,22 +62,26 @@ void warp_sum_pair(R& a, R& b) {
 }
 
 // Three values of each warp, twice: a warp may write the next while another reads these.
-template <int kWarps>
+template <int kWarps, bool kClustered = false>
 struct GroupScratch {
-  double values[2][kWarps][3];
+  double values[2][kWarps * (kClustered ? kMaxBlocks : 1)][3];
   float of_threads[2][kWarps * device::kWarpSize];
 };
 template <>
 struct GroupScratch<1> {};
 
-template <int kWarps>
+template <int kWarps, bool kClustered = false>
 class Group {
  public:
+  // Of a block.
   static constexpr int kThreads = kWarps * device::kWarpSize;
 
-  explicit Group(GroupScratch<kWarps>& scratch) : scratch_(scratch) {}
+  explicit Group(GroupScratch<kWarps, kClustered>& scratch) : scratch_(scratch) {}
 
-  int thread() const { return kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x); }
+  int thread() const {
+    const int of_block = kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x);
+    return kClustered ? static_cast<int>(device::cluster_rank()) * kThreads + of_block : of_block;
+  }
 
   template <class R>
   R max(R value) {
@@ -84,18 +90,32 @@ class Group {
     return value;
   }
 
-  // One value of each thread of the group, to all warps: those of thread i in lane i % 32.
+  // All threads of a group come to the same end at the same time.
+  bool all(bool done) const { return done; }
+
+  // Of values that all threads of a block agree on, over the blocks.
+  void max_pair(float& a, float& b) {
+    float both[] = {a, b};
+    exchange<2>(both, [](float* x, const float* y) {
+      x[0] = max_or_nan(x[0], y[0]);
+      x[1] = max_or_nan(x[1], y[1]);
+    });
+    a = both[0];
+    b = both[1];
+  }
+
+  // One value of each thread of the block, to all warps: those of thread i in lane i % 32.
   void gather(float value, float (&all)[kWarps]) {
     if constexpr (kWarps == 1) {
       all[0] = value;
     } else {
-      scratch_.of_threads[parity_][threadIdx.x] = value;
+      scratch_.of_threads[gather_parity_][threadIdx.x] = value;
       __syncthreads();
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        all[w] = scratch_.of_threads[parity_][w * device::kWarpSize + lane_index()];
+        all[w] = scratch_.of_threads[gather_parity_][w * device::kWarpSize + lane_index()];
       }
-      parity_ ^= 1;
+      gather_parity_ ^= 1;
     }
   }
 
@@ -138,14 +158,35 @@ class Group {
     if constexpr (kWarps > 1) {
       auto* slots = reinterpret_cast<R(*)[3]>(scratch_.values[parity_]);
       const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
-      if (lane_index() == 0) {
+      // A lane reads one warp's, of all blocks; butterflies among kWarps lanes.
+      if constexpr (kClustered) {
+        const int blocks = static_cast<int>(device::cluster_size());
+        if (lane_index() < blocks) {
+          const auto to = static_cast<uint32_t>(lane_index());
+          const uint32_t slot = device::cluster_rank() * kWarps + static_cast<uint32_t>(warp);
+          const uint32_t remote = device::remote_address(scratch_.values, to) +
+                                  static_cast<uint32_t>(parity_ * sizeof(scratch_.values[0]));
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) slots[warp][i] = values[i];
+          for (int i = 0; i < kCount; ++i) {
+            device::store_remote(remote + (slot * 3 + i) * sizeof(R), values[i]);
+          }
+        }
+        __syncwarp();
+        device::cluster_barrier();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = slots[lane_index() % kWarps][i];
+        for (int block = 1; block < blocks; ++block) {
+          combine(values, slots[block * kWarps + lane_index() % kWarps]);
+        }
+      } else {
+        if (lane_index() == 0) {
+#pragma unroll
+          for (int i = 0; i < kCount; ++i) slots[warp][i] = values[i];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = slots[lane_index() % kWarps][i];
       }
-      __syncthreads();
-      // A lane reads one warp's; butterflies among kWarps lanes.
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) values[i] = slots[lane_index() % kWarps][i];
 #pragma unroll
       for (int step = kWarps / 2; step > 0; step /= 2) {
         R others[kCount];
@@ -159,8 +200,45 @@ class Group {
     }
   }
 
-  GroupScratch<kWarps>& scratch_;
-  int parity_ = 0;
+  GroupScratch<kWarps, kClustered>& scratch_;
+  int parity_ = 0, gather_parity_ = 0;
+};
+
+// kLanes neighbouring lanes, a power of two: several rows share a warp, and wait for each other.
+template <int kLanes>
+class LaneGroup {
+ public:
+  static constexpr int kThreads = kLanes;
+
+  int thread() const { return lane_index() % kLanes; }
+  bool all(bool done) const { return __all_sync(device::kAllLanes, done) != 0; }
+
+  float max(float value) const {
+    return combine(value, [](float a, float b) { return max_or_nan(a, b); });
+  }
+  int count(int mine) const {
+    return combine(mine, [](int a, int b) { return a + b; });
+  }
+  void sum(float& a, float& b) const {
+    const auto add = [](float x, float y) { return x + y; };
+    a = combine(a, add);
+    b = combine(b, add);
+  }
+  void sum_count_min(float& sum, int& count_of_all, float& least) const {
+    sum = combine(sum, [](float a, float b) { return a + b; });
+    count_of_all = count(count_of_all);
+    least = combine(least, [](float a, float b) { return min(a, b); });
+  }
+
+ private:
+  template <class R, class Combine>
+  static R combine(R value, Combine of_two) {
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      value = of_two(value, __shfl_xor_sync(device::kAllLanes, value, step));
+    }
+    return value;
+  }
 };
 
 }  // namespace pullback::entmax

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "ops/entmax/cuda/smxx_group.cuh"
+#include "ops/entmax/cuda/smxx_power.cuh"
 #include "ops/entmax/cuda/tuning.hpp"
 
 namespace pullback::entmax {
@@ -29,16 +30,7 @@ inline float log1p_of(float x) { return log1pf(x); }
 inline double log1p_of(double x) { return log1p(x); }
 inline float expm1_of(float x) { return expm1f(x); }
 inline double expm1_of(double x) { return expm1(x); }
-// Closer than powf needs to be, and half its instructions.
-inline float power_of(float x, float y) { return expf(logf(x) * y); }
 inline double power_of(double x, double y) { return pow(x, y); }
-// To some 1e-6, by the hardware's own log and exp.
-inline float rough_power_of(float x, float y) {
-  float log, power;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(x));
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(log * y));
-  return power;
-}
 inline float root_of(float x) {
   float root;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
@@ -111,10 +103,14 @@ struct Power {
     if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
     return value(e, slope(e));
   }
-  // From which f - 1 on a step ends closer than the type's precision.
+  // From which f - 1 on a step ends closer than the type's precision. f - 1 is squared in a step,
+  // or rather raised to 1/b where p has no second derivative, and divided by ten or more.
   R tolerance() const {
+    if constexpr (sizeof(R) == 4) {
+      return kFamily == Family::general ? exp2_of(-max(10.0f, 23 * b)) : 0x1p-10f;
+    }
     if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
-    return sizeof(R) == 8 ? R{0x1p-26} : R{0x1p-12f};
+    return R{0x1p-26};
   }
   // -df / dtheta.
   R descent(R slope) const { return near_one ? slope : slope * inverse; }
@@ -124,10 +120,27 @@ struct Power {
       const R root = root_of(f);
       return quotient(root * f_minus_1, (root + 1) * slope);
     }
+    if constexpr (kRough) {
+      // 1 - f^-b, by its series where the difference would have few digits.
+      const R c = 1 + b;
+      const R near = b * f_minus_1 * (1 - c / 2 * f_minus_1 * (1 - (1 + c) / 3 * f_minus_1));
+      const R part = magnitude(f_minus_1) < 0x1p-5f ? near : 1 - rough_power_of(f, -b);
+      return part * quotient(f, slope);
+    }
     const R relative = -expm1_of(-b * log1p_of(f_minus_1)) * f / slope;  // (f - f^(1-b)) / slope
     return near_one ? relative * inverse : relative;
   }
 };
+
+// What writes y: a 16-bit one shows no more than the rough digits.
+template <class T, class P>
+auto power_of_output(const P& power) {
+  if constexpr (sizeof(T) == 2) {
+    return power.rough();
+  } else {
+    return power;
+  }
+}
 
 // The root is theta + rest; scale = 1 / f(theta) makes the sum of all p equal to 1.
 template <class R>
@@ -180,36 +193,62 @@ Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
 template <class A, class P, class R, class G, class Elements>
 Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R rough = 0) {
   const R tolerance = max(rough, power.tolerance());
+  Threshold<R> result{theta, R{0}, R{1}};
+  bool done = false;
   while (true) {
-    const Sums<A> sums = evaluate<P, R, A>(power, theta, group, for_each);
-    if constexpr (P::family == Family::sparsemax) {
-      // The threshold of the active set, which is the answer when it drops nobody.
-      const R next = static_cast<R>(quotient(sums.f - 1, sums.slope));
-      if (!(next > theta)) return {theta, R{0}, R{1}};
-      theta = next;
-    } else {
-      const R f = static_cast<R>(sums.f), slope = static_cast<R>(sums.slope);
-      const R f_minus_1 = static_cast<R>(sums.f - 1);
-      const R step = power.step(f, f_minus_1, slope);
-      const R root = theta + step;
-      const R rest = step - (root - theta);
-      theta = root;
-      // Sums that round up would never come closer to 1.
-      if (f_minus_1 > power.tolerance() && step > 4 * kEpsilon<R> * magnitude(root)) {
-        continue;
+    const Sums<A> sums = evaluate<P, R, A>(power, result.theta, group, for_each);
+    if (!done) {
+      if constexpr (P::family == Family::sparsemax) {
+        // The threshold of the active set, which is the answer when it drops nobody.
+        const R next = static_cast<R>(quotient(sums.f - 1, sums.slope));
+        done = !(next > result.theta);
+        if (!done) result.theta = next;
+      } else {
+        const R f = static_cast<R>(sums.f), slope = static_cast<R>(sums.slope);
+        const R f_minus_1 = static_cast<R>(sums.f - 1);
+        const R step = power.step(f, f_minus_1, slope);
+        const R root = result.theta + step;
+        result.rest = step - (root - result.theta);
+        result.theta = root;
+        // Sums that round up would never come closer to 1.
+        done = !(f_minus_1 > tolerance && step > 4 * kEpsilon<R> * magnitude(root));
+        if (done) result.scale = 1 / (1 + result.rest * power.descent(slope));
       }
-      return {theta, rest, 1 / (1 + rest * power.descent(slope))};
     }
+    if (group.all(done)) return result;
   }
 }
 
-// The same; most of the way in rough steps where exact ones are dear.
+// The same, by powers that are close enough for the sums: their errors are smaller than those of p
+// and of either sign.
 template <class A, class P, class R, class G, class Elements>
 Threshold<R> solve(const P& power, R theta, G& group, const Elements& for_each) {
-  if constexpr (P::family == Family::general && sizeof(R) == 4) {
-    theta = rise<A>(power.rough(), theta, group, for_each, R{0x1p-7f}).theta;
+  return rise<A>(power.rough(), theta, group, for_each);
+}
+
+// Michelot's steps for sparsemax in f32. When the least active element stays above the next theta,
+// that is the answer, and the step that would find so is saved.
+template <class G, class Elements>
+float rise_of_sparsemax(float theta, G& group, const Elements& for_each) {
+  bool done = false;
+  while (true) {
+    float sum = 0, least = device::infinity<float>();
+    int count = 0;
+    for_each([&](float z) {
+      if (z > theta) {
+        sum += z;
+        count += 1;
+        least = min(least, z);
+      }
+    });
+    group.sum_count_min(sum, count, least);
+    if (!done) {
+      const float next = quotient(sum - 1, static_cast<float>(count));
+      done = !(next > theta) || least > next;
+      if (next > theta) theta = next;
+    }
+    if (group.all(done)) return theta;
   }
-  return rise<A>(power, theta, group, for_each);
 }
 
 // alpha > 2: f^b is not convex, and Newton may pass the root or creep; a bracket is kept, and
@@ -302,6 +341,30 @@ float warp_bound(const P& power, const float (&z)[kCount]) {
   }
 }
 
+inline float bound_slack(float largest, float edge) {
+  return 8 * kEpsilon<float> * (magnitude(largest) + magnitude(edge) + 1);
+}
+// From a lower bound of theta, relative to `largest`, to one of the x in the support, and back.
+// Both round downwards.
+template <class P>
+float bound_of_theta(const P& power, float largest, float theta) {
+  const float edge = P::near_one ? theta - power.inverse : theta * power.inverse;
+  return largest + edge - bound_slack(largest, edge);
+}
+template <class P>
+float theta_of_bound(const P& power, float largest, float bound) {
+  const float edge = bound - largest;
+  const float below = edge - bound_slack(largest, edge);
+  return max(P::start, P::near_one ? below + power.inverse : below * power.b);
+}
+
+// From one element of each of a row's lanes.
+template <class P, int kLanes>
+float lower_bound(const P& power, float z, LaneGroup<kLanes>& group) {
+  const auto one = [&](auto use) { use(z); };
+  const float theta = rise<float>(power.rough(), power.start, group, one, 0.1f).theta;
+  return max(P::start, theta - 0x1p-18f * (1 + magnitude(theta)));
+}
 // From one element of each thread of a group.
 template <class P, class G>
 float lower_bound(const P& power, float z, G& group) {

@@ -19,6 +19,9 @@ inline constexpr int kOffsetsThreads = 1024;
 // smxx_forward_any.cuh: threads of a block; a row takes a warp or the block.
 inline constexpr int kAnyWarps = 8;
 
+// Blocks of a cluster at most.
+inline constexpr int kMaxBlocks = 8;
+
 // smxx_forward_registers.cuh: warps of a block where a warp has a row of its own.
 inline constexpr int kSingleWarps = 8;
 // Whether a group computes more than one row, and loads the next one while it works on this one:
@@ -26,6 +29,11 @@ inline constexpr int kSingleWarps = 8;
 constexpr bool walks_over_rows(Family family, int element_bytes, int warps) {
   return family == Family::softmax && element_bytes == 2 && warps >= 4 && warps <= 8;
 }
+
+// smxx_forward_resident.cuh: vectors of a thread, and how many of a lane's view of the threads'
+// largest elements the first bound is made from.
+inline constexpr int kResidentVectors = 16;
+inline constexpr int kBoundTops = 8;
 
 // smxx_forward_stream.cuh: warps of a block where a warp has a row of its own, vectors that a lane
 // loads at a time, and the length of a lane's list.

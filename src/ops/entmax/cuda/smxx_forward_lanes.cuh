@@ -1,0 +1,116 @@
+// The forward of contiguous rows of some dozens to some hundred elements: several rows a warp, each
+// in the registers of a few lanes.
+//
+// All rows of a warp take steps until the last one has its threshold.
+#pragma once
+
+#include "ops/entmax/cuda/smxx_forward_registers.cuh"
+
+namespace pullback::entmax {
+
+// Rows as for forward_registers, up to kLanes * kVectors vectors long.
+template <class T, Family kFamily, int kLanes, int kVectors>
+void forward_lanes(const ForwardParams& p) {
+  using device::infinity;
+  constexpr int kCount = kHeld<T, kVectors>;
+  constexpr int kRows = kSingleWarps * device::kWarpSize / kLanes;  // of a block
+  LaneGroup<kLanes> group;
+  const int thread = group.thread(), length = static_cast<int>(p.rows.length);
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kLanes;
+  const bool exists = row < p.rows.count;
+  Packed<T> held[kVectors];
+  const T* x = static_cast<const T*>(p.x.data) + (exists ? row_offset(p.rows, p.x, row) : 0);
+  load_held<T, kLanes>(held, x, exists ? length : 0, thread);
+
+  uint32_t top = max_of(held[0]);
+#pragma unroll
+  for (int j = 1; j < kVectors; ++j) top = max_of_words<T>(top, max_of(held[j]));
+  const float own = max_in_word<T>(top);
+  const float largest = group.max(own);
+  // Rows without an answer take part with numbers that end the steps.
+  const bool finite = magnitude(largest) < infinity<float>();
+  float z[kCount];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float pair[kPerWord<T>];
+      unpack(held[j].word[w], pair, T{});
+#pragma unroll
+      for (int k = 0; k < kPerWord<T>; ++k) {
+        z[(j * 4 + w) * kPerWord<T> + k] = finite ? pair[k] - largest : 0;
+      }
+    }
+  }
+  const auto all = [&](auto use) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) use(z[i]);
+  };
+  const auto count = [&](auto active) {
+    int mine = 0;
+    all([&](float v) { mine += active(v); });
+    return group.count(mine);
+  };
+  const auto store = [&](auto value_of) {
+    if (!p.y.data || !exists) return;
+    T* y = static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row);
+    const float fill = largest < 0 ? 0 : device::quiet_nan<float>();
+    store_held<T, kLanes, kVectors>(y, length, thread,
+                                    [&](int i) { return finite ? value_of(z[i]) : fill; });
+  };
+  const auto finish = [&](float tau, int size) {
+    if (thread != 0 || !exists) return;
+    if (!finite) {
+      const bool empty = largest < 0;
+      tau = empty ? infinity<float>() : device::quiet_nan<float>();
+      size = empty ? 0 : -1;
+    }
+    if (p.tau.data) static_cast<float*>(p.tau.data)[row_offset(p.rows, p.tau, row)] = tau;
+    if (p.support_size.data) {
+      static_cast<int32_t*>(p.support_size.data)[row_offset(p.rows, p.support_size, row)] = size;
+    }
+  };
+
+  if constexpr (kFamily == Family::softmax) {
+    const int size =
+        p.support_size.data ? count([](float v) { return v > -infinity<float>(); }) : 0;
+    float sum = 0, unused = 0;
+    all([&](float& v) {
+      v = exp_of(v);
+      sum += v;
+    });
+    group.sum(sum, unused);
+    const float scale = 1 / sum;
+    store([&](float v) { return v * scale; });
+    finish(largest + log_of(sum), size);
+  } else {
+    const Power<kFamily, float> power(p.alpha);
+    float start = power.start;
+    Threshold<float> threshold;
+    if constexpr (kVectors > 1) start = lower_bound(power, finite ? own - largest : 0, group);
+    if constexpr (kFamily == Family::sparsemax) {
+      threshold = {rise_of_sparsemax(start, group, all), 0, 1};
+    } else {
+      threshold = solve<float>(power, start, group, all);
+    }
+    const float theta = threshold.theta;
+    const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
+    const auto output = power_of_output<T>(power);
+    store([&](float v) {
+      const float value = output.value(power.excess(v, theta));
+      return kFamily == Family::sparsemax ? value : value * threshold.scale;
+    });
+    if constexpr (kFamily == Family::sparsemax) {
+      if (p.support.data) {
+        uint8_t* support = static_cast<uint8_t*>(p.support.data) +
+                           (exists ? row_offset(p.rows, p.support, row) : 0);
+        store_held_bits<T, kLanes, kVectors>(support, p.support.axis, exists ? length : 0, thread,
+                                             [&](int i) { return finite && active(z[i]); });
+      }
+    }
+    finish(tau_of<decltype(power)>(p.alpha, largest, threshold),
+           p.support_size.data ? count(active) : 0);
+  }
+}
+
+}  // namespace pullback::entmax
