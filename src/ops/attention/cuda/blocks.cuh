@@ -16,9 +16,10 @@ struct alignas(16) SeenTile {
   int32_t turn, turns;
 };
 
+// Half a square counts as one.
 inline constexpr uint32_t all_squares(int tile, int owner) {
   uint32_t mask = 0;
-  for (int s = 0; s < tile / 16; ++s) mask |= ((1u << owner / 16) - 1) << 8 * s;
+  for (int s = 0; s < (tile + 15) / 16; ++s) mask |= ((1u << owner / 16) - 1) << 8 * s;
   return mask;
 }
 
