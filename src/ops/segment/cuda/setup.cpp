@@ -25,6 +25,8 @@ const cuda::OpKernel kRepairOffsets =
 const cuda::OpKernel kRepairIds = index_kernel("repair_ids", "repair<true>", kRepairThreads);
 const cuda::OpKernel kStarts = index_kernel("starts", "find_all_starts", kThreads);
 
+constexpr std::int64_t kWarp = 32;  // looks for the start of a tile
+
 Indices indices(const TensorSpec& spec) {
   if (!spec.given()) return {};
   return {.data = nullptr,
@@ -156,8 +158,8 @@ void Setup::allow_stream(const Kernel& kernel) {
 }
 
 void Setup::reserve(Layout& layout) {
-  const std::int64_t work =
-      std::max({problem_.ids.given() ? params_.rows : 0, params_.segments + 1, most_tiles_ + 1});
+  const std::int64_t work = std::max(
+      {problem_.ids.given() ? params_.rows : 0, params_.segments + 1, (most_tiles_ + 1) * kWarp});
   params_.check_blocks =
       static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
   starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
@@ -201,7 +203,7 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
     prove(launcher, p);
     found = !problem_.ids.given();
   }
-  if (!found) launcher.launch(starts_, p, blocks_for(p.tiles + 1), 1);
+  if (!found) launcher.launch(starts_, p, blocks_for((p.tiles + 1) * kWarp), 1);
   return p;
 }
 

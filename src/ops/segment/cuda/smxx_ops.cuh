@@ -2,7 +2,6 @@
 // come after is appended, and what is stored of it.
 #pragma once
 
-#include "device/warp.cuh"
 #include "ops/segment/cuda/smxx_math.cuh"
 #include "ops/segment/cuda/smxx_tile.cuh"
 

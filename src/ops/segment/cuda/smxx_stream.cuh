@@ -12,7 +12,6 @@
 
 #include "device/async_copy.cuh"
 #include "device/bulk.cuh"
-#include "device/warp.cuh"
 #include "ops/segment/cuda/smxx_index.cuh"
 
 namespace pullback::segment_cuda {
@@ -128,31 +127,6 @@ inline void wait_for_copies() {
 #endif
 }
 
-// find_start() by a warp, for offsets that may be out of order: the first share begins and the last
-// one ends where it must.
-inline TileStart find_start_together(const Segments& segments, int64_t item) {
-  if (item <= 0) return {0, 0};
-  if (item >= segments.rows + segments.count + 2) return {segments.count + 2, segments.rows};
-  const int lane = threadIdx.x % device::kWarpSize;
-  int64_t low = 0, high = segments.count + 2;
-  while (low < high) {
-    const int64_t step = (high - low + device::kWarpSize - 1) / device::kWarpSize;
-    const int64_t at = low + lane * step + step - 1;
-    const bool reached = at >= high || segments.end(at) + at >= item;
-    const uint32_t lanes = __ballot_sync(device::kAllLanes, reached);
-    if (lanes == 0) {
-      low = high;
-      break;
-    }
-    low += (__ffs(static_cast<int>(lanes)) - 1) * step;
-    high = low + step - 1 < high ? low + step - 1 : high;
-  }
-  const int64_t row = clamped(item - low, 0, segments.rows);
-  const bool ended =
-      low < segments.count + 2 && segments.end(low) == row && segments.begin(low) < row;
-  return {low + ended, row};
-}
-
 // Whether the block has to run, and with which offsets.
 inline bool begin_stream(const Params& p, Segments& segments) {
   let_next_kernel_begin();
@@ -229,7 +203,7 @@ struct Walk {
     const int warp = threadIdx.x / device::kWarpSize;
     if (warp < 2) {
       const TileStart bound =
-          find_start_together(segments, (static_cast<int64_t>(blockIdx.x) + warp) * p.tile_items);
+          find_start(segments, (static_cast<int64_t>(blockIdx.x) + warp) * p.tile_items);
       if (threadIdx.x % device::kWarpSize == 0) {
         shared.bounds[warp] = bound;
         p.starts[blockIdx.x + warp] = bound;
