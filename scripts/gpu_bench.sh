@@ -37,4 +37,4 @@ done
 "$pullback" bench --device cuda --json "$output/bench.json" --html "$output/bench.html" "$@" |
   tee "$output/bench.txt"
 "$python" "$here/gpu_rivals.py" --json "$output/rivals.json" || echo "no rivals: see above" >&2
-"$python" "$here/gpu_rivals.py" --compare "$output" | tee "$output/comparison.txt"
+"$python" "$here/gpu_compare.py" "$output" | tee "$output/comparison.txt"

@@ -1,14 +1,8 @@
 #!/usr/bin/env python3
-"""What PyTorch (eager and compiled) and Triton need for the problems of `pullback bench --device cuda`.
-
-gpu_rivals.py --json FILE [--op OP]   times them
-gpu_rivals.py --compare FOLDER        a table of FOLDER/bench.json beside FOLDER/rivals.json, and the times of
-                                     plans in FOLDER/plans_*.json
-"""
+"""What PyTorch (eager and compiled) and Triton need for the problems of `pullback bench --device cuda`."""
 
 import argparse
 import json
-import os
 import statistics
 import time
 
@@ -165,34 +159,108 @@ def segment_rivals(report):
 
 def attention_rivals(report):
     """scaled_dot_product_attention by each of its backends."""
+    import warnings
+
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
     backends = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION,
                 "cuDNN": SDPBackend.CUDNN_ATTENTION}
-    for head_dim, heads in [(64, 32), (96, 16), (128, 16), (192, 8), (256, 8)]:
-        for length in [512, 2048, 8192, 16384]:
-            shape = (16384 // length, length, heads, head_dim)
-            q, k, v, d_out = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-                              for _ in range(4))
-            inputs = [x.requires_grad_() for x in (q, k, v)]
-            for causal in [False, True]:
-                case = f"B{shape[0]} H{heads} S{length} D{head_dim}" + (" causal" if causal else "")
-                for rival, backend in backends.items():
-                    def forward():
-                        return scaled_dot_product_attention(*inputs, is_causal=causal)
 
-                    try:
-                        with sdpa_kernel(backend), torch.no_grad():
-                            seconds = times(forward)
-                        with sdpa_kernel(backend):
-                            out = forward()
-                        backward = times(lambda: torch.autograd.grad(out, inputs, d_out, retain_graph=True))
-                    except RuntimeError:
-                        continue  # the backend refuses the shape
-                    report("attention", case, "bf16", "forward", rival, seconds, 0)
-                    report("attention", case, "bf16", "backward", rival, backward, 0)
+    def tensors(batch, length, heads, kv_heads, head_dim, dtype=torch.bfloat16):
+        q, k, v, d_out = (torch.randn(batch, length, h, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+                          for h in (heads, kv_heads, kv_heads, heads))
+        return [x.requires_grad_() for x in (q, k, v)], d_out
+
+    def time_all(case, inputs, d_out, dtype="bf16", bias=None, **options):
+        leaves = inputs if bias is None else [*inputs, bias]
+        for rival, backend in backends.items():
+            def forward():
+                mask = None if bias is None else bias.expand(inputs[0].shape[0], -1, -1, -1)
+                return scaled_dot_product_attention(*inputs, attn_mask=mask, **options)
+
+            try:
+                with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
+                    with torch.no_grad():
+                        seconds = times(forward)
+                    out = forward()
+                backward = times(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+            except RuntimeError:
+                continue  # the backend refuses the problem
+            report("attention", case, dtype, "forward", rival, seconds, 0)
+            report("attention", case, dtype, "backward", rival, backward, 0)
+
+    for head_dim, heads in [(64, 32), (96, 16), (128, 16), (192, 8), (256, 8)]:
+        for length in [512, 1024, 2048, 8192]:
+            batch = 16384 // length
+            inputs, d_out = tensors(batch, length, heads, heads, head_dim)
+            case = f"B{batch} H{heads} S{length} D{head_dim}"
+            time_all(case, inputs, d_out)
+            time_all(case + " causal", inputs, d_out, is_causal=True)
+    inputs, d_out = tensors(2, 8192, 16, 16, 128)
+    time_all("B2 H16 S8192 D128 dropout 0.1", inputs, d_out, dropout_p=0.1)
+    inputs, d_out = tensors(2, 8192, 16, 2, 128)
+    time_all("B2 H16 over 2 S8192 D128 causal", inputs, d_out, is_causal=True, enable_gqa=True)
+    inputs, d_out = tensors(2, 4096, 16, 16, 128, torch.float32)
+    time_all("B2 H16 S4096 D128", inputs, d_out, "f32")
+    for head_dim, heads in [(32, 8), (64, 16), (128, 16)]:
+        inputs, d_out = tensors(2, 4096, heads, heads, head_dim)
+        for batch in [2, 1]:
+            bias = torch.randn(batch, heads, 4096, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_()
+            time_all(f"B2 H{heads} S4096 D{head_dim} bias [{batch},{heads},S,S]", inputs, d_out, bias=bias)
+
+
+def flex_attention_rivals(report):
+    """FlexAttention, compiled: a window, a bias with its gradient (by atomics), and block masks."""
+    import torch
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+    torch._functorch.config.donated_buffer = False  # the graph is kept for several backward passes
+    flex = torch.compile(flex_attention, dynamic=False)
+
+    def time_one(case, shape, leaves=(), **options):
+        q, k, v, d_out = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        try:
+            out = flex(*inputs, **options)
+            seconds = times(lambda: flex(*inputs, **options))
+            backward = times(lambda: torch.autograd.grad(out, [*inputs, *leaves], d_out, retain_graph=True))
+        except Exception as error:
+            print(f"FlexAttention, {case}: {type(error).__name__}: {str(error)[:200]}")
+            return
+        report("attention", case, "bf16", "forward", "FlexAttention", seconds, 0)
+        report("attention", case, "bf16", "backward", "FlexAttention", backward, 0)
+
+    for head_dim in [64, 128]:
+        for block in [64, 128]:
+            count = 16384 // block
+            layout = torch.rand(1, 8, count, count, device="cuda") < 0.25
+            seen = layout.sum(-1, dtype=torch.int32)
+            columns = layout.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+            mask = BlockMask.from_kv_blocks(torch.zeros_like(seen), columns, seen, columns, BLOCK_SIZE=block)
+            tiles = dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=64, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=64)
+            time_one(f"B1 H8 S16384 D{head_dim} 25 % of blocks of {block}", (1, 8, 16384, head_dim),
+                     block_mask=mask, kernel_options=tiles if block == 64 else None)
+        bias = torch.randn(16, 4096, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        time_one(f"B2 H16 S4096 D{head_dim} bias [1,16,S,S]", (2, 16, 4096, head_dim), [bias],
+                 score_mod=lambda score, b, h, i, j, bias=bias: score + bias[h, i, j])
+    window = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 1024), None, None, 8192, 8192)
+    time_one("B2 H16 S8192 D128 window 1024", (2, 16, 8192, 128), block_mask=window)
+
+
+def block_matmul_rivals(report):
+    """The dense products, of all blocks."""
+    import torch
+
+    for dtype, name in [(torch.float32, "f32"), (torch.bfloat16, "bf16")]:
+        for head_dim in [64, 128]:
+            q, k = (torch.randn(16, 4096, head_dim, device="cuda", dtype=dtype) for _ in range(2))
+            scores = torch.bmm(q, k.transpose(1, 2))
+            for mode, run in [("sdd", lambda: torch.bmm(q, k.transpose(1, 2))), ("dsd", lambda: torch.bmm(scores, k))]:
+                report("block_matmul", f"dense S 4096 D {head_dim} {mode}", name, "forward", "torch.bmm", times(run),
+                       scores.nbytes + 2 * q.nbytes)
 
 
 def measure(path, ops):
@@ -204,7 +272,8 @@ def measure(path, ops):
         results.append(dict(op=op, case=case, dtype=dtype, rival=rival, seconds=seconds, bytes=moved,
                             **{"pass": which}))
 
-    all_rivals = {"entmax": entmax_rivals, "segment": segment_rivals, "attention": attention_rivals}
+    all_rivals = {"entmax": entmax_rivals, "segment": segment_rivals, "attention": attention_rivals,
+                  "flex_attention": flex_attention_rivals, "block_matmul": block_matmul_rivals}
     for rivals in [all_rivals[op] for op in ops or all_rivals]:
         try:
             rivals(report)
@@ -214,40 +283,10 @@ def measure(path, ops):
         json.dump(dict(torch=torch.__version__, gpu=torch.cuda.get_device_name(), results=results), file, indent=1)
 
 
-def compare(folder):
-    def load(name):
-        path = os.path.join(folder, name)
-        return json.load(open(path)) if os.path.exists(path) else dict(results=[])
-
-    rivals = {}
-    for r in load("rivals.json")["results"]:
-        rivals.setdefault((r["op"], r["case"], r["dtype"], r["pass"]), []).append(r)
-    print(f"{'problem':58} {'Pullback':>10} {'of copy':>8}  rivals: time, times ours")
-    for r in load("bench.json")["results"]:
-        ours = r["seconds"]["median"]
-        others = ", ".join(f"{o['rival']} {o['seconds'] * 1e3:.3f} ms {o['seconds'] / ours:.2f}×"
-                           for o in rivals.get((r["op"], r["case"], r["dtype"], r["pass"]), []))
-        name = f"{r['op']} {r['case']} {r['dtype']} {r['pass']}"
-        share = r["share_of_ceiling"]
-        rate = f"{100 * share:6.1f} %" if share else f"{r['flops'] / ours * 1e-12:4.0f} TF/s"
-        print(f"{name:58} {ours * 1e3:7.3f} ms {rate:>9}  {others}")
-    for start in ["cold", "warm"]:
-        plans = [(r["plan_seconds"], r["op"], r["case"], r["pass"])
-                 for name in sorted(os.listdir(folder)) if name.startswith(f"plans_{start}_")
-                 for r in load(name)["results"]]
-        if plans:
-            seconds = sorted(p[0] for p in plans)
-            print(f"plans, {start} cache: median {seconds[len(seconds) // 2] * 1e3:.2f} ms, "
-                  f"longest {max(plans)[0] * 1e3:.1f} ms ({' '.join(max(plans)[1:])})")
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json")
-    parser.add_argument("--compare")
-    parser.add_argument("--op", action="append", help="only the rivals of this op; may be repeated")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", required=True)
+    parser.add_argument("--op", action="append",
+                        help="only the rivals of this op; may be repeated; flex_attention: those of attention by torch.compile")
     arguments = parser.parse_args()
-    if arguments.json:
-        measure(arguments.json, arguments.op)
-    if arguments.compare:
-        compare(arguments.compare)
+    measure(arguments.json, arguments.op)

@@ -21,13 +21,14 @@ namespace pullback::HWY_NAMESPACE {
 class LinesAhead {
  public:
   static constexpr std::uintptr_t kLine = 64;
+  static constexpr std::uintptr_t kLead = 16384;  // bytes between what is used and what is fetched
 
   explicit LinesAhead(const void* at, std::uintptr_t step = kLine)
       : at_(reinterpret_cast<std::uintptr_t>(at)), step_(step) {}
 
   // `step` bytes more are used.
   HWY_INLINE void Step() {
-    constexpr std::uintptr_t kPage = 4096, kPages = 4, kRegion = kPages * kPage;
+    constexpr std::uintptr_t kPage = 4096, kRegion = kLead, kPages = kRegion / kPage;
     const std::uintptr_t line = at_ % kRegion / kLine;
     const std::uintptr_t next = at_ / kRegion * kRegion + kRegion;
     hwy::Prefetch(

@@ -14,11 +14,16 @@ inline void async_copy(void* to_shared, const void* from_global) {
                : "memory");
 }
 
-// The same, or 16 bytes of 0 when `valid` is false; then `from_global` is not read.
-inline void async_copy_or_zero(uint32_t to_shared, const void* from_global, bool valid) {
+// The first `bytes` of 16, and zeros; what lies behind them is not read.
+inline void async_copy_padded(uint32_t to_shared, const void* from_global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_shared),
-               "l"(from_global), "r"(valid ? 16 : 0)
+               "l"(from_global), "r"(bytes)
                : "memory");
+}
+
+// All 16 bytes, or none.
+inline void async_copy_or_zero(uint32_t to_shared, const void* from_global, bool valid) {
+  async_copy_padded(to_shared, from_global, valid ? 16 : 0);
 }
 
 // Closes the group of all copies since the last call; a group may be empty.

@@ -46,6 +46,33 @@ class Squares {
   std::int64_t per_block_;
 };
 
+// A group that is much longer than the others, as rows that see everything are, would be at work
+// when they have ended.
+void share_out(const std::vector<Item>& groups, bool sums, Schedule& schedule) {
+  const auto all = static_cast<std::int64_t>(schedule.masks.size());
+  const std::int64_t mean = all / std::max<std::int64_t>(std::ssize(groups), 1);
+  const auto most = std::clamp<std::int64_t>(2 * mean, kLeastShare, kMostSteps);
+  for (const Item& group : groups) {
+    const std::int64_t shares = std::max<std::int64_t>((group.steps + most - 1) / most, 1);
+    const bool split = sums && shares > 1;
+    if (split) {
+      schedule.splits.push_back(
+          {group.first_row, group.head, schedule.slots, static_cast<std::int32_t>(shares)});
+    }
+    // A group without steps writes zeros where its results are sums, and nothing otherwise.
+    for (std::int64_t share = 0; share < shares && (sums || group.steps > 0); ++share) {
+      const std::int64_t begin = group.steps * share / shares;
+      const std::int64_t end = group.steps * (share + 1) / shares;
+      schedule.items.push_back({group.first_step + begin, group.first_row,
+                                static_cast<std::int32_t>(end - begin), group.head,
+                                split ? schedule.slots++ : -1});
+    }
+  }
+  std::ranges::stable_sort(schedule.items, std::ranges::greater(), &Item::steps);
+  schedule.long_items = static_cast<std::uint32_t>(std::ranges::count_if(
+      schedule.items, [&](const Item& item) { return item.steps > mean * 3 / 2; }));
+}
+
 }  // namespace
 
 Schedule make_schedule(const BlockLayout& layout, std::int64_t block, const Sparse& sparse,
@@ -53,6 +80,7 @@ Schedule make_schedule(const BlockLayout& layout, std::int64_t block, const Spar
   const Squares all(layout, block, sparse);
   const std::int64_t parts = all.per_block();
   Schedule schedule;
+  std::vector<Item> groups;
   std::vector<std::int64_t> present;  // block columns of a group, ascending
   std::vector<std::int64_t> position(static_cast<std::size_t>(all.block_columns()));
   for (std::int64_t head = 0; head < layout.heads(); ++head) {
@@ -94,23 +122,11 @@ Schedule make_schedule(const BlockLayout& layout, std::int64_t block, const Spar
           }
         }
       }
-
-      const std::int64_t shares = std::max<std::int64_t>((steps + kMostSteps - 1) / kMostSteps, 1);
-      const bool split = sums && shares > 1;
-      if (split) {
-        schedule.splits.push_back({first * kSquare, static_cast<std::int32_t>(head), schedule.slots,
-                                   static_cast<std::int32_t>(shares)});
-      }
-      // A group without steps writes zeros where its results are sums, and nothing otherwise.
-      for (std::int64_t share = 0; share < shares && (sums || steps > 0); ++share) {
-        const std::int64_t begin = steps * share / shares, end = steps * (share + 1) / shares;
-        schedule.items.push_back({first_step + begin, first * kSquare,
-                                  static_cast<std::int32_t>(end - begin),
-                                  static_cast<std::int32_t>(head), split ? schedule.slots++ : -1});
-      }
+      groups.push_back({first_step, first * kSquare, static_cast<std::int32_t>(steps),
+                        static_cast<std::int32_t>(head), -1});
     }
   }
-  std::ranges::stable_sort(schedule.items, std::ranges::greater(), &Item::steps);
+  share_out(groups, sums, schedule);
   return schedule;
 }
 

@@ -1,5 +1,6 @@
-// 16384 tokens of 2048 channels in all, as the tables of FlashAttention have them: sequences of 512
-// to 16384, heads of 64 to 256. Quick are the shortest and a long one of each.
+// 16384 tokens of 1536 or 2048 channels in all, as the tables of FlashAttention have them:
+// sequences of 512 to 16384, heads of 64 to 256. scripts/gpu_rivals.py knows these cases by their
+// names.
 #include <fmt/format.h>
 
 #include "ops/attention/case_setup.hpp"
@@ -12,7 +13,7 @@ using namespace attention_setup;
 void add_dense(std::vector<Case>& cases) {
   for (const std::int64_t head_dim : {64, 96, 128, 192, 256}) {
     const std::int64_t heads = head_dim == 64 ? 32 : head_dim < 192 ? 16 : 8;
-    for (const std::int64_t length : {512, 2048, 8192, 16384}) {
+    for (const std::int64_t length : {512, 1024, 2048, 8192, 16384}) {
       const Setup setup{.batch = 16384 / length,
                         .query = length,
                         .key = length,
@@ -28,7 +29,7 @@ void add_dense(std::vector<Case>& cases) {
         if (causal) options["causal"] = "bottom-right";
         Case test = make_case(shape + (causal ? " causal" : ""), setup, options);
         test.same_inputs = shape;
-        test.full_only = length == 2048 || length == 16384 || head_dim == 96 || head_dim == 192;
+        test.full_only = length == 16384;
         cases.push_back(std::move(test));
       }
     }
@@ -87,15 +88,31 @@ std::vector<Case> attention_cuda_bench() {
            .head_dim = 128,
            .value_dim = 128,
            .dtypes = {DType::f32}};
-  add_one("B2 H16 S4096 D128", setup);
-  setup.dtypes = {DType::bf16};
   for (const std::int64_t head_dim : {64, 128}) {
+    setup.head_dim = setup.value_dim = head_dim;
+    add_one(fmt::format("B2 H16 S4096 D{}", head_dim), setup);
+    add_one(fmt::format("B2 H16 S4096 D{} causal", head_dim), setup, {{"causal", "bottom-right"}});
+  }
+  setup.dtypes = {DType::bf16};
+  for (const std::int64_t head_dim : {32, 64, 128}) {
+    const std::int64_t heads = head_dim == 32 ? 8 : 16;
+    setup.heads = setup.kv_heads = heads;
+    setup.head_dim = setup.value_dim = head_dim;
     for (const std::int64_t batch : {2, 1}) {
-      setup.head_dim = setup.value_dim = head_dim;
-      setup.bias = {batch, 16, 4096, 4096};
-      add_one(fmt::format("B2 H16 S4096 D{} bias [{},16,S,S]", head_dim, batch), setup);
+      setup.bias = {batch, heads, 4096, 4096};
+      add_one(fmt::format("B2 H{0} S4096 D{1} bias [{2},{0},S,S]", heads, head_dim, batch), setup);
     }
   }
+  setup = {.batch = 8200,
+           .query = 128,
+           .key = 128,
+           .heads = 32,
+           .kv_heads = 4,
+           .head_dim = 64,
+           .value_dim = 64,
+           .dtypes = {DType::bf16}};
+  add_one("B8200 H32 over 4 S128 D64, more than 2^31+8 elements", setup);
+  cases.back().full_only = true;
   return cases;
 }
 

@@ -124,6 +124,29 @@ std::vector<Case> block_matmul_cases() {
         {.dense = 8});
     // Sums of at most 16 · 2 products of -1, 0 and 1: exact even in bf16.
     add("exact: small integers", mixed, {.Z = 2, .dense = 12}, Values::small_integers).exact = true;
+    // Rows that begin at multiples of 16 bytes, as slices of wider tensors do, with NaN behind
+    // them.
+    for (const std::int64_t dense : {60, 100, 131}) {
+      Case& padded = add(fmt::format("rows of {} in longer ones", dense), mixed,
+                         {.transpose_a = std::string_view(mode) == "dds",
+                          .transpose_b = std::string_view(mode) == "sdd",
+                          .transpose_c = std::string_view(mode) == "dds",
+                          .Z = 2,
+                          .dense = dense});
+      padded.inputs = [make = padded.inputs](DType dtype, Random& random) {
+        TensorMap inputs = make(dtype, random);
+        for (auto& [name, tensor] : inputs) {
+          TensorSpec spec = tensor.spec();
+          if (name == "layout" || spec.shape[3] % 16 == 0) continue;
+          spec.shape[3] = (spec.shape[3] + 15) / 16 * 16;
+          TensorSpec padded_spec = TensorSpec::contiguous(
+              dtype, {spec.shape[0], spec.shape[1], spec.shape[2], spec.shape[3]});
+          padded_spec.shape[3] = tensor.spec().shape[3];
+          tensor = relaid(tensor, padded_spec);
+        }
+        return inputs;
+      };
+    }
     Case& stride_0 = add("stride 0 d_c", mixed, {.Z = 2, .dense = 9});
     stride_0.inputs = [make = stride_0.inputs](DType dtype, Random& random) {
       TensorMap inputs = make(dtype, random);

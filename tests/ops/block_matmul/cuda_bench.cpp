@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <span>
 
 #include "driver/block_layout.hpp"
 #include "driver/case.hpp"
@@ -14,9 +15,10 @@ namespace pullback::driver {
 std::vector<Case> block_matmul_cuda_bench() {
   std::vector<Case> cases;
   const auto add = [&](const std::string& name, std::int64_t b, bool full_only,
+                       std::initializer_list<std::int64_t> head_dims,
                        const std::function<BlockLayout()>& layout) {
     for (const bool scores : {true, false}) {
-      for (const std::int64_t head_dim : {64, 128}) {
+      for (const std::int64_t head_dim : head_dims) {
         Case test;
         test.op = "block_matmul";
         test.name = fmt::format("{} D {} {}", name, head_dim, scores ? "sdd" : "dsd");
@@ -48,7 +50,7 @@ std::vector<Case> block_matmul_cuda_bench() {
       // The same tokens are seen at every block size: windows of 192, and 64 random and global ones
       // each, at least one block of each kind.
       const std::int64_t each = std::max<std::int64_t>(64 / b, 1);
-      add(fmt::format("BigBird block {} S {}", b, seq_len), b, full_only, [=] {
+      add(fmt::format("BigBird block {} S {}", b, seq_len), b, full_only, {64, 128}, [=] {
         return make_layout(BigBirdSparsity{.num_heads = heads,
                                            .block = b,
                                            .different_layout_per_head = true,
@@ -57,7 +59,7 @@ std::vector<Case> block_matmul_cuda_bench() {
                                            .num_global_blocks = each},
                            seq_len);
       });
-      add(fmt::format("Fixed block {} S {}", b, seq_len), b, full_only, [=] {
+      add(fmt::format("Fixed block {} S {}", b, seq_len), b, full_only, {64, 128}, [=] {
         return make_layout(FixedSparsity{.num_heads = heads,
                                          .block = b,
                                          .num_local_blocks = 2048 / b,
@@ -66,6 +68,9 @@ std::vector<Case> block_matmul_cuda_bench() {
       });
     }
   }
+  add("all 364 x 364 blocks of 128, more than 2^31+8 elements", 128, true, {16},
+      [] { return make_layout(DenseSparsity{.block = 128}, 364 * 128); });
+  for (Case& test : std::span(cases).last(2)) test.dtypes = {DType::bf16};
   return cases;
 }
 

@@ -32,13 +32,20 @@ cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
       .blocks = 4};
 }
 
+BackwardTiles tiles_of(DType dtype, int width, int arch) {
+  return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch);
+}
+
 cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
   const std::string_view type = cuda::device_type(dtype);
-  const BackwardTiles tiles = backward_tiles(width, arch);
+  const BackwardTiles tiles = tiles_of(dtype, width, arch);
   const int feature = static_cast<int>(features);
+  const bool split = dtype == DType::f32;
   return {.name = fmt::format("attention_backward_{}_{}{}", type, width, kFeatureSuffix[feature]),
-          .file = "ops/attention/cuda/smxx_backward.cuh",
-          .function = fmt::format("attention::backward<{}, {}, {}, {}, {}, {}, {}, {}>", type,
+          .file = split ? "ops/attention/cuda/smxx_backward_split.cuh"
+                        : "ops/attention/cuda/smxx_backward.cuh",
+          .function = fmt::format("attention::{}{}, {}, {}, {}, {}, {}, {}>",
+                                  split ? "split_backward<" : fmt::format("backward<{}, ", type),
                                   width, tiles.keys, tiles.queries, tiles.split, tiles.stages,
                                   tiles.query_rows, feature),
           .parameters = kParams,
@@ -46,14 +53,22 @@ cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) 
           .blocks = tiles.blocks};
 }
 
+// f32: a block for each element of the bias.
 cuda::OpKernel bias_kernel(DType dtype, int width, int arch) {
   const std::string_view type = cuda::device_type(dtype);
+  const int stats_rows = tiles_of(dtype, width, arch).queries;
+  if (dtype == DType::f32) {
+    return {.name = fmt::format("attention_backward_bias_{}_{}", type, stats_rows),
+            .file = "ops/attention/cuda/smxx_backward_plain.cuh",
+            .function = fmt::format("attention::plain_bias<{}, {}>", type, stats_rows),
+            .parameters = kParams,
+            .threads = kPlainThreads};
+  }
   const BiasTiles tiles = bias_tiles(width, arch);
   return {.name = fmt::format("attention_backward_bias_{}_{}", type, width),
           .file = "ops/attention/cuda/smxx_backward_bias.cuh",
           .function = fmt::format("attention::bias_gradient<{}, {}, {}, {}, {}, {}>", type, width,
-                                  tiles.keys, tiles.queries, tiles.side,
-                                  backward_tiles(width, arch).queries),
+                                  tiles.keys, tiles.queries, tiles.side, stats_rows),
           .parameters = kParams,
           .threads = tiles.threads()};
 }
@@ -73,14 +88,18 @@ bool has_vector_keys(const Plane& plane) {
   return plane.key == 1 && plane.batch % 8 == 0 && plane.head % 8 == 0 && plane.query % 8 == 0;
 }
 
-// --- f16, bf16 ---
+// --- f16, bf16, f32 ---
 
 class TileBackward final : public BackwardBody {
  public:
   TileBackward(const AttentionProblem& problem, const Device& device, int arch)
-      : TileBackward(problem, device, arch,
-                     head_width(static_cast<int>(sizes_of(problem).head_dim),
-                                static_cast<int>(sizes_of(problem).value_dim))) {}
+      : TileBackward(problem, device, arch, tensor_core_width(problem)) {}
+
+  static int tensor_core_width(const AttentionProblem& problem) {
+    const int width = head_width(static_cast<int>(sizes_of(problem).head_dim),
+                                 static_cast<int>(sizes_of(problem).value_dim));
+    return problem.q.dtype == DType::f32 ? split_width(width) : width;
+  }
 
  private:
   // Written by the kernel of d_k, in one launch or in one a batch item; or summed by its own
@@ -88,9 +107,9 @@ class TileBackward final : public BackwardBody {
   enum class BiasPlan { none, written, stepped, summed };
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width)
-      : BackwardBody(problem, device, backward_tiles(width, arch).queries,
-                     backward_tiles(width, arch).keys),
-        tiles_(backward_tiles(width, arch)) {
+      : BackwardBody(problem, device, tiles_of(problem.q.dtype, width, arch).queries,
+                     tiles_of(problem.q.dtype, width, arch).keys),
+        tiles_(tiles_of(problem.q.dtype, width, arch)) {
     vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
                has_vector_rows(problem.v) && has_vector_rows(problem.d_out);
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
@@ -104,9 +123,10 @@ class TileBackward final : public BackwardBody {
     workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + bias_sum_bytes_;
     plan_kernels(problem, width, arch);
     description = fmt::format(
-        "tensor cores: {} keys x {} queries at a time, sums in f32; d_q summed in the order of the "
-        "keys: the same bits every run{}{}",
-        tiles_.keys, tiles_.queries,
+        "tensor cores{}: {} keys x {} queries at a time, sums in f32; d_q summed in the order of "
+        "the keys: the same bits every run{}{}",
+        problem.q.dtype == DType::f32 ? ", each product as three of f16" : "", tiles_.keys,
+        tiles_.queries,
         slice_pairs_ < pairs_
             ? fmt::format("; {} of {} key/value heads at a time", slice_pairs_, pairs_)
             : "",
@@ -143,7 +163,7 @@ class TileBackward final : public BackwardBody {
     if (pairs_ > 0 && params_.k_tiles > 0) {
       const auto load = [&](Features features) {
         Kernel kernel(tile_kernel(dtype, width, features, arch), device_,
-                      tiles_.shared_bytes(width));
+                      tiles_.shared_bytes(width, static_cast<int>(size_of(dtype))));
         set_grid(kernel, slice_pairs_ * params_.k_tiles);
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
@@ -192,6 +212,11 @@ class TileBackward final : public BackwardBody {
       return;
     }
     bias_plan_ = BiasPlan::summed;
+    if (dtype == DType::f32) {
+      bias_ = Kernel(bias_kernel(dtype, width, arch), device_);
+      set_grid(bias_, bias_elements_);
+      return;
+    }
     const BiasTiles tiles = bias_tiles(width, arch);
     const std::int64_t k_tiles = ceil_div(sizes_.total_key, tiles.keys);
     const std::int64_t q_tiles = ceil_div(sizes_.total_query, tiles.queries);
@@ -261,8 +286,12 @@ class TileBackward final : public BackwardBody {
 }  // namespace
 
 Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass) {
-  if (size_of(problem.q.dtype) > 2) return make_plain_backward(problem, device);
   const int arch = cuda::compile_arch(cuda::device_info(device.index));
+  const DType dtype = problem.q.dtype;
+  const bool plain = dtype == DType::f64 ||
+                     (dtype == DType::f32 &&
+                      split_tiles(TileBackward::tensor_core_width(problem), arch).keys == 0);
+  if (plain) return make_plain_backward(problem, device);
   return std::make_unique<TileBackward>(problem, device, arch);
 }
 
@@ -279,9 +308,13 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
     }
     kernels.push_back(op_kernel<Params>(kernel, arch));
   };
-  for (const DType dtype : {DType::bf16, DType::f16}) {
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
     for (const int width : kHeadWidths) {
-      add(prepare_kernel(dtype, backward_tiles(width, arch)));
+      if (dtype == DType::f32 &&
+          (split_width(width) != width || split_tiles(width, arch).keys == 0)) {
+        continue;
+      }
+      add(prepare_kernel(dtype, tiles_of(dtype, width, arch)));
       for (const Features features : {Features::plain, Features::dropout, Features::blocks,
                                       Features::general, Features::general_blocks}) {
         add(tile_kernel(dtype, width, features, arch));
@@ -289,7 +322,7 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
       add(bias_kernel(dtype, width, arch));
     }
     add(bias_helper(dtype, "clear_bias"));
-    add(bias_helper(dtype, "combine_bias"));
+    if (dtype != DType::f32) add(bias_helper(dtype, "combine_bias"));
   }
   return kernels;
 }

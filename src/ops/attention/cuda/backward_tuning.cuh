@@ -17,15 +17,15 @@ struct BackwardTiles {
   constexpr int warps() const { return keys / 32 * split; }
   constexpr int threads() const { return warps() * 32; }
   // Rows of q, d_out, k, v; p and ds; statistics.
-  constexpr int shared_bytes(int width) const;
+  constexpr int shared_bytes(int width, int element_bytes) const;
 };
 
-// Of a tile of queries in the workspace: {lse · log2 e, delta} of each row, and flags.
+// Of a tile of queries in the workspace: lse and delta of each row, and flags.
 inline constexpr int stats_bytes(int queries) { return queries * 8 + 16; }
 
-constexpr int BackwardTiles::shared_bytes(int width) const {
-  return 2 * 2 * width * keys + 2 * 2 * width * queries * stages +
-         (split > 1 ? 2 : 1) * 2 * keys * queries +
+constexpr int BackwardTiles::shared_bytes(int width, int element_bytes) const {
+  return (2 * width * keys + 2 * width * queries * stages + (split > 1 ? 2 : 1) * keys * queries) *
+             element_bytes +
          (stats_bytes(queries) * stages + 127) / 128 * 128;
 }
 
@@ -43,6 +43,24 @@ inline constexpr BackwardTiles backward_tiles(int width, int arch) {
   if (width == 128) return {64, 64, 2, 1, 1, 2};
   if (width == 192) return {32, 64, 4, 1, 1, 2};
   return {32, 32, 4, 1, 1, 1};
+}
+
+// f32, smxx_backward_split.cuh: in tiles of twice the bytes. No keys: they do not fit.
+inline constexpr int split_width(int width) { return width == 96 ? 128 : width; }
+inline constexpr BackwardTiles split_tiles(int width, int arch) {
+  const int shared = max_shared_bytes(arch);
+  if (shared < 163 * 1024) {
+    if (width == 32) return {64, 32, 2, 2, 1, 2};
+    if (width == 64) return {64, 32, 4, 2, 1, 2};
+    if (width == 128) return {32, 32, 4, 1, 1, 2};
+    return {};
+  }
+  const bool large = shared > 200 * 1024;
+  if (width == 32) return {128, 64, 2, 2, 1, 4};
+  if (width == 64) return {128, large ? 64 : 32, 2, 2, 1, 2};
+  if (width == 128 && large) return {128, 32, 2, 2, 1, 2};
+  if (width == 256 && !large) return {32, 32, 4, 1, 1, 2};
+  return {64, 32, 4, width == 128 || (width == 192 && large) ? 2 : 1, 1, 2};
 }
 
 // smxx_backward_bias.cuh: a block has so many keys and queries of the bias; its warps stand in

@@ -66,6 +66,10 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params_.out = head_rows(problem.out);
     params_.lse = row_values(problem.lse);
     params_.bias = plane(problem.bias);
+    const Plane& bias = params_.bias;
+    params_.bias_vectors =
+        bias.key == 1 &&
+        (bias.batch | bias.head | bias.query) % static_cast<std::int64_t>(16 / size_of(dtype)) == 0;
 
     sequences_.emplace(problem, device_, rows, rows);
     const int keys_by_elements =
@@ -107,7 +111,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     description = fmt::format(
         "tiles of {} queries by {} keys, head dims padded to {}, {} products on tensor cores{}; "
         "sums in f32, in a fixed order: the same bits every run",
-        tile.rows, tile.keys, width, dtype == DType::f32 ? "three tf32" : name_of(dtype),
+        tile.rows, tile.keys, width, dtype == DType::f32 ? "three f16" : name_of(dtype),
         vectors_ ? "" : "; rows that do not begin at 16 bytes are read element by element");
   }
 
@@ -141,6 +145,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params.out.data = tensors.out;
     params.lse.data = tensors.lse;
     params.bias.data = const_cast<void*>(tensors.bias);
+    if (!cuda::vector_aligned({tensors.bias})) params.bias_vectors = 0;
     const bool vectors =
         vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.out});
     params.problem.blocks = (vectors ? vector_blocks_ : blocks_)->get();

@@ -63,8 +63,9 @@ struct Problem {
 struct ForwardParams {
   Problem problem;
   HeadRows q, k, v, out;
-  RowValues lse;  // data null: not wanted
-  Plane bias;     // data null: none
+  RowValues lse;         // data null: not wanted
+  Plane bias;            // data null: none
+  int32_t bias_vectors;  // 8 neighbouring keys from a multiple of 8 on are 16-byte pieces of it
   // The grid in order: groups of (batch, head) pairs that work at the same time, their tiles from
   // the last one on, the pairs of the group.
   int32_t q_tiles;     // of a pair; varlen: an upper bound for all sequences together

@@ -14,7 +14,9 @@ cuda::OpKernel plain_kernel(DType dtype, std::string_view what) {
   const std::string_view type = cuda::device_type(dtype);
   return {.name = fmt::format("attention_backward_plain_{}_{}", what, type),
           .file = "ops/attention/cuda/smxx_backward_plain.cuh",
-          .function = fmt::format("attention::plain_{}<{}>", what, type),
+          .function = what == "bias"
+                          ? fmt::format("attention::plain_bias<{}, {}>", type, kPlainTile)
+                          : fmt::format("attention::plain_{}<{}>", what, type),
           .parameters = kBackwardParams,
           .threads = kPlainThreads};
 }

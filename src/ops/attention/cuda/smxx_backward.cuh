@@ -28,6 +28,10 @@
 
 namespace pullback::attention {
 
+struct alignas(8) FloatPair {
+  float first, second;
+};
+
 template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
           int kFeatures>
 struct BackwardBlock {
@@ -321,8 +325,13 @@ struct BackwardBlock {
   // Writes two neighbouring elements of a gradient.
   static void store_pair(const HeadRows& rows, T* row, int column, int columns, float a, float b) {
     T* const to = row + column * rows.element;
-    if (rows.element == 1 && column + 1 < columns && reinterpret_cast<uint64_t>(to) % 4 == 0) {
-      *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b);
+    if (rows.element == 1 && column + 1 < columns &&
+        reinterpret_cast<uint64_t>(to) % (2 * sizeof(T)) == 0) {
+      if constexpr (sizeof(T) == 2) {
+        *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b);
+      } else {
+        *reinterpret_cast<FloatPair*>(to) = {a, b};
+      }
       return;
     }
     if (column < columns) to[0] = from_real<T>(a);
@@ -441,6 +450,10 @@ struct BackwardBlock {
   void run() {
     const Step first = last_of_head(0);
     if (exists(first)) sum_steps(first);
+    store_keys();
+  }
+
+  void store_keys() const {
     const int limit = place.extent < kKeys ? place.extent : kKeys;
     const int64_t row = place.k_begin + place.tile * kKeys;
     const int column = own * kOwnN * 8;

@@ -103,13 +103,10 @@ Pair<T> pair_of_lane(const Pair<T>& own, int lane) {
           __shfl_sync(kAllLanes, own.weight, lane), T(0), __shfl_sync(kAllLanes, own.d_a, lane)};
 }
 
-template <class T>
-using PlainStats = StatsTile<T, kPlainTile>;
-
-template <class T>
+template <class T, int kStatsRows = kPlainTile>
 RowStats<T> stats_of(const BackwardParams& p, int64_t plane, int64_t first_tile, int i) {
-  return static_cast<const PlainStats<T>*>(p.stats)[plane * p.q_tiles + first_tile + i / kPlainTile]
-      .row[i % kPlainTile];
+  const auto* const stats = static_cast<const StatsTile<T, kStatsRows>*>(p.stats);
+  return stats[plane * p.q_tiles + first_tile + i / kStatsRows].row[i % kStatsRows];
 }
 
 // d_k and d_v of a key.
@@ -210,7 +207,7 @@ void plain_queries(const BackwardParams& p) {
 
 // d_bias: a block has one element and sums over the dimensions along which the bias is broadcast,
 // each thread a share of them.
-template <class T>
+template <class T, int kStatsRows>
 void plain_bias(const BackwardParams& p) {
   __shared__ T sums[kPlainThreads];
   const Problem& problem = p.problem;
@@ -227,7 +224,7 @@ void plain_bias(const BackwardParams& p) {
   const int64_t keys = own.key > 1 ? 1 : problem.key, queries = own.query > 1 ? 1 : problem.query;
   const int64_t heads = own.head > 1 ? 1 : problem.heads;
   const int64_t batches = own.batch > 1 ? 1 : problem.batch;
-  const TilePlace place = place_of<true>(p, 0, problem.heads, 0, kPlainTile);
+  const TilePlace place = place_of<true>(p, 0, problem.heads, 0, kStatsRows);
   T sum = 0;
   for (int64_t n = threadIdx.x; n < batches * heads * queries * keys; n += kPlainThreads) {
     const int j = static_cast<int>(key + n % keys);
@@ -235,7 +232,8 @@ void plain_bias(const BackwardParams& p) {
     const int h = static_cast<int>(head + n / (keys * queries) % heads);
     const int64_t b = batch + n / (keys * queries * heads);
     if (j - i < place.lowest || j - i > place.highest) continue;
-    const Pair<T> got = pair_of(p, b, h, i, i, j, j, stats_of<T>(p, b * problem.heads + h, 0, i));
+    const Pair<T> got =
+        pair_of(p, b, h, i, i, j, j, stats_of<T, kStatsRows>(p, b * problem.heads + h, 0, i));
     if (got.seen) sum += got.d_bias;
   }
   sums[threadIdx.x] = sum;

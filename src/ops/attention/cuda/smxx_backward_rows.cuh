@@ -9,6 +9,7 @@
 #include "device/memory.cuh"
 #include "device/warp.cuh"
 #include "ops/attention/cuda/smxx_backward_tiles.cuh"
+#include "ops/attention/cuda/smxx_units.cuh"
 
 namespace pullback::attention {
 
@@ -29,7 +30,9 @@ struct RowStats {
 template <class R, int kQueries>
 struct StatsTile {
   RowStats<R> row[kQueries];
-  int32_t suspicious, unused[3];
+  int32_t suspicious;
+  float q_unit, d_out_unit;  // of f32 (smxx_planes.cuh)
+  int32_t unused;
 };
 
 template <class T>
@@ -108,6 +111,48 @@ void backward_rows(const BackwardParams& p, bool vectors) {
   }
 }
 
+// The units of the tile's rows of q and d_out.
+template <int kQueries>
+void find_query_units(const BackwardParams& p, bool vectors) {
+  __shared__ uint32_t largest[2];
+  const int tile = static_cast<int>(blockIdx.x % static_cast<uint32_t>(p.q_tiles));
+  const int64_t plane = blockIdx.x / static_cast<uint32_t>(p.q_tiles);
+  const TilePlace place = place_of<true>(p, plane, p.problem.heads, tile, kQueries);
+  if (!place.exists) return;
+  if (threadIdx.x < 2) largest[threadIdx.x] = 0;
+  __syncthreads();
+  const int first = place.tile * kQueries;
+  const int rows = place.q_length - first < kQueries ? place.q_length - first : kQueries;
+  const auto find = [&](const HeadRows& tensor, int width, uint32_t& result) {
+    uint32_t found = 0;
+    const auto take = [&](float x) {
+      const uint32_t magnitude = finite_magnitude_of(x);
+      found = magnitude > found ? magnitude : found;
+    };
+    const int pieces = vectors ? width / 4 : width;
+    for (int i = static_cast<int>(threadIdx.x); i < rows * pieces; i += kRowThreads) {
+      const float* const row = head_row<float>(tensor, place, place.q_begin + first + i / pieces);
+      if (vectors) {
+        const Vector<float> four = load_vector(row + i % pieces * 4);
+#pragma unroll
+        for (const float x : four.element) take(x);
+      } else {
+        take(row[i % pieces * tensor.element]);
+      }
+    }
+    // The largest does not depend on the order.
+    atomicMax(&result, __reduce_max_sync(kAllLanes, found));
+  };
+  find(p.q, p.problem.head_dim, largest[0]);
+  find(p.d_out, p.problem.value_dim, largest[1]);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    auto& stats = static_cast<StatsTile<float, kQueries>*>(p.stats)[plane * p.q_tiles + tile];
+    stats.q_unit = unit_of(largest[0]);
+    stats.d_out_unit = unit_of(largest[1]);
+  }
+}
+
 // Rows of d_q that see no tile of keys.
 template <class T, int kQueries, int kKeys>
 void clear_unseeing(const BackwardParams& p) {
@@ -136,7 +181,8 @@ void clear_unseeing(const BackwardParams& p) {
 template <class T, int kQueries, int kKeys>
 void backward_prepare(const BackwardParams& p) {
   allow_next_kernel();
-  backward_rows<T, kQueries, sizeof(T) == 2 ? 8 : 1>(p, p.row_vectors != 0);
+  backward_rows<T, kQueries, 8>(p, p.row_vectors != 0);
+  if constexpr (sizeof(T) == 4) find_query_units<kQueries>(p, p.vectors != 0);
   clear_unseeing<T, kQueries, kKeys>(p);
 }
 

@@ -301,6 +301,14 @@ struct BiasWriter {
       }
       if (p.bias_step != BiasStep::last) return;
     }
+    if constexpr (sizeof(T) == 4) {
+      store_each(n);
+    } else {
+      store_rows(n);
+    }
+  }
+  void store_rows(int n) const {
+    const BackwardParams& p = scores.p;
     uint32_t words[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
@@ -312,6 +320,21 @@ struct BiasWriter {
                    scores.head * p.d_bias.head + i * p.d_bias.query;
     store_eight(row, p.d_bias.key, scores.key + scores.lane % 4 * 8, scores.place.k_length,
                 p.d_bias_vectors != 0, words);
+  }
+  void store_each(int n) const {
+    const BackwardParams& p = scores.p;
+    const int first_key = scores.key + first_key_of_row(scores.lane);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int i = scores.query + 8 * n + scores.lane % 4 * 2 + c, j = first_key + 2 * w;
+        if (i >= scores.place.q_length || j >= scores.place.k_length) continue;
+        static_cast<T*>(
+            p.d_bias.data)[scores.place.batch * p.d_bias.batch + scores.head * p.d_bias.head +
+                           i * p.d_bias.query + j * p.d_bias.key] = value[w / 2][w % 2 * 2 + c];
+      }
+    }
   }
 };
 

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "ops/attention/cuda/smxx_clear.cuh"
+#include "ops/attention/cuda/smxx_forward_planes.cuh"
 #include "ops/attention/cuda/smxx_plain_row.cuh"
 #include "ops/attention/cuda/smxx_scores.cuh"
 #include "ops/attention/cuda/smxx_tiles.cuh"
@@ -168,6 +169,8 @@ void forward(const ForwardParams& params) {
   const uint32_t q_tile = shared_address(shared);
   const uint32_t ring = q_tile + kTile.rows * Layout::kRowBytes;
 
+  constexpr bool kAnew = kKind != ForwardKind::plain || kTile.width == 96 || __CUDA_ARCH__ < 900;
+
   const Problem& p = params.problem;
   QueryTile tile;
   if (!find_query_tile(p, params.q_tiles, params.pair_group, kTile.rows, tile)) return;
@@ -185,10 +188,10 @@ void forward(const ForwardParams& params) {
            head * rows_of.head;
   };
   using KeyLoader = TileLoader<T, kKeys, kWidth, kThreads, kVectors, true>;
-  const KeyLoader k_loader(first_of(params.k, sequence.k_begin, kv_head), params.k.row,
-                           params.k.element, p.head_dim);
-  const KeyLoader v_loader(first_of(params.v, sequence.k_begin, kv_head), params.v.row,
-                           params.v.element, p.value_dim);
+  // Where K and V begin; in shared memory, as registers are short. Each thread reads what it wrote.
+  __shared__ const T* first_rows[2];
+  first_rows[0] = first_of(params.k, sequence.k_begin, kv_head);
+  first_rows[1] = first_of(params.v, sequence.k_begin, kv_head);
   const KeyTiles<kKeys> key_tiles =
       kBlocks && p.blocks.given()
           ? KeyTiles<kKeys>(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
@@ -199,7 +202,15 @@ void forward(const ForwardParams& params) {
       const int key = key_tiles.key(item / 2);
       const int valid = band.keys - key;
       const uint32_t slot = ring + item % kSlots * (kKeys * Layout::kRowBytes);
-      (item % 2 == 0 ? k_loader : v_loader).load(slot, key, valid);
+      const bool is_value = item % 2 != 0;
+      const HeadRows& from = is_value ? params.v : params.k;
+      const T* first;
+      asm volatile("ld.shared.u64 %0, [%1];"
+                   : "=l"(first)
+                   : "r"(shared_address(&first_rows[is_value]))
+                   : "memory");
+      KeyLoader(first, from.row, from.element, is_value ? p.value_dim : p.head_dim)
+          .load(slot, key, valid);
     }
     async_commit();
   };
@@ -210,29 +221,53 @@ void forward(const ForwardParams& params) {
 #pragma unroll
   for (int item = 0; item < kSlots - 1; ++item) load_item(item);
 
-  // What follows from the warp's number is computed anew where it is used.
   struct Warp {
-    int first_row, rows, query;  // the rows are negative or 0 past the last query
-    Warp(int first_query, int rows_of_tile)
-        : first_row(fresh_warp() * kWarpRows),
-          rows(rows_of_tile - first_row < kWarpRows ? rows_of_tile - first_row : kWarpRows),
-          query(first_query + first_row) {}
+    int lane, first_row, rows, query;  // the rows are negative or 0 past the last query
+    Warp(int first_query, int rows_of_tile) {
+      const int thread = thread_number<kAnew>();
+      lane = thread % 32;
+      first_row = thread / 32 * kWarpRows;
+      rows = rows_of_tile - first_row < kWarpRows ? rows_of_tile - first_row : kWarpRows;
+      query = first_query + first_row;
+    }
+  };
+  // What is made of these is not kept either.
+  struct Pair {
+    int64_t batch, head;
+  };
+  const auto fresh_pair = [&] {
+    int batch = tile.batch, head = tile.head;
+    asm volatile("" : "+r"(batch), "+r"(head));
+    return Pair{batch, head};
   };
   const KeySpan unmasked = seen_by_all(band, first_query, first_query + rows - 1);
   const float scale = kTerms ? 1 : p.scale;  // from scores to logits
   const float unit = scale * kLog2E;
-  const auto bias = kTerms ? bias_rows<T>(params.bias, tile.batch, tile.head) : BiasRows<T>{};
-  const uint64_t plane = static_cast<uint64_t>(tile.batch) * p.heads + tile.head;
 
-  // One tile ahead.
+  // One tile ahead, where registers allow it.
+  constexpr bool kAhead = sizeof(T) == 2 && kWidth < 256;
   BiasTile<T, kRowTiles, kKeys / 8> bias_tile;
+  const bool with_bias = kTerms && params.bias.data != nullptr;
   const auto load_bias = [&](int n) {
-    if (kTerms && bias.first != nullptr && n < key_tiles.count) {
-      bias_tile.load(bias, Warp(first_query, rows).query, first_query + rows, key_tiles.key(n),
-                     band.keys);
-    }
+    if (!with_bias || n >= key_tiles.count) return;
+    const Warp warp(first_query, rows);
+    const auto [batch, head] = fresh_pair();
+    const T* const first = static_cast<const T*>(params.bias.data) + batch * params.bias.batch +
+                           head * params.bias.head;
+    bias_tile.load(params, first, warp.query, first_query + rows, key_tiles.key(n), band.keys,
+                   warp.lane);
   };
-  load_bias(0);
+  if (kAhead) load_bias(0);
+
+  // f32 is split in planes of f16, tile by tile.
+  constexpr bool kPlanes = sizeof(T) == 4;
+  __shared__ uint32_t largest[2][kTile.warps];  // of K and V
+  float q_unit = 1;
+  if constexpr (kPlanes) {
+    async_wait<0>();
+    __syncthreads();
+    q_unit = split_arrived<kTile.rows, kWidth, kThreads>(q_tile, largest[1]);
+  }
 
   RunningRows<kRowTiles, kWidth / 8> state;
   for (int n = 0; n < key_tiles.count; ++n) {
@@ -248,46 +283,63 @@ void forward(const ForwardParams& params) {
     async_wait<kSlots - 2>();
     __syncthreads();
     load_item(2 * n + kSlots - 1);
-    if (works) {
-      const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
-      const auto q_place = place_of_rows<T, kWidth>();
+    const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
+    const uint32_t k_tile = ring + 2 * n % kSlots * (kKeys * Layout::kRowBytes);
+    if constexpr (kPlanes) {
+      const float k_unit = split_arrived<kKeys, kWidth, kThreads>(k_tile, largest[0]);
+      if (works) plane_scores<kWidth>(s, q_rows, k_tile, q_unit * k_unit, warp.lane);
+    } else if (works) {
+      const auto q_place = place_of_rows<T, kWidth>(warp.lane);
       score_product<T, kWidth, kRowTiles, kKeys>(
           s,
           [&](int step, Operand<T>(&q)[kRowTiles]) {
             load_queries<T, kWidth, kRowTiles>(q, q_rows, q_place, step);
           },
-          ring + 2 * n % kSlots * (kKeys * Layout::kRowBytes));
+          k_tile, warp.lane);
     }
     async_wait<kSlots - 2>();
     __syncthreads();
     load_item(2 * n + kSlots);
+    const uint32_t v_tile = ring + (2 * n + 1) % kSlots * (kKeys * Layout::kRowBytes);
+    float v_unit = 1;
+    if constexpr (kPlanes) {
+      v_unit = split_arrived<kKeys, kWidth, kThreads>(v_tile, largest[1]);
+    }
     if (works) {
+      const int lane = thread_number<kAnew>() % 32;
       if constexpr (kTerms) {
-        add_terms<T>(s, p, bias.first != nullptr, bias_tile);
-        load_bias(n + 1);
+        if (!kAhead) load_bias(n);
+        add_terms<T>(s, p, with_bias, bias_tile);
+        if (kAhead) load_bias(n + 1);
       }
-      if (!unmasked.covers(key, kKeys)) hide(s, band, warp.query, key);
+      if (!unmasked.covers(key, kKeys)) hide(s, band, warp.query, key, lane);
       if constexpr (kBlocks) {
-        if (squares() != kAllSquares) hide_squares(s, squares());
+        if (squares() != kAllSquares) hide_squares(s, squares(), lane);
       }
       state.take(s, unit);
       if constexpr (kDropout) {
         if (p.dropout.active()) {
-          drop(s, p.dropout, plane, warp.query, key);
+          const auto [batch, head] = fresh_pair();
+          const uint64_t plane = static_cast<uint64_t>(batch) * p.heads + head;
+          drop(s, p.dropout, plane, warp.query, key, lane);
         }
       }
-      value_product<T, kWidth, kRowTiles, kKeys>(
-          state.out, s, ring + (2 * n + 1) % kSlots * (kKeys * Layout::kRowBytes));
-    } else {
+      if constexpr (kPlanes) {
+        plane_values<kWidth>(state.out, s, v_tile, v_unit, lane);
+      } else {
+        value_product<T, kWidth, kRowTiles, kKeys>(state.out, s, v_tile, lane);
+      }
+    } else if (kAhead) {
       load_bias(n + 1);
     }
   }
   async_wait<0>();
-  if (key_tiles.count == 0) __syncthreads();  // the queries have arrived before they are replaced
+  if (key_tiles.count == 0 && !kPlanes)
+    __syncthreads();  // the queries have arrived before they are replaced
   const Warp warp(first_query, rows);
   if (warp.rows <= 0) return;
   const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
-  const int lane = fresh_lane();
+  const int lane = warp.lane;
 
   // The tile is found anew, so that the loop need not remember it.
   QueryTile to;
@@ -326,10 +378,11 @@ void forward(const ForwardParams& params) {
       if (params.lse.data != nullptr && lane % 4 == 0 && row < warp.rows) {
         float* const lse = static_cast<float*>(params.lse.data) + to.batch * params.lse.batch +
                            to.head * params.lse.head + (first_out + row) * params.lse.row;
-        // The weights' shift was rounded: by how much, the fused product tells.
+        // The weights' shift was rounded. Relative to the largest's own weight nothing is left of
+        // that, and a row that sees one key has its score exactly.
         const float largest = state.maximum[m][half], shift = __fmul_rn(largest, unit);
-        const float rounding = __fmaf_rn(largest, unit, -shift);
-        *lse = sum == 0 ? -infinity<float>() : largest * scale + kLn2 * (log2_fast(sum) - rounding);
+        const float own = exp2_fast(__fmaf_rn(largest, unit, -shift));
+        *lse = sum == 0 ? -infinity<float>() : largest * scale + kLn2 * log2_fast(sum / own);
       }
     }
   }

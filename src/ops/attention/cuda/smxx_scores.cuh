@@ -2,12 +2,6 @@
 // what is done to them on the way from the product to the softmax.
 //
 //   s = scale · q·k;  s = c tanh(s / c);  s = s + bias;  −inf where the query does not see the key
-//
-// f32 runs on the tensor cores as three products of tf32: x = high + low, x y ≈ high high +
-// high low + low high (Markidis et al. 2018), both halves rounded to nearest: what is dropped is of
-// the size of f32's own rounding. The tensor cores truncate the sums they make, so that the errors
-// of a long sum would all point the same way (Ootomo, Yokota 2022): the large products leave them
-// after kTruncated steps and are added up in plain f32; the small ones have a sum of their own.
 #pragma once
 
 #include "device/memory.cuh"
@@ -32,17 +26,14 @@ inline float log2_fast(float x) {
   return result;
 }
 
-// The lane's and the warp's number, read anew: what depends on them is computed where it is used
-// and holds no register in between.
-inline int fresh_lane() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-inline int fresh_warp() {
+// The thread's number. Read anew at each call where kAnew: what follows from it is then computed
+// where it is used, and holds no register in between.
+template <bool kAnew>
+int thread_number() {
+  if constexpr (!kAnew) return static_cast<int>(threadIdx.x);
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread / 32;
+  return thread;
 }
 
 // --- Operands ---
@@ -51,21 +42,6 @@ inline int fresh_warp() {
 template <class T>
 struct Operand {
   uint32_t word[4];
-  void split() {}
-};
-template <>
-struct Operand<float> {
-  uint32_t word[4], low[4];
-  void split() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // To the nearest tf32. The hardware ignores the lower bits, so those of `low` may stay.
-      constexpr uint32_t kHalf = 0x1000, kBelow = 0x1fff;
-      const uint32_t high = (word[i] + kHalf) & ~kBelow;
-      low[i] = __float_as_uint(__uint_as_float(word[i]) - __uint_as_float(high)) + kHalf;
-      word[i] = high;
-    }
-  }
 };
 
 // d += a · (the `half`-th of the two in b)
@@ -74,23 +50,8 @@ void multiply(float (&d)[4], const Operand<T>& a, const Operand<T>& b, int half)
   mma_16816<T>(d, a.word, b.word[2 * half], b.word[2 * half + 1]);
 }
 
-// Sums of the large and the small products of f32.
-template <int kRowTiles, int kTiles>
-struct SplitSums {
-  float high[kRowTiles][kTiles][4] = {}, low[kRowTiles][kTiles][4] = {};
-
-  void multiply(int m, int n, const Operand<float>& a, const Operand<float>& b, int half) {
-    mma_1688_tf32(high[m][n], a.word, b.word[2 * half], b.word[2 * half + 1]);
-    mma_1688_tf32(low[m][n], a.low, b.word[2 * half], b.word[2 * half + 1]);
-    mma_1688_tf32(low[m][n], a.word, b.low[2 * half], b.low[2 * half + 1]);
-  }
-};
-
 // Elements of the inner dimension of one instruction.
-template <class T>
-inline constexpr int kInner = 32 / static_cast<int>(sizeof(T));
-// f32: steps whose sum may stay in the tensor cores.
-inline constexpr int kTruncated = 4;
+inline constexpr int kInner = 16;
 
 // The lane's place in a tile that ldmatrix reads 16 rows by 32 bytes at a time.
 template <class T, int kWidth>
@@ -110,14 +71,12 @@ struct LanePlace {
 
 // Rows are rows of A, or rows of V for the transposed B.
 template <class T, int kWidth>
-LanePlace<T, kWidth> place_of_rows() {
-  const int lane = fresh_lane();
+LanePlace<T, kWidth> place_of_rows(int lane) {
   return {lane % 16, lane / 16};
 }
 // Rows are columns of B: keys.
 template <class T, int kWidth>
-LanePlace<T, kWidth> place_of_keys() {
-  const int lane = fresh_lane();
+LanePlace<T, kWidth> place_of_keys(int lane) {
   return {lane % 8 + lane / 16 * 8, lane / 8 % 2};
 }
 
@@ -129,16 +88,16 @@ void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, const LanePlace<T
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     load_matrices(q[m].word, place.at(q_tile, step) + m * 16 * TileLayout<T, kWidth>::kRowBytes);
-    q[m].split();
   }
 }
 
 // query(step, operands) gives the operands of 16 rows each for one step of the inner dimension.
 template <class T, int kWidth, int kRowTiles, int kKeys, class Query>
-void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint32_t k_tile) {
+void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint32_t k_tile,
+                   int lane) {
   using Layout = TileLayout<T, kWidth>;
-  constexpr int kSteps = kWidth / kInner<T>;
-  const auto keys = place_of_keys<T, kWidth>();
+  constexpr int kSteps = kWidth / kInner;
+  const auto keys = place_of_keys<T, kWidth>(lane);
   // add(m, n, a, b, half)
   const auto add_step = [&](int step, const auto& add) {
     Operand<T> q[kRowTiles];
@@ -147,7 +106,6 @@ void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint
     for (int n = 0; n < kKeys / 16; ++n) {
       Operand<T> k;
       load_matrices(k.word, keys.at(k_tile, step) + n * 16 * Layout::kRowBytes);
-      k.split();
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         add(m, 2 * n, q[m], k, 0);
@@ -166,28 +124,11 @@ void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint
     }
   };
   for_each([&](int m, int n, int e) { s[m][n][e] = 0; });
-  if constexpr (sizeof(T) == 2) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      add_step(step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b, int half) {
-        multiply<T>(s[m][n], a, b, half);
-      });
-    }
-  } else {
-    SplitSums<kRowTiles, kKeys / 8> sums;
-#pragma unroll 1
-    for (int first = 0; first < kSteps; first += kTruncated) {
-#pragma unroll
-      for (int step = 0; step < kTruncated; ++step) {
-        add_step(first + step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b,
-                                   int half) { sums.multiply(m, n, a, b, half); });
-      }
-      for_each([&](int m, int n, int e) {
-        s[m][n][e] += sums.high[m][n][e];
-        sums.high[m][n][e] = 0;
-      });
-    }
-    for_each([&](int m, int n, int e) { s[m][n][e] += sums.low[m][n][e]; });
+  for (int step = 0; step < kSteps; ++step) {
+    add_step(step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b, int half) {
+      multiply<T>(s[m][n], a, b, half);
+    });
   }
 }
 
@@ -195,80 +136,27 @@ void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint
 
 template <class T, int kWidth, int kRowTiles, int kKeys>
 void value_product(float (&out)[kRowTiles][kWidth / 8][4],
-                   const float (&p)[kRowTiles][kKeys / 8][4], uint32_t v_tile) {
+                   const float (&p)[kRowTiles][kKeys / 8][4], uint32_t v_tile, int lane) {
   using Layout = TileLayout<T, kWidth>;
-  if constexpr (sizeof(T) == 2) {
-    const auto rows = place_of_rows<T, kWidth>();
+  const auto rows = place_of_rows<T, kWidth>(lane);
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      Operand<T> weights[kRowTiles];
+  for (int step = 0; step < kKeys / 16; ++step) {
+    Operand<T> weights[kRowTiles];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        const auto& left = p[m][2 * step];
-        const auto& right = p[m][2 * step + 1];
-        weights[m] = {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]),
-                      pack<T>(right[0], right[1]), pack<T>(right[2], right[3])};
-      }
-#pragma unroll
-      for (int n = 0; n < kWidth / 16; ++n) {
-        Operand<T> v;
-        load_matrices_transposed(v.word, rows.at(v_tile, n) + step * 16 * Layout::kRowBytes);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          multiply<T>(out[m][2 * n], weights[m], v, 0);
-          multiply<T>(out[m][2 * n + 1], weights[m], v, 1);
-        }
-      }
-    }
-  } else {
-    // The inner index t of the instruction stands for key 2t, t + 4 for key 2t + 1: so the scores
-    // are the operand as they lie, and the rows that a warp reads differ in their swizzle.
-    const int lane = fresh_lane();
-    // Where element i of the operand is for n = 0; a step of n changes bit 2 of the chunk.
-    uint32_t place[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = i / 2 * 8 + lane / 4;
-      place[i] = v_tile + Layout::offset(lane % 4 * 2 + i % 2, column / 4) + column % 4 * 4;
-    }
-    static_assert(kKeys / 8 <= kTruncated);
-    Operand<T> weights[kKeys / 8][kRowTiles];
-#pragma unroll
-    for (int step = 0; step < kKeys / 8; ++step) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        const auto& w = p[m][step];
-        weights[step][m] = {{__float_as_uint(w[0]), __float_as_uint(w[2]), __float_as_uint(w[1]),
-                             __float_as_uint(w[3])},
-                            {}};
-        weights[step][m].split();
-      }
+    for (int m = 0; m < kRowTiles; ++m) {
+      const auto& left = p[m][2 * step];
+      const auto& right = p[m][2 * step + 1];
+      weights[m] = {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]),
+                    pack<T>(right[0], right[1]), pack<T>(right[2], right[3])};
     }
 #pragma unroll
     for (int n = 0; n < kWidth / 16; ++n) {
-      SplitSums<kRowTiles, 2> sums;
-#pragma unroll
-      for (int step = 0; step < kKeys / 8; ++step) {
-        Operand<T> v;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          v.word[i] = load_shared_word((place[i] ^ (n % 2 * 64)) + n / 2 * 128 +
-                                       step * 8 * Layout::kRowBytes);
-        }
-        v.split();
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          sums.multiply(m, 0, weights[step][m], v, 0);
-          sums.multiply(m, 1, weights[step][m], v, 1);
-        }
-      }
+      Operand<T> v;
+      load_matrices_transposed(v.word, rows.at(v_tile, n) + step * 16 * Layout::kRowBytes);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          out[m][2 * n][e] += sums.high[m][0][e] + sums.low[m][0][e];
-          out[m][2 * n + 1][e] += sums.high[m][1][e] + sums.low[m][1][e];
-        }
+        multiply<T>(out[m][2 * n], weights[m], v, 0);
+        multiply<T>(out[m][2 * n + 1], weights[m], v, 1);
       }
     }
   }
@@ -279,46 +167,32 @@ void value_product(float (&out)[kRowTiles][kWidth / 8][4],
 // s[m][n][2 half + e] belongs to query row_at(m, half) of the warp's, and, as tiles of keys are
 // interleaved (device/shared_tile.cuh), to key key_at(n, e) from the lane's first one on: a lane
 // has 8 neighbouring keys of every 32.
-inline int first_row_of_lane() { return fresh_lane() / 4; }
+inline int first_row_of(int lane) { return lane / 4; }
 constexpr int row_at(int m, int half) { return m * 16 + half * 8; }
-inline int first_key_of_lane() { return fresh_lane() % 4 * 8; }
+inline int first_key_of(int lane) { return lane % 4 * 8; }
 constexpr int key_at(int n, int e) { return n / 4 * 32 + n % 4 * 2 + e; }
 
 // --- Softcap and bias ---
 
-// The bias of one (batch, head).
-template <class T>
-struct BiasRows {
-  const T* first;
-  int64_t query, key;
-  bool vectors;  // 8 neighbouring keys, from a multiple of 8 on, are 16-byte pieces
-};
-
-template <class T>
-BiasRows<T> bias_rows(const Plane& bias, int64_t batch, int64_t head) {
-  const T* data = static_cast<const T*>(bias.data);
-  if (data == nullptr) return {};
-  const bool rows = (bias.batch | bias.head | bias.query) % kVectorLength<T> == 0;
-  return {data + batch * bias.batch + head * bias.head, bias.query, bias.key,
-          rows && bias.key == 1 && reinterpret_cast<uint64_t>(data) % 16 == 0};
-}
-
 // The bias of a lane's scores in a tile, fetched before it is needed. The warp's rows begin at
-// `query`, the tile at `tile_key`; what lies outside the sequence is not read.
+// `query`, the tile at `tile_key`; what lies outside the sequence is not read. `first` is that of
+// the (batch, head).
 template <class T, int kRowTiles, int kKeyTiles>
 struct BiasTile {
   Vector<T> part[kRowTiles][2][kKeyTiles / 4][8 / kVectorLength<T>];
 
-  void load(const BiasRows<T>& bias, int query, int queries, int tile_key, int keys) {
-    const bool vectors = bias.vectors && tile_key + kKeyTiles * 8 <= keys;
-    const int key = tile_key + first_key_of_lane();
-    const int first_row = query + first_row_of_lane();
+  void load(const ForwardParams& params, const T* first, int query, int queries, int tile_key,
+            int keys, int lane) {
+    const Plane& bias = params.bias;
+    const bool vectors = params.bias_vectors && tile_key + kKeyTiles * 8 <= keys;
+    const int key = tile_key + first_key_of(lane);
+    const int first_row = query + first_row_of(lane);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = first_row + row_at(m, half);
-        const T* const row = bias.first + (i < queries ? i : 0) * bias.query + key * bias.key;
+        const T* const row = first + (i < queries ? i : 0) * bias.query + key * bias.key;
         if (vectors) {
 #pragma unroll
           for (int at = 0; at < kKeyTiles * 2; at += kVectorLength<T>) {
@@ -384,8 +258,9 @@ void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_
 // −inf where the query does not see the key. The warp's rows begin at `query`, the tile at
 // `tile_key`.
 template <int kRowTiles, int kKeyTiles>
-void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int query, int tile_key) {
-  const int key = tile_key + first_key_of_lane(), first_row = query + first_row_of_lane();
+void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int query, int tile_key,
+          int lane) {
+  const int key = tile_key + first_key_of(lane), first_row = query + first_row_of(lane);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -407,11 +282,11 @@ void hide(float (&s)[kRowTiles][kKeyTiles][4], const SequenceBand& band, int que
 
 // −inf for keys in absent blocks. Bit 8 · (16 keys) + m of `squares`: our m-th 16 queries see them.
 template <int kRowTiles, int kKeyTiles>
-void hide_squares(float (&s)[kRowTiles][kKeyTiles][4], uint32_t squares) {
+void hide_squares(float (&s)[kRowTiles][kKeyTiles][4], uint32_t squares, int lane) {
 #pragma unroll
   for (int group = 0; group < kKeyTiles; group += 4) {
     // The lane's 8 keys of these 32.
-    const uint32_t of_keys = squares >> (group / 4 * 2 + fresh_lane() % 4 / 2) * 8;
+    const uint32_t of_keys = squares >> (group / 4 * 2 + lane % 4 / 2) * 8;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       if ((of_keys >> m & 1) != 0) continue;
@@ -429,8 +304,8 @@ void hide_squares(float (&s)[kRowTiles][kKeyTiles][4], uint32_t squares) {
 // A lane's 8 neighbouring keys have the draws of one call. `plane` is batch · H + head.
 template <int kRowTiles, int kKeyTiles>
 void drop(float (&p)[kRowTiles][kKeyTiles][4], const Dropout& dropout, uint64_t plane, int query,
-          int tile_key) {
-  const int key = tile_key + first_key_of_lane(), first_row = query + first_row_of_lane();
+          int tile_key, int lane) {
+  const int key = tile_key + first_key_of(lane), first_row = query + first_row_of(lane);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll

@@ -8,8 +8,7 @@
 namespace pullback::attention {
 
 struct QueryTile {
-  int64_t batch;
-  int32_t head;
+  int32_t batch, head;
   int64_t first;   // query, position within the sequence
   int64_t extent;  // of the sequence; rows from q_length on belong to none and are cleared
   Sequence sequence;
@@ -43,7 +42,7 @@ inline bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group,
   int64_t tile = tiles - 1 - static_cast<int64_t>(within / members);
   result.head = static_cast<int32_t>(pair % p.heads);
   if (p.sequences == nullptr) {
-    result.batch = pair / p.heads;
+    result.batch = static_cast<int32_t>(pair / p.heads);
     result.sequence = {0, p.query, 0, p.key};
     result.extent = p.query;
   } else {
@@ -51,7 +50,7 @@ inline bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group,
         sequence_of_tile(p.sequences, p.batch, &PackedSequence::first_q_tile, tile);
     if (item > p.batch) return false;
     const PackedSequence& packed = p.sequences[item];
-    result.batch = item;
+    result.batch = static_cast<int32_t>(item);
     result.sequence = packed.rows;
     result.extent = packed.q_extent;
     tile = p.sequences[item + 1].first_q_tile - 1 - tile;

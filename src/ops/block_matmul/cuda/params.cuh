@@ -23,7 +23,8 @@ struct Item {
 
 // Offsets count elements from the beginning of the batch entry.
 struct Steps {
-  const Item* items;
+  const Item* items;  // the long ones first
+  uint32_t count, long_items;
   // Bit 8 · (c / 16) + r / 16: there is a square at column c of the step and row r of the group.
   const uint32_t* masks;  // [steps]
   // Where the squares begin, or kNowhere.
@@ -32,6 +33,19 @@ struct Steps {
   // columns of a sample's `right`. kNowhere past the end of a list.
   const int64_t* lines;  // [steps, kStepColumns / 16]
 };
+
+// What a thread block takes: the long items of all batch entries come first, so that none of them
+// begins when the others end; then batch entry after batch entry, whose items share the dense
+// operand in the second-level cache.
+struct Turn {
+  uint32_t item, batch;
+};
+inline constexpr Turn turn_of(const Steps& steps, uint32_t number, uint32_t batches) {
+  const uint32_t of_long = steps.long_items * batches, others = steps.count - steps.long_items;
+  if (number < of_long) return {number / batches, number % batches};
+  number -= of_long;
+  return {steps.long_items + number % others, number / others};
+}
 
 // Logical [rows, columns] for each (z, h); steps in elements.
 struct DenseTensor {
@@ -50,8 +64,7 @@ struct SpreadParams {
   Steps steps;
   SparseTensor sparse;
   DenseTensor in, out;
-  int64_t batches;
-  int32_t column_tiles;
+  int32_t batches, column_tiles;
   // Real [slots, batches, column_tiles, kGroupRows, columns of a tile]
   void* partial;
   int32_t vectors;  // out may be stored in pieces of 16 bytes, along its rows or its columns
@@ -75,7 +88,7 @@ struct SampleParams {
   Steps steps;
   SparseTensor sparse;
   DenseTensor left, right;
-  int64_t batches;
+  int32_t batches;
 };
 
 }  // namespace pullback::block_matmul

@@ -101,14 +101,15 @@ Order order_of(DType dtype, const Sparse& sparse) {
   return Order::neither;
 }
 
-unsigned grid_of(std::int64_t blocks) {
-  if (blocks > 0x7fffffff) {
+unsigned grid_of(std::int64_t blocks, std::int64_t batches) {
+  constexpr std::int64_t kMost = 0x7fffffff;
+  if (blocks > kMost / batches) {
     throw Error(ErrorCode::unsupported,
                 fmt::format("block_matmul: layout and dense dimension: expected at most 2^31-1 "
-                            "tiles of the result for CUDA, got {}",
-                            blocks));
+                            "tiles of the result for CUDA, got {} in each of {} batch entries",
+                            blocks, batches));
   }
-  return static_cast<unsigned>(blocks);
+  return static_cast<unsigned>(blocks * batches);
 }
 
 DenseTensor tensor_of(const Dense& dense) {
@@ -170,10 +171,10 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
   }
 
  private:
-  static constexpr std::int64_t kMostBatches = 65535;  // in a grid; kernels go round
-
   Steps add_tables(const Schedule& schedule) {
     return {.items = tables_.add(std::span<const Item>(schedule.items)),
+            .count = static_cast<std::uint32_t>(schedule.items.size()),
+            .long_items = schedule.long_items,
             .masks = tables_.add(std::span<const std::uint32_t>(schedule.masks)),
             .squares = tables_.add(std::span<const std::int64_t>(schedule.squares)),
             .lines = tables_.add(std::span<const std::int64_t>(schedule.lines))};
@@ -185,12 +186,12 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
     tables_.resolve(steps.lines);
   }
 
+  // `blocks`: of a batch entry.
   template <class Params>
   Launch<Params> launch_of(const cuda::OpKernel& kernel, const Params& params, std::int64_t blocks,
                            int shared_bytes = 0) {
     Launch<Params> launch{{kernel, device_, shared_bytes}, params};
-    launch.kernel.shape.grid = {grid_of(blocks),
-                                static_cast<unsigned>(std::min(batches_, kMostBatches)), 1};
+    launch.kernel.shape.grid[0] = grid_of(blocks, batches_);
     return launch;
   }
 
@@ -204,7 +205,7 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
     params.sparse = tensor_of(form.sparse);
     params.left = tensor_of(form.left);
     params.right = tensor_of(form.right);
-    params.batches = batches_;
+    params.batches = static_cast<std::int32_t>(batches_);
     SampleStep step{form, {}, launch_of(plain_sample_kernel(dtype_), params, blocks)};
     const Order left = order_of(dtype_, form.left), right = order_of(dtype_, form.right);
     if (on_tensor_cores(dtype_) && order_of(dtype_, form.sparse) == Order::rows &&
@@ -231,7 +232,7 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
     params.sparse = tensor_of(form.sparse);
     params.in = tensor_of(form.in);
     params.out = tensor_of(form.out);
-    params.batches = batches_;
+    params.batches = static_cast<std::int32_t>(batches_);
     params.vectors = order_of(dtype_, form.out) != Order::neither;
 
     const auto splits = static_cast<std::int64_t>(schedule.splits.size());

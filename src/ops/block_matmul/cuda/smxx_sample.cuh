@@ -36,8 +36,8 @@ void load_lines(uint32_t tiles, const T* from, LineOf line_of, int64_t line_step
     const int64_t k = first + (kAlong ? across(i) : thread_row + down(i));
     const int64_t inside = kAlong ? thread_row * line_step + k : across(i) % 16 + k * depth_step;
     const int bytes = kAlong ? clamp_bytes<T>(depth - k) : k < depth ? 16 : 0;
-    async_copy_or_zero(to + i * kDown * kTileRowBytes, bytes > 0 ? from + lines[i] + inside : from,
-                       bytes);
+    async_copy_padded(to + i * kDown * kTileRowBytes, bytes > 0 ? from + lines[i] + inside : from,
+                      bytes);
   }
 }
 
@@ -93,7 +93,9 @@ void sample_tiles(const SampleParams& p) {
   constexpr uint32_t kLeftBytes = sizeof(T) * kGroupRows * kPiece;
   constexpr uint32_t kRightBytes = sizeof(T) * kStepColumns * kPiece;
   constexpr uint32_t kStageBytes = kStays ? kRightBytes : kLeftBytes + kRightBytes;
-  const Item item = p.steps.items[blockIdx.x];
+  const Turn turn = turn_of(p.steps, blockIdx.x, p.batches);
+  const Item item = p.steps.items[turn.item];
+  const int64_t batch = turn.batch;
   StepTables tables(shared + sample_operand_bytes(kDepth) + staging_bytes(sizeof(T)));
   tables.load(p.steps, item);
   const uint32_t left_tiles = shared_address(shared);
@@ -106,71 +108,67 @@ void sample_tiles(const SampleParams& p) {
   const int pieces = kStays || depth == 0 ? 1 : static_cast<int>((depth + kPiece - 1) / kPiece);
   const int loads = item.steps * pieces;
 
-  for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
-    T* sparse = static_cast<T*>(p.sparse.data) + batch * p.sparse.batch;
-    const T* left = static_cast<const T*>(p.left.data) + batch * p.left.batch +
-                    item.head * p.left.head + item.first_row * p.left.row;
-    const T* right =
-        static_cast<const T*>(p.right.data) + batch * p.right.batch + item.head * p.right.head;
-    const auto load_left_lines = [&](uint32_t to, int64_t first) {
-      const int64_t rows = p.left.rows - item.first_row;
-      load_lines<T, kGroupRows, kPiece, kLeftAlong>(
-          to, left, [&](int row) { return row < rows ? row * p.left.row : kNowhere; }, p.left.row,
-          first, depth, p.left.column);
-    };
-    int next_step = 0, next_piece = 0;
-    const auto load = [&](int index) {
-      if (index < loads) {
-        const uint32_t stage = stages + index % kStages * kStageBytes;
-        const int64_t first = static_cast<int64_t>(next_piece) * kPiece;
-        if constexpr (!kStays) load_left_lines(stage + kRightBytes, first);
-        load_lines<T, kStepColumns, kPiece, kRightAlong>(
-            stage, right, [&](int column) { return tables.line(next_step, column); },
-            p.right.column, first, depth, p.right.row);
-        if (++next_piece == pieces) {
-          next_piece = 0;
-          ++next_step;
-        }
-      }
-      async_commit();
-    };
-    if constexpr (kStays) load_left_lines(left_tiles, 0);
-#pragma unroll
-    for (int index = 0; index < kStages - 1; ++index) load(index);
-
-    float sums[2][8][4] = {};
-    int step = 0, piece = 0;
-    for (int index = 0; index < loads; ++index) {
-      async_wait<kStages - 2>();
-      __syncthreads();
-      load(index + kStages - 1);
+  T* sparse = static_cast<T*>(p.sparse.data) + batch * p.sparse.batch;
+  const T* left = static_cast<const T*>(p.left.data) + batch * p.left.batch +
+                  item.head * p.left.head + item.first_row * p.left.row;
+  const T* right =
+      static_cast<const T*>(p.right.data) + batch * p.right.batch + item.head * p.right.head;
+  const auto load_left_lines = [&](uint32_t to, int64_t first) {
+    const int64_t rows = p.left.rows - item.first_row;
+    load_lines<T, kGroupRows, kPiece, kLeftAlong>(
+        to, left, [&](int row) { return row < rows ? row * p.left.row : kNowhere; }, p.left.row,
+        first, depth, p.left.column);
+  };
+  int next_step = 0, next_piece = 0;
+  const auto load = [&](int index) {
+    if (index < loads) {
       const uint32_t stage = stages + index % kStages * kStageBytes;
-      const uint32_t left_tile = kStays ? left_tiles : stage + kRightBytes;
-      // Bit m + 8 n: rows from 16 m on of the warp by columns from 16 n on of the step.
-      const uint32_t present = tables.masks[step] >> warp_row / 16 & 0x03030303;
-      if (present == 0x03030303 && sizeof(T) == 2) {
-        if constexpr (sizeof(T) == 2) {
-          multiply_tiles<T, kStepColumns, kPiece, kLeftAlong, kLeftRows, kRightAlong, kRightRows>(
-              sums, left_tile, stage, warp_row);
-        }
-      } else if (present != 0) {
-        multiply_covered_tiles<T, kStepColumns, kPiece, kLeftAlong, kLeftRows, kRightAlong,
-                               kRightRows>(
-            sums, left_tile, stage, warp_row,
-            [&](int m, int n, int) { return (present >> (8 * n + m) & 1) != 0; });
+      const int64_t first = static_cast<int64_t>(next_piece) * kPiece;
+      if constexpr (!kStays) load_left_lines(stage + kRightBytes, first);
+      load_lines<T, kStepColumns, kPiece, kRightAlong>(
+          stage, right, [&](int column) { return tables.line(next_step, column); }, p.right.column,
+          first, depth, p.right.row);
+      if (++next_piece == pieces) {
+        next_piece = 0;
+        ++next_step;
       }
-      if (++piece < pieces) continue;
-      piece = 0;
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        if ((present >> m & 0x01010101) != 0) {
-          store_rows<T>(sums[m], p, tables, step, warp_row + m * 16, sparse, staging);
-        }
-      }
-      ++step;
     }
-    async_wait<0>();
+    async_commit();
+  };
+  if constexpr (kStays) load_left_lines(left_tiles, 0);
+#pragma unroll
+  for (int index = 0; index < kStages - 1; ++index) load(index);
+
+  float sums[2][8][4] = {};
+  int step = 0, piece = 0;
+  for (int index = 0; index < loads; ++index) {
+    async_wait<kStages - 2>();
     __syncthreads();
+    load(index + kStages - 1);
+    const uint32_t stage = stages + index % kStages * kStageBytes;
+    const uint32_t left_tile = kStays ? left_tiles : stage + kRightBytes;
+    // Bit m + 8 n: rows from 16 m on of the warp by columns from 16 n on of the step.
+    const uint32_t present = tables.masks[step] >> warp_row / 16 & 0x03030303;
+    if (present == 0x03030303 && sizeof(T) == 2) {
+      if constexpr (sizeof(T) == 2) {
+        multiply_tiles<T, kStepColumns, kPiece, kLeftAlong, kLeftRows, kRightAlong, kRightRows>(
+            sums, left_tile, stage, warp_row);
+      }
+    } else if (present != 0) {
+      multiply_covered_tiles<T, kStepColumns, kPiece, kLeftAlong, kLeftRows, kRightAlong,
+                             kRightRows>(sums, left_tile, stage, warp_row, [&](int m, int n, int) {
+        return (present >> (8 * n + m) & 1) != 0;
+      });
+    }
+    if (++piece < pieces) continue;
+    piece = 0;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      if ((present >> m & 0x01010101) != 0) {
+        store_rows<T>(sums[m], p, tables, step, warp_row + m * 16, sparse, staging);
+      }
+    }
+    ++step;
   }
 }
 

@@ -44,7 +44,7 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
 #pragma unroll
   for (int i = 0; i < kSquares; ++i) {
     if (squares[i] != kNowhere) {
-      async_copy_or_zero(to + i * kDown * kTileRowBytes, square + squares[i], 16);
+      async_copy_or_zero(to + i * kDown * kTileRowBytes, square + squares[i], true);
     }
   }
   const uint32_t to_in = to + kSpreadSparseBytes;
@@ -54,7 +54,7 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
 #pragma unroll
     for (int i = 0; i < kColumns / kDown; ++i) {
       if (thread_row + i * kDown < columns) {
-        async_copy_or_zero(to_in + i * kDown * kTileRowBytes, from + i * kDown * p.in.column, 16);
+        async_copy_or_zero(to_in + i * kDown * kTileRowBytes, from + i * kDown * p.in.column, true);
       }
     }
   } else {
@@ -63,8 +63,8 @@ void load_spread_stage(uint32_t stage, const SpreadParams& p, const StepTables& 
     for (int i = 0; i < kColumns / kDown; ++i) {
       const int64_t line = lines[i % (kRow / 16)];
       if (line != kNowhere && across(i) < columns) {
-        async_copy_or_zero(to_in + i * kDown * kTileRowBytes, from + line + across(i),
-                           clamp_bytes<T>(columns - across(i)));
+        async_copy_padded(to_in + i * kDown * kTileRowBytes, from + line + across(i),
+                          clamp_bytes<T>(columns - across(i)));
       }
     }
   }
@@ -116,86 +116,85 @@ void spread_tiles(const SpreadParams& p) {
   allow_next_kernel();
   const int column_tile = static_cast<int>(blockIdx.x % p.column_tiles);
   const int64_t first_column = static_cast<int64_t>(column_tile) * kColumns;
-  const Item item = p.steps.items[blockIdx.x / p.column_tiles];
+  const Turn turn = turn_of(p.steps, blockIdx.x / p.column_tiles, p.batches);
+  const Item item = p.steps.items[turn.item];
+  const int64_t batch = turn.batch;
   StepTables tables(shared + spread_operand_bytes(kColumns, kStages));
   tables.load(p.steps, item);
   const uint32_t stages = shared_address(shared);
   const int warp_row = static_cast<int>(threadIdx.x) / 32 * kWarpRows;
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
-  for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
-    const T* sparse = static_cast<const T*>(p.sparse.data) + batch * p.sparse.batch;
-    const T* in = static_cast<const T*>(p.in.data) + batch * p.in.batch + item.head * p.in.head +
-                  first_column * p.in.column;
-    const int pieces = item.steps * kPieces;
-    const auto load = [&](int piece) {
-      if (piece < pieces) {
-        load_spread_stage<T, kColumns, kSparseAlong, kInAlong>(
-            stages + piece % kStages * kStageBytes, p, tables, piece / kPieces,
-            piece % kPieces * kDepth, sparse, in, p.in.columns - first_column);
-      }
-      async_commit();
-    };
-    float sums[2][kColumns / 8][4] = {};
-#pragma unroll
-    for (int piece = 0; piece < kStages - 1; ++piece) load(piece);
-    for (int piece = 0; piece < pieces; ++piece) {
-      async_wait<kStages - 2>();
-      __syncthreads();
-      load(piece + kStages - 1);
-      const uint32_t sparse_tile = stages + piece % kStages * kStageBytes;
-      const uint32_t in_tile = sparse_tile + kSpreadSparseBytes;
-      // Bit m + 8 k: rows from 16 m on of the warp by columns from 16 k on of the piece.
-      constexpr uint32_t kAll = kPieces == 1 ? 0x03030303 : 0x0303;
-      const uint32_t present =
-          tables.masks[piece / kPieces] >> (piece % kPieces * (kDepth / 16 * 8) + warp_row / 16) &
-          kAll;
-      if (present == kAll && sizeof(T) == 2) {
-        if constexpr (sizeof(T) == 2) {
-          multiply_tiles<T, kColumns, kDepth, kSparseAlong, kLeftRows, kInAlong, kRightRows>(
-              sums, sparse_tile, in_tile, warp_row);
-        }
-      } else if (present != 0) {
-        multiply_covered_tiles<T, kColumns, kDepth, kSparseAlong, kLeftRows, kInAlong, kRightRows>(
-            sums, sparse_tile, in_tile, warp_row,
-            [&](int m, int, int k) { return (present >> (8 * k + m) & 1) != 0; });
-      }
+  const T* sparse = static_cast<const T*>(p.sparse.data) + batch * p.sparse.batch;
+  const T* in = static_cast<const T*>(p.in.data) + batch * p.in.batch + item.head * p.in.head +
+                first_column * p.in.column;
+  const int pieces = item.steps * kPieces;
+  const auto load = [&](int piece) {
+    if (piece < pieces) {
+      load_spread_stage<T, kColumns, kSparseAlong, kInAlong>(
+          stages + piece % kStages * kStageBytes, p, tables, piece / kPieces,
+          piece % kPieces * kDepth, sparse, in, p.in.columns - first_column);
     }
-    async_wait<0>();
+    async_commit();
+  };
+  float sums[2][kColumns / 8][4] = {};
+#pragma unroll
+  for (int piece = 0; piece < kStages - 1; ++piece) load(piece);
+  for (int piece = 0; piece < pieces; ++piece) {
+    async_wait<kStages - 2>();
     __syncthreads();
+    load(piece + kStages - 1);
+    const uint32_t sparse_tile = stages + piece % kStages * kStageBytes;
+    const uint32_t in_tile = sparse_tile + kSpreadSparseBytes;
+    // Bit m + 8 k: rows from 16 m on of the warp by columns from 16 k on of the piece.
+    constexpr uint32_t kAll = kPieces == 1 ? 0x03030303 : 0x0303;
+    const uint32_t present =
+        tables.masks[piece / kPieces] >> (piece % kPieces * (kDepth / 16 * 8) + warp_row / 16) &
+        kAll;
+    if (present == kAll && sizeof(T) == 2) {
+      if constexpr (sizeof(T) == 2) {
+        multiply_tiles<T, kColumns, kDepth, kSparseAlong, kLeftRows, kInAlong, kRightRows>(
+            sums, sparse_tile, in_tile, warp_row);
+      }
+    } else if (present != 0) {
+      multiply_covered_tiles<T, kColumns, kDepth, kSparseAlong, kLeftRows, kInAlong, kRightRows>(
+          sums, sparse_tile, in_tile, warp_row,
+          [&](int m, int, int k) { return (present >> (8 * k + m) & 1) != 0; });
+    }
+  }
+  async_wait<0>();
+  __syncthreads();
 
-    // A stride that spreads the quads of a warp over the banks.
-    constexpr int kStride = kColumns + 8;
-    float* staged = reinterpret_cast<float*>(shared);
-    static_assert(kGroupRows * kStride * 4 <= spread_operand_bytes(kColumns, kStages));
+  // A stride that spreads the quads of a warp over the banks.
+  constexpr int kStride = kColumns + 8;
+  float* staged = reinterpret_cast<float*>(shared);
+  static_assert(kGroupRows * kStride * 4 <= spread_operand_bytes(kColumns, kStages));
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+  for (int m = 0; m < 2; ++m) {
 #pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = warp_row + m * 16 + half * 8 + lane / 4;
-          float* to = staged + row * kStride + n * 8 + lane % 4 * 2;
-          to[0] = sums[m][n][half * 2];
-          to[1] = sums[m][n][half * 2 + 1];
-        }
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row + m * 16 + half * 8 + lane / 4;
+        float* to = staged + row * kStride + n * 8 + lane % 4 * 2;
+        to[0] = sums[m][n][half * 2];
+        to[1] = sums[m][n][half * 2 + 1];
       }
     }
-    __syncthreads();
-    if (item.slot >= 0) {
-      float* partial = static_cast<float*>(p.partial) +
-                       ((item.slot * p.batches + batch) * p.column_tiles + column_tile) *
-                           (kGroupRows * kColumns);
-      for (int i = threadIdx.x; i < kGroupRows * kColumns; i += kThreads) {
-        partial[i] = staged[i / kColumns * kStride + i % kColumns];
-      }
-    } else {
-      T* out = static_cast<T*>(p.out.data) + batch * p.out.batch + item.head * p.out.head +
-               item.first_row * p.out.row + first_column * p.out.column;
-      store_group<T, kColumns, kStride>(p, staged, out, p.out.rows - item.first_row,
-                                        p.out.columns - first_column);
+  }
+  __syncthreads();
+  if (item.slot >= 0) {
+    float* partial =
+        static_cast<float*>(p.partial) +
+        ((item.slot * p.batches + batch) * p.column_tiles + column_tile) * (kGroupRows * kColumns);
+    for (int i = threadIdx.x; i < kGroupRows * kColumns; i += kThreads) {
+      partial[i] = staged[i / kColumns * kStride + i % kColumns];
     }
-    __syncthreads();
+  } else {
+    T* out = static_cast<T*>(p.out.data) + batch * p.out.batch + item.head * p.out.head +
+             item.first_row * p.out.row + first_column * p.out.column;
+    store_group<T, kColumns, kStride>(p, staged, out, p.out.rows - item.first_row,
+                                      p.out.columns - first_column);
   }
 }
 

@@ -7,8 +7,9 @@ namespace pullback::block_matmul {
 // columns.
 inline constexpr int kGroupRows = 128;
 inline constexpr int kStepColumns = 64;
-// Of one thread block; longer groups are shared out.
+// Of one thread block; longer groups are shared out. kLeastShare: into no smaller parts.
 inline constexpr int kMostSteps = 32;
+inline constexpr int kLeastShare = 8;
 
 // On tensor cores a warp holds sums of 32 rows by all columns of a step.
 inline constexpr int kWarpRows = 32;

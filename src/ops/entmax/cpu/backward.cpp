@@ -10,6 +10,7 @@
 
 #include "cpu/ahead-inl.hpp"
 #include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/backward_short-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
 #include "ops/entmax/cpu/weights-inl.hpp"
@@ -19,18 +20,7 @@
 #include <bit>
 #include <utility>
 
-#include "ops/entmax/cpu/rows.hpp"
-
-namespace pullback::entmax {
-
-struct BackwardTile : RowTile {
-  RowTensor y, d_y, d_x, support_size, d_alpha;  // y or support
-  // Scratch: packed tensors, and s.
-  std::byte *packed_y, *packed_d_y, *packed_d_x, *weights;
-  std::byte* stripe;  // s and d_y of a stripe of columns; or null
-};
-
-}  // namespace pullback::entmax
+#include "ops/entmax/cpu/backward_tile.hpp"
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -68,11 +58,6 @@ HWY_INLINE void ForEachVector(D d, const W& weights, std::size_t begin, std::siz
     const auto w = weights.Load(d, i, count);
     body(i, w, weights.Active(d, w), count);
   }
-}
-
-template <class D, class T>
-HWY_INLINE hn::Vec<D> LoadSome(D d, const T* from, std::size_t count) {
-  return count == hn::Lanes(d) ? LoadAs(d, from) : LoadFirstAs(d, from, count, Real<T>{0});
 }
 
 // <s, d_y> / S. Keeps s in `stored` unless that is null. The rows that come after this one are
@@ -399,33 +384,56 @@ void GradientOfStripe(const BackwardTile& tile) {
   }
 }
 
-// False when others have to do it.
-template <class T>
-bool StripeServes(const BackwardTile& tile) {
-  if (tile.stripe == nullptr || tile.alpha_per_row || tile.d_alpha || !tile.d_x) return false;
-  switch (entmax::family_of(tile.alpha)) {
+// Calls f.template operator()<family>() for an alpha up to 2; false for others.
+template <class F>
+bool WithSmoothFamily(double alpha, const F& f) {
+  switch (entmax::family_of(alpha)) {
     case Family::softmax:
-      GradientOfStripe<Family::softmax, T>(tile);
+      f.template operator()<Family::softmax>();
       return true;
     case Family::near_one:
     case Family::general:
-      GradientOfStripe<Family::general, T>(tile);
+      f.template operator()<Family::general>();
       return true;
     case Family::entmax15:
-      GradientOfStripe<Family::entmax15, T>(tile);
+      f.template operator()<Family::entmax15>();
       return true;
     case Family::sparsemax:
-      GradientOfStripe<Family::sparsemax, T>(tile);
+      f.template operator()<Family::sparsemax>();
       return true;
     default:
       return false;
   }
 }
 
+// False when others have to do it.
+template <class T>
+bool StripeServes(const BackwardTile& tile) {
+  if (tile.stripe == nullptr || tile.alpha_per_row || tile.d_alpha || !tile.d_x) return false;
+  return WithSmoothFamily(tile.alpha,
+                          [&]<Family kFamily>() { GradientOfStripe<kFamily, T>(tile); });
+}
+
+// False when others have to do it.
+template <class T>
+bool ShortRowsServe(const BackwardTile& tile) {
+  if (tile.length > kShortLength || tile.alpha_per_row || tile.d_alpha || !tile.y || !tile.d_x) {
+    return false;
+  }
+  if (!tile.y.contiguous() || !tile.d_y.contiguous() || !tile.d_x.contiguous()) return false;
+  return WithSmoothFamily(tile.alpha, [&]<Family kFamily>() {
+    ShortGradients<kFamily, T>(tile.alpha, tile.length).Compute(tile);
+  });
+}
+
 template <class T>
 void BackwardTileOf(const BackwardTile& tile) {
   using Statistic = Real<T>;
   if (StripeServes<T>(tile)) {
+    if (tile.stream) hwy::FlushStream();
+    return;
+  }
+  if (ShortRowsServe<T>(tile)) {
     if (tile.stream) hwy::FlushStream();
     return;
   }

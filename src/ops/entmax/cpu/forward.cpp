@@ -12,23 +12,15 @@
 
 #include "cpu/ahead-inl.hpp"
 #include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/forward_batch-inl.hpp"
 #include "ops/entmax/cpu/forward_lanes-inl.hpp"
+#include "ops/entmax/cpu/forward_row-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
 
 #ifndef PULLBACK_ENTMAX_FORWARD_ONCE
 #define PULLBACK_ENTMAX_FORWARD_ONCE
 #include "ops/entmax/cpu/forward_tile.hpp"
-
-namespace pullback::entmax {
-
-// What is known of a row besides y.
-struct RowResult {
-  double tau;
-  std::int64_t support_size;
-};
-
-}  // namespace pullback::entmax
 #endif
 
 HWY_BEFORE_NAMESPACE();
@@ -38,72 +30,11 @@ using entmax::ForwardTile;
 using entmax::RowResult;
 using entmax::RowTensor;
 
-constexpr std::size_t kAccumulators = 4;
 // A block of softmax: x and exp(x) of it fit in L1.
 constexpr std::size_t kSoftmaxVectors = 256;
 static_assert(kSoftmaxVectors >= 64);  // vector_scratch_bytes() has room for one factor a block
 // Below this length the bound from lane maxima costs more than it saves.
 constexpr std::size_t kMinLengthForBound = 256;
-
-template <class T>
-struct RowView {
-  const T* x;
-  std::size_t length;
-  T* y;                   // or null
-  std::uint8_t* support;  // or null
-  bool stream;
-  bool wants_size;
-  const T* next;  // the row that comes after this one, or null
-};
-
-constexpr std::size_t kNextBytes = 8192;
-
-// The solver computes on few elements for as long as it takes to fetch a few KB: without this,
-// memory would idle.
-template <class T>
-void PrefetchNext(const RowView<T>& row) {
-  if (row.next == nullptr) return;
-  const auto* from = reinterpret_cast<const std::uint8_t*>(row.next);
-  for (std::size_t i = 0; i < std::min(row.length * sizeof(T), kNextBytes); i += 64) {
-    hwy::Prefetch(from + i);
-  }
-}
-
-// The maximum, NaN if there is a NaN. `lane_maxima` receives kAccumulators vectors, which are the
-// row itself, padded with -inf, when it is that short.
-template <class R, class T>
-R MaxOfRow(const T* x, std::size_t length, R* lane_maxima, bool prefetch) {
-  const hn::ScalableTag<R> d;
-  const std::size_t lanes = hn::Lanes(d);
-  const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
-  auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
-  auto nan = hn::IsNaN(lowest);
-  const auto take = [&](auto v, auto& max) HWY_ATTR {
-    nan = hn::Or(nan, hn::IsNaN(v));
-    max = hn::Max(v, max);
-  };
-  std::size_t i = 0;
-  LinesAhead ahead(x, lanes * sizeof(T));
-  for (; i + 4 * lanes <= length; i += 4 * lanes) {
-    for (int k = 0; prefetch && k < 4; ++k) ahead.Step();
-    take(LoadAs(d, x + i), m0);
-    take(LoadAs(d, x + i + lanes), m1);
-    take(LoadAs(d, x + i + 2 * lanes), m2);
-    take(LoadAs(d, x + i + 3 * lanes), m3);
-  }
-  if (i + lanes <= length) take(LoadAs(d, x + i), m0), i += lanes;
-  if (i + lanes <= length) take(LoadAs(d, x + i), m1), i += lanes;
-  if (i + lanes <= length) take(LoadAs(d, x + i), m2), i += lanes;
-  if (i < length) {
-    take(LoadFirstAs(d, x + i, length - i, -std::numeric_limits<Real<T>>::infinity()), m3);
-  }
-  hn::StoreU(m0, d, lane_maxima);
-  hn::StoreU(m1, d, lane_maxima + lanes);
-  hn::StoreU(m2, d, lane_maxima + 2 * lanes);
-  hn::StoreU(m3, d, lane_maxima + 3 * lanes);
-  if (!hn::AllFalse(d, nan)) return std::numeric_limits<R>::quiet_NaN();
-  return hn::GetLane(hn::MaxOfLanes(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3))));
-}
 
 // z = x - max of the elements that are active at theta; their number.
 template <class P, class R, class T>
@@ -151,21 +82,6 @@ R LowerBound(const P& power, R max, R* lane_maxima) {
   // The slack covers the rounding of sums: the bound must not drop an element of the support.
   constexpr R kSlack = 16 * std::numeric_limits<R>::epsilon();
   return std::max(P::start, RoughSolve(power, P::start, lane_maxima, count) - kSlack);
-}
-
-template <class T>
-void FillRow(const RowView<T>& row, double value) {
-  if (row.y) std::fill_n(row.y, row.length, from_double<T>(value));
-  if (row.support) std::fill_n(row.support, (row.length + 7) / 8, std::uint8_t{0});
-}
-
-// Rows without a distribution: with a NaN or +inf, with nothing visible, or with an invalid alpha.
-template <class T>
-RowResult DegenerateRow(const RowView<T>& row, bool empty) {
-  constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-  FillRow(row, empty ? 0.0 : kNaN);
-  if (empty) return {std::numeric_limits<double>::infinity(), 0};
-  return {kNaN, -1};
 }
 
 template <class P, class R, class T>
@@ -373,18 +289,19 @@ void ForwardTileOf(const ForwardTile& tile) {
   const bool packs_y = tile.y && !tile.y.contiguous();
   const RowTensor y = packs_y ? RowTensor{tile.packed_y, tile.pitch, 1} : tile.y;
   const std::int64_t support_bytes = (tile.length + 7) / 8;
-  const auto one_row = [&](std::int64_t r) {
-    const bool packs_bits = tile.support && !tile.support.contiguous();
-    const RowView<T> row{x.row<T>(r),
-                         static_cast<std::size_t>(tile.length),
-                         y ? y.row<T>(r) : nullptr,
-                         packs_bits     ? tile.bits
-                         : tile.support ? tile.support.row<std::uint8_t>(r)
-                                        : nullptr,
-                         tile.stream && !packs_y,
-                         static_cast<bool>(tile.support_size),
-                         r + 1 < tile.rows ? x.row<T>(r + 1) : nullptr};
-    const RowResult result = ForwardRow(row, tile.alpha_of<Statistic>(r), tile.elements);
+  const bool packs_bits = tile.support && !tile.support.contiguous();
+  const auto view = [&](std::int64_t r) {
+    return RowView<T>{x.row<T>(r),
+                      static_cast<std::size_t>(tile.length),
+                      y ? y.row<T>(r) : nullptr,
+                      packs_bits     ? tile.bits
+                      : tile.support ? tile.support.row<std::uint8_t>(r)
+                                     : nullptr,
+                      tile.stream && !packs_y,
+                      static_cast<bool>(tile.support_size),
+                      r + 1 < tile.rows ? x.row<T>(r + 1) : nullptr};
+  };
+  const auto finish = [&](std::int64_t r, const RowResult& result) {
     if (tile.tau) *tile.tau.row<Statistic>(r) = static_cast<Statistic>(result.tau);
     if (tile.support_size) {
       *tile.support_size.row<std::int32_t>(r) = static_cast<std::int32_t>(
@@ -393,6 +310,9 @@ void ForwardTileOf(const ForwardTile& tile) {
     for (std::int64_t i = 0; packs_bits && i < support_bytes; ++i) {
       tile.support.row<std::uint8_t>(r)[i * tile.support.step] = tile.bits[i];
     }
+  };
+  const auto one_row = [&](std::int64_t r) {
+    finish(r, ForwardRow(view(r), tile.alpha_of<Statistic>(r), tile.elements));
   };
   std::int64_t r = 0;
   if (tile.length <= kLaneLength && ServesLanes(tile) &&
@@ -403,6 +323,16 @@ void ForwardTileOf(const ForwardTile& tile) {
       if (x.row_step == tile.length) ahead.StepTo(x.row<T>(r + kRows));
       if (ShortRowsInLanes<T>(tile, x, y, r)) continue;
       for (std::int64_t k = 0; k < kRows; ++k) one_row(r + k);
+    }
+  }
+  if (tile.batch.candidates != nullptr && tile.length > kLaneLength) {
+    RowBatch<T> batch(tile.alpha, static_cast<std::size_t>(tile.length), tile.batch);
+    for (; tile.rows - r >= entmax::kLeastBatchRows; r += batch.rows()) {
+      batch.Clear();
+      const std::int64_t end = std::min(tile.rows, r + RowBatch<T>::kMostRows);
+      for (std::int64_t k = r; k < end; ++k) batch.Add(view(k));
+      batch.Compute(x.row_step == tile.length);
+      for (std::int64_t k = r; k < end; ++k) finish(k, batch.result(k - r));
     }
   }
   for (; r < tile.rows; ++r) one_row(r);
@@ -451,6 +381,7 @@ class ForwardPlan final : public RowPlan {
           task.scratch + packed_y_,
           task.scratch + elements_,
           has_stripe_ ? task.scratch + stripe_ : nullptr,
+          {has_batch_ ? task.scratch + candidates_ : nullptr, task.scratch + places_, batch_rows_},
       };
       HWY_DYNAMIC_DISPATCH(RunForwardTile)(tile);
     });
@@ -471,6 +402,15 @@ class ForwardPlan final : public RowPlan {
                   walk_.adjacent(kX) && walk_.adjacent(kY) &&
                   stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
+    has_batch_ = !problem.alpha_per_row.given() && family_of(problem.alpha) == Family::general &&
+                 walk_.tile_rows() >= kLeastBatchRows;
+    if (has_batch_) {
+      batch_rows_ = static_cast<std::size_t>(std::min(walk_.tile_rows(), kMostBatchRows));
+      const auto rows = 2 * static_cast<std::int64_t>(batch_rows_);
+      const auto real = static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype)));
+      candidates_ = slot.add(rows * candidates_pitch(length_) * real);
+      places_ = slot.add(rows * places_pitch(length_));
+    }
     finish(slot, problem.y, packs(problem, walk_));
   }
 
@@ -485,8 +425,9 @@ class ForwardPlan final : public RowPlan {
     return columns * length_ * static_cast<std::int64_t>(size_of(accumulation_dtype(dtype)));
   }
 
-  std::size_t packed_x_ = 0, packed_y_ = 0, elements_ = 0, stripe_ = 0;
-  bool has_stripe_ = false;
+  std::size_t packed_x_ = 0, packed_y_ = 0, elements_ = 0, stripe_ = 0, candidates_ = 0,
+              places_ = 0, batch_rows_ = 0;
+  bool has_stripe_ = false, has_batch_ = false;
 };
 
 }  // namespace

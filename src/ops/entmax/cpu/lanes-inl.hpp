@@ -80,7 +80,7 @@ void RowsToLanes(const R* from, std::int64_t row_step, std::size_t length, R* HW
   std::size_t i = 0;
 #if HWY_TARGET != HWY_SCALAR
   constexpr std::size_t kBlock = 16 / sizeof(R);
-  for (; i + kBlock <= length; i += kBlock) {
+  for (const std::size_t end = length / kBlock * kBlock; i < end; i += kBlock) {
     Lane<R> v[kBlock];
     for (std::size_t k = 0; k < kBlock; ++k) {
       // Lane k of block b is row b * kBlock + k.
@@ -106,7 +106,7 @@ void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int
   std::size_t i = 0;
 #if HWY_TARGET != HWY_SCALAR
   constexpr std::size_t kBlock = 16 / sizeof(R);
-  for (; i + kBlock <= length; i += kBlock) {
+  for (const std::size_t end = length / kBlock * kBlock; i < end; i += kBlock) {
     Lane<R> v[kBlock];
     for (std::size_t k = 0; k < kBlock; ++k) v[k] = hn::LoadU(d, from + (i + k) * kLanes<R>);
     TransposeBlocks(d, v);
@@ -123,6 +123,18 @@ void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int
           from[i * kLanes<R> + r];
     }
   }
+}
+
+// Adds up the lanes of each of kLanes vectors; row k's sum is lane k.
+template <class R>
+HWY_INLINE Lane<R> SumsOfRows(const R* rows) {
+  const LaneTag<R> d;
+  HWY_ALIGN R lanes[kLanes<R> * kLanes<R>];
+  RowsToLanes(rows, static_cast<std::int64_t>(kLanes<R>), kLanes<R>, lanes);
+  auto sum = hn::Load(d, lanes);
+  for (std::size_t k = 1; k < kLanes<R>; ++k)
+    sum = hn::Add(sum, hn::Load(d, lanes + k * kLanes<R>));
+  return sum;
 }
 
 // --- The threshold ---
@@ -173,20 +185,38 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
   return sums;
 }
 
-// Power::Step.
+// Power::Step, and the slope of -f^b, of which it is a Newton step (of ln f where P is near one).
+template <class R>
+struct LaneMove {
+  Lane<R> step, slope;
+};
 template <class P, class R>
-HWY_INLINE Lane<R> LaneStep(const P& power, const LaneSums<R>& sums) {
+HWY_INLINE LaneMove<R> LaneStep(const P& power, const LaneSums<R>& sums) {
   const LaneTag<R> d;
-  if constexpr (P::family == Family::entmax15) {
-    return hn::Div(hn::Sub(sums.f, hn::Sqrt(sums.f)), sums.slope);
-  }
-  const auto b = hn::Set(d, power.b), log = hn::Log(d, sums.f);
+  const auto b = hn::Set(d, power.b), one = hn::Set(d, R{1});
   if constexpr (P::near_one) {
-    const auto less = hn::Expm1(d, hn::Neg(hn::Mul(b, log)));
-    return hn::Neg(hn::Div(hn::Mul(sums.f, less), hn::Mul(b, sums.slope)));
+    const auto less = hn::Expm1(d, hn::Neg(hn::Mul(b, hn::Log(d, sums.f))));
+    const auto slope = hn::Div(sums.slope, sums.f);
+    return {hn::Neg(hn::Div(less, hn::Mul(b, slope))), slope};
   }
-  const auto powered = hn::Exp(d, hn::Mul(hn::Sub(hn::Set(d, R{1}), b), log));
-  return hn::Div(hn::Sub(sums.f, powered), sums.slope);
+  // f^(1-b)
+  auto powered = hn::Sqrt(sums.f);
+  if constexpr (P::family != Family::entmax15) {
+    powered = hn::Mul(sums.f, PowerOfFraction(d, hn::Div(one, sums.f), b));
+  }
+  const auto inverse = hn::Div(one, sums.slope);  // beside the power, not after it
+  return {hn::Mul(hn::Sub(sums.f, powered), inverse), hn::Div(sums.slope, powered)};
+}
+
+// A lower bound of the threshold of n elements whose z add up to `sum`, by Jensen's inequality.
+template <class R, class P>
+HWY_INLINE Lane<R> MeanBound(const P& power, Lane<R> sum, std::size_t n) {
+  const LaneTag<R> d;
+  const auto start = hn::Set(d, P::start);
+  if constexpr (P::near_one) return start;
+  const double count = static_cast<double>(n), b = static_cast<double>(power.b);
+  const auto share = hn::Set(d, static_cast<R>(b / count));
+  return hn::Max(start, hn::MulSub(share, sum, hn::Set(d, static_cast<R>(std::pow(count, -b)))));
 }
 
 template <class R>
@@ -194,39 +224,77 @@ struct LaneThreshold {
   Lane<R> theta, scale;  // as in Threshold
 };
 
-// `theta` is a lower bound of each row's root. Rows that are done wait for the others.
-template <class P, class R>
-LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, const R* z, std::size_t count,
-                            double precision) {
+// `theta` is a lower bound of each row's root. evaluate(theta, open) returns LaneSums<R>, of which
+// the open rows count. Rows that are done wait for the others.
+template <class R, class P, class Evaluate>
+LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> open,
+                            double precision, const Evaluate& evaluate) {
   const LaneTag<R> d;
   const auto one = hn::Set(d, R{1});
   auto scale = one;
   if constexpr (P::family == Family::sparsemax) {
     while (true) {
-      const LaneSums<R> sums = EvaluateLanes(power, theta, z, count);
+      const LaneSums<R> sums = evaluate(theta, open);
       const auto next = hn::Div(hn::Sub(sums.f, one), sums.slope);
       const auto moves = hn::Gt(next, theta);
       if (hn::AllFalse(d, moves)) return {theta, scale};
       theta = hn::IfThenElse(moves, next, theta);
     }
   } else {
-    const auto tolerance = hn::Set(d, static_cast<R>(1 + power.Tolerance(precision)));
+    // Where elements leave the support smoothly, the change of the slope since the last step tells
+    // the curvature of f^b. A step without it squares f - 1, or about as the curvature says; what
+    // it misses is a share of that as this step is a share of the last. Not for bounds, which must
+    // stay below the root.
+    const bool curved = !P::near_one && power.b < R{0.5} && precision <= Precision<R>::full;
+    const auto tolerance = hn::Set(d, static_cast<R>(power.Tolerance(precision)));
+    const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon() / 4);
     const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
+    const auto half = hn::Set(d, R{0.5});
     const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
-    auto open = hn::Eq(one, one);
-    while (true) {
-      const LaneSums<R> sums = EvaluateLanes(power, theta, z, count);
-      const auto step = LaneStep<P, R>(power, sums);
+    auto last_slope = hn::Zero(d), last_step = one;
+    for (bool first = true;; first = false) {
+      const LaneSums<R> sums = evaluate(theta, open);
+      auto [step, slope] = LaneStep<P, R>(power, sums);
+      const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
+      auto missed = error;
+      if (curved && !first) {
+        const auto ratio = hn::Div(step, last_step), change = hn::Sub(slope, last_slope);
+        const auto less = hn::Div(hn::Mul(hn::Mul(half, change), hn::Mul(step, ratio)), slope);
+        const auto sane = hn::Lt(hn::Abs(less), hn::Mul(half, hn::Abs(step)));
+        const auto bent = hn::Abs(hn::Mul(less, hn::Mul(sums.slope, descent)));
+        missed = hn::Mul(hn::Max(hn::Mul(error, error), bent), hn::Abs(ratio));
+        step = hn::Sub(step, hn::IfThenElseZero(sane, less));
+      }
       const auto root = hn::Add(theta, step);
       const auto rest = hn::Sub(step, hn::Sub(root, theta));
       const auto f = hn::MulAdd(hn::Mul(rest, descent), sums.slope, one);
       theta = hn::IfThenElse(open, root, theta);
       scale = hn::IfThenElse(open, hn::Div(one, f), scale);
-      const auto moves = hn::Gt(step, hn::Mul(tiny, hn::Abs(root)));
-      open = hn::And(open, hn::And(hn::Gt(sums.f, tolerance), moves));
+      const auto moves = hn::Gt(hn::Abs(step), hn::Mul(tiny, hn::Abs(root)));
+      const auto far = hn::And(hn::Gt(error, tolerance), hn::Gt(missed, epsilon));
+      open = hn::And(open, hn::And(far, moves));
       if (hn::AllFalse(d, open)) return {theta, scale};
+      last_slope = slope;
+      last_step = step;
     }
   }
+}
+
+// The same where all elements of all rows are in vectors: z[0, count * lanes).
+template <class R, class P>
+LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, const R* z, std::size_t count,
+                            double precision) {
+  return SolveLanes<R>(power, theta, hn::Eq(theta, theta), precision,
+                       [&](Lane<R> at, hn::Mask<LaneTag<R>>)
+                           HWY_ATTR { return EvaluateLanes(power, at, z, count); });
+}
+
+// A bound must not drop an element of the support: this covers the rounding of its sums.
+template <class R, class P>
+HWY_INLINE Lane<R> SafeBound(const P&, Lane<R> bound) {
+  const LaneTag<R> d;
+  constexpr R kSlack = 16 * std::numeric_limits<R>::epsilon();
+  return hn::Max(hn::Set(d, P::start), hn::Sub(bound, hn::Set(d, kSlack)));
 }
 
 // --- Rows ---
@@ -271,6 +339,10 @@ class LaneRows {
       }
       for (; i < end; ++i) take(i, m0);
       const auto best = hn::Max(hn::Max(m0, m1), hn::Max(m2, m3));
+      if (whole) {
+        const auto low = hn::Add(hn::Sub(m0, best), hn::Sub(m1, best));
+        hn::Store(hn::Add(low, hn::Add(hn::Sub(m2, best), hn::Sub(m3, best))), d, four_);
+      }
       hn::Store(best, d, part_max_ + parts_ * kLanes<R>);
       highest = hn::Max(highest, best);
     }
@@ -310,6 +382,7 @@ class LaneRows {
         count += hn::AllFalse(d, active) ? 0 : 1;
       }
     } else {
+      theta = SafeBound<R>(power, MeanBound<R>(power, hn::Load(d, four_), 4));
       for (; count < length_; ++count) {
         const auto z = hn::Sub(hn::LoadU(d, x_ + count * kLanes<R>), shift);
         hn::StoreU(z, d, candidates_ + count * kLanes<R>);
@@ -344,10 +417,9 @@ class LaneRows {
     for (std::size_t i = 0; i < parts_ * kLanes<R>; i += kLanes<R>) {
       hn::Store(hn::Sub(hn::Load(d, part_max_ + i), shift), d, part_max_ + i);
     }
-    constexpr R kSlack = 16 * std::numeric_limits<R>::epsilon();
     const auto start = hn::Set(d, power.start);
-    const auto bound = SolveLanes(power, start, part_max_, parts_, Precision<R>::rough).theta;
-    return hn::Max(start, hn::Sub(bound, hn::Set(d, kSlack)));
+    return SafeBound<R>(power,
+                        SolveLanes<R>(power, start, part_max_, parts_, Precision<R>::rough).theta);
   }
 
   void Softmax() {
@@ -385,6 +457,7 @@ class LaneRows {
   bool wants_size_;
   std::size_t parts_ = 0;
   HWY_ALIGN R part_max_[kBounds * kLanes<R>];
+  HWY_ALIGN R four_[kLanes<R>];  // of a short row: the sum of z of the maxima of four parts
 };
 
 }  // namespace pullback::HWY_NAMESPACE

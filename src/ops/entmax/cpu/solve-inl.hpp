@@ -156,12 +156,10 @@ struct Power {
   template <class D>
   HWY_INLINE hn::Vec<D> BaseTo(D d, hn::Vec<D> excess, hn::Vec<D> exponent) const {
     const auto active = Active(d, excess);
-    auto log = hn::Zero(d);
-    if constexpr (near_one) {
-      log = hn::Log1p(d, hn::IfThenElseZero(active, excess));
-    } else {
-      log = LogPositive(d, hn::IfThenElse(active, excess, hn::Set(d, R{1})));
+    if constexpr (!near_one) {
+      return hn::IfThenElseZero(active, PowerOfFraction(d, excess, exponent));
     }
+    const auto log = hn::Log1p(d, hn::IfThenElseZero(active, excess));
     return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, exponent)));
   }
 };
@@ -235,7 +233,7 @@ template <class R>
 struct Precision {
   static constexpr double full = static_cast<double>(std::numeric_limits<R>::epsilon());
   // A lower bound of the root needs no digits.
-  static constexpr double rough = 1;
+  static constexpr double rough = 9;
 };
 
 // alpha <= 2. `theta` is a lower bound of the root. Uses up z.

@@ -26,6 +26,11 @@ HWY_INLINE hn::Vec<D> SquareRoot(D d, hn::Vec<D> y) {
   }
 }
 
+template <class D, class T>
+HWY_INLINE hn::Vec<D> LoadSome(D d, const T* from, std::size_t count) {
+  return count == hn::Lanes(d) ? LoadAs(d, from) : LoadFirstAs(d, from, count, Real<T>{0});
+}
+
 // Where s comes from: dense y.
 template <Family kFamily, class R, class T>
 class DenseWeights {
@@ -52,17 +57,16 @@ class DenseWeights {
     const auto one = hn::Set(d, R{1});
     if constexpr (kFamily == Family::sparsemax) return hn::IfThenElse(hn::IsNaN(y), y, one);
     if constexpr (kFamily == Family::entmax15) return SquareRoot(d, y);
-    const auto safe = hn::IfThenElse(hn::Gt(y, hn::Zero(d)), y, one);
-    // y is at most 1, so that with alpha <= 2 the power is, too.
+    auto power = one;
     if constexpr (kFamily != Family::steep) {
-      const auto log = hn::Min(LogPositive(d, safe), hn::Zero(d));
-      const auto power = ExpNonPositive(d, hn::Mul(hn::Set(d, exponent_), log));
-      return hn::IfThenElse(hn::IsNaN(y), y, power);
+      power = PowerOfFraction(d, hn::Min(y, one), hn::Set(d, exponent_));
+    } else {
+      const auto safe = hn::IfThenElse(hn::Gt(y, hn::Zero(d)), y, one);
+      // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
+      const auto log = hn::Mul(hn::Set(d, exponent_), hn::Log(d, safe));
+      power = hn::Exp(d, hn::Min(log, hn::Set(d, R{600})));
     }
-    auto power = hn::Mul(hn::Set(d, exponent_), hn::Log(d, safe));
-    // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
-    if constexpr (kFamily == Family::steep) power = hn::Min(power, hn::Set(d, R{600}));
-    return hn::IfThenElse(hn::IsNaN(y), y, hn::Exp(d, power));
+    return hn::IfThenElse(hn::IsNaN(y), y, power);
   }
 
  private:

@@ -1,0 +1,116 @@
+// The backward pass of short rows, as many at a time as a vector has lanes: <s, d_y> and S of a row
+// are lanes of vectors, so that the rows share the latency of adding up lanes and of the quotient.
+
+#if defined(PULLBACK_ENTMAX_BACKWARD_SHORT_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_ENTMAX_BACKWARD_SHORT_INL_HPP
+#undef PULLBACK_ENTMAX_BACKWARD_SHORT_INL_HPP
+#else
+#define PULLBACK_ENTMAX_BACKWARD_SHORT_INL_HPP
+#endif
+
+#include "cpu/ahead-inl.hpp"
+#include "ops/entmax/cpu/backward_tile.hpp"
+#include "ops/entmax/cpu/lanes-inl.hpp"
+#include "ops/entmax/cpu/stream-inl.hpp"
+#include "ops/entmax/cpu/weights-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+inline constexpr std::int64_t kShortLength = 128;
+
+template <Family kFamily, class T>
+class ShortGradients {
+ public:
+  using R = Real<T>;
+
+  ShortGradients(double alpha, std::int64_t length)
+      : alpha_(alpha), length_(static_cast<std::size_t>(length)) {}
+
+  // All rows of a tile whose tensors have unit stride along the axis.
+  void Compute(const entmax::BackwardTile& tile) {
+    constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
+    LinesAhead y_ahead(tile.y.row<T>(0)), d_y_ahead(tile.d_y.row<T>(0));
+    for (std::int64_t r = 0; r < tile.rows; r += kRows) {
+      const std::int64_t rows = std::min(kRows, tile.rows - r);
+      if (tile.y.row_step == tile.length) y_ahead.StepTo(tile.y.row<T>(r + rows));
+      if (tile.d_y.row_step == tile.length) d_y_ahead.StepTo(tile.d_y.row<T>(r + rows));
+      FindMeans(tile, r, rows);
+      Write(tile, r, rows);
+    }
+  }
+
+ private:
+  static constexpr std::size_t kPitch = kShortLength + HWY_MAX_BYTES / sizeof(R);
+
+  void FindMeans(const entmax::BackwardTile& tile, std::int64_t r, std::int64_t rows) {
+    const LaneTag<R> d;
+    HWY_ALIGN R sums[kLanes<R> * kLanes<R>] = {};
+    HWY_ALIGN R dots[kLanes<R> * kLanes<R>] = {};
+    for (std::size_t k = 0; k < static_cast<std::size_t>(rows); ++k) {
+      const auto row = r + static_cast<std::int64_t>(k);
+      const DenseWeights<kFamily, R, T> weights(tile.y.row<T>(row), alpha_);
+      const T* d_y = tile.d_y.row<T>(row);
+      auto sum = hn::Zero(d), dot = sum;
+      for (std::size_t i = 0; i < length_; i += kLanes<R>) {
+        const std::size_t count = std::min(kLanes<R>, length_ - i);
+        const auto y = weights.Load(d, i, count);
+        const auto active = weights.Active(d, y);
+        const auto s = hn::IfThenElseZero(active, weights.Weight(d, y));
+        const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
+        sum = hn::Add(sum, s);
+        dot = hn::MulAdd(s, g, dot);
+        hn::StoreU(s, d, s_ + k * kPitch + i);
+      }
+      hn::Store(sum, d, sums + k * kLanes<R>);
+      hn::Store(dot, d, dots + k * kLanes<R>);
+    }
+    hn::Store(hn::Div(SumsOfRows(dots), SumsOfRows(sums)), d, means_);
+  }
+
+  void Write(const entmax::BackwardTile& tile, std::int64_t r, std::int64_t rows) {
+    const LaneTag<R> d;
+    // Where the rows of d_x follow each other they are streamed as one; in place they are cached.
+    const bool staged = tile.stream && tile.d_x.data != tile.d_y.data;
+    for (std::size_t k = 0; k < static_cast<std::size_t>(rows); ++k) {
+      const auto row = r + static_cast<std::int64_t>(k);
+      const T* d_y = tile.d_y.row<T>(row);
+      T* to = staged ? stage_ + k * length_ : tile.d_x.row<T>(row);
+      const auto mean = hn::Set(d, means_[k]);
+      for (std::size_t i = 0; i < length_; i += kLanes<R>) {
+        const std::size_t count = std::min(kLanes<R>, length_ - i);
+        const auto s = hn::LoadU(d, s_ + k * kPitch + i);
+        const auto active = hn::Not(hn::Eq(s, hn::Zero(d)));
+        const auto gradient = hn::Mul(s, hn::Sub(LoadSome(d, d_y + i, count), mean));
+        const auto masked = hn::IfThenElseZero(active, gradient);
+        if (count == kLanes<R>) {
+          StoreAs(d, masked, to + i);
+        } else {
+          StoreFirstAs(d, masked, to + i, count);
+        }
+      }
+    }
+    if (!staged) return;
+    const auto stream = [&](std::int64_t row, const T* from, std::size_t count) {
+      StreamBytes(reinterpret_cast<std::uint8_t*>(tile.d_x.row<T>(row)),
+                  reinterpret_cast<const std::uint8_t*>(from), count * sizeof(T));
+    };
+    if (tile.d_x.row_step == tile.length) {
+      return stream(r, stage_, static_cast<std::size_t>(rows) * length_);
+    }
+    for (std::int64_t k = 0; k < rows; ++k) {
+      stream(r + k, stage_ + static_cast<std::size_t>(k) * length_, length_);
+    }
+  }
+
+  const double alpha_;
+  const std::size_t length_;
+  HWY_ALIGN R means_[kLanes<R>];
+  HWY_ALIGN R s_[kLanes<R> * kPitch];
+  HWY_ALIGN T stage_[kLanes<R> * static_cast<std::size_t>(kShortLength)];
+};
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,262 @@
+// The forward pass of rows of medium length, for an alpha whose powers take a logarithm. As many
+// rows as a vector has lanes are solved together: their thresholds are the lanes of a vector, so
+// that they share the latency of all that a step does besides its sums, while the candidates of
+// each row lie side by side as in the solution of a single row. y is computed where the candidates
+// are, and spread over the row by their places.
+
+#if defined(PULLBACK_ENTMAX_FORWARD_BATCH_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_ENTMAX_FORWARD_BATCH_INL_HPP
+#undef PULLBACK_ENTMAX_FORWARD_BATCH_INL_HPP
+#else
+#define PULLBACK_ENTMAX_FORWARD_BATCH_INL_HPP
+#endif
+
+#include "cpu/ahead-inl.hpp"
+#include "ops/entmax/cpu/forward_row-inl.hpp"
+#include "ops/entmax/cpu/lanes-inl.hpp"
+#include "ops/entmax/cpu/stream-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+// Lane i is, where the mask has it, the next of the elements at `from`, else 0. Whole vectors may
+// be read.
+template <class D>
+HWY_INLINE hn::Vec<D> Spread(D d, hn::Mask<D> mask, const hn::TFromD<D>* from) {
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  if constexpr (sizeof(hn::TFromD<D>) == 4) {
+    return hn::Vec<D>{_mm512_maskz_expand_ps(mask.raw, hn::LoadU(d, from).raw)};
+  } else {
+    return hn::Vec<D>{_mm512_maskz_expand_pd(mask.raw, hn::LoadU(d, from).raw)};
+  }
+#else
+  HWY_ALIGN hn::TFromD<D> lanes[hn::MaxLanes(d)] = {};
+  for (unsigned bits = BitsOf(d, mask); bits != 0; bits &= bits - 1) {
+    lanes[std::countr_zero(bits)] = *from++;
+  }
+  return hn::Load(d, lanes);
+#endif
+}
+
+template <class T>
+class RowBatch {
+ public:
+  using R = Real<T>;
+  static constexpr auto kMostRows = static_cast<std::int64_t>(kLanes<R>);
+  static_assert(kMostRows <= entmax::kMostBatchRows);
+
+  RowBatch(double alpha, std::size_t length, const entmax::BatchScratch& scratch)
+      : power_(alpha),
+        b_(alpha - 1),
+        length_(length),
+        pitch_(
+            static_cast<std::size_t>(entmax::candidates_pitch(static_cast<std::int64_t>(length)))),
+        places_pitch_(
+            static_cast<std::size_t>(entmax::places_pitch(static_cast<std::int64_t>(length)))),
+        candidates_(reinterpret_cast<R*>(scratch.candidates)),
+        places_(reinterpret_cast<std::uint8_t*>(scratch.places)) {}
+
+  void Clear() { rows_ = 0; }
+  void Add(const RowView<T>& row) { row_[rows_++] = row; }
+  std::int64_t rows() const { return static_cast<std::int64_t>(rows_); }
+  const RowResult& result(std::int64_t k) const { return result_[k]; }
+
+  // With `prefetch`, the rows that follow the batch in memory are fetched meanwhile.
+  void Compute(bool prefetch) {
+    const LaneTag<R> d;
+    const auto bound = Bound();
+    HWY_ALIGN R theta[kLanes<R>], scale[kLanes<R>];
+    hn::Store(bound, d, theta);
+    if (prefetch) {
+      const T* end = row_[rows_ - 1].x + length_;
+      next_ = LinesAhead(
+          reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(end) - LinesAhead::kLead));
+      lines_ = rows_ * length_ * sizeof(T) / LinesAhead::kLine;
+    }
+    for (std::size_t k = 0; k < rows_; ++k) {
+      if (valid_[k] != 0) FindCandidates(k, theta[k]);
+    }
+    const auto open = hn::Ne(hn::Load(d, valid_), hn::Zero(d));
+    const auto threshold = SolveLanes<R>(power_, bound, open, Precision<R>::full,
+                                         [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
+                                             HWY_ATTR { return Evaluate(at, still_open); });
+    hn::Store(threshold.theta, d, theta);
+    hn::Store(threshold.scale, d, scale);
+    for (std::size_t k = 0; k < rows_; ++k) {
+      if (valid_[k] != 0) {
+        result_[k] = {b_ * static_cast<double>(max_[k]) + static_cast<double>(theta[k]),
+                      ComputeY(k, theta[k], scale[k])};
+      } else {
+        result_[k] = DegenerateRow(row_[k], empty_[k]);
+      }
+      for (std::size_t left = lines_ / (rows_ - k); left > 0; --left) Fetch();
+      // Not right after y of the same row, which would be loaded before it is stored.
+      if (k > 0) WriteY(k - 1);
+    }
+    WriteY(rows_ - 1);
+  }
+
+ private:
+  static constexpr std::size_t kMaxima = kAccumulators * kLanes<R>;  // of a row
+  static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;    // of a vector
+
+  // Lower bounds of the thresholds. Also finds the maxima, and which rows have a distribution.
+  Lane<R> Bound() {
+    const LaneTag<R> d;
+    HWY_ALIGN R maxima[kLanes<R> * kMaxima];
+    HWY_ALIGN R z[kMaxima * kLanes<R>];
+    for (std::size_t k = 0; k < kLanes<R>; ++k) {
+      R* own = maxima + k * kMaxima;
+      max_[k] = k < rows_ ? MaxOfRow(row_[k].x, length_, own, false)
+                          : std::numeric_limits<R>::quiet_NaN();
+      valid_[k] = std::isfinite(max_[k]) ? R{1} : R{0};
+      if (valid_[k] != 0) continue;
+      // A single element stands in, whose threshold is there from the start.
+      empty_[k] = max_[k] < 0;
+      max_[k] = 0;
+      std::fill_n(own, kMaxima, -std::numeric_limits<R>::infinity());
+      own[0] = 0;
+    }
+    RowsToLanes(maxima, static_cast<std::int64_t>(kMaxima), kMaxima, z);
+    const auto shift = hn::Load(d, max_);
+    auto sum = hn::Zero(d);  // of the largest few
+    for (std::size_t i = 0; i < kLanes<R>; ++i) {
+      auto highest = hn::Set(d, -std::numeric_limits<R>::infinity());
+      for (std::size_t k = 0; k < kAccumulators; ++k) {
+        R* at = z + (k * kLanes<R> + i) * kLanes<R>;
+        const auto v = hn::Sub(hn::Load(d, at), shift);
+        hn::Store(v, d, at);
+        highest = hn::Max(highest, v);
+      }
+      sum = hn::Add(sum, highest);
+    }
+    const auto start = SafeBound<R>(power_, MeanBound<R>(power_, sum, kLanes<R>));
+    return SafeBound<R>(power_,
+                        SolveLanes<R>(power_, start, z, kMaxima, Precision<R>::rough).theta);
+  }
+
+  // A line of the next batch, as long as there are some.
+  HWY_INLINE void Fetch() {
+    if (lines_ == 0) return;
+    --lines_;
+    next_.Step();
+  }
+
+  void FindCandidates(std::size_t k, R theta) {
+    const LaneTag<R> d;
+    const T* x = row_[k].x;
+    R* z = candidates_ + k * pitch_;
+    std::uint8_t* places = places_ + k * places_pitch_;
+    const auto shift = hn::Set(d, max_[k]), at = hn::Set(d, theta);
+    std::size_t count = 0;
+    const auto keep = [&](auto loaded) HWY_ATTR {
+      const auto v = hn::Sub(loaded, shift);
+      const auto active = power_.Active(d, power_.Excess(d, v, at));
+      hn::StoreU(hn::Compress(v, active), d, z + count);
+      count += hn::CountTrue(d, active);
+      hn::StoreMaskBits(d, active, places);
+      places += kPlaceBytes;
+    };
+    std::size_t i = 0;
+    for (; i + 2 * kLanes<R> <= length_; i += 2 * kLanes<R>) {
+      Fetch();
+      keep(LoadAs(d, x + i));
+      keep(LoadAs(d, x + i + kLanes<R>));
+    }
+    if (i + kLanes<R> <= length_) {
+      keep(LoadAs(d, x + i));
+      i += kLanes<R>;
+    }
+    if (i < length_) {
+      keep(LoadFirstAs(d, x + i, length_ - i, -std::numeric_limits<Real<T>>::infinity()));
+    }
+    PadCandidates(z, count);
+    count_[k] = count;
+  }
+
+  LaneSums<R> Evaluate(Lane<R> theta, hn::Mask<LaneTag<R>> open) {
+    const LaneTag<R> d;
+    HWY_ALIGN R at[kLanes<R>];
+    HWY_ALIGN R f[kLanes<R> * kLanes<R>];
+    HWY_ALIGN R slope[kLanes<R> * kLanes<R>];
+    hn::Store(theta, d, at);
+    const unsigned bits = BitsOf(d, open);
+    for (std::size_t k = 0; k < kLanes<R>; ++k) {
+      auto sum = hn::Zero(d), lost = sum, slopes = sum;
+      const R* z = candidates_ + k * pitch_;
+      const auto own = hn::Set(d, at[k]);
+      const std::size_t count = bits >> k & 1 ? count_[k] : 0;
+      for (std::size_t i = 0; i < count;) {
+        const std::size_t end = std::min(count, i + kSumVectors * kLanes<R>);
+        auto part = hn::Zero(d);
+        for (; i < end; i += kLanes<R>) {
+          Fetch();
+          const auto both = power_.Both(d, power_.Excess(d, hn::LoadU(d, z + i), own));
+          part = hn::Add(part, both.value);
+          slopes = hn::Add(slopes, both.slope);
+        }
+        const auto next = hn::Add(sum, part);
+        lost = hn::Add(lost, hn::Sub(part, hn::Sub(next, sum)));
+        sum = next;
+      }
+      hn::Store(hn::Add(sum, lost), d, f + k * kLanes<R>);
+      hn::Store(slopes, d, slope + k * kLanes<R>);
+    }
+    return {SumsOfRows(f), SumsOfRows(slope)};
+  }
+
+  // In place of the candidates. Returns how many are in the support, if that is wanted.
+  std::int64_t ComputeY(std::size_t k, R theta, R scale) {
+    const LaneTag<R> d;
+    R* z = candidates_ + k * pitch_;
+    const auto at = hn::Set(d, theta), factor = hn::Set(d, scale);
+    const bool counts = row_[k].wants_size;
+    std::size_t support = 0;
+    for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
+      const auto excess = power_.Excess(d, hn::LoadU(d, z + i), at);
+      if (counts) support += hn::CountTrue(d, power_.Active(d, excess));
+      hn::StoreU(hn::Mul(factor, power_.Value(d, excess)), d, z + i);
+    }
+    return static_cast<std::int64_t>(support);
+  }
+
+  void WriteY(std::size_t k) {
+    const LaneTag<R> d;
+    if (valid_[k] == 0 || row_[k].y == nullptr) return;
+    const R* y = candidates_ + k * pitch_;
+    const std::uint8_t* places = places_ + k * places_pitch_;
+    WriteRow(row_[k].y, length_, row_[k].stream,
+             [&](T* to, std::size_t, std::size_t count) HWY_ATTR {
+               const auto next = [&]() HWY_ATTR {
+                 const auto active = hn::LoadMaskBits(d, places);
+                 const auto v = Spread(d, active, y);
+                 places += kPlaceBytes;
+                 y += hn::CountTrue(d, active);
+                 return v;
+               };
+               std::size_t i = 0;
+               for (; i + kLanes<R> <= count; i += kLanes<R>) StoreAs(d, next(), to + i);
+               if (i < count) StoreFirstAs(d, next(), to + i, count - i);
+             });
+  }
+
+  const Power<Family::general, R> power_;
+  const double b_;
+  const std::size_t length_, pitch_, places_pitch_;
+  R* const candidates_;
+  std::uint8_t* const places_;
+  std::size_t rows_ = 0;
+  LinesAhead next_{nullptr};
+  std::size_t lines_ = 0;  // of the next batch that are still to be fetched
+  RowView<T> row_[kLanes<R>];
+  RowResult result_[kLanes<R>];
+  HWY_ALIGN R max_[kLanes<R>];
+  HWY_ALIGN R valid_[kLanes<R>];  // 1 or 0
+  bool empty_[kLanes<R>];
+  std::size_t count_[kLanes<R>];
+};
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

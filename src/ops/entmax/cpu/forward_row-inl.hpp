@@ -1,0 +1,99 @@
+// A row of the forward pass: where it is, its maximum, and rows that have no distribution.
+
+#if defined(PULLBACK_ENTMAX_FORWARD_ROW_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_ENTMAX_FORWARD_ROW_INL_HPP
+#undef PULLBACK_ENTMAX_FORWARD_ROW_INL_HPP
+#else
+#define PULLBACK_ENTMAX_FORWARD_ROW_INL_HPP
+#endif
+
+#include "cpu/ahead-inl.hpp"
+#include "ops/entmax/cpu/forward_tile.hpp"
+#include "ops/entmax/cpu/solve-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::HWY_NAMESPACE {
+
+using entmax::RowResult;
+
+constexpr std::size_t kAccumulators = 4;
+
+template <class T>
+struct RowView {
+  const T* x;
+  std::size_t length;
+  T* y;                   // or null
+  std::uint8_t* support;  // or null
+  bool stream;
+  bool wants_size;
+  const T* next;  // the row that comes after this one, or null
+};
+
+constexpr std::size_t kNextBytes = 8192;
+
+// The solver computes on few elements for as long as it takes to fetch a few KB: without this,
+// memory would idle.
+template <class T>
+void PrefetchNext(const RowView<T>& row) {
+  if (row.next == nullptr) return;
+  const auto* from = reinterpret_cast<const std::uint8_t*>(row.next);
+  for (std::size_t i = 0; i < std::min(row.length * sizeof(T), kNextBytes); i += 64) {
+    hwy::Prefetch(from + i);
+  }
+}
+
+// The maximum, NaN if there is a NaN. `lane_maxima` receives kAccumulators vectors, which are the
+// row itself, padded with -inf, when it is that short.
+template <class R, class T>
+R MaxOfRow(const T* x, std::size_t length, R* lane_maxima, bool prefetch) {
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
+  auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
+  auto nan = hn::IsNaN(lowest);
+  const auto take = [&](auto v, auto& max) HWY_ATTR {
+    nan = hn::Or(nan, hn::IsNaN(v));
+    max = hn::Max(v, max);
+  };
+  std::size_t i = 0;
+  LinesAhead ahead(x, lanes * sizeof(T));
+  for (; i + 4 * lanes <= length; i += 4 * lanes) {
+    for (int k = 0; prefetch && k < 4; ++k) ahead.Step();
+    take(LoadAs(d, x + i), m0);
+    take(LoadAs(d, x + i + lanes), m1);
+    take(LoadAs(d, x + i + 2 * lanes), m2);
+    take(LoadAs(d, x + i + 3 * lanes), m3);
+  }
+  if (i + lanes <= length) take(LoadAs(d, x + i), m0), i += lanes;
+  if (i + lanes <= length) take(LoadAs(d, x + i), m1), i += lanes;
+  if (i + lanes <= length) take(LoadAs(d, x + i), m2), i += lanes;
+  if (i < length) {
+    take(LoadFirstAs(d, x + i, length - i, -std::numeric_limits<Real<T>>::infinity()), m3);
+  }
+  hn::StoreU(m0, d, lane_maxima);
+  hn::StoreU(m1, d, lane_maxima + lanes);
+  hn::StoreU(m2, d, lane_maxima + 2 * lanes);
+  hn::StoreU(m3, d, lane_maxima + 3 * lanes);
+  if (!hn::AllFalse(d, nan)) return std::numeric_limits<R>::quiet_NaN();
+  return hn::GetLane(hn::MaxOfLanes(d, hn::Max(hn::Max(m0, m1), hn::Max(m2, m3))));
+}
+
+template <class T>
+void FillRow(const RowView<T>& row, double value) {
+  if (row.y) std::fill_n(row.y, row.length, from_double<T>(value));
+  if (row.support) std::fill_n(row.support, (row.length + 7) / 8, std::uint8_t{0});
+}
+
+// Rows without a distribution: with a NaN or +inf, with nothing visible, or with an invalid alpha.
+template <class T>
+RowResult DegenerateRow(const RowView<T>& row, bool empty) {
+  constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+  FillRow(row, empty ? 0.0 : kNaN);
+  if (empty) return {std::numeric_limits<double>::infinity(), 0};
+  return {kNaN, -1};
+}
+
+}  // namespace pullback::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

@@ -1,0 +1,191 @@
+// attention on a GPU where the case list does not look: long sequences, and the same bits a
+// thousand times from what is summed by several blocks.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <span>
+#include <vector>
+
+#include "cuda/driver.hpp"
+#include "driver/check.hpp"
+#include "ops/attention/case_setup.hpp"
+#include "pullback/attention.hpp"
+
+namespace pullback {
+namespace {
+
+using namespace driver;
+
+class attention_cuda : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (const std::string problem = cuda::driver_problem(); !problem.empty()) {
+      GTEST_SKIP() << problem;
+    }
+  }
+};
+
+constexpr std::int64_t kLong = 131072;
+
+// Both passes of self-attention of 2048 channels, with the bytes of the tensors of the problem.
+void for_long_plans(const Device& device, const auto& visit) {
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    for (const std::int64_t head_dim : {64, 128, 256}) {
+      AttentionProblem problem;
+      problem.q = TensorSpec::contiguous(dtype, {1, kLong, 2048 / head_dim, head_dim});
+      problem.k = problem.v = problem.d_out = problem.q;
+      for (const BandMask& mask : {BandMask{}, BandMask::causal(Corner::bottom_right)}) {
+        problem.mask = mask;
+        const AttentionProblem full = complete(problem);
+        std::size_t bytes = 0;
+        for (const TensorSpec* spec : {&full.q, &full.k, &full.v, &full.out, &full.lse, &full.d_out,
+                                       &full.d_q, &full.d_k, &full.d_v}) {
+          bytes += static_cast<std::size_t>(spec->numel()) * size_of(spec->dtype);
+        }
+        for (const Pass pass : {Pass::forward, Pass::backward}) {
+          SCOPED_TRACE(full.q.to_string());
+          visit(full, bytes, make_plan(device, full, pass).workspace_bytes());
+        }
+      }
+    }
+  }
+}
+
+// d_q in f32, and tiles.
+TEST(attention_memory, of_131072_tokens_on_the_cpu) {
+  for_long_plans(Device::cpu(2), [](const AttentionProblem& problem, std::size_t,
+                                    std::size_t scratch) {
+    EXPECT_LE(scratch, static_cast<std::size_t>(problem.q.numel()) * 4 + (std::size_t{64} << 20));
+  });
+}
+
+TEST_F(attention_cuda, memory_of_131072_tokens) {
+  for_long_plans(Device::cuda(), [](const AttentionProblem&, std::size_t own, std::size_t scratch) {
+    EXPECT_LE(scratch * 10, own);
+  });
+}
+
+// Rows of a tensor [1,S,H,D] or [1,H,S] in double.
+std::vector<double> row_of(const HostTensor& tensor, std::int64_t heads, std::int64_t row,
+                           std::int64_t head) {
+  const std::int64_t width = tensor.spec().shape[3];
+  std::vector<double> values(static_cast<std::size_t>(width));
+  tensor.load((row * heads + head) * width, values);
+  return values;
+}
+
+double dot(std::span<const double> a, std::span<const double> b) {
+  double sum = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+void add(std::vector<double>& sum, double factor, std::span<const double> values) {
+  sum.resize(values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) sum[i] += factor * values[i];
+}
+
+void expect_row(const std::vector<double>& got, const std::vector<double>& want, const char* what) {
+  double largest = 0;
+  for (const double value : want) largest = std::max(largest, std::abs(value));
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    ASSERT_NEAR(got[i], want[i], largest * 0x1p-6) << what << " " << i;
+  }
+}
+
+// All rows are computed; the first and the last ones, and some between, are compared with f64.
+TEST_F(attention_cuda, gradients_of_131072_tokens) {
+  constexpr std::int64_t kHeads = 8, kWidth = 128;
+  const attention_setup::Setup setup{.batch = 1,
+                                     .query = kLong,
+                                     .key = kLong,
+                                     .heads = kHeads,
+                                     .kv_heads = kHeads,
+                                     .head_dim = kWidth,
+                                     .value_dim = kWidth};
+  Random random(1);
+  const Request request{.op = "attention",
+                        .inputs = attention_setup::inputs_of(setup, DType::bf16, random),
+                        .options = {},
+                        .device = Device::cuda(),
+                        .variant = {}};
+  const TensorMap results = evaluate(request);
+  const auto row = [&](const char* name, std::int64_t at, std::int64_t head) {
+    const auto input = request.inputs.find(name);
+    return row_of(input == request.inputs.end() ? results.at(name) : input->second, kHeads, at,
+                  head);
+  };
+  const double scale = 1 / std::sqrt(static_cast<double>(kWidth));
+  for (const auto& [head, at] : {std::array<std::int64_t, 2>{0, 0}, {3, 70001}, {7, kLong - 1}}) {
+    SCOPED_TRACE(at);
+    const auto lse_of = [&, head = head](std::int64_t i) {
+      return results.at("lse").get(head * kLong + i);
+    };
+    const std::vector<double> q = row("q", at, head), d_out = row("d_out", at, head);
+    const std::vector<double> k = row("k", at, head), v = row("v", at, head);
+    const double delta = dot(row("out", at, head), d_out);
+    std::vector<double> out, d_q, d_k, d_v;
+    double sum = 0;
+    for (std::int64_t other = 0; other < kLong; ++other) {
+      const std::vector<double> their_k = row("k", other, head), their_v = row("v", other, head);
+      const double p = std::exp(dot(q, their_k) * scale - lse_of(at));
+      sum += p;
+      add(out, p, their_v);
+      add(d_q, scale * p * (dot(d_out, their_v) - delta), their_k);
+
+      const std::vector<double> their_q = row("q", other, head);
+      const std::vector<double> their_d_out = row("d_out", other, head);
+      const double their_delta = dot(row("out", other, head), their_d_out);
+      const double their_p = std::exp(dot(their_q, k) * scale - lse_of(other));
+      add(d_v, their_p, their_d_out);
+      add(d_k, scale * their_p * (dot(their_d_out, v) - their_delta), their_q);
+    }
+    EXPECT_NEAR(sum, 1, 1e-4);  // what is wrong with lse
+    expect_row(row("out", at, head), out, "out");
+    expect_row(row("d_q", at, head), d_q, "d_q");
+    expect_row(row("d_k", at, head), d_k, "d_k");
+    expect_row(row("d_v", at, head), d_v, "d_v");
+  }
+}
+
+// What several blocks add up: d_q, d_k and d_v of groups, and d_bias over each of its dimensions.
+TEST_F(attention_cuda, sums_have_the_same_bits_a_thousand_times) {
+  const auto expect_same = [](const std::vector<std::int64_t>& bias, DType dtype, int runs) {
+    const attention_setup::Setup setup{.batch = 2,
+                                       .query = 70,
+                                       .key = 140,
+                                       .heads = 8,
+                                       .kv_heads = 2,
+                                       .head_dim = 64,
+                                       .value_dim = 64,
+                                       .bias = bias};
+    Random random(2);
+    const Request request{
+        .op = "attention",
+        .inputs = attention_setup::inputs_of(setup, dtype, random),
+        .options = {{"dropout", "0.1"}, {"seed", "3"}, {"causal", "bottom-right"}},
+        .device = Device::cuda(),
+        .variant = {}};
+    const TensorMap expected = evaluate(request);
+    const auto session = find_driver(request.op).prepare(request);
+    for (int run = 0; run < runs && !HasFailure(); ++run) {
+      session->forward();
+      session->backward();
+      session->fetch(Fetch::outputs);
+      for (const auto& [name, tensor] : expected) {
+        EXPECT_TRUE(same_bits(tensor, session->outputs.at(name))) << name << " in run " << run;
+      }
+    }
+  };
+  expect_same({1, 8, 70, 140}, DType::bf16, 1000);
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    expect_same({2, 8, 70, 140}, dtype, 50);
+    expect_same({2, 1, 1, 140}, dtype, 50);
+    expect_same({1, 1, 1, 1}, dtype, 50);
+  }
+}
+
+}  // namespace
+}  // namespace pullback
