@@ -89,7 +89,8 @@ Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t 
   const std::int64_t items = problem.x.shape[0] + problem.num_segments + 2;
   const std::int64_t walkers = kThreads >> tiling.lane_bits;
   for (std::int64_t wave = kWaves;; ++wave) {
-    const std::int64_t tiles = std::max<std::int64_t>(1, wave * resident / tiling.column_blocks);
+    const std::int64_t tiles = std::max<std::int64_t>(
+        1, wave * resident / std::max<std::int64_t>(1, tiling.column_blocks));
     const std::int64_t rows = (items + tiles * walkers - 1) / (tiles * walkers);
     if (rows > most_walker_rows(tiling.lane_bits)) continue;
     tiling.walker_rows = static_cast<int>(std::max<std::int64_t>(
