@@ -64,6 +64,7 @@ void attention(Caller& c) {
   if (c.chance(2)) p.mask_right = bound();
   p.mask_corner = c.choice(1);
   if (c.chance(4)) p.dropout = c.number();
+  if (c.chance(4)) p.seed = c.tensor({c.chance(9) ? c.size() : 1}, c.index());
   p.flags = c.flags(3);
 
   const Plan plan = plan_for(pullback_attention_plan, p, c);
@@ -84,6 +85,7 @@ void attention(Caller& c) {
   t.d_k = memory("d_k");
   t.d_v = memory("d_v");
   t.d_bias = memory("d_bias");
+  t.seed = memory("seed");
   c.run(pullback_attention_run, plan.get(), t);
 }
 

@@ -17,7 +17,7 @@ done
 # Libraries that other distributions may lack.
 ldd "${programs[@]}" | sed -nE 's/.*lib(tbb|hwy|fmt)[^ ]* => ([^ ]+) .*/\2/p' | sort -u |
   while read -r library; do cp -L "$library" "$folder/bin/"; done
-cp scripts/gpu_test.sh scripts/gpu_bench.sh scripts/gpu_rivals.py scripts/gpu_compare.py tests/cuda/budgets.json "$folder/"
+cp scripts/gpu_test.sh scripts/gpu_bench.sh scripts/gpu_{rivals,compare,torch,transformers}.py tests/cuda/budgets.json "$folder/"
 # The Python package, its tests and what runs them; PyTorch is there already.
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 python3 -m pip install -q --no-deps --target "$folder/site" . -C cmake.define.PULLBACK_BUILD="$PWD/$build"

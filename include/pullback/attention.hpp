@@ -74,14 +74,17 @@ struct AttentionProblem {
   BlockMask blocks;    // R = ⌈Sq / block⌉, C = ⌈Sk / block⌉; not varlen
   double dropout = 0;  // in [0, 1); the README defines the generator
   std::uint64_t dropout_seed = 0;
+  // i64, one element: where each run reads the seed, in place of dropout_seed. One plan then serves
+  // a training loop, and a captured run draws anew at each replay.
+  TensorSpec seed;
   bool deterministic = true;   // false allows variants whose sums have no fixed order
   bool check_indices = false;  // checked mode: run() reports the first bad cu_seqlens entry
 
   friend bool operator==(const AttentionProblem&, const AttentionProblem&) = default;
 };
 
-// Forward reads q, k, v, bias, cu_seqlens and writes out and, unless null, lse.
-// Backward reads q, k, v, bias, cu_seqlens, out, lse, d_out, d_lse and writes the non-null of d_q,
+// Forward reads q, k, v, bias, cu_seqlens, seed and writes out and, unless null, lse.
+// Backward reads those, out, lse, d_out, d_lse and writes the non-null of d_q,
 // d_k, d_v, d_bias.
 struct AttentionTensors {
   const void* q = nullptr;
@@ -98,6 +101,7 @@ struct AttentionTensors {
   void* d_k = nullptr;
   void* d_v = nullptr;
   void* d_bias = nullptr;
+  const void* seed = nullptr;
 };
 
 // The problem with every default filled in. Throws Error where `problem` breaks the contract.

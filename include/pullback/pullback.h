@@ -204,16 +204,19 @@ typedef struct pullback_attention_problem {
   const pullback_block_layout* layout;
   int64_t layout_batches; /* B; 0 or 1: the layout serves all batch items */
   int64_t block;          /* 16 to 128, a multiple of 16 */
+  const DLTensor* seed;   /* optional i64, one element: where each run reads the seed of dropout,
+                             in place of dropout_seed. One plan then serves a training loop, and a
+                             captured run draws anew at each replay */
 } pullback_attention_problem;
 #define PULLBACK_ATTENTION_PROBLEM_INIT                                                       \
   {                                                                                           \
     sizeof(pullback_attention_problem), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
         NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, 0, PULLBACK_UNBOUNDED, PULLBACK_UNBOUNDED,  \
-        PULLBACK_TOP_LEFT, 0, 0, 0, NULL, 0, 0                                                \
+        PULLBACK_TOP_LEFT, 0, 0, 0, NULL, 0, 0, NULL                                          \
   }
 
-/* Forward reads q, k, v, bias, cu_seqlens and writes out and, unless NULL, lse. Backward reads
- * those, out, lse, d_out, d_lse and writes the non-NULL of d_q, d_k, d_v, d_bias. */
+/* Forward reads q, k, v, bias, cu_seqlens, seed and writes out and, unless NULL, lse. Backward
+ * reads those, out, lse, d_out, d_lse and writes the non-NULL of d_q, d_k, d_v, d_bias. */
 typedef struct pullback_attention_tensors {
   size_t struct_size;
   const void* q;
@@ -230,11 +233,12 @@ typedef struct pullback_attention_tensors {
   void* d_k;
   void* d_v;
   void* d_bias;
+  const void* seed;
 } pullback_attention_tensors;
 #define PULLBACK_ATTENTION_TENSORS_INIT                                                       \
   {                                                                                           \
     sizeof(pullback_attention_tensors), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, \
-        NULL, NULL, NULL, NULL, NULL                                                          \
+        NULL, NULL, NULL, NULL, NULL, NULL                                                    \
   }
 
 /* In all plan functions `options` may be NULL: the CPU, all its cores, the best variant. On success

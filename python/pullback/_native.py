@@ -209,6 +209,7 @@ ATTENTION = Op(
     ("layout", "layout", None),
     ("layout_batches", "i64", 0),
     ("block", "i64", 0),
+    *_tensors("seed"),
 )
 BLOCK_SOFTMAX = Op(
     "block_softmax",

@@ -23,6 +23,7 @@ from ._native import (
     Op,
     Spec,
 )
+from ._torch_dispatch import define, differentiate, library
 from .sparsity import BlockLayout
 
 _DTYPES = {
@@ -36,11 +37,10 @@ _DTYPES = {
     torch.bool: "bool",
 }
 
-_library = torch.library.Library("pullback", "DEF")
-
+Given = Mapping[str, Any]
 # Shape and dtype of an output.
 Shape = tuple[Sequence[Any], torch.dtype]
-Shapes = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Shape]]
+Shapes = Callable[[Given, Given], Sequence[Shape]]
 
 _MAX_PLANS = 4096
 
@@ -64,11 +64,27 @@ def _spec(op: Op, name: str, tensor: Tensor) -> Spec:
 class _Prepared:
     """A plan, what to allocate for it, and where each pointer of its struct comes from."""
 
-    __slots__ = ("pick", "plan", "shapes", "workspace_bytes")
+    __slots__ = ("models", "pick", "plan", "workspace_bytes")
 
-    def __init__(self, plan: NativePlan, shapes: Sequence[Shape], slots: Sequence[int]) -> None:
+    def __init__(
+        self,
+        plan: NativePlan,
+        shapes: Sequence[Shape],
+        tensors: Sequence[Tensor | None],
+        slots: Sequence[int],
+    ) -> None:
         self.plan = plan
-        self.shapes = [(tuple(shape), dtype) for shape, dtype in shapes]
+        # Of each output, an input of its layout, as empty_like is quicker than new_empty, or -1,
+        # and its shape and dtype.
+        self.models = []
+        for shape, dtype in shapes:
+            layout = (dtype, tuple(shape), _row_major(shape))
+            alike = [
+                i
+                for i, t in enumerate(tensors)
+                if t is not None and (t.dtype, tuple(t.shape), t.stride()) == layout
+            ]
+            self.models.append((alike[0] if alike else -1, layout[1], dtype))
         # Of the addresses of inputs and outputs, and a last 0, those of the op's tensors.
         self.pick = itemgetter(*slots)
         self.workspace_bytes = plan.workspace_bytes
@@ -93,7 +109,6 @@ class _Kernel:
         self.names = names
         self.options = options
         self.pack = pack
-        self.seed = names.index("seed") if "seed" in names else None
         self.plans: dict[Any, _Prepared] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -109,8 +124,6 @@ class _Kernel:
             arguments[count:],
             *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors],
         )
-        if self.seed is not None and tensors[self.seed] is not None:
-            key = (*key, int(tensors[self.seed]))
         prepared = self.plans.get(key)
         if prepared is None:
             prepared = self._prepare(arguments, tensors, first.device, threads)
@@ -118,7 +131,10 @@ class _Kernel:
                 self.plans.pop(next(iter(self.plans)), None)
             self.plans[key] = prepared
 
-        outputs = [first.new_empty(shape, dtype=dtype) for shape, dtype in prepared.shapes]
+        outputs = [
+            first.new_empty(shape, dtype=dtype) if like < 0 else torch.empty_like(tensors[like])
+            for like, shape, dtype in prepared.models
+        ]
         addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *outputs)]
         addresses.append(0)
         size = prepared.workspace_bytes
@@ -137,16 +153,13 @@ class _Kernel:
         given = dict(zip(self.names, tensors))
         options = dict(zip(self.options, arguments[len(self.names) :]))
         for name, tensor in given.items():
-            # Integers that live on the CPU are options; of all else the device has to be one.
-            if tensor is not None and tensor.device != device and name != "seed":
+            if tensor is not None and tensor.device != device:
                 raise ValueError(
                     f"{op.name}: {name}: expected a tensor on {device}, got {tensor.device}"
                 )
         names, shapes = self.outputs(given, options)
         specs: dict[str, Spec | None] = {
-            name: _spec(op, name, tensor)
-            for name, tensor in given.items()
-            if tensor is not None and name != "seed"
+            name: _spec(op, name, tensor) for name, tensor in given.items() if tensor is not None
         }
         for name, (shape, dtype) in zip(names, shapes):
             specs[name] = Spec(_DTYPES[dtype], tuple(shape), _row_major(shape))
@@ -155,8 +168,6 @@ class _Kernel:
                 specs.setdefault(name, specs[like])
         options.pop("needs", None)
         options.update(self.owner.constants)
-        if given.get("seed") is not None:
-            options["dropout_seed"] = int(given["seed"])
         if "layout" in options:
             identifier = options["layout"]
             options["layout"] = BlockLayout.find(identifier) if identifier else None
@@ -164,7 +175,7 @@ class _Kernel:
         plan = NativePlan(op, self.direction, specs, options, kind, threads)
         places = {name: i for i, name in enumerate([*self.names, *names])}
         slots = [places.get(name, -1) for name in op.tensors]
-        return _Prepared(plan, shapes, slots)
+        return _Prepared(plan, shapes, tensors, slots)
 
     def outputs(
         self, given: Mapping[str, Any], options: Mapping[str, Any]
@@ -180,110 +191,19 @@ class _Kernel:
                 shapes.append((like.shape, like.dtype))
         return names, shapes
 
+    def fold(self, *arguments: Any) -> tuple[int, Sequence[str]] | None:
+        given = dict(zip(self.names, arguments))
+        options = dict(zip(self.options, arguments[len(self.names) :]))
+        dim = self.owner.fold(given, options)
+        indices = self.owner.indices
+        return None if dim is None else (dim, [name for name in self.names if name not in indices])
+
     def fake(self, *arguments: Any) -> Any:
         given = dict(zip(self.names, arguments))
         options = dict(zip(self.options, arguments[len(self.names) :]))
         first: Tensor = arguments[0]
         _, shapes = self.outputs(given, options)
         return self.pack([first.new_empty(shape, dtype=dtype) for shape, dtype in shapes])
-
-
-def _define(name: str, schema: str, kernel: _Kernel) -> Any:
-    """An operator without derivative; its overload."""
-    # Any strides do, so the compiler may choose those of intermediate tensors.
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-    _library.define(name + schema, tags=tags)
-    _library.impl(name, kernel.__call__, "CPU")
-    _library.impl(name, kernel.__call__, "CUDA")
-    torch.library.register_fake(f"pullback::{name}", kernel.fake, lib=_library)
-    operator = getattr(torch.ops.pullback, name).default
-
-    def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
-        results = []
-        for i in range(info.batch_size):
-            row = [a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims)]
-            results.append(operator(*row))
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        stacked = [torch.stack(parts) for parts in zip(*results)]
-        kind = type(results[0])
-        return kind(stacked), kind([0] * len(stacked))
-
-    torch.library.register_vmap(f"pullback::{name}", vmap, lib=_library)
-    return operator
-
-
-_BACKENDS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-
-
-def _differentiate(
-    operator: Any, kernel: _Kernel, setup: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """What torch.library.register_autograd does, at half its cost, and for torch.func too:
-    returns the operator as a function that is also differentiable there.
-
-    setup(ctx, tensors, options, outputs) gets a sequence of outputs even if there is one;
-    backward(ctx, needed, *gradients) is told which tensors need one, and returns those of all.
-    """
-    below, after_autograd = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
-    redispatch = operator.redispatch
-    count = len(kernel.names)
-
-    def compute(keyset: Any, arguments: Sequence[Any]) -> Any:
-        rest = keyset & after_autograd
-        # Without a mode or transform in between, the dispatcher would come back to our kernel,
-        # after translating all arguments to C++ and back.
-        if rest.highestPriorityTypeId() in _BACKENDS:
-            return kernel(*arguments)
-        with below():
-            return redispatch(rest, *arguments)
-
-    class Derivative(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, keyset: Any, options: Any, *tensors: Any) -> Any:
-            results = compute(keyset, (*tensors, *options))
-            setup(ctx, tensors, options, (results,) if isinstance(results, Tensor) else results)
-            return tuple(results) if isinstance(results, list) else results
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, None, *backward(ctx, ctx.needs_input_grad[2:], *gradients))
-
-    # Function.apply looks for transforms, which do not come here.
-    apply = super(torch.autograd.Function, Derivative).apply
-
-    class Transformed(torch.autograd.Function):
-        """The operator for torch.func.grad and the like, which do not reach Derivative."""
-
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(options: Any, *tensors: Any) -> Any:
-            results = operator(*tensors, *options)
-            return tuple(results) if isinstance(results, list) else results
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            results = (output,) if isinstance(output, Tensor) else output
-            setup(ctx, inputs[1:], inputs[0], results)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, *backward(ctx, ctx.needs_input_grad[1:], *gradients))
-
-    def autograd(keyset: Any, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            return apply(keyset, arguments[count:], *arguments[:count])
-        return compute(keyset, arguments)
-
-    _library.impl(operator._opname, autograd, "Autograd", with_keyset=True)
-
-    def call(*arguments: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-            return Transformed.apply(arguments[count:], *arguments[:count])
-        return operator(*arguments)
-
-    return call
 
 
 class TorchOp:
@@ -298,6 +218,9 @@ class TorchOp:
     gradients  input -> name of its gradient
     like       tensors that the backward problem describes but does not read -> one of equal layout
     constants  fields of the problem with fixed values
+    fold       (tensors by name, options by name) -> the dimension in which a batch of all tensors
+               but `indices` may be laid out to make one problem of many, or None
+    indices    tensors that such problems share
     cast       whether autocast applies
     """
 
@@ -316,6 +239,8 @@ class TorchOp:
         gradients: Mapping[str, str] | None = None,
         like: Mapping[str, str] | None = None,
         constants: Mapping[str, Any] | None = None,
+        fold: Callable[[Given, Given], int | None] = lambda given, options: None,
+        indices: Sequence[str] = (),
         cast: bool = False,
     ) -> None:
         self.name, self.op, self.outputs, self.shapes = name, op, outputs, shapes
@@ -323,6 +248,7 @@ class TorchOp:
         self.gradients = dict(gradients or {})
         self.like = dict(like or {})
         self.constants = dict(constants or {})
+        self.fold, self.indices = fold, indices
         self.reads, self.unread, self.upstream = reads, unread, upstream
         self.options = [option.split()[1] for option in options]
 
@@ -333,17 +259,18 @@ class TorchOp:
         schema = f"({', '.join([*tensors, *options])}) -> ({results})"
         pack = (lambda found: found[0]) if len(outputs) == 1 else tuple
         kernel = _Kernel(self, FORWARD, self.inputs, self.options, pack)
-        self.operator = self.call = _define(name, schema, kernel)
+        self.operator = self.call = define(name, schema, kernel)
         if self.gradients:
             known = [*self.inputs, *self.outputs]
             self._read_places = [known.index(name) for name in reads]
             self._gradient_places = [self.inputs.index(source) for source in self.gradients]
             self._layout_place = self.options.index("layout") if "layout" in self.options else None
+            self._routes: dict[Sequence[bool], Any] = {}
             self._define_backward(options)
-            self.call = _differentiate(self.operator, kernel, self._setup, self._backward)
+            self.call = differentiate(self.operator, kernel, self._setup, self._backward)
         if cast:
             for device in ("CPU", "CUDA"):
-                _library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
+                library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
 
     def _define_backward(self, options: Sequence[str]) -> None:
         # The first gradient of an output leads: it is always given, and tells the device.
@@ -352,12 +279,12 @@ class TorchOp:
         tensors = [f"Tensor {first}", *[f"Tensor? {other}" for other in others]]
         schema = f"({', '.join([*tensors, *options, 'int needs'])}) -> Tensor[]"
         kernel = _Kernel(self, BACKWARD, names, [*self.options, "needs"], list)
-        operator = _define(f"{self.name}_backward", schema, kernel)
+        operator = define(f"{self.name}_backward", schema, kernel)
 
         def refuse(ctx: Any, needed: Any, *gradients: Any) -> NoReturn:
             raise NotImplementedError(f"{self.name}: second derivatives are not implemented")
 
-        self.call_backward = _differentiate(operator, kernel, lambda *_: None, refuse)
+        self.call_backward = differentiate(operator, kernel, lambda *_: None, refuse)
 
     def _setup(
         self, ctx: Any, tensors: Sequence[Any], options: Sequence[Any], outputs: Sequence[Any]
@@ -380,20 +307,26 @@ class TorchOp:
             ctx.layout = BlockLayout.find(options[self._layout_place])  # alive until then
 
     def _backward(self, ctx: Any, needed: Sequence[bool], *gradients: Any) -> tuple[Any, ...]:
-        results: list[Any] = [None] * len(self.inputs)
-        places = [place for place in self._gradient_places if needed[place]]
-        upstream = list(gradients[: len(self.upstream)])
-        if not places or all(gradient is None for gradient in upstream):
-            return tuple(results)
+        route = self._routes.get(needed)
+        if route is None:
+            route = self._routes[needed] = self._route(needed)
+        needs, spread = route
+        upstream = gradients[: len(self.upstream)]
+        if needs == 0 or all(gradient is None for gradient in upstream):
+            return spread((None,) * (len(self.inputs) + 1))
         saved = ctx.saved_tensors
         if upstream[0] is None:
             out = saved[self.reads.index(self.outputs[0])]
-            upstream[0] = out.new_zeros(()).expand(out.shape)
+            upstream = (out.new_zeros(()).expand(out.shape), *upstream[1:])
+        return spread((*self.call_backward(*upstream, *saved, *ctx.options, needs), None))
+
+    def _route(self, needed: Sequence[bool]) -> tuple[int, Callable[[Sequence[Any]], Any]]:
+        """The backward pass's option `needs`, and how its results, followed by a None, become one
+        for each input."""
+        places = [place for place in self._gradient_places if needed[place]]
         needs = sum(1 << self._gradient_places.index(place) for place in places)
-        found = self.call_backward(*upstream, *saved, *ctx.options, needs)
-        for place, gradient in zip(places, found):
-            results[place] = gradient
-        return tuple(results)
+        slots = [places.index(i) if i in places else -1 for i in range(len(self.inputs))]
+        return needs, lambda found: tuple([found[slot] for slot in slots])
 
     def _autocast(self, device: str) -> Callable[..., Any]:
         def kernel(*arguments: Any) -> Any:

@@ -73,6 +73,34 @@ def _like_x(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]
     return [(given["x"].shape, given["x"].dtype)]
 
 
+# ---------------------------------------------------------------- folds
+
+
+def _attention_fold(given: Mapping[str, Any], options: Mapping[str, Any]) -> int | None:
+    """Batch items, but where they share something that has a gradient, or draw by their number."""
+    q, bias = given["q"], given["bias"]
+    shared = bias is not None and bias.shape[0] != q.shape[0]
+    packed = given["cu_seqlens_q"] is not None
+    return None if shared or packed or options["dropout"] or options["layout_batches"] > 1 else 0
+
+
+def _block_softmax_fold(given: Mapping[str, Any], options: Mapping[str, Any]) -> int | None:
+    y = given.get("x", given.get("y"))
+    shared = given["rpe"] is not None and given["rpe"].shape[0] != y.shape[0]
+    return None if shared or given["attn_mask"] is not None else 0
+
+
+def _entmax_fold(given: Mapping[str, Any], options: Mapping[str, Any]) -> int | None:
+    """Rows, where the first dimension counts them."""
+    x = given["x"] if "x" in given else given["d_y"]
+    first = x.dim() < 2 or options["axis"] % x.dim() == 0
+    return None if first or given.get("offsets") is not None else 0
+
+
+def _columns(given: Mapping[str, Any], options: Mapping[str, Any]) -> int:
+    return 1
+
+
 # ---------------------------------------------------------------- the operators
 
 _SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
@@ -100,6 +128,7 @@ ATTENTION = TorchOp(
     shapes=_attention_shapes,
     reads=("q", "k", "v", "bias", *_SEQLENS, "seed", "out", "lse"),
     gradients={"q": "d_q", "k": "d_k", "v": "d_v", "bias": "d_bias"},
+    fold=_attention_fold,
     cast=True,
 )
 BLOCK_SOFTMAX = TorchOp(
@@ -124,6 +153,7 @@ BLOCK_SOFTMAX = TorchOp(
         "attn_mask": "d_attn_mask",
     },
     like={"x": "y"},
+    fold=_block_softmax_fold,
 )
 BLOCK_MATMUL = TorchOp(
     "block_matmul",
@@ -135,6 +165,7 @@ BLOCK_MATMUL = TorchOp(
     shapes=_block_matmul_shapes,
     reads=("a", "b"),
     gradients={"a": "d_a", "b": "d_b"},
+    fold=lambda given, options: 0,
     cast=True,
 )
 ENTMAX = TorchOp(
@@ -148,6 +179,7 @@ ENTMAX = TorchOp(
     reads=("y", "alpha_per_row", "mask", "offsets"),
     gradients={"x": "d_x", "alpha_per_row": "d_alpha"},
     like={"x": "y"},
+    fold=_entmax_fold,
 )
 # Saves one bit for each element instead of y, which its users may let go.
 SPARSEMAX = TorchOp(
@@ -161,9 +193,11 @@ SPARSEMAX = TorchOp(
     reads=("support", "support_size", "mask"),
     gradients={"x": "d_x"},
     like={"x": "d_y"},
+    fold=_entmax_fold,
     constants={"alpha": 2.0},
 )
-_SEGMENT_INPUTS = ("x", "offsets?", "ids?", "permutation?")
+_SEGMENT_INDICES = ("offsets", "ids", "permutation")
+_SEGMENT_INPUTS = ("x", *[f"{name}?" for name in _SEGMENT_INDICES])
 _SEGMENT_OPTIONS = ("SymInt num_segments", "int reduce", "int ties", "int empty", "int flags")
 
 
@@ -185,6 +219,8 @@ SEGMENT = TorchOp(
     reads=("x", "offsets", "ids", "permutation", "out"),
     unread=_segment_unread,
     gradients={"x": "d_x"},
+    fold=_columns,
+    indices=_SEGMENT_INDICES,
 )
 # max and min with the row that won, which is all that their backward pass needs.
 SEGMENT_ARG = TorchOp(
@@ -198,6 +234,8 @@ SEGMENT_ARG = TorchOp(
     reads=("x", "offsets", "ids", "permutation", "arg"),
     unread=lambda options: ("x",),
     gradients={"x": "d_x"},
+    fold=_columns,
+    indices=_SEGMENT_INDICES,
 )
 SEGMENT_PERMUTATION = TorchOp(
     "segment_permutation",

@@ -59,9 +59,9 @@ def _refuse(reason: str) -> None:
 
 
 def _options(causal: bool, scale: float | None, dropout: float, **others: Any) -> list[Any]:
-    if dropout > 0:
-        _refuse("dropout_p must be 0: PyTorch hands its random state over on the GPU")
-    own = attention_options(causal=causal, corner="top_left", scale=scale, **others)
+    own = attention_options(
+        causal=causal, corner="top_left", scale=scale, dropout=dropout, **others
+    )
     own["layout"] = 0
     return [own[name] for name in ATTENTION.options]
 
@@ -76,6 +76,16 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return mask.to(query.dtype)[(None,) * (4 - mask.dim())]
 
 
+def _random_state(query: Tensor) -> Tensor:
+    """What the backward pass gets back to drop the same weights: its first element is the seed."""
+    state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=query.device)
+    return state.view(torch.uint64)
+
+
+def _seed(random_state: Tensor, dropout: float) -> Tensor | None:
+    return random_state.view(torch.int64)[:1] if dropout > 0 else None
+
+
 # The kernels below see [B,H,S,D]. Compiled code counts on the strides of PyTorch's own kernels.
 
 
@@ -87,10 +97,15 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, options: list[Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    options: list[Any],
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    out, lse = ATTENTION.call(q, k, v, bias, None, None, None, *options)
+    out, lse = ATTENTION.call(q, k, v, bias, None, None, seed, *options)
     return _like(out.transpose(1, 2), query), lse
 
 
@@ -100,15 +115,22 @@ def _backward(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,
+    seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
     options: list[Any],
 ) -> tuple[Tensor, ...]:
     d_out, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     gradients = ATTENTION.call_backward(
-        d_out, None, q, k, v, bias, None, None, None, o, lse, *options, 0b111
+        d_out, None, q, k, v, bias, None, None, seed, o, lse, *options, 0b111
     )
     return tuple(gradient.transpose(1, 2) for gradient in gradients)
+
+
+def _cpu_options(causal: bool, scale: float | None, dropout: float) -> list[Any]:
+    if dropout > 0:
+        _refuse("dropout_p must be 0 on the CPU, where PyTorch hands no random state over")
+    return _options(causal, scale, dropout)
 
 
 def _cpu_forward(
@@ -121,8 +143,8 @@ def _cpu_forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Any:
-    options = _options(is_causal, scale, dropout_p)
-    out, lse = _forward(query, key, value, _bias(attn_mask, query), options)
+    options = _cpu_options(is_causal, scale, dropout_p)
+    out, lse = _forward(query, key, value, _bias(attn_mask, query), None, options)
     return out, lse.mT.contiguous().mT
 
 
@@ -139,9 +161,9 @@ def _cpu_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Any:
-    options = _options(is_causal, scale, dropout_p)
+    options = _cpu_options(is_causal, scale, dropout_p)
     bias = _bias(attn_mask, query)
-    return _backward(grad_out, query, key, value, bias, out, logsumexp, options)
+    return _backward(grad_out, query, key, value, bias, None, out, logsumexp, options)
 
 
 def _cuda_forward(
@@ -157,8 +179,8 @@ def _cuda_forward(
     if return_debug_mask:
         _refuse("return_debug_mask must be False")
     options = _options(is_causal, scale, dropout_p)
-    out, lse = _forward(query, key, value, None, options)
-    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    random_state = _random_state(query)
+    out, lse = _forward(query, key, value, None, _seed(random_state, dropout_p), options)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     debug_mask = query.new_empty(0)
     lengths = query.shape[2], key.shape[2]
@@ -184,7 +206,8 @@ def _cuda_backward(
     scale: float | None = None,
 ) -> Any:
     options = _options(is_causal, scale, dropout_p)
-    gradients = _backward(grad_out, query, key, value, None, out, logsumexp, options)
+    seed = _seed(philox_seed, dropout_p)
+    gradients = _backward(grad_out, query, key, value, None, seed, out, logsumexp, options)
     return tuple(map(_like, gradients, (query, key, value)))
 
 
@@ -232,8 +255,9 @@ def _flash_forward(
     window = (window_size_left, window_size_right)
     packed = cum_seq_q is not None
     options = _flash_options(is_causal, scale, dropout_p, packed, max_q, max_k, *window)
-    out, lse = ATTENTION.call(query, key, value, None, cum_seq_q, cum_seq_k, None, *options)
-    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    random_state = _random_state(query)
+    seed = _seed(random_state, dropout_p)
+    out, lse = ATTENTION.call(query, key, value, None, cum_seq_q, cum_seq_k, seed, *options)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     return out, lse, random_state, unused, query.new_empty(0)
 
@@ -261,5 +285,6 @@ def _flash_backward(
     window = (window_size_left, window_size_right)
     packed = cum_seq_q is not None
     options = _flash_options(is_causal, scale, dropout_p, packed, max_q, max_k, *window)
-    tensors = (query, key, value, None, cum_seq_q, cum_seq_k, None, out, logsumexp)
+    seed = _seed(rng_state, dropout_p)
+    tensors = (query, key, value, None, cum_seq_q, cum_seq_k, seed, out, logsumexp)
     return tuple(ATTENTION.call_backward(grad_out, None, *tensors, *options, 0b111))

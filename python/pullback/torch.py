@@ -116,8 +116,8 @@ def attention(
             a key. Not with cu_seqlens.
         cu_seqlens_q: [B+1], the first rows of the sequences in q, and their total.
         cu_seqlens_k: the same for k and v.
-        seed: of dropout, an int64 tensor of one element on the CPU; when not given, it is drawn
-            from torch's CPU generator.
+        seed: of dropout, an int64 tensor of one element, read when the kernels run; when not
+            given, it is drawn from the generator of q's device. A CUDA graph draws at each replay.
         return_lse: also returns the logsumexp of the scores, which is differentiable, too.
         **options: see `AttentionOptions`.
 
@@ -129,8 +129,12 @@ def attention(
     if torch.are_deterministic_algorithms_enabled():
         own["flags"] &= ~NONDETERMINISTIC
     own["layout"] = 0 if own["layout"] is None else own["layout"].identifier
-    if own["dropout"] > 0 and seed is None:
-        seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu")
+    if own["dropout"] == 0:
+        seed = None
+    elif seed is None:
+        seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=q.device)
+    else:
+        seed = seed.to(q.device)
     out, lse = _call(ops.ATTENTION, (q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed), own)
     return (out, lse) if return_lse else out
 

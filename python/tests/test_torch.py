@@ -17,6 +17,8 @@ from torch.autograd import gradcheck  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
+from pullback import _torch_ops  # noqa: E402
+from pullback._torch_operator import TorchOp  # noqa: E402
 from torch_cases import CASES, CUDA_OPS, DENSE, DEVICES, OFFSETS, Case, on_devices, random  # noqa: E402
 
 
@@ -194,7 +196,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     x = random(9, 4, device=device).requires_grad_()
     offsets = torch.tensor(OFFSETS, device=device)
     ids = torch.tensor([2, 0, 1, 1, 0], device=device)
-    seed = torch.tensor(3)
+    seed = torch.tensor(3, device=device)
     cu = torch.tensor([0, 2, 5], device=device, dtype=torch.int32)
     blocks = random(2, 8, 16, 16, device=device).requires_grad_()
     padding = random(2, 32, device=device).requires_grad_()
@@ -240,3 +242,22 @@ def test_opcheck(name: str, device: str) -> None:
         for a in detached
     ]
     opcheck(op.default, tuple(moved))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [name for name in op_arguments("cpu") if "permut" not in name])
+def test_opcheck_of_the_backward_pass(name: str, device: str) -> None:
+    if device == "cuda" and CUDA_OPS and name.split("-")[0] not in CUDA_OPS.split(","):
+        pytest.skip("not among PULLBACK_TEST_OPS")
+    op, arguments = op_arguments(device)[name]
+    owners = {o.operator: o for o in vars(_torch_ops).values() if isinstance(o, TorchOp)}
+    owner = owners[op.default]
+    given = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+    results = op(*given)
+    results = (results,) if isinstance(results, Tensor) else results
+    known = dict(zip([*owner.inputs, *owner.outputs], [*given[: len(owner.inputs)], *results]))
+    upstream = [torch.ones_like(result) for result, _ in zip(results, owner.upstream)]
+    needs = sum(1 << i for i, name in enumerate(owner.gradients) if known[name] is not None)
+    backward = getattr(torch.ops.pullback, f"{owner.name}_backward").default
+    reads = [known[name] for name in owner.reads]
+    opcheck(backward, (*upstream, *reads, *given[len(owner.inputs) :], needs))

@@ -82,6 +82,42 @@ def test_cuda_tensors_of_two_devices_are_refused() -> None:
         pt.entmax(x, 1.5, mask=torch.ones(4, 8, dtype=torch.bool))
 
 
+def dropped(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What attention with dropout keeps, and its gradient: v is the identity."""
+    v = torch.eye(64, device=x.device).expand(1, 1, 64, 64).transpose(1, 2)
+    out = pt.attention(x, x, v, dropout=0.5)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    return out.detach(), gradient
+
+
+def test_cuda_drops_what_the_cpu_drops() -> None:
+    q = random(2, 70, 4, 32, dtype=torch.float32)
+    seed = torch.tensor(2**62 + 5)
+    expected, found = (pt.attention(x, x, x, dropout=0.3, seed=seed) for x in (q, q.cuda()))
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_cuda_graphs_draw_at_each_replay() -> None:
+    x = random(1, 64, 1, 32, dtype=torch.float32, device="cuda").requires_grad_()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        dropped(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = dropped(x)
+    torch.cuda.manual_seed(3)
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        replays.append([t.clone() for t in captured])
+    assert not torch.equal(replays[0][0] != 0, replays[1][0] != 0)
+    torch.cuda.manual_seed(3)
+    for replay in replays:
+        for found, expected in zip(replay, dropped(x)):
+            torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
 def bf16(*shape: int, seed: int) -> Tensor:
     return random(*shape, seed=seed, dtype=torch.bfloat16, device="cuda").requires_grad_()
 
@@ -117,6 +153,31 @@ def test_unmodified_sdpa_and_varlen_run_here() -> None:
         attention.restore_flash_attention_impl()
     for x, y in zip(found, expected):
         torch.testing.assert_close(x, y, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*verridden")
+def test_unmodified_sdpa_drops_weights() -> None:
+    attention = pytest.importorskip("torch.nn.attention")
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        pytest.skip("this torch has no flash attention providers")
+    import pullback.sdpa
+
+    inputs = [bf16(2, 4, 130, 64, seed=i) for i in range(3)]
+    pullback.sdpa.register()
+    attention.activate_flash_attention_impl("pullback")
+    torch.cuda.manual_seed(1)
+    try:
+        with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(*inputs, dropout_p=0.4)
+        found = torch.autograd.grad(out.square().sum(), inputs)
+    finally:
+        attention.restore_flash_attention_impl()
+    torch.cuda.manual_seed(1)
+    seed = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device="cuda")[0]
+    expected = pt.attention(*[x.transpose(1, 2) for x in inputs], dropout=0.4, seed=seed)
+    assert torch.equal(out, expected.transpose(1, 2))
+    wanted = torch.autograd.grad(expected.square().sum(), inputs)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted))
 
 
 def test_attention_in_a_cuda_graph_with_a_compiled_neighbour() -> None:

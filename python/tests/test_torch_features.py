@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 from torch.autograd import gradcheck  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
 from pullback import BlockLayout, sparsity  # noqa: E402
+from pullback._torch_dispatch import _direct  # noqa: E402
 from torch_cases import DENSE, DEVICES, random  # noqa: E402
 
 # ---------------------------------------------------------------- attention
@@ -77,6 +81,21 @@ def test_dropout_follows_torchs_generator_and_is_undone_exactly() -> None:
     d = torch.utils.checkpoint.checkpoint(recomputed, q, k, v, use_reentrant=False)
     found = torch.autograd.grad(d.sum(), (q, k, v))
     torch.testing.assert_close(found, torch.autograd.grad(a.sum(), (q, k, v)), atol=0, rtol=0)
+
+
+def test_dropout_compiles() -> None:
+    q, k, v = (random(1, 32, 2, 8, seed=i).requires_grad_() for i in range(3))
+
+    def f(*tensors: Tensor) -> Tensor:
+        return pt.attention(*tensors, dropout=0.5)
+
+    torch.compiler.reset()
+    results = []
+    for function in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(1)
+        out = function(q, k, v)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    torch.testing.assert_close(*results, atol=0, rtol=0)
 
 
 def test_autocast_casts_products_only() -> None:
@@ -182,6 +201,71 @@ def test_modules() -> None:
     dense = mask.repeat_interleave(16, 1).repeat_interleave(16, 2) & causal.bool()
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
     torch.testing.assert_close(out, expected)
+
+
+def test_modes_and_profilers_see_the_operators() -> None:
+    """Though calls that nobody looks at take a shorter way."""
+    x = random(4, 6).requires_grad_()
+    expected = {"pullback::entmax", "pullback::entmax_backward"}
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.add(function.name())
+            return function(*args, **kwargs or {})
+
+    seen: set[str] = set()
+    with Names():
+        pt.entmax15(x).sum().backward()
+    assert expected <= seen
+    with torch.profiler.profile() as profile:
+        pt.entmax15(x).sum().backward()
+    assert expected <= {event.key for event in profile.key_averages()}
+    assert _direct((x, None, torch.nn.Parameter(x)))
+    with torch.inference_mode():
+        inferred = pt.entmax15(x)
+    assert inferred.is_inference() and not _direct((inferred,))
+    with torch.device("meta"):
+        assert pt.entmax15(torch.empty(4, 6)).shape == (4, 6)
+
+
+def test_vmap_makes_one_call_where_it_can() -> None:
+    layout = DENSE
+    offsets = torch.tensor([0, 3, 9])
+    calls: dict[str, tuple[Any, list[Tensor]]] = {
+        "attention": (
+            lambda q, k, v: pt.attention(q, k, v, causal=True),
+            [random(3, 2, 5, 2, 4, seed=i) for i in range(3)],
+        ),
+        "block_softmax": (lambda x: pt.block_softmax(x, layout), [random(3, 2, 8, 16, 16)]),
+        "block_matmul": (
+            lambda a, b: pt.block_matmul(a, b, layout, "dsd"),
+            [random(3, 1, 8, 16, 16), random(3, 1, 2, 32, 4)],
+        ),
+        "entmax": (lambda x: pt.entmax15(x), [random(3, 4, 6)]),
+        "sparsemax": (lambda x: pt.sparsemax(x), [random(3, 4, 6)]),
+        "segment": (lambda x: pt.segment_reduce(x, "sum", offsets=offsets), [random(3, 9, 4)]),
+        "segment_arg": (lambda x: pt.segment_reduce(x, "max", offsets=offsets), [random(3, 9, 4)]),
+    }
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(function.name())
+            return function(*args, **kwargs or {})
+
+    for name, (f, inputs) in calls.items():
+        seen: list[str] = []
+        loss = torch.func.grad(lambda *x, f=f: f(*x).square().sum(), tuple(range(len(inputs))))
+        with Count():
+            found = torch.func.vmap(loss)(*inputs)
+        ours = [call for call in seen if call.startswith("pullback::")]
+        assert ours == [f"pullback::{name}", f"pullback::{name}_backward"]
+        for i in range(3):
+            rows = loss(*[x[i] for x in inputs])
+            torch.testing.assert_close([x[i] for x in found], list(rows))
+    shared = torch.func.vmap(pt.attention, (0, None, None))(
+        *[calls["attention"][1][0]] + [x[0] for x in calls["attention"][1][1:]]
+    )
+    assert shared.shape == (3, 2, 5, 2, 4)
 
 
 def test_errors_of_the_library_reach_the_caller() -> None:

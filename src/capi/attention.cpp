@@ -31,6 +31,7 @@ struct AttentionOp {
     PULLBACK_TENSOR(d_k);
     PULLBACK_TENSOR(d_v);
     PULLBACK_TENSOR(d_bias);
+    PULLBACK_TENSOR(seed);
   }
 
   static void read_options(const CProblem& given, Problem& problem) {

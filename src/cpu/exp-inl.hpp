@@ -42,9 +42,9 @@ HWY_INLINE hn::Vec<D> ExpNonPositive(D d, hn::Vec<D> x) {
   }
 }
 
-// x^p for 0 < x <= 1 and p >= 0, to 1 + p / 2 ulp; numbers below 2^-126 count as 2^-126, in f32, and
-// results below that are 0. In half the instructions of a logarithm and an exponential, as it needs
-// no quotient, no overflow, no subnormals and no ln 2.
+// x^p for 0 < x <= 1 and p >= 0, to 1 + p / 2 ulp; numbers below 2^-126 count as 2^-126, in f32,
+// and results below that are 0. In half the instructions of a logarithm and an exponential, as it
+// needs no quotient, no overflow, no subnormals and no ln 2.
 template <class D>
 HWY_INLINE hn::Vec<D> PowerOfFraction(D d, hn::Vec<D> x, hn::Vec<D> p) {
   using R = hn::TFromD<D>;

@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
+#include "cuda/device_sources.hpp"
 #include "cuda/disk_cache.hpp"
 #include "cuda/driver.hpp"
 #include "cuda/nvrtc.hpp"
@@ -42,9 +45,16 @@ std::string cache_lines() {
   const auto cache = DiskCache::from_environment();
   constexpr std::string_view kModes[] = {"read and written", "only read", "off"};
   const std::string folder = cache.folder().empty() ? "no folder" : cache.folder();
+  const auto shipped = DiskCache::shipped().list();
+  // Those compiled from other sources are never found.
+  const std::string sources = "\nsources " + device_sources_hash() + "\n";
+  const auto own = std::count_if(shipped.begin(), shipped.end(), [&](const auto& entry) {
+    return entry.key_text.find(sources) != std::string::npos;
+  });
   return line("kernel cache", fmt::format("{}, {} kernels, {}", folder, cache.list().size(),
                                           kModes[static_cast<int>(cache.mode())])) +
-         line("shipped kernels", fmt::format("{}", DiskCache::shipped().list().size()));
+         line("shipped kernels",
+              fmt::format("{}, {} of them of this version", shipped.size(), own));
 }
 
 }  // namespace

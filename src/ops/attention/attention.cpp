@@ -91,6 +91,11 @@ void check_options(const Checker& check, const AttentionProblem& problem) {
              "0 (off) or a positive finite number", fmt::format("{}", problem.softcap));
   check.that(problem.dropout >= 0 && problem.dropout < 1, "dropout", "a probability in [0, 1)",
              fmt::format("{}", problem.dropout));
+  if (problem.seed.given()) {
+    check.sane("seed", problem.seed);
+    check.dtype("seed", problem.seed, {DType::i64});
+    check.that(problem.seed.numel() == 1, "seed", "one element", problem.seed.to_string());
+  }
   check.that(problem.mask.left >= -1 && problem.mask.right >= -1, "mask",
              "left and right of 0 or more, or -1 for unbounded",
              fmt::format("{}, {}", problem.mask.left, problem.mask.right));
@@ -169,6 +174,7 @@ TensorUses uses(const AttentionProblem& problem, const AttentionTensors& tensors
   all.read("bias", problem.bias, tensors.bias);
   all.read("cu_seqlens_q", problem.cu_seqlens_q, tensors.cu_seqlens_q);
   all.read("cu_seqlens_k", problem.cu_seqlens_k, tensors.cu_seqlens_k);
+  all.read("seed", problem.seed, tensors.seed);
   if (pass == Pass::forward) {
     all.write("out", problem.out, tensors.out, true);
     all.write("lse", problem.lse, tensors.lse);

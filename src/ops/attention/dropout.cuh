@@ -42,6 +42,9 @@ struct Dropout {
 
   uint32_t threshold = 0;  // 0: everything is kept
   uint32_t seed_low = 0, seed_high = 0;
+  // Not null: where kernels read the seed, so that a captured run draws anew at each replay. What
+  // draws is with_seed(), or for_warp().
+  const uint64_t* seed_at = nullptr;
 
   constexpr Dropout() = default;  // drops nothing
   constexpr Dropout(double probability, uint64_t seed)
@@ -56,6 +59,32 @@ struct Dropout {
 
   constexpr bool active() const { return threshold != 0; }
   constexpr double scale() const { return 65536.0 / (65536.0 - threshold); }
+
+  constexpr Dropout with_seed() const {
+    Dropout own = *this;
+    if (seed_at) {
+      own.seed_low = static_cast<uint32_t>(*seed_at);
+      own.seed_high = static_cast<uint32_t>(*seed_at >> 32);
+    }
+    return own;
+  }
+#ifdef __CUDACC_RTC__
+  // The same in registers that a warp shares, for whole warps: the generator's keys then cost
+  // threads as little as constants do, where each of their own would take an addition a round.
+  Dropout for_warp() const {
+    Dropout own = *this;
+    if (seed_at) {
+      const uint64_t seed = *seed_at;
+      asm("redux.sync.or.b32 %0, %1, 0xffffffff;"
+          : "=r"(own.seed_low)
+          : "r"(static_cast<uint32_t>(seed)));
+      asm("redux.sync.or.b32 %0, %1, 0xffffffff;"
+          : "=r"(own.seed_high)
+          : "r"(static_cast<uint32_t>(seed >> 32)));
+    }
+    return own;
+  }
+#endif
 
   // The draws of keys 8 * key_block … 8 * key_block + 7. `plane` is batch * H + head.
   constexpr PhiloxWords draws(uint64_t plane, uint32_t query, uint32_t key_block) const {

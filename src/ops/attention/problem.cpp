@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <cstring>
 #include <limits>
 
 #include "core/check.hpp"
@@ -41,6 +42,12 @@ FeatureSet needs(const AttentionProblem& problem, Pass pass) {
           (pass == Pass::backward && std::ranges::any_of(backward, strided)),
       Feature::strided_elements);
   return set;
+}
+
+Dropout dropout_of(const AttentionProblem& problem, const AttentionTensors& tensors) {
+  std::uint64_t seed = problem.dropout_seed;
+  if (problem.seed.given()) std::memcpy(&seed, tensors.seed, sizeof(seed));
+  return {problem.dropout, seed};
 }
 
 AttentionSizes sizes_of(const AttentionProblem& problem) {

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "core/variant.hpp"
+#include "ops/attention/dropout.cuh"
 #include "ops/attention/sequence.cuh"
 #include "pullback/attention.hpp"
 
@@ -158,6 +159,11 @@ class SeenBlocks {
   const BlockLayout* layout_;
   std::int64_t block_, batches_, heads_;
 };
+
+// --- Dropout ---
+
+// The generator of a run on the CPU, which reads the seed where the problem has a tensor of it.
+Dropout dropout_of(const AttentionProblem& problem, const AttentionTensors& tensors);
 
 // --- Variants ---
 

@@ -77,6 +77,7 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
     Array q, k, v, bias, out, lse;
     Array d_out, d_lse, d_q, d_k, d_v, d_bias;  // backward
     Real* scores = nullptr;                     // one row: [max_key]
+    Dropout dropout;
   };
 
   struct Row {
@@ -91,8 +92,6 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
       : problem_(problem),
         pass_(pass),
         sizes_(sizes_of(problem)),
-        dropout_(problem.dropout, problem.dropout_seed),
-        keep_scale_(static_cast<Real>(dropout_.scale())),
         scale_(static_cast<Real>(*problem.scale)),
         softcap_(static_cast<Real>(problem.softcap)) {
     Real* end = nullptr;
@@ -107,7 +106,8 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
     const Sequences sequences(problem_, sizes_, tensors, workspace.data);
     Real* scratch = reinterpret_cast<Real*>(static_cast<std::byte*>(workspace.data) +
                                             Sequences::workspace_bytes(sizes_));
-    const Arrays arrays = lay_out(scratch, scratch);
+    Arrays arrays = lay_out(scratch, scratch);
+    arrays.dropout = dropout_of(problem_, tensors);
     load(arrays.q, problem_.q, row_strides(problem_.q), tensors.q);
     load(arrays.k, problem_.k, row_strides(problem_.k), tensors.k);
     load(arrays.v, problem_.v, row_strides(problem_.v), tensors.v);
@@ -235,10 +235,10 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
   }
 
   // m_j
-  Real keep_factor(const Row& row, std::int64_t j) const {
-    if (!dropout_.active()) return 1;
+  Real keep_factor(const Dropout& dropout, const Row& row, std::int64_t j) const {
+    if (!dropout.active()) return 1;
     const auto plane = static_cast<std::uint64_t>(row.batch * sizes_.heads + row.head);
-    return dropout_.keeps(plane, row.query, j) ? keep_scale_ : Real{0};
+    return dropout.keeps(plane, row.query, j) ? static_cast<Real>(dropout.scale()) : Real{0};
   }
 
   void forward(const Arrays& arrays, const Row& row) const {
@@ -258,7 +258,7 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
     const std::int64_t i = row.sequence.q_begin + row.query;
     Real* const out = arrays.out.row(row.item, i, row.head);
     for (std::int64_t j = row.keys.begin; j < row.keys.end; ++j) {
-      const Real keep = keep_factor(row, j);
+      const Real keep = keep_factor(arrays.dropout, row, j);
       if (keep == 0 || arrays.scores[j] == -kInfinity) continue;
       const Real p = Arithmetic::round(Arithmetic::round(weight(j) / sum) * keep);
       add_scaled(out, p, arrays.v.row(row.item, row.sequence.k_begin + j, row.kv_head),
@@ -281,7 +281,7 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
       const Real s = score(arrays, row, j, slope);
       if (s == -kInfinity) continue;
       const Real p = Arithmetic::round(std::exp(s - lse));
-      const Real keep = keep_factor(row, j);
+      const Real keep = keep_factor(arrays.dropout, row, j);
       const std::int64_t key = row.sequence.k_begin + j;
       Real d_p = 0;
       if (keep != 0) {
@@ -305,9 +305,8 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
   AttentionProblem problem_;
   Pass pass_;
   AttentionSizes sizes_;
-  Dropout dropout_;
   SeenBlocks seen_blocks_{problem_};
-  Real keep_scale_, scale_, softcap_;
+  Real scale_, softcap_;
 };
 
 }  // namespace

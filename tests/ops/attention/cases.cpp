@@ -267,6 +267,41 @@ void add_tiles(std::vector<Case>& cases) {
   add(cases, "tiles, bias summed over queries", setup);
   setup.bias = {1, 2, 410, 1130};
   add(cases, "tiles, whole bias", setup, {{"window", "300,-1"}});
+  const auto hide_some = [](TensorMap& inputs, const Setup&, Random& random) {
+    const HostTensor& bias = inputs["bias"];
+    for (std::int64_t i = 0; i < bias.numel(); ++i) {
+      if (random.chance(0.2)) bias.set(i, -kInf);
+    }
+  };
+  // Rows of the bias in pieces of 16 bytes.
+  for (const std::int64_t head_dim : {32, 64, 128, 192, 256}) {
+    setup = {.query = 200,
+             .key = 264,
+             .bias = {2, 2, 200, 264},
+             .finite_differences = false,
+             .dtypes = {DType::bf16, DType::f16}};
+    setup.head_dim = setup.value_dim = head_dim;
+    setup.change = hide_some;
+    add(cases, fmt::format("tiles, bias in pieces, D {}", head_dim), setup);
+  }
+  setup.value_dim = 40;
+  add(cases, "tiles, bias in pieces, causal", setup, {{"causal", "top-left"}});
+  // So many heads that d_bias is summed over launches.
+  for (const std::int64_t head_dim : {8, 64, 128}) {
+    setup = {.batch = 3,
+             .query = 40,
+             .key = 264,
+             .heads = 44,
+             .kv_heads = 44,
+             .head_dim = head_dim,
+             .value_dim = 8,
+             .bias = {1, 44, 40, 264},
+             .finite_differences = false,
+             .dtypes = {DType::bf16},
+             .change = hide_some};
+    add(cases, fmt::format("tiles, bias summed over batch, D {}", head_dim), setup);
+  }
+  add(cases, "tiles, bias summed over batch, causal", setup, {{"causal", "bottom-right"}});
   setup = wide;
   setup.cu_q = {0, 7, 300, 300, 410};
   setup.cu_k = {0, 600, 601, 900, 1130};

@@ -174,6 +174,8 @@ TEST(attention_messages, options) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   EXPECT_EQ(refusal([](auto& p) { p.dropout = 1; }),
             "attention: dropout: expected a probability in [0, 1), got 1");
+  EXPECT_EQ(refusal([](auto& p) { p.seed = TensorSpec::contiguous(DType::i64, {2}); }),
+            "attention: seed: expected one element, got i64 [2]");
   EXPECT_EQ(refusal([&](auto& p) { p.dropout = nan; }),
             "attention: dropout: expected a probability in [0, 1), got nan");
   EXPECT_EQ(refusal([](auto& p) { p.softcap = -1; }),

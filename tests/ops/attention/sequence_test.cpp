@@ -4,6 +4,8 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
+#include <vector>
 
 #include "ops/attention/dropout.cuh"
 #include "ops/attention/problem.hpp"
@@ -210,6 +212,41 @@ TEST(attention_dropout, forward_drops_what_the_mask_says) {
     // Four standard deviations.
     const auto count = static_cast<double>(mask.numel());
     EXPECT_NEAR(static_cast<double>(kept) / count, 0.7, 4 * std::sqrt(0.21 / count));
+  }
+}
+
+// The seed's tensor is read by each run of a plan, and is the option under another name.
+TEST(attention_dropout, each_run_reads_its_seed) {
+  const std::pair<const char*, DType> variants[] = {{"cpu", DType::f32},
+                                                    {"cpu", DType::bf16},  // AMX where there is one
+                                                    {"reference", DType::f64}};
+  for (const auto& [variant, dtype] : variants) {
+    driver::Random random(1);
+    const HostTensor q = driver::normal_tensor(dtype, {1, 40, 2, 8}, random);
+    AttentionProblem problem;
+    problem.q = problem.k = problem.v = q.spec();
+    problem.dropout = 0.4;
+    const auto out_of = [&](const Plan<AttentionTensors>& plan, const std::uint64_t* seed) {
+      HostTensor out(q.spec());
+      std::vector<std::byte> memory(plan.workspace_bytes() + kWorkspaceAlignment);
+      void* scratch = memory.data();
+      std::size_t room = memory.size();
+      std::align(kWorkspaceAlignment, plan.workspace_bytes(), scratch, room);
+      plan.run({}, {.q = q.data(), .k = q.data(), .v = q.data(), .out = out.data(), .seed = seed},
+               {scratch, plan.workspace_bytes()});
+      return out;
+    };
+    AttentionProblem with_tensor = problem;
+    with_tensor.seed = TensorSpec::contiguous(DType::i64, {1});
+    const PlanOptions options{.variant = dtype == DType::bf16 ? "" : variant};
+    const auto plan = make_plan({}, with_tensor, Pass::forward, options);
+    for (const std::uint64_t seed : {std::uint64_t{7}, std::uint64_t{0xfedcba9876543210u}}) {
+      problem.dropout_seed = seed;
+      const HostTensor expected = out_of(make_plan({}, problem, Pass::forward, options), nullptr);
+      const HostTensor found = out_of(plan, &seed);
+      for (std::int64_t i = 0; i < found.numel(); ++i) ASSERT_EQ(found.get(i), expected.get(i));
+    }
+    EXPECT_THROW(out_of(plan, nullptr), Error);
   }
 }
 

@@ -57,7 +57,6 @@ struct CpuLayout {
   AttentionProblem problem;
   AttentionSizes sizes;
   SeenBlocks seen_blocks;
-  Dropout dropout;
   bool amx = false;
   std::int64_t key_tile = 0;  // a multiple of kQueryTile
 
@@ -107,6 +106,7 @@ struct CpuRun {
   const CpuLayout& layout;
   const AttentionTensors& tensors;
   const Threads& threads;
+  Dropout dropout;
   Sequences sequences;
   BlockTable blocks;  // of task_queries queries (forward) or chunk_keys keys (backward)
   std::byte* scratch = nullptr;

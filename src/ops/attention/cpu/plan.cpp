@@ -45,7 +45,6 @@ CpuLayout::CpuLayout(const AttentionProblem& problem_, const Device& device, Pas
     : problem(problem_),
       sizes(sizes_of(problem_)),
       seen_blocks(problem),
-      dropout(problem_.dropout, problem_.dropout_seed),
       amx(use_amx),
       key_tile(key_tile_of(problem_, sizes, use_amx)) {
   const Threads threads(device.threads);
@@ -111,6 +110,7 @@ CpuRun::CpuRun(const CpuLayout& layout_, const AttentionTensors& tensors_, const
     : layout(layout_),
       tensors(tensors_),
       threads(threads_),
+      dropout(dropout_of(layout_.problem, tensors_)),
       sequences(layout_.problem, layout_.sizes, tensors_, workspace) {
   const AttentionSizes& sizes = layout.sizes;
   Bump bump(workspace);

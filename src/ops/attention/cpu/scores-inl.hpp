@@ -295,7 +295,7 @@ class TileTerms {
       terms_.bias = scratch.bias;
       ReadBias(0);
     }
-    if (run.layout.dropout.active()) {
+    if (run.dropout.active()) {
       plane_ = static_cast<std::uint64_t>(b * run.layout.sizes.heads + h);
       terms_.keep = scratch.keep;
     }
@@ -309,7 +309,7 @@ class TileTerms {
   const ScoreTerms<Real>& row(std::int64_t i) {
     if (terms_.bias && (bias_.query != 0 || !SameBlocks(i))) ReadBias(i);
     if (terms_.keep) {
-      KeepRow(run_.layout.dropout, plane_, i, first_key_, static_cast<std::ptrdiff_t>(keys_),
+      KeepRow(run_.dropout, plane_, i, first_key_, static_cast<std::ptrdiff_t>(keys_),
               scratch_.draws, scratch_.keep);
     }
     return terms_;

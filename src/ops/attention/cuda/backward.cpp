@@ -16,9 +16,18 @@ constexpr std::string_view kParams = kBackwardParams;
 
 // --- Kernels ---
 
-enum class Features { plain, dropout, blocks, general, general_blocks };
-constexpr std::string_view kFeatureSuffix[] = {"", "_dropout", "_blocks", "_general",
-                                               "_general_blocks"};
+// smxx_backward_scores.cuh has them by the same numbers.
+enum class Features { plain, dropout, blocks, general, general_blocks, bias, bias_sum };
+constexpr Features kFeatures[] = {Features::plain,   Features::dropout,        Features::blocks,
+                                  Features::general, Features::general_blocks, Features::bias,
+                                  Features::bias_sum};
+constexpr std::string_view kFeatureSuffix[] = {
+    "", "_dropout", "_blocks", "_general", "_general_blocks", "_biased", "_bias_sum"};
+
+// Only f16 and bf16 have these.
+constexpr bool has_own_bias(Features features) {
+  return features == Features::bias || features == Features::bias_sum;
+}
 
 cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
   const std::string_view type = cuda::device_type(dtype);
@@ -113,7 +122,7 @@ class TileBackward final : public BackwardBody {
     vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
                has_vector_rows(problem.v) && has_vector_rows(problem.d_out);
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
-    bias_vectors_ = has_vector_keys(params_.bias);
+    bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(params_.bias);
     d_bias_vectors_ = has_vector_keys(params_.d_bias);
     const std::int64_t tiles = planes_ * params_.q_tiles;
     stats_bytes_ = aligned(tiles * stats_bytes(tiles_.queries));
@@ -169,11 +178,16 @@ class TileBackward final : public BackwardBody {
         return kernel;
       };
       general_ = load(problem.blocks.given() ? Features::general_blocks : Features::general);
-      only_vectors_ = vectors_ && !problem.bias.given() && problem.softcap == 0;
+      // One kind of terms, or none, in pieces of 16 bytes.
+      const bool terms[] = {problem.bias.given(), problem.dropout > 0, problem.blocks.given()};
+      only_vectors_ = vectors_ && (bias_vectors_ || !problem.bias.given()) &&
+                      problem.softcap == 0 && std::count(terms, terms + 3, true) <= 1;
       if (only_vectors_) {
-        aligned_ = load(problem.blocks.given() ? Features::blocks
-                        : problem.dropout > 0  ? Features::dropout
-                                               : Features::plain);
+        aligned_ = load(problem.bias.given()
+                            ? bias_plan_ == BiasPlan::stepped ? Features::bias_sum : Features::bias
+                        : problem.blocks.given() ? Features::blocks
+                        : problem.dropout > 0    ? Features::dropout
+                                                 : Features::plain);
       }
       // Tiles of a head that follow each other start two steps apart, so that turns come in time.
       const std::int64_t flight = std::int64_t{device_.multiprocessors} * tiles_.blocks;
@@ -255,7 +269,8 @@ class TileBackward final : public BackwardBody {
     if (bias_plan_ == BiasPlan::summed) params.d_bias.data = nullptr;
     const bool any = tensors.d_q || tensors.d_k || tensors.d_v || params.d_bias.data;
     if (!any || pairs_ == 0 || params.k_tiles == 0) return;
-    const Kernel& kernel = only_vectors_ && params.vectors ? aligned_ : general_;
+    const bool vectors = params.vectors && (tensors.bias == nullptr || params.bias_vectors);
+    const Kernel& kernel = only_vectors_ && vectors ? aligned_ : general_;
     for (std::int64_t first = 0; first < pairs_; first += slice_pairs_) {
       params.first_pair = first;
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
@@ -315,8 +330,8 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
         continue;
       }
       add(prepare_kernel(dtype, tiles_of(dtype, width, arch)));
-      for (const Features features : {Features::plain, Features::dropout, Features::blocks,
-                                      Features::general, Features::general_blocks}) {
+      for (const Features features : kFeatures) {
+        if (dtype == DType::f32 && has_own_bias(features)) continue;
         add(tile_kernel(dtype, width, features, arch));
       }
       add(bias_kernel(dtype, width, arch));

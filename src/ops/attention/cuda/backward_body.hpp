@@ -72,6 +72,7 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
   BackwardParams begin(Stream stream, const AttentionTensors& tensors, Workspace workspace) const {
     BackwardParams params = params_;
     params.problem.sequences = sequences_.list(stream, tensors, workspace.data);
+    params.problem.dropout.seed_at = static_cast<const std::uint64_t*>(tensors.seed);
     const auto set = [](auto& tensor, const void* data) { tensor.data = const_cast<void*>(data); };
     set(params.q, tensors.q);
     set(params.k, tensors.k);

@@ -139,6 +139,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     if (empty_) return;
     ForwardParams params = params_;
     params.problem.sequences = sequences_->list(stream, tensors, workspace.data);
+    params.problem.dropout.seed_at = static_cast<const std::uint64_t*>(tensors.seed);
     params.q.data = const_cast<void*>(tensors.q);
     params.k.data = const_cast<void*>(tensors.k);
     params.v.data = const_cast<void*>(tensors.v);

@@ -1,5 +1,4 @@
-// Gradients of attention in f16 and bf16 on tensor cores, one kernel. For a tile of keys, over all
-// tiles of queries that see it:
+// Gradients of attention in f16 and bf16 on tensor cores. For a tile of keys, over all queries:
 //
 //   S^T  = K Q^T          P^T  = exp2(scale · log2 e · S^T - lse)
 //   dP^T = V dO^T         dS^T = P^T (dP^T - delta)
@@ -10,12 +9,11 @@
 // them as operands: with split 1 of the two products after them, from registers; else through
 // shared memory, for the warps that sum another part of the width.
 //
-// dQ is a sum over blocks. They take turns: a tile of queries is added to in the order of the key
-// tiles, so that the bits are the same every run. The first block stores its part to the workspace,
-// the last one adds what is there to its own and writes d_q. All go over the tiles of queries from
-// the last to the first (with a block mask in an order of block_tables.cpp), and blocks of lower
-// index, which are launched earlier, have lower keys: a block waits for blocks that run or have
-// ended, and rarely, as they started before.
+// dQ is a sum over blocks, which take turns: a tile of queries is added to in the order of the key
+// tiles, so that the bits are the same every run. The first block stores its part, the last one
+// adds that to its own and writes d_q. All go from the last tile of queries to the first (with a
+// block mask in an order of block_tables.cpp), and blocks of lower index, launched earlier, have
+// lower keys: a block waits rarely, and for blocks that run or have ended.
 #pragma once
 
 #include "device/async_copy.cuh"
@@ -27,10 +25,6 @@
 #include "ops/attention/cuda/smxx_backward_turns.cuh"
 
 namespace pullback::attention {
-
-struct alignas(8) FloatPair {
-  float first, second;
-};
 
 template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
           int kFeatures>
@@ -57,7 +51,9 @@ struct BackwardBlock {
   static constexpr uint32_t kQueryBytes = kQueries * WidthTile::kRowBytes;
   static constexpr uint32_t kScoreBytes = kKeys * ScoreTile::kRowBytes;
 
+  static constexpr bool kMayDrop = kFeatures == kDropout || is_general(kFeatures);
   const BackwardParams& p;
+  const Dropout dropout;
   const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
   const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles;
   BlockPlace& block;
@@ -67,6 +63,7 @@ struct BackwardBlock {
 
   BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
       : p(params),
+        dropout(kMayDrop ? params.problem.dropout.for_warp() : Dropout()),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         key_row(warp / kSplit * 32),
@@ -86,7 +83,7 @@ struct BackwardBlock {
             int columns) const {
     const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
                           first * rows.row + head * rows.head;
-    if (kFeatures < kGeneral || p.vectors) {
+    if (!is_general(kFeatures) || p.vectors) {
       TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
                                                                  columns)
           .load(tile, 0, count);
@@ -169,7 +166,7 @@ struct BackwardBlock {
 
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
-    return KeyScores(p, place, head_of(step), place.tile * kKeys + key_row,
+    return KeyScores(p, dropout, place, head_of(step), place.tile * kKeys + key_row,
                      step.tile * kQueries + first,
                      squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
   }
@@ -182,16 +179,33 @@ struct BackwardBlock {
     return typename KeyScores::template SharedBias<decltype(bytes)>{scores, bytes};
   }
 
-  // Where the sums of d_bias over launches lie for the warp's 32 keys and a chunk of queries.
-  float* bias_sums_of(const Step& step, int chunk) const {
+  // Where the sums of d_bias over launches lie: of a tile, and of the warp's 32 keys and a chunk of
+  // queries in it.
+  float* bias_sums_of(const Step& step) const {
     const int64_t head = head_of(step);
     const int64_t tile = (head * p.q_tiles + step.tile) * p.k_tiles + place.tile;
-    return p.bias_sums + tile * (kKeys * kQueries) +
-           (warp * kChunks + chunk) * (32 * kChunkQueries);
+    return p.bias_sums + tile * (kKeys * kQueries);
+  }
+  float* bias_sums_of(const Step& step, int chunk) const {
+    return bias_sums_of(step) + (warp * kChunks + chunk) * (32 * kChunkQueries);
+  }
+  auto bias_sink(const KeyScores& scores, const Step& step, int chunk) const {
+    if constexpr (is_general(kFeatures) || kFeatures == kBiasSum) {
+      return BiasWriter<T, kN, KeyScores, kFeatures == kBiasSum>{
+          scores, bias_sums_of(step, chunk), {}, {}};
+    } else {
+      return NoSink{};
+    }
   }
 
-  // The bias of the next step into the second-level cache: it is read past shared memory.
+  // What the next step reads of the bias and its sums, into the second-level cache.
   void fetch_bias(const Step& step) const {
+    if (kFeatures == kBiasSum && p.bias_step != BiasStep::first) {
+      const float* const sums = bias_sums_of(step);
+      for (int line = threadIdx.x; line < kKeys * kQueries / 32; line += kThreads) {
+        prefetch(sums + line * 32);
+      }
+    }
     if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
     const int64_t head = head_of(step);
     constexpr int kLines = kKeys / 64;
@@ -215,13 +229,14 @@ struct BackwardBlock {
 
   // Writes a fragment of P^T or dS^T to its tile [key][query].
   void store_scores(uint32_t tile, const uint32_t (&pairs)[2][kN][2], int first) const {
+    const int first_key = key_row + lane / 4;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int key = key_row + 16 * m + 8 * half + lane / 4;
+          const int key = first_key + 16 * m + 8 * half;
           store_shared(
               tile + ScoreTile::offset(key, first / 8 + n) + static_cast<uint32_t>(lane % 4 * 4),
               pairs[m][n][half]);
@@ -244,15 +259,16 @@ struct BackwardBlock {
 
   // d_v += P^T dO and d_k += dS^T Q over 16 queries from `first` on.
   void sum_keys(const uint32_t (&pt)[2][4], const uint32_t (&ds)[2][4], uint32_t q_tile,
-                uint32_t d_out_tile, int first) {
+                uint32_t d_out_tile, int first, int chunk) {
     const LaneRows<T, kWidth, false> q_rows(q_tile, lane), d_out_rows(d_out_tile, lane);
-    if (p.d_v.data != nullptr && p.d_k.data != nullptr) {  // one block, for the compiler to mix
-      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
-      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
-    } else if (p.d_v.data != nullptr) {
-      multiply_rows<T>(d_v, pt, d_out_rows, first, own * kOwnN);
-    } else if (p.d_k.data != nullptr) {
-      multiply_rows<T>(d_k, ds, q_rows, first, own * kOwnN);
+    const bool wants_k = p.d_k.data != nullptr, wants_v = p.d_v.data != nullptr;
+    if (wants_k && wants_v) {  // one block, for the compiler to mix
+      multiply_rows<T>(d_v, pt, d_out_rows, first, chunk);
+      multiply_rows<T>(d_k, ds, q_rows, first, chunk);
+    } else if (wants_v) {
+      multiply_rows<T>(d_v, pt, d_out_rows, first, chunk);
+    } else if (wants_k) {
+      multiply_rows<T>(d_k, ds, q_rows, first, chunk);
     }
   }
 
@@ -281,7 +297,7 @@ struct BackwardBlock {
           b[m][i] = ds[m][n + i / 2][i % 2];
         }
       }
-      sum_keys(a, b, q_tile, d_out_tile, first + 8 * n);
+      sum_keys(a, b, q_tile, d_out_tile, first + 8 * n, 0);
     }
   }
 
@@ -291,13 +307,14 @@ struct BackwardBlock {
     if (suspicious) clean_rows(p_tile, q_tile, d_out_tile, 0, kQueries);
 #pragma unroll
     for (int first = 0; first < kQueries; first += 16) {
+      const int first_key = key_row;
       uint32_t a[2][4], b[2][4];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        load_matrices(a[m], p_rows.at(key_row + 16 * m, first / 8));
-        load_matrices(b[m], ds_rows.at(key_row + 16 * m, first / 8));
+        load_matrices(a[m], p_rows.at(first_key + 16 * m, first / 8));
+        load_matrices(b[m], ds_rows.at(first_key + 16 * m, first / 8));
       }
-      sum_keys(a, b, q_tile, d_out_tile, first);
+      sum_keys(a, b, q_tile, d_out_tile, first, own * kOwnN);
     }
   }
 
@@ -322,22 +339,6 @@ struct BackwardBlock {
                       columns);
   }
 
-  // Writes two neighbouring elements of a gradient.
-  static void store_pair(const HeadRows& rows, T* row, int column, int columns, float a, float b) {
-    T* const to = row + column * rows.element;
-    if (rows.element == 1 && column + 1 < columns &&
-        reinterpret_cast<uint64_t>(to) % (2 * sizeof(T)) == 0) {
-      if constexpr (sizeof(T) == 2) {
-        *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b);
-      } else {
-        *reinterpret_cast<FloatPair*>(to) = {a, b};
-      }
-      return;
-    }
-    if (column < columns) to[0] = from_real<T>(a);
-    if (column + 1 < columns) to[rows.element] = from_real<T>(b);
-  }
-
   // Rows `row` + first of a gradient from a sum of 16 · kM x 8 · kSumN, those below `limit`.
   template <bool kInterleaved, int kM, int kSumN>
   void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
@@ -353,8 +354,8 @@ struct BackwardBlock {
         T* const to = base + (first + r) * rows.row;
 #pragma unroll
         for (int n = 0; n < kSumN; ++n) {
-          store_pair(rows, to, column + 8 * n + lane % 4 * 2, columns, factor * sum[m][n][2 * half],
-                     factor * sum[m][n][2 * half + 1]);
+          store_pair<T>(rows, to, column + 8 * n + lane % 4 * 2, columns,
+                        factor * sum[m][n][2 * half], factor * sum[m][n][2 * half + 1]);
         }
       }
     }
@@ -434,17 +435,7 @@ struct BackwardBlock {
 
   // NaN or infinity in the keys and values: they must not reach every query.
   bool keys_not_finite() const {
-    bool found = false;
-#pragma unroll 4
-    for (uint32_t at = threadIdx.x * 16; at < 2 * kKeyBytes; at += kThreads * 16) {
-      uint32_t words[4];
-      load_shared(words, k_tile + at);
-#pragma unroll
-      for (const uint32_t pair : words) {
-        found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
-      }
-    }
-    return __syncthreads_or(found) != 0;
+    return __syncthreads_or(not_finite<T, kThreads>(k_tile, 2 * kKeyBytes)) != 0;
   }
 
   void run() {
@@ -484,7 +475,7 @@ struct BackwardBlock {
       const Step& step = block.steps[turn];
       const int stage = kStages > 1 ? turn : 0;
       const bool more = has_next(step);
-      if constexpr (kFeatures >= kGeneral) {
+      if constexpr (has_bias(kFeatures)) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
@@ -530,15 +521,19 @@ struct BackwardBlock {
           score_product(d_p, v_tile, d_out_tile, first);
         }
         const auto bias = bias_of(scores, first);
-        if constexpr (kFeatures >= kGeneral) async_wait<kStages - 1>();
+        if constexpr (has_bias(kFeatures)) {
+          async_wait<kStages - 1>();
+          __syncwarp();
+        }
         uint32_t kept[2];
         scores.draw(kept);
-        BiasWriter<T, kN, KeyScores> writer{scores, bias_sums_of(step, chunk), {}};
-        if (careful || kFeatures >= kGeneral || (listed() && squares != kAllSquares)) {
-          scores.template make<true>(s, d_p, pt, ds, bias, kept, writer);
+        auto sink = bias_sink(scores, step, chunk);
+        if (careful || is_general(kFeatures) || (listed() && squares != kAllSquares)) {
+          scores.template make<true>(s, d_p, pt, ds, bias, kept, sink);
         } else {
-          scores.template make<false>(s, d_p, pt, ds, bias, kept, writer);
+          scores.template make<false>(s, d_p, pt, ds, bias, kept, sink);
         }
+        if constexpr (has_bias(kFeatures)) __syncwarp();  // dS^T takes the place of the bias
         if constexpr (kSplit == 1) {
           if (suspicious) {
             store_scores(ds_tile, pt, first);
@@ -554,6 +549,9 @@ struct BackwardBlock {
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
       if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
+      if constexpr (kFeatures == kBias) {
+        store_bias<T, kKeys, kQueries, kWarps>(p, place, head_of(step), step.tile, ds_tile);
+      }
       if constexpr (kSplit > 1) {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();

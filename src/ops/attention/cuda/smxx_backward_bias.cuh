@@ -22,17 +22,20 @@ struct BiasBlock {
 
   struct Adder {
     float (&sum)[2][kN][4];
+    void begin(int) {}
     void add(int m, int n, int e, float d_s) { sum[m][n][e] += d_s; }
     void finish(int) {}
   };
 
   const BackwardParams& p;
+  const Dropout dropout;
   const int lane, warp, key_row, query_row;
   const uint32_t k_tile, v_tile, q_tile, d_out_tile, stats_tile;
   float sum[kChunks][2][kN][4] = {};
 
   BiasBlock(const BackwardParams& params, uint32_t shared)
       : p(params),
+        dropout(params.problem.dropout.for_warp()),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
         key_row(warp / kSide * 32),
@@ -116,7 +119,7 @@ struct BiasBlock {
           squares |= 1u << (at / 2 * 8 + at % 2);
         }
       }
-      const Scores<T, kN, kGeneralBlocks> scores(p, place, static_cast<int>(head),
+      const Scores<T, kN, kGeneralBlocks> scores(p, dropout, place, static_cast<int>(head),
                                                  first_key + key_row, first_query + first, squares,
                                                  stats_tile + first * 8, lane);
       typename Scores<T, kN, kGeneralBlocks>::BiasWords bias;

@@ -85,7 +85,8 @@ Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int64_t
   bool kept = true;
   T keep_scale = 1;
   if (problem.dropout.active()) {
-    kept = problem.dropout.keeps(static_cast<uint64_t>(batch * problem.heads + head), i, j);
+    kept = problem.dropout.with_seed().keeps(static_cast<uint64_t>(batch * problem.heads + head), i,
+                                             j);
     keep_scale = static_cast<T>(problem.dropout.scale());
   }
   if (kept) {

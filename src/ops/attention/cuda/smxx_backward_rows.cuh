@@ -107,6 +107,8 @@ void backward_rows(const BackwardParams& p, bool vectors) {
   suspicious = __syncthreads_or(suspicious) != 0;
   if (threadIdx.x == 0) {
     stats.suspicious = suspicious;
+    stats.q_unit = stats.d_out_unit = 1;
+    stats.unused = 0;  // it is copied with the rest
     if (p.turns != nullptr) p.turns[plane * p.q_tiles + tile] = 0;
   }
 }

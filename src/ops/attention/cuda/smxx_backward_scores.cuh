@@ -12,13 +12,19 @@ namespace pullback::attention {
 
 using namespace device;
 
-// What a kernel is compiled for beside the band: nothing, dropout, a block mask (and dropout, as
-// the parameters say), or everything but a block mask, as the parameters say: bias, softcap,
-// dropout, rows of any strides; or that and a block mask.
-inline constexpr int kPlain = 0, kDropout = 1, kBlocks = 2, kGeneral = 3, kGeneralBlocks = 4;
+// What a kernel is compiled for beside the band: nothing, dropout, or a block mask; everything but
+// a block mask, as the parameters say: bias, softcap, dropout, rows of any strides; that and a
+// block mask; a bias in 16-byte pieces, and d_bias of one launch or of several.
+inline constexpr int kPlain = 0, kDropout = 1, kBlocks = 2, kGeneral = 3, kGeneralBlocks = 4,
+                     kBias = 5, kBiasSum = 6;
 constexpr bool has_blocks(int features) {
   return features == kBlocks || features == kGeneralBlocks;
 }
+constexpr bool is_general(int features) {
+  return features == kGeneral || features == kGeneralBlocks;
+}
+constexpr bool has_bias(int features) { return features >= kGeneral; }
+constexpr bool may_drop(int features) { return features == kDropout || is_general(features); }
 
 inline void load_shared_floats(float (&value)[4], uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -40,6 +46,16 @@ inline uint32_t transposed(uint32_t pair) {
 // The elements w of 8 queries, transposed, give a lane keys 8t + 2w, 8t + 2w + 1 of query g: all w
 // are 8 keys in a row, 16 bytes of a bias, and the draws of one call of dropout's generator.
 inline int first_key_of_row(int lane) { return lane / 8 * 8 + lane / 4 % 2; }
+
+// The low or the high element of a pair.
+template <class T>
+float element_of(uint32_t pair, int high) {
+  return to_real(T{static_cast<uint16_t>(high ? pair >> 16 : pair)});
+}
+template <>
+inline float element_of<bf16>(uint32_t pair, int high) {
+  return __uint_as_float(__byte_perm(pair, 0, high ? 0x3244 : 0x1044));
+}
 
 // 8 elements of a [query][key] plane at keys [j, j + 8), those below `keys`.
 template <class T>
@@ -81,6 +97,7 @@ void store_eight(T* row, int64_t step, int j, int keys, bool vectors, const uint
 template <class T, int kN, int kFeatures>
 struct Scores {
   const BackwardParams& p;
+  const Dropout& dropout;
   const TilePlace& place;
   int head;          // query head
   int key, query;    // the first ones, within the sequence
@@ -88,9 +105,11 @@ struct Scores {
   uint32_t stats;    // in shared memory, of the first query
   int lane;
 
-  Scores(const BackwardParams& params, const TilePlace& tile_place, int query_head, int first_key,
-         int first_query, uint32_t seen_squares, uint32_t row_stats, int lane_number)
+  Scores(const BackwardParams& params, const Dropout& seeded, const TilePlace& tile_place,
+         int query_head, int first_key, int first_query, uint32_t seen_squares, uint32_t row_stats,
+         int lane_number)
       : p(params),
+        dropout(seeded),
         place(tile_place),
         head(query_head),
         key(first_key),
@@ -109,7 +128,8 @@ struct Scores {
     }
   }
 
-  // The bias as for_rows() meets it: a lane has 8 keys of query lane / 4 of every 8.
+  // The bias of 32 keys x 8 · kN queries: get() gives those of 8 queries as the scores lie, key w
+  // and query c of addend[w][c]. Here a lane has 8 keys of query lane / 4 of every 8.
   struct BiasWords {
     uint32_t word[kN][4];
     void load(const Scores& scores) {
@@ -120,50 +140,68 @@ struct Scores {
                    scores.place.k_length, p.bias_vectors != 0);
       });
     }
-    void get(int n, uint32_t (&words)[4]) const {
+    void get(int n, float (&addend)[4][2]) const {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) words[w] = word[n][w];
+      for (int w = 0; w < 4; ++w) {
+        unpack<T>(transposed(word[n][w]), addend[w][0], addend[w][1]);
+      }
     }
   };
 
-  // The same through shared memory, in `bytes(number)` of 16 each for 32 · kN pieces: asynchronous,
-  // and free of registers. A lane reads what it copied itself.
+  // The same through shared memory, in `bytes(number)` of 16 each for 32 · kN pieces of 8 keys:
+  // asynchronous, and free of registers. Between load() and get() the warp waits, and for each
+  // other.
   template <class Bytes>
   struct SharedBias {
     const Scores& scores;
     Bytes bytes;
-    uint32_t at(int n) const { return bytes((8 * n + scores.lane / 4) * 4 + scores.lane % 4); }
     void load() const {
       const BackwardParams& p = scores.p;
       if (p.bias.data == nullptr) return;
-      const int j = scores.key + scores.lane % 4 * 8, keys = scores.place.k_length;
-      const T* const base = static_cast<const T*>(p.bias.data) + scores.place.batch * p.bias.batch +
-                            scores.head * p.bias.head;
-#pragma unroll 1
-      for (int n = 0; n < kN; ++n) {
-        const int i = scores.query + 8 * n + scores.lane / 4;
-        if (i >= scores.place.q_length) return;
-        const T* const row = base + i * p.bias.query;
-        if (p.bias_vectors && j + 8 <= keys) {
-          async_copy_or_zero(at(n), row + j, true);
-        } else {
-          uint32_t words[4];
-          load_eight(words, row, p.bias.key, j, keys, false);
-          store_shared(at(n), words);
+      // Queries 4 apart side by side: their pieces lie in other banks.
+      const int piece = scores.lane % 4, q = scores.lane / 8 + scores.lane / 4 % 2 * 4;
+      const int j = scores.key + piece * 8, keys = scores.place.k_length;
+      const bool whole = (!is_general(kFeatures) || p.bias_vectors) && j + 8 <= keys;
+      const T* row = static_cast<const T*>(p.bias.data) + scores.place.batch * p.bias.batch +
+                     scores.head * p.bias.head + (scores.query + q) * p.bias.query;
+      if (whole) {
+#pragma unroll(is_general(kFeatures) ? 1 : kN)
+        for (int n = 0; n < kN; ++n, row += 8 * p.bias.query) {
+          const int r = 8 * n + q;
+          async_copy_or_zero(bytes(r * 4 + piece), row + j,
+                             scores.query + r < scores.place.q_length);
         }
+        return;
+      }
+#pragma unroll 1
+      for (int r = q; r < 8 * kN; r += 8, row += 8 * p.bias.query) {
+        if (scores.query + r >= scores.place.q_length) return;
+        uint32_t words[4];
+        load_eight(words, row, p.bias.key, j, keys, false);
+        store_shared(bytes(r * 4 + piece), words);
       }
     }
-    void get(int n, uint32_t (&words)[4]) const { load_shared(words, at(n)); }
+    void get(int n, float (&addend)[4][2]) const {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        uint32_t words[4];
+        load_shared(words, bytes((8 * n + scores.lane % 4 * 2 + c) * 4 + scores.lane / 8));
+#pragma unroll
+        for (int w = 0; w < 4; ++w) addend[w][c] = element_of<T>(words[w], scores.lane / 4 % 2);
+      }
+    }
   };
 
   bool drops() const {
-    return kFeatures == kDropout || (kFeatures >= kBlocks && p.problem.dropout.active());
+    return kFeatures == kDropout || (is_general(kFeatures) && p.problem.dropout.active());
   }
 
   // What dropout keeps: bit 8 · n + 2 · w of kept[c].
   void draw(uint32_t (&kept)[2]) const {
-    if (!drops()) return;
-    const Dropout& dropout = p.problem.dropout;
+    if (!drops()) {
+      kept[0] = kept[1] = ~0u;
+      return;
+    }
     const auto stream = static_cast<uint64_t>(place.batch * p.problem.heads + head);
     uint32_t bits = 0;
 #pragma unroll
@@ -189,15 +227,15 @@ struct Scores {
   }
 
   // P^T and dS^T from S^T and dP^T. kCareful: some pair of the tile is not to be seen, or some
-  // value is not finite. The general kernel hands d_bias of each pair to sink.add(m, n, e, value),
-  // and calls sink.finish(n) after the pairs of 8 queries.
+  // value is not finite. d_bias of each pair goes to sink.add(m, n, e, value), between
+  // sink.begin(n) and sink.finish(n) for the pairs of 8 queries.
   template <bool kCareful, class Bias, class Sink>
   __forceinline__ void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], uint32_t (&pt)[2][kN][2],
                             uint32_t (&ds)[2][kN][2], const Bias& bias, const uint32_t (&kept)[2],
                             Sink& sink) const {
-    constexpr bool kIsGeneral = kFeatures >= kGeneral;
-    const bool drops = this->drops(), biased = kIsGeneral && p.bias.data != nullptr;
-    const bool capped = kIsGeneral && p.problem.softcap > 0;
+    constexpr bool kHasBias = has_bias(kFeatures);
+    const bool biased = kHasBias && (!is_general(kFeatures) || p.bias.data != nullptr);
+    const bool capped = is_general(kFeatures) && p.problem.softcap > 0;
     const float factor = capped ? 1 : p.problem.scale * kLog2E;
     // of t / c squared
     const float steepness =
@@ -216,33 +254,34 @@ struct Scores {
         }
       }
       float gradient[2][4];
-      uint32_t bias_words[4];
-      if (biased) bias.get(n, bias_words);
+      float addends[4][2] = {};
+      if (biased) bias.get(n, addends);
+      sink.begin(n);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const int m = w / 2, half = w % 2;
-        float probability[2], addend[2] = {};
-        if (biased) unpack<T>(transposed(bias_words[w]), addend[0], addend[1]);
+        float probability[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const float lse = row[2 * c], delta = row[2 * c + 1];
+          const float lse = row[2 * c], delta = row[2 * c + 1], addend = addends[w][c];
           const int e = 2 * half + c;
           float exponent = s[m][n][e] * factor - lse;
-          if constexpr (kIsGeneral) exponent += addend[c] * kLog2E;
+          if constexpr (kHasBias) exponent += addend * kLog2E;
           bool seen = true;
           if constexpr (kCareful) {
             const int i = lane_query + 8 * n + c, j = lane_key + 2 * w;
-            // -inf is not seen, NaN is; an lse of inf is of a row that sees nothing
-            seen = i < place.q_length && j < place.k_length && j - i >= place.lowest &&
-                   j - i <= place.highest && addend[c] != -infinity<float>() &&
-                   s[m][n][e] * factor != -infinity<float>() && lse != infinity<float>();
+            // -inf is not seen, NaN is; an lse of inf is of a row that sees nothing.
+            // Without branches: the elements' chains of instructions are to run side by side.
+            seen = (i < place.q_length) & (j < place.k_length) & (j - i >= place.lowest) &
+                   (j - i <= place.highest) & (addend != -infinity<float>()) &
+                   (s[m][n][e] * factor != -infinity<float>()) & (lse != infinity<float>());
             if constexpr (has_blocks(kFeatures)) {
-              seen = seen && (squares >> (n / 2 * 8 + lane / 16) & 1) != 0;
+              seen = seen & ((squares >> (n / 2 * 8 + lane / 16) & 1) != 0);
             }
           }
           float chance = exp2_fast(exponent), d_chance = d_p[m][n][e];
           float weight = chance;
-          if (drops) {
+          if constexpr (may_drop(kFeatures)) {
             const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
             weight = keep ? chance * keep_scale : -0.0f;
             d_chance = keep ? d_chance * keep_scale : 0.0f;
@@ -252,13 +291,13 @@ struct Scores {
             weight = seen ? weight : -0.0f;
             d_s = seen ? d_s : -0.0f;
           }
-          if constexpr (kIsGeneral) sink.add(m, n, e, d_s);
+          sink.add(m, n, e, d_s);
           probability[c] = weight;
           gradient[m][e] = d_s;
         }
         pt[m][n][half] = pack<T>(probability[0], probability[1]);
       }
-      if constexpr (kIsGeneral) sink.finish(n);
+      sink.finish(n);
       if (capped) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
@@ -280,33 +319,88 @@ struct Scores {
   }
 };
 
-// Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
-// along the batch. The sum lies in the workspace in the order of the lanes.
-template <class T, int kN, class Scores>
-struct BiasWriter {
-  const Scores& scores;
-  float* sums;        // of the 32 keys x 8 · kN queries
-  float value[2][4];  // of 8 queries
-
-  void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
-  void finish(int n) {
-    const BackwardParams& p = scores.p;
-    if (p.d_bias.data == nullptr) return;
-    if (p.bias_step != BiasStep::only) {
+// d_bias of a tile is its dS, which lies in shared memory [key][query]: as rows of keys are
+// interleaved, a lane gets 8 keys of a query. By all warps.
+template <class T, int kKeys, int kQueries, int kWarps>
+void store_bias(const BackwardParams& p, const TilePlace& place, int head, int query_tile,
+                uint32_t ds_tile) {
+  if (p.d_bias.data == nullptr) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  T* const plane =
+      static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch + head * p.d_bias.head;
+#pragma unroll 1
+  for (int eight = static_cast<int>(threadIdx.x) / 32; eight < kQueries / 8; eight += kWarps) {
+    const int i = query_tile * kQueries + eight * 8 + lane / 4;
+    T* const row = plane + i * p.d_bias.query;
 #pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        float* const at = sums + ((n * 2 + m) * 32 + scores.lane) * 4;
-        if (p.bias_step != BiasStep::first) add_loaded(value[m], at);
-        if (p.bias_step != BiasStep::last) store_past_l1(at, value[m]);
+    for (int keys = 0; keys < kKeys; keys += 32) {
+      uint32_t words[4];
+      load_matrices_transposed(words,
+                               ds_tile + TileLayout<T, kQueries>::offset(keys + lane, eight));
+      if (i < place.q_length) {
+        store_eight(row, p.d_bias.key, place.tile * kKeys + keys + lane % 4 * 8, place.k_length,
+                    p.d_bias_vectors != 0, words);
       }
-      if (p.bias_step != BiasStep::last) return;
-    }
-    if constexpr (sizeof(T) == 4) {
-      store_each(n);
-    } else {
-      store_rows(n);
     }
   }
+}
+
+// For kernels that take d_bias from dS^T, or have none.
+struct NoSink {
+  void begin(int) {}
+  void add(int, int, int, float) {}
+  void finish(int) {}
+};
+
+// Writes d_bias, or adds to a sum of it over launches: of batch items, where the bias is broadcast
+// along the batch. The sum lies in the workspace in the order of the lanes.
+template <class T, int kN, class Scores, bool kAhead = false>
+struct BiasWriter {
+  const Scores& scores;
+  float* sums;  // of the 32 keys x 8 · kN queries
+  // Of 8 queries: those of this launch, and sums of the launches before, which are fetched ahead.
+  float value[2][4], before[kAhead ? 2 : 1][2][4];
+
+  float* sum_at(int n, int m) const { return sums + ((n * 2 + m) * 32 + scores.lane) * 4; }
+  bool adds(BiasStep step) const {
+    return scores.p.d_bias.data != nullptr && scores.p.bias_step == step;
+  }
+  void fetch(int n) {
+    load_past_l1(before[kAhead ? n % 2 : 0][0], sum_at(n, 0));
+    load_past_l1(before[kAhead ? n % 2 : 0][1], sum_at(n, 1));
+  }
+
+  void begin(int n) {
+    if (!kAhead || !adds(BiasStep::last)) return;
+    if (n == 0) fetch(0);
+    if (n + 1 < kN) fetch(n + 1);
+  }
+  void add(int m, int, int e, float d_s) { value[m][e] = d_s; }
+  void finish(int n) {
+    if (adds(BiasStep::first)) {
+      store_past_l1(sum_at(n, 0), value[0]);
+      store_past_l1(sum_at(n, 1), value[1]);
+    } else if (adds(BiasStep::middle)) {
+      add_stored(sum_at(n, 0), value[0]);
+      add_stored(sum_at(n, 1), value[1]);
+    } else if (scores.p.d_bias.data != nullptr) {
+      if (adds(BiasStep::last)) {
+        if (!kAhead) fetch(n);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) value[m][e] += before[kAhead ? n % 2 : 0][m][e];
+        }
+      }
+      if constexpr (sizeof(T) == 4) {
+        store_each(n);
+      } else {
+        store_rows(n);
+      }
+    }
+  }
+
+ private:
   void store_rows(int n) const {
     const BackwardParams& p = scores.p;
     uint32_t words[4];

@@ -99,9 +99,10 @@ struct SplitBlock
   }
 
   KeyScores scores_of(const Step& step, int first, uint32_t stats) const {
-    return KeyScores(
-        p, place, this->head_of(step), place.tile * kKeys + key_row, step.tile * kQueries + first,
-        this->squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
+    return KeyScores(p, this->dropout, place, this->head_of(step), place.tile * kKeys + key_row,
+                     step.tile * kQueries + first,
+                     this->squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8,
+                     lane);
   }
 
   void score_product(float (&sum)[2][kN][4], uint32_t key_tile, uint32_t query_tile,
@@ -173,7 +174,7 @@ struct SplitBlock
       }
     }
     const float p_unit = unit_of(largest[0]), ds_unit = unit_of(largest[1]);
-    if (lane == 0) {
+    if (lane == 0 && (!kShared || own % 2 == 0)) {
       units.p_unit[key_row / 32][first / kUnitQueries] = p_unit;
       units.ds_unit[key_row / 32][first / kUnitQueries] = ds_unit;
     }

@@ -22,12 +22,15 @@ inline void store_past_l1(float* to, const float (&value)[4]) {
                "f"(value[1]), "f"(value[2]), "f"(value[3])
                : "memory");
 }
-inline void add_loaded(float (&sum)[4], const float* from) {
-  float value[4];
+inline void load_past_l1(float (&value)[4], const float* from) {
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
                : "l"(from)
                : "memory");
+}
+inline void add_loaded(float (&sum)[4], const float* from) {
+  float value[4];
+  load_past_l1(value, from);
 #pragma unroll
   for (int i = 0; i < 4; ++i) sum[i] += value[i];
 }

@@ -181,6 +181,7 @@ void forward(const ForwardParams& params) {
   if (rows == 0) return;
   const int first_query = static_cast<int>(tile.first);
   const SequenceBand band(p.band, sequence);
+  const Dropout dropout = kDropout ? p.dropout.for_warp() : p.dropout;
 
   const int64_t kv_head = tile.head / p.group;
   const auto first_of = [&](const HeadRows& rows_of, int64_t row, int64_t head) {
@@ -321,7 +322,7 @@ void forward(const ForwardParams& params) {
         if (p.dropout.active()) {
           const auto [batch, head] = fresh_pair();
           const uint64_t plane = static_cast<uint64_t>(batch) * p.heads + head;
-          drop(s, p.dropout, plane, warp.query, key, lane);
+          drop(s, dropout, plane, warp.query, key, lane);
         }
       }
       if constexpr (kPlanes) {

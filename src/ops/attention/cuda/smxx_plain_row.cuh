@@ -67,7 +67,7 @@ void plain_row(const ForwardParams& params, const Sequence& sequence, int64_t ba
 #pragma unroll
     for (R& element : out) element *= correction;
     const bool kept =
-        s != -infinity<R>() && (!p.dropout.active() || p.dropout.keeps(plane, i, own));
+        s != -infinity<R>() && (!p.dropout.active() || p.dropout.with_seed().keeps(plane, i, own));
     const unsigned taken = __ballot_sync(kAllLanes, kept);
     for (unsigned rest = taken; rest != 0; rest &= rest - 1) {
       const int from = __ffs(static_cast<int>(rest)) - 1;

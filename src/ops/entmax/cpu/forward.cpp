@@ -1,5 +1,6 @@
 // The forward pass of entmax (solve-inl.hpp has the formula). Short rows, and rows in neighbouring
-// columns, are many at a time (forward_lanes-inl.hpp); else it is one row at a time:
+// columns, are many at a time (forward_lanes-inl.hpp), and so are longer ones whose powers take a
+// logarithm (forward_batch-inl.hpp); else it is one row at a time:
 //   1. the maximum, and NaN; the maxima of the SIMD lanes are a subset of the row whose threshold
 //      bounds the row's from below;
 //   2. the few elements above that bound go to scratch, and give the exact threshold;

@@ -11,6 +11,8 @@
 #define PULLBACK_ENTMAX_FORWARD_BATCH_INL_HPP
 #endif
 
+#include <bit>
+
 #include "cpu/ahead-inl.hpp"
 #include "ops/entmax/cpu/forward_row-inl.hpp"
 #include "ops/entmax/cpu/lanes-inl.hpp"
@@ -97,6 +99,8 @@ class RowBatch {
   }
 
  private:
+  // One step is mostly enough: the candidates that a better bound would drop are a few.
+  static constexpr double kBoundPrecision = 9;
   static constexpr std::size_t kMaxima = kAccumulators * kLanes<R>;  // of a row
   static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;    // of a vector
 
@@ -131,8 +135,7 @@ class RowBatch {
       sum = hn::Add(sum, highest);
     }
     const auto start = SafeBound<R>(power_, MeanBound<R>(power_, sum, kLanes<R>));
-    return SafeBound<R>(power_,
-                        SolveLanes<R>(power_, start, z, kMaxima, Precision<R>::rough).theta);
+    return SafeBound<R>(power_, SolveLanes<R>(power_, start, z, kMaxima, kBoundPrecision).theta);
   }
 
   // A line of the next batch, as long as there are some.

@@ -156,8 +156,8 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
     const auto v = hn::LoadU(d, z + i * kLanes<R>);
     if constexpr (P::family == Family::sparsemax) {
       const auto active = hn::Gt(v, theta);
-      first = hn::Add(first, hn::IfThenElseZero(active, v));
-      second = hn::Add(second, hn::IfThenElseZero(active, hn::Set(d, R{1})));
+      first = hn::IfThenElse(active, hn::Add(first, v), first);
+      second = hn::IfThenElse(active, hn::Add(second, hn::Set(d, R{1})), second);
     } else {
       const auto excess = power.Excess(d, v, theta);
       const auto both = power.Both(d, excess);
@@ -169,7 +169,10 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
     const std::size_t end = std::min(count, begin + kSumVectors);
     auto f0 = zero, f1 = zero, f2 = zero, f3 = zero;
     auto slope0 = zero, slope1 = zero, slope2 = zero, slope3 = zero;
-    for (; begin + 4 <= end; begin += 4) {
+    // A power takes longer than the sums: one chain of those will do, and its constants keep their
+    // registers.
+    constexpr bool kCheap = P::family == Family::sparsemax || P::family == Family::entmax15;
+    for (; kCheap && begin + 4 <= end; begin += 4) {
       add(begin, f0, slope0);
       add(begin + 1, f1, slope1);
       add(begin + 2, f2, slope2);
@@ -214,9 +217,9 @@ HWY_INLINE Lane<R> MeanBound(const P& power, Lane<R> sum, std::size_t n) {
   const LaneTag<R> d;
   const auto start = hn::Set(d, P::start);
   if constexpr (P::near_one) return start;
-  const double count = static_cast<double>(n), b = static_cast<double>(power.b);
-  const auto share = hn::Set(d, static_cast<R>(b / count));
-  return hn::Max(start, hn::MulSub(share, sum, hn::Set(d, static_cast<R>(std::pow(count, -b)))));
+  const auto b = hn::Set(d, power.b), one_of_n = hn::Set(d, 1 / static_cast<R>(n));
+  const auto equal = P::family == Family::sparsemax ? one_of_n : PowerOfFraction(d, one_of_n, b);
+  return hn::Max(start, hn::MulSub(hn::Mul(b, one_of_n), sum, equal));
 }
 
 template <class R>
@@ -247,7 +250,7 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
     // stay below the root.
     const bool curved = !P::near_one && power.b < R{0.5} && precision <= Precision<R>::full;
     const auto tolerance = hn::Set(d, static_cast<R>(power.Tolerance(precision)));
-    const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon() / 4);
+    const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon());
     const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
     const auto half = hn::Set(d, R{0.5});
     const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
@@ -317,20 +320,22 @@ class LaneRows {
   // The maxima, of a long row's parts too. False if a row has none that is finite, or a NaN.
   bool FindMax() {
     const LaneTag<R> d;
+    const R* const x = x_;
+    const std::size_t length = length_;
     const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
-    const bool whole = length_ < kMinLengthForBound;
-    const std::size_t part = whole ? length_ : (length_ + kBounds - 1) / kBounds;
+    const bool whole = length < kMinLengthForBound;
+    const std::size_t part = whole ? length : (length + kBounds - 1) / kBounds;
     auto highest = lowest;
     auto nan = hn::IsNaN(lowest);
     const auto take = [&](std::size_t i, auto& best) HWY_ATTR {
-      const auto v = hn::LoadU(d, x_ + i * kLanes<R>);
+      const auto v = hn::LoadU(d, x + i * kLanes<R>);
       best = hn::Max(best, v);
       nan = hn::Or(nan, hn::IsNaN(v));
     };
     parts_ = 0;
-    for (std::size_t i = 0; i < length_; ++parts_) {
+    for (std::size_t i = 0; i < length; ++parts_) {
       auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
-      const std::size_t end = std::min(length_, i + part);
+      const std::size_t end = std::min(length, i + part);
       for (; i + 4 <= end; i += 4) {
         take(i, m0);
         take(i + 1, m1);
@@ -369,39 +374,43 @@ class LaneRows {
   template <class P>
   void Sparse(const P& power) {
     const LaneTag<R> d;
+    // Compilers take stores of vectors for stores to members.
+    R *const x = x_, *const candidates = candidates_;
+    const std::size_t length = length_;
+    const bool wants_size = wants_size_;
     const auto shift = hn::Load(d, max);
     auto theta = hn::Set(d, power.start);
     std::size_t count = 0;
-    if (length_ >= kMinLengthForBound) {
+    if (length >= kMinLengthForBound) {
       theta = Bound(power);
-      for (std::size_t i = 0; i < length_; ++i) {
+      for (std::size_t i = 0; i < length; ++i) {
         // Stored always, kept where it is a candidate of some row.
-        const auto z = hn::Sub(hn::LoadU(d, x_ + i * kLanes<R>), shift);
-        hn::StoreU(z, d, candidates_ + count * kLanes<R>);
+        const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
+        hn::StoreU(z, d, candidates + count * kLanes<R>);
         const auto active = power.Active(d, power.Excess(d, z, theta));
         count += hn::AllFalse(d, active) ? 0 : 1;
       }
     } else {
       theta = SafeBound<R>(power, MeanBound<R>(power, hn::Load(d, four_), 4));
-      for (; count < length_; ++count) {
-        const auto z = hn::Sub(hn::LoadU(d, x_ + count * kLanes<R>), shift);
-        hn::StoreU(z, d, candidates_ + count * kLanes<R>);
+      for (; count < length; ++count) {
+        const auto z = hn::Sub(hn::LoadU(d, x + count * kLanes<R>), shift);
+        hn::StoreU(z, d, candidates + count * kLanes<R>);
       }
     }
-    const auto [at, scale] = SolveLanes(power, theta, candidates_, count, Precision<R>::full);
+    const auto [at, scale] = SolveLanes(power, theta, candidates, count, Precision<R>::full);
     auto support = hn::Zero(d);
-    for (std::size_t i = 0; i < length_; ++i) {
-      const auto z = hn::Sub(hn::LoadU(d, x_ + i * kLanes<R>), shift);
+    for (std::size_t i = 0; i < length; ++i) {
+      const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
       const auto excess = power.Excess(d, z, at);
       const auto active = power.Active(d, excess);
-      if (wants_size_) support = hn::Add(support, hn::IfThenElseZero(active, hn::Set(d, R{1})));
+      if (wants_size) support = hn::Add(support, hn::IfThenElseZero(active, hn::Set(d, R{1})));
       auto y = hn::Zero(d);
       if constexpr (P::family == Family::sparsemax) {
         y = power.Value(d, excess);
       } else if (P::family == Family::entmax15 || !hn::AllFalse(d, active)) {
         y = hn::Mul(scale, power.Value(d, excess));
       }
-      hn::StoreU(y, d, x_ + i * kLanes<R>);
+      hn::StoreU(y, d, x + i * kLanes<R>);
     }
     hn::Store(support, d, size);
     const auto b = hn::Set(d, power.b);

@@ -233,7 +233,7 @@ template <class R>
 struct Precision {
   static constexpr double full = static_cast<double>(std::numeric_limits<R>::epsilon());
   // A lower bound of the root needs no digits.
-  static constexpr double rough = 9;
+  static constexpr double rough = 1;
 };
 
 // alpha <= 2. `theta` is a lower bound of the root. Uses up z.

@@ -1,0 +1,128 @@
+"""Kernels that the wheel carries are found, and are those that common calls need.
+
+A fake driver and a fake compiler let plans for a GPU be made anywhere: they load their kernels, and
+nothing computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pullback
+from pullback import _native
+
+HERE = Path(__file__).parent
+CHECKOUT = HERE.parents[1]
+PATTERNS = CHECKOUT / "scripts" / "wheel_kernels.txt"
+BUDGETS = CHECKOUT / "tests" / "cuda" / "budgets.json"
+CARRIED = list((Path(_native.library_path()).parent / "kernels").glob("*.pbk"))
+
+PERMUTATION = """
+from pullback._native import *
+ids = Spec("i64", (1000,), (1,))
+NativePlan(SEGMENT_PERMUTATION, FORWARD, {"ids": ids}, {"num_segments": 9}, Device(2, 0))
+"""
+# Plans for a GPU what PyTorch has on the CPU, and computes nothing.
+COMMON_CALLS = """
+import pullback._torch_operator as operator
+from pullback._native import Device, NativePlan
+class Planned(NativePlan):
+    def __init__(self, op, direction, specs, options, *device):
+        super().__init__(op, direction, specs, options, Device(2, 0))
+    def run_pointers(self, *arguments):
+        pass
+operator.NativePlan = Planned
+import common_calls
+common_calls.make_all("cpu")
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    for library in ("libcuda.so.1", "libnvrtc.so.13"):
+        options = ["-shared", "-fPIC", "-o", str(folder / library)]
+        subprocess.run([compiler, *options, str(HERE / "fake_cuda.c")], check=True)
+    return folder
+
+
+def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process that cannot compile; a cache would be left in `folder`."""
+    own = {
+        "LD_LIBRARY_PATH": f"{folder}:{Path(_native.library_path()).parent}",
+        "PULLBACK_CACHE_DIR": str(folder / "cache"),
+        "PULLBACK_JIT": "off",
+        "PULLBACK_NVRTC": "/nowhere",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=HERE,
+        env={**os.environ, **own, **environment},
+        timeout=600,
+    )
+
+
+def patterns() -> list[re.Pattern[str]]:
+    lines = PATTERNS.read_text().splitlines()
+    return [re.compile(line) for line in lines if not line.startswith("#")]
+
+
+@pytest.mark.skipif(not CARRIED, reason="a wheel without kernels")
+def test_kernels_of_the_wheel_are_found(driver: Path) -> None:
+    expected = rf"shipped kernels +{len(CARRIED)}, {len(CARRIED)} of them of this version"
+    assert re.search(expected, pullback.doctor())
+    found = run(PERMUTATION, driver)
+    assert found.returncode == 0, found.stderr
+    assert not (driver / "cache").exists()
+    found = run(PERMUTATION, driver, PULLBACK_CACHE="off")
+    assert "not in the cache" in found.stderr
+
+
+@pytest.mark.skipif(len(CARRIED) < 100, reason="not a release's wheel")
+def test_common_calls_compile_nothing(driver: Path) -> None:
+    pytest.importorskip("torch")
+    found = run(COMMON_CALLS, driver)
+    assert found.returncode == 0, found.stderr
+    assert not (driver / "cache").exists()
+
+
+@pytest.mark.skipif(not PATTERNS.exists(), reason="not in a checkout")
+def test_patterns_name_what_common_calls_load(driver: Path) -> None:
+    pytest.importorskip("torch")
+    cache = driver / "all"
+    found = run(
+        COMMON_CALLS,
+        driver,
+        PULLBACK_JIT="on",
+        PULLBACK_NVRTC=str(driver),
+        PULLBACK_CACHE_DIR=str(cache),
+        PULLBACK_LIBRARY=shutil.copy(_native.library_path(), driver),  # no kernels beside it
+    )
+    assert found.returncode == 0, found.stderr
+    texts = [path.read_bytes().decode(errors="replace") for path in cache.glob("*.pbk")]
+    names = [re.search(r"^name (\w+)$", text, re.MULTILINE)[1] for text in texts]
+    assert len(names) > 100
+    assert [name for name in names if not any(p.search(name) for p in patterns())] == []
+
+
+@pytest.mark.skipif(not BUDGETS.exists(), reason="not in a checkout")
+def test_patterns_of_the_wheels_kernels_name_some() -> None:
+    names = json.loads(BUDGETS.read_text())["kernels"]
+    carried = [{name for name in names if pattern.search(name)} for pattern in patterns()]
+    assert all(carried)
+    ops = {name.split("_")[0] for names in carried for name in names}
+    assert ops == {"attention", "block", "entmax", "segment"}
+    assert not any("double" in name for names in carried for name in names)

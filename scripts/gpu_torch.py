@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""What calls through pullback.torch take on a GPU, beside what `pullback bench` says of them.
+
+gpu_torch.py [--bench FILE...]    files that `pullback bench --device cuda --json FILE` wrote
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pullback.torch as pt
+from pullback import sparsity
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """The median of a batch, enqueued without waiting in between as a training step does."""
+    for _ in range(3):
+        run()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in "se"] for _ in range(21)]
+    torch.cuda.synchronize()
+    for start, stop in events:
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e-3
+
+
+def host_seconds(run: Callable[[], Any]) -> float:
+    best = float("inf")
+    for _ in range(20):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(50):
+            run()
+        best = min(best, (time.perf_counter() - begin) / 50)
+    return best
+
+
+def randn(dtype: str, *shape: int, sigma: float = 1) -> Tensor:
+    return (sigma * torch.randn(shape, device="cuda")).to(DTYPES[dtype])
+
+
+# Op, name in the benchmark, dtype, and a function that makes inputs and the call.
+Problem = tuple[str, str, str, Callable[[str], tuple[list[Tensor], Callable[..., Tensor]]]]
+
+
+def attention(batch: int, heads: int, length: int, dim: int, **options: Any) -> Callable[..., Any]:
+    def make(dtype: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
+        inputs = [randn(dtype, batch, length, heads, dim) for _ in "qkv"]
+        return inputs, lambda q, k, v: pt.attention(q, k, v, **options)
+
+    return make
+
+
+def entmax(rows: int, length: int, alpha: float) -> Callable[..., Any]:
+    def make(dtype: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
+        return [randn(dtype, rows, length)], lambda x: pt.entmax(x, alpha)
+
+    return make
+
+
+def segment(columns: int, mean: int, reduce: Any) -> Callable[..., Any]:
+    def make(dtype: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
+        rows = (1 << 27) // columns
+        lengths = torch.randint(1, 2 * mean, (2 * rows // mean,), device="cuda")
+        ends = lengths.cumsum(0)
+        offsets = torch.cat([lengths[:1] * 0, ends[ends < rows], lengths[:1] * 0 + rows])
+        x = randn(dtype, rows, columns)
+        return [x], lambda x: pt.segment_reduce(x, reduce, offsets=offsets)
+
+    return make
+
+
+def big_bird(block: int, length: int) -> sparsity.BlockLayout:
+    each = max(64 // block, 1)
+    return sparsity.BigBirdSparsityConfig(
+        4,
+        block=block,
+        different_layout_per_head=True,
+        num_random_blocks=each,
+        num_sliding_window_blocks=3 * each,
+        num_global_blocks=each,
+    ).make_layout(length)
+
+
+def block_softmax(block: int, length: int) -> Callable[..., Any]:
+    def make(dtype: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
+        layout = big_bird(block, length)
+        batch = max(1, (1 << 27) // (layout.nnz * block * block))
+        x = randn(dtype, batch, layout.nnz, block, block, sigma=2)
+        return [x], lambda x: pt.block_softmax(x, layout, scale=0.125)
+
+    return make
+
+
+def block_matmul(block: int, length: int, dim: int) -> Callable[..., Any]:
+    def make(dtype: str) -> tuple[list[Tensor], Callable[..., Tensor]]:
+        layout = big_bird(block, length)
+        batch = max(1, (1 << 26) // (layout.nnz * block * block))
+        a, b = (randn(dtype, batch, 4, length, dim) for _ in "ab")
+        return [a, b], lambda a, b: pt.block_matmul(
+            a, b, layout, "sdd", block=block, transpose_b=True
+        )
+
+    return make
+
+
+PROBLEMS: list[Problem] = [
+    ("attention", "B2 H16 S8192 D128", "bf16", attention(2, 16, 8192, 128)),
+    ("attention", "B2 H16 S8192 D128 causal", "bf16", attention(2, 16, 8192, 128, causal=True)),
+    ("attention", "B2 H16 S8192 D128 dropout 0.1", "bf16", attention(2, 16, 8192, 128, dropout=0.1)),
+    ("entmax", "65536x4096 sigma 1 alpha 1.5", "f32", entmax(65536, 4096, 1.5)),
+    ("entmax", "65536x4096 sigma 1 alpha 1", "bf16", entmax(65536, 4096, 1.0)),
+    ("entmax", "65536x4096 sigma 1 alpha 2 from the mask", "f32", entmax(65536, 4096, 2.0)),
+    ("segment", "D=128 mean 8 sum", "f32", segment(128, 8, "sum")),
+    ("segment", "D=128 mean 4096 max from arg", "f32", segment(128, 4096, "max")),
+    ("block_softmax", "BigBird block 64 S 4096", "bf16", block_softmax(64, 4096)),
+    ("block_matmul", "BigBird block 64 S 4096 D 64 sdd", "bf16", block_matmul(64, 4096, 64)),
+]
+
+
+class Nothing(torch.autograd.Function):
+    """What PyTorch itself takes to call a function of Python and its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
+def times(
+    make: Callable[[str], tuple[list[Tensor], Callable[..., Tensor]]],
+    dtype: str,
+    clock: Callable[[Callable[[], Any]], float],
+) -> tuple[float, float]:
+    """Forward, recorded for the backward pass, and that."""
+    inputs, call = make(dtype)
+    leaves = [x.requires_grad_() for x in inputs]
+    forward = clock(lambda: call(*leaves))
+    out = call(*leaves)
+    d_out = torch.randn_like(out)
+    return forward, clock(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bench", nargs="*", default=[])
+    native: dict[tuple[str, ...], float] = {}
+    for path in parser.parse_args().bench:
+        with open(path) as file:
+            for r in json.load(file)["results"]:
+                native[r["op"], r["case"], r["dtype"], r["pass"]] = r["seconds"]["median"]
+    print("| problem | pass | bench, µs | pullback.torch, µs | ratio |\n|---|---|---|---|---|")
+    for op, case, dtype, make in PROBLEMS:
+        for name, found in zip(("forward", "backward"), times(make, dtype, seconds)):
+            known = native.get((op, case, dtype, name))
+            beside = f"{known * 1e6:.0f} | {found * 1e6:.0f} | {found / known:.3f}" if known else f" | {found * 1e6:.0f} | "
+            print(f"| {op} {case} {dtype} | {name} | {beside} |")
+
+    print("\n| small call, on the host | forward, µs | backward, µs |\n|---|---|---|")
+    small = {
+        "a function that does nothing": (lambda dtype: ([randn(dtype, 8, 64)], Nothing.apply), "f32"),
+        "attention": (attention(1, 2, 64, 64), "bf16"),
+        "attention, dropout": (attention(1, 2, 64, 64, dropout=0.1), "bf16"),
+        "entmax15": (entmax(8, 64, 1.5), "f32"),
+        "sparsemax": (entmax(8, 64, 2.0), "f32"),
+        "block_matmul": (block_matmul(16, 512, 64), "bf16"),
+        "segment max": (segment(128, 4096, "max"), "f32"),
+    }
+    for name, problem in small.items():
+        forward, backward = times(*problem, host_seconds)
+        print(f"| {name} | {forward * 1e6:.1f} | {backward * 1e6:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

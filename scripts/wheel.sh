@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Makes the wheel of a finished build, in BUILD/python/wheel, with compiled kernels for common GPUs in it.
+#   wheel.sh BUILD [REGEX]
+# REGEX names the kernels; scripts/wheel_kernels.txt does when it is not given. For other machines too if
+# the build is portable (no PULLBACK_NATIVE). PYTHON is the interpreter whose pip makes the wheel.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+build=$1 match=${2:-$(grep -v '^#' scripts/wheel_kernels.txt | paste -sd '|')}
+kernels=$PWD/$build/python/kernels wheels=$PWD/$build/python/wheel
+most=15000000
+
+need_nvrtc "$build"
+rm -rf "$kernels" "$wheels"
+"$build/tools/pullback/pullback" compile --arch sm_80,sm_90 --match "$match" --output "$kernels"
+"${PYTHON:-python3}" -m pip wheel -q --disable-pip-version-check . --no-deps -w "$wheels" \
+  -C cmake.define.PULLBACK_BUILD="$PWD/$build" -C cmake.define.PULLBACK_KERNELS="$kernels"
+wheel=$(ls "$wheels"/*.whl)
+size=$(stat -c %s "$wheel")
+echo "$wheel: $((size / 1024)) KiB"
+if [ "$size" -gt "$most" ]; then
+  echo "wheel.sh: the wheel is larger than $((most / 1000000)) MB" >&2
+  exit 1
+fi
