@@ -60,7 +60,7 @@ inline constexpr ForwardKind kForwardKinds[] = {ForwardKind::plain, ForwardKind:
 inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardKind kind,
                                           int arch) {
   const bool small = max_shared_bytes(arch) < 163 * 1024;
-  const bool plain = kind == ForwardKind::plain, lean = kind <= ForwardKind::blocks;
+  const bool plain = kind == ForwardKind::plain;
   const bool terms = kind >= ForwardKind::terms;
   if (element_bytes == 4) {
     if (width <= 128) return {width, 128, 32, 4, 2, small || (width > 64 && arch == 80) ? 1 : 2};
@@ -73,13 +73,13 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
     return {width, 64, 64, 4, 2, 2};
   }
   if (width <= 64) {
-    if (terms) return {width, 128, 64, 8, 2, 1};
-    return {width, 128, arch < 90 ? (plain ? 64 : 32) : (plain ? 128 : 64), 4, 2, 2};
+    const int keys = plain ? 128 : terms ? 32 : 64;
+    return {width, 128, arch >= 90 ? keys : plain ? 64 : 32, 4, 2, 2};
   }
-  if (width <= 128 && !terms && !small) return {width, 128, lean && arch >= 90 ? 64 : 32, 4, 2, 2};
-  if (width == 256 && small) return {width, 64, lean ? 64 : 32, 4, 2, 1};
+  if (width <= 128 && !small) return {width, 128, plain && arch >= 90 ? 64 : 32, 4, 2, 2};
+  if (width == 256 && small) return {width, 64, plain ? 64 : 32, 4, 2, 1};
   if (width == 256 && plain) return {width, 128, 64, 8, arch == 80 ? 2 : 3, 1};
-  return {width, 128, lean || width <= 128 ? 64 : 32, 8, 2, 1};
+  return {width, 128, plain || width <= 128 ? 64 : 32, 8, 2, 1};
 }
 
 }  // namespace pullback::attention
