@@ -79,7 +79,7 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
   }
   if (kind == ForwardKind::elements || (small && width > 64)) return {width, 128, 64, 8, 2, 1};
   if (arch < 90) return {width, 128, plain ? 64 : 32, 4, 2, 2};
-  if (plain) return {width, 128, width <= 64 ? 128 : width == 96 ? 96 : 64, 4, 2, 2};
+  if (plain) return {width, 128, width <= 64 ? 128 : 64, 4, 2, 2};
   return {width, 128, width <= 64 || (width == 96 && !terms) ? 64 : 32, 4, 2, 2};
 }
 
