@@ -101,8 +101,8 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
     const Options options = read_options(request);
     SegmentProblem problem = complete(problem_of(request, options));
     if (request.backward && !request.inputs.contains("d_out")) {
-      fail(ErrorCode::invalid_argument, kOp, "d_out", "a tensor " + shape_text(problem.out),
-           "none");
+      fail(ErrorCode::invalid_argument, kOp, "d_out",
+           "a tensor " + shape_text(shape_of(problem.out)), "none");
     }
     tensors_.x = input("x");
     tensors_.offsets = input("offsets");
@@ -128,10 +128,6 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
   }
 
  private:
-  static std::string shape_text(const TensorSpec& spec) {
-    return pullback::shape_text(std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank)));
-  }
-
   void sort_ids(SegmentProblem& problem) {
     const SegmentPermutationProblem sort =
         complete(SegmentPermutationProblem{.ids = problem.ids,

@@ -118,14 +118,14 @@ TEST(segment_messages, permutation_plan) {
   problem.ids = TensorSpec::contiguous(DType::u8, {6});
   EXPECT_EQ(
       message(problem),
-      "segment permutation: ids: expected dtype i64 or i32, got u8; convert the tensor first");
+      "segment_permutation: ids: expected dtype i64 or i32, got u8; convert the tensor first");
   problem.ids = TensorSpec::contiguous(DType::i64, {6});
   problem.num_segments = -2;
   EXPECT_EQ(message(problem),
-            "segment permutation: num_segments: expected 0 or more, and below 2^56, got -2");
+            "segment_permutation: num_segments: expected 0 or more, and below 2^56, got -2");
   problem.num_segments = 2;
   problem.offsets = TensorSpec::contiguous(DType::i64, {2});
-  EXPECT_EQ(message(problem), "segment permutation: offsets: expected shape [3], got [2]");
+  EXPECT_EQ(message(problem), "segment_permutation: offsets: expected shape [3], got [2]");
 }
 
 TEST(segment_messages, missing_pointers) {
