@@ -60,7 +60,8 @@ typedef struct pullback_plan_options {
                           do not depend on it, to the last bit */
   uint32_t flags;      /* none yet: 0 */
   const char* variant; /* name of the implementation; NULL or "" chooses the best. "reference"
-                          (double precision, plain loops) exists for every op */
+                          (double precision, plain loops) exists for every op but
+                          segment_permutation */
 } pullback_plan_options;
 #define PULLBACK_PLAN_OPTIONS_INIT \
   { sizeof(pullback_plan_options), {kDLCPU, 0}, 0, 0, NULL }

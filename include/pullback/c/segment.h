@@ -54,8 +54,8 @@ typedef struct pullback_segment_problem {
   }
 
 /* Forward reads x and the segments, writes out and the non-NULL of arg, arg_mask. Backward reads
- * d_out, the segments and, for max and min, arg or arg_mask or else x and out; for prod and
- * logsumexp x and out; for softmax out. It writes d_x. */
+ * d_out, the segments and, for max and min, arg or arg_mask or else x and out; for prod x; for
+ * logsumexp x and, but in 16 bits, out; for softmax out. It writes d_x. */
 typedef struct pullback_segment_tensors {
   size_t struct_size;
   const void* x;
