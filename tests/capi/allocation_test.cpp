@@ -60,7 +60,8 @@ TEST(Allocations, no_run_of_an_op_makes_any) {
             driver::find_driver(test.op).prepare({.op = test.op,
                                                   .inputs = test.inputs(dtype, random),
                                                   .options = test.options,
-                                                  .device = Device::cpu(1)});
+                                                  .device = Device::cpu(1),
+                                                  .variant = {}});
         EXPECT_EQ(allocations_of([&] { session->forward(); }), 0) << "forward";
         EXPECT_EQ(allocations_of([&] { session->backward(); }), 0) << "backward";
       }
