@@ -14,6 +14,7 @@
 #include "cuda/nvrtc.hpp"
 #include "driver/tensor_memory.hpp"
 #include "pullback/error.hpp"
+#include "support/message_of.hpp"
 
 namespace pullback::cuda {
 namespace {
@@ -110,6 +111,15 @@ TEST_F(OnDevice, threads_may_plan_one_kernel_with_different_shared_memory) {
     for (const auto& one : planned) one.launch({stream.get()}, {nullptr, 0, 0});
     stream.synchronize();
   }
+}
+
+TEST_F(OnDevice, a_launch_that_fails_names_the_kernel) {
+  PlannedKernel<FillParameters> kernel(fill_kernel(DType::f32), device_info(0));
+  kernel.shape.grid[0] = 0;
+  const DeviceGuard guard(device_info(0));
+  const std::string message = message_of([&] { kernel.launch({}, {nullptr, 0, 0}); });
+  EXPECT_NE(message.find("cuLaunchKernelEx of test_fill_f32 failed: "), std::string::npos)
+      << message;
 }
 
 TEST_F(OnDevice, stray_writes_come_back_with_the_tensor) {
