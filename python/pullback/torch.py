@@ -196,12 +196,8 @@ def block_matmul(
     Returns:
         c, of that dtype; 0 in rows and columns that no block reaches.
     """
-    own = block_matmul_options(mode, **options)
-    if block is None:
-        if mode == "sdd":
-            raise ValueError("block_matmul: block: expected the block size for mode 'sdd'")
-        block = (a if mode == "dsd" else b).shape[-1]
-    own["layout"], own["block"] = layout.identifier, block
+    own = block_matmul_options(mode, block, a.shape, b.shape, **options)
+    own["layout"] = layout.identifier
     return _call(ops.BLOCK_MATMUL, (a, b), own)
 
 
