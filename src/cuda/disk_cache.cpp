@@ -8,11 +8,11 @@
 
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <random>
 
+#include "cuda/environment.hpp"
 #include "cuda/hash.hpp"
 
 namespace pullback::cuda {
@@ -107,15 +107,11 @@ std::string temporary_path(const std::string& path) {
 }
 
 std::string default_folder() {
-  const auto variable = [](const char* name) {
-    const char* value = std::getenv(name);
-    return std::string(value ? value : "");
-  };
-  if (const std::string chosen = variable("PULLBACK_CACHE_DIR"); !chosen.empty()) return chosen;
-  if (const std::string xdg = variable("XDG_CACHE_HOME"); xdg.starts_with('/')) {
+  if (const std::string chosen = environment("PULLBACK_CACHE_DIR"); !chosen.empty()) return chosen;
+  if (const std::string xdg = environment("XDG_CACHE_HOME"); xdg.starts_with('/')) {
     return xdg + "/pullback";
   }
-  if (const std::string home = variable("HOME"); home.starts_with('/')) {
+  if (const std::string home = environment("HOME"); home.starts_with('/')) {
     return home + "/.cache/pullback";
   }
   return {};
@@ -127,8 +123,7 @@ DiskCache::DiskCache(std::string folder, Mode mode)
     : folder_(std::move(folder)), mode_(folder_.empty() ? Mode::off : mode) {}
 
 DiskCache DiskCache::from_environment() {
-  const char* text = std::getenv("PULLBACK_CACHE");
-  const std::string_view mode = text ? text : "rw";
+  const std::string_view mode = environment_choice("PULLBACK_CACHE", {"rw", "ro", "off"});
   return DiskCache(default_folder(), mode == "off"  ? Mode::off
                                      : mode == "ro" ? Mode::read_only
                                                     : Mode::read_write);

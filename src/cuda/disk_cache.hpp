@@ -16,8 +16,8 @@ class DiskCache {
   enum class Mode { read_write, read_only, off };
 
   // Folder from PULLBACK_CACHE_DIR, else XDG_CACHE_HOME/pullback, else HOME/.cache/pullback, else
-  // none; mode from PULLBACK_CACHE=rw|ro|off. The folder is created, for this user only, at the
-  // first write.
+  // none; mode from PULLBACK_CACHE=rw|ro|off, anything else is an Error. The folder is created, for
+  // this user only, at the first write.
   static DiskCache from_environment();
 
   // What a package brings along: the folder "kernels" beside this library, never written to. None

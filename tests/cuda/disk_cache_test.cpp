@@ -10,6 +10,8 @@
 #include <fstream>
 #include <optional>
 
+#include "support/message_of.hpp"
+
 namespace pullback::cuda {
 namespace {
 namespace fs = std::filesystem;
@@ -164,6 +166,9 @@ TEST_F(DiskCacheTest, the_folder_is_the_users) {
   EXPECT_EQ(DiskCache::from_environment().folder(), folder_);
   setenv("PULLBACK_CACHE", "ro", 1);
   EXPECT_EQ(DiskCache::from_environment().mode(), DiskCache::Mode::read_only);
+  setenv("PULLBACK_CACHE", "none", 1);
+  EXPECT_EQ(message_of([] { DiskCache::from_environment(); }),
+            "CUDA: PULLBACK_CACHE: expected rw or ro or off, got 'none'");
 }
 
 // Writers race on few keys while readers look: a reader sees a whole entry or none.
