@@ -279,7 +279,8 @@ RowTensor MaskedCopy(const ForwardTile& tile) {
 template <class T>
 void ForwardTileOf(const ForwardTile& tile) {
   using Statistic = Real<T>;
-  if (tile.stripe != nullptr && ServesLanes(tile) && StripeInLanes<T>(tile)) {
+  const auto stripe = [&](const auto& power) { return StripeInLanes<T>(tile, power); };
+  if (tile.stripe != nullptr && WithPowerOfLanes<Real<T>>(tile, stripe)) {
     if (tile.stream) hwy::FlushStream();
     return;
   }
@@ -316,15 +317,17 @@ void ForwardTileOf(const ForwardTile& tile) {
     finish(r, ForwardRow(view(r), tile.alpha_of<Statistic>(r), tile.elements));
   };
   std::int64_t r = 0;
-  if (tile.length <= kLaneLength && ServesLanes(tile) &&
-      (!tile.support || tile.support.contiguous())) {
-    constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
-    LinesAhead ahead(x.row<T>(0));
-    for (; r + kRows <= tile.rows; r += kRows) {
-      if (x.row_step == tile.length) ahead.StepTo(x.row<T>(r + kRows));
-      if (ShortRowsInLanes<T>(tile, x, y, r)) continue;
-      for (std::int64_t k = 0; k < kRows; ++k) one_row(r + k);
-    }
+  if (tile.length <= kLaneLength && (!tile.support || tile.support.contiguous())) {
+    WithPowerOfLanes<Statistic>(tile, [&](const auto& power) {
+      constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
+      LinesAhead ahead(x.row<T>(0));
+      for (; r + kRows <= tile.rows; r += kRows) {
+        if (x.row_step == tile.length) ahead.StepTo(x.row<T>(r + kRows));
+        if (ShortRowsInLanes<T>(tile, power, x, y, r)) continue;
+        for (std::int64_t k = 0; k < kRows; ++k) one_row(r + k);
+      }
+      return true;
+    });
   }
   if (tile.batch.candidates != nullptr && tile.length > kLaneLength) {
     RowBatch<T> batch(tile.alpha, static_cast<std::size_t>(tile.length), tile.batch);

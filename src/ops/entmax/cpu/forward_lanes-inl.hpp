@@ -20,10 +20,24 @@ using entmax::RowTensor;
 // Up to this length, rows are computed in the lanes.
 constexpr std::int64_t kLaneLength = 128;
 
-bool ServesLanes(const ForwardTile& tile) {
-  const Family family = entmax::family_of(tile.alpha);
-  return !tile.alpha_per_row && family != Family::steep && family != Family::invalid &&
-         tile.length > 0;
+// Calls f(Power) of the tile's rows, which have one alpha, not above 2; false for others.
+template <class R, class F>
+bool WithPowerOfLanes(const ForwardTile& tile, const F& f) {
+  if (tile.alpha_per_row || tile.length == 0) return false;
+  switch (entmax::family_of(tile.alpha)) {
+    case Family::softmax:
+      return f(Power<Family::softmax, R>(tile.alpha));
+    case Family::near_one:
+      return f(Power<Family::near_one, R>(tile.alpha));
+    case Family::entmax15:
+      return f(Power<Family::entmax15, R>(tile.alpha));
+    case Family::general:
+      return f(Power<Family::general, R>(tile.alpha));
+    case Family::sparsemax:
+      return f(Power<Family::sparsemax, R>(tile.alpha));
+    default:
+      return false;
+  }
 }
 
 template <class R>
@@ -40,9 +54,9 @@ void WriteStatistics(const ForwardTile& tile, std::int64_t r, const LaneRows<R>&
 
 // Rows r to r + kLanes, of x and y with unit stride. False, with nothing written, if one of them is
 // degenerate.
-template <class T>
-bool ShortRowsInLanes(const ForwardTile& tile, const RowTensor& x, const RowTensor& y,
-                      std::int64_t r) {
+template <class T, class P>
+bool ShortRowsInLanes(const ForwardTile& tile, const P& power, const RowTensor& x,
+                      const RowTensor& y, std::int64_t r) {
   using R = Real<T>;
   const LaneTag<R> d;
   constexpr bool kConverts = !std::is_same_v<T, R>;
@@ -64,9 +78,9 @@ bool ShortRowsInLanes(const ForwardTile& tile, const RowTensor& x, const RowTens
   } else {
     RowsToLanes(x.row<T>(r), x.row_step, length, lanes);
   }
-  LaneRows<R> group(lanes, length, candidates, tile.alpha, static_cast<bool>(tile.support_size));
+  LaneRows<R> group(lanes, length, candidates, static_cast<bool>(tile.support_size));
   if (!group.FindMax()) return false;
-  group.Compute();
+  group.Compute(power);
   WriteStatistics(tile, r, group, kRows);
   if (!y && !tile.support) return true;
   LanesToRows(lanes, length, rows, tile.length);
@@ -107,8 +121,8 @@ bool ShortRowsInLanes(const ForwardTile& tile, const RowTensor& x, const RowTens
 }
 
 // Rows side by side in columns. False if one of them is degenerate; the packed rows then serve all.
-template <class T>
-bool StripeInLanes(const ForwardTile& tile) {
+template <class T, class P>
+bool StripeInLanes(const ForwardTile& tile, const P& power) {
   using R = Real<T>;
   const LaneTag<R> d;
   constexpr std::int64_t kRowsAhead = 16, kLine = 64;
@@ -145,10 +159,9 @@ bool StripeInLanes(const ForwardTile& tile) {
   R* const candidates = at(groups * kRows, 0);
   if (!hn::AllFalse(d, broken)) return false;
   for (std::int64_t r = 0; r < tile.rows; r += kRows) {
-    LaneRows<R> group(at(r, 0), length, candidates, tile.alpha,
-                      static_cast<bool>(tile.support_size));
+    LaneRows<R> group(at(r, 0), length, candidates, static_cast<bool>(tile.support_size));
     if (!group.FindMax()) return false;
-    group.Compute();
+    group.Compute(power);
     WriteStatistics(tile, r, group, std::min(kRows, tile.rows - r));
   }
   if (!tile.y) return true;

@@ -310,8 +310,8 @@ class LaneRows {
   static constexpr std::size_t kMinLengthForBound = 256;
 
   // `candidates` has room for as many vectors as `x`.
-  LaneRows(R* x, std::size_t length, R* candidates, double alpha, bool wants_size)
-      : x_(x), length_(length), candidates_(candidates), alpha_(alpha), wants_size_(wants_size) {}
+  LaneRows(R* x, std::size_t length, R* candidates, bool wants_size)
+      : x_(x), length_(length), candidates_(candidates), wants_size_(wants_size) {}
 
   HWY_ALIGN R max[kLanes<R>];
   HWY_ALIGN R tau[kLanes<R>];
@@ -355,18 +355,12 @@ class LaneRows {
     return hn::AllTrue(d, hn::IsFinite(highest)) && hn::AllFalse(d, nan);
   }
 
-  void Compute() {
-    switch (entmax::family_of(alpha_)) {
-      case Family::softmax:
-        return Softmax();
-      case Family::near_one:
-        return Sparse(Power<Family::near_one, R>(alpha_));
-      case Family::entmax15:
-        return Sparse(Power<Family::entmax15, R>(alpha_));
-      case Family::general:
-        return Sparse(Power<Family::general, R>(alpha_));
-      default:
-        return Sparse(Power<Family::sparsemax, R>(alpha_));
+  template <class P>
+  void Compute(const P& power) {
+    if constexpr (P::family == Family::softmax) {
+      Softmax();
+    } else {
+      Sparse(power);
     }
   }
 
@@ -462,7 +456,6 @@ class LaneRows {
   R* x_;
   std::size_t length_;
   R* candidates_;
-  double alpha_;
   bool wants_size_;
   std::size_t parts_ = 0;
   HWY_ALIGN R part_max_[kBounds * kLanes<R>];

@@ -23,6 +23,7 @@
 #include <utility>
 
 #include "cpu/exp-inl.hpp"
+#include "cpu/power-inl.hpp"
 #include "cpu/simd-inl.hpp"
 #include "ops/entmax/cpu/family.hpp"
 
@@ -75,7 +76,7 @@ HWY_INLINE void StoreFirstAs(D d, hn::Vec<D> value, T* to, std::size_t count) {
   }
 }
 
-// p as a function of z and theta. R is the type of the arithmetic.
+// p as a function of z and theta. R is the type of the arithmetic. Softmax has no use for it.
 template <Family kFamily, class R>
 struct Power {
   static constexpr Family family = kFamily;
@@ -87,7 +88,9 @@ struct Power {
   R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
 
   explicit Power(double alpha)
-      : b(static_cast<R>(alpha - 1)), inverse(static_cast<R>(1 / (alpha - 1))) {}
+      : b(static_cast<R>(alpha - 1)),
+        inverse(static_cast<R>(1 / (alpha - 1))),
+        slopes_(1 / (alpha - 1) - 1) {}
 
   // b z - theta, or b (z - c).
   template <class D>
@@ -113,10 +116,15 @@ struct Power {
     } else if constexpr (kFamily == Family::steep) {
       const auto value = Value(d, excess);
       return {value, hn::IfThenElseZero(Active(d, excess), hn::Div(value, excess))};
+    } else if constexpr (kFamily == Family::general) {
+      // The power of what is not active counts for nothing, but has to be finite.
+      const auto base = hn::Max(excess, hn::Set(d, slopes_.kLarge));
+      const auto slope = hn::IfThenElseZero(Active(d, excess), slopes_.OfLarge(d, base));
+      return {hn::Mul(slope, base), slope};
     } else {
       // base^(1/b - 1), and base times that: one power for both.
-      const auto slope = BaseTo(d, excess, hn::Set(d, inverse - 1));
-      const auto base = near_one ? hn::Add(excess, hn::Set(d, R{1})) : excess;
+      const auto slope = NearOnePower(d, excess, inverse - 1);
+      const auto base = hn::Add(excess, hn::Set(d, R{1}));
       return {hn::IfThenElseZero(Active(d, excess), hn::Mul(slope, base)), slope};
     }
   }
@@ -128,8 +136,13 @@ struct Power {
     } else if constexpr (kFamily == Family::entmax15) {
       const auto t = hn::Max(excess, hn::Zero(d));
       return hn::Mul(t, t);
+    } else if constexpr (near_one) {
+      return NearOnePower(d, excess, inverse);
+    } else if constexpr (kFamily == Family::general) {
+      return Both(d, excess).value;
     } else {
-      return BaseTo(d, excess, hn::Set(d, inverse));
+      const auto active = Active(d, excess);
+      return hn::IfThenElseZero(active, PowerOfFraction(d, excess, hn::Set(d, inverse)));
     }
   }
 
@@ -152,16 +165,18 @@ struct Power {
   }
 
  private:
-  // A power of what p is a power of, where that is at most 1; 0 where not active.
+  // (1 + excess)^exponent where active, else 0.
   template <class D>
-  HWY_INLINE hn::Vec<D> BaseTo(D d, hn::Vec<D> excess, hn::Vec<D> exponent) const {
+  HWY_INLINE hn::Vec<D> NearOnePower(D d, hn::Vec<D> excess, R exponent) const {
     const auto active = Active(d, excess);
-    if constexpr (!near_one) {
-      return hn::IfThenElseZero(active, PowerOfFraction(d, excess, exponent));
-    }
     const auto log = hn::Log1p(d, hn::IfThenElseZero(active, excess));
-    return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, exponent)));
+    return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, hn::Set(d, exponent))));
   }
+
+  struct None {
+    explicit None(double) {}
+  };
+  std::conditional_t<kFamily == Family::general, FixedPower<R>, None> slopes_;
 };
 
 // Sums over elements whose z is in `z`, padded with -inf up to whole vectors.
