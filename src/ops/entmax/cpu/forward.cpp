@@ -104,15 +104,16 @@ void WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& th
   const std::size_t lanes = hn::Lanes(d);
   const auto shift = hn::Set(d, max), at = hn::Set(d, threshold.theta);
   const auto scale = hn::Set(d, threshold.scale);
-  [[maybe_unused]] const auto rest = hn::Set(d, threshold.rest);
+  const auto rest = hn::Set(d, threshold.rest);
   constexpr bool kCheap = P::family == Family::sparsemax || P::family == Family::entmax15;
   const auto value = [&](auto v) HWY_ATTR {
     auto excess = power.Excess(d, hn::Sub(v, shift), at);
-    if constexpr (P::family == Family::steep) excess = hn::Sub(excess, rest);
+    if constexpr (P::uses_rest) excess = hn::Sub(excess, rest);
     if constexpr (P::family == Family::sparsemax) return power.Value(d, excess);
     // Most vectors hold nothing of the support: no power for them.
     if (!kCheap && hn::AllFalse(d, power.Active(d, excess))) return hn::Zero(d);
-    return hn::Mul(scale, power.Value(d, excess));
+    const auto p = power.Value(d, excess);
+    return P::uses_rest ? p : hn::Mul(scale, p);
   };
   WriteRow(
       row.y, row.length, row.stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
@@ -158,10 +159,8 @@ RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
   const Threshold<R> threshold = Solve(power, low, elements, count);
   if (row.y) WriteY(power, row, max, threshold);
   if (row.support && !row.y) WriteSupport(power, row, max, threshold.theta);
-  const double wide = static_cast<double>(threshold.theta);
-  const double tau =
-      (alpha - 1) * static_cast<double>(max) + (power.near_one ? (alpha - 1) * wide - 1 : wide);
-  return {tau, static_cast<std::int64_t>(threshold.count)};
+  return {power.Tau(max, threshold.theta, threshold.rest),
+          static_cast<std::int64_t>(threshold.count)};
 }
 
 // Block by block, so that a row is read from memory once, and while exp is busy: exp(x - maximum of

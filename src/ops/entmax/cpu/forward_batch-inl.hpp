@@ -49,7 +49,6 @@ class RowBatch {
 
   RowBatch(double alpha, std::size_t length, const entmax::BatchScratch& scratch)
       : power_(alpha),
-        b_(alpha - 1),
         length_(length),
         pitch_(
             static_cast<std::size_t>(entmax::candidates_pitch(static_cast<std::int64_t>(length)))),
@@ -67,7 +66,7 @@ class RowBatch {
   void Compute(bool prefetch) {
     const LaneTag<R> d;
     const auto bound = Bound();
-    HWY_ALIGN R theta[kLanes<R>], scale[kLanes<R>];
+    HWY_ALIGN R theta[kLanes<R>], rest[kLanes<R>];
     hn::Store(bound, d, theta);
     if (prefetch) {
       const T* end = row_[rows_ - 1].x + length_;
@@ -83,11 +82,10 @@ class RowBatch {
                                          [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
                                              HWY_ATTR { return Evaluate(at, still_open); });
     hn::Store(threshold.theta, d, theta);
-    hn::Store(threshold.scale, d, scale);
+    hn::Store(threshold.rest, d, rest);
     for (std::size_t k = 0; k < rows_; ++k) {
       if (valid_[k] != 0) {
-        result_[k] = {b_ * static_cast<double>(max_[k]) + static_cast<double>(theta[k]),
-                      ComputeY(k, theta[k], scale[k])};
+        result_[k] = {power_.Tau(max_[k], theta[k], rest[k]), ComputeY(k, theta[k], rest[k])};
       } else {
         result_[k] = DegenerateRow(row_[k], empty_[k]);
       }
@@ -209,16 +207,16 @@ class RowBatch {
   }
 
   // In place of the candidates. Returns how many are in the support, if that is wanted.
-  std::int64_t ComputeY(std::size_t k, R theta, R scale) {
+  std::int64_t ComputeY(std::size_t k, R theta, R rest) {
     const LaneTag<R> d;
     R* z = candidates_ + k * pitch_;
-    const auto at = hn::Set(d, theta), factor = hn::Set(d, scale);
+    const auto at = hn::Set(d, theta), less = hn::Set(d, rest);
     const bool counts = row_[k].wants_size;
     std::size_t support = 0;
     for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
-      const auto excess = power_.Excess(d, hn::LoadU(d, z + i), at);
+      const auto excess = hn::Sub(power_.Excess(d, hn::LoadU(d, z + i), at), less);
       if (counts) support += hn::CountTrue(d, power_.Active(d, excess));
-      hn::StoreU(hn::Mul(factor, power_.Value(d, excess)), d, z + i);
+      hn::StoreU(power_.Value(d, excess), d, z + i);
     }
     return static_cast<std::int64_t>(support);
   }
@@ -244,7 +242,6 @@ class RowBatch {
   }
 
   const Power<Family::general, R> power_;
-  const double b_;
   const std::size_t length_, pitch_, places_pitch_;
   R* const candidates_;
   std::uint8_t* const places_;

@@ -44,7 +44,7 @@ template <class R>
 void WriteStatistics(const ForwardTile& tile, std::int64_t r, const LaneRows<R>& group,
                      std::int64_t rows) {
   for (std::int64_t k = 0; k < rows; ++k) {
-    if (tile.tau) *tile.tau.row<R>(r + k) = group.tau[k];
+    if (tile.tau) *tile.tau.row<R>(r + k) = static_cast<R>(group.tau[k]);
     if (!tile.support_size) continue;
     *tile.support_size.row<std::int32_t>(r + k) = static_cast<std::int32_t>(
         std::min(static_cast<double>(group.size[k]),

@@ -224,7 +224,7 @@ HWY_INLINE Lane<R> MeanBound(const P& power, Lane<R> sum, std::size_t n) {
 
 template <class R>
 struct LaneThreshold {
-  Lane<R> theta, scale;  // as in Threshold
+  Lane<R> theta, rest, scale;  // as in Threshold
 };
 
 // `theta` is a lower bound of each row's root. evaluate(theta, open) returns LaneSums<R>, of which
@@ -234,13 +234,13 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
                             double precision, const Evaluate& evaluate) {
   const LaneTag<R> d;
   const auto one = hn::Set(d, R{1});
-  auto scale = one;
+  auto lost = hn::Zero(d), scale = one;
   if constexpr (P::family == Family::sparsemax) {
     while (true) {
       const LaneSums<R> sums = evaluate(theta, open);
       const auto next = hn::Div(hn::Sub(sums.f, one), sums.slope);
       const auto moves = hn::Gt(next, theta);
-      if (hn::AllFalse(d, moves)) return {theta, scale};
+      if (hn::AllFalse(d, moves)) return {theta, lost, scale};
       theta = hn::IfThenElse(moves, next, theta);
     }
   } else {
@@ -272,11 +272,12 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
       const auto rest = hn::Sub(step, hn::Sub(root, theta));
       const auto f = hn::MulAdd(hn::Mul(rest, descent), sums.slope, one);
       theta = hn::IfThenElse(open, root, theta);
+      lost = hn::IfThenElse(open, rest, lost);
       scale = hn::IfThenElse(open, hn::Div(one, f), scale);
       const auto moves = hn::Gt(hn::Abs(step), hn::Mul(tiny, hn::Abs(root)));
       const auto far = hn::And(hn::Gt(error, tolerance), hn::Gt(missed, epsilon));
       open = hn::And(open, hn::And(far, moves));
-      if (hn::AllFalse(d, open)) return {theta, scale};
+      if (hn::AllFalse(d, open)) return {theta, lost, scale};
       last_slope = slope;
       last_step = step;
     }
@@ -314,7 +315,7 @@ class LaneRows {
       : x_(x), length_(length), candidates_(candidates), wants_size_(wants_size) {}
 
   HWY_ALIGN R max[kLanes<R>];
-  HWY_ALIGN R tau[kLanes<R>];
+  HWY_ALIGN double tau[kLanes<R>];
   HWY_ALIGN R size[kLanes<R>];  // of the support, a whole number
 
   // The maxima, of a long row's parts too. False if a row has none that is finite, or a NaN.
@@ -391,25 +392,29 @@ class LaneRows {
         hn::StoreU(z, d, candidates + count * kLanes<R>);
       }
     }
-    const auto [at, scale] = SolveLanes(power, theta, candidates, count, Precision<R>::full);
+    const auto [at, rest, scale] = SolveLanes(power, theta, candidates, count, Precision<R>::full);
     auto support = hn::Zero(d);
     for (std::size_t i = 0; i < length; ++i) {
       const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
-      const auto excess = power.Excess(d, z, at);
+      auto excess = power.Excess(d, z, at);
+      if constexpr (P::uses_rest) excess = hn::Sub(excess, rest);
       const auto active = power.Active(d, excess);
       if (wants_size) support = hn::Add(support, hn::IfThenElseZero(active, hn::Set(d, R{1})));
       auto y = hn::Zero(d);
       if constexpr (P::family == Family::sparsemax) {
         y = power.Value(d, excess);
       } else if (P::family == Family::entmax15 || !hn::AllFalse(d, active)) {
-        y = hn::Mul(scale, power.Value(d, excess));
+        y = power.Value(d, excess);
+        if constexpr (!P::uses_rest) y = hn::Mul(scale, y);
       }
       hn::StoreU(y, d, x + i * kLanes<R>);
     }
     hn::Store(support, d, size);
-    const auto b = hn::Set(d, power.b);
-    const auto own = P::near_one ? hn::MulSub(b, at, hn::Set(d, R{1})) : at;
-    hn::Store(hn::MulAdd(b, shift, own), d, tau);
+    HWY_ALIGN R thresholds[kLanes<R>];
+    HWY_ALIGN R rests[kLanes<R>];
+    hn::Store(at, d, thresholds);
+    hn::Store(rest, d, rests);
+    for (std::size_t k = 0; k < kLanes<R>; ++k) tau[k] = power.Tau(max[k], thresholds[k], rests[k]);
   }
 
   // Lower bounds of the thresholds, from the maxima of parts of the rows, which it uses up.
@@ -450,7 +455,11 @@ class LaneRows {
       hn::StoreU(hn::Mul(scale, hn::LoadU(d, x_ + i * kLanes<R>)), d, x_ + i * kLanes<R>);
     }
     hn::Store(support, d, size);
-    hn::Store(hn::Add(shift, hn::Log(d, sum)), d, tau);
+    HWY_ALIGN R logs[kLanes<R>];
+    hn::Store(hn::Log(d, sum), d, logs);
+    for (std::size_t k = 0; k < kLanes<R>; ++k) {
+      tau[k] = static_cast<double>(max[k]) + static_cast<double>(logs[k]);
+    }
   }
 
   R* x_;

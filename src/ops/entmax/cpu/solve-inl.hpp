@@ -83,6 +83,8 @@ struct Power {
   static constexpr bool near_one = kFamily == Family::near_one;
   // Where an element enters the support, in terms of Excess().
   static constexpr R edge = near_one ? R{-1} : R{0};
+  // Whether y takes Threshold::rest into account at each element, and not by the scale.
+  static constexpr bool uses_rest = kFamily == Family::general || kFamily == Family::steep;
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
 
   R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
@@ -90,6 +92,7 @@ struct Power {
   explicit Power(double alpha)
       : b(static_cast<R>(alpha - 1)),
         inverse(static_cast<R>(1 / (alpha - 1))),
+        wide_b_(alpha - 1),
         slopes_(1 / (alpha - 1) - 1) {}
 
   // b z - theta, or b (z - c).
@@ -154,6 +157,11 @@ struct Power {
     }
     return std::sqrt(precision);
   }
+  // tau of the root theta + rest. The two terms may cancel: in double, and with the rest.
+  double Tau(R max, R theta, R rest) const {
+    const double root = static_cast<double>(theta) + static_cast<double>(rest);
+    return wide_b_ * static_cast<double>(max) + (near_one ? wide_b_ * root - 1 : root);
+  }
   // -df/dtheta.
   double Descent(double slope) const { return near_one ? slope : slope / static_cast<double>(b); }
   double Step(double f, double slope) const {
@@ -173,6 +181,7 @@ struct Power {
     return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, hn::Set(d, exponent))));
   }
 
+  double wide_b_;
   struct None {
     explicit None(double) {}
   };
