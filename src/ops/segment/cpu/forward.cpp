@@ -139,7 +139,8 @@ class Forward {
     const bool sums =
         problem_.reduce == SegmentReduce::sum || problem_.reduce == SegmentReduce::mean;
     if constexpr (std::is_same_v<T, R>) {
-      if (segments_.permuted() || out_.data == nullptr || Mask() != nullptr) return false;
+      if (out_.data == nullptr || Mask() != nullptr) return false;
+      if (segments_.permuted() && (!sums || problem_.x.shape[1] == 1)) return false;
       if (problem_.x.shape[1] == 1) {
         if (x_.row_stride != 1) return false;
         if (sums) {
@@ -210,12 +211,18 @@ class Forward {
       if (rows == 0) {
         WriteEmpty(s, task);
       } else if (rows <= kFewRows) {
-        const R count = mean ? static_cast<R>(rows) : R{1};
-        const auto* from = reinterpret_cast<const R*>(x_.at(row, task.column));
-        const Block<R> block{from, x_.row_stride, rows};
+        const R divisor = mean ? static_cast<R>(rows) : R{1};
         auto* to = reinterpret_cast<R*>(out_.at(s, task.column));
-        streams_out_ ? SumFewRows<true>(block, task.columns, count, to)
-                     : SumFewRows<false>(block, task.columns, count, to);
+        const auto sum = [&](const auto& source) {
+          streams_out_ ? SumFewRows<true>(source, rows, task.columns, divisor, to)
+                       : SumFewRows<false>(source, rows, task.columns, divisor, to);
+        };
+        if (segments_.permuted()) {
+          sum(GatheredRows<R>(x_, segments_, row, task.column, task.columns));
+        } else {
+          const Block<R> block{x_.at(row, task.column), x_.row_stride, rows};
+          sum(AdjacentRows<R>(block, task.columns));
+        }
       } else {
         FoldPiece(Piece{s, row, next, true, false}, task.state, task);
         Finish(s, task.state, task);
