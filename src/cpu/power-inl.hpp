@@ -24,7 +24,7 @@ class FixedPower {
   HWY_INLINE hn::Vec<D> operator()(D d, hn::Vec<D> x) const {
     return PowerOfFraction(d, x, hn::Set(d, p_));
   }
-  // The same where numbers below kLarge may count as kLarge.
+  // The same for x >= kLarge.
   static constexpr R kLarge = std::numeric_limits<R>::min();
   template <class D>
   HWY_INLINE hn::Vec<D> OfLarge(D d, hn::Vec<D> x) const {
@@ -92,11 +92,11 @@ class FixedPower<float> {
     const hn::Vec<D> coarse{_mm512_permutexvar_ps(exponent.raw, hn::LoadU(d, coarse_scale_).raw)};
     return hn::Mul(coarse, NearOne(d, x));
   }
-  // The same where numbers below kLarge may count as kLarge.
+  // The same for x >= kLarge.
   static constexpr float kLarge = 0x1p-31f;
   template <class D>
   HWY_INLINE hn::Vec<D> OfLarge(D d, hn::Vec<D> x) const {
-    return NearOne(d, hn::Max(x, hn::Set(d, kLarge)));
+    return NearOne(d, x);
   }
 
  private:
@@ -117,8 +117,10 @@ class FixedPower<float> {
     const auto bits = hn::BitCast(du, x);
     const auto part = hn::ShiftRight<18>(bits), exponent = hn::ShiftRight<23>(bits);
     const auto one = hn::Set(d, 1.0f);
-    const auto within = hn::And(bits, hn::Set(du, (1u << 18) - 1));
-    const auto t = hn::Sub(hn::BitCast(d, hn::Or(within, hn::BitCast(du, one))), one);
+    // The part of m that tells places within the part, and the exponent of 1.
+    const hn::Vec<decltype(du)> unit{_mm512_ternarylogic_epi32(
+        bits.raw, _mm512_set1_epi32((1 << 18) - 1), hn::BitCast(du, one).raw, 0xea)};
+    const auto t = hn::Sub(hn::BitCast(d, unit), one);
     auto q = LookUp(d, cubic_[3], part);
     q = hn::MulAdd(q, t, LookUp(d, cubic_[2], part));
     q = hn::MulAdd(q, t, LookUp(d, cubic_[1], part));

@@ -78,7 +78,7 @@ class RowBatch {
       if (valid_[k] != 0) FindCandidates(k, theta[k]);
     }
     const auto open = hn::Ne(hn::Load(d, valid_), hn::Zero(d));
-    const auto threshold = SolveLanes<R>(power_, bound, open, Precision<R>::full,
+    const auto threshold = SolveLanes<R>(power_, bound, open, power_.tolerance,
                                          [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
                                              HWY_ATTR { return Evaluate(at, still_open); });
     hn::Store(threshold.theta, d, theta);
@@ -98,7 +98,7 @@ class RowBatch {
 
  private:
   // One step is mostly enough: the candidates that a better bound would drop are a few.
-  static constexpr double kBoundPrecision = 9;
+  static constexpr double kBoundTolerance = 3;
   static constexpr std::size_t kMaxima = kAccumulators * kLanes<R>;  // of a row
   static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;    // of a vector
 
@@ -133,7 +133,7 @@ class RowBatch {
       sum = hn::Add(sum, highest);
     }
     const auto start = SafeBound<R>(power_, MeanBound<R>(power_, sum, kLanes<R>));
-    return SafeBound<R>(power_, SolveLanes<R>(power_, start, z, kMaxima, kBoundPrecision).theta);
+    return SafeBound<R>(power_, SolveLanes<R>(power_, start, z, kMaxima, kBoundTolerance).theta);
   }
 
   // A line of the next batch, as long as there are some.
@@ -180,10 +180,11 @@ class RowBatch {
     HWY_ALIGN R at[kLanes<R>];
     HWY_ALIGN R f[kLanes<R> * kLanes<R>];
     HWY_ALIGN R slope[kLanes<R> * kLanes<R>];
+    HWY_ALIGN R bend[kLanes<R> * kLanes<R>];
     hn::Store(theta, d, at);
     const unsigned bits = BitsOf(d, open);
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
-      auto sum = hn::Zero(d), lost = sum, slopes = sum;
+      auto sum = hn::Zero(d), lost = sum, slopes = sum, bends = sum;
       const R* z = candidates_ + k * pitch_;
       const auto own = hn::Set(d, at[k]);
       const std::size_t count = bits >> k & 1 ? count_[k] : 0;
@@ -195,6 +196,7 @@ class RowBatch {
           const auto both = power_.Both(d, power_.Excess(d, hn::LoadU(d, z + i), own));
           part = hn::Add(part, both.value);
           slopes = hn::Add(slopes, both.slope);
+          bends = hn::Add(bends, both.bend);
         }
         const auto next = hn::Add(sum, part);
         lost = hn::Add(lost, hn::Sub(part, hn::Sub(next, sum)));
@@ -202,8 +204,9 @@ class RowBatch {
       }
       hn::Store(hn::Add(sum, lost), d, f + k * kLanes<R>);
       hn::Store(slopes, d, slope + k * kLanes<R>);
+      hn::Store(bends, d, bend + k * kLanes<R>);
     }
-    return {SumsOfRows(f), SumsOfRows(slope)};
+    return {SumsOfRows(f), SumsOfRows(slope), SumsOfRows(bend)};
   }
 
   // In place of the candidates. Returns how many are in the support, if that is wanted.

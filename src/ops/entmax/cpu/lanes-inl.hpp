@@ -143,6 +143,7 @@ HWY_INLINE Lane<R> SumsOfRows(const R* rows) {
 template <class R>
 struct LaneSums {
   Lane<R> f, slope;  // of sparsemax: the sum of z, and how many they are
+  Lane<R> bend;      // if Power::curved
 };
 
 template <class P, class R>
@@ -150,7 +151,7 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
                                      std::size_t count) {
   const LaneTag<R> d;
   const auto zero = hn::Zero(d);
-  LaneSums<R> sums{zero, zero};
+  LaneSums<R> sums{zero, zero, zero};
   auto lost = zero;  // what f has rounded off, block by block
   const auto add = [&](std::size_t i, auto& first, auto& second) HWY_ATTR {
     const auto v = hn::LoadU(d, z + i * kLanes<R>);
@@ -163,6 +164,7 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
       const auto both = power.Both(d, excess);
       first = hn::Add(first, both.value);
       second = hn::Add(second, both.slope);
+      if constexpr (P::family == Family::general) sums.bend = hn::Add(sums.bend, both.bend);
     }
   };
   for (std::size_t begin = 0; begin < count;) {
@@ -188,27 +190,30 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
   return sums;
 }
 
-// Power::Step, and the slope of -f^b, of which it is a Newton step (of ln f where P is near one).
+// Power::Step, and by how much of itself it falls short of the root for the curvature of f^b, as
+// far as that is known (a step of Chebyshev's method).
 template <class R>
 struct LaneMove {
-  Lane<R> step, slope;
+  Lane<R> step, shortfall;
 };
 template <class P, class R>
 HWY_INLINE LaneMove<R> LaneStep(const P& power, const LaneSums<R>& sums) {
   const LaneTag<R> d;
   const auto b = hn::Set(d, power.b), one = hn::Set(d, R{1});
+  const auto inverse = hn::Div(one, sums.slope);  // beside the power, not after it
   if constexpr (P::near_one) {
     const auto less = hn::Expm1(d, hn::Neg(hn::Mul(b, hn::Log(d, sums.f))));
-    const auto slope = hn::Div(sums.slope, sums.f);
-    return {hn::Neg(hn::Div(less, hn::Mul(b, slope))), slope};
+    return {hn::Neg(hn::Mul(hn::Div(hn::Mul(less, sums.f), b), inverse)), hn::Zero(d)};
   }
-  // f^(1-b)
-  auto powered = hn::Sqrt(sums.f);
-  if constexpr (P::family != Family::entmax15) {
-    powered = hn::Mul(sums.f, PowerOfFraction(d, hn::Div(one, sums.f), b));
+  if constexpr (P::family == Family::entmax15) {
+    return {hn::Mul(hn::Sub(sums.f, hn::Sqrt(sums.f)), inverse), hn::Zero(d)};
   }
-  const auto inverse = hn::Div(one, sums.slope);  // beside the power, not after it
-  return {hn::Mul(hn::Sub(sums.f, powered), inverse), hn::Div(sums.slope, powered)};
+  const auto inverse_f = hn::Div(one, sums.f);
+  // f - f^(1-b)
+  const auto over = hn::NegMulAdd(sums.f, PowerOfFraction(d, inverse_f, b), sums.f);
+  const auto bend = hn::MulSub(hn::Mul(sums.bend, inverse), inverse, inverse_f);
+  const auto half = hn::Set(d, power.curved ? (power.inverse - 1) / 2 : R{0});
+  return {hn::Mul(over, inverse), hn::Mul(hn::Mul(half, over), bend)};
 }
 
 // A lower bound of the threshold of n elements whose z add up to `sum`, by Jensen's inequality.
@@ -231,7 +236,7 @@ struct LaneThreshold {
 // the open rows count. Rows that are done wait for the others.
 template <class R, class P, class Evaluate>
 LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> open,
-                            double precision, const Evaluate& evaluate) {
+                            double tolerance, const Evaluate& evaluate) {
   const LaneTag<R> d;
   const auto one = hn::Set(d, R{1});
   auto lost = hn::Zero(d), scale = one;
@@ -244,29 +249,27 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
       theta = hn::IfThenElse(moves, next, theta);
     }
   } else {
-    // Where elements leave the support smoothly, the change of the slope since the last step tells
-    // the curvature of f^b. A step without it squares f - 1, or about as the curvature says; what
-    // it misses is a share of that as this step is a share of the last. Not for bounds, which must
-    // stay below the root.
-    const bool curved = !P::near_one && power.b < R{0.5} && precision <= Precision<R>::full;
-    const auto tolerance = hn::Set(d, static_cast<R>(power.Tolerance(precision)));
+    // Not for bounds, which must stay below the root.
+    const bool curved = power.curved && tolerance <= power.tolerance;
+    const auto close = hn::Set(d, static_cast<R>(curved ? power.curved_tolerance : tolerance));
     const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon());
     const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
-    const auto half = hn::Set(d, R{0.5});
     const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
-    auto last_slope = hn::Zero(d), last_step = one;
-    for (bool first = true;; first = false) {
+    const auto third = hn::Set(d, power.inverse * (power.inverse - 1) * (power.inverse - 2) / 6);
+    while (true) {
       const LaneSums<R> sums = evaluate(theta, open);
-      auto [step, slope] = LaneStep<P, R>(power, sums);
+      auto [step, shortfall] = LaneStep<P, R>(power, sums);
       const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
-      auto missed = error;
-      if (curved && !first) {
-        const auto ratio = hn::Div(step, last_step), change = hn::Sub(slope, last_slope);
-        const auto less = hn::Div(hn::Mul(hn::Mul(half, change), hn::Mul(step, ratio)), slope);
-        const auto sane = hn::Lt(hn::Abs(less), hn::Mul(half, hn::Abs(step)));
-        const auto bent = hn::Abs(hn::Mul(less, hn::Mul(sums.slope, descent)));
-        missed = hn::Mul(hn::Max(hn::Mul(error, error), bent), hn::Abs(ratio));
-        step = hn::Sub(step, hn::IfThenElseZero(sane, less));
+      auto far = hn::Gt(error, close);
+      if (curved) {
+        // The third terms: of the series that these two begin, and of f, where the sum of
+        // excess^(1/b - 3) is about bend^2 / slope.
+        const auto squared = hn::Mul(error, hn::Mul(shortfall, shortfall));
+        const auto moved = hn::Mul(step, sums.bend);
+        const auto cubed = hn::Div(hn::Mul(hn::Abs(step), hn::Mul(moved, moved)), sums.slope);
+        far = hn::Or(far, hn::Gt(hn::MulAdd(third, cubed, squared), epsilon));
+        const auto most = hn::Set(d, R{0.5});
+        step = hn::MulAdd(step, hn::Min(hn::Max(shortfall, hn::Neg(most)), most), step);
       }
       const auto root = hn::Add(theta, step);
       const auto rest = hn::Sub(step, hn::Sub(root, theta));
@@ -275,11 +278,8 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
       lost = hn::IfThenElse(open, rest, lost);
       scale = hn::IfThenElse(open, hn::Div(one, f), scale);
       const auto moves = hn::Gt(hn::Abs(step), hn::Mul(tiny, hn::Abs(root)));
-      const auto far = hn::And(hn::Gt(error, tolerance), hn::Gt(missed, epsilon));
       open = hn::And(open, hn::And(far, moves));
       if (hn::AllFalse(d, open)) return {theta, lost, scale};
-      last_slope = slope;
-      last_step = step;
     }
   }
 }
@@ -287,8 +287,8 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
 // The same where all elements of all rows are in vectors: z[0, count * lanes).
 template <class R, class P>
 LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, const R* z, std::size_t count,
-                            double precision) {
-  return SolveLanes<R>(power, theta, hn::Eq(theta, theta), precision,
+                            double tolerance) {
+  return SolveLanes<R>(power, theta, hn::Eq(theta, theta), tolerance,
                        [&](Lane<R> at, hn::Mask<LaneTag<R>>)
                            HWY_ATTR { return EvaluateLanes(power, at, z, count); });
 }
@@ -392,7 +392,7 @@ class LaneRows {
         hn::StoreU(z, d, candidates + count * kLanes<R>);
       }
     }
-    const auto [at, rest, scale] = SolveLanes(power, theta, candidates, count, Precision<R>::full);
+    const auto [at, rest, scale] = SolveLanes(power, theta, candidates, count, power.tolerance);
     auto support = hn::Zero(d);
     for (std::size_t i = 0; i < length; ++i) {
       const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
@@ -426,8 +426,7 @@ class LaneRows {
       hn::Store(hn::Sub(hn::Load(d, part_max_ + i), shift), d, part_max_ + i);
     }
     const auto start = hn::Set(d, power.start);
-    return SafeBound<R>(power,
-                        SolveLanes<R>(power, start, part_max_, parts_, Precision<R>::rough).theta);
+    return SafeBound<R>(power, SolveLanes<R>(power, start, part_max_, parts_, kRough).theta);
   }
 
   void Softmax() {
