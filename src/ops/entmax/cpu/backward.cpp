@@ -331,7 +331,7 @@ void GradientOfStripe(const BackwardTile& tile) {
   using R = Real<T>;
   const hn::ScalableTag<R> d;
   constexpr std::size_t kMostRows = 256;
-  constexpr std::int64_t kRowsAhead = 16, kLine = 64;
+  constexpr std::int64_t kRowsAhead = 32, kLine = 64;
   const Slope<kFamily, R> slope(tile.alpha);
   const DenseWeights<kFamily, R, T> weights(nullptr, slope);
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
@@ -353,8 +353,8 @@ void GradientOfStripe(const BackwardTile& tile) {
       const auto ahead = reinterpret_cast<std::uintptr_t>(from) +
                          static_cast<std::uintptr_t>(kRowsAhead * step) * sizeof(T);
       for (std::int64_t byte = 0; byte < bytes; byte += kLine) {
-        __builtin_prefetch(
-            reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)));
+        __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)),
+                           0, 2);
       }
     };
     prefetch(y, tile.y.step);

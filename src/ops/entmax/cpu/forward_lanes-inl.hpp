@@ -125,7 +125,7 @@ template <class T, class P>
 bool StripeInLanes(const ForwardTile& tile, const P& power) {
   using R = Real<T>;
   const LaneTag<R> d;
-  constexpr std::int64_t kRowsAhead = 16, kLine = 64;
+  constexpr std::int64_t kRowsAhead = 32, kLine = 64;
   constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
   const auto length = static_cast<std::size_t>(tile.length);
   const auto bytes = tile.rows * static_cast<std::int64_t>(sizeof(T));
@@ -141,7 +141,8 @@ bool StripeInLanes(const ForwardTile& tile, const P& power) {
     const auto ahead = reinterpret_cast<std::uintptr_t>(from) +
                        static_cast<std::uintptr_t>(kRowsAhead * tile.x.step) * sizeof(T);
     for (std::int64_t byte = 0; byte < bytes; byte += kLine) {
-      __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)));
+      __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)),
+                         0, 2);
     }
     std::int64_t r = 0;
     for (; r + kRows <= tile.rows; r += kRows) {
