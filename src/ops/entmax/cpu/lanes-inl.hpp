@@ -256,6 +256,9 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
     const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
     const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
     const auto third = hn::Set(d, power.inverse * (power.inverse - 1) * (power.inverse - 2) / 6);
+    // Below this, an error that does not shrink is that of the sums.
+    const auto rounding = hn::Set(d, std::sqrt(std::numeric_limits<R>::epsilon()));
+    auto last_error = hn::Set(d, std::numeric_limits<R>::infinity());
     while (true) {
       const LaneSums<R> sums = evaluate(theta, open);
       auto [step, shortfall] = LaneStep<P, R>(power, sums);
@@ -278,7 +281,9 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
       lost = hn::IfThenElse(open, rest, lost);
       scale = hn::IfThenElse(open, hn::Div(one, f), scale);
       const auto moves = hn::Gt(hn::Abs(step), hn::Mul(tiny, hn::Abs(root)));
-      open = hn::And(open, hn::And(far, moves));
+      const auto shrinks = hn::Or(hn::Lt(error, last_error), hn::Gt(error, rounding));
+      open = hn::And(hn::And(open, shrinks), hn::And(far, moves));
+      last_error = error;
       if (hn::AllFalse(d, open)) return {theta, lost, scale};
     }
   }
