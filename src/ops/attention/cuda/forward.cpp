@@ -51,11 +51,13 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
                                  static_cast<int>(sizes_.value_dim));
     params_.problem = problem_params(problem);
     const Problem& p = params_.problem;
-    const bool terms = problem.bias.given() || p.softcap > 0 || !(p.scale > kLeastScale);
-    const ForwardKind kind = terms                    ? ForwardKind::terms
-                             : p.dropout.active()     ? ForwardKind::dropout
-                             : problem.blocks.given() ? ForwardKind::blocks
-                                                      : ForwardKind::plain;
+    const bool blocks = problem.blocks.given(), dropout = p.dropout.active();
+    const bool terms =
+        problem.bias.given() || p.softcap > 0 || !(p.scale > kLeastScale) || (blocks && dropout);
+    const ForwardKind kind = terms     ? ForwardKind::terms
+                             : dropout ? ForwardKind::dropout
+                             : blocks  ? ForwardKind::blocks
+                                       : ForwardKind::plain;
     const auto tile_of = [&](ForwardKind any) {
       return forward_tile(width, element_bytes(dtype), any, arch);
     };

@@ -114,24 +114,31 @@ struct RunningRows {
   }
 };
 
-template <class T, int kWidth, int kThreads>
+// A warp's rows, of which there are `rows`, from shared memory.
+template <class T, int kWidth, int kRows>
 void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int columns, bool vectors) {
   using Layout = TileLayout<T, kWidth>;
-  const int thread = static_cast<int>(threadIdx.x % kThreads);
+  const int lane = static_cast<int>(threadIdx.x % kWarpSize);
   if (vectors) {
-    for (int at = thread; at < rows * Layout::kChunks; at += kThreads) {
-      const int row = at / Layout::kChunks, chunk = at % Layout::kChunks;
-      const int column = chunk * Layout::kChunk;
-      if (column >= columns) continue;
-      union {
-        uint32_t word[4];
-        Vector<T> vector;
-      } piece;
-      load_shared(piece.word, tile + Layout::offset(row, chunk));
-      store_vector(first + row * to.row + column, piece.vector);
+    constexpr int kAcross = Layout::kChunks % 8 == 0 ? 8 : 4, kDown = kWarpSize / kAcross;
+    const int row = lane / kAcross, chunk = lane % kAcross;
+    T* own = first + row * to.row + chunk * Layout::kChunk;
+#pragma unroll
+    for (int down = 0; down < kRows; down += kDown) {
+#pragma unroll
+      for (int across = 0; across < Layout::kChunks; across += kAcross) {
+        if (row + down >= rows || (chunk + across) * Layout::kChunk >= columns) continue;
+        union {
+          uint32_t word[4];
+          Vector<T> vector;
+        } piece;
+        load_shared(piece.word, tile + Layout::offset(row + down, chunk + across));
+        store_vector(own + across * Layout::kChunk, piece.vector);
+      }
+      own += kDown * to.row;
     }
   } else {
-    for (int at = thread; at < rows * kWidth; at += kThreads) {
+    for (int at = lane; at < rows * kWidth; at += kWarpSize) {
       const int row = at / kWidth, column = at % kWidth;
       if (column >= columns) continue;
       const uint32_t word = load_shared_word(tile + Layout::offset(row, column / Layout::kChunk) +
@@ -156,11 +163,22 @@ __noinline__ void redo_row(const ForwardParams& params, int row) {
   plain_row<T, kBlocks>(params, tile.sequence, tile.batch, tile.head, tile.first + row);
 }
 
+// A pointer in shared memory, loaded where it is used: what was stored would stay in registers.
+template <class T>
+T* remembered(T* const& kept) {
+  T* value;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(shared_address(&kept)) : "memory");
+  return value;
+}
+
 template <class T, ForwardTile kTile, ForwardKind kKind>
 void forward(const ForwardParams& params) {
   constexpr bool kDropout = kKind >= ForwardKind::dropout, kTerms = kKind >= ForwardKind::terms;
-  constexpr bool kBlocks = kKind >= ForwardKind::blocks;
+  constexpr bool kBlocks = kTerms || kKind == ForwardKind::blocks;
   constexpr bool kVectors = kKind < ForwardKind::elements;
+  // A loop without masks for the tiles that need none: faster, but twice the code.
+  constexpr bool kWholeTiles =
+      sizeof(T) == 2 && kKind != ForwardKind::blocks && kKind != ForwardKind::elements;
   constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   constexpr int kPartKeys = kBlocks ? part_keys(kTile) : kKeys, kParts = kKeys / kPartKeys;
   constexpr int kThreads = kTile.warps * 32;
@@ -190,10 +208,15 @@ void forward(const ForwardParams& params) {
            head * rows_of.head;
   };
   using KeyLoader = TileLoader<T, kPartKeys, kWidth, kThreads, kVectors, true>;
-  // Where K and V begin; in shared memory, as registers are short. Each thread reads what it wrote.
-  __shared__ const T* first_rows[2];
+  // Where K and V begin, and the tile's rows of out and lse; in shared memory, as registers are
+  // short. Each thread reads what it wrote.
+  __shared__ const T* first_rows[3];
+  __shared__ float* first_lse;
   first_rows[0] = first_of(params.k, sequence.k_begin, kv_head);
   first_rows[1] = first_of(params.v, sequence.k_begin, kv_head);
+  first_rows[2] = first_of(params.out, sequence.q_begin + tile.first, tile.head);
+  first_lse = static_cast<float*>(params.lse.data) + tile.batch * params.lse.batch +
+              tile.head * params.lse.head + (sequence.q_begin + tile.first) * params.lse.row;
   using Tiles = KeyTiles<kPartKeys, kParts>;
   const Tiles key_tiles = kBlocks && p.blocks.given()
                               ? Tiles(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
@@ -204,12 +227,8 @@ void forward(const ForwardParams& params) {
       const uint32_t slot = ring + item % kSlots * (kKeys * Layout::kRowBytes);
       const bool is_value = item % 2 != 0;
       const HeadRows& from = is_value ? params.v : params.k;
-      const T* first;
-      asm volatile("ld.shared.u64 %0, [%1];"
-                   : "=l"(first)
-                   : "r"(shared_address(&first_rows[is_value]))
-                   : "memory");
-      const KeyLoader loader(first, from.row, from.element, is_value ? p.value_dim : p.head_dim);
+      const KeyLoader loader(remembered(first_rows[is_value]), from.row, from.element,
+                             is_value ? p.value_dim : p.head_dim);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int key = key_tiles.key(item / 2, part);
@@ -230,9 +249,16 @@ void forward(const ForwardParams& params) {
     Warp(int first_query, int rows_of_tile) {
       const int thread = thread_number<kAnew>();
       lane = thread % 32;
-      first_row = thread / 32 * kWarpRows;
+      // Warps of one number share a processor of the multiprocessor, and the last rows of a causal
+      // tile see the most keys: some thread blocks count rows the other way round.
+      const int number = blockIdx.x & 4 ? kTile.warps - 1 - thread / 32 : thread / 32;
+      first_row = number * kWarpRows;
       rows = rows_of_tile - first_row < kWarpRows ? rows_of_tile - first_row : kWarpRows;
       query = first_query + first_row;
+    }
+    // Whether one of the rows sees one of the keys.
+    bool sees(const SequenceBand& band, int key, int count) const {
+      return rows > 0 && seen_by_some(band, query, query + rows - 1).meets(key, count);
     }
   };
   // What is made of these is not kept either.
@@ -276,83 +302,81 @@ void forward(const ForwardParams& params) {
   }
 
   RunningRows<kRowTiles, kWidth / 8> state;
-  for (int n = 0; n < key_tiles.count; ++n) {
-    const Warp warp(first_query, rows);
-    constexpr uint32_t kAllSquares = kBlocks ? all_squares(kPartKeys, kWarpRows) : 0;
-    const auto squares = [&](int part) {
-      return key_tiles.squares(n, part) >> warp.first_row / 16 & kAllSquares;
-    };
-    int key[kParts];
-    bool works = false;
+  int n = 0;
+  // Unrolled: `edge` is a constant. On the edge some of the queries may not see some of the keys.
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      key[part] = key_tiles.key(n, part);
-      works =
-          works ||
-          (warp.rows > 0 &&
-           seen_by_some(band, warp.query, warp.query + warp.rows - 1).meets(key[part], kPartKeys) &&
-           (!kBlocks || squares(part) != 0));
-    }
-    float s[kRowTiles][kKeys / 8][4];
-    async_wait<kSlots - 2>();
-    __syncthreads();
-    load_item(2 * n + kSlots - 1);
-    const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
-    const uint32_t k_tile = ring + 2 * n % kSlots * (kKeys * Layout::kRowBytes);
-    if constexpr (kPlanes) {
-      const float k_unit = split_arrived<kKeys, kWidth, kThreads>(k_tile, largest[0]);
-      if (works) plane_scores<kWidth>(s, q_rows, k_tile, q_unit * k_unit, warp.lane);
-    } else if (works) {
-      const auto q_place = place_of_rows<T, kWidth>(warp.lane);
-      score_product<T, kWidth, kRowTiles, kKeys>(
-          s,
-          [&](int step, Operand<T>(&q)[kRowTiles]) {
-            load_queries<T, kWidth, kRowTiles>(q, q_rows, q_place, step);
-          },
-          k_tile, warp.lane);
-    }
-    async_wait<kSlots - 2>();
-    __syncthreads();
-    load_item(2 * n + kSlots);
-    const uint32_t v_tile = ring + (2 * n + 1) % kSlots * (kKeys * Layout::kRowBytes);
-    float v_unit = 1;
-    if constexpr (kPlanes) {
-      v_unit = split_arrived<kKeys, kWidth, kThreads>(v_tile, largest[1]);
-    }
-    if (works) {
-      const int lane = thread_number<kAnew>() % 32;
-      if constexpr (kTerms) {
-        if (!kAhead) load_bias(n);
-        add_terms<T>(s, p, with_bias, bias_tile);
-        if (kAhead) load_bias(n + 1);
-      }
+  for (int edge = kWholeTiles ? 0 : 1; edge < 2; ++edge) {
+    for (; n < (edge ? key_tiles.count : key_tiles.whole); ++n) {
+      const Warp warp(first_query, rows);
+      constexpr uint32_t kAllSquares = kBlocks ? all_squares(kPartKeys, kWarpRows) : 0;
+      const auto squares = [&](int part) {
+        return key_tiles.squares(n, part) >> warp.first_row / 16 & kAllSquares;
+      };
+      int key[kParts];
+      bool works = !edge && warp.rows > 0;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        constexpr int kTiles = kPartKeys / 8;
-        const int first_n = part * kTiles, end_n = first_n + kTiles;
-        if (!unmasked.covers(key[part], kPartKeys)) {
-          hide(s, first_n, end_n, band, warp.query, key[part], lane);
-        }
-        if constexpr (kBlocks) {
-          if (squares(part) != kAllSquares) hide_squares(s, first_n, end_n, squares(part), lane);
+        key[part] = key_tiles.key(n, part);
+        if (edge) {
+          works =
+              works || (warp.sees(band, key[part], kPartKeys) && (!kBlocks || squares(part) != 0));
         }
       }
-      state.take(s, unit);
-      if constexpr (kDropout) {
-        static_assert(kParts == 1);
-        if (p.dropout.active()) {
-          const auto [batch, head] = fresh_pair();
-          const uint64_t plane = static_cast<uint64_t>(batch) * p.heads + head;
-          drop(s, dropout, plane, warp.query, key[0], lane);
-        }
-      }
+      float s[kRowTiles][kKeys / 8][4];
+      async_wait<kSlots - 2>();
+      __syncthreads();
+      load_item(2 * n + kSlots - 1);
+      const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
+      const uint32_t k_tile = ring + 2 * n % kSlots * (kKeys * Layout::kRowBytes);
       if constexpr (kPlanes) {
-        plane_values<kWidth>(state.out, s, v_tile, v_unit, lane);
-      } else {
-        value_product<T, kWidth, kRowTiles, kKeys>(state.out, s, v_tile, lane);
+        const float k_unit = split_arrived<kKeys, kWidth, kThreads>(k_tile, largest[0]);
+        if (works) plane_scores<kWidth>(s, q_rows, k_tile, q_unit * k_unit, warp.lane);
+      } else if (works) {
+        score_product<T, kWidth>(s, q_rows, k_tile, warp.lane);
       }
-    } else if (kAhead) {
-      load_bias(n + 1);
+      async_wait<kSlots - 2>();
+      __syncthreads();
+      load_item(2 * n + kSlots);
+      const uint32_t v_tile = ring + (2 * n + 1) % kSlots * (kKeys * Layout::kRowBytes);
+      float v_unit = 1;
+      if constexpr (kPlanes) {
+        v_unit = split_arrived<kKeys, kWidth, kThreads>(v_tile, largest[1]);
+      }
+      if (works) {
+        const int lane = thread_number<kAnew>() % 32;
+        if constexpr (kTerms) {
+          if (!kAhead) load_bias(n);
+          add_terms<T>(s, p, with_bias, bias_tile);
+          if (kAhead) load_bias(n + 1);
+        }
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          constexpr int kTiles = kPartKeys / 8;
+          const int first_n = part * kTiles, end_n = first_n + kTiles;
+          if (edge && !unmasked.covers(key[part], kPartKeys)) {
+            hide(s, first_n, end_n, band, warp.query, key[part], lane);
+          }
+          if constexpr (kBlocks) {
+            if (squares(part) != kAllSquares) hide_squares(s, first_n, end_n, squares(part), lane);
+          }
+        }
+        state.take(s, unit);
+        if constexpr (kDropout) {
+          static_assert(kParts == 1);
+          if (p.dropout.active()) {
+            const auto [batch, head] = fresh_pair();
+            const uint64_t plane = static_cast<uint64_t>(batch) * p.heads + head;
+            drop(s, dropout, plane, warp.query, key[0], lane);
+          }
+        }
+        if constexpr (kPlanes) {
+          plane_values<kWidth>(state.out, s, v_tile, v_unit, lane);
+        } else {
+          value_product<T, kWidth>(state.out, s, v_tile, lane);
+        }
+      } else if (kAhead) {
+        load_bias(n + 1);
+      }
     }
   }
   async_wait<0>();
@@ -363,28 +387,26 @@ void forward(const ForwardParams& params) {
   const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;
   const int lane = warp.lane;
 
-  // The tile is found anew, so that the loop need not remember it.
-  QueryTile to;
-  if (!find_query_tile(p, params.q_tiles, params.pair_group, kTile.rows, to)) return;
-  const int64_t first_out = to.sequence.q_begin + to.first + warp.first_row;
   // The warp's outputs take the place of its queries.
-  uint32_t redo = 0;  // rows, bit 16 m + row
+  float sums[kRowTiles][2];
+  unsigned bad[kRowTiles][2];  // lanes that hold NaN or infinity
+  const uint32_t pair_bytes = lane % 4u * (2 * sizeof(T));
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = across_row(state.sum[m][half], [](float a, float b) { return a + b; });
       const float factor = sum == 0 ? 0 : quotient<T>(p.keep_scale, sum);
+      sums[m][half] = sum;
       float finite = 0;
-      const int row = m * 16 + half * 8 + lane / 4;
 #pragma unroll
       for (int n = 0; n < kWidth / 8; ++n) {
         const float left = state.out[m][n][2 * half] * factor;
         const float right = state.out[m][n][2 * half + 1] * factor;
-        finite += left * 0 + right * 0;
-        const int column = n * 8 + lane % 4 * 2;
-        const uint32_t at = q_rows + Layout::offset(row, column / Layout::kChunk) +
-                            column % Layout::kChunk * static_cast<int>(sizeof(T));
+        finite = __fmaf_rn(right, 0.0f, __fmaf_rn(left, 0.0f, finite));
+        const int chunk = n * 8 / Layout::kChunk + static_cast<int>(pair_bytes / 16);
+        const uint32_t at =
+            q_rows + Layout::offset(row_at(m, half) + first_row_of(lane), chunk) + pair_bytes % 16;
         if constexpr (sizeof(T) == 2) {
           store_shared(at, pack<T>(left, right));
         } else {
@@ -392,31 +414,57 @@ void forward(const ForwardParams& params) {
           store_shared(at + 4, __float_as_uint(right));
         }
       }
-      const unsigned bad = __ballot_sync(kAllLanes, finite != 0);
+      bad[m][half] = __ballot_sync(kAllLanes, finite != 0);
+    }
+  }
+  // Of the lanes that share rows each finishes the lse of one.
+  if (params.lse.data != nullptr) {
+    float largest = 0, sum = 0;
+    int row = kWarpRows;
 #pragma unroll
-      for (int g = 0; g < 8; ++g) {
-        if ((bad >> 4 * g & 15) != 0) redo |= 1u << (m * 16 + half * 8 + g);
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool own = lane % 4 == 2 * m + half;
+        float own_maximum = state.maximum[m][half], own_sum = sums[m][half];
+        // Else the compiler chooses an address, in local memory.
+        asm volatile("" : "+f"(own_maximum), "+f"(own_sum));
+        largest = own ? own_maximum : largest;
+        sum = own ? own_sum : sum;
+        row = own ? row_at(m, half) + first_row_of(lane) : row;
       }
-      if (params.lse.data != nullptr && lane % 4 == 0 && row < warp.rows) {
-        float* const lse = static_cast<float*>(params.lse.data) + to.batch * params.lse.batch +
-                           to.head * params.lse.head + (first_out + row) * params.lse.row;
-        // The weights' shift was rounded: by how much, the fused product tells. A row that sees one
-        // key has its score exactly.
-        const float largest = state.maximum[m][half], shift = __fmul_rn(largest, unit);
-        const float rounding = __fmaf_rn(largest, unit, -shift);
-        const float more = sum == exp2_fast(rounding) ? 0 : kLn2 * (log2_fast(sum) - rounding);
-        *lse = sum == 0 ? -infinity<float>() : largest * scale + more;
-      }
+    }
+    if (row < warp.rows) {
+      // The weights' shift was rounded: by how much, the fused product tells. A row that sees one
+      // key has its score exactly.
+      const float shift = __fmul_rn(largest, unit);
+      const float rounding = __fmaf_rn(largest, unit, -shift);
+      const float more = sum == exp2_fast(rounding) ? 0 : kLn2 * (log2_fast(sum) - rounding);
+      remembered(first_lse)[(warp.first_row + row) * params.lse.row] =
+          sum == 0 ? -infinity<float>() : largest * scale + more;
     }
   }
   __syncwarp();
-  T* const out = static_cast<T*>(params.out.data) + to.batch * params.out.batch +
-                 to.head * params.out.head + first_out * params.out.row;
-  store_rows<T, kWidth, 32>(params.out, out, q_rows, warp.rows, p.value_dim, kVectors);
+  store_rows<T, kWidth, kWarpRows>(
+      params.out, const_cast<T*>(remembered(first_rows[2])) + warp.first_row * params.out.row,
+      q_rows, warp.rows, p.value_dim, kVectors);
+  unsigned any = 0;
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) any |= bad[m][0] | bad[m][1];
+  if (any == 0) return;
   __syncwarp();
-  for (; redo != 0; redo &= redo - 1) {
-    const int row = __ffs(static_cast<int>(redo)) - 1;
-    if (row < warp.rows) redo_row<T, kTile.rows, kBlocks>(params, warp.first_row + row);
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll 1
+      for (int g = 0; g < 8; ++g) {
+        const int row = row_at(m, half) + g;
+        if ((bad[m][half] >> 4 * g & 15) != 0 && row < warp.rows) {
+          redo_row<T, kTile.rows, kBlocks>(params, warp.first_row + row);
+        }
+      }
+    }
   }
 }
 

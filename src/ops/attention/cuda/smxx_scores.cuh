@@ -83,65 +83,50 @@ LanePlace<T, kWidth> place_of_keys(int lane) {
 
 // --- s = q · kᵀ ---
 
-template <class T, int kWidth, int kRowTiles>
-void load_queries(Operand<T> (&q)[kRowTiles], uint32_t q_tile, const LanePlace<T, kWidth>& place,
-                  int step) {
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    load_matrices(q[m].word, place.at(q_tile, step) + m * 16 * TileLayout<T, kWidth>::kRowBytes);
-  }
-}
-
-// query(step, operands) gives the operands of 16 rows each for one step of the inner dimension.
-template <class T, int kWidth, int kRowTiles, int kKeys, class Query>
-void score_product(float (&s)[kRowTiles][kKeys / 8][4], const Query& query, uint32_t k_tile,
+// Queries from `q_rows` on, and all keys of the tile.
+template <class T, int kWidth, int kRowTiles, int kKeyTiles>
+void score_product(float (&s)[kRowTiles][kKeyTiles][4], uint32_t q_rows, uint32_t k_tile,
                    int lane) {
   using Layout = TileLayout<T, kWidth>;
-  constexpr int kSteps = kWidth / kInner;
+  const auto queries = place_of_rows<T, kWidth>(lane);
   const auto keys = place_of_keys<T, kWidth>(lane);
-  // add(m, n, a, b, half)
-  const auto add_step = [&](int step, const auto& add) {
-    Operand<T> q[kRowTiles];
-    query(step, q);
 #pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[m][n][e] = 0;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kWidth / kInner; ++step) {
+    Operand<T> q[kRowTiles];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      load_matrices(q[m].word, queries.at(q_rows, step) + m * 16 * Layout::kRowBytes);
+    }
+#pragma unroll
+    for (int n = 0; n < kKeyTiles / 2; ++n) {
       Operand<T> k;
       load_matrices(k.word, keys.at(k_tile, step) + n * 16 * Layout::kRowBytes);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        add(m, 2 * n, q[m], k, 0);
-        add(m, 2 * n + 1, q[m], k, 1);
+        multiply<T>(s[m][2 * n], q[m], k, 0);
+        multiply<T>(s[m][2 * n + 1], q[m], k, 1);
       }
     }
-  };
-  const auto for_each = [&](const auto& visit) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) visit(m, n, e);
-      }
-    }
-  };
-  for_each([&](int m, int n, int e) { s[m][n][e] = 0; });
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    add_step(step, [&](int m, int n, const Operand<T>& a, const Operand<T>& b, int half) {
-      multiply<T>(s[m][n], a, b, half);
-    });
   }
 }
 
 // --- out += p · v ---
 
-template <class T, int kWidth, int kRowTiles, int kKeys>
+template <class T, int kWidth, int kRowTiles, int kKeyTiles>
 void value_product(float (&out)[kRowTiles][kWidth / 8][4],
-                   const float (&p)[kRowTiles][kKeys / 8][4], uint32_t v_tile, int lane) {
+                   const float (&p)[kRowTiles][kKeyTiles][4], uint32_t v_tile, int lane) {
   using Layout = TileLayout<T, kWidth>;
   const auto rows = place_of_rows<T, kWidth>(lane);
 #pragma unroll
-  for (int step = 0; step < kKeys / 16; ++step) {
+  for (int step = 0; step < kKeyTiles / 2; ++step) {
     Operand<T> weights[kRowTiles];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {

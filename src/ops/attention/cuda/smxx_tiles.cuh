@@ -98,13 +98,15 @@ inline KeySpan seen_by_all(const SequenceBand& band, int32_t first, int32_t last
   return {band.first_key(last), band.end_key(first)};
 }
 
-// The tiles of keys that the queries [first, last] need, in the order of the work. What decides
-// this is the mask, and only here. A tile is kParts parts of kPartKeys neighbouring keys; with a
-// block mask these are those that the queries see, from anywhere.
+// The tiles of keys that the queries [first, last] need, in the order of the work: first those that
+// all of them see whole, then those at the edges of the band and of the sequence. What decides this
+// is the mask, and only here. A tile is kParts parts of kPartKeys neighbouring keys; with a block
+// mask these are those that the queries see, from anywhere, and none counts as whole.
 template <int kPartKeys, int kParts>
 struct KeyTiles {
   static constexpr int kNoKey = 0x3fffffff;  // of a part past the last one
   int32_t first = 0, count = 0, parts = 0;
+  int32_t first_whole = 0, whole = 0;
   const SeenTile* listed = nullptr;  // the parts, with a block mask
 
   KeyTiles(const SequenceBand& band, int32_t first_query, int32_t last_query) {
@@ -113,6 +115,10 @@ struct KeyTiles {
     constexpr int kKeys = kPartKeys * kParts;
     first = seen.begin / kKeys;
     count = (seen.end + kKeys - 1) / kKeys - first;
+    const KeySpan all = seen_by_all(band, first_query, last_query);
+    first_whole = (all.begin + kKeys - 1) / kKeys;
+    const int32_t end_whole = all.end / kKeys;
+    whole = end_whole > first_whole ? end_whole - first_whole : 0;
   }
   // Tile `owner` of the queries of a batch item and head.
   KeyTiles(const SeenBlocksTable& blocks, int64_t batch, int64_t head, int64_t owner) {
@@ -125,7 +131,11 @@ struct KeyTiles {
   // The first key of a part of the n-th tile.
   int32_t key(int32_t n, int part) const {
     const int32_t at = n * kParts + part;
-    if (listed == nullptr) return (first * kParts + at) * kPartKeys;
+    if (listed == nullptr) {
+      int32_t tile = n < whole ? first_whole + n : first + n - whole;
+      if (n >= whole && tile >= first_whole) tile += whole;
+      return (tile * kParts + part) * kPartKeys;
+    }
     return kParts == 1 || at < parts ? listed[at].tile * kPartKeys : kNoKey;
   }
   // Bit 8 · (16 keys) + (16 queries) of a part.

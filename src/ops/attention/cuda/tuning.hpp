@@ -44,13 +44,13 @@ inline constexpr int part_keys(const ForwardTile& tile) { return tile.keys < 64 
 // order of the scores.
 inline constexpr float kLeastScale = 1e-30f;
 
-// What a kernel can do; each kind what the ones before it can, and costs more registers.
+// What a kernel can do; the more, the more registers it takes.
 enum class ForwardKind {
   plain,     // scale above 0, rows in 16-byte pieces
-  blocks,    // with a block mask
-  dropout,   // with dropout
-  terms,     // with any scale, softcap and bias
-  elements,  // with any strides and alignment
+  blocks,    // plain, and a block mask
+  dropout,   // plain, and dropout
+  terms,     // all of these, with any scale, softcap and bias
+  elements,  // terms, with any strides and alignment
 };
 inline constexpr ForwardKind kForwardKinds[] = {ForwardKind::plain, ForwardKind::blocks,
                                                 ForwardKind::dropout, ForwardKind::terms,
@@ -60,8 +60,8 @@ inline constexpr ForwardKind kForwardKinds[] = {ForwardKind::plain, ForwardKind:
 inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardKind kind,
                                           int arch) {
   const bool small = max_shared_bytes(arch) < 163 * 1024;
-  const bool plain = kind == ForwardKind::plain, lean = kind <= ForwardKind::blocks;
-  const bool terms = kind >= ForwardKind::terms;
+  const bool large = max_shared_bytes(arch) > 163 * 1024;
+  const bool plain = kind == ForwardKind::plain, terms = kind == ForwardKind::terms;
   if (element_bytes == 4) {
     if (width <= 128) return {width, 128, 32, 4, 2, small || (width > 64 && arch == 80) ? 1 : 2};
     if (small && width == 256) return {width, 32, 32, 2, 2, 1};
@@ -72,14 +72,15 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
     if (width <= 128) return {width, 64, 64, 2, 2, 4};
     return {width, 64, 64, 4, 2, 2};
   }
-  if (width <= 64) {
-    if (terms) return {width, 128, 64, 8, 2, 1};
-    return {width, 128, arch < 90 ? (plain ? 64 : 32) : (plain ? 128 : 64), 4, 2, 2};
+  if (width > 128) {
+    if (large) return {width, 64, plain && width == 192 ? 96 : 64, 4, 2, 2};
+    if (width == 256 && small) return {width, 64, plain ? 64 : 32, 4, 2, 1};
+    return {width, 128, plain ? 64 : 32, 8, 2, 1};
   }
-  if (width <= 128 && !terms && !small) return {width, 128, lean && arch >= 90 ? 64 : 32, 4, 2, 2};
-  if (width == 256 && small) return {width, 64, lean ? 64 : 32, 4, 2, 1};
-  if (width == 256 && plain) return {width, 128, 64, 8, arch == 80 ? 2 : 3, 1};
-  return {width, 128, lean || width <= 128 ? 64 : 32, 8, 2, 1};
+  if (kind == ForwardKind::elements || (small && width > 64)) return {width, 128, 64, 8, 2, 1};
+  if (arch < 90) return {width, 128, plain ? 64 : 32, 4, 2, 2};
+  if (plain) return {width, 128, width <= 64 ? 128 : 64, 4, 2, 2};
+  return {width, 128, width <= 64 || (width == 96 && !terms) ? 64 : 32, 4, 2, 2};
 }
 
 }  // namespace pullback::attention
