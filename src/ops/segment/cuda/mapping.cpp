@@ -115,7 +115,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
 
 void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
   if (stream_ && streamable(bound_params)) {
-    setup.stream(launcher, *stream_, bound_params);
+    setup.stream(launcher, *stream_, bound_params, false);
     return;
   }
   const bool wide = wide_ && in_vectors(bound_params);

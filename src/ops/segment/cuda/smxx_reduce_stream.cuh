@@ -5,7 +5,7 @@
 // together: outputs are stored side by side.
 #pragma once
 
-#include "ops/segment/cuda/smxx_ops.cuh"
+#include "ops/segment/cuda/smxx_combine.cuh"
 #include "ops/segment/cuda/smxx_stream.cuh"
 
 namespace pullback::segment_cuda {
@@ -53,9 +53,9 @@ void reduce_stream(const Params& p) {
   struct Shared {
     typename Rows::Shared x;
     typename Steps::Shared steps;
-    State at_end[kRows + stream_runs(kBytes)];  // of last rows: what their lane knows
-    State continued[stream_runs(kBytes)];       // by a lane's rows
-    State open[kWarps];                         // of the rows after the last end in each warp
+    alignas(16) State at_end[kRows + stream_runs(kBytes)];  // of last rows: what their lane knows
+    State continued[stream_runs(kBytes)];                   // by a lane's rows
+    State open[kWarps];             // of the rows after the last end in each warp
     State carry[2];                 // of the rows after the last end before the piece, by turns
     bool ended[kWarps];             // whether a warp had an end
     int16_t ends[kStreamEnds + 1];  // behind the begin of the first: rows counted from origin
@@ -68,7 +68,13 @@ void reduce_stream(const Params& p) {
   const auto end_place = [](int row) { return row + row / kLaneRows; };
 
   Segments segments;
-  if (!begin_stream(p, segments)) return;
+  using Combiner = ColumnCombiner<Op, Out, kStreamThreads>;
+  static_assert(sizeof(Combiner) <= sizeof(shared.at_end));
+  Combiner& combiner = *reinterpret_cast<Combiner*>(shared.at_end);
+  if (!begin_stream(p, segments)) {
+    combiner.combine(p, segments, static_cast<int>(blockIdx.x) * kStreamThreads);
+    return;
+  }
   Steps steps(p, segments, shared.steps, kChunkBytes / kBytes);
   steps.skip_outside();
   typename Steps::EndRing ends = steps.end_ring(segments);
@@ -233,6 +239,11 @@ void reduce_stream(const Params& p) {
   }
   if (thread == 0) slot_of<Op>(p, blockIdx.x, 1)[0] = shared.carry[parity];
   steps.report();
+  if (p.proof != Proof::again || !last_to_arrive(p, 0, 0, static_cast<int>(p.tiles))) return;
+  for (int tile = 0; tile < p.tiles; tile += kStreamThreads) {
+    combiner.combine(p, segments, tile);
+    __syncthreads();
+  }
 }
 
 }  // namespace pullback::segment_cuda

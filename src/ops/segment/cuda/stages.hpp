@@ -91,19 +91,19 @@ class Setup {
   Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace) const;
   // `p` for a kernel that cuts the problem so; launches what has to come before it.
   Params tiled(Launcher& launcher, const Params& p, const Tiling& tiling) const;
-  // Launches a kernel that streams, and gives its parameters: how it has cut the problem.
-  Params stream(Launcher& launcher, const Kernel& kernel, const Params& p) const;
+  // Launches a kernel that streams, if need be again.
+  void stream(Launcher& launcher, const Kernel& kernel, const Params& p, bool combines) const;
   std::int64_t shares(const Kernel& kernel) const;
   // Blocks of the kernel that the device holds at a time.
   std::int64_t resident(const Kernel& kernel) const;
 
  private:
-  void prove(Launcher& launcher, const Params& p) const;
+  void prove(Launcher& launcher, Params& p) const;
 
   const cuda::DeviceInfo& device_;
   SegmentProblem problem_;
   Params params_{};
-  Kernel check_, repair_, starts_;
+  Kernel check_, starts_;
   bool overlapping_;
   std::int64_t most_tiles_ = 0, most_shares_ = 0;
   std::size_t offsets_at_, use_at_, disorder_at_, starts_at_ = 0;
@@ -143,11 +143,10 @@ class Reduction {
  private:
   SegmentProblem problem_;
   std::optional<Kernel> wide_, stream_;
-  Kernel any_, combine_;
+  Kernel any_, combine_;  // combine_ where there is one column
   Tiling wide_tiling_, any_tiling_;
-  int combine_columns_;
   std::int64_t slot_columns_;
-  std::size_t slots_at_;
+  std::size_t slots_at_, arrivals_at_;
 };
 
 // A pass over rows: by what (smxx_maps.cuh).
