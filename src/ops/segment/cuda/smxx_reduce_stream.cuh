@@ -25,6 +25,36 @@ struct LaneRows {
   Real<T> real(int i) const { return half[i / (kRows / 2)].real(i % (kRows / 2)); }
 };
 
+// Adds a lane's rows; `stops` are the last ones of segments, whose states go to `at_end`. The lanes
+// of the warp aim at one row, so that their states are added without another exponential. False,
+// and nothing is added, when a row is far from it.
+template <class Op, class T, class State>
+bool aimed_rows(const LaneRows<T>& rows, uint32_t stops, State& state, State* at_end) {
+  if constexpr (kAims<Op>) {
+    constexpr int kRows = LaneRows<T>::kRows;
+    const float shift = __shfl_sync(device::kAllLanes, rows.real(0), 0);
+    float term[kRows], away = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float difference = rows.real(i) - shift;
+      away = larger(away, difference < 0 ? -difference : difference);
+      term[i] = exponential(difference);
+    }
+    if (!(away <= Op::kNear)) return false;
+    state = {shift, 0};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      state.sum += term[i];
+      if (stops >> i & 1) {
+        at_end[i] = state;
+        state = {shift, 0};
+      }
+    }
+    if (stops >> (kRows - 1) != 0) state = Op::start();  // an aim is only for rows that follow
+  }
+  return true;
+}
+
 // The states of lanes 0 to 31 put together, in lane 0.
 template <class Op, class State>
 State gathered(State state) {
@@ -127,7 +157,11 @@ void reduce_stream(const Params& p) {
         }
       };
       bool done = false;
-      if (low <= 0 && high >= kLaneRows) {
+      if constexpr (kAims<Op>) {
+        if (__all_sync(device::kAllLanes, low <= 0 && high >= kLaneRows)) {
+          done = aimed_rows<Op>(LaneRows<T>(from), stops, state, at_end);
+        }
+      } else if (low <= 0 && high >= kLaneRows) {
         const LaneRows<T> rows(from);
         if (enders == 0) {
           State one[1] = {state};
