@@ -120,7 +120,7 @@ void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& boun
   }
   const bool wide = wide_ && in_vectors(bound_params);
   const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
-  const Params p = setup.tiled(launcher, bound_params, shape);
+  Params p = setup.tiled(launcher, bound_params, shape);
   launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
 }
 

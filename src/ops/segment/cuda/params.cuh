@@ -47,8 +47,7 @@ struct Params {
   int32_t* use_own_offsets;  // [1]
   int32_t* disorder;         // [disorder_count]: whether a block has met disorder
   int32_t* repaired;         // [1]: that one block has repaired the offsets
-  int32_t* arrivals;         // [arrival_count]: blocks that have written their slots
-  int64_t arrival_count;
+  int32_t* arrivals;         // [1]: blocks that have done their shares again
   Proof proof;
   int32_t disorder_count;
   TileStart* starts;  // [tiles+2]; the last holds offsets[0] and offsets[S]

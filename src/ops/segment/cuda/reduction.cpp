@@ -36,7 +36,8 @@ cuda::OpKernel rows_kernel(const ReduceOp& op, DType dtype, Access access) {
                   op.type, element(dtype), op.out, access == Access::any ? 1 : vector_length(dtype),
                   op.input, access != Access::wide, op.state_bytes),
       dtype);
-  if (access != Access::any) kernel.blocks = op.blocks;
+  if (access == Access::wide) kernel.blocks = op.blocks;
+  if (access == Access::wide_permuted) kernel.blocks = std::min(op.blocks, 3);
   return kernel;
 }
 
@@ -65,10 +66,16 @@ bool streams(const ReduceOp& op, DType dtype) {
   return op.wide && op.input == "x" && dtype != DType::f64;
 }
 
-cuda::OpKernel combine_kernel(const ReduceOp& op, DType dtype) {
+// Columns of a block of combine(): few, so that a giant segment has many threads, unless there are
+// many.
+constexpr int kCombineWidths[] = {1, 8, 32};
+int combine_width(std::int64_t columns) { return columns == 1 ? 1 : columns <= 256 ? 8 : 32; }
+
+cuda::OpKernel combine_kernel(const ReduceOp& op, DType dtype, int columns) {
   return kernel_of(
-      op, "combine", "ops/segment/cuda/smxx_combine.cuh",
-      fmt::format("segment_cuda::combine_column<segment_cuda::{}, {}>", op.type, op.out), dtype);
+      op, fmt::format("combine_{}", columns), "ops/segment/cuda/smxx_combine.cuh",
+      fmt::format("segment_cuda::combine<segment_cuda::{}, {}, {}>", op.type, op.out, columns),
+      dtype);
 }
 
 ReduceOp named(std::string name, std::string type, DType dtype, int state_bytes) {
@@ -78,6 +85,12 @@ ReduceOp named(std::string name, std::string type, DType dtype, int state_bytes)
           .input = "x",
           .state_bytes = state_bytes,
           .wide = true};
+}
+
+ReduceOp exponential_op(std::string name, std::string type, DType dtype) {
+  ReduceOp op = named(std::move(name), std::move(type), dtype, 2 * real_bytes(dtype));
+  if (size_of(dtype) == 2) op.blocks = 3;
+  return op;
 }
 
 std::string min_flag(SegmentReduce reduce) {
@@ -100,10 +113,11 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
       return named(std::string(extreme_name(reduce)),
                    fmt::format("Extreme<{}, {}>", r, min_flag(reduce)), dtype, bytes);
     case SegmentReduce::logsumexp:
-      return named("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype, 2 * bytes);
+      return exponential_op("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype);
     case SegmentReduce::softmax: {
-      ReduceOp op = named("softmax", fmt::format("SoftmaxSum<{}>", r), dtype, 2 * bytes);
+      ReduceOp op = exponential_op("softmax", fmt::format("SoftmaxSum<{}>", r), dtype);
       op.out = r;
+      --op.blocks;
       return op;
     }
     default:
@@ -168,7 +182,6 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
   }
   if (column) {
     any_ = {column_kernel(op, dtype), device};
-    combine_ = {combine_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.state_bytes);
     if (streams(op, dtype) && streamable(problem, inputs)) {
       stream_ = {stream_kernel(op, dtype), device, stream_bytes(op, dtype)};
@@ -184,23 +197,17 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     }
   }
   setup.allow(any_tiling_);
+  combine_columns_ = combine_width(columns);
+  combine_ = {combine_kernel(op, dtype, combine_columns_), device};
 
   std::int64_t most_tiles = tiles_of(problem, any_tiling_);
-  std::int64_t most_blocks = most_tiles * any_tiling_.column_blocks;
-  if (wide_) {
-    const std::int64_t tiles = tiles_of(problem, wide_tiling_);
-    most_tiles = std::max(most_tiles, tiles);
-    most_blocks = std::max(most_blocks, tiles * wide_tiling_.column_blocks);
-  }
+  if (wide_) most_tiles = std::max(most_tiles, tiles_of(problem, wide_tiling_));
   if (stream_) most_tiles = std::max(most_tiles, setup.shares(*stream_));
   slot_columns_ = (columns + 7) / 8 * 8;
   slots_at_ = layout.take(static_cast<std::size_t>(most_tiles * 2 * slot_columns_) *
                           static_cast<std::size_t>(op.state_bytes));
-  arrivals_at_ =
-      layout.take(static_cast<std::size_t>(most_blocks * kArrivals) * sizeof(std::int32_t));
 }
 
-// The first stage of its run: what looks at the offsets in front of it clears the arrivals.
 void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
   Params p = bound_params;
   p.slots = launcher.workspace + slots_at_;
@@ -211,16 +218,11 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   }
   const bool wide = wide_ && in_vectors(p);
   const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
-  if (p.columns > 1) {
-    p.arrivals = reinterpret_cast<std::int32_t*>(launcher.workspace + arrivals_at_);
-    p.arrival_count = tiles_of(problem_, shape) * shape.column_blocks * kArrivals;
-  }
   p = setup.tiled(launcher, p, shape);
   launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
-  if (p.columns == 1) {
-    p.proof = Proof::given;
-    launcher.launch(combine_, p, (p.tiles + kThreads - 1) / kThreads, 1);
-  }
+  const std::int64_t looked_at = combine_tiles(combine_columns_, kThreads);
+  launcher.launch(combine_, p, (p.tiles + looked_at - 1) / looked_at,
+                  (p.columns + combine_columns_ - 1) / combine_columns_);
 }
 
 std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dtype, int arch) {
@@ -235,7 +237,7 @@ std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dty
     add(rows_kernel(op, dtype, Access::wide_permuted));
   }
   if (streams(op, dtype)) add(stream_kernel(op, dtype));
-  add(combine_kernel(op, dtype));
+  for (const int width : kCombineWidths) add(combine_kernel(op, dtype, width));
   return all;
 }
 

@@ -105,7 +105,7 @@ std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling) {
   return (items + tiling.items - 1) / tiling.items;
 }
 
-void Launcher::launch(const Kernel& kernel, Params p, std::int64_t blocks,
+void Launcher::launch(const Kernel& kernel, Params& p, std::int64_t blocks,
                       std::int64_t column_blocks) const {
   constexpr std::int64_t kMostY = 65535;
   Kernel shaped = kernel;
@@ -201,10 +201,7 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
     prove(launcher, p);
     found = !problem_.ids.given();
   }
-  if (!found) {
-    launcher.launch(starts_, p, blocks_for((p.tiles + 1) * kWarp), 1);
-    p.proof = Proof::given;
-  }
+  if (!found) launcher.launch(starts_, p, blocks_for((p.tiles + 1) * kWarp), 1);
   return p;
 }
 

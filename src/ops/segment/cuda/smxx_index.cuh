@@ -11,12 +11,10 @@ inline int64_t thread_number() {
 }
 inline int64_t thread_count() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
-// What the next kernels need: the blocks' findings, and counters at 0.
 inline void end_check(const Params& p, bool bad) {
   const int any = __syncthreads_or(bad);
   if (threadIdx.x == 0) p.disorder[blockIdx.x] = any;
   if (thread_number() == 0) *p.repaired = 0;
-  for (int64_t i = thread_number(); i < p.arrival_count; i += thread_count()) p.arrivals[i] = 0;
 }
 
 // Starts of tiles are found as if all were well; if not, repair() finds them again.

@@ -5,11 +5,11 @@
 // pieces of the next rows are on their way to its own ring in shared memory. What ends inside is
 // stored at once, except the first end, whose segment may have begun before: its head waits for the
 // tails of the groups before it. Heads and tails that reach beyond the tile go to the tile's two
-// slots, which smxx_combine.cuh puts together. The order of all additions follows from the offsets
-// alone.
+// slots, and smxx_combine.cuh puts them together. The order of all additions follows from the
+// offsets alone.
 #pragma once
 
-#include "ops/segment/cuda/smxx_combine.cuh"
+#include "ops/segment/cuda/smxx_ops.cuh"
 
 namespace pullback::segment_cuda {
 
@@ -143,18 +143,11 @@ void reduce_rows(const Params& p) {
   constexpr int kWarps = kThreads / device::kWarpSize;
   __shared__ Ends<kMostTileRows> ends;
   __shared__ bool has_end[kWarps];
-  __shared__ SlotRun runs[2];
-  struct Walk {
-    union {
-      typename Reader::Shared reader;
-      State tails[kThreads][kVector];  // once all rows are read
-    };
-    State heads[kThreads][kVector];
-  };
   __shared__ union {
-    Walk walk;
-    SlotSums<Op, kVector> slots;  // once the tile is done
+    typename Reader::Shared reader;
+    State tails[kThreads][kVector];  // once all rows are read
   } shared;
+  __shared__ State heads[kThreads][kVector];
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, blockIdx.x);
@@ -163,7 +156,6 @@ void reduce_rows(const Params& p) {
   const int64_t first_column = column_block(p) * lanes * kVector;
   const int64_t column = first_column + lane * kVector;
   const bool active = column < p.columns;
-  if (thread < 2) runs[thread] = slots_through(p, segments, tile, thread);
   ends.mark(segments, tile, [&](int64_t j) {
     const int64_t stop = first_column + lanes * kVector;
     for (int64_t d = first_column; d < stop && d < p.columns; ++d) finish_empty<Op, Out>(p, j, d);
@@ -181,7 +173,7 @@ void reduce_rows(const Params& p) {
   const bool headless = last <= first || first > row;
   const int stop = active && last > first ? last : first;
 
-  Reader reader(shared.walk.reader, p, tile.origin, column, first, stop);
+  Reader reader(shared.reader, p, tile.origin, column, first, stop);
   const int begin = Reader::batch_of(first);
   reader.request(begin);
   State state[kVector];
@@ -226,7 +218,7 @@ void reduce_rows(const Params& p) {
       if (end_bits >> k & 1) {
         if (in_head) {
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) shared.walk.heads[thread][i] = state[i];
+          for (int i = 0; i < kVector; ++i) heads[thread][i] = state[i];
         } else {
           finish<Op, Out>(p, segments, tile.first + ends.segment[at + k], column, state,
                           tile.origin);
@@ -278,12 +270,11 @@ void reduce_rows(const Params& p) {
   __syncthreads();
   if (!shared_warp || warp_lane + lanes >= device::kWarpSize) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      shared.walk.tails[(unit << p.lane_bits) + lane][i] = state[i];
-    }
+    for (int i = 0; i < kVector; ++i) shared.tails[(unit << p.lane_bits) + lane][i] = state[i];
     if (lane == 0) has_end[unit] = any_end_in_unit;
   }
   __syncthreads();
+  if (!active) return;
 
   // Adds the tails of the units from the last end before `stop` on in front of `sum`.
   const auto gather = [&](int stop, State(&sum)[kVector]) {
@@ -294,7 +285,7 @@ void reduce_rows(const Params& p) {
     while (--stop >= from) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        State whole = shared.walk.tails[(stop << p.lane_bits) + lane][i];
+        State whole = shared.tails[(stop << p.lane_bits) + lane][i];
         Op::append(whole, sum[i]);
         sum[i] = whole;
       }
@@ -304,10 +295,10 @@ void reduce_rows(const Params& p) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) slot_of<Op>(p, blockIdx.x, which)[column + i] = sum[i];
   };
-  if (active && any_end && !headless) {
+  if (any_end && !headless) {
     if (!complete) gather(unit, earlier);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) Op::append(earlier[i], shared.walk.heads[thread][i]);
+    for (int i = 0; i < kVector; ++i) Op::append(earlier[i], heads[thread][i]);
     const int64_t j = tile.first + ends.segment[ends.next(row)];
     if (segments.begin(j) < tile.row) {
       store_slot(0, earlier);
@@ -315,16 +306,12 @@ void reduce_rows(const Params& p) {
       finish<Op, Out>(p, segments, j, column, earlier, tile.origin);
     }
   }
-  if (active && walker == walkers - 1) {
+  if (walker == walkers - 1) {
     State sum[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sum[i] = Op::start();
     gather(units, sum);
     store_slot(1, sum);
-  }
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    shared.slots.template arrive<Out>(p, segments, runs[i], blockIdx.x, column, active);
   }
 }
 

@@ -98,9 +98,9 @@ void reduce_stream(const Params& p) {
   const auto end_place = [](int row) { return row + row / kLaneRows; };
 
   Segments segments;
-  using Combiner = ColumnCombiner<Op, Out, kStreamThreads>;
-  static_assert(sizeof(Combiner) <= sizeof(shared.at_end));
-  Combiner& combiner = *reinterpret_cast<Combiner*>(shared.at_end);
+  using Combining = Combiner<Op, Out, kStreamThreads, 1>;
+  static_assert(sizeof(Combining) <= sizeof(shared.at_end));
+  Combining& combiner = *reinterpret_cast<Combining*>(shared.at_end);
   if (!begin_stream(p, segments)) {
     combiner.combine(p, segments, static_cast<int>(blockIdx.x) * kStreamThreads);
     return;
@@ -273,7 +273,7 @@ void reduce_stream(const Params& p) {
   }
   if (thread == 0) slot_of<Op>(p, blockIdx.x, 1)[0] = shared.carry[parity];
   steps.report();
-  if (p.proof != Proof::again || !last_to_arrive(p, 0, 0, static_cast<int>(p.tiles))) return;
+  if (p.proof != Proof::again || !last_to_arrive(p)) return;
   for (int tile = 0; tile < p.tiles; tile += kStreamThreads) {
     combiner.combine(p, segments, tile);
     __syncthreads();

@@ -149,6 +149,18 @@ inline bool begin_stream(const Params& p, Segments& segments) {
   return bad;
 }
 
+// Whether this is the last block to have done its share.
+inline bool last_to_arrive(const Params& p) {
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(p.arrivals, 1) + 1 == p.tiles;
+    __threadfence();
+  }
+  return __syncthreads_or(last) != 0;
+}
+
 // What a block walks along: the rows of its share and the segments that end there. Of the list's
 // segments only those of the problem, 1 to S, are met.
 template <int kRows>

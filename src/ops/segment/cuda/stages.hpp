@@ -53,8 +53,9 @@ struct Launcher {
   bool proven = false;       // offsets are, or the kernels know which to take
   bool overlapping = false;  // kernels begin while the one ahead ends, and wait for it themselves
 
-  // With the grid of the kernel's tiling.
-  void launch(const Kernel& kernel, Params p, std::int64_t blocks,
+  // With the grid of the kernel's tiling. What the kernel has to find out or to repair, the next
+  // one is given.
+  void launch(const Kernel& kernel, Params& p, std::int64_t blocks,
               std::int64_t column_blocks) const;
 };
 
@@ -143,10 +144,11 @@ class Reduction {
  private:
   SegmentProblem problem_;
   std::optional<Kernel> wide_, stream_;
-  Kernel any_, combine_;  // combine_ where there is one column
+  Kernel any_, combine_;
   Tiling wide_tiling_, any_tiling_;
+  int combine_columns_;
   std::int64_t slot_columns_;
-  std::size_t slots_at_, arrivals_at_;
+  std::size_t slots_at_;
 };
 
 // A pass over rows: by what (smxx_maps.cuh).

@@ -8,12 +8,7 @@ inline constexpr int kWalkerRows = 32;      // rows of one word of bits: a group
 inline constexpr int kProductRows = 8;      // the same in backward of prod, which keeps them
 inline constexpr int kCheckBlocks = 1024;   // blocks that check the indices, at most
 inline constexpr int kProductColumns = 32;  // of a block that carries products from tile to tile
-// Slots of segments that reach over several tiles: so many are put together at first; a group of
-// lanes takes no fewer; and blocks count their arrivals so often.
-inline constexpr int kSlotGroup = 32;
-inline constexpr int kLeastSlots = 4;
-inline constexpr int kArrivals = 3;
-inline constexpr int kCombineSequential = 32;  // those of one column that a thread takes by itself
+inline constexpr int kCombineSequential = 32;  // slots that one thread combines by itself
 
 inline constexpr int kFewestLanes = 2;   // of a row of several columns
 inline constexpr int kMostLaneBits = 8;  // a row takes the whole block
@@ -65,6 +60,9 @@ constexpr int stream_reduce_bytes(int element_bytes, int state_bytes) {
 constexpr int stream_map_bytes(int element_bytes, int segment_bytes) {
   return kEndChunks * kEndChunk * 8 + stream_rows(element_bytes) * segment_bytes + 1024;
 }
+
+// Tiles that a block of some threads looks at for segments to combine.
+constexpr int combine_tiles(int columns, int threads) { return columns == 1 ? threads : 32; }
 
 // Sort of plan_permutation.
 inline constexpr int kDigitBits = 8;
