@@ -138,8 +138,10 @@ void compare(const OpDriver& driver, const Request& request, const TensorMap& go
     const double ratio = gradient ? kGradientErrorRatio : kOutputErrorRatio;
     // And the definition, computed in f64, is no more exact than f64 is.
     const double floor = value.spec().dtype == DType::f64 ? 64 : 2;
+    const bool unit_term = std::ranges::count(driver.with_unit_term, name) > 0;
+    const double rounded = unit_term ? error.scale + 1 : error.scale;
     error.allowed =
-        ratio * error.textbook + floor * epsilon_of(value.spec().dtype) * error.scale + 1e-300;
+        ratio * error.textbook + floor * epsilon_of(value.spec().dtype) * rounded + 1e-300;
     if (value.spec().dtype == DType::f16) error.allowed += 0x1p-24;  // its smallest step
     if (gradient) error.allowed += cancellation_error(driver, request, value.spec().dtype);
     if (!(error.error <= error.allowed)) {

@@ -73,6 +73,8 @@ struct OpDriver {
   std::vector<OptionHelp> options;
   std::vector<NamePair> cotangents;  // output, input that is its incoming gradient
   std::vector<NamePair> gradients;   // input, output that is its gradient
+  // Outputs one of whose terms is a number up to 1: near 0, where it cancels, its rounding remains.
+  std::vector<std::string_view> with_unit_term = {};
   std::unique_ptr<Session> (*prepare)(const Request& request);
   Cost (*cost)(const Request& request, Pass pass);
 };

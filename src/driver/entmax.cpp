@@ -134,6 +134,7 @@ const OpDriver& driver() {
                   {"check-indices", "true|false", "refuse bad offsets (default false)"}},
       .cotangents = {{"y", "d_y"}},
       .gradients = {{"x", "d_x"}, {"alpha", "d_alpha"}},
+      .with_unit_term = {"tau"},
       .prepare = prepare,
       .cost = cost,
   };

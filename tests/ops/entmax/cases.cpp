@@ -367,8 +367,10 @@ Case entmax_fuzz(std::uint64_t seed) {
     if (alpha == 2 && !ragged && random.chance(0.5)) options["saved"] = "support";
   }
   const double sigmas[] = {0.1, 0.5, 1, 3};
-  Case test = make_case(fmt::format("fuzz {}", seed), options, shape,
-                        normal(sigmas[random.integer(0, 3)]), more);
+  const std::string name =
+      fmt::format("fuzz {} alpha {} length {}", seed,
+                  options.contains("alpha") ? options["alpha"] : "per row", length);
+  Case test = make_case(name, options, shape, normal(sigmas[random.integer(0, 3)]), more);
   test.finite_differences = false;
   return test;
 }

@@ -339,5 +339,18 @@ TEST(entmax_regression, null_outputs_are_not_computed) {
   rows.run(Pass::forward, {.x = rows.x.data()});
 }
 
+// Sums of equal numbers round alike, and where alpha nears 2 a step after one such sum may be
+// undone by the next.
+TEST(entmax_regression, steps_end_where_sums_round) {
+  constexpr std::int64_t kLength = 294, kRows = 17;
+  Rows<float> rows(std::vector<double>(static_cast<std::size_t>(kRows * kLength)), kRows, 2);
+  rows.problem.axis = 0;
+  for (int i = 0; i < 1000; ++i) {
+    rows.problem.alpha = 1.9 + i * 1e-5;
+    rows.run(Pass::forward, {.x = rows.x.data(), .y = rows.y.data()});
+    EXPECT_NEAR(rows.y[5] * static_cast<double>(kLength), 1, 1e-5) << rows.problem.alpha;
+  }
+}
+
 }  // namespace
 }  // namespace pullback

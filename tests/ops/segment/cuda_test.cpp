@@ -13,6 +13,7 @@
 #include "driver/host_tensor.hpp"
 #include "driver/random.hpp"
 #include "driver/tensor_memory.hpp"
+#include "ops/segment/run_segment.hpp"
 #include "pullback/error.hpp"
 #include "pullback/segment.hpp"
 
@@ -21,22 +22,10 @@ namespace {
 
 using driver::HostTensor;
 using driver::Random;
-using Index = std::vector<std::int64_t>;
-
-constexpr auto kLowest = std::numeric_limits<std::int64_t>::min();
-constexpr auto kHighest = std::numeric_limits<std::int64_t>::max();
-
-HostTensor index_tensor(const Index& values, DType dtype) {
-  HostTensor tensor(TensorSpec::contiguous(dtype, {static_cast<std::int64_t>(values.size())}));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (dtype == DType::i64) {
-      static_cast<std::int64_t*>(tensor.data())[i] = values[i];
-    } else {
-      static_cast<std::int32_t*>(tensor.data())[i] = static_cast<std::int32_t>(values[i]);
-    }
-  }
-  return tensor;
-}
+using testing::Index;
+using testing::index_tensor;
+using testing::kHighest;
+using testing::kLowest;
 
 enum class Saved { arg, mask, nothing };
 

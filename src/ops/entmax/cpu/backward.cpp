@@ -134,35 +134,53 @@ void FillNaN(T* d_x, std::size_t length) {
   std::fill_n(d_x, length, from_double<T>(std::numeric_limits<double>::quiet_NaN()));
 }
 
-template <class T>
-void GradientFromY(const T* y, const T* d_y, T* d_x, std::size_t length, double alpha, bool stream,
-                   std::byte* scratch) {
-  using R = Real<T>;
-  const auto write = [&]<Family kFamily, class Arithmetic>() {
-    const DenseWeights<kFamily, Arithmetic, T> weights(y, alpha);
-    if constexpr (kFamily == Family::general || kFamily == Family::steep) {
-      auto* s = reinterpret_cast<Arithmetic*>(scratch);
-      const Arithmetic mean = WeightedMean<Arithmetic>(weights, y, d_y, length, s);
-      WriteGradient<Arithmetic>(StoredWeights(s), mean, d_y, d_x, length, stream);
-    } else {
-      Gradient<Arithmetic>(weights, y, d_y, d_x, length, stream);
-    }
-  };
+// Calls f.template operator()<family>() for an alpha up to 2; false for others.
+template <class F>
+bool WithSmoothFamily(double alpha, const F& f) {
   switch (entmax::family_of(alpha)) {
     case Family::softmax:
-      return write.template operator()<Family::softmax, R>();
+      f.template operator()<Family::softmax>();
+      return true;
     case Family::near_one:
     case Family::general:
-      return write.template operator()<Family::general, R>();
+      f.template operator()<Family::general>();
+      return true;
     case Family::entmax15:
-      return write.template operator()<Family::entmax15, R>();
+      f.template operator()<Family::entmax15>();
+      return true;
     case Family::sparsemax:
-      return write.template operator()<Family::sparsemax, R>();
-    case Family::steep:
-      return write.template operator()<Family::steep, double>();
-    case Family::invalid:
-      return FillNaN(d_x, length);
+      f.template operator()<Family::sparsemax>();
+      return true;
+    default:
+      return false;
   }
+}
+
+// Rows [begin, end), of one alpha.
+template <class T>
+void GradientsFromY(const RowTensor& y, const RowTensor& d_y, const RowTensor& d_x,
+                    std::int64_t begin, std::int64_t end, std::size_t length, double alpha,
+                    bool stream, std::byte* scratch) {
+  const auto write = [&]<Family kFamily, class R>() {
+    const Slope<kFamily, R> slope(alpha);
+    for (std::int64_t r = begin; r < end; ++r) {
+      const DenseWeights<kFamily, R, T> weights(y.row<T>(r), slope);
+      const T* g = d_y.row<T>(r);
+      if constexpr (kFamily == Family::general || kFamily == Family::steep) {
+        auto* s = reinterpret_cast<R*>(scratch);
+        const R mean = WeightedMean<R>(weights, y.row<T>(r), g, length, s);
+        WriteGradient<R>(StoredWeights(s), mean, g, d_x.row<T>(r), length, stream);
+      } else {
+        Gradient<R>(weights, y.row<T>(r), g, d_x.row<T>(r), length, stream);
+      }
+    }
+  };
+  const auto smooth = [&]<Family kFamily>() { write.template operator()<kFamily, Real<T>>(); };
+  if (WithSmoothFamily(alpha, smooth)) return;
+  if (entmax::family_of(alpha) == Family::steep) {
+    return write.template operator()<Family::steep, double>();
+  }
+  for (std::int64_t r = begin; r < end; ++r) FillNaN(d_x.row<T>(r), length);
 }
 
 // (e^t - 1 - t) / t^2 for t >= 0.
@@ -313,8 +331,9 @@ void GradientOfStripe(const BackwardTile& tile) {
   using R = Real<T>;
   const hn::ScalableTag<R> d;
   constexpr std::size_t kMostRows = 256;
-  constexpr std::int64_t kRowsAhead = 16, kLine = 64;
-  const DenseWeights<kFamily, R, T> weights(nullptr, tile.alpha);
+  constexpr std::int64_t kRowsAhead = 32, kLine = 64;
+  const Slope<kFamily, R> slope(tile.alpha);
+  const DenseWeights<kFamily, R, T> weights(nullptr, slope);
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const std::int64_t rows = tile.rows, width = (rows + lanes - 1) / lanes * lanes;
   const std::int64_t bytes = rows * static_cast<std::int64_t>(sizeof(T));
@@ -334,8 +353,8 @@ void GradientOfStripe(const BackwardTile& tile) {
       const auto ahead = reinterpret_cast<std::uintptr_t>(from) +
                          static_cast<std::uintptr_t>(kRowsAhead * step) * sizeof(T);
       for (std::int64_t byte = 0; byte < bytes; byte += kLine) {
-        __builtin_prefetch(
-            reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)));
+        __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)),
+                           0, 2);
       }
     };
     prefetch(y, tile.y.step);
@@ -384,28 +403,6 @@ void GradientOfStripe(const BackwardTile& tile) {
   }
 }
 
-// Calls f.template operator()<family>() for an alpha up to 2; false for others.
-template <class F>
-bool WithSmoothFamily(double alpha, const F& f) {
-  switch (entmax::family_of(alpha)) {
-    case Family::softmax:
-      f.template operator()<Family::softmax>();
-      return true;
-    case Family::near_one:
-    case Family::general:
-      f.template operator()<Family::general>();
-      return true;
-    case Family::entmax15:
-      f.template operator()<Family::entmax15>();
-      return true;
-    case Family::sparsemax:
-      f.template operator()<Family::sparsemax>();
-      return true;
-    default:
-      return false;
-  }
-}
-
 // False when others have to do it.
 template <class T>
 bool StripeServes(const BackwardTile& tile) {
@@ -417,13 +414,31 @@ bool StripeServes(const BackwardTile& tile) {
 // False when others have to do it.
 template <class T>
 bool ShortRowsServe(const BackwardTile& tile) {
-  if (tile.length > kShortLength || tile.alpha_per_row || tile.d_alpha || !tile.y || !tile.d_x) {
-    return false;
+  using R = Real<T>;
+  if (tile.length > kShortLength || tile.alpha_per_row || tile.d_alpha || !tile.d_x) return false;
+  if (!tile.d_y.contiguous() || !tile.d_x.contiguous()) return false;
+  if (!tile.y) {
+    if (!tile.support.contiguous()) return false;
+    constexpr std::uint8_t kAll[] = {255, 255, 255, 255, 255, 255, 255, 255,
+                                     255, 255, 255, 255, 255, 255, 255, 255};
+    static_assert(sizeof(kAll) * 8 == kShortLength);
+    const auto weights = [&](std::int64_t r) {
+      // A row of NaN has none in its support.
+      if (*tile.support_size.row<std::int32_t>(r) < 0) {
+        return MaskWeights<R>(kAll, std::numeric_limits<R>::quiet_NaN());
+      }
+      return MaskWeights<R>(tile.support.row<std::uint8_t>(r));
+    };
+    ShortGradients<T, decltype(weights)>(tile.length, weights).Compute(tile);
+    return true;
   }
-  if (!tile.y.contiguous() || !tile.d_y.contiguous() || !tile.d_x.contiguous()) return false;
-  return WithSmoothFamily(tile.alpha, [&]<Family kFamily>() {
-    ShortGradients<kFamily, T>(tile.alpha, tile.length).Compute(tile);
-  });
+  return tile.y.contiguous() && WithSmoothFamily(tile.alpha, [&]<Family kFamily>() {
+           const Slope<kFamily, R> slope(tile.alpha);
+           const auto weights = [&](std::int64_t r) {
+             return DenseWeights<kFamily, R, T>(tile.y.row<T>(r), slope);
+           };
+           ShortGradients<T, decltype(weights)>(tile.length, weights).Compute(tile);
+         });
 }
 
 template <class T>
@@ -444,19 +459,21 @@ void BackwardTileOf(const BackwardTile& tile) {
   const RowTensor d_x = packs_d_x ? RowTensor{tile.packed_d_x, tile.pitch, 1} : tile.d_x;
   // In place the lines are cached already.
   const bool stream = tile.stream && !packs_d_x && d_x.data != d_y.data;
-  for (std::int64_t r = 0; r < tile.rows; ++r) {
-    const double alpha = tile.alpha_of<Statistic>(r);
-    const T* g = d_y.row<T>(r);
-    // Before d_x, which may be d_y's memory.
-    if (tile.d_alpha) {
-      *tile.d_alpha.row<Statistic>(r) =
-          static_cast<Statistic>(DAlphaOfRow(y.row<T>(r), g, length, alpha));
-    }
-    if (!tile.d_x) continue;
-    if (tile.y) {
-      GradientFromY(y.row<T>(r), g, d_x.row<T>(r), length, alpha, stream, tile.weights);
-    } else {
+  // Before d_x, which may be d_y's memory.
+  for (std::int64_t r = 0; tile.d_alpha && r < tile.rows; ++r) {
+    *tile.d_alpha.row<Statistic>(r) = static_cast<Statistic>(
+        DAlphaOfRow(y.row<T>(r), d_y.row<T>(r), length, tile.alpha_of<Statistic>(r)));
+  }
+  const auto from_y = [&](std::int64_t begin, std::int64_t end) {
+    GradientsFromY<T>(y, d_y, d_x, begin, end, length, tile.alpha_of<Statistic>(begin), stream,
+                      tile.weights);
+  };
+  if (tile.d_x && tile.y && !tile.alpha_per_row) from_y(0, tile.rows);
+  for (std::int64_t r = 0; tile.d_x && r < tile.rows; ++r) {
+    if (!tile.y) {
       GradientFromSupport(tile, r, d_y, d_x.row<T>(r), stream);
+    } else if (tile.alpha_per_row) {
+      from_y(r, r + 1);
     }
   }
   if (packs_d_x) entmax::unpack<T>(d_x, tile.rows, tile.length, tile.d_x);

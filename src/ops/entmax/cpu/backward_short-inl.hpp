@@ -17,23 +17,24 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
-inline constexpr std::int64_t kShortLength = 128;
+constexpr std::int64_t kShortLength = 128;
 
-template <Family kFamily, class T>
+// weights_of(row) says where s of a row comes from.
+template <class T, class WeightsOf>
 class ShortGradients {
  public:
   using R = Real<T>;
 
-  ShortGradients(double alpha, std::int64_t length)
-      : alpha_(alpha), length_(static_cast<std::size_t>(length)) {}
+  ShortGradients(std::int64_t length, const WeightsOf& weights_of)
+      : weights_of_(weights_of), length_(static_cast<std::size_t>(length)) {}
 
   // All rows of a tile whose tensors have unit stride along the axis.
   void Compute(const entmax::BackwardTile& tile) {
     constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
-    LinesAhead y_ahead(tile.y.row<T>(0)), d_y_ahead(tile.d_y.row<T>(0));
+    LinesAhead y_ahead(tile.y.data), d_y_ahead(tile.d_y.data);
     for (std::int64_t r = 0; r < tile.rows; r += kRows) {
       const std::int64_t rows = std::min(kRows, tile.rows - r);
-      if (tile.y.row_step == tile.length) y_ahead.StepTo(tile.y.row<T>(r + rows));
+      if (tile.y && tile.y.row_step == tile.length) y_ahead.StepTo(tile.y.row<T>(r + rows));
       if (tile.d_y.row_step == tile.length) d_y_ahead.StepTo(tile.d_y.row<T>(r + rows));
       FindMeans(tile, r, rows);
       Write(tile, r, rows);
@@ -49,14 +50,14 @@ class ShortGradients {
     HWY_ALIGN R dots[kLanes<R> * kLanes<R>] = {};
     for (std::size_t k = 0; k < static_cast<std::size_t>(rows); ++k) {
       const auto row = r + static_cast<std::int64_t>(k);
-      const DenseWeights<kFamily, R, T> weights(tile.y.row<T>(row), alpha_);
+      const auto weights = weights_of_(row);
       const T* d_y = tile.d_y.row<T>(row);
       auto sum = hn::Zero(d), dot = sum;
       for (std::size_t i = 0; i < length_; i += kLanes<R>) {
         const std::size_t count = std::min(kLanes<R>, length_ - i);
-        const auto y = weights.Load(d, i, count);
-        const auto active = weights.Active(d, y);
-        const auto s = hn::IfThenElseZero(active, weights.Weight(d, y));
+        const auto w = weights.Load(d, i, count);
+        const auto active = weights.Active(d, w);
+        const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
         const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
         sum = hn::Add(sum, s);
         dot = hn::MulAdd(s, g, dot);
@@ -103,7 +104,7 @@ class ShortGradients {
     }
   }
 
-  const double alpha_;
+  const WeightsOf& weights_of_;
   const std::size_t length_;
   HWY_ALIGN R means_[kLanes<R>];
   HWY_ALIGN R s_[kLanes<R> * kPitch];

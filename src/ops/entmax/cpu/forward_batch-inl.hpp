@@ -49,7 +49,6 @@ class RowBatch {
 
   RowBatch(double alpha, std::size_t length, const entmax::BatchScratch& scratch)
       : power_(alpha),
-        b_(alpha - 1),
         length_(length),
         pitch_(
             static_cast<std::size_t>(entmax::candidates_pitch(static_cast<std::int64_t>(length)))),
@@ -67,7 +66,7 @@ class RowBatch {
   void Compute(bool prefetch) {
     const LaneTag<R> d;
     const auto bound = Bound();
-    HWY_ALIGN R theta[kLanes<R>], scale[kLanes<R>];
+    HWY_ALIGN R theta[kLanes<R>], rest[kLanes<R>];
     hn::Store(bound, d, theta);
     if (prefetch) {
       const T* end = row_[rows_ - 1].x + length_;
@@ -79,15 +78,14 @@ class RowBatch {
       if (valid_[k] != 0) FindCandidates(k, theta[k]);
     }
     const auto open = hn::Ne(hn::Load(d, valid_), hn::Zero(d));
-    const auto threshold = SolveLanes<R>(power_, bound, open, Precision<R>::full,
+    const auto threshold = SolveLanes<R>(power_, bound, open, power_.tolerance,
                                          [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
                                              HWY_ATTR { return Evaluate(at, still_open); });
     hn::Store(threshold.theta, d, theta);
-    hn::Store(threshold.scale, d, scale);
+    hn::Store(threshold.rest, d, rest);
     for (std::size_t k = 0; k < rows_; ++k) {
       if (valid_[k] != 0) {
-        result_[k] = {b_ * static_cast<double>(max_[k]) + static_cast<double>(theta[k]),
-                      ComputeY(k, theta[k], scale[k])};
+        result_[k] = {power_.Tau(max_[k], theta[k], rest[k]), ComputeY(k, theta[k], rest[k])};
       } else {
         result_[k] = DegenerateRow(row_[k], empty_[k]);
       }
@@ -100,7 +98,7 @@ class RowBatch {
 
  private:
   // One step is mostly enough: the candidates that a better bound would drop are a few.
-  static constexpr double kBoundPrecision = 9;
+  static constexpr double kBoundTolerance = 3;
   static constexpr std::size_t kMaxima = kAccumulators * kLanes<R>;  // of a row
   static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;    // of a vector
 
@@ -135,7 +133,7 @@ class RowBatch {
       sum = hn::Add(sum, highest);
     }
     const auto start = SafeBound<R>(power_, MeanBound<R>(power_, sum, kLanes<R>));
-    return SafeBound<R>(power_, SolveLanes<R>(power_, start, z, kMaxima, kBoundPrecision).theta);
+    return SafeBound<R>(power_, SolveLanes<R>(power_, start, z, kMaxima, kBoundTolerance).theta);
   }
 
   // A line of the next batch, as long as there are some.
@@ -182,10 +180,11 @@ class RowBatch {
     HWY_ALIGN R at[kLanes<R>];
     HWY_ALIGN R f[kLanes<R> * kLanes<R>];
     HWY_ALIGN R slope[kLanes<R> * kLanes<R>];
+    HWY_ALIGN R bend[kLanes<R> * kLanes<R>];
     hn::Store(theta, d, at);
     const unsigned bits = BitsOf(d, open);
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
-      auto sum = hn::Zero(d), lost = sum, slopes = sum;
+      auto sum = hn::Zero(d), lost = sum, slopes = sum, bends = sum;
       const R* z = candidates_ + k * pitch_;
       const auto own = hn::Set(d, at[k]);
       const std::size_t count = bits >> k & 1 ? count_[k] : 0;
@@ -197,6 +196,7 @@ class RowBatch {
           const auto both = power_.Both(d, power_.Excess(d, hn::LoadU(d, z + i), own));
           part = hn::Add(part, both.value);
           slopes = hn::Add(slopes, both.slope);
+          bends = hn::Add(bends, both.bend);
         }
         const auto next = hn::Add(sum, part);
         lost = hn::Add(lost, hn::Sub(part, hn::Sub(next, sum)));
@@ -204,21 +204,22 @@ class RowBatch {
       }
       hn::Store(hn::Add(sum, lost), d, f + k * kLanes<R>);
       hn::Store(slopes, d, slope + k * kLanes<R>);
+      hn::Store(bends, d, bend + k * kLanes<R>);
     }
-    return {SumsOfRows(f), SumsOfRows(slope)};
+    return {SumsOfRows(f), SumsOfRows(slope), SumsOfRows(bend)};
   }
 
   // In place of the candidates. Returns how many are in the support, if that is wanted.
-  std::int64_t ComputeY(std::size_t k, R theta, R scale) {
+  std::int64_t ComputeY(std::size_t k, R theta, R rest) {
     const LaneTag<R> d;
     R* z = candidates_ + k * pitch_;
-    const auto at = hn::Set(d, theta), factor = hn::Set(d, scale);
+    const auto at = hn::Set(d, theta), less = hn::Set(d, rest);
     const bool counts = row_[k].wants_size;
     std::size_t support = 0;
     for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
-      const auto excess = power_.Excess(d, hn::LoadU(d, z + i), at);
+      const auto excess = hn::Sub(power_.Excess(d, hn::LoadU(d, z + i), at), less);
       if (counts) support += hn::CountTrue(d, power_.Active(d, excess));
-      hn::StoreU(hn::Mul(factor, power_.Value(d, excess)), d, z + i);
+      hn::StoreU(power_.Value(d, excess), d, z + i);
     }
     return static_cast<std::int64_t>(support);
   }
@@ -244,7 +245,6 @@ class RowBatch {
   }
 
   const Power<Family::general, R> power_;
-  const double b_;
   const std::size_t length_, pitch_, places_pitch_;
   R* const candidates_;
   std::uint8_t* const places_;

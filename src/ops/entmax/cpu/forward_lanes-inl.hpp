@@ -20,17 +20,31 @@ using entmax::RowTensor;
 // Up to this length, rows are computed in the lanes.
 constexpr std::int64_t kLaneLength = 128;
 
-bool ServesLanes(const ForwardTile& tile) {
-  const Family family = entmax::family_of(tile.alpha);
-  return !tile.alpha_per_row && family != Family::steep && family != Family::invalid &&
-         tile.length > 0;
+// Calls f(Power) of the tile's rows, which have one alpha, not above 2; false for others.
+template <class R, class F>
+bool WithPowerOfLanes(const ForwardTile& tile, const F& f) {
+  if (tile.alpha_per_row || tile.length == 0) return false;
+  switch (entmax::family_of(tile.alpha)) {
+    case Family::softmax:
+      return f(Power<Family::softmax, R>(tile.alpha));
+    case Family::near_one:
+      return f(Power<Family::near_one, R>(tile.alpha));
+    case Family::entmax15:
+      return f(Power<Family::entmax15, R>(tile.alpha));
+    case Family::general:
+      return f(Power<Family::general, R>(tile.alpha));
+    case Family::sparsemax:
+      return f(Power<Family::sparsemax, R>(tile.alpha));
+    default:
+      return false;
+  }
 }
 
 template <class R>
 void WriteStatistics(const ForwardTile& tile, std::int64_t r, const LaneRows<R>& group,
                      std::int64_t rows) {
   for (std::int64_t k = 0; k < rows; ++k) {
-    if (tile.tau) *tile.tau.row<R>(r + k) = group.tau[k];
+    if (tile.tau) *tile.tau.row<R>(r + k) = static_cast<R>(group.tau[k]);
     if (!tile.support_size) continue;
     *tile.support_size.row<std::int32_t>(r + k) = static_cast<std::int32_t>(
         std::min(static_cast<double>(group.size[k]),
@@ -40,9 +54,9 @@ void WriteStatistics(const ForwardTile& tile, std::int64_t r, const LaneRows<R>&
 
 // Rows r to r + kLanes, of x and y with unit stride. False, with nothing written, if one of them is
 // degenerate.
-template <class T>
-bool ShortRowsInLanes(const ForwardTile& tile, const RowTensor& x, const RowTensor& y,
-                      std::int64_t r) {
+template <class T, class P>
+bool ShortRowsInLanes(const ForwardTile& tile, const P& power, const RowTensor& x,
+                      const RowTensor& y, std::int64_t r) {
   using R = Real<T>;
   const LaneTag<R> d;
   constexpr bool kConverts = !std::is_same_v<T, R>;
@@ -64,9 +78,9 @@ bool ShortRowsInLanes(const ForwardTile& tile, const RowTensor& x, const RowTens
   } else {
     RowsToLanes(x.row<T>(r), x.row_step, length, lanes);
   }
-  LaneRows<R> group(lanes, length, candidates, tile.alpha, static_cast<bool>(tile.support_size));
+  LaneRows<R> group(lanes, length, candidates, static_cast<bool>(tile.support_size));
   if (!group.FindMax()) return false;
-  group.Compute();
+  group.Compute(power);
   WriteStatistics(tile, r, group, kRows);
   if (!y && !tile.support) return true;
   LanesToRows(lanes, length, rows, tile.length);
@@ -107,11 +121,11 @@ bool ShortRowsInLanes(const ForwardTile& tile, const RowTensor& x, const RowTens
 }
 
 // Rows side by side in columns. False if one of them is degenerate; the packed rows then serve all.
-template <class T>
-bool StripeInLanes(const ForwardTile& tile) {
+template <class T, class P>
+bool StripeInLanes(const ForwardTile& tile, const P& power) {
   using R = Real<T>;
   const LaneTag<R> d;
-  constexpr std::int64_t kRowsAhead = 16, kLine = 64;
+  constexpr std::int64_t kRowsAhead = 32, kLine = 64;
   constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
   const auto length = static_cast<std::size_t>(tile.length);
   const auto bytes = tile.rows * static_cast<std::int64_t>(sizeof(T));
@@ -127,7 +141,8 @@ bool StripeInLanes(const ForwardTile& tile) {
     const auto ahead = reinterpret_cast<std::uintptr_t>(from) +
                        static_cast<std::uintptr_t>(kRowsAhead * tile.x.step) * sizeof(T);
     for (std::int64_t byte = 0; byte < bytes; byte += kLine) {
-      __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)));
+      __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)),
+                         0, 2);
     }
     std::int64_t r = 0;
     for (; r + kRows <= tile.rows; r += kRows) {
@@ -145,10 +160,9 @@ bool StripeInLanes(const ForwardTile& tile) {
   R* const candidates = at(groups * kRows, 0);
   if (!hn::AllFalse(d, broken)) return false;
   for (std::int64_t r = 0; r < tile.rows; r += kRows) {
-    LaneRows<R> group(at(r, 0), length, candidates, tile.alpha,
-                      static_cast<bool>(tile.support_size));
+    LaneRows<R> group(at(r, 0), length, candidates, static_cast<bool>(tile.support_size));
     if (!group.FindMax()) return false;
-    group.Compute();
+    group.Compute(power);
     WriteStatistics(tile, r, group, std::min(kRows, tile.rows - r));
   }
   if (!tile.y) return true;

@@ -143,6 +143,7 @@ HWY_INLINE Lane<R> SumsOfRows(const R* rows) {
 template <class R>
 struct LaneSums {
   Lane<R> f, slope;  // of sparsemax: the sum of z, and how many they are
+  Lane<R> bend;      // if Power::curved
 };
 
 template <class P, class R>
@@ -150,7 +151,7 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
                                      std::size_t count) {
   const LaneTag<R> d;
   const auto zero = hn::Zero(d);
-  LaneSums<R> sums{zero, zero};
+  LaneSums<R> sums{zero, zero, zero};
   auto lost = zero;  // what f has rounded off, block by block
   const auto add = [&](std::size_t i, auto& first, auto& second) HWY_ATTR {
     const auto v = hn::LoadU(d, z + i * kLanes<R>);
@@ -163,6 +164,7 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
       const auto both = power.Both(d, excess);
       first = hn::Add(first, both.value);
       second = hn::Add(second, both.slope);
+      if constexpr (P::family == Family::general) sums.bend = hn::Add(sums.bend, both.bend);
     }
   };
   for (std::size_t begin = 0; begin < count;) {
@@ -188,27 +190,30 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
   return sums;
 }
 
-// Power::Step, and the slope of -f^b, of which it is a Newton step (of ln f where P is near one).
+// Power::Step, and by how much of itself it falls short of the root for the curvature of f^b, as
+// far as that is known (a step of Chebyshev's method).
 template <class R>
 struct LaneMove {
-  Lane<R> step, slope;
+  Lane<R> step, shortfall;
 };
 template <class P, class R>
 HWY_INLINE LaneMove<R> LaneStep(const P& power, const LaneSums<R>& sums) {
   const LaneTag<R> d;
   const auto b = hn::Set(d, power.b), one = hn::Set(d, R{1});
+  const auto inverse = hn::Div(one, sums.slope);  // beside the power, not after it
   if constexpr (P::near_one) {
     const auto less = hn::Expm1(d, hn::Neg(hn::Mul(b, hn::Log(d, sums.f))));
-    const auto slope = hn::Div(sums.slope, sums.f);
-    return {hn::Neg(hn::Div(less, hn::Mul(b, slope))), slope};
+    return {hn::Neg(hn::Mul(hn::Div(hn::Mul(less, sums.f), b), inverse)), hn::Zero(d)};
   }
-  // f^(1-b)
-  auto powered = hn::Sqrt(sums.f);
-  if constexpr (P::family != Family::entmax15) {
-    powered = hn::Mul(sums.f, PowerOfFraction(d, hn::Div(one, sums.f), b));
+  if constexpr (P::family == Family::entmax15) {
+    return {hn::Mul(hn::Sub(sums.f, hn::Sqrt(sums.f)), inverse), hn::Zero(d)};
   }
-  const auto inverse = hn::Div(one, sums.slope);  // beside the power, not after it
-  return {hn::Mul(hn::Sub(sums.f, powered), inverse), hn::Div(sums.slope, powered)};
+  const auto inverse_f = hn::Div(one, sums.f);
+  // f - f^(1-b)
+  const auto over = hn::NegMulAdd(sums.f, PowerOfFraction(d, inverse_f, b), sums.f);
+  const auto bend = hn::MulSub(hn::Mul(sums.bend, inverse), inverse, inverse_f);
+  const auto half = hn::Set(d, power.curved ? (power.inverse - 1) / 2 : R{0});
+  return {hn::Mul(over, inverse), hn::Mul(hn::Mul(half, over), bend)};
 }
 
 // A lower bound of the threshold of n elements whose z add up to `sum`, by Jensen's inequality.
@@ -224,61 +229,62 @@ HWY_INLINE Lane<R> MeanBound(const P& power, Lane<R> sum, std::size_t n) {
 
 template <class R>
 struct LaneThreshold {
-  Lane<R> theta, scale;  // as in Threshold
+  Lane<R> theta, rest, scale;  // as in Threshold
 };
 
 // `theta` is a lower bound of each row's root. evaluate(theta, open) returns LaneSums<R>, of which
 // the open rows count. Rows that are done wait for the others.
 template <class R, class P, class Evaluate>
 LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> open,
-                            double precision, const Evaluate& evaluate) {
+                            double tolerance, const Evaluate& evaluate) {
   const LaneTag<R> d;
   const auto one = hn::Set(d, R{1});
-  auto scale = one;
+  auto lost = hn::Zero(d), scale = one;
   if constexpr (P::family == Family::sparsemax) {
     while (true) {
       const LaneSums<R> sums = evaluate(theta, open);
       const auto next = hn::Div(hn::Sub(sums.f, one), sums.slope);
       const auto moves = hn::Gt(next, theta);
-      if (hn::AllFalse(d, moves)) return {theta, scale};
+      if (hn::AllFalse(d, moves)) return {theta, lost, scale};
       theta = hn::IfThenElse(moves, next, theta);
     }
   } else {
-    // Where elements leave the support smoothly, the change of the slope since the last step tells
-    // the curvature of f^b. A step without it squares f - 1, or about as the curvature says; what
-    // it misses is a share of that as this step is a share of the last. Not for bounds, which must
-    // stay below the root.
-    const bool curved = !P::near_one && power.b < R{0.5} && precision <= Precision<R>::full;
-    const auto tolerance = hn::Set(d, static_cast<R>(power.Tolerance(precision)));
+    // Not for bounds, which must stay below the root.
+    const bool curved = power.curved && tolerance <= power.tolerance;
+    const auto close = hn::Set(d, static_cast<R>(curved ? power.curved_tolerance : tolerance));
     const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon());
     const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
-    const auto half = hn::Set(d, R{0.5});
     const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
-    auto last_slope = hn::Zero(d), last_step = one;
-    for (bool first = true;; first = false) {
+    const auto third = hn::Set(d, power.inverse * (power.inverse - 1) * (power.inverse - 2) / 6);
+    // Below this, an error that does not shrink is that of the sums.
+    const auto rounding = hn::Set(d, std::sqrt(std::numeric_limits<R>::epsilon()));
+    auto last_error = hn::Set(d, std::numeric_limits<R>::infinity());
+    while (true) {
       const LaneSums<R> sums = evaluate(theta, open);
-      auto [step, slope] = LaneStep<P, R>(power, sums);
+      auto [step, shortfall] = LaneStep<P, R>(power, sums);
       const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
-      auto missed = error;
-      if (curved && !first) {
-        const auto ratio = hn::Div(step, last_step), change = hn::Sub(slope, last_slope);
-        const auto less = hn::Div(hn::Mul(hn::Mul(half, change), hn::Mul(step, ratio)), slope);
-        const auto sane = hn::Lt(hn::Abs(less), hn::Mul(half, hn::Abs(step)));
-        const auto bent = hn::Abs(hn::Mul(less, hn::Mul(sums.slope, descent)));
-        missed = hn::Mul(hn::Max(hn::Mul(error, error), bent), hn::Abs(ratio));
-        step = hn::Sub(step, hn::IfThenElseZero(sane, less));
+      auto far = hn::Gt(error, close);
+      if (curved) {
+        // The third terms: of the series that these two begin, and of f, where the sum of
+        // excess^(1/b - 3) is about bend^2 / slope.
+        const auto squared = hn::Mul(error, hn::Mul(shortfall, shortfall));
+        const auto moved = hn::Mul(step, sums.bend);
+        const auto cubed = hn::Div(hn::Mul(hn::Abs(step), hn::Mul(moved, moved)), sums.slope);
+        far = hn::Or(far, hn::Gt(hn::MulAdd(third, cubed, squared), epsilon));
+        const auto most = hn::Set(d, R{0.5});
+        step = hn::MulAdd(step, hn::Min(hn::Max(shortfall, hn::Neg(most)), most), step);
       }
       const auto root = hn::Add(theta, step);
       const auto rest = hn::Sub(step, hn::Sub(root, theta));
       const auto f = hn::MulAdd(hn::Mul(rest, descent), sums.slope, one);
       theta = hn::IfThenElse(open, root, theta);
+      lost = hn::IfThenElse(open, rest, lost);
       scale = hn::IfThenElse(open, hn::Div(one, f), scale);
       const auto moves = hn::Gt(hn::Abs(step), hn::Mul(tiny, hn::Abs(root)));
-      const auto far = hn::And(hn::Gt(error, tolerance), hn::Gt(missed, epsilon));
-      open = hn::And(open, hn::And(far, moves));
-      if (hn::AllFalse(d, open)) return {theta, scale};
-      last_slope = slope;
-      last_step = step;
+      const auto shrinks = hn::Or(hn::Lt(error, last_error), hn::Gt(error, rounding));
+      open = hn::And(hn::And(open, shrinks), hn::And(far, moves));
+      last_error = error;
+      if (hn::AllFalse(d, open)) return {theta, lost, scale};
     }
   }
 }
@@ -286,8 +292,8 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
 // The same where all elements of all rows are in vectors: z[0, count * lanes).
 template <class R, class P>
 LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, const R* z, std::size_t count,
-                            double precision) {
-  return SolveLanes<R>(power, theta, hn::Eq(theta, theta), precision,
+                            double tolerance) {
+  return SolveLanes<R>(power, theta, hn::Eq(theta, theta), tolerance,
                        [&](Lane<R> at, hn::Mask<LaneTag<R>>)
                            HWY_ATTR { return EvaluateLanes(power, at, z, count); });
 }
@@ -310,11 +316,11 @@ class LaneRows {
   static constexpr std::size_t kMinLengthForBound = 256;
 
   // `candidates` has room for as many vectors as `x`.
-  LaneRows(R* x, std::size_t length, R* candidates, double alpha, bool wants_size)
-      : x_(x), length_(length), candidates_(candidates), alpha_(alpha), wants_size_(wants_size) {}
+  LaneRows(R* x, std::size_t length, R* candidates, bool wants_size)
+      : x_(x), length_(length), candidates_(candidates), wants_size_(wants_size) {}
 
   HWY_ALIGN R max[kLanes<R>];
-  HWY_ALIGN R tau[kLanes<R>];
+  HWY_ALIGN double tau[kLanes<R>];
   HWY_ALIGN R size[kLanes<R>];  // of the support, a whole number
 
   // The maxima, of a long row's parts too. False if a row has none that is finite, or a NaN.
@@ -355,18 +361,12 @@ class LaneRows {
     return hn::AllTrue(d, hn::IsFinite(highest)) && hn::AllFalse(d, nan);
   }
 
-  void Compute() {
-    switch (entmax::family_of(alpha_)) {
-      case Family::softmax:
-        return Softmax();
-      case Family::near_one:
-        return Sparse(Power<Family::near_one, R>(alpha_));
-      case Family::entmax15:
-        return Sparse(Power<Family::entmax15, R>(alpha_));
-      case Family::general:
-        return Sparse(Power<Family::general, R>(alpha_));
-      default:
-        return Sparse(Power<Family::sparsemax, R>(alpha_));
+  template <class P>
+  void Compute(const P& power) {
+    if constexpr (P::family == Family::softmax) {
+      Softmax();
+    } else {
+      Sparse(power);
     }
   }
 
@@ -397,25 +397,29 @@ class LaneRows {
         hn::StoreU(z, d, candidates + count * kLanes<R>);
       }
     }
-    const auto [at, scale] = SolveLanes(power, theta, candidates, count, Precision<R>::full);
+    const auto [at, rest, scale] = SolveLanes(power, theta, candidates, count, power.tolerance);
     auto support = hn::Zero(d);
     for (std::size_t i = 0; i < length; ++i) {
       const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
-      const auto excess = power.Excess(d, z, at);
+      auto excess = power.Excess(d, z, at);
+      if constexpr (P::uses_rest) excess = hn::Sub(excess, rest);
       const auto active = power.Active(d, excess);
       if (wants_size) support = hn::Add(support, hn::IfThenElseZero(active, hn::Set(d, R{1})));
       auto y = hn::Zero(d);
       if constexpr (P::family == Family::sparsemax) {
         y = power.Value(d, excess);
       } else if (P::family == Family::entmax15 || !hn::AllFalse(d, active)) {
-        y = hn::Mul(scale, power.Value(d, excess));
+        y = power.Value(d, excess);
+        if constexpr (!P::uses_rest) y = hn::Mul(scale, y);
       }
       hn::StoreU(y, d, x + i * kLanes<R>);
     }
     hn::Store(support, d, size);
-    const auto b = hn::Set(d, power.b);
-    const auto own = P::near_one ? hn::MulSub(b, at, hn::Set(d, R{1})) : at;
-    hn::Store(hn::MulAdd(b, shift, own), d, tau);
+    HWY_ALIGN R thresholds[kLanes<R>];
+    HWY_ALIGN R rests[kLanes<R>];
+    hn::Store(at, d, thresholds);
+    hn::Store(rest, d, rests);
+    for (std::size_t k = 0; k < kLanes<R>; ++k) tau[k] = power.Tau(max[k], thresholds[k], rests[k]);
   }
 
   // Lower bounds of the thresholds, from the maxima of parts of the rows, which it uses up.
@@ -427,8 +431,7 @@ class LaneRows {
       hn::Store(hn::Sub(hn::Load(d, part_max_ + i), shift), d, part_max_ + i);
     }
     const auto start = hn::Set(d, power.start);
-    return SafeBound<R>(power,
-                        SolveLanes<R>(power, start, part_max_, parts_, Precision<R>::rough).theta);
+    return SafeBound<R>(power, SolveLanes<R>(power, start, part_max_, parts_, kRough).theta);
   }
 
   void Softmax() {
@@ -456,13 +459,16 @@ class LaneRows {
       hn::StoreU(hn::Mul(scale, hn::LoadU(d, x_ + i * kLanes<R>)), d, x_ + i * kLanes<R>);
     }
     hn::Store(support, d, size);
-    hn::Store(hn::Add(shift, hn::Log(d, sum)), d, tau);
+    HWY_ALIGN R logs[kLanes<R>];
+    hn::Store(hn::Log(d, sum), d, logs);
+    for (std::size_t k = 0; k < kLanes<R>; ++k) {
+      tau[k] = static_cast<double>(max[k]) + static_cast<double>(logs[k]);
+    }
   }
 
   R* x_;
   std::size_t length_;
   R* candidates_;
-  double alpha_;
   bool wants_size_;
   std::size_t parts_ = 0;
   HWY_ALIGN R part_max_[kBounds * kLanes<R>];

@@ -23,6 +23,7 @@
 #include <utility>
 
 #include "cpu/exp-inl.hpp"
+#include "cpu/power-inl.hpp"
 #include "cpu/simd-inl.hpp"
 #include "ops/entmax/cpu/family.hpp"
 
@@ -75,19 +76,32 @@ HWY_INLINE void StoreFirstAs(D d, hn::Vec<D> value, T* to, std::size_t count) {
   }
 }
 
-// p as a function of z and theta. R is the type of the arithmetic.
+// p as a function of z and theta. R is the type of the arithmetic. Softmax has no use for it.
 template <Family kFamily, class R>
 struct Power {
   static constexpr Family family = kFamily;
   static constexpr bool near_one = kFamily == Family::near_one;
   // Where an element enters the support, in terms of Excess().
   static constexpr R edge = near_one ? R{-1} : R{0};
+  // Whether y takes Threshold::rest into account at each element, and not by the scale.
+  static constexpr bool uses_rest = kFamily == Family::general || kFamily == Family::steep;
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
 
   R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
+  // Whether Both() tells the curvature of f, which is finite where 1/b > 2.
+  bool curved;
+  // The f - 1 from which a step ends as close to the root as R can tell; one that minds the
+  // curvature, too, if it looks at its third terms as well.
+  double tolerance, curved_tolerance;
 
   explicit Power(double alpha)
-      : b(static_cast<R>(alpha - 1)), inverse(static_cast<R>(1 / (alpha - 1))) {}
+      : b(static_cast<R>(alpha - 1)),
+        inverse(static_cast<R>(1 / (alpha - 1))),
+        curved(kFamily == Family::general && alpha < 1.5),
+        tolerance(std::pow(kEpsilon, NewtonOrder(alpha))),
+        curved_tolerance(alpha < 4.0 / 3 ? 0.05 : std::pow(kEpsilon / 8, alpha - 1) / (alpha - 1)),
+        wide_b_(alpha - 1),
+        powers_(1 / (alpha - 1) - (curved ? 2 : 1)) {}
 
   // b z - theta, or b (z - c).
   template <class D>
@@ -100,24 +114,33 @@ struct Power {
   HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> excess) const {
     return hn::Gt(excess, hn::Set(d, edge));
   }
-  // p and the summand of S; both 0 where not active.
+  // p, the summand of S, and excess^(1/b - 2) if `curved`; all 0 where not active.
   template <class D>
   struct Summands {
-    hn::Vec<D> value, slope;
+    hn::Vec<D> value, slope, bend;
   };
   template <class D>
   HWY_INLINE Summands<D> Both(D d, hn::Vec<D> excess) const {
     if constexpr (kFamily == Family::sparsemax || kFamily == Family::entmax15) {
       const auto t = hn::Max(excess, hn::Zero(d));
-      return {hn::Mul(t, t), t};
+      return {hn::Mul(t, t), t, t};
     } else if constexpr (kFamily == Family::steep) {
       const auto value = Value(d, excess);
-      return {value, hn::IfThenElseZero(Active(d, excess), hn::Div(value, excess))};
+      const auto slope = hn::IfThenElseZero(Active(d, excess), hn::Div(value, excess));
+      return {value, slope, slope};
+    } else if constexpr (kFamily == Family::general) {
+      // The power of what is not active counts for nothing, but has to be finite. One power, times
+      // base as often as it takes.
+      const auto base = hn::Max(excess, hn::Set(d, powers_.kLarge));
+      const auto bend = hn::IfThenElseZero(Active(d, excess), powers_.OfLarge(d, base));
+      const auto once = hn::Set(d, curved ? R{1} : R{0}), never = hn::Set(d, curved ? R{0} : R{1});
+      const auto slope = hn::Mul(bend, hn::MulAdd(base, once, never));
+      return {hn::Mul(slope, base), slope, bend};
     } else {
       // base^(1/b - 1), and base times that: one power for both.
-      const auto slope = BaseTo(d, excess, hn::Set(d, inverse - 1));
-      const auto base = near_one ? hn::Add(excess, hn::Set(d, R{1})) : excess;
-      return {hn::IfThenElseZero(Active(d, excess), hn::Mul(slope, base)), slope};
+      const auto slope = NearOnePower(d, excess, inverse - 1);
+      const auto base = hn::Add(excess, hn::Set(d, R{1}));
+      return {hn::IfThenElseZero(Active(d, excess), hn::Mul(slope, base)), slope, slope};
     }
   }
   // p; 0 where not active.
@@ -128,18 +151,20 @@ struct Power {
     } else if constexpr (kFamily == Family::entmax15) {
       const auto t = hn::Max(excess, hn::Zero(d));
       return hn::Mul(t, t);
+    } else if constexpr (near_one) {
+      return NearOnePower(d, excess, inverse);
+    } else if constexpr (kFamily == Family::general) {
+      return Both(d, excess).value;
     } else {
-      return BaseTo(d, excess, hn::Set(d, inverse));
+      const auto active = Active(d, excess);
+      return hn::IfThenElseZero(active, PowerOfFraction(d, excess, hn::Set(d, inverse)));
     }
   }
 
-  // The f - 1 from which a step ends closer than `precision`: where 1/b >= 2 elements leave the
-  // support smoothly and a step squares f - 1; else it is raised to 1/b.
-  double Tolerance(double precision) const {
-    if constexpr (kFamily == Family::general) {
-      return std::pow(precision, std::max(0.5, static_cast<double>(b)));
-    }
-    return std::sqrt(precision);
+  // tau of the root theta + rest. The two terms may cancel: in double, and with the rest.
+  double Tau(R max, R theta, R rest) const {
+    const double root = static_cast<double>(theta) + static_cast<double>(rest);
+    return wide_b_ * static_cast<double>(max) + (near_one ? wide_b_ * root - 1 : root);
   }
   // -df/dtheta.
   double Descent(double slope) const { return near_one ? slope : slope / static_cast<double>(b); }
@@ -152,16 +177,27 @@ struct Power {
   }
 
  private:
-  // A power of what p is a power of, where that is at most 1; 0 where not active.
+  // (1 + excess)^exponent where active, else 0.
   template <class D>
-  HWY_INLINE hn::Vec<D> BaseTo(D d, hn::Vec<D> excess, hn::Vec<D> exponent) const {
+  HWY_INLINE hn::Vec<D> NearOnePower(D d, hn::Vec<D> excess, R exponent) const {
     const auto active = Active(d, excess);
-    if constexpr (!near_one) {
-      return hn::IfThenElseZero(active, PowerOfFraction(d, excess, exponent));
-    }
     const auto log = hn::Log1p(d, hn::IfThenElseZero(active, excess));
-    return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, exponent)));
+    return hn::IfThenElseZero(active, ExpNonPositive(d, hn::Mul(log, hn::Set(d, exponent))));
   }
+
+  static constexpr auto kEpsilon = static_cast<double>(std::numeric_limits<R>::epsilon());
+  // A step squares f - 1 where elements leave the support smoothly, 1/b >= 2; else it is raised to
+  // 1/b. With the curvature it is cubed where 1/b >= 3, and else raised to 1/b; as S >= 1, elements
+  // move by b (f - 1) at most.
+  static double NewtonOrder(double alpha) {
+    return kFamily == Family::general ? std::max(0.5, alpha - 1) : 0.5;
+  }
+
+  double wide_b_;
+  struct None {
+    explicit None(double) {}
+  };
+  std::conditional_t<kFamily == Family::general, FixedPower<R>, None> powers_;
 };
 
 // Sums over elements whose z is in `z`, padded with -inf up to whole vectors.
@@ -228,19 +264,13 @@ struct Threshold {
   std::size_t count = 0;  // support size
 };
 
-// How close a step must bring f to 1 to be the last one.
-template <class R>
-struct Precision {
-  static constexpr double full = static_cast<double>(std::numeric_limits<R>::epsilon());
-  // A lower bound of the root needs no digits.
-  static constexpr double rough = 1;
-};
+// Of a lower bound of the root, which needs no digits, in place of Power::tolerance.
+inline constexpr double kRough = 1;
 
 // alpha <= 2. `theta` is a lower bound of the root. Uses up z.
 template <class P, class R>
-Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double precision) {
+Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double tolerance) {
   constexpr double kTiny = 4 * static_cast<double>(std::numeric_limits<R>::epsilon());
-  const double tolerance = power.Tolerance(precision);
   while (true) {
     // A few vectors are faster summed again than moved: the next sums would wait for the stores.
     const PowerSums sums = count > kCompactVectors * hn::Lanes(hn::ScalableTag<R>())
@@ -253,7 +283,7 @@ Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double preci
       if (!(next > theta)) return {theta, R{0}, R{1}, sums.count};
       const double excess = (static_cast<double>(next) - static_cast<double>(theta)) * k;  // f - 1
       theta = next;
-      if (precision > Precision<R>::full && excess < tolerance) return {theta};
+      if (tolerance > power.tolerance && excess < tolerance) return {theta};
     } else {
       const double step = power.Step(sums.f, sums.slope);
       const double root = static_cast<double>(theta) + step;
@@ -295,14 +325,14 @@ Threshold<R> Bracket(const P& power, R low, R* z, std::size_t count) {
 template <class P, class R>
 Threshold<R> Solve(const P& power, R low, R* z, std::size_t count) {
   if constexpr (P::family == Family::steep) return Bracket(power, low, z, count);
-  return Rise(power, low, z, count, Precision<R>::full);
+  return Rise(power, low, z, count, power.tolerance);
 }
 
 // Some number between `low` and the threshold, closer to the latter.
 template <class P, class R>
 R RoughSolve(const P& power, R low, R* z, std::size_t count) {
   if constexpr (P::family == Family::steep) return Bracket(power, low, z, count).theta;
-  return Rise(power, low, z, count, Precision<R>::rough).theta;
+  return Rise(power, low, z, count, kRough).theta;
 }
 
 }  // namespace pullback::HWY_NAMESPACE

@@ -51,6 +51,10 @@ HWY_INLINE void WriteRow(T* row, std::size_t length, bool stream, const Fill& fi
 template <class D, class M>
 HWY_INLINE void StoreBits(D d, M active, std::size_t i, std::size_t length, std::uint8_t* support) {
   std::uint8_t bytes[HWY_MAX_BYTES] = {};
+  if (hn::MaxLanes(d) >= 8 && i + hn::Lanes(d) <= length) {
+    hn::StoreMaskBits(d, active, support + i / 8);
+    return;
+  }
   hn::StoreMaskBits(d, active, bytes);
   if (hn::Lanes(d) >= 8) {
     std::memcpy(support + i / 8, bytes, (std::min(hn::Lanes(d), length - i) + 7) / 8);

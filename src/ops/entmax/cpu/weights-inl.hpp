@@ -31,13 +31,52 @@ HWY_INLINE hn::Vec<D> LoadSome(D d, const T* from, std::size_t count) {
   return count == hn::Lanes(d) ? LoadAs(d, from) : LoadFirstAs(d, from, count, Real<T>{0});
 }
 
+// s = y^(2-alpha) where y is not 0.
+template <Family kFamily, class R>
+class Slope {
+ public:
+  explicit Slope(double alpha) : power_(2 - alpha) {}
+
+  template <class D>
+  HWY_INLINE hn::Vec<D> operator()(D d, hn::Vec<D> y) const {
+    if constexpr (kFamily == Family::softmax) {
+      return y;
+    } else if constexpr (kFamily == Family::entmax15) {
+      return SquareRoot(d, y);
+    } else {
+      return hn::IfThenElse(hn::IsNaN(y), y, OfNumber(d, y, hn::Set(d, R{1})));
+    }
+  }
+
+ private:
+  template <class D>
+  HWY_INLINE hn::Vec<D> OfNumber(D d, [[maybe_unused]] hn::Vec<D> y, hn::Vec<D> one) const {
+    if constexpr (kFamily == Family::sparsemax) {
+      return one;
+    } else if constexpr (kFamily == Family::general) {
+      return power_(d, hn::Min(y, one));
+    } else {
+      const auto safe = hn::IfThenElse(hn::Gt(y, hn::Zero(d)), y, one);
+      // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
+      const auto log = hn::Mul(hn::Set(d, power_.exponent), hn::Log(d, safe));
+      return hn::Exp(d, hn::Min(log, hn::Set(d, R{600})));
+    }
+  }
+
+  struct Exponent {
+    explicit Exponent(double value) : exponent(static_cast<R>(value)) {}
+    R exponent;
+  };
+  std::conditional_t<kFamily == Family::general, FixedPower<R>, Exponent> power_;
+};
+
 // Where s comes from: dense y.
 template <Family kFamily, class R, class T>
 class DenseWeights {
  public:
   static constexpr bool dense = kFamily == Family::softmax;  // no element without weight
 
-  DenseWeights(const T* y, double alpha) : y_(y), exponent_(static_cast<R>(2 - alpha)) {}
+  DenseWeights(const T* y, const Slope<kFamily, R>& slope) : y_(y), slope_(slope) {}
 
   // Of elements [i, i + count), count <= Lanes(d): y, which is zero where s is.
   template <class D>
@@ -53,57 +92,47 @@ class DenseWeights {
   // s of active elements.
   template <class D>
   HWY_INLINE hn::Vec<D> Weight(D d, hn::Vec<D> y) const {
-    if constexpr (kFamily == Family::softmax) return y;
-    const auto one = hn::Set(d, R{1});
-    if constexpr (kFamily == Family::sparsemax) return hn::IfThenElse(hn::IsNaN(y), y, one);
-    if constexpr (kFamily == Family::entmax15) return SquareRoot(d, y);
-    auto power = one;
-    if constexpr (kFamily != Family::steep) {
-      power = PowerOfFraction(d, hn::Min(y, one), hn::Set(d, exponent_));
-    } else {
-      const auto safe = hn::IfThenElse(hn::Gt(y, hn::Zero(d)), y, one);
-      // The slope at the edge of the support is infinite; a finite one keeps 0 times it at 0.
-      const auto log = hn::Mul(hn::Set(d, exponent_), hn::Log(d, safe));
-      power = hn::Exp(d, hn::Min(log, hn::Set(d, R{600})));
-    }
-    return hn::IfThenElse(hn::IsNaN(y), y, power);
+    return slope_(d, y);
   }
 
  private:
   const T* y_;
-  R exponent_;
+  const Slope<kFamily, R>& slope_;
 };
 
-// Where s comes from: the support mask of sparsemax. Load() gives 0 or 1.
+// Where s comes from: the support mask of sparsemax. Load() gives 0, or `weight` in the support.
 template <class R>
 class MaskWeights {
  public:
   static constexpr bool dense = false;
 
-  explicit MaskWeights(const std::uint8_t* bits) : bits_(bits) {}
+  explicit MaskWeights(const std::uint8_t* bits, R weight = 1) : bits_(bits), weight_(weight) {}
 
   template <class D>
   HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
     std::uint8_t bytes[HWY_MAX_BYTES] = {};
-    if (hn::Lanes(d) >= 8) {
-      std::memcpy(bytes, bits_ + i / 8, (count + 7) / 8);
-    } else {
+    if (hn::Lanes(d) < 8) {
       bytes[0] = static_cast<std::uint8_t>(bits_[i / 8] >> i % 8);
+    } else if (count == hn::Lanes(d)) {
+      std::memcpy(bytes, bits_ + i / 8, hn::MaxLanes(d) / 8);
+    } else {
+      std::memcpy(bytes, bits_ + i / 8, (count + 7) / 8);
     }
     const auto mask = hn::And(hn::LoadMaskBits(d, bytes), hn::FirstN(d, count));
-    return hn::IfThenElseZero(mask, hn::Set(d, R{1}));
+    return hn::IfThenElseZero(mask, hn::Set(d, weight_));
   }
   template <class D>
-  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> one) const {
-    return hn::Ne(one, hn::Zero(d));
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> s) const {
+    return hn::Not(hn::Eq(s, hn::Zero(d)));
   }
   template <class D>
-  HWY_INLINE hn::Vec<D> Weight(D, hn::Vec<D> one) const {
-    return one;
+  HWY_INLINE hn::Vec<D> Weight(D, hn::Vec<D> s) const {
+    return s;
   }
 
  private:
   const std::uint8_t* bits_;
+  R weight_;
 };
 
 // Where s comes from: scratch, when it took a logarithm to compute.

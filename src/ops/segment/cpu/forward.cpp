@@ -139,7 +139,8 @@ class Forward {
     const bool sums =
         problem_.reduce == SegmentReduce::sum || problem_.reduce == SegmentReduce::mean;
     if constexpr (std::is_same_v<T, R>) {
-      if (segments_.permuted() || out_.data == nullptr || Mask() != nullptr) return false;
+      if (out_.data == nullptr || Mask() != nullptr) return false;
+      if (segments_.permuted() && (!sums || problem_.x.shape[1] == 1)) return false;
       if (problem_.x.shape[1] == 1) {
         if (x_.row_stride != 1) return false;
         if (sums) {
@@ -203,19 +204,21 @@ class Forward {
   static constexpr std::int64_t kFewRows = 64;
 
   void SumRows(std::int64_t begin, std::int64_t end, const Task& task) const {
-    const bool mean = problem_.reduce == SegmentReduce::mean;
     std::int64_t row = segments_.begin(begin);
     for (std::int64_t s = begin; s < end; ++s) {
       const std::int64_t next = segments_.end(s), rows = next - row;
       if (rows == 0) {
         WriteEmpty(s, task);
       } else if (rows <= kFewRows) {
-        const R count = mean ? static_cast<R>(rows) : R{1};
-        const auto* from = reinterpret_cast<const R*>(x_.at(row, task.column));
-        const Block<R> block{from, x_.row_stride, rows};
+        const R divisor = problem_.reduce == SegmentReduce::mean ? static_cast<R>(rows) : R{1};
         auto* to = reinterpret_cast<R*>(out_.at(s, task.column));
-        streams_out_ ? SumFewRows<true>(block, task.columns, count, to)
-                     : SumFewRows<false>(block, task.columns, count, to);
+        const auto sum = [&](const auto& source) {
+          streams_out_ ? SumFewRows<true>(source, rows, task.columns, divisor, to)
+                       : SumFewRows<false>(source, rows, task.columns, divisor, to);
+        };
+        const Block<R> block{x_.at(row, task.column), x_.row_stride, rows};
+        segments_.permuted() ? sum(GatheredRows<R>(x_, segments_, row, task.column, task.columns))
+                             : sum(AdjacentRows<R>(block, task.columns));
       } else {
         FoldPiece(Piece{s, row, next, true, false}, task.state, task);
         Finish(s, task.state, task);
@@ -225,9 +228,9 @@ class Forward {
   }
 
   void SumColumn(std::int64_t begin, std::int64_t end) const {
-    const bool mean = problem_.reduce == SegmentReduce::mean;
     ForGroups(begin, end, [&](std::int64_t s, ShortGroup<R>& group) {
-      SumsOfGroup(Column() + segments_.begin(s), mean, EmptyValue(), group);
+      SumsOfGroup(Column() + segments_.begin(s), problem_.reduce == SegmentReduce::mean,
+                  EmptyValue(), group);
       WriteColumn(out_, s, group.values, group.count, streams_out_);
     });
   }

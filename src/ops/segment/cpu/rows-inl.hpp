@@ -161,6 +161,37 @@ HWY_INLINE LinesAhead RowsAhead(const Block<R>& block, std::int64_t columns) {
   return LinesAhead(block.data, dense ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0);
 }
 
+// Prefetches rows that lie anywhere, which no hardware foresees, long before they are used, and
+// into the second cache: more lines can be on their way there than to the first.
+template <class T>
+class GatherAhead {
+ public:
+  GatherAhead(const Matrix<const T>& matrix, const Segments& segments, std::int64_t column,
+              std::int64_t columns)
+      : matrix_(matrix),
+        segments_(segments),
+        column_(column),
+        rows_(std::clamp<std::int64_t>(kLead / (columns * static_cast<std::int64_t>(sizeof(T))), 4,
+                                       64)) {}
+
+  // Row `row` of the sorted order is used, from column `column` on, `bytes` of it.
+  HWY_INLINE void Step(std::int64_t row, std::int64_t column, std::int64_t bytes) const {
+    constexpr std::int64_t kLine = 64;
+    // Not past the permutation's end.
+    const std::int64_t later = std::min(row + rows_, segments_.rows - 1);
+    const auto* from =
+        reinterpret_cast<const char*>(matrix_.at(segments_.readable_row(later), column_ + column));
+    for (std::int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at, 0, 2);
+  }
+
+ private:
+  static constexpr std::int64_t kLead = 16384;  // bytes
+
+  const Matrix<const T>& matrix_;
+  const Segments& segments_;
+  std::int64_t column_, rows_;
+};
+
 // Rows [begin, begin + rows) of the sorted order; in place, or else converted into `scratch`.
 template <class T>
 Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments,
@@ -181,17 +212,11 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
       }
     }
   } else {
+    const GatherAhead<T> ahead(matrix, segments, column, columns);
+    const std::int64_t bytes =
+        matrix.column_stride == 1 ? columns * static_cast<std::int64_t>(sizeof(T)) : 1;
     for (std::int64_t r = 0; r < rows; ++r) {
-      if (segments.permuted()) {
-        // The rows lie anywhere, which no hardware foresees. Not past the permutation's end.
-        constexpr std::int64_t kRowsAhead = 8, kLine = 64;
-        const std::int64_t later = std::min(begin + r + kRowsAhead, segments.rows - 1);
-        const auto* to =
-            reinterpret_cast<const char*>(matrix.at(segments.readable_row(later), column));
-        const std::int64_t bytes =
-            matrix.column_stride == 1 ? columns * static_cast<std::int64_t>(sizeof(T)) : 1;
-        for (std::int64_t at = 0; at < bytes; at += kLine) hwy::Prefetch(to + at);
-      }
+      if (segments.permuted()) ahead.Step(begin + r, 0, bytes);
       ReadRow(matrix, segments.readable_row(begin + r), column, columns, scratch + r * stride);
     }
   }
@@ -333,43 +358,83 @@ void MultiplyRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT t
   }
 }
 
-// Sums of a few rows, divided by `count`, straight to `to`: four vectors of columns in registers.
-template <bool kStream, class R>
-HWY_INLINE void SumFewRows(const Block<R>& block, std::int64_t columns, R count,
+// Where SumFewRows finds its rows: side by side, or by a permutation.
+template <class R>
+class AdjacentRows {
+ public:
+  AdjacentRows(const Block<R>& block, std::int64_t columns)
+      : block_(block), ahead_(RowsAhead(block, columns)) {}
+  HWY_INLINE const R* Row(std::int64_t r) const { return block_.row(r); }
+  HWY_INLINE void Used(std::int64_t, std::int64_t, std::int64_t vectors) {
+    for (; vectors > 0; --vectors) ahead_.Step();
+  }
+
+ private:
+  const Block<R>& block_;
+  LinesAhead ahead_;
+};
+template <class R>
+class GatheredRows {
+ public:
+  GatheredRows(const Matrix<const R>& matrix, const Segments& segments, std::int64_t begin,
+               std::int64_t column, std::int64_t columns)
+      : matrix_(matrix),
+        segments_(segments),
+        begin_(begin),
+        column_(column),
+        ahead_(matrix, segments, column, columns) {}
+  HWY_INLINE const R* Row(std::int64_t r) const {
+    return matrix_.at(segments_.readable_row(begin_ + r), column_);
+  }
+  HWY_INLINE void Used(std::int64_t r, std::int64_t column, std::int64_t vectors) {
+    constexpr auto kBytes =
+        static_cast<std::int64_t>(hn::MaxLanes(hn::ScalableTag<R>()) * sizeof(R));
+    ahead_.Step(begin_ + r, column, vectors * kBytes);
+  }
+
+ private:
+  const Matrix<const R>& matrix_;
+  const Segments& segments_;
+  std::int64_t begin_, column_;
+  GatherAhead<R> ahead_;
+};
+
+// Sums of `count` > 0 rows, divided by `divisor`, straight to `to`: four vectors of columns in
+// registers.
+template <bool kStream, class R, class Rows>
+HWY_INLINE void SumFewRows(Rows rows, std::int64_t count, std::int64_t columns, R divisor,
                            R* HWY_RESTRICT to) {
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-  const auto divisor = hn::Set(d, count);
-  LinesAhead ahead = RowsAhead(block, columns);
+  const auto parts = hn::Set(d, divisor);
   std::int64_t c = 0;
   for (; c + 4 * step <= columns; c += 4 * step) {
-    const R* from = block.data + c;
+    const R* from = rows.Row(0) + c;
     auto v0 = hn::LoadU(d, from), v1 = hn::LoadU(d, from + step);
     auto v2 = hn::LoadU(d, from + 2 * step), v3 = hn::LoadU(d, from + 3 * step);
-    for (std::int64_t k = 0; k < 4; ++k) ahead.Step();
-    for (std::int64_t r = 1; r < block.rows; ++r) {
-      from += block.stride;
-      for (std::int64_t k = 0; k < 4; ++k) ahead.Step();
+    rows.Used(0, c, 4);
+    for (std::int64_t r = 1; r < count; ++r) {
+      from = rows.Row(r) + c;
+      rows.Used(r, c, 4);
       v0 = hn::Add(v0, hn::LoadU(d, from));
       v1 = hn::Add(v1, hn::LoadU(d, from + step));
       v2 = hn::Add(v2, hn::LoadU(d, from + 2 * step));
       v3 = hn::Add(v3, hn::LoadU(d, from + 3 * step));
     }
     const AllLanes<kStream> all;
-    all.Write(d, hn::Div(v0, divisor), to + c);
-    all.Write(d, hn::Div(v1, divisor), to + c + step);
-    all.Write(d, hn::Div(v2, divisor), to + c + 2 * step);
-    all.Write(d, hn::Div(v3, divisor), to + c + 3 * step);
+    all.Write(d, hn::Div(v0, parts), to + c);
+    all.Write(d, hn::Div(v1, parts), to + c + step);
+    all.Write(d, hn::Div(v2, parts), to + c + 2 * step);
+    all.Write(d, hn::Div(v3, parts), to + c + 3 * step);
   }
   ForColumns<R, kStream>(columns - c, [&](auto lanes, std::int64_t k) {
-    const R* from = block.data + c + k;
-    auto sum = lanes.Read(d, from);
-    ahead.Step();
-    for (std::int64_t r = 1; r < block.rows; ++r) {
-      ahead.Step();
-      sum = hn::Add(sum, lanes.Read(d, from += block.stride));
+    auto sum = lanes.Read(d, rows.Row(0) + c + k);
+    rows.Used(0, c + k, 1);
+    for (std::int64_t r = 1; r < count; ++r) {
+      rows.Used(r, c + k, 1);
+      sum = hn::Add(sum, lanes.Read(d, rows.Row(r) + c + k));
     }
-    lanes.Write(d, hn::Div(sum, divisor), to + c + k);
+    lanes.Write(d, hn::Div(sum, parts), to + c + k);
   });
 }
 
