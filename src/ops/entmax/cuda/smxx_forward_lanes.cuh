@@ -25,8 +25,7 @@ void forward_lanes(const ForwardParams& p) {
   uint32_t top = max_of(held[0]);
 #pragma unroll
   for (int j = 1; j < kVectors; ++j) top = max_of_words<T>(top, max_of(held[j]));
-  const float own = max_in_word<T>(top);
-  const float largest = group.max(own);
+  const float largest = group.max(max_in_word<T>(top));
   // Rows without an answer take part with numbers that end the steps.
   const bool finite = magnitude(largest) < infinity<float>();
   float z[kCount];
@@ -87,11 +86,26 @@ void forward_lanes(const ForwardParams& p) {
     const Power<kFamily, float> power(p.alpha);
     float start = power.start;
     Threshold<float> threshold;
-    if constexpr (kVectors > 1) start = lower_bound(power, finite ? own - largest : 0, group);
+    if constexpr (kVectors > 1) {
+      float tops[kPerWord<T>];
+      unpack(top, tops, T{});
+#pragma unroll
+      for (float& of_lane : tops) of_lane = finite ? of_lane - largest : 0;
+      if constexpr (kFamily == Family::general) {
+        constexpr int kLength = device::kVectorLength<T>;
+        start = estimate(power.rough(), tops, group);
+        start = step_by_sample(power.rough(), start, kLength, group, [&](auto use) {
+#pragma unroll
+          for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
+        });
+      } else {
+        start = lower_bound(power, tops, group);
+      }
+    }
     if constexpr (kFamily == Family::sparsemax) {
       threshold = {rise_of_sparsemax(start, group, all), 0, 1};
     } else {
-      threshold = solve<float>(power, start, group, all);
+      threshold = solve<float>(power, start, group, all, digits_wanted<T>(p));
     }
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };

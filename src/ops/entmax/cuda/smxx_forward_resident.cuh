@@ -229,12 +229,22 @@ void forward_resident(const ForwardParams& p) {
       const auto all = [&](auto use) {
         held.for_each_above(bound, [&](float x) { use(x - largest); });
       };
-      const float start = theta_of_bound(power, largest, bound);
+      float start = theta_of_bound(power, largest, bound);
       Threshold<float> threshold;
       if constexpr (kFamily == Family::sparsemax) {
         threshold = {rise_of_sparsemax(start, group, all), 0, 1};
       } else {
-        threshold = solve<float>(power, start, group, all);
+        if constexpr (kFamily == Family::general) {
+          start = step_by_sample(power.rough(), start, kLength, group, [&](auto use) {
+#pragma unroll
+            for (int j = 0; j < kResidentVectors; ++j) {
+              float first[kPerWord<T>];
+              unpack(held.fresh(j).word[0], first, T{});
+              use(first[0] - largest);
+            }
+          });
+        }
+        threshold = solve<float>(power, start, group, all, digits_wanted<T>(p));
       }
       const float theta = threshold.theta;
       const auto excess = [&](float x) { return power.excess(x - largest, theta); };
