@@ -26,8 +26,9 @@ void forward_lanes(const ForwardParams& p) {
 #pragma unroll
   for (int j = 1; j < kVectors; ++j) top = max_of_words<T>(top, max_of(held[j]));
   const float largest = group.max(max_in_word<T>(top));
-  // Rows without an answer take part with numbers that end the steps.
+  // Rows without an answer take part in the steps, which NaN and infinite sums end.
   const bool finite = magnitude(largest) < infinity<float>();
+  const float origin = finite ? largest : 0;
   float z[kCount];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
@@ -37,7 +38,7 @@ void forward_lanes(const ForwardParams& p) {
       unpack(held[j].word[w], pair, T{});
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) {
-        z[(j * 4 + w) * kPerWord<T> + k] = finite ? pair[k] - largest : 0;
+        z[(j * 4 + w) * kPerWord<T> + k] = pair[k] - origin;
       }
     }
   }
@@ -54,8 +55,11 @@ void forward_lanes(const ForwardParams& p) {
     if (!p.y.data || !exists) return;
     T* y = static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row);
     const float fill = largest < 0 ? 0 : device::quiet_nan<float>();
-    store_held<T, kLanes, kVectors>(y, length, thread,
-                                    [&](int i) { return finite ? value_of(z[i]) : fill; });
+    if (finite) {
+      store_held<T, kLanes, kVectors>(y, length, thread, [&](int i) { return value_of(z[i]); });
+    } else {
+      store_held<T, kLanes, kVectors>(y, length, thread, [&](int) { return fill; });
+    }
   };
   const auto finish = [&](float tau, int size) {
     if (thread != 0 || !exists) return;
@@ -90,7 +94,7 @@ void forward_lanes(const ForwardParams& p) {
       float tops[kPerWord<T>];
       unpack(top, tops, T{});
 #pragma unroll
-      for (float& of_lane : tops) of_lane = finite ? of_lane - largest : 0;
+      for (float& of_lane : tops) of_lane -= origin;
       if constexpr (kFamily == Family::general) {
         constexpr int kLength = device::kVectorLength<T>;
         start = estimate(power.rough(), tops, group);
@@ -111,8 +115,7 @@ void forward_lanes(const ForwardParams& p) {
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
     const auto output = power_of_output<T>(power);
     store([&](float v) {
-      const float value = output.value(power.excess(v, theta));
-      return kFamily == Family::sparsemax ? value : value * threshold.scale;
+      return scaled<T, kFamily>(output.value(power.excess(v, theta)), threshold);
     });
     if constexpr (kFamily == Family::sparsemax) {
       if (p.support.data) {

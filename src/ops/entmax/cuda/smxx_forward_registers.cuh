@@ -188,8 +188,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
     if (T* y = y_of_row()) {
       const auto output = power_of_output<T>(power);
       store_held<T, kThreads, kVectors>(y, length, thread, [&](int i) {
-        const float v = output.value(power.excess(z[i], theta));
-        return kFamily == Family::sparsemax ? v : v * threshold.scale;
+        return scaled<T, kFamily>(output.value(power.excess(z[i], theta)), threshold);
       });
     }
     if constexpr (kFamily == Family::sparsemax) {

@@ -250,10 +250,7 @@ void forward_resident(const ForwardParams& p) {
       const auto excess = [&](float x) { return power.excess(x - largest, theta); };
       const auto active = [&](float x) { return excess(x) > power.edge; };
       const auto output = power_of_output<T>(power);
-      store_y([&](float x) {
-        const float v = output.value(excess(x));
-        return kFamily == Family::sparsemax ? v : v * threshold.scale;
-      });
+      store_y([&](float x) { return scaled<T, kFamily>(output.value(excess(x)), threshold); });
       if constexpr (kFamily == Family::sparsemax) store_bits(active);
       const int size = p.support_size.data ? count(active) : 0;
       finish(tau_of<decltype(power)>(p.alpha, largest, threshold), size);

@@ -39,10 +39,14 @@ inline float root_of(float x) {
   return root;
 }
 inline double root_of(double x) { return sqrt(x); }
+inline float reciprocal_of(float x) {
+  float inverse;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
 // For b far from overflow and underflow: as exact as division, without its branches.
 inline float quotient(float a, float b) {
-  float inverse;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  const float inverse = reciprocal_of(b);
   const float q = a * inverse;
   return fma(fma(-q, b, a), inverse, q);
 }
@@ -147,12 +151,13 @@ struct Power {
       const R c = 1 + b;
       const R near = b * f_minus_1 * (1 - c / 2 * f_minus_1 * (1 - (1 + c) / 3 * f_minus_1));
       const R part = magnitude(f_minus_1) < 0x1p-5f ? near : 1 - rough_power_of(f, -b);
-      const R newton = part * quotient(f, slope);
+      const R over_slope = quotient(R{1}, slope);
+      const R newton = part * f * over_slope;
       if (!smooth()) return newton;
       // Of f^b: half its second derivative over the first.
-      const R curvature = (inverse - 1) * (quotient(sums.bend, slope) - quotient(slope, f));
+      const R curvature = (inverse - 1) * (sums.bend * over_slope - slope * reciprocal_of(f));
       const R turn = 1 - 2 * max(curvature, R{0}) * newton;
-      return quotient(2 * newton, 1 + root_of(max(turn, R{0})));
+      return 2 * newton * reciprocal_of(1 + root_of(max(turn, R{0})));
     }
     const R relative = -expm1_of(-b * log1p_of(f_minus_1)) * f / slope;  // (f - f^(1-b)) / slope
     return near_one ? relative * inverse : relative;
@@ -174,6 +179,12 @@ template <class R>
 struct Threshold {
   R theta, rest, scale;
 };
+
+// p for y. In 16 bits the rest of theta does not show.
+template <class T, Family kFamily>
+float scaled(float p, const Threshold<float>& threshold) {
+  return kFamily == Family::sparsemax || sizeof(T) == 2 ? p : p * threshold.scale;
+}
 
 // At most this many f32 summands before they are added up in double: rows of any length.
 inline constexpr int kPartLength = 64;
