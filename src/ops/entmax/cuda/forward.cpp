@@ -122,8 +122,8 @@ struct Resident {
   bool clustered;
 
   int threads() const { return 32 * warps; }
-  // Of a row, and of shared memory for the next.
-  int shared_bytes() const { return threads() * kResidentVectors * 16; }
+  int blocks() const { return 16 / warps; }                            // of a multiprocessor
+  int row_bytes() const { return threads() * kResidentVectors * 16; }  // of a block
 };
 constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
 // Blocks of a cluster wait for each other in every step: where few elements of a long row survive a
@@ -141,7 +141,7 @@ cuda::OpKernel resident_kernel(DType dtype, Family family, const Resident& shape
                                   name_of(family), shape.warps, shape.clustered),
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
-          .blocks = 16 / shape.warps,
+          .blocks = shape.blocks(),
           .constants = {{"entmax::kResidentVectors", kResidentVectors},
                         {"entmax::kMaxBlocks", kMaxBlocks}}};
 }
@@ -282,7 +282,20 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     how_ = fmt::format("rows in the registers of {} threads", 32 * shape->warps);
   }
 
-  static constexpr int kStaticShared = 8192;  // of forward_resident at most
+  // Dynamic shared memory of forward_resident: the next row, and lists as long as leave room for
+  // the blocks that the registers allow; 0 if the device has too little.
+  int resident_shared(const Resident& shape, Family family) const {
+    constexpr int kStatic = 5376, kReserved = 1024;  // at most; of every block
+    constexpr int kListBytes = 160;                  // of a thread at most
+    for (const int blocks : {shape.blocks(), 1}) {
+      const int room = (device_.max_shared_bytes + kReserved) / blocks - kReserved - kStatic;
+      const int left = room - shape.row_bytes();
+      if (left < 0) continue;
+      const int list = std::min(left / shape.threads() / 16 * 16, kListBytes);
+      return shape.row_bytes() + (family == Family::softmax ? 0 : list * shape.threads());
+    }
+    return 0;
+  }
 
   // Whether a block or a cluster can hold the rows.
   bool load_resident(DType dtype, Family family) {
@@ -291,14 +304,12 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     for (const Resident& shape : kResident) {
       if ((shape.clustered && !clusters) || !serves(shape, family)) continue;
       int blocks = 1;
-      while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.shared_bytes()) {
+      while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.row_bytes()) {
         blocks *= 2;
       }
-      if (bytes > blocks * shape.shared_bytes() ||
-          shape.shared_bytes() + kStaticShared > device_.max_shared_bytes) {
-        continue;
-      }
-      fast_.emplace(resident_kernel(dtype, family, shape), device_, shape.shared_bytes());
+      const int shared = resident_shared(shape, family);
+      if (bytes > blocks * shape.row_bytes() || shared == 0) continue;
+      fast_.emplace(resident_kernel(dtype, family, shape), device_, shared);
       fast_->shape.cluster = static_cast<unsigned>(blocks);
       const std::int64_t resident = fast_->clusters_on_device(device_);
       fast_->shape.grid[0] = static_cast<unsigned>(std::min(params_.rows.count, resident) * blocks);
