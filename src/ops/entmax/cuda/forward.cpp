@@ -67,7 +67,7 @@ struct Lanes {
   std::int64_t capacity(DType dtype) const {
     return lanes * vectors * 16 / static_cast<std::int64_t>(size_of(dtype));
   }
-  int rows() const { return kSingleWarps * 32 / lanes; }  // of a block
+  int rows() const { return kLanesWarps * 32 / lanes; }  // of a block
 };
 constexpr Lanes kLanes[] = {{8, 1}, {8, 4}, {16, 4}};
 
@@ -79,11 +79,11 @@ cuda::OpKernel lanes_kernel(DType dtype, Family family, const Lanes& shape) {
           .function = fmt::format("entmax::forward_lanes<{}, entmax::Family::{}, {}, {}>", type,
                                   name_of(family), shape.lanes, shape.vectors),
           .parameters = "entmax::ForwardParams",
-          .threads = 32 * kSingleWarps,
-          .blocks = shape.vectors == 1    ? 5
-                    : dtype == DType::f32 ? 4
-                                          : 3,
-          .constants = {{"entmax::kSingleWarps", kSingleWarps}}};
+          .threads = 32 * kLanesWarps,
+          .blocks = shape.vectors == 1                        ? 10
+                    : collects(family) && dtype != DType::f32 ? 7
+                                                              : 8,
+          .constants = {{"entmax::kLanesWarps", kLanesWarps}}};
 }
 
 // --- smxx_forward_registers.cuh ---
@@ -282,8 +282,8 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     how_ = fmt::format("rows in the registers of {} threads", 32 * shape->warps);
   }
 
-  // Dynamic shared memory of forward_resident: the next row, and lists as long as leave room for
-  // the blocks that the registers allow; 0 if the device has too little.
+  // Dynamic shared memory of forward_resident: the next row, and lists that leave room for the
+  // blocks that the registers allow; 0 if the device has too little.
   int resident_shared(const Resident& shape, Family family) const {
     constexpr int kStatic = 5376, kReserved = 1024;  // at most; of every block
     constexpr int kListBytes = 160;                  // of a thread at most
@@ -292,7 +292,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
       const int left = room - shape.row_bytes();
       if (left < 0) continue;
       const int list = std::min(left / shape.threads() / 16 * 16, kListBytes);
-      return shape.row_bytes() + (family == Family::softmax ? 0 : list * shape.threads());
+      return shape.row_bytes() + (collects(family) ? list * shape.threads() : 0);
     }
     return 0;
   }

@@ -13,7 +13,7 @@ template <class T, Family kFamily, int kLanes, int kVectors>
 void forward_lanes(const ForwardParams& p) {
   using device::infinity;
   constexpr int kCount = kHeld<T, kVectors>;
-  constexpr int kRows = kSingleWarps * device::kWarpSize / kLanes;  // of a block
+  constexpr int kRows = kLanesWarps * device::kWarpSize / kLanes;  // of a block
   LaneGroup<kLanes> group;
   const int thread = group.thread(), length = static_cast<int>(p.rows.length);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kLanes;

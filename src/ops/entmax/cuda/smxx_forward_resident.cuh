@@ -3,9 +3,9 @@
 // shared memory. The blocks stay until all rows are done.
 //
 // All steps of the threshold run over the elements above a first lower bound, which is the
-// threshold of the threads' largest elements, or of some of them. Each thread lists its own in
-// shared memory, where y takes their place; a thread whose list is too short goes through its
-// registers instead.
+// threshold of the threads' largest elements, or of some of them. Where powers cost much each
+// thread lists its own in shared memory, and y takes their place; a thread whose list is too short
+// goes through the vectors in its registers instead, as do all where powers cost little.
 #pragma once
 
 #include "device/async_copy.cuh"
@@ -84,50 +84,63 @@ inline uint32_t dynamic_shared_bytes() {
   return bytes;
 }
 
-// A thread's elements above `bound`, in the order of its vectors; hidden ones fill the last four.
+// A thread's elements above `bound`, in the order of its vectors, one under the other; hidden ones
+// fill the last four.
 template <class T, int kThreads>
 class Candidates {
  public:
   // `lists`: of all threads, `capacity` elements each, a multiple of 4.
   Candidates(void* lists, int capacity)
-      : list_(static_cast<Bits*>(lists) + threadIdx.x), capacity_(capacity) {}
+      : first_(static_cast<uint32_t>(__cvta_generic_to_shared(lists)) +
+               threadIdx.x * static_cast<uint32_t>(sizeof(T))),
+        room_(first_ + capacity * kStep) {}
 
-  bool complete() const { return count_ >= 0; }
+  bool complete() const { return end_ <= room_; }
 
   void collect(const HeldRow<T>& held, float bound) {
-    count_ = 0;
+    end_ = first_;
 #pragma unroll
     for (int j = 0; j < kResidentVectors; ++j) {
       const Packed<T> packed = held.fresh(j);
-      if (max_in_word<T>(max_of(packed)) > bound && count_ >= 0) {
-        if (count_ + device::kVectorLength<T> > capacity_) {
-          count_ = -1;
+      if (max_in_word<T>(max_of(packed)) > bound) {
+        if (end_ + device::kVectorLength<T> * kStep > room_) {
+          end_ = room_ + 1;
         } else {
           HeldRow<T>::for_each_in(packed, [&](float x, int i) {
-            if (x > bound) at(count_++) = bits_of(packed, i);
+            if (x > bound) {
+              store(end_, packed.word[i / kPerWord<T>] >> i % kPerWord<T> * 16);
+              end_ += kStep;
+            }
           });
         }
       }
     }
-    for (int k = count_; k > 0 && k % 4 != 0; ++k) at(k) = static_cast<Bits>(kHiddenWord<T>);
+    if (!complete()) return;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      if ((end_ - first_) % (4 * kStep) != 0) {
+        store(end_, kHiddenWord<T>);
+        end_ += kStep;
+      }
+    }
   }
 
   template <class Use>
   void for_each(const Use& use) const {
 #pragma unroll 1
-    for (int k = 0; k < count_; k += 4) {
+    for (uint32_t at = first_; at != end_; at += 4 * kStep) {
       float x[4];
-      load(x, k);
+      load(x, at);
 #pragma unroll
       for (int i = 0; i < 4; ++i) use(x[i]);
     }
   }
   template <class ValueOf>
-  void replace(const ValueOf& value_of) {
+  void replace(const ValueOf& value_of) const {
 #pragma unroll 1
-    for (int k = 0; k < count_; k += 4) {
+    for (uint32_t at = first_; at != end_; at += 4 * kStep) {
       float x[4];
-      load(x, k);
+      load(x, at);
 #pragma unroll
       for (int i = 0; i < 4; i += kPerWord<T>) {
         float value[kPerWord<T>];
@@ -135,48 +148,58 @@ class Candidates {
         for (int e = 0; e < kPerWord<T>; ++e) value[e] = value_of(x[i + e]);
         const uint32_t word = pack(value, T{});
 #pragma unroll
-        for (int e = 0; e < kPerWord<T>; ++e) at(k + i + e) = static_cast<Bits>(word >> 16 * e);
+        for (int e = 0; e < kPerWord<T>; ++e) store(at + (i + e) * kStep, word >> 16 * e);
       }
     }
   }
-  // The vector whose candidates begin at `next` of the list, 0 elsewhere.
-  Packed<T> spread(const Packed<T>& of_x, float bound, int& next) const {
+  // What stands for the candidates of a vector, the first of them at `next`; 0 for the others.
+  Packed<T> spread(const Packed<T>& of_x, float bound, uint32_t& next) const {
     Packed<T> result{};
     HeldRow<T>::for_each_in(of_x, [&](float x, int i) {
-      constexpr int kBits = 32 / kPerWord<T>;
+      uint32_t bits = 0;
       if (x > bound) {
-        result.word[i / kPerWord<T>] |= static_cast<uint32_t>(at(next++))
-                                        << i % kPerWord<T> * kBits % 32;
+        bits = load(next);
+        next += kStep;
       }
+      result.word[i / kPerWord<T>] |= bits << i % kPerWord<T> * 16;
     });
     return result;
   }
+  uint32_t first() const { return first_; }
 
  private:
-  using Bits = decltype([] {
-    if constexpr (sizeof(T) == 2) {
-      return uint16_t{};
-    } else {
-      return uint32_t{};
-    }
-  }());
+  static constexpr uint32_t kStep = kThreads * sizeof(T);  // from one element to the next
 
-  Bits& at(int k) const { return list_[k * kThreads]; }
-  static Bits bits_of(const Packed<T>& packed, int i) {
-    return static_cast<Bits>(packed.word[i / kPerWord<T>] >> i % kPerWord<T> * 16);
+  // An element's bits, the low ones of a word.
+  static uint32_t load(uint32_t at) {
+    uint32_t bits;
+    if constexpr (sizeof(T) == 2) {
+      uint16_t half;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(at) : "memory");
+      bits = half;
+    } else {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(at) : "memory");
+    }
+    return bits;
   }
-  void load(float (&x)[4], int k) const {
+  static void store(uint32_t at, uint32_t bits) {
+    if constexpr (sizeof(T) == 2) {
+      asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(static_cast<uint16_t>(bits))
+                   : "memory");
+    } else {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(bits) : "memory");
+    }
+  }
+  static void load(float (&x)[4], uint32_t at) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float pair[kPerWord<T>];
-      unpack(at(k + i), pair, T{});
+      unpack(load(at + i * kStep), pair, T{});
       x[i] = pair[0];
     }
   }
 
-  Bits* list_;
-  int capacity_;
-  int count_ = 0;  // -1: more than fit
+  uint32_t first_, room_, end_ = 0;  // in shared memory; beyond the room: more than fit
 };
 
 // Rows as for forward_registers, less than 2^30 and up to kResidentVectors vectors a thread.
@@ -302,7 +325,7 @@ void forward_resident(const ForwardParams& p) {
       }
     };
     const auto for_each_candidate = [&](auto use) {
-      if (kFamily != Family::softmax && candidates.complete()) {
+      if (collects(kFamily) && candidates.complete()) {
         candidates.for_each(use);
       } else {
         held.for_each_above(bound, use);
@@ -347,7 +370,7 @@ void forward_resident(const ForwardParams& p) {
       });
       finish(largest + log_of(sum), size);
     } else {
-      candidates.collect(held, bound);
+      if constexpr (collects(kFamily)) candidates.collect(held, bound);
       const auto all = [&](auto use) { for_each_candidate([&](float x) { use(x - largest); }); };
       float start = theta_of_bound(power, largest, bound);
       Threshold<float> threshold;
@@ -374,9 +397,9 @@ void forward_resident(const ForwardParams& p) {
         return scaled<T, kFamily>(output.value(excess(x)), threshold);
       };
       const int size = p.support_size.data ? count(active) : 0;
-      if (candidates.complete()) {
+      if (collects(kFamily) && candidates.complete()) {
         if (p.y.data) candidates.replace(value_of);
-        int next = 0;
+        uint32_t next = candidates.first();
         store_y([&](const Packed<T>& of_x) { return candidates.spread(of_x, bound, next); });
       } else {
         store_y([&](const Packed<T>& of_x) { return held.map(of_x, value_of); });

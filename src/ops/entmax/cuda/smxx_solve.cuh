@@ -35,13 +35,13 @@ inline double expm1_of(double x) { return expm1(x); }
 inline double power_of(double x, double y) { return pow(x, y); }
 inline float root_of(float x) {
   float root;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
   return root;
 }
 inline double root_of(double x) { return sqrt(x); }
 inline float reciprocal_of(float x) {
   float inverse;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
   return inverse;
 }
 // For b far from overflow and underflow: as exact as division, without its branches.
