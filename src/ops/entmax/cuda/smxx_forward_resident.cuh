@@ -9,6 +9,7 @@
 #pragma once
 
 #include "device/async_copy.cuh"
+#include "device/shared.cuh"
 #include "ops/entmax/cuda/forward_params.cuh"
 #include "ops/entmax/cuda/smxx_solve.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
@@ -91,8 +92,7 @@ class Candidates {
  public:
   // `lists`: of all threads, `capacity` elements each, a multiple of 4.
   Candidates(void* lists, int capacity)
-      : first_(static_cast<uint32_t>(__cvta_generic_to_shared(lists)) +
-               threadIdx.x * static_cast<uint32_t>(sizeof(T))),
+      : first_(device::shared_address(lists) + threadIdx.x * static_cast<uint32_t>(sizeof(T))),
         room_(first_ + capacity * kStep) {}
 
   bool complete() const { return end_ <= room_; }
