@@ -73,6 +73,7 @@ constexpr Lanes kLanes[] = {{8, 1}, {8, 4}, {16, 4}};
 
 cuda::OpKernel lanes_kernel(DType dtype, Family family, const Lanes& shape) {
   const auto type = cuda::device_type(dtype);
+  const bool wide = collects(family) && dtype != DType::f32;  // takes more registers
   return {.name = fmt::format("entmax_forward_lanes_{}_{}_{}_{}", type, name_of(family),
                               shape.lanes, shape.vectors),
           .file = "ops/entmax/cuda/smxx_forward_lanes.cuh",
@@ -80,9 +81,10 @@ cuda::OpKernel lanes_kernel(DType dtype, Family family, const Lanes& shape) {
                                   name_of(family), shape.lanes, shape.vectors),
           .parameters = "entmax::ForwardParams",
           .threads = 32 * kLanesWarps,
-          .blocks = shape.vectors == 1                        ? 10
-                    : collects(family) && dtype != DType::f32 ? 7
-                                                              : 8,
+          .blocks = shape.vectors == 1 ? 10
+                    : wide             ? 7
+                                       : 8,
+          .fewer_blocks_on = {100, 120},
           .constants = {{"entmax::kLanesWarps", kLanesWarps}}};
 }
 
@@ -114,7 +116,8 @@ cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& sha
                                   name_of(family), shape.warps, vectors),
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
-          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1] - fewer + more};
+          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1] - fewer + more,
+          .fewer_blocks_on = more != 0 ? std::vector{100, 120} : std::vector<int>{}};
 }
 
 // --- smxx_forward_resident.cuh ---
