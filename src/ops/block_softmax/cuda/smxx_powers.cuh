@@ -24,6 +24,32 @@ inline float power(float exponent) {
 }
 inline double power(double exponent) { return exp(exponent); }
 
+template <class T>
+inline constexpr bool kExactProducts = false;
+template <>
+inline constexpr bool kExactProducts<bf16> = true;
+
+// The c of a row of elements of T. Of a bf16's 8 bits and 16 of c the product is exact in f32; what
+// c loses moves the logarithm of y by 2^-17 of itself.
+template <class T>
+Real<T> factor_of_elements(Real<T> scale) {
+  const Real<T> factor = factor_of_scores(scale);
+  if constexpr (kExactProducts<T>) {
+    return __uint_as_float((__float_as_uint(factor) + 0x80u) & 0xffffff00u);
+  } else {
+    return factor;
+  }
+}
+// 2^((x − m) c) of an element and the row's maximum; exact products need no difference first.
+template <class T>
+Real<T> power_of_element(Real<T> x, Real<T> maximum, Real<T> factor) {
+  if constexpr (kExactProducts<T>) {
+    return power(fma(x, factor, -(maximum * factor)));
+  } else {
+    return power((x - maximum) * factor);
+  }
+}
+
 // 16 bytes of memory as words, whatever they hold: a compiler that sees 16-bit pieces takes them
 // apart, and spends registers and instructions on it.
 using Raw = Vector<uint32_t>;

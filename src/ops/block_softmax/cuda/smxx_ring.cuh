@@ -168,7 +168,7 @@ void forward_ring(const ForwardParams& p) {
   TheRing ring(p.schedule, p.batches, p.block, p.piece, p.ring, begin);
   const bool negative = p.scale < 0;
   const R scale = static_cast<R>(p.scale);
-  const R factor = factor_of_scores(negative ? -scale : scale);
+  const R factor = factor_of_elements<T>(negative ? -scale : scale);
   const uint32_t warp = threadIdx.x / kWarpSize;
 
   int parity = 0;
@@ -203,7 +203,9 @@ void forward_ring(const ForwardParams& p) {
         if (v < left) {
           const Reals<T> x_v = reals<T>(x[v]);
 #pragma unroll
-          for (int e = 0; e < kLength; ++e) sum += power((x_v.element[e] - shift) * factor);
+          for (int e = 0; e < kLength; ++e) {
+            sum += power_of_element<T>(x_v.element[e], shift, factor);
+          }
         }
       }
       if (b < excess) ring.refill();
@@ -246,7 +248,7 @@ void forward_ring(const ForwardParams& p) {
           R out[kLength];
 #pragma unroll
           for (int e = 0; e < kLength; ++e) {
-            out[e] = power((x_v.element[e] - shift) * factor) * weight;
+            out[e] = power_of_element<T>(x_v.element[e], shift, factor) * weight;
           }
           store_raw(first + (b * kBatch + v) * group.step, rounded<T>(out));
         }

@@ -25,6 +25,9 @@ void forward_rows(const ForwardParams& p) {
   if (!find_place(p.schedule, place)) return;
   const int count = vectors_of(place, place.block_row.blocks * p.piece.value);
   const R scale = static_cast<R>(p.scale);
+  const auto offset_of = [&](int v) {
+    return vector_offset<T>(place.thread + v * place.team, p.piece, p.block);
+  };
 
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     const T* const x = row_begin<const T>(p.x, place, batch, p.block);
@@ -33,8 +36,7 @@ void forward_rows(const ForwardParams& p) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
-        const uint32_t index = place.thread + v * place.team;
-        raw[v] = load_raw(x + vector_offset<T>(index, p.piece, p.block));
+        raw[v] = load_raw(x + offset_of(v));
       }
     }
     // With terms the scores are kept, and then their powers. Without, the powers take the place of
@@ -61,7 +63,8 @@ void forward_rows(const ForwardParams& p) {
         }
       }
     }
-    const R factor = factor_of_scores(kWithTerms ? R{1} : scale < R{0} ? -scale : scale);
+    const R factor =
+        kWithTerms ? factor_of_scores(R{1}) : factor_of_elements<T>(scale < R{0} ? -scale : scale);
     const R shift = shift_of(reduce<Maximum>(maximum, place, shared[0]));
     R sum = 0;
 #pragma unroll
@@ -71,7 +74,8 @@ void forward_rows(const ForwardParams& p) {
         R powers[kLength];
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
-          powers[e] = power(((kWithTerms ? kept[v][e] : values.element[e]) - shift) * factor);
+          powers[e] = kWithTerms ? power((kept[v][e] - shift) * factor)
+                                 : power_of_element<T>(values.element[e], shift, factor);
           sum += powers[e];
           if constexpr (kWithTerms) kept[v][e] = powers[e];
         }
@@ -82,7 +86,6 @@ void forward_rows(const ForwardParams& p) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
-        const uint32_t index = place.thread + v * place.team;
         const Reals<T> values = reals<T>(raw[v]);
         R out[kLength];
 #pragma unroll
@@ -92,10 +95,10 @@ void forward_rows(const ForwardParams& p) {
           } else if constexpr (kInPlace) {
             out[e] = values.element[e] * weight;
           } else {
-            out[e] = power((values.element[e] - shift) * factor) * weight;
+            out[e] = power_of_element<T>(values.element[e], shift, factor) * weight;
           }
         }
-        store_raw(y + vector_offset<T>(index, p.piece, p.block), rounded<T>(out));
+        store_raw(y + offset_of(v), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();
@@ -113,6 +116,9 @@ void backward_rows(const BackwardParams& p) {
   if (!find_place(p.schedule, place)) return;
   const int count = vectors_of(place, place.block_row.blocks * p.piece.value);
   const R scale = static_cast<R>(p.scale);
+  const auto offset_of = [&](int v) {
+    return vector_offset<T>(place.thread + v * place.team, p.piece, p.block);
+  };
 
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     const T* y = row_begin<const T>(p.y, place, batch, p.block);
@@ -122,8 +128,7 @@ void backward_rows(const BackwardParams& p) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
-        const uint32_t index = place.thread + v * place.team;
-        const int64_t offset = vector_offset<T>(index, p.piece, p.block);
+        const int64_t offset = offset_of(v);
         probability[v] = load_raw(y + offset);
         gradient[v] = load_raw(d_y + offset);
       }
@@ -143,7 +148,6 @@ void backward_rows(const BackwardParams& p) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < count) {
-        const uint32_t index = place.thread + v * place.team;
         const Reals<T> weights = reals<T>(probability[v]), gradients = reals<T>(gradient[v]);
         R out[kLength];
 #pragma unroll
@@ -151,7 +155,7 @@ void backward_rows(const BackwardParams& p) {
           const R ds = weights.element[e] * (gradients.element[e] - delta);
           out[e] = weights.element[e] == R{0} ? R{0} : scale * ds;
         }
-        store_raw(d_x + vector_offset<T>(index, p.piece, p.block), rounded<T>(out));
+        store_raw(d_x + offset_of(v), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();
