@@ -139,10 +139,9 @@ class Forward {
     const bool sums =
         problem_.reduce == SegmentReduce::sum || problem_.reduce == SegmentReduce::mean;
     if constexpr (std::is_same_v<T, R>) {
-      if (out_.data == nullptr || Mask() != nullptr) return false;
-      if (segments_.permuted() && (!sums || problem_.x.shape[1] == 1)) return false;
+      if (!out_.data || Mask() || (segments_.permuted() && !sums)) return false;
       if (problem_.x.shape[1] == 1) {
-        if (x_.row_stride != 1) return false;
+        if (x_.row_stride != 1 || segments_.permuted()) return false;
         if (sums) {
           SumColumn(begin, end);
         } else if (Extremal()) {
@@ -216,9 +215,9 @@ class Forward {
           streams_out_ ? SumFewRows<true>(source, rows, task.columns, divisor, to)
                        : SumFewRows<false>(source, rows, task.columns, divisor, to);
         };
-        const Block<R> block{x_.at(row, task.column), x_.row_stride, rows};
-        segments_.permuted() ? sum(GatheredRows<R>(x_, segments_, row, task.column, task.columns))
-                             : sum(AdjacentRows<R>(block, task.columns));
+        segments_.permuted()
+            ? sum(GatheredRows<R>(x_, segments_, row, task.column, task.columns))
+            : sum(AdjacentRows<R>({x_.at(row, task.column), x_.row_stride, rows}, task.columns));
       } else {
         FoldPiece(Piece{s, row, next, true, false}, task.state, task);
         Finish(s, task.state, task);

@@ -370,7 +370,7 @@ class AdjacentRows {
   }
 
  private:
-  const Block<R>& block_;
+  Block<R> block_;
   LinesAhead ahead_;
 };
 template <class R>
