@@ -26,7 +26,7 @@ cuda::OpKernel product_rows_kernel(DType dtype, bool store) {
 cuda::OpKernel product_carries_kernel(DType dtype) {
   return product_kernel(
       "product_carries",
-      fmt::format("product_carries<{}, {}>", cuda::device_type(dtype), kCombineColumns), dtype);
+      fmt::format("product_carries<{}, {}>", cuda::device_type(dtype), kProductColumns), dtype);
 }
 
 // Backward of prod: its three launches.
@@ -54,10 +54,10 @@ class ProductStage {
     p.slots = launcher.workspace + slots_at_;
     p.carries = launcher.workspace + carries_at_;
     p.slot_columns = slot_columns_;
-    constexpr std::int64_t kParts = kThreads / kCombineColumns;
+    constexpr std::int64_t kParts = kThreads / kProductColumns;
     launcher.launch(slots_, p, p.tiles, tiling_.column_blocks);
     launcher.launch(carries_, p, (p.tiles + kParts - 1) / kParts,
-                    (p.columns + kCombineColumns - 1) / kCombineColumns);
+                    (p.columns + kProductColumns - 1) / kProductColumns);
     launcher.launch(rows_, p, p.tiles, tiling_.column_blocks);
   }
 

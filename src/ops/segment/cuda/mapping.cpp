@@ -115,12 +115,12 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
 
 void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
   if (stream_ && streamable(bound_params)) {
-    setup.stream(launcher, *stream_, bound_params);
+    setup.stream(launcher, *stream_, bound_params, false);
     return;
   }
   const bool wide = wide_ && in_vectors(bound_params);
   const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
-  const Params p = setup.tiled(launcher, bound_params, shape);
+  Params p = setup.tiled(launcher, bound_params, shape);
   launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
 }
 

@@ -26,10 +26,10 @@ struct TileStart {
   int64_t segment, row;
 };
 
-// What is known of the offsets: that they are in order (or that use_own_offsets says which are);
-// nothing, and the kernel is to find out; that the same kernel has looked, and has to do all again
-// with repaired ones if it found disorder.
-enum class Proof : int32_t { given, wanted, failed };
+// What is known of the offsets: that use_own_offsets says which are in order; nothing, and the
+// kernel is to find out; that the kernel ahead has found out, and this one has to repair them; that
+// the same kernel has run and found out, and has to do all again where that was not in vain.
+enum class Proof : int32_t { given, wanted, checked, again };
 
 enum class ArgType : int32_t { i64, i32, u8 };
 
@@ -45,9 +45,11 @@ struct Params {
   // Workspace.
   int64_t* own_offsets;      // [S+1]: made from ids, or repaired
   int32_t* use_own_offsets;  // [1]
-  int32_t* disorder;         // [check_blocks], or [tiles] of shares: whether a block met disorder
+  int32_t* disorder;         // [disorder_count]: whether a block has met disorder
   int32_t* repaired;         // [1]: that one block has repaired the offsets
+  int32_t* arrivals;         // [1]: blocks that have done their shares again
   Proof proof;
+  int32_t disorder_count;
   TileStart* starts;  // [tiles+2]; the last holds offsets[0] and offsets[S]
   void* slots;        // states [tiles, 2, slot_columns]: head and tail
   int64_t slot_columns;
@@ -62,7 +64,6 @@ struct Params {
   Matrix d_x;                         // [N,D]; softmax forward writes out through it
 
   double empty_value;
-  int32_t check_blocks;
   int32_t mean;
   ArgType arg_type;
 };

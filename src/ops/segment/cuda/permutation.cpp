@@ -24,7 +24,7 @@ cuda::OpKernel sort_kernel(std::string_view what, bool wide, int threads = kSort
       .threads = threads,
       .constants = {{"segment_cuda::kSortTile", kSortTile}, {"segment_cuda::kDigits", kDigits}}};
 }
-cuda::OpKernel sum_kernel() { return sort_kernel("sum", false, kRepairThreads); }
+cuda::OpKernel sum_kernel() { return sort_kernel("sum", false, kSortSumThreads); }
 
 Indices indices(const TensorSpec& spec) {
   return {.data = nullptr,

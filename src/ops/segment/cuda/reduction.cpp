@@ -36,7 +36,8 @@ cuda::OpKernel rows_kernel(const ReduceOp& op, DType dtype, Access access) {
                   op.type, element(dtype), op.out, access == Access::any ? 1 : vector_length(dtype),
                   op.input, access != Access::wide, op.state_bytes),
       dtype);
-  if (access != Access::any) kernel.blocks = op.blocks;
+  if (access == Access::wide) kernel.blocks = op.blocks;
+  if (access == Access::wide_permuted) kernel.blocks = std::min(op.blocks, 3);
   return kernel;
 }
 
@@ -86,6 +87,12 @@ ReduceOp named(std::string name, std::string type, DType dtype, int state_bytes)
           .wide = true};
 }
 
+ReduceOp exponential_op(std::string name, std::string type, DType dtype) {
+  ReduceOp op = named(std::move(name), std::move(type), dtype, 2 * real_bytes(dtype));
+  if (size_of(dtype) == 2) op.blocks = 3;
+  return op;
+}
+
 std::string min_flag(SegmentReduce reduce) {
   return reduce == SegmentReduce::min ? "true" : "false";
 }
@@ -106,10 +113,11 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
       return named(std::string(extreme_name(reduce)),
                    fmt::format("Extreme<{}, {}>", r, min_flag(reduce)), dtype, bytes);
     case SegmentReduce::logsumexp:
-      return named("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype, 2 * bytes);
+      return exponential_op("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype);
     case SegmentReduce::softmax: {
-      ReduceOp op = named("softmax", fmt::format("SoftmaxSum<{}>", r), dtype, 2 * bytes);
+      ReduceOp op = exponential_op("softmax", fmt::format("SoftmaxSum<{}>", r), dtype);
       op.out = r;
+      --op.blocks;
       return op;
     }
     default:
@@ -205,14 +213,14 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   p.slots = launcher.workspace + slots_at_;
   p.slot_columns = slot_columns_;
   if (stream_ && streamable(p)) {
-    p = setup.stream(launcher, *stream_, p);
-  } else {
-    const bool wide = wide_ && in_vectors(p);
-    const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
-    p = setup.tiled(launcher, p, shape);
-    launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
+    setup.stream(launcher, *stream_, p, true);
+    return;
   }
-  const std::int64_t looked_at = combine_tiles(combine_columns_);
+  const bool wide = wide_ && in_vectors(p);
+  const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
+  p = setup.tiled(launcher, p, shape);
+  launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
+  const std::int64_t looked_at = combine_tiles(combine_columns_, kThreads);
   launcher.launch(combine_, p, (p.tiles + looked_at - 1) / looked_at,
                   (p.columns + combine_columns_ - 1) / combine_columns_);
 }

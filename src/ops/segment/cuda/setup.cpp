@@ -10,20 +10,16 @@
 namespace pullback::segment_cuda {
 namespace {
 
-cuda::OpKernel index_kernel(std::string_view name, std::string_view function, int threads) {
+cuda::OpKernel index_kernel(std::string_view name, std::string_view function) {
   return {.name = fmt::format("segment_{}", name),
           .file = "ops/segment/cuda/smxx_index.cuh",
           .function = fmt::format("segment_cuda::{}", function),
           .parameters = "segment_cuda::Params",
-          .threads = threads,
-          .constants = {{"segment_cuda::kRepairThreads", kRepairThreads}}};
+          .threads = kThreads};
 }
-const cuda::OpKernel kCheckOffsets = index_kernel("check_offsets", "check_offsets", kThreads);
-const cuda::OpKernel kCheckIds = index_kernel("offsets_of_ids", "offsets_of_ids", kThreads);
-const cuda::OpKernel kRepairOffsets =
-    index_kernel("repair_offsets", "repair<false>", kRepairThreads);
-const cuda::OpKernel kRepairIds = index_kernel("repair_ids", "repair<true>", kRepairThreads);
-const cuda::OpKernel kStarts = index_kernel("starts", "find_all_starts", kThreads);
+const cuda::OpKernel kCheckOffsets = index_kernel("check_offsets", "check_offsets");
+const cuda::OpKernel kCheckIds = index_kernel("offsets_of_ids", "offsets_of_ids");
+const cuda::OpKernel kStarts = index_kernel("starts", "find_all_starts");
 
 constexpr std::int64_t kWarp = 32;  // looks for the start of a tile
 
@@ -109,7 +105,7 @@ std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling) {
   return (items + tiling.items - 1) / tiling.items;
 }
 
-void Launcher::launch(const Kernel& kernel, Params p, std::int64_t blocks,
+void Launcher::launch(const Kernel& kernel, Params& p, std::int64_t blocks,
                       std::int64_t column_blocks) const {
   constexpr std::int64_t kMostY = 65535;
   Kernel shaped = kernel;
@@ -119,6 +115,7 @@ void Launcher::launch(const Kernel& kernel, Params p, std::int64_t blocks,
     p.column_block = static_cast<std::int32_t>(y);
     shaped.shape.grid[1] = static_cast<unsigned>(std::min(kMostY, column_blocks - y));
     shaped.launch(stream, p);
+    p.proof = Proof::given;
   }
 }
 
@@ -126,7 +123,6 @@ Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layo
     : device_(device),
       problem_(problem),
       check_(problem.offsets.given() ? kCheckOffsets : kCheckIds, device),
-      repair_(problem.offsets.given() ? kRepairOffsets : kRepairIds, device),
       starts_(kStarts, device),
       overlapping_(device.arch() >= 90) {
   params_.rows = problem.x.shape[0];
@@ -136,7 +132,7 @@ Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layo
   params_.ids = indices(problem.ids);
   params_.permutation = indices(problem.permutation);
   offsets_at_ = layout.take(static_cast<std::size_t>(params_.segments + 1) * sizeof(std::int64_t));
-  use_at_ = layout.take(2 * sizeof(std::int32_t));
+  use_at_ = layout.take(3 * sizeof(std::int32_t));
   disorder_at_ = layout.take(kCheckBlocks * sizeof(std::int32_t));
 }
 
@@ -161,11 +157,11 @@ void Setup::allow_stream(const Kernel& kernel) {
 void Setup::reserve(Layout& layout) {
   const std::int64_t work = std::max(
       {problem_.ids.given() ? params_.rows : 0, params_.segments + 1, (most_tiles_ + 1) * kWarp});
-  params_.check_blocks =
+  params_.disorder_count =
       static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
   starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
   const auto shares = static_cast<std::size_t>(most_shares_);
-  shares_at_ = layout.take((shares + 1) * sizeof(TileStart));
+  shares_at_ = layout.take((shares + 2) * sizeof(TileStart));
   share_disorder_at_ = layout.take(shares * sizeof(std::int32_t));
 }
 
@@ -179,16 +175,17 @@ Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* worksp
   p.own_offsets = reinterpret_cast<std::int64_t*>(memory + offsets_at_);
   p.use_own_offsets = reinterpret_cast<std::int32_t*>(memory + use_at_);
   p.repaired = p.use_own_offsets + 1;
+  p.arrivals = p.use_own_offsets + 2;
   p.disorder = reinterpret_cast<std::int32_t*>(memory + disorder_at_);
   p.starts = reinterpret_cast<TileStart*>(memory + starts_at_);
   return launcher;
 }
 
-void Setup::prove(Launcher& launcher, const Params& p) const {
-  launcher.launch(check_, p, p.check_blocks, 1);
+void Setup::prove(Launcher& launcher, Params& p) const {
+  launcher.launch(check_, p, p.disorder_count, 1);
   launcher.overlapping = overlapping_;
-  launcher.launch(repair_, p, 1, 1);
   launcher.proven = true;
+  p.proof = Proof::checked;
 }
 
 Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling& tiling) const {
@@ -208,24 +205,27 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
   return p;
 }
 
-Params Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params) const {
+void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params,
+                   bool combines) const {
   Params p = bound_params;
   const std::int64_t items = p.rows + p.segments + 2;
   p.tiles = shares(kernel);
   p.tile_items = (items + p.tiles - 1) / p.tiles;
   p.row_alignment = stream_chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
-  if (!launcher.proven && problem_.ids.given()) prove(launcher, p);
   p.starts = reinterpret_cast<TileStart*>(launcher.workspace + shares_at_);
-  p.disorder = reinterpret_cast<std::int32_t*>(launcher.workspace + share_disorder_at_);
-  p.proof = launcher.proven ? Proof::given : Proof::wanted;
+  if (!launcher.proven && problem_.ids.given()) prove(launcher, p);
+  const bool proven = std::exchange(launcher.proven, true);
+  if (!proven) {
+    p.proof = Proof::wanted;
+    p.disorder = reinterpret_cast<std::int32_t*>(launcher.workspace + share_disorder_at_);
+    p.disorder_count = static_cast<std::int32_t>(p.tiles);
+  }
   launcher.launch(kernel, p, p.tiles, 1);
   launcher.overlapping = overlapping_;
-  if (!launcher.proven) {
-    p.proof = Proof::failed;
-    launcher.launch(kernel, p, p.tiles, 1);
-    launcher.proven = true;
-  }
-  return p;
+  if (proven && !combines) return;
+  p.proof = Proof::again;
+  if (proven) p.disorder_count = 0;
+  launcher.launch(kernel, p, p.tiles, 1);
 }
 
 bool in_vectors(const Params& p) {
@@ -255,7 +255,7 @@ namespace pullback::cuda {
 std::vector<KernelSource> segment_setup_kernels(int arch) {
   using namespace segment_cuda;
   std::vector<KernelSource> all;
-  for (const OpKernel& kernel : {kCheckOffsets, kCheckIds, kRepairOffsets, kRepairIds, kStarts}) {
+  for (const OpKernel& kernel : {kCheckOffsets, kCheckIds, kStarts}) {
     all.push_back(op_kernel<Params>(kernel, arch));
   }
   return all;

@@ -9,19 +9,10 @@ namespace pullback::segment_cuda {
 
 // The slots of a segment: the tail of tile `first`, all of the tiles between, the head of `last`.
 struct SlotRun {
-  int64_t segment = 0, first = 0, last = -1;
-  int64_t count() const { return last - first + 1; }
+  int64_t segment = 0;
+  int first = 0, last = -1;
+  int count() const { return last - first + 1; }
 };
-
-// The segment that begins in this tile and ends in another, if there is one.
-inline SlotRun slots_from(const Params& p, const Segments& segments, int64_t tile) {
-  const TileStart start = p.starts[tile], stop = p.starts[tile + 1];
-  const int64_t j = stop.segment;
-  if (j < 1 || j > p.segments) return {};
-  const int64_t begin = segments.begin(j), end = segments.end(j);
-  if (begin < start.row || begin >= stop.row || end <= stop.row) return {};
-  return {j, tile, tile_of_row(p, j, end - 1)};
-}
 
 template <class Op>
 struct PlacedState {
@@ -38,24 +29,33 @@ struct PlacedState {
 };
 
 template <class Op>
-PlacedState<Op> load_slot(const Params& p, const SlotRun& run, int64_t tile, int64_t column) {
-  using State = typename Op::State;
-  const int which = tile < run.last;
-  const auto* slots = static_cast<const State*>(p.slots);
-  return {slots[(tile * 2 + which) * p.slot_columns + column],
-          Op::kPlaces ? tile_origin(p, p.starts[tile]) : 0};
+int64_t places_of(const Params& p, int64_t tile) {
+  return Op::kPlaces ? tile_origin(p, p.starts[tile]) : 0;
+}
+
+// The segment that begins in this tile and ends in another, if there is one.
+inline SlotRun slots_from(const Params& p, const Segments& segments, int tile) {
+  const TileStart start = p.starts[tile], stop = p.starts[tile + 1];
+  const int64_t j = stop.segment;
+  if (j < 1 || j > p.segments) return {};
+  const int64_t begin = segments.begin(j), end = segments.end(j);
+  if (begin < start.row || begin >= stop.row || end <= stop.row) return {};
+  return {j, tile, static_cast<int>(tile_of_row(p, j, end - 1))};
 }
 
 template <class Op>
-PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int64_t from, int64_t stop,
+PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int from, int stop,
                              int64_t column) {
   constexpr int kAtOnce = 8;
-  PlacedState<Op> sum = load_slot<Op>(p, run, from, column);
-  for (int64_t base = from + 1; base < stop; base += kAtOnce) {
+  const auto load = [&](int tile) {
+    return PlacedState<Op>{slot_of<Op>(p, tile, tile < run.last)[column], places_of<Op>(p, tile)};
+  };
+  PlacedState<Op> sum = load(from);
+  for (int base = from + 1; base < stop; base += kAtOnce) {
     PlacedState<Op> next[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (base + i < stop) next[i] = load_slot<Op>(p, run, base + i, column);
+      if (base + i < stop) next[i] = load(base + i);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -65,51 +65,60 @@ PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int64_t from, 
   return sum;
 }
 
+// A block of kBlock threads, for kColumns columns and the segments that begin in some tiles.
+template <class Op, class Out, int kBlock, int kColumns>
+struct Combiner {
+  static constexpr int kParts = kBlock / kColumns;
+  static constexpr int kTiles = combine_tiles(kColumns, kBlock);
+  PlacedState<Op> sums[kParts][kColumns];
+  SlotRun runs[kTiles];
+
+  void combine(const Params& p, const Segments& segments, int first_tile) {
+    const int thread = threadIdx.x, part = thread / kColumns, lane = thread % kColumns;
+    const int64_t column = column_block(p) * kColumns + lane;
+    const bool active = column < p.columns;
+    const auto done = [&](const SlotRun& run, const PlacedState<Op>& sum) {
+      const typename Op::State state[1] = {sum.state};
+      finish<Op, Out>(p, segments, run.segment, column, state, sum.row);
+    };
+
+    bool any_long = false;
+    for (int i = thread; i < kTiles; i += kBlock) {
+      runs[i] = first_tile + i < p.tiles ? slots_from(p, segments, first_tile + i) : SlotRun{};
+      any_long |= runs[i].count() > kCombineSequential;
+    }
+    any_long = __syncthreads_or(any_long) != 0;
+    for (int i = part; i < kTiles; i += kParts) {
+      const SlotRun run = runs[i];
+      if (!active || run.count() <= 0 || run.count() > kCombineSequential) continue;
+      done(run, append_slots<Op>(p, run, run.first, run.last + 1, column));
+    }
+    if (!any_long) return;
+    for (int i = 0; i < kTiles; ++i) {
+      const SlotRun run = runs[i];
+      if (run.count() <= kCombineSequential) continue;
+      const int each = (run.count() + kParts - 1) / kParts;
+      const int from = run.first + part * each;
+      const int stop = from + each <= run.last ? from + each : run.last + 1;
+      if (active && from < stop) sums[part][lane] = append_slots<Op>(p, run, from, stop, column);
+      __syncthreads();
+      if (active && part == 0) {
+        PlacedState<Op> sum = sums[0][lane];
+        for (int other = 1; run.first + other * each <= run.last; ++other) {
+          sum.append(sums[other][lane]);
+        }
+        done(run, sum);
+      }
+      __syncthreads();
+    }
+  }
+};
+
 template <class Op, class Out, int kColumns>
 void combine(const Params& p) {
-  constexpr int kParts = kThreads / kColumns;
-  constexpr int kTiles = combine_tiles(kColumns);
-  __shared__ SlotRun runs[kTiles];
-  __shared__ PlacedState<Op> sums[kParts][kColumns];
-  const Segments segments = make_segments(p);
-  const int thread = threadIdx.x, part = thread / kColumns, lane = thread % kColumns;
-  const int64_t column = column_block(p) * kColumns + lane;
-  const int64_t first_tile = static_cast<int64_t>(blockIdx.x) * kTiles;
-  const bool active = column < p.columns;
-  const auto done = [&](const SlotRun& run, const PlacedState<Op>& sum) {
-    const typename Op::State state[1] = {sum.state};
-    finish<Op, Out>(p, segments, run.segment, column, state, sum.row);
-  };
-
-  bool any_long = false;
-  for (int i = thread; i < kTiles; i += kThreads) {
-    runs[i] = first_tile + i < p.tiles ? slots_from(p, segments, first_tile + i) : SlotRun{};
-    any_long |= runs[i].count() > kCombineSequential;
-  }
-  any_long = __syncthreads_or(any_long) != 0;
-  for (int i = part; i < kTiles; i += kParts) {
-    const SlotRun run = runs[i];
-    if (!active || run.count() <= 0 || run.count() > kCombineSequential) continue;
-    done(run, append_slots<Op>(p, run, run.first, run.last + 1, column));
-  }
-  if (!any_long) return;
-  for (int i = 0; i < kTiles; ++i) {
-    const SlotRun run = runs[i];
-    if (run.count() <= kCombineSequential) continue;
-    const int64_t each = (run.count() + kParts - 1) / kParts;
-    const int64_t from = run.first + part * each;
-    const int64_t stop = from + each <= run.last ? from + each : run.last + 1;
-    if (active && from < stop) sums[part][lane] = append_slots<Op>(p, run, from, stop, column);
-    __syncthreads();
-    if (active && part == 0) {
-      PlacedState<Op> sum = sums[0][lane];
-      for (int other = 1; run.first + other * each <= run.last; ++other) {
-        sum.append(sums[other][lane]);
-      }
-      done(run, sum);
-    }
-    __syncthreads();
-  }
+  using Block = Combiner<Op, Out, kThreads, kColumns>;
+  __shared__ Block block;
+  block.combine(p, make_segments(p), static_cast<int>(blockIdx.x) * Block::kTiles);
 }
 
 }  // namespace pullback::segment_cuda

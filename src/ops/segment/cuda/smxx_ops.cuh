@@ -133,7 +133,9 @@ struct ExtremeCount {
   static R value(const State& a) { return static_cast<R>(a.count); }
 };
 
-// sum of exp(x - shift), shift being the largest x. An infinite shift counts the rows that have it.
+// sum of exp(x - shift). The shift is an x, the largest up to what kNear allows: a run aims at its
+// first row and takes rows not far above as they are. An infinite shift counts the rows that have
+// it.
 template <class R>
 struct ExponentialSum {
   struct State {
@@ -149,21 +151,15 @@ struct ExponentialSum {
     a.sum = a.sum * (above ? scale : 1) + (above ? 1 : scale);
     a.shift = above ? x : a.shift;
   }
-  template <int kCount>
-  static R peak(const State& a, const R (&x)[kCount]) {
-    R shift = a.shift;
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) shift = x[k] > shift ? x[k] : shift;
-    return shift;
-  }
-  template <int kCount>
-  static void add_together(State& a, R shift, const R (&x)[kCount], int) {
-    R sum = a.sum * exponential(a.shift - shift);
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) sum += exponential(x[k] - shift);
-    a = {shift, sum};
-  }
+  // The larger, the less exact is a term that is far above: 8 costs at most 5e-7 of it.
+  static constexpr R kNear = 8;
+  // Of a run without rows.
+  static void aim(State& a, R x) { a.shift = x; }
   static void append(State& a, const State& b) {
+    if (a.shift == b.shift) {
+      a.sum += b.sum;
+      return;
+    }
     const R shift = a.shift > b.shift ? a.shift : b.shift;
     a.sum = scaled(a, shift) + scaled(b, shift);
     a.shift = shift;
@@ -178,9 +174,12 @@ struct ExponentialSum {
 template <class R>
 struct SoftmaxSum : ExponentialSum<R> {};
 
+template <class Op>
+inline constexpr bool kAims = requires(typename Op::State state) { Op::aim(state, 0); };
+
 // Adds kCount rows of one segment, from `place` on; value(i, k) is column i of the k-th. An op that
 // has peak() and add_together() finds each column's peak first; false, and nothing is added, when
-// one is not finite.
+// one is not finite. One that aims adds the rows if none is far above its aim.
 template <class Op, class R, int kCount, int kVector>
 bool add_rows(typename Op::State (&state)[kVector], const auto& value, int place) {
   struct Column {
@@ -202,6 +201,21 @@ bool add_rows(typename Op::State (&state)[kVector], const auto& value, int place
     if (!(sizes < device::infinity<R>())) return false;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) Op::add_together(state[i], peak[i], column(i).x, place);
+  } else if constexpr (kAims<Op>) {
+    R sum[kVector], above = -device::infinity<R>();
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      sum[i] = state[i].sum;
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        const R difference = value(i, k) - state[i].shift;
+        above = larger(above, difference);
+        sum[i] += exponential(difference);
+      }
+    }
+    if (!(above <= Op::kNear)) return false;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) state[i].sum = sum[i];
   } else {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {

@@ -129,8 +129,7 @@ void product_carries(const Params& p) {
   constexpr int kParts = kThreads / kColumns;
   const Segments segments = make_segments(p);
   const int64_t column = column_block(p) * kColumns + static_cast<int>(threadIdx.x) % kColumns;
-  const int64_t tile =
-      static_cast<int64_t>(blockIdx.x) * kParts + static_cast<int>(threadIdx.x) / kColumns;
+  const int tile = static_cast<int>(blockIdx.x) * kParts + static_cast<int>(threadIdx.x) / kColumns;
   if (tile >= p.tiles || column >= p.columns) return;
   const SlotRun run = slots_from(p, segments, tile);
   const auto at = [&](void* data, int64_t t, int which) -> R& {

@@ -179,7 +179,15 @@ void reduce_rows(const Params& p) {
   State state[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) state[i] = stop > first ? begin_run<Op>(first) : Op::start();
-  bool in_head = !headless;
+  bool in_head = !headless, fresh = true;
+  const auto aim = [&](const typename Reader::Row& row) {
+    if constexpr (kAims<Op>) {
+      if (!fresh) return;
+      fresh = false;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) Op::aim(state[i], row.real(i));
+    }
+  };
 #pragma unroll 1
   for (int at = begin; at < stop; at += kBatch) {
     reader.request(at + kBatch);
@@ -191,6 +199,7 @@ void reduce_rows(const Params& p) {
       typename Reader::Row rows[kBatch];
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) rows[k] = reader.get(at, k);
+      aim(rows[0]);
       const auto value = [&](int i, int k) { return rows[k].real(i); };
       if (add_rows<Op, Real<T>, kBatch>(state, value, at)) {
         continue;
@@ -200,8 +209,12 @@ void reduce_rows(const Params& p) {
     for (int k = 0; k < kBatch; ++k) {
       if (!reader.has(at + k)) continue;
       const typename Reader::Row values = reader.get(at, k);
+      aim(values);
+      const auto value = [&](int i, int) { return values.real(i); };
+      if (!kAims<Op> || !add_rows<Op, Real<T>, 1>(state, value, at + k)) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) Op::add(state[i], values.real(i), at + k);
+        for (int i = 0; i < kVector; ++i) Op::add(state[i], values.real(i), at + k);
+      }
       if (end_bits >> k & 1) {
         if (in_head) {
 #pragma unroll
@@ -213,6 +226,7 @@ void reduce_rows(const Params& p) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) state[i] = begin_run<Op>(at + k + 1);
         in_head = false;
+        fresh = true;
       }
     }
   }

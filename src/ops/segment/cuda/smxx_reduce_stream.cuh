@@ -5,7 +5,7 @@
 // together: outputs are stored side by side.
 #pragma once
 
-#include "ops/segment/cuda/smxx_ops.cuh"
+#include "ops/segment/cuda/smxx_combine.cuh"
 #include "ops/segment/cuda/smxx_stream.cuh"
 
 namespace pullback::segment_cuda {
@@ -24,6 +24,36 @@ struct LaneRows {
   }
   Real<T> real(int i) const { return half[i / (kRows / 2)].real(i % (kRows / 2)); }
 };
+
+// Adds a lane's rows; `stops` are the last ones of segments, whose states go to `at_end`. The lanes
+// of the warp aim at one row, so that their states are added without another exponential. False,
+// and nothing is added, when a row is far from it.
+template <class Op, class T, class State>
+bool aimed_rows(const LaneRows<T>& rows, uint32_t stops, State& state, State* at_end) {
+  if constexpr (kAims<Op>) {
+    constexpr int kRows = LaneRows<T>::kRows;
+    const float shift = __shfl_sync(device::kAllLanes, rows.real(0), 0);
+    float term[kRows], away = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const float difference = rows.real(i) - shift;
+      away = larger(away, difference < 0 ? -difference : difference);
+      term[i] = exponential(difference);
+    }
+    if (!(away <= Op::kNear)) return false;
+    state = {shift, 0};
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      state.sum += term[i];
+      if (stops >> i & 1) {
+        at_end[i] = state;
+        state = {shift, 0};
+      }
+    }
+    if (stops >> (kRows - 1) != 0) state = Op::start();  // an aim is only for rows that follow
+  }
+  return true;
+}
 
 // The states of lanes 0 to 31 put together, in lane 0.
 template <class Op, class State>
@@ -53,9 +83,9 @@ void reduce_stream(const Params& p) {
   struct Shared {
     typename Rows::Shared x;
     typename Steps::Shared steps;
-    State at_end[kRows + stream_runs(kBytes)];  // of last rows: what their lane knows
-    State continued[stream_runs(kBytes)];       // by a lane's rows
-    State open[kWarps];                         // of the rows after the last end in each warp
+    alignas(16) State at_end[kRows + stream_runs(kBytes)];  // of last rows: what their lane knows
+    State continued[stream_runs(kBytes)];                   // by a lane's rows
+    State open[kWarps];             // of the rows after the last end in each warp
     State carry[2];                 // of the rows after the last end before the piece, by turns
     bool ended[kWarps];             // whether a warp had an end
     int16_t ends[kStreamEnds + 1];  // behind the begin of the first: rows counted from origin
@@ -68,7 +98,13 @@ void reduce_stream(const Params& p) {
   const auto end_place = [](int row) { return row + row / kLaneRows; };
 
   Segments segments;
-  if (!begin_stream(p, segments)) return;
+  using Combining = Combiner<Op, Out, kStreamThreads, 1>;
+  static_assert(sizeof(Combining) <= sizeof(shared.at_end));
+  Combining& combiner = *reinterpret_cast<Combining*>(shared.at_end);
+  if (!begin_stream(p, segments)) {
+    combiner.combine(p, segments, static_cast<int>(blockIdx.x) * kStreamThreads);
+    return;
+  }
   Steps steps(p, segments, shared.steps, kChunkBytes / kBytes);
   steps.skip_outside();
   typename Steps::EndRing ends = steps.end_ring(segments);
@@ -121,7 +157,11 @@ void reduce_stream(const Params& p) {
         }
       };
       bool done = false;
-      if (low <= 0 && high >= kLaneRows) {
+      if constexpr (kAims<Op>) {
+        if (__all_sync(device::kAllLanes, low <= 0 && high >= kLaneRows)) {
+          done = aimed_rows<Op>(LaneRows<T>(from), stops, state, at_end);
+        }
+      } else if (low <= 0 && high >= kLaneRows) {
         const LaneRows<T> rows(from);
         if (enders == 0) {
           State one[1] = {state};
@@ -233,6 +273,11 @@ void reduce_stream(const Params& p) {
   }
   if (thread == 0) slot_of<Op>(p, blockIdx.x, 1)[0] = shared.carry[parity];
   steps.report();
+  if (p.proof != Proof::again || !last_to_arrive(p)) return;
+  for (int tile = 0; tile < p.tiles; tile += kStreamThreads) {
+    combiner.combine(p, segments, tile);
+    __syncthreads();
+  }
 }
 
 }  // namespace pullback::segment_cuda

@@ -42,23 +42,23 @@ void sort_count(const SortParams& p) {
 
 // By one block: counts become the places where a tile's pairs with that digit go.
 inline void sort_sum(const SortParams& p) {
-  __shared__ int64_t scan[kRepairThreads];
+  __shared__ int64_t scan[kSortSumThreads];
   const int thread = threadIdx.x;
   const int64_t count = kDigits * p.tiles;
   int64_t carry = 0;
-  for (int64_t base = 0; base < count; base += kRepairThreads) {
+  for (int64_t base = 0; base < count; base += kSortSumThreads) {
     const int64_t i = base + thread;
     const int64_t own = i < count ? p.counts[i] : 0;
     scan[thread] = own;
     __syncthreads();
-    for (int step = 1; step < kRepairThreads; step *= 2) {
+    for (int step = 1; step < kSortSumThreads; step *= 2) {
       const int64_t other = thread >= step ? scan[thread - step] : 0;
       __syncthreads();
       scan[thread] += other;
       __syncthreads();
     }
     if (i < count) p.places[i] = carry + scan[thread] - own;
-    carry += scan[kRepairThreads - 1];
+    carry += scan[kSortSumThreads - 1];
     __syncthreads();
   }
 }

@@ -12,7 +12,8 @@
 
 #include "device/async_copy.cuh"
 #include "device/bulk.cuh"
-#include "ops/segment/cuda/smxx_index.cuh"
+#include "ops/segment/cuda/smxx_segments.cuh"
+#include "ops/segment/cuda/tuning.hpp"
 
 namespace pullback::segment_cuda {
 
@@ -129,39 +130,35 @@ inline void wait_for_copies() {
 
 // Whether the block has to run, and with which offsets.
 inline bool begin_stream(const Params& p, Segments& segments) {
-  let_next_kernel_begin();
-  if (p.proof != Proof::failed) {
-    if (p.proof == Proof::wanted) {
-      segments = make_segments(p, false);
-      if (blockIdx.x == 0 && threadIdx.x == 0) *p.repaired = 0;
-    } else {
-      segments = make_segments(p);
+  device::allow_next_kernel();
+  if (p.proof == Proof::wanted) {
+    segments = make_segments(p, false);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      *p.repaired = 0;
+      *p.arrivals = 0;
     }
     return true;
   }
-  wait_for_kernel_ahead();
-  bool bad = false;
-  for (int64_t tile = threadIdx.x; tile < p.tiles; tile += blockDim.x) {
-    bad |= p.disorder[tile] != 0;
+  if (p.proof != Proof::again) {
+    segments = make_segments(p);
+    return true;
   }
-  bad = __syncthreads_or(bad) != 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.use_own_offsets = bad;
-  if (!bad) return false;
-  if (blockIdx.x == 0) {
-    repair_offsets<kStreamThreads>(p);
-    __syncthreads();
+  device::wait_for_previous_kernel();
+  const bool bad = repaired(p);
+  segments = make_segments(p, bad || p.ids.data != nullptr);
+  return bad;
+}
+
+// Whether this is the last block to have done its share.
+inline bool last_to_arrive(const Params& p) {
+  __syncthreads();
+  bool last = false;
+  if (threadIdx.x == 0) {
     __threadfence();
-    if (threadIdx.x == 0) atomicExch(p.repaired, 1);
-  } else {
-    if (threadIdx.x == 0) {
-      while (atomicAdd(p.repaired, 0) == 0) {
-      }
-    }
-    __syncthreads();
+    last = atomicAdd(p.arrivals, 1) + 1 == p.tiles;
     __threadfence();
   }
-  segments = make_segments(p, true);
-  return true;
+  return __syncthreads_or(last) != 0;
 }
 
 // What a block walks along: the rows of its share and the segments that end there. Of the list's

@@ -1,42 +1,15 @@
-// The segments of a tile, as all kernels see them: offsets that can be trusted, and for a tile one
-// bit for each row that is the last of its segment, with the segment's number beside it.
+// The segments of a tile: one bit for each row that is the last of its segment, with the segment's
+// number beside it.
 #pragma once
 
-#include "device/warp.cuh"
-#include "ops/segment/cuda/params.cuh"
 #include "ops/segment/cuda/smxx_math.cuh"
+#include "ops/segment/cuda/smxx_segments.cuh"
 #include "ops/segment/cuda/tuning.hpp"
 
 namespace pullback::segment_cuda {
 
-inline int64_t index_at(const Indices& indices, int64_t i) {
-  return indices.wide ? static_cast<const int64_t*>(indices.data)[i * indices.stride]
-                      : static_cast<const int32_t*>(indices.data)[i * indices.stride];
-}
-
 inline int64_t column_block(const Params& p) {
   return static_cast<int64_t>(p.column_block) + blockIdx.y;
-}
-
-// Segments 0 to S+1 of the list (params.cuh), over offsets of the caller or of our own.
-struct Segments {
-  Indices offsets;
-  int64_t rows, count;
-
-  int64_t end(int64_t j) const { return j <= count ? index_at(offsets, j) : rows; }
-  int64_t begin(int64_t j) const { return j == 0 ? 0 : index_at(offsets, j - 1); }
-  int64_t length(int64_t j) const { return end(j) - begin(j); }
-};
-
-inline Segments make_segments(const Params& p, bool own) {
-  Segments segments{p.offsets, p.rows, p.segments};
-  if (own) segments.offsets = {p.own_offsets, 1, 1};
-  return segments;
-}
-// What every kernel after repair() begins with.
-inline Segments make_segments(const Params& p) {
-  wait_for_kernel_ahead();
-  return make_segments(p, *p.use_own_offsets != 0);
 }
 
 // Row of x at place r of the sorted order, which kPermuted allows to be another than r. Reading, a
@@ -53,35 +26,6 @@ int64_t written_row(const Params& p, int64_t place) {
   if (!kPermuted || p.permutation.data == nullptr) return place;
   const int64_t row = index_at(p.permutation, place);
   return row >= 0 && row < p.rows ? row : -1;
-}
-
-inline int64_t clamped(int64_t value, int64_t low, int64_t high) {
-  return value < low ? low : value > high ? high : value;
-}
-
-// Where the tile that begins with item `item` of the list begins. By a warp: 32 places at a time.
-// Of offsets out of order the first tile still begins, and the last one ends, where it must.
-inline TileStart find_start(const Segments& segments, int64_t item) {
-  if (item <= 0) return {0, 0};
-  if (item >= segments.rows + segments.count + 2) return {segments.count + 2, segments.rows};
-  const int lane = threadIdx.x % device::kWarpSize;
-  int64_t low = 0, high = segments.count + 2;
-  while (low < high) {
-    const int64_t step = (high - low + device::kWarpSize - 1) / device::kWarpSize;
-    const int64_t at = low + lane * step + step - 1;
-    const bool reached = at >= high || segments.end(at) + at >= item;
-    const uint32_t lanes = __ballot_sync(device::kAllLanes, reached);
-    if (lanes == 0) {
-      low = high;
-      break;
-    }
-    low += (__ffs(static_cast<int>(lanes)) - 1) * step;
-    high = low + step - 1 < high ? low + step - 1 : high;
-  }
-  const int64_t row = clamped(item - low, 0, segments.rows);
-  const bool ended =
-      low < segments.count + 2 && segments.end(low) == row && segments.begin(low) < row;
-  return {low + ended, row};
 }
 
 struct Tile {

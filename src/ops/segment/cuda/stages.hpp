@@ -53,8 +53,9 @@ struct Launcher {
   bool proven = false;       // offsets are, or the kernels know which to take
   bool overlapping = false;  // kernels begin while the one ahead ends, and wait for it themselves
 
-  // With the grid of the kernel's tiling.
-  void launch(const Kernel& kernel, Params p, std::int64_t blocks,
+  // With the grid of the kernel's tiling. What the kernel has to find out or to repair, the next
+  // one is given.
+  void launch(const Kernel& kernel, Params& p, std::int64_t blocks,
               std::int64_t column_blocks) const;
 };
 
@@ -91,19 +92,19 @@ class Setup {
   Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace) const;
   // `p` for a kernel that cuts the problem so; launches what has to come before it.
   Params tiled(Launcher& launcher, const Params& p, const Tiling& tiling) const;
-  // Launches a kernel that streams, and gives its parameters: how it has cut the problem.
-  Params stream(Launcher& launcher, const Kernel& kernel, const Params& p) const;
+  // Launches a kernel that streams, if need be again.
+  void stream(Launcher& launcher, const Kernel& kernel, const Params& p, bool combines) const;
   std::int64_t shares(const Kernel& kernel) const;
   // Blocks of the kernel that the device holds at a time.
   std::int64_t resident(const Kernel& kernel) const;
 
  private:
-  void prove(Launcher& launcher, const Params& p) const;
+  void prove(Launcher& launcher, Params& p) const;
 
   const cuda::DeviceInfo& device_;
   SegmentProblem problem_;
   Params params_{};
-  Kernel check_, repair_, starts_;
+  Kernel check_, starts_;
   bool overlapping_;
   std::int64_t most_tiles_ = 0, most_shares_ = 0;
   std::size_t offsets_at_, use_at_, disorder_at_, starts_at_ = 0;

@@ -4,11 +4,10 @@
 namespace pullback::segment_cuda {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kWalkerRows = 32;     // rows of one word of bits: a group of lanes walks some
-inline constexpr int kProductRows = 8;     // the same in backward of prod, which keeps them
-inline constexpr int kCheckBlocks = 1024;  // blocks that check the indices, at most
-inline constexpr int kRepairThreads = 1024;    // the one block that repairs what is out of order
-inline constexpr int kCombineColumns = 32;     // columns of a block that combines slots
+inline constexpr int kWalkerRows = 32;      // rows of one word of bits: a group of lanes walks some
+inline constexpr int kProductRows = 8;      // the same in backward of prod, which keeps them
+inline constexpr int kCheckBlocks = 1024;   // blocks that check the indices, at most
+inline constexpr int kProductColumns = 32;  // of a block that carries products from tile to tile
 inline constexpr int kCombineSequential = 32;  // slots that one thread combines by itself
 
 inline constexpr int kFewestLanes = 2;   // of a row of several columns
@@ -62,14 +61,15 @@ constexpr int stream_map_bytes(int element_bytes, int segment_bytes) {
   return kEndChunks * kEndChunk * 8 + stream_rows(element_bytes) * segment_bytes + 1024;
 }
 
-// Tiles that a block looks at for segments to combine.
-constexpr int combine_tiles(int columns) { return columns == 1 ? kThreads : 32; }
+// Tiles that a block of some threads looks at for segments to combine.
+constexpr int combine_tiles(int columns, int threads) { return columns == 1 ? threads : 32; }
 
 // Sort of plan_permutation.
 inline constexpr int kDigitBits = 8;
 inline constexpr int kDigits = 1 << kDigitBits;
 inline constexpr int kSortThreads = 256;
-inline constexpr int kSortRows = 16;  // rows of a thread
+inline constexpr int kSortSumThreads = 1024;  // of the one block that sums the counts
+inline constexpr int kSortRows = 16;          // rows of a thread
 inline constexpr int kSortTile = kSortThreads * kSortRows;
 
 }  // namespace pullback::segment_cuda

@@ -1,0 +1,163 @@
+// The segments as all kernels see them, out of index tensors that nobody vouches for and without
+// the host hearing of it. The first kernel of a run looks whether they are in order; the next one
+// repairs what is not. The rules are those of index.hpp: an offset or id that is smaller than one
+// before it counts as the largest so far.
+#pragma once
+
+#include "device/dependent.cuh"
+#include "device/warp.cuh"
+#include "ops/segment/cuda/params.cuh"
+
+namespace pullback::segment_cuda {
+
+inline int64_t clamped(int64_t value, int64_t low, int64_t high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+inline int64_t index_at(const Indices& indices, int64_t i) {
+  return indices.wide ? static_cast<const int64_t*>(indices.data)[i * indices.stride]
+                      : static_cast<const int32_t*>(indices.data)[i * indices.stride];
+}
+
+// Segments 0 to S+1 of the list (params.cuh), over offsets of the caller or of our own.
+struct Segments {
+  Indices offsets;
+  int64_t rows, count;
+
+  int64_t end(int64_t j) const { return j <= count ? index_at(offsets, j) : rows; }
+  int64_t begin(int64_t j) const { return j == 0 ? 0 : index_at(offsets, j - 1); }
+  int64_t length(int64_t j) const { return end(j) - begin(j); }
+};
+
+inline Segments make_segments(const Params& p, bool own) {
+  Segments segments{p.offsets, p.rows, p.segments};
+  if (own) segments.offsets = {p.own_offsets, 1, 1};
+  return segments;
+}
+// Where the tile that begins with item `item` of the list begins. By a warp: 32 places at a time.
+// Of offsets out of order the first tile still begins, and the last one ends, where it must.
+inline TileStart find_start(const Segments& segments, int64_t item) {
+  if (item <= 0) return {0, 0};
+  if (item >= segments.rows + segments.count + 2) return {segments.count + 2, segments.rows};
+  const int lane = threadIdx.x % device::kWarpSize;
+  int64_t low = 0, high = segments.count + 2;
+  while (low < high) {
+    const int64_t step = (high - low + device::kWarpSize - 1) / device::kWarpSize;
+    const int64_t at = low + lane * step + step - 1;
+    const bool reached = at >= high || segments.end(at) + at >= item;
+    const uint32_t lanes = __ballot_sync(device::kAllLanes, reached);
+    if (lanes == 0) {
+      low = high;
+      break;
+    }
+    low += (__ffs(static_cast<int>(lanes)) - 1) * step;
+    high = low + step - 1 < high ? low + step - 1 : high;
+  }
+  const int64_t row = clamped(item - low, 0, segments.rows);
+  const bool ended =
+      low < segments.count + 2 && segments.end(low) == row && segments.begin(low) < row;
+  return {low + ended, row};
+}
+
+// By all warps of the grid, or of the block.
+inline void find_starts(const Params& p, const Segments& segments, int64_t thread,
+                        int64_t threads) {
+  const bool first_lane = threadIdx.x % device::kWarpSize == 0;
+  for (int64_t tile = thread / device::kWarpSize; tile <= p.tiles;
+       tile += threads / device::kWarpSize) {
+    const TileStart start = find_start(segments, tile * p.tile_items);
+    if (first_lane) p.starts[tile] = start;
+  }
+  if (thread == 0) p.starts[p.tiles + 1] = {segments.begin(1), segments.end(segments.count)};
+}
+
+// --- Repair, by one block ---
+
+// own_offsets[i] becomes the largest (kForward) of elements 0 to i, or the smallest of i to S.
+template <bool kForward>
+void scan_own_offsets(const Params& p) {
+  __shared__ int64_t totals[32];
+  const int thread = threadIdx.x, threads = blockDim.x;
+  const int lane = thread % device::kWarpSize, warp = thread / device::kWarpSize;
+  const int64_t count = p.segments + 1;
+  const int64_t neutral = kForward ? 0 : p.rows;
+  int64_t carry = neutral;
+  const auto pick = [](int64_t a, int64_t b) { return kForward == (a < b) ? b : a; };
+  for (int64_t base = 0; base < count; base += threads) {
+    const int64_t i = base + thread;
+    const int64_t at = kForward ? i : count - 1 - i;
+    int64_t value = i < count ? p.own_offsets[at] : neutral;
+#pragma unroll
+    for (int step = 1; step < device::kWarpSize; step *= 2) {
+      const int64_t before = __shfl_up_sync(device::kAllLanes, value, step);
+      if (lane >= step) value = pick(value, before);
+    }
+    if (lane == device::kWarpSize - 1) totals[warp] = value;
+    __syncthreads();
+    value = pick(value, carry);
+    for (int other = 0; other < threads / device::kWarpSize; ++other) {
+      if (other < warp) value = pick(value, totals[other]);
+      carry = pick(carry, totals[other]);
+    }
+    if (i < count) p.own_offsets[at] = value;
+    __syncthreads();
+  }
+}
+
+// own_offsets become the caller's, put in order, and the starts of tiles what follows from them.
+__noinline__ inline void repair(const Params& p) {
+  const int64_t thread = threadIdx.x, threads = blockDim.x;
+  if (p.ids.data != nullptr) {
+    // The first row whose id is s or more: the smallest, over ids from s on, of first rows.
+    for (int64_t s = thread; s <= p.segments; s += threads) p.own_offsets[s] = p.rows;
+    __syncthreads();
+    for (int64_t n = thread; n < p.rows; n += threads) {
+      const int64_t id = clamped(index_at(p.ids, n), -1, p.segments);
+      if (id >= 0) atomicMin(&p.own_offsets[id], n);
+    }
+    __syncthreads();
+    scan_own_offsets<false>(p);
+  } else {
+    for (int64_t s = thread; s <= p.segments; s += threads) {
+      p.own_offsets[s] = clamped(index_at(p.offsets, s), 0, p.rows);
+    }
+    __syncthreads();
+    scan_own_offsets<true>(p);
+  }
+  find_starts(p, make_segments(p, true), thread, threads);
+}
+
+// Whether the kernel ahead has met disorder; if so, all is repaired when this returns. The first
+// block sees to it, on which the others may wait, as it is on the device before them.
+inline bool repaired(const Params& p) {
+  bool bad = false;
+  for (int i = threadIdx.x; i < p.disorder_count; i += blockDim.x) bad |= p.disorder[i] != 0;
+  bad = __syncthreads_or(bad) != 0;
+  const bool first = blockIdx.x == 0 && blockIdx.y == 0;
+  if (first && threadIdx.x == 0) *p.use_own_offsets = bad || p.ids.data != nullptr;
+  if (!bad) return false;
+  if (first) {
+    repair(p);
+    __syncthreads();
+    __threadfence();
+    if (threadIdx.x == 0) atomicExch(p.repaired, 1);
+  } else {
+    if (threadIdx.x == 0) {
+      while (atomicAdd(p.repaired, 0) == 0) {
+      }
+    }
+    __syncthreads();
+    __threadfence();
+  }
+  return true;
+}
+
+// What every kernel but a run's first begins with.
+inline Segments make_segments(const Params& p) {
+  device::wait_for_previous_kernel();
+  const bool own =
+      p.proof == Proof::checked ? repaired(p) || p.ids.data != nullptr : *p.use_own_offsets != 0;
+  return make_segments(p, own);
+}
+
+}  // namespace pullback::segment_cuda
