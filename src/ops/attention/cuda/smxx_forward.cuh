@@ -188,7 +188,8 @@ void forward(const ForwardParams& params) {
   const uint32_t q_tile = shared_address(shared);
   const uint32_t ring = q_tile + kTile.rows * Layout::kRowBytes;
 
-  constexpr bool kAnew = kKind != ForwardKind::plain || kTile.width == 96 || __CUDA_ARCH__ < 900;
+  constexpr bool kAnew =
+      kKind != ForwardKind::plain || kTile.width == 96 || sizeof(T) == 4 || __CUDA_ARCH__ < 900;
 
   const Problem& p = params.problem;
   QueryTile tile;
