@@ -239,6 +239,11 @@ void alphas(std::vector<Case>& cases) {
                                            alphas_of({6}, {1, 0.5, 2, kNaN, kInfinity, 1.5}))));
   cases.push_back(make_case("alpha per row, axis 0 of 3", {{"axis", "0"}}, {30, 2, 3}, normal(1),
                             alphas_of({2, 3}, {1.05, 1.3, 1.5, 1.7, 2, 1.01})));
+  // Sums of equal summands round alike: steps must end all the same.
+  for (const char* alpha : {"1.6", "1.8", "1.9002", "1.9034", "1.9077", "1.95", "1.99"}) {
+    cases.push_back(no_differences(make_case(fmt::format("equal elements alpha {}", alpha),
+                                             {{"alpha", alpha}}, {17, 294}, listed({2}))));
+  }
   for (const char* alpha : {"1", "1.0001", "1.01", "1.2", "1.5", "2", "3"}) {
     cases.push_back(
         no_differences(make_case(fmt::format("d_alpha of alpha {}", alpha),

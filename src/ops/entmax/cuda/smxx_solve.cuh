@@ -244,6 +244,7 @@ R after_step(const P&, R theta, R step) {
 template <class A, class P, class R, class G, class Elements>
 Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R tolerance) {
   Threshold<R> result{theta, R{0}, R{1}};
+  [[maybe_unused]] R last_error = device::infinity<R>();
   bool done = false;
   while (true) {
     const Sums<A> sums = evaluate<P, R, A>(power, result.theta, group, for_each);
@@ -262,8 +263,16 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
         result.rest = step - (root - result.theta);
         result.theta = root;
         // Sums that round up would never come closer to 1.
-        done = !((P::curved ? magnitude(f_minus_1) : f_minus_1) > tolerance &&
-                 magnitude(step) > 4 * kEpsilon<R> * magnitude(root));
+        bool moves = magnitude(step) > 4 * kEpsilon<R> * magnitude(root);
+        R error = f_minus_1;
+        if constexpr (P::curved) {
+          // Steps that go either way could repeat: an error this small that does not shrink is
+          // that of the sums.
+          error = magnitude(error);
+          moves = moves && (error < last_error || error > 0x1p-11f);
+          last_error = error;
+        }
+        done = !(error > tolerance && moves);
         if (done) result.scale = quotient(R{1}, 1 + result.rest * power.descent(rounded.slope));
       }
     }
