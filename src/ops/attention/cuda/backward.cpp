@@ -119,8 +119,11 @@ class TileBackward final : public BackwardBody {
       : BackwardBody(problem, device, tiles_of(problem.q.dtype, width, arch).queries,
                      tiles_of(problem.q.dtype, width, arch).keys),
         tiles_(tiles_of(problem.q.dtype, width, arch)) {
-    vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
-               has_vector_rows(problem.v) && has_vector_rows(problem.d_out);
+    vectors_ = true;
+    for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
+                                   &problem.d_k, &problem.d_v}) {
+      vectors_ = vectors_ && (!spec->given() || has_vector_rows(*spec));
+    }
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(params_.bias);
     d_bias_vectors_ = has_vector_keys(params_.d_bias);
@@ -257,7 +260,8 @@ class TileBackward final : public BackwardBody {
     params.bias_sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_ + sum_bytes_);
     params.row_vectors = row_vectors_ && cuda::vector_aligned({tensors.out, tensors.d_out});
     params.vectors =
-        vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.d_out});
+        vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.d_out,
+                                          tensors.d_q, tensors.d_k, tensors.d_v});
     params.bias_vectors = bias_vectors_ && cuda::vector_aligned({tensors.bias});
     params.d_bias_vectors = d_bias_vectors_ && cuda::vector_aligned({tensors.d_bias});
     if (planes_ > 0 && params.q_tiles > 0) prepare_.launch(stream, params);

@@ -344,18 +344,51 @@ struct BackwardBlock {
   void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
                  int columns, const float (&sum)[kM][kSumN][4], float factor) const {
     T* const base = static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head;
+    const auto row_of = [&](int m, int half) {
+      return row + (kInterleaved ? 4 * m + 2 * half + first_key_of_row(lane)
+                                 : 16 * m + 8 * half + lane / 4);
+    };
+    if constexpr (sizeof(T) == 2) {
+      // Four lanes share a row: of four pieces of 8 columns, or of two rows' two, each takes one.
+      constexpr int kAcross = kSumN % 4 == 0 ? 4 : 2;
+      const int own_column = column + lane % kAcross * 8;
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+      for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row + (kInterleaved ? 4 * m + 2 * half + first_key_of_row(lane)
-                                          : 16 * m + 8 * half + lane / 4);
-        if (r >= limit) continue;
-        T* const to = base + (first + r) * rows.row;
+        for (int half = 0; half < 2; half += 4 / kAcross) {
+          const int r = row_of(m, half + lane % 4 / kAcross);
+          T* const to = base + (first + r) * rows.row;
 #pragma unroll
-        for (int n = 0; n < kSumN; ++n) {
-          store_pair<T>(rows, to, column + 8 * n + lane % 4 * 2, columns,
-                        factor * sum[m][n][2 * half], factor * sum[m][n][2 * half + 1]);
+          for (int n = 0; n < kSumN; n += kAcross) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float* const pair = sum[m][n + i % kAcross] + 2 * (half + i / kAcross);
+              words[i] = pack<T>(factor * pair[0], factor * pair[1]);
+            }
+            transpose_four(words, lane);
+            if (r >= limit) continue;
+            if constexpr (is_general(kFeatures)) {
+              store_eight(to, rows.element, own_column + 8 * n, columns, p.vectors != 0, words);
+            } else if (own_column + 8 * n < columns) {
+              store_words(to + own_column + 8 * n, words);
+            }
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int r = row_of(m, half);
+          if (r >= limit) continue;
+          T* const to = base + (first + r) * rows.row;
+#pragma unroll
+          for (int n = 0; n < kSumN; ++n) {
+            store_pair(rows, to, column + 8 * n + lane % 4 * 2, columns,
+                       factor * sum[m][n][2 * half], factor * sum[m][n][2 * half + 1]);
+          }
         }
       }
     }
@@ -403,27 +436,51 @@ struct BackwardBlock {
     block.next = block.number + 1;
   }
 
-  void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
-               int first_column) const {
-    float* const sums = p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
-    const bool first = block.first_turn, last = block.last_turn;
+  float* d_q_sums() const {
+    return p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
+  }
+
+  // What the product of the step is added to: where the blocks before are added here, their sum.
+  void begin_d_q(float (&sum)[kDqM][kDqN][4]) const {
+    const bool loads = !block.first_turn && (block.last_turn || !kAddsInMemory);
+    const float* const sums = d_q_sums();
 #pragma unroll
     for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
       for (int n = 0; n < kDqN; ++n) {
-        float* const at = sums + (m * kDqN + n) * (kThreads * 4);
-        if (!first) {
-          if (last) {
-            add_loaded(sum[m][n], at);
-          } else {
-            add_stored(at, sum[m][n]);
-          }
-        } else if (!last) {
-          store_past_l1(at, sum[m][n]);
-        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[m][n][e] = 0;
       }
     }
-    if (!last) return;
+    if (!loads) return;
+#pragma unroll
+    for (int m = 0; m < kDqM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kDqN; ++n) {
+        load_past_l1(sum[m][n], sums + (m * kDqN + n) * (kThreads * 4));
+      }
+    }
+  }
+
+  void end_d_q(const Step& step, const float (&sum)[kDqM][kDqN][4], int first_query,
+               int first_column) const {
+    if (!block.last_turn) {
+      const bool adds = kAddsInMemory && !block.first_turn;
+      float* const sums = d_q_sums();
+#pragma unroll
+      for (int m = 0; m < kDqM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kDqN; ++n) {
+          float* const at = sums + (m * kDqN + n) * (kThreads * 4);
+          if (adds) {
+            add_in_memory(at, sum[m][n]);
+          } else {
+            store_past_l1(at, sum[m][n]);
+          }
+        }
+      }
+      return;
+    }
     const int head = head_of(step);
     const int first_row = step.tile * kQueries;
     const int64_t all =
@@ -494,8 +551,7 @@ struct BackwardBlock {
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
       const uint32_t stats = stats_tiles + stage * sizeof(Stats);
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
-      const bool careful = suspicious || !block.finite_keys ||
-                           !sees_all(place, place.tile, step.tile, kKeys, kQueries);
+      const bool careful = suspicious || !block.finite_keys;
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
@@ -507,11 +563,12 @@ struct BackwardBlock {
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
         const KeyScores scores = scores_of(step, chunk, stats);
-        // With a block mask the warp's keys may see all, some or none of the queries.
+        // The warp's keys and these queries: often all or none see each other where others differ.
         constexpr uint32_t kAllSquares = all_squares(kChunkQueries, 32);
         const uint32_t squares = scores.squares & kAllSquares;
-        if constexpr (kFeatures == kBlocks) {
-          if (!suspicious && squares == 0) {
+        if constexpr (!has_bias(kFeatures)) {
+          if (!suspicious &&
+              (squares == 0 || sees_none(place, scores.key, scores.query, 32, kChunkQueries))) {
             store_unseen(first);
             continue;
           }
@@ -528,7 +585,8 @@ struct BackwardBlock {
         uint32_t kept[2];
         scores.draw(kept);
         auto sink = bias_sink(scores, step, chunk);
-        if (careful || is_general(kFeatures) || (listed() && squares != kAllSquares)) {
+        if (careful || is_general(kFeatures) || (listed() && squares != kAllSquares) ||
+            !sees_all(place, scores.key, scores.query, 32, kChunkQueries)) {
           scores.template make<true>(s, d_p, pt, ds, bias, kept, sink);
         } else {
           scores.template make<false>(s, d_p, pt, ds, bias, kept, sink);
@@ -558,7 +616,8 @@ struct BackwardBlock {
       }
       if (kStages == 1 && has_next(step)) load_step(next_of(step), 0);
       if (p.d_q.data != nullptr) {
-        float sum[kDqM][kDqN][4] = {};
+        float sum[kDqM][kDqN][4];
+        begin_d_q(sum);
         if (!block.finite_keys) {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
@@ -571,7 +630,7 @@ struct BackwardBlock {
           load_keys(k_tile, p.k, p.problem.head_dim);
           async_commit();
         }
-        add_d_q(step, sum, dq_row, dq_column);
+        end_d_q(step, sum, dq_row, dq_column);
       }
       if (!has_next(step)) break;
       if (threadIdx.x == 0) block.steps[turn ^ 1] = next_of(step);

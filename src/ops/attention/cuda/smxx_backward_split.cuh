@@ -295,7 +295,8 @@ struct SplitBlock
   }
 
   void sum_queries(const Step& step) const {
-    float sum[kDqM][kDqN][4] = {};
+    float sum[kDqM][kDqN][4];
+    this->begin_d_q(sum);
     if (!block.finite_keys) {
       make_planes_finite<kKeys, kWidth, kThreads>(k_tile);
       __syncthreads();
@@ -311,7 +312,7 @@ struct SplitBlock
       __syncthreads();
       split_keys(k_tile, units.k_unit);
     }
-    this->add_d_q(step, sum, dq_row, dq_column);
+    this->end_d_q(step, sum, dq_row, dq_column);
   }
 
   void run() {
@@ -343,8 +344,9 @@ struct SplitBlock
       if (kStages > 1 && more) this->load_step(this->next_of(step), stage ^ 1);
 
       const bool suspicious = load_shared_word(flags_of(stage)) != 0;
-      const bool careful = suspicious || !block.finite_keys ||
-                           !sees_all(place, place.tile, step.tile, kKeys, kQueries);
+      const bool careful =
+          suspicious || !block.finite_keys ||
+          !sees_all(place, place.tile * kKeys, step.tile * kQueries, kKeys, kQueries);
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + this->tile_of(step));

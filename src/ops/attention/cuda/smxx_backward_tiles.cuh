@@ -98,12 +98,20 @@ inline TileRange key_tiles_of(const TilePlace& place, int query_tile, int keys, 
                           place.k_length, keys);
 }
 
-// Whether every query of the tile exists and sees every key of the tile, which exist too.
-inline bool sees_all(const TilePlace& place, int key_tile, int query_tile, int keys, int queries) {
-  const int64_t key = static_cast<int64_t>(key_tile) * keys;
-  const int64_t query = static_cast<int64_t>(query_tile) * queries;
-  return key + keys <= place.k_length && query + queries <= place.q_length &&
-         key - (query + queries - 1) >= place.lowest && key + keys - 1 - query <= place.highest;
+// Whether all of the keys and queries from the first ones on exist and see each other.
+inline bool sees_all(const TilePlace& place, int key, int query, int keys, int queries) {
+  const int64_t last_key = static_cast<int64_t>(key) + keys - 1;
+  const int64_t last_query = static_cast<int64_t>(query) + queries - 1;
+  return last_key < place.k_length && last_query < place.q_length &&
+         key - last_query >= place.lowest && last_key - query <= place.highest;
+}
+
+// Whether none of them do.
+inline bool sees_none(const TilePlace& place, int key, int query, int keys, int queries) {
+  const int64_t last_key = static_cast<int64_t>(key) + keys - 1;
+  const int64_t last_query = static_cast<int64_t>(query) + queries - 1;
+  return key >= place.k_length || query >= place.q_length || last_key - query < place.lowest ||
+         key - last_query > place.highest;
 }
 
 }  // namespace pullback::attention
