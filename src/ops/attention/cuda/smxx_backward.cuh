@@ -171,6 +171,14 @@ struct BackwardBlock {
                      squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
   }
 
+  static Seen seen_by(const KeyScores& scores) {
+    constexpr uint32_t kAllSquares = all_squares(kChunkQueries, 32);
+    const uint32_t squares = scores.squares & kAllSquares;
+    if (listed() && squares == 0) return Seen::none;
+    const Seen seen = seen_of(scores.place, scores.key, scores.query, 32, kChunkQueries);
+    return listed() && squares != kAllSquares && seen == Seen::all ? Seen::some : seen;
+  }
+
   // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
   auto bias_of(const KeyScores& scores, int first) const {
     const auto bytes = [tile = ds_tile, row = key_row, first](int number) {
@@ -563,12 +571,10 @@ struct BackwardBlock {
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
         const KeyScores scores = scores_of(step, chunk, stats);
-        // The warp's keys and these queries: often all or none see each other where others differ.
-        constexpr uint32_t kAllSquares = all_squares(kChunkQueries, 32);
-        const uint32_t squares = scores.squares & kAllSquares;
+        // All or none of the warp's pairs may see each other where others differ.
+        const Seen seen = seen_by(scores);
         if constexpr (!has_bias(kFeatures)) {
-          if (!suspicious &&
-              (squares == 0 || sees_none(place, scores.key, scores.query, 32, kChunkQueries))) {
+          if (!suspicious && seen == Seen::none) {
             store_unseen(first);
             continue;
           }
@@ -585,8 +591,7 @@ struct BackwardBlock {
         uint32_t kept[2];
         scores.draw(kept);
         auto sink = bias_sink(scores, step, chunk);
-        if (careful || is_general(kFeatures) || (listed() && squares != kAllSquares) ||
-            !sees_all(place, scores.key, scores.query, 32, kChunkQueries)) {
+        if (careful || is_general(kFeatures) || seen != Seen::all) {
           scores.template make<true>(s, d_p, pt, ds, bias, kept, sink);
         } else {
           scores.template make<false>(s, d_p, pt, ds, bias, kept, sink);

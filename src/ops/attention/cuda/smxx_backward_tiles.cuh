@@ -98,20 +98,20 @@ inline TileRange key_tiles_of(const TilePlace& place, int query_tile, int keys, 
                           place.k_length, keys);
 }
 
-// Whether all of the keys and queries from the first ones on exist and see each other.
-inline bool sees_all(const TilePlace& place, int key, int query, int keys, int queries) {
-  const int64_t last_key = static_cast<int64_t>(key) + keys - 1;
-  const int64_t last_query = static_cast<int64_t>(query) + queries - 1;
-  return last_key < place.k_length && last_query < place.q_length &&
-         key - last_query >= place.lowest && last_key - query <= place.highest;
-}
+enum class Seen { none, some, all };
 
-// Whether none of them do.
-inline bool sees_none(const TilePlace& place, int key, int query, int keys, int queries) {
+// How many of the pairs of `keys` keys and `queries` queries, from the first ones on, exist and see
+// each other.
+inline Seen seen_of(const TilePlace& place, int key, int query, int keys, int queries) {
   const int64_t last_key = static_cast<int64_t>(key) + keys - 1;
   const int64_t last_query = static_cast<int64_t>(query) + queries - 1;
-  return key >= place.k_length || query >= place.q_length || last_key - query < place.lowest ||
-         key - last_query > place.highest;
+  if (key >= place.k_length || query >= place.q_length || last_key - query < place.lowest ||
+      key - last_query > place.highest) {
+    return Seen::none;
+  }
+  const bool all = last_key < place.k_length && last_query < place.q_length &&
+                   key - last_query >= place.lowest && last_key - query <= place.highest;
+  return all ? Seen::all : Seen::some;
 }
 
 }  // namespace pullback::attention
