@@ -101,39 +101,46 @@ struct BackwardBlock {
     const int64_t head = place.head * p.problem.group + head_of_group;
     return blocks.first + blocks.plane(place.batch, head) * (blocks.owners + 1) + place.tile;
   }
-  const SeenTile& seen_tile(int head_of_group, int at) const {
-    return p.problem.blocks.tiles[list_of(head_of_group)[0] + at];
-  }
-  const SeenTile& seen_tile(const Step& step) const {
-    return seen_tile(step.head_of_group, step.at);
-  }
-  uint32_t squares_of(const Step& step) const { return listed() ? seen_tile(step).squares : ~0u; }
 
-  // The last tile of the first head from `head_of_group` on that has one; past the group: none.
-  Step last_of_head(int head_of_group) const {
-    if constexpr (!listed()) {
-      const bool any = block.queries.begin < block.queries.end;
-      return {any ? head_of_group : p.problem.group, block.queries.end - 1, 0};
-    }
-    for (; head_of_group < p.problem.group; ++head_of_group) {
-      const int64_t* const first = list_of(head_of_group);
-      const int last = static_cast<int>(first[1] - first[0]) - 1;
-      if (last >= 0) return {head_of_group, seen_tile(head_of_group, last).tile, last};
-    }
-    return {head_of_group, 0, 0};
-  }
-  Step next_of(const Step& step) const {
+  // By one thread, ahead of the commit and the barrier before those who read it: the last tile of
+  // the first head from `head_of_group` on that has one; past the group: none.
+  void begin_head(Step& step, int head_of_group) const {
+    const int end = p.problem.group;
     if constexpr (listed()) {
-      if (step.at > 0) {
-        return {step.head_of_group, seen_tile(step.head_of_group, step.at - 1).tile, step.at - 1};
+      for (; head_of_group < end; ++head_of_group) {
+        const int64_t* const first = list_of(head_of_group);
+        step.list = first[0];
+        step.at = static_cast<int>(first[1] - first[0]) - 1;
+        if (step.at >= 0) break;
       }
-    } else if (step.tile > block.queries.begin) {
-      return {step.head_of_group, step.tile - 1, 0};
+      step.head_of_group = head_of_group;
+      if (head_of_group < end) copy_seen(step);
+    } else {
+      step.head_of_group = block.queries.begin < block.queries.end ? head_of_group : end;
+      step.tile = block.queries.end - 1;
     }
-    return last_of_head(step.head_of_group + 1);
   }
+  void find_step(int number) const {
+    const Step& before = step_at(number - 1);
+    Step& step = block.steps[number % 4u];
+    step.head_of_group = before.head_of_group;
+    if (!exists(before)) return;
+    if constexpr (listed()) {
+      if (before.at == 0) return begin_head(step, before.head_of_group + 1);
+      step.at = before.at - 1;
+      step.list = before.list;
+      copy_seen(step);
+    } else {
+      if (before.tile == block.queries.begin) return begin_head(step, before.head_of_group + 1);
+      step.tile = before.tile - 1;
+    }
+  }
+  void copy_seen(Step& step) const {
+    SeenTile* const to = &step;
+    async_copy(to, p.problem.blocks.tiles + step.list + step.at);
+  }
+  const Step& step_at(int number) const { return block.steps[number % 4u]; }
   bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
-  bool has_next(const Step& step) const { return exists(next_of(step)); }
 
   int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
   int64_t plane_of(const Step& step) const {
@@ -167,8 +174,8 @@ struct BackwardBlock {
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
     return KeyScores(p, dropout, place, head_of(step), place.tile * kKeys + key_row,
-                     step.tile * kQueries + first,
-                     squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
+                     step.tile * kQueries + first, step.squares >> (first / 16 * 8 + key_row / 16),
+                     stats + first * 8, lane);
   }
 
   static Seen seen_by(const KeyScores& scores) {
@@ -415,8 +422,8 @@ struct BackwardBlock {
   void begin_turn(const Step& step, int32_t seen) const {
     int32_t number, count;
     if constexpr (listed()) {
-      number = seen_tile(step).turn;
-      count = seen_tile(step).turns;
+      number = step.turn;
+      count = step.turns;
     } else {
       const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
       number = place.tile - keys.begin;
@@ -504,8 +511,13 @@ struct BackwardBlock {
   }
 
   void run() {
-    const Step first = last_of_head(0);
-    if (exists(first)) sum_steps(first);
+    if (threadIdx.x == 0) {
+      begin_head(block.steps[0], 0);
+      async_commit();
+      async_wait<0>();
+    }
+    __syncthreads();
+    if (exists(step_at(0))) sum_steps();
     store_keys();
   }
 
@@ -523,23 +535,22 @@ struct BackwardBlock {
     }
   }
 
-  void sum_steps(const Step& first) {
+  void sum_steps() {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
     wait_for_previous_kernel();  // for statistics and turns
-    load_step(first, 0);
+    if (threadIdx.x == 0) find_step(1);
+    load_step(step_at(0), 0);
     async_wait<0>();
     __syncthreads();
     const bool finite = !keys_not_finite();
-    if (threadIdx.x == 0) {
-      block.finite_keys = finite;
-      block.steps[0] = first;
-    }
+    if (threadIdx.x == 0) block.finite_keys = finite;
     __syncthreads();
-    for (int turn = 0;; turn ^= 1) {
-      const Step& step = block.steps[turn];
-      const int stage = kStages > 1 ? turn : 0;
-      const bool more = has_next(step);
+    for (int number = 0;; ++number) {
+      const Step& step = step_at(number);
+      const Step& next = step_at(number + 1);
+      const int stage = kStages > 1 ? number % 2 : 0;
+      const bool more = exists(next);
       if constexpr (has_bias(kFeatures)) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -547,10 +558,11 @@ struct BackwardBlock {
           bias_of(scores, first_of(chunk)).load();
         }
         async_commit();
-        if (more) fetch_bias(next_of(step));
+        if (more) fetch_bias(next);
       }
+      if (threadIdx.x == 0) find_step(number + 2);
       if (kStages > 1 && more) {
-        load_step(next_of(step), stage ^ 1);
+        load_step(next, stage ^ 1);
       } else {
         async_commit();
       }
@@ -619,7 +631,7 @@ struct BackwardBlock {
         sum_keys_of_tile(q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
       }
-      if (kStages == 1 && has_next(step)) load_step(next_of(step), 0);
+      if (kStages == 1 && more) load_step(next, 0);
       if (p.d_q.data != nullptr) {
         float sum[kDqM][kDqN][4];
         begin_d_q(sum);
@@ -637,8 +649,7 @@ struct BackwardBlock {
         }
         end_d_q(step, sum, dq_row, dq_column);
       }
-      if (!has_next(step)) break;
-      if (threadIdx.x == 0) block.steps[turn ^ 1] = next_of(step);
+      if (!more) break;
       async_wait<0>();
       __syncthreads();
     }

@@ -6,10 +6,12 @@
 
 namespace pullback::attention {
 
-// One query head and one tile of queries.
-struct BackwardStep {
-  int head_of_group, tile;
-  int at;  // with a block mask: its place in the list of the keys
+// One query head and one tile of queries, of which SeenTile knows more with a block mask.
+struct BackwardStep : SeenTile {
+  int head_of_group;
+  // With a block mask: its place in the list of the head's tiles, and where that begins.
+  int at;
+  int64_t list;
 };
 
 // In shared memory: registers are needed for sums.
@@ -18,7 +20,7 @@ struct BlockPlace {
   int64_t pair;
   TileRange queries;
   bool finite_keys;
-  BackwardStep steps[2];  // this one and the next, in turns
+  BackwardStep steps[4];  // by their number modulo 4: of a step and the next one
   // Of the step, from the first thread to all.
   bool first_turn, last_turn;
   int32_t number;
