@@ -194,10 +194,24 @@ class TileBackward final : public BackwardBody {
       }
       // Tiles of a head that follow each other start two steps apart, so that turns come in time.
       const std::int64_t flight = std::int64_t{device_.multiprocessors} * tiles_.blocks;
-      const std::int64_t steps = std::max<std::int64_t>(sizes_.group * params_.q_tiles, 1);
+      const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
       params_.pair_group = static_cast<std::int32_t>(
-          std::min(pairs_, std::max(kPairGroup, ceil_div(2 * flight, steps))));
+          std::min(pairs_, std::max(kPairGroup, ceil_div(2 * flight * params_.k_tiles, steps))));
     }
+  }
+
+  // Tiles of queries that the band lets the tiles of keys of a head meet.
+  std::int64_t all_steps(const AttentionProblem& problem) const {
+    if (sizes_.varlen) return std::int64_t{params_.q_tiles} * params_.k_tiles;
+    const Sequence whole{0, sizes_.total_query, 0, sizes_.total_key};
+    std::int64_t steps = 0;
+    for (std::int64_t key = 0; key < sizes_.total_key; key += tiles_.keys) {
+      const std::int64_t last = std::min(key + tiles_.keys, sizes_.total_key) - 1;
+      const std::int64_t begin = seeing_queries(problem.mask, whole, key).begin;
+      const std::int64_t end = seeing_queries(problem.mask, whole, last).end;
+      if (begin < end) steps += ceil_div(end, tiles_.queries) - begin / tiles_.queries;
+    }
+    return steps;
   }
 
   void plan_bias(const AttentionProblem& problem, int width, int arch) {

@@ -178,11 +178,14 @@ struct BackwardBlock {
                      stats + first * 8, lane);
   }
 
-  static Seen seen_by(const KeyScores& scores) {
-    constexpr uint32_t kAllSquares = all_squares(kChunkQueries, 32);
-    const uint32_t squares = scores.squares & kAllSquares;
+  // Of kCount keys of the tile and kQueryCount queries of the step's, from the first ones on.
+  template <int kCount, int kQueryCount>
+  Seen seen_of(const Step& step, int key, int query) const {
+    constexpr uint32_t kAllSquares = all_squares(kQueryCount, kCount);
+    const uint32_t squares = step.squares >> (query / 16 * 8 + key / 16) & kAllSquares;
     if (listed() && squares == 0) return Seen::none;
-    const Seen seen = seen_of(scores.place, scores.key, scores.query, 32, kChunkQueries);
+    const Seen seen = pairs_seen(place, place.tile * kKeys + key, step.tile * kQueries + query,
+                                 kCount, kQueryCount);
     return listed() && squares != kAllSquares && seen == Seen::all ? Seen::some : seen;
   }
 
@@ -317,7 +320,8 @@ struct BackwardBlock {
   }
 
   // Else: all queries of the tile, from shared memory.
-  void sum_keys_of_tile(uint32_t q_tile, uint32_t d_out_tile, bool suspicious) {
+  void sum_keys_of_tile(const Step& step, uint32_t q_tile, uint32_t d_out_tile, bool suspicious) {
+    if (!suspicious && seen_of<32, kQueries>(step, key_row, 0) == Seen::none) return;
     const LaneRows<T, kQueries, false> p_rows(p_tile, lane), ds_rows(ds_tile, lane);
     if (suspicious) clean_rows(p_tile, q_tile, d_out_tile, 0, kQueries);
 #pragma unroll
@@ -334,11 +338,15 @@ struct BackwardBlock {
   }
 
   // The warp's part of dS K.
-  void query_product(float (&sum)[kDqM][kDqN][4], int first_query, int first_chunk) const {
+  void query_product(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
+                     int first_chunk) const {
+    constexpr int kUpper = kKeys > 64 ? kKeys - 64 : 16;
     const LaneRows<T, kQueries, true> ds_rows(ds_tile, lane);
     const LaneRows<T, kWidth, false> k_rows(k_tile, lane);
 #pragma unroll
     for (int key = 0; key < kKeys; key += 16) {
+      // On the diagonal of a causal mask nothing sees the upper half.
+      if (key == 64 && seen_of<kUpper, kQueries>(step, 64, 0) == Seen::none) break;
       uint32_t a[kDqM][4];
 #pragma unroll
       for (int m = 0; m < kDqM; ++m) {
@@ -505,13 +513,9 @@ struct BackwardBlock {
                      p.problem.head_dim, sum, p.problem.scale);
   }
 
-  // NaN or infinity in the keys and values: they must not reach every query.
-  bool keys_not_finite() const {
-    return __syncthreads_or(not_finite<T, kThreads>(k_tile, 2 * kKeyBytes)) != 0;
-  }
-
   void run() {
     if (threadIdx.x == 0) {
+      block.finite_keys = true;
       begin_head(block.steps[0], 0);
       async_commit();
       async_wait<0>();
@@ -543,8 +547,8 @@ struct BackwardBlock {
     load_step(step_at(0), 0);
     async_wait<0>();
     __syncthreads();
-    const bool finite = !keys_not_finite();
-    if (threadIdx.x == 0) block.finite_keys = finite;
+    // NaN or infinity in the keys and values must not reach every query.
+    if (not_finite<T, kThreads>(k_tile, 2 * kKeyBytes)) block.finite_keys = false;
     __syncthreads();
     for (int number = 0;; ++number) {
       const Step& step = step_at(number);
@@ -584,7 +588,7 @@ struct BackwardBlock {
         uint32_t pt[2][kN][2], ds[2][kN][2];
         const KeyScores scores = scores_of(step, chunk, stats);
         // All or none of the warp's pairs may see each other where others differ.
-        const Seen seen = seen_by(scores);
+        const Seen seen = seen_of<32, kChunkQueries>(step, key_row, first);
         if constexpr (!has_bias(kFeatures)) {
           if (!suspicious && seen == Seen::none) {
             store_unseen(first);
@@ -628,7 +632,7 @@ struct BackwardBlock {
         store_bias<T, kKeys, kQueries, kWarps>(p, place, head_of(step), step.tile, ds_tile);
       }
       if constexpr (kSplit > 1) {
-        sum_keys_of_tile(q_tile, d_out_tile, suspicious);
+        sum_keys_of_tile(step, q_tile, d_out_tile, suspicious);
         if (kStages == 1) __syncthreads();
       }
       if (kStages == 1 && more) load_step(next, 0);
@@ -641,7 +645,7 @@ struct BackwardBlock {
         }
         const int dq_row = warp % kQueryRows * (16 * kDqM);
         const int dq_column = warp / kQueryRows * kDqWidth;
-        query_product(sum, dq_row, dq_column / 8);
+        query_product(step, sum, dq_row, dq_column / 8);
         if (!block.finite_keys) {
           __syncthreads();
           load_keys(k_tile, p.k, p.problem.head_dim);

@@ -352,7 +352,7 @@ struct SplitBlock
       const bool suspicious = load_shared_word(flags_of(stage)) != 0;
       const bool careful =
           suspicious || !block.finite_keys ||
-          seen_of(place, place.tile * kKeys, step.tile * kQueries, kKeys, kQueries) != Seen::all;
+          pairs_seen(place, place.tile * kKeys, step.tile * kQueries, kKeys, kQueries) != Seen::all;
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + this->tile_of(step));

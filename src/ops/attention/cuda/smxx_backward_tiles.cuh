@@ -102,7 +102,7 @@ enum class Seen { none, some, all };
 
 // How many of the pairs of `keys` keys and `queries` queries, from the first ones on, exist and see
 // each other.
-inline Seen seen_of(const TilePlace& place, int key, int query, int keys, int queries) {
+inline Seen pairs_seen(const TilePlace& place, int key, int query, int keys, int queries) {
   const int64_t last_key = static_cast<int64_t>(key) + keys - 1;
   const int64_t last_query = static_cast<int64_t>(query) + queries - 1;
   if (key >= place.k_length || query >= place.q_length || last_key - query < place.lowest ||
