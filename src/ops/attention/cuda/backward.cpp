@@ -29,6 +29,10 @@ constexpr bool has_own_bias(Features features) {
   return features == Features::bias || features == Features::bias_sum;
 }
 
+constexpr bool has_blocks(Features features) {
+  return features == Features::blocks || features == Features::general_blocks;
+}
+
 cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
   const std::string_view type = cuda::device_type(dtype);
   return {
@@ -41,13 +45,13 @@ cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
       .blocks = 4};
 }
 
-BackwardTiles tiles_of(DType dtype, int width, int arch) {
-  return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch);
+BackwardTiles tiles_of(DType dtype, int width, int arch, bool blocks = false) {
+  return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch, blocks);
 }
 
 cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
   const std::string_view type = cuda::device_type(dtype);
-  const BackwardTiles tiles = tiles_of(dtype, width, arch);
+  const BackwardTiles tiles = tiles_of(dtype, width, arch, has_blocks(features));
   const int feature = static_cast<int>(features);
   const bool split = dtype == DType::f32;
   return {.name = fmt::format("attention_backward_{}_{}{}", type, width, kFeatureSuffix[feature]),
@@ -102,7 +106,9 @@ bool has_vector_keys(const Plane& plane) {
 class TileBackward final : public BackwardBody {
  public:
   TileBackward(const AttentionProblem& problem, const Device& device, int arch)
-      : TileBackward(problem, device, arch, tensor_core_width(problem)) {}
+      : TileBackward(problem, device, arch, tensor_core_width(problem),
+                     tiles_of(problem.q.dtype, tensor_core_width(problem), arch,
+                              problem.blocks.given())) {}
 
   static int tensor_core_width(const AttentionProblem& problem) {
     const int width = head_width(static_cast<int>(sizes_of(problem).head_dim),
@@ -115,10 +121,9 @@ class TileBackward final : public BackwardBody {
   // kernel.
   enum class BiasPlan { none, written, stepped, summed };
 
-  TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width)
-      : BackwardBody(problem, device, tiles_of(problem.q.dtype, width, arch).queries,
-                     tiles_of(problem.q.dtype, width, arch).keys),
-        tiles_(tiles_of(problem.q.dtype, width, arch)) {
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width,
+               const BackwardTiles& tiles)
+      : BackwardBody(problem, device, tiles.queries, tiles.keys), tiles_(tiles) {
     vectors_ = true;
     for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
                                    &problem.d_k, &problem.d_v}) {
@@ -127,9 +132,9 @@ class TileBackward final : public BackwardBody {
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(params_.bias);
     d_bias_vectors_ = has_vector_keys(params_.d_bias);
-    const std::int64_t tiles = planes_ * params_.q_tiles;
-    stats_bytes_ = aligned(tiles * stats_bytes(tiles_.queries));
-    turn_bytes_ = aligned(tiles * 4);
+    const std::int64_t planes_tiles = planes_ * params_.q_tiles;
+    stats_bytes_ = aligned(planes_tiles * stats_bytes(tiles_.queries));
+    turn_bytes_ = aligned(planes_tiles * 4);
     if (bias_elements_ > 0) plan_bias(problem, width, arch);
     plan_slices(problem, width);
     workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + bias_sum_bytes_;
@@ -347,7 +352,9 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
           (split_width(width) != width || split_tiles(width, arch).keys == 0)) {
         continue;
       }
-      add(prepare_kernel(dtype, tiles_of(dtype, width, arch)));
+      for (const bool blocks : {false, true}) {
+        add(prepare_kernel(dtype, tiles_of(dtype, width, arch, blocks)));
+      }
       for (const Features features : kFeatures) {
         if (dtype == DType::f32 && has_own_bias(features)) continue;
         add(tile_kernel(dtype, width, features, arch));

@@ -30,9 +30,13 @@ constexpr int BackwardTiles::shared_bytes(int width, int element_bytes) const {
 }
 
 // f16 and bf16. Registers bound the tiles: 32 keys x 64 elements of d_k and d_v in f32 are 128 a
-// thread; 99 KiB of shared memory bound them on sm_86, 89 and 120.
-inline constexpr BackwardTiles backward_tiles(int width, int arch) {
+// thread; 99 KiB of
+// shared memory bound them on sm_86, 89 and 120. With a block mask tiles of 64 keys meet fewer
+// blocks that are partly absent.
+inline constexpr BackwardTiles backward_tiles(int width, int arch, bool blocks) {
   const int shared = max_shared_bytes(arch);
+  if (blocks && width <= 64) return {64, 64, 2, 2, shared / (66 * 1024), 2};
+  if (blocks && width == 128 && shared >= 163 * 1024) return {64, 64, 2, 1, 2, 2};
   if (width <= 64) return {128, 64, 1, 2, shared >= 163 * 1024 ? 2 : 1, 2};
   if (shared >= 163 * 1024) {
     if (width == 96) return {128, 64, 2, 2, 1, 4};
