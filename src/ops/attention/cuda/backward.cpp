@@ -45,25 +45,39 @@ cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
       .blocks = 4};
 }
 
-BackwardTiles tiles_of(DType dtype, int width, int arch, bool blocks = false) {
-  return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch, blocks);
+BackwardTiles tiles_of(DType dtype, int width, int arch, bool small_blocks = false) {
+  return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch, small_blocks);
 }
 
-cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
+bool has_small_blocks(const AttentionProblem& problem) {
+  return problem.blocks.given() && problem.blocks.block <= 64;
+}
+
+struct TileKernel {
+  cuda::OpKernel kernel;
+  int shared_bytes;
+};
+
+TileKernel tile_kernel(DType dtype, int width, Features features, int arch,
+                       bool small_blocks = false) {
   const std::string_view type = cuda::device_type(dtype);
-  const BackwardTiles tiles = tiles_of(dtype, width, arch, has_blocks(features));
+  const bool split = dtype == DType::f32, bias = !split && features >= Features::general;
+  BackwardTiles tiles = tiles_of(dtype, width, arch, small_blocks);
+  const bool own = small_blocks && tiles.keys != tiles_of(dtype, width, arch).keys;
+  if (bias) tiles = with_bias(tiles, width, arch);
   const int feature = static_cast<int>(features);
-  const bool split = dtype == DType::f32;
-  return {.name = fmt::format("attention_backward_{}_{}{}", type, width, kFeatureSuffix[feature]),
-          .file = split ? "ops/attention/cuda/smxx_backward_split.cuh"
-                        : "ops/attention/cuda/smxx_backward.cuh",
-          .function = fmt::format("attention::{}{}, {}, {}, {}, {}, {}, {}>",
-                                  split ? "split_backward<" : fmt::format("backward<{}, ", type),
-                                  width, tiles.keys, tiles.queries, tiles.split, tiles.stages,
-                                  tiles.query_rows, feature),
-          .parameters = kParams,
-          .threads = tiles.threads(),
-          .blocks = tiles.blocks};
+  return {{.name = fmt::format("attention_backward_{}_{}{}{}", type, width, kFeatureSuffix[feature],
+                               own ? "_small" : ""),
+           .file = split ? "ops/attention/cuda/smxx_backward_split.cuh"
+                         : "ops/attention/cuda/smxx_backward.cuh",
+           .function = fmt::format("attention::{}{}, {}, {}, {}, {}, {}, {}>",
+                                   split ? "split_backward<" : fmt::format("backward<{}, ", type),
+                                   width, tiles.keys, tiles.queries, tiles.split, tiles.stages,
+                                   tiles.query_rows, feature),
+           .parameters = kParams,
+           .threads = tiles.threads(),
+           .blocks = tiles.blocks},
+          tiles.shared_bytes(width, static_cast<int>(size_of(dtype)), bias)};
 }
 
 // f32: a block for each element of the bias.
@@ -108,7 +122,7 @@ class TileBackward final : public BackwardBody {
   TileBackward(const AttentionProblem& problem, const Device& device, int arch)
       : TileBackward(problem, device, arch, tensor_core_width(problem),
                      tiles_of(problem.q.dtype, tensor_core_width(problem), arch,
-                              problem.blocks.given())) {}
+                              has_small_blocks(problem))) {}
 
   static int tensor_core_width(const AttentionProblem& problem) {
     const int width = head_width(static_cast<int>(sizes_of(problem).head_dim),
@@ -179,8 +193,9 @@ class TileBackward final : public BackwardBody {
     }
     if (pairs_ > 0 && params_.k_tiles > 0) {
       const auto load = [&](Features features) {
-        Kernel kernel(tile_kernel(dtype, width, features, arch), device_,
-                      tiles_.shared_bytes(width, static_cast<int>(size_of(dtype))));
+        const TileKernel found =
+            tile_kernel(dtype, width, features, arch, has_small_blocks(problem));
+        Kernel kernel(found.kernel, device_, found.shared_bytes);
         set_grid(kernel, slice_pairs_ * params_.k_tiles);
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
@@ -352,12 +367,13 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
           (split_width(width) != width || split_tiles(width, arch).keys == 0)) {
         continue;
       }
-      for (const bool blocks : {false, true}) {
-        add(prepare_kernel(dtype, tiles_of(dtype, width, arch, blocks)));
-      }
-      for (const Features features : kFeatures) {
-        if (dtype == DType::f32 && has_own_bias(features)) continue;
-        add(tile_kernel(dtype, width, features, arch));
+      for (const bool small_blocks : {false, true}) {
+        add(prepare_kernel(dtype, tiles_of(dtype, width, arch, small_blocks)));
+        for (const Features features : kFeatures) {
+          if (dtype == DType::f32 && has_own_bias(features)) continue;
+          if (small_blocks && !has_blocks(features)) continue;
+          add(tile_kernel(dtype, width, features, arch, small_blocks).kernel);
+        }
       }
       add(bias_kernel(dtype, width, arch));
     }

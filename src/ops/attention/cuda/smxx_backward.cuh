@@ -55,7 +55,7 @@ struct BackwardBlock {
   const BackwardParams& p;
   const Dropout dropout;
   const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
-  const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles;
+  const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles, bias_tile;
   BlockPlace& block;
   const TilePlace& place;
 
@@ -75,6 +75,7 @@ struct BackwardBlock {
         ds_tile(d_out_tiles + kStages * kQueryBytes),
         p_tile(ds_tile + kScoreBytes),
         stats_tiles(ds_tile + (kSplit > 1 ? 2 : 1) * kScoreBytes),
+        bias_tile(stats_tiles + (kStages * sizeof(Stats) + 127) / 128 * 128),
         block(shared_place),
         place(shared_place.keys) {}
 
@@ -178,6 +179,11 @@ struct BackwardBlock {
                      stats + first * 8, lane);
   }
 
+  // Whether all of the tile's keys and the step's queries see each other.
+  bool whole(const Step& step) const {
+    return step.tile >= block.whole.begin && step.tile < block.whole.end &&
+           (!listed() || step.squares == all_squares(kQueries, kKeys));
+  }
   // Of kCount keys of the tile and kQueryCount queries of the step's, from the first ones on.
   template <int kCount, int kQueryCount>
   Seen seen_of(const Step& step, int key, int query) const {
@@ -189,9 +195,9 @@ struct BackwardBlock {
     return listed() && squares != kAllSquares && seen == Seen::all ? Seen::some : seen;
   }
 
-  // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
+  // The bias of a chunk, in a place of the warp's own.
   auto bias_of(const KeyScores& scores, int first) const {
-    const auto bytes = [tile = ds_tile, row = key_row, first](int number) {
+    const auto bytes = [tile = bias_tile, row = key_row, first](int number) {
       return tile + ScoreTile::offset(row + number / kN, first / 8 + number % kN);
     };
     return typename KeyScores::template SharedBias<decltype(bytes)>{scores, bytes};
@@ -213,6 +219,13 @@ struct BackwardBlock {
           scores, bias_sums_of(step, chunk), {}, {}};
     } else {
       return NoSink{};
+    }
+  }
+
+  void load_bias(const Step& step) const {
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      bias_of(scores_of(step, chunk, stats_tiles), first_of(chunk)).load();
     }
   }
 
@@ -320,8 +333,7 @@ struct BackwardBlock {
   }
 
   // Else: all queries of the tile, from shared memory.
-  void sum_keys_of_tile(const Step& step, uint32_t q_tile, uint32_t d_out_tile, bool suspicious) {
-    if (!suspicious && seen_of<32, kQueries>(step, key_row, 0) == Seen::none) return;
+  void sum_keys_of_tile(uint32_t q_tile, uint32_t d_out_tile, bool suspicious) {
     const LaneRows<T, kQueries, false> p_rows(p_tile, lane), ds_rows(ds_tile, lane);
     if (suspicious) clean_rows(p_tile, q_tile, d_out_tile, 0, kQueries);
 #pragma unroll
@@ -346,7 +358,7 @@ struct BackwardBlock {
 #pragma unroll
     for (int key = 0; key < kKeys; key += 16) {
       // On the diagonal of a causal mask nothing sees the upper half.
-      if (key == 64 && seen_of<kUpper, kQueries>(step, 64, 0) == Seen::none) break;
+      if (key == 64 && !whole(step) && seen_of<kUpper, kQueries>(step, 64, 0) == Seen::none) break;
       uint32_t a[kDqM][4];
 #pragma unroll
       for (int m = 0; m < kDqM; ++m) {
@@ -544,6 +556,7 @@ struct BackwardBlock {
     load_keys(v_tile, p.v, p.problem.value_dim);
     wait_for_previous_kernel();  // for statistics and turns
     if (threadIdx.x == 0) find_step(1);
+    if constexpr (has_bias(kFeatures)) load_bias(step_at(0));
     load_step(step_at(0), 0);
     async_wait<0>();
     __syncthreads();
@@ -556,15 +569,9 @@ struct BackwardBlock {
       const int stage = kStages > 1 ? number % 2 : 0;
       const bool more = exists(next);
       if constexpr (has_bias(kFeatures)) {
-#pragma unroll 1
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
-          bias_of(scores, first_of(chunk)).load();
-        }
-        async_commit();
         if (more) fetch_bias(next);
       }
-      if (threadIdx.x == 0) find_step(number + 2);
+      if (threadIdx.x == kThreads - 32) find_step(number + 2);
       if (kStages > 1 && more) {
         load_step(next, stage ^ 1);
       } else {
@@ -588,8 +595,9 @@ struct BackwardBlock {
         uint32_t pt[2][kN][2], ds[2][kN][2];
         const KeyScores scores = scores_of(step, chunk, stats);
         // All or none of the warp's pairs may see each other where others differ.
-        const Seen seen = seen_of<32, kChunkQueries>(step, key_row, first);
-        if constexpr (!has_bias(kFeatures)) {
+        const Seen seen =
+            whole(step) ? Seen::all : seen_of<32, kChunkQueries>(step, key_row, first);
+        if constexpr (!is_general(kFeatures) && kFeatures != kBiasSum) {
           if (!suspicious && seen == Seen::none) {
             store_unseen(first);
             continue;
@@ -600,10 +608,6 @@ struct BackwardBlock {
           score_product(d_p, v_tile, d_out_tile, first);
         }
         const auto bias = bias_of(scores, first);
-        if constexpr (has_bias(kFeatures)) {
-          async_wait<kStages - 1>();
-          __syncwarp();
-        }
         uint32_t kept[2];
         scores.draw(kept);
         auto sink = bias_sink(scores, step, chunk);
@@ -612,7 +616,6 @@ struct BackwardBlock {
         } else {
           scores.template make<false>(s, d_p, pt, ds, bias, kept, sink);
         }
-        if constexpr (has_bias(kFeatures)) __syncwarp();  // dS^T takes the place of the bias
         if constexpr (kSplit == 1) {
           if (suspicious) {
             store_scores(ds_tile, pt, first);
@@ -628,11 +631,17 @@ struct BackwardBlock {
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
       if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
+      if constexpr (has_bias(kFeatures)) {
+        if (more) load_bias(next);
+        async_commit();
+      }
       if constexpr (kFeatures == kBias) {
         store_bias<T, kKeys, kQueries, kWarps>(p, place, head_of(step), step.tile, ds_tile);
       }
       if constexpr (kSplit > 1) {
-        sum_keys_of_tile(step, q_tile, d_out_tile, suspicious);
+        if (whole(step) || suspicious || seen_of<32, kQueries>(step, key_row, 0) != Seen::none) {
+          sum_keys_of_tile(q_tile, d_out_tile, suspicious);
+        }
         if (kStages == 1) __syncthreads();
       }
       if (kStages == 1 && more) load_step(next, 0);

@@ -18,7 +18,7 @@ struct BackwardStep : SeenTile {
 struct BlockPlace {
   TilePlace keys;
   int64_t pair;
-  TileRange queries;
+  TileRange queries, whole;  // those that see some of the keys, and those that see all
   bool finite_keys;
   BackwardStep steps[4];  // by their number modulo 4: of a step and the next one
   // Of the step, from the first thread to all.
@@ -45,6 +45,7 @@ BlockPlace block_place(const BackwardParams& p) {
   place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
                                static_cast<int>(in_group / group), kKeys);
   place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
+  place.whole = whole_tiles_of(place.keys, kKeys, kQueries);
   place.over = nullptr;
   return place;
 }

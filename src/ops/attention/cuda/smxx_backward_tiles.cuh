@@ -98,6 +98,16 @@ inline TileRange key_tiles_of(const TilePlace& place, int query_tile, int keys, 
                           place.k_length, keys);
 }
 
+// The tiles of queries that all exist and see all of a tile of keys, which exist too.
+inline TileRange whole_tiles_of(const TilePlace& place, int keys, int queries) {
+  const int64_t first = static_cast<int64_t>(place.tile) * keys, last = first + keys - 1;
+  if (last >= place.k_length) return {0, 0};
+  const int64_t least = last - place.highest, most = first - place.lowest + 1;
+  const int64_t end = most < place.q_length ? most : place.q_length;
+  return {static_cast<int>(least > 0 ? (least + queries - 1) / queries : 0),
+          static_cast<int>(end > 0 ? end / queries : 0)};
+}
+
 enum class Seen { none, some, all };
 
 // How many of the pairs of `keys` keys and `queries` queries, from the first ones on, exist and see
