@@ -19,6 +19,7 @@
 #include "device/async_copy.cuh"
 #include "device/dependent.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
+#include "ops/attention/cuda/smxx_backward_gradients.cuh"
 #include "ops/attention/cuda/smxx_backward_place.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
 #include "ops/attention/cuda/smxx_backward_scores.cuh"
@@ -96,53 +97,7 @@ struct BackwardBlock {
   }
 
   static constexpr bool listed() { return has_blocks(kFeatures); }
-  // Where the list of a head's tiles begins and ends.
-  const int64_t* list_of(int head_of_group) const {
-    const SeenBlocksTable& blocks = p.problem.blocks;
-    const int64_t head = place.head * p.problem.group + head_of_group;
-    return blocks.first + blocks.plane(place.batch, head) * (blocks.owners + 1) + place.tile;
-  }
-
-  // By one thread, ahead of the commit and the barrier before those who read it: the last tile of
-  // the first head from `head_of_group` on that has one; past the group: none.
-  void begin_head(Step& step, int head_of_group) const {
-    const int end = p.problem.group;
-    if constexpr (listed()) {
-      for (; head_of_group < end; ++head_of_group) {
-        const int64_t* const first = list_of(head_of_group);
-        step.list = first[0];
-        step.at = static_cast<int>(first[1] - first[0]) - 1;
-        if (step.at >= 0) break;
-      }
-      step.head_of_group = head_of_group;
-      if (head_of_group < end) copy_seen(step);
-    } else {
-      step.head_of_group = block.queries.begin < block.queries.end ? head_of_group : end;
-      step.tile = block.queries.end - 1;
-    }
-  }
-  void find_step(int number) const {
-    const Step& before = step_at(number - 1);
-    Step& step = block.steps[number % 4u];
-    step.head_of_group = before.head_of_group;
-    if (!exists(before)) return;
-    if constexpr (listed()) {
-      if (before.at == 0) return begin_head(step, before.head_of_group + 1);
-      step.at = before.at - 1;
-      step.list = before.list;
-      copy_seen(step);
-    } else {
-      if (before.tile == block.queries.begin) return begin_head(step, before.head_of_group + 1);
-      step.tile = before.tile - 1;
-    }
-  }
-  void copy_seen(Step& step) const {
-    SeenTile* const to = &step;
-    async_copy(to, p.problem.blocks.tiles + step.list + step.at);
-  }
-  const Step& step_at(int number) const { return block.steps[number % 4u]; }
-  bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
-
+  BackwardSteps<listed()> steps() const { return {p, block}; }
   int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
   int64_t plane_of(const Step& step) const {
     return block.pair * p.problem.group + step.head_of_group;
@@ -374,58 +329,19 @@ struct BackwardBlock {
                       columns);
   }
 
-  // Rows `row` + first of a gradient from a sum of 16 · kM x 8 · kSumN, those below `limit`.
+  // Rows first + row … of a gradient, those below `limit`, from a sum.
   template <bool kInterleaved, int kM, int kSumN>
   void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
                  int columns, const float (&sum)[kM][kSumN][4], float factor) const {
-    T* const base = static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head;
-    const auto row_of = [&](int m, int half) {
-      return row + (kInterleaved ? 4 * m + 2 * half + first_key_of_row(lane)
-                                 : 16 * m + 8 * half + lane / 4);
-    };
-    if constexpr (sizeof(T) == 2) {
-      // Four lanes share a row: of four pieces of 8 columns, or of two rows' two, each takes one.
-      constexpr int kAcross = kSumN % 4 == 0 ? 4 : 2;
-      const int own_column = column + lane % kAcross * 8;
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; half += 4 / kAcross) {
-          const int r = row_of(m, half + lane % 4 / kAcross);
-          T* const to = base + (first + r) * rows.row;
-#pragma unroll
-          for (int n = 0; n < kSumN; n += kAcross) {
-            uint32_t words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float* const pair = sum[m][n + i % kAcross] + 2 * (half + i / kAcross);
-              words[i] = pack<T>(factor * pair[0], factor * pair[1]);
-            }
-            transpose_four(words, lane);
-            if (r >= limit) continue;
-            if constexpr (is_general(kFeatures)) {
-              store_eight(to, rows.element, own_column + 8 * n, columns, p.vectors != 0, words);
-            } else if (own_column + 8 * n < columns) {
-              store_words(to + own_column + 8 * n, words);
-            }
-          }
-        }
-      }
+    T* const base =
+        static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head + first * rows.row;
+    const GradientStore<T, kInterleaved> store{rows, base, row, limit, column, columns, factor};
+    if constexpr (sizeof(T) == 4) {
+      store.elements(sum, lane);
+    } else if constexpr (is_general(kFeatures)) {
+      store.pieces<false>(sum, lane, p.vectors != 0);
     } else {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int r = row_of(m, half);
-          if (r >= limit) continue;
-          T* const to = base + (first + r) * rows.row;
-#pragma unroll
-          for (int n = 0; n < kSumN; ++n) {
-            store_pair(rows, to, column + 8 * n + lane % 4 * 2, columns,
-                       factor * sum[m][n][2 * half], factor * sum[m][n][2 * half + 1]);
-          }
-        }
-      }
+      store.pieces<true>(sum, lane, true);
     }
   }
 
@@ -528,12 +444,10 @@ struct BackwardBlock {
   void run() {
     if (threadIdx.x == 0) {
       block.finite_keys = true;
-      begin_head(block.steps[0], 0);
-      async_commit();
-      async_wait<0>();
+      steps().begin();
     }
     __syncthreads();
-    if (exists(step_at(0))) sum_steps();
+    if (steps().exists(0)) sum_steps();
     store_keys();
   }
 
@@ -555,23 +469,23 @@ struct BackwardBlock {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
     wait_for_previous_kernel();  // for statistics and turns
-    if (threadIdx.x == 0) find_step(1);
-    if constexpr (has_bias(kFeatures)) load_bias(step_at(0));
-    load_step(step_at(0), 0);
+    if (threadIdx.x == 0) steps().find(1);
+    if constexpr (has_bias(kFeatures)) load_bias(block.steps[0]);
+    load_step(block.steps[0], 0);
     async_wait<0>();
     __syncthreads();
     // NaN or infinity in the keys and values must not reach every query.
     if (not_finite<T, kThreads>(k_tile, 2 * kKeyBytes)) block.finite_keys = false;
     __syncthreads();
     for (int number = 0;; ++number) {
-      const Step& step = step_at(number);
-      const Step& next = step_at(number + 1);
+      const Step& step = steps().at(number);
+      const Step& next = steps().at(number + 1);
       const int stage = kStages > 1 ? number % 2 : 0;
-      const bool more = exists(next);
+      const bool more = steps().exists(number + 1);
       if constexpr (has_bias(kFeatures)) {
         if (more) fetch_bias(next);
       }
-      if (threadIdx.x == kThreads - 32) find_step(number + 2);
+      if (threadIdx.x == kThreads - 32) steps().find(number + 2);
       if (kStages > 1 && more) {
         load_step(next, stage ^ 1);
       } else {

@@ -195,32 +195,4 @@ void multiply_columns(float (&sum)[2][kN][4], const ARows& a_rows, int a_row, co
   }
 }
 
-// Of four lanes with four words each, lane t gets word t of all of them.
-inline void transpose_four(uint32_t (&words)[4], int lane) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool odd = (lane & step) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      uint32_t& low = words[i];
-      uint32_t& high = words[i + step];
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, step);
-      (odd ? low : high) = got;
-    }
-  }
-}
-
-// Writes two neighbouring elements of a gradient.
-inline void store_pair(const HeadRows& rows, float* row, int column, int columns, float a,
-                       float b) {
-  float* const to = row + column * rows.element;
-  if (rows.element == 1 && column + 1 < columns && reinterpret_cast<uint64_t>(to) % 8 == 0) {
-    *reinterpret_cast<float2*>(to) = {a, b};
-    return;
-  }
-  if (column < columns) to[0] = a;
-  if (column + 1 < columns) to[rows.element] = b;
-}
-
 }  // namespace pullback::attention

@@ -2,6 +2,7 @@
 // the step it is at and whose turn that is.
 #pragma once
 
+#include "device/async_copy.cuh"
 #include "ops/attention/cuda/smxx_backward_tiles.cuh"
 
 namespace pullback::attention {
@@ -49,5 +50,70 @@ BlockPlace block_place(const BackwardParams& p) {
   place.over = nullptr;
   return place;
 }
+
+// From one step to the next. kListed: with a block mask, whose lists name the tiles of queries.
+template <bool kListed>
+struct BackwardSteps {
+  using Step = BackwardStep;
+  const BackwardParams& p;
+  BlockPlace& block;
+
+  const Step& at(int number) const { return block.steps[number % 4u]; }
+  bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
+  bool exists(int number) const { return exists(at(number)); }
+
+  // By one thread, a barrier ahead of those who read it.
+  void begin() const {
+    begin_head(block.steps[0], 0);
+    device::async_commit();
+    device::async_wait<0>();
+  }
+  // The same, and ahead of a commit.
+  void find(int number) const {
+    const Step& before = at(number - 1);
+    Step& step = block.steps[number % 4u];
+    step.head_of_group = before.head_of_group;
+    if (!exists(before)) return;
+    if constexpr (kListed) {
+      if (before.at == 0) return begin_head(step, before.head_of_group + 1);
+      step.at = before.at - 1;
+      step.list = before.list;
+      copy_seen(step);
+    } else {
+      if (before.tile == block.queries.begin) return begin_head(step, before.head_of_group + 1);
+      step.tile = before.tile - 1;
+    }
+  }
+
+ private:
+  // The last tile of the first head from `head_of_group` on that has one; past the group: none.
+  void begin_head(Step& step, int head_of_group) const {
+    const int end = p.problem.group;
+    if constexpr (kListed) {
+      for (; head_of_group < end; ++head_of_group) {
+        const int64_t* const first = list_of(head_of_group);
+        step.list = first[0];
+        step.at = static_cast<int>(first[1] - first[0]) - 1;
+        if (step.at >= 0) break;
+      }
+      step.head_of_group = head_of_group;
+      if (head_of_group < end) copy_seen(step);
+    } else {
+      step.head_of_group = block.queries.begin < block.queries.end ? head_of_group : end;
+      step.tile = block.queries.end - 1;
+    }
+  }
+  // Where the list of a head's tiles begins and ends.
+  const int64_t* list_of(int head_of_group) const {
+    const SeenBlocksTable& blocks = p.problem.blocks;
+    const int64_t head = block.keys.head * p.problem.group + head_of_group;
+    return blocks.first + blocks.plane(block.keys.batch, head) * (blocks.owners + 1) +
+           block.keys.tile;
+  }
+  void copy_seen(Step& step) const {
+    SeenTile* const to = &step;
+    device::async_copy(to, p.problem.blocks.tiles + step.list + step.at);
+  }
+};
 
 }  // namespace pullback::attention

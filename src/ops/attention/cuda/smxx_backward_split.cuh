@@ -316,12 +316,10 @@ struct SplitBlock
 
   void run() {
     if (threadIdx.x == 0) {
-      this->begin_head(block.steps[0], 0);
-      async_commit();
-      async_wait<0>();
+      this->steps().begin();
     }
     __syncthreads();
-    if (this->exists(this->step_at(0))) sum_steps();
+    if (this->steps().exists(0)) sum_steps();
     this->store_keys();
   }
 
@@ -329,8 +327,8 @@ struct SplitBlock
     this->load_keys(k_tile, p.k, p.problem.head_dim);
     this->load_keys(v_tile, p.v, p.problem.value_dim);
     wait_for_previous_kernel();  // for statistics and turns
-    if (threadIdx.x == 0) this->find_step(1);
-    this->load_step(this->step_at(0), 0);
+    if (threadIdx.x == 0) this->steps().find(1);
+    this->load_step(block.steps[0], 0);
     if (threadIdx.x == 0) {
       units.k_largest = units.v_largest = 0;
     }
@@ -342,11 +340,11 @@ struct SplitBlock
     split_queries(0);
     __syncthreads();
     for (int number = 0;; ++number) {
-      const Step& step = this->step_at(number);
-      const Step& next = this->step_at(number + 1);
+      const Step& step = this->steps().at(number);
+      const Step& next = this->steps().at(number + 1);
       const int stage = kStages > 1 ? number % 2 : 0;
-      const bool more = this->exists(next);
-      if (threadIdx.x == 0) this->find_step(number + 2);
+      const bool more = this->steps().exists(number + 1);
+      if (threadIdx.x == 0) this->steps().find(number + 2);
       if (kStages > 1 && more) this->load_step(next, stage ^ 1);
 
       const bool suspicious = load_shared_word(flags_of(stage)) != 0;
