@@ -29,10 +29,10 @@ constexpr int BackwardTiles::shared_bytes(int width, int element_bytes, bool bia
          (stats_bytes(queries) * stages + 127) / 128 * 128 + (bias ? 2 * keys * queries : 0);
 }
 
-// The same tiles for kernels with a bias: it takes room of a stage, and registers; more of these if
-// d_bias is summed over launches.
-inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch, bool sums) {
-  if (sums && tiles.split == 1 && max_shared_bytes(arch) >= 163 * 1024) {
+// The same tiles for kernels with a bias: it takes registers, which twice the warps have, and room
+// of a stage.
+inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch) {
+  if (tiles.split == 1 && max_shared_bytes(arch) >= 163 * 1024) {
     tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 1;
   }
   if (tiles.shared_bytes(width, 2, true) > max_shared_bytes(arch)) tiles.stages = 1;

@@ -99,11 +99,9 @@ struct BackwardBlock {
   static constexpr bool listed() { return has_blocks(kFeatures); }
   BackwardSteps<listed()> steps() const { return {p, block}; }
   int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
-  int64_t plane_of(const Step& step) const {
-    return block.pair * p.problem.group + step.head_of_group;
-  }
   int64_t tile_of(const Step& step) const {
-    return plane_of(step) * p.q_tiles + place.first_tile + step.tile;
+    const int64_t plane = block.pair * p.problem.group + step.head_of_group;
+    return plane * p.q_tiles + place.first_tile + step.tile;
   }
 
   void load_step(const Step& step, int stage) const {
