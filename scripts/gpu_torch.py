@@ -134,13 +134,13 @@ class Nothing(torch.autograd.Function):
     """What PyTorch itself takes to call a function of Python and its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.empty_like(x)
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return torch.empty_like(inputs[0])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return torch.empty_like(ctx.saved_tensors[0])
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple([torch.empty_like(x) for x in ctx.saved_tensors])
 
 
 def times(
@@ -174,7 +174,8 @@ def main() -> None:
 
     print("\n| small call, on the host | forward, µs | backward, µs |\n|---|---|---|")
     small = {
-        "a function that does nothing": (lambda dtype: ([randn(dtype, 8, 64)], Nothing.apply), "f32"),
+        "nothing, of one tensor": (lambda dtype: ([randn(dtype, 8, 64)], Nothing.apply), "f32"),
+        "nothing, of three": (lambda dtype: ([randn(dtype, 8, 64) for _ in "qkv"], Nothing.apply), "f32"),
         "attention": (attention(1, 2, 64, 64), "bf16"),
         "attention, dropout": (attention(1, 2, 64, 64, dropout=0.1), "bf16"),
         "entmax15": (entmax(8, 64, 1.5), "f32"),

@@ -132,9 +132,20 @@ class BlockMatmulOptions(TypedDict, total=False):
 
 
 def block_matmul_options(
-    mode: str, transpose_a: bool = False, transpose_b: bool = False, transpose_c: bool = False
+    mode: str,
+    block: int | None,
+    a_shape: Sequence[int],
+    b_shape: Sequence[int],
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    transpose_c: bool = False,
 ) -> dict[str, Any]:
+    if block is None:
+        if mode == "sdd":
+            raise ValueError("block_matmul: block: expected the block size for mode 'sdd'")
+        block = (a_shape if mode == "dsd" else b_shape)[-1]
     return {
+        "block": block,
         "mode": choice("mode", mode, MATMUL_MODES),
         "flags": transpose_a * TRANSPOSE_A | transpose_b * TRANSPOSE_B | transpose_c * TRANSPOSE_C,
     }

@@ -19,6 +19,9 @@ class Kernel(Protocol):
 
     def __call__(self, *arguments: Any) -> Any: ...
 
+    def run(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
+        """The same with the schema's tensors and the rest of its arguments apart."""
+
     def fake(self, *arguments: Any) -> Any: ...
 
     def fold(self, *arguments: Any) -> tuple[int, Sequence[str]] | None:
@@ -85,6 +88,7 @@ _PLAIN_KEYS = {
     for name in ("CPU", "CUDA")
 }
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
+_KEPT_TYPES = {*_PLAIN_TYPES, type(None)}
 
 
 def _thread_keys(
@@ -104,20 +108,18 @@ _nameless = torch._C.DispatchKeySet(_named).raw_repr() if _named is not None els
 _IDLE_THREADS = {(_included, _excluded), (_included, _excluded | _nameless)}
 
 
-def _direct(
-    tensors: Sequence[Any],
-    keys: Any = torch._C._dispatch_keys,
-    profiled: Any = torch._C._autograd._profiler_enabled,
-) -> bool:
-    """Whether an operator's call would pass through PyTorch's dispatcher to our kernels without
-    being seen by anyone. Then it may be left out: translating all arguments to C++ and back takes
-    longer than all else that a call costs on the host."""
-    if (
-        _thread_keys() not in _IDLE_THREADS
-        or torch._C._len_torch_function_stack() > 0
-        or profiled()
-    ):
-        return False
+def _idle(profiled: Any = torch._C._autograd._profiler_enabled) -> bool:
+    """Whether an operator's call on plain tensors would pass through PyTorch's dispatcher to our
+    kernels without being seen by anyone. Then it may be left out: translating all arguments to C++
+    and back takes longer than all else that a call costs on the host."""
+    return (
+        _thread_keys() in _IDLE_THREADS
+        and torch._C._len_torch_function_stack() == 0
+        and not profiled()
+    )
+
+
+def _plain(tensors: Sequence[Any], keys: Any = torch._C._dispatch_keys) -> bool:
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in _PLAIN_TYPES or keys(tensor).raw_repr() not in _PLAIN_KEYS
@@ -127,37 +129,39 @@ def _direct(
 
 
 def differentiate(
-    operator: Any, kernel: Kernel, setup: Callable[..., None], backward: Callable[..., Any]
+    operator: Any, kernel: Kernel, setup: Callable[..., None], derive: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What torch.library.register_autograd does, at half its cost, and for torch.func too:
-    returns the operator as a function that is also differentiable there.
+    """What torch.library.register_autograd does, at half its cost, and for torch.func too.
 
     setup(ctx, tensors, options, outputs) gets a sequence of outputs even if there is one;
-    backward(ctx, needed, *gradients) is told which tensors need one, and returns those of all.
+    derive(ctx, *gradients) returns one gradient for each entry of ctx.needs_input_grad, of which
+    those of the tensors are the last. ctx.direct: the call's tensors were plain.
+
+    Returns the operator as a function of (tensors, options, kept=()). Of the tensors that follow in
+    `kept`, which a direct call saved, no more is looked at than what a hook may have made of them.
     """
     below, after_autograd = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
     redispatch = operator.redispatch
     count = len(kernel.names)
 
-    def compute(keyset: Any, arguments: Sequence[Any]) -> Any:
+    def compute(keyset: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         if keyset is None:  # not from the dispatcher
-            return kernel(*arguments)
+            return kernel.run(tensors, options)
         rest = keyset & after_autograd
         if rest.highestPriorityTypeId() in _BACKENDS:
-            return kernel(*arguments)
+            return kernel.run(tensors, options)
         with below():
-            return redispatch(rest, *arguments)
+            return redispatch(rest, *tensors, *options)
 
     class Derivative(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keyset: Any, options: Any, *tensors: Any) -> Any:
-            results = compute(keyset, (*tensors, *options))
+            results = compute(keyset, tensors, options)
+            ctx.direct = keyset is None
             setup(ctx, tensors, options, (results,) if isinstance(results, Tensor) else results)
             return tuple(results) if isinstance(results, list) else results
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, None, *backward(ctx, ctx.needs_input_grad[2:], *gradients))
+        backward = staticmethod(derive)
 
     # Function.apply looks for transforms, which do not come here.
     apply = super(torch.autograd.Function, Derivative).apply
@@ -175,25 +179,28 @@ def differentiate(
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             results = (output,) if isinstance(output, Tensor) else output
+            ctx.direct = False
             setup(ctx, inputs[1:], inputs[0], results)
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, *backward(ctx, ctx.needs_input_grad[1:], *gradients))
+        backward = staticmethod(derive)
 
     def autograd(keyset: Any, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            return apply(keyset, arguments[count:], *arguments[:count])
-        return compute(keyset, arguments)
+        tensors, options = arguments[:count], arguments[count:]
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+            return apply(keyset, options, *tensors)
+        return compute(keyset, tensors, options)
 
     library.impl(operator._opname, autograd, "Autograd", with_keyset=True)
 
-    def call(*arguments: Any) -> Any:
+    def call(tensors: Sequence[Any], options: Sequence[Any], kept: Sequence[Any] = ()) -> Any:
         if not torch.compiler.is_compiling():
-            if _direct(arguments[:count]):
-                return autograd(None, *arguments)
+            if _idle() and _plain(tensors) and _KEPT_TYPES.issuperset(map(type, kept)):
+                tensors = (*tensors, *kept)
+                if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+                    return apply(None, options, *tensors)
+                return kernel.run(tensors, options)
             if torch._C._are_functorch_transforms_active():
-                return Transformed.apply(arguments[count:], *arguments[:count])
-        return operator(*arguments)
+                return Transformed.apply(options, *tensors, *kept)
+        return operator(*tensors, *kept, *options)
 
     return call

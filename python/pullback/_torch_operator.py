@@ -67,27 +67,19 @@ class _Prepared:
     __slots__ = ("models", "pick", "plan", "workspace_bytes")
 
     def __init__(
-        self,
-        plan: NativePlan,
-        shapes: Sequence[Shape],
-        tensors: Sequence[Tensor | None],
-        slots: Sequence[int],
+        self, plan: NativePlan, shapes: Sequence[Shape], first: Tensor, slots: Sequence[int]
     ) -> None:
         self.plan = plan
-        # Of each output, an input of its layout, as empty_like is quicker than new_empty, or -1,
-        # and its shape and dtype.
-        self.models = []
-        for shape, dtype in shapes:
-            layout = (dtype, tuple(shape), _row_major(shape))
-            alike = [
-                i
-                for i, t in enumerate(tensors)
-                if t is not None and (t.dtype, tuple(t.shape), t.stride()) == layout
-            ]
-            self.models.append((alike[0] if alike else -1, layout[1], dtype))
+        self.workspace_bytes = plan.workspace_bytes
+        # Outputs and workspace without their memory, as empty_like is quicker than new_empty.
+        self.models = [first.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+        if self.workspace_bytes > 0:
+            size = self.workspace_bytes + WORKSPACE_ALIGNMENT
+            self.models.append(first.new_empty(size, dtype=torch.uint8))
+        for model in self.models:
+            model.untyped_storage().resize_(0)
         # Of the addresses of inputs and outputs, and a last 0, those of the op's tensors.
         self.pick = itemgetter(*slots)
-        self.workspace_bytes = plan.workspace_bytes
 
 
 class _Kernel:
@@ -112,51 +104,46 @@ class _Kernel:
         self.plans: dict[Any, _Prepared] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        # The host cost of every call is here: what depends on the problem alone is in _prepare.
         count = len(self.names)
-        tensors = arguments[:count]
+        return self.run(arguments[:count], arguments[count:])
+
+    def run(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
+        # The host cost of every call is here: what depends on the problem alone is in _prepare.
         first: Tensor = tensors[0]
         on_cpu = first.is_cpu
         threads = torch.get_num_threads() if on_cpu else 0
         key = (
-            first.device,
             threads,
-            arguments[count:],
-            *[None if t is None else (t.dtype, t.shape, t.stride()) for t in tensors],
+            options,
+            *[
+                None if t is None else (t.dtype, t.shape, t.stride(), t.get_device())
+                for t in tensors
+            ],
         )
         prepared = self.plans.get(key)
         if prepared is None:
-            prepared = self._prepare(arguments, tensors, first.device, threads)
+            prepared = self._prepare(tensors, options, threads)
             if len(self.plans) >= _MAX_PLANS:
                 self.plans.pop(next(iter(self.plans)), None)
             self.plans[key] = prepared
 
-        outputs = [
-            first.new_empty(shape, dtype=dtype) if like < 0 else torch.empty_like(tensors[like])
-            for like, shape, dtype in prepared.models
-        ]
-        addresses = [0 if t is None else t.data_ptr() for t in (*tensors, *outputs)]
-        addresses.append(0)
+        outputs = list(map(torch.empty_like, prepared.models))
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        addresses += map(Tensor.data_ptr, outputs)
         size = prepared.workspace_bytes
         workspace = 0
         if size > 0:
-            memory = first.new_empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8)
-            workspace = -(-memory.data_ptr() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+            workspace = -(-addresses.pop() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        addresses.append(0)
         stream = 0 if on_cpu else torch._C._cuda_getCurrentRawStream(first.get_device())
         prepared.plan.run_pointers(prepared.pick(addresses), stream, workspace, size)
+        if size > 0:
+            outputs.pop()
         return self.pack(outputs)
 
-    def _prepare(
-        self, arguments: Sequence[Any], tensors: Sequence[Any], device: torch.device, threads: int
-    ) -> _Prepared:
-        op = self.owner.op
-        given = dict(zip(self.names, tensors))
-        options = dict(zip(self.options, arguments[len(self.names) :]))
-        for name, tensor in given.items():
-            if tensor is not None and tensor.device != device:
-                raise ValueError(
-                    f"{op.name}: {name}: expected a tensor on {device}, got {tensor.device}"
-                )
+    def _prepare(self, tensors: Sequence[Any], values: Sequence[Any], threads: int) -> _Prepared:
+        op, device = self.owner.op, tensors[0].device
+        given, options = self._named(tensors, values)
         names, shapes = self.outputs(given, options)
         specs: dict[str, Spec | None] = {
             name: _spec(op, name, tensor) for name, tensor in given.items() if tensor is not None
@@ -175,7 +162,17 @@ class _Kernel:
         plan = NativePlan(op, self.direction, specs, options, kind, threads)
         places = {name: i for i, name in enumerate([*self.names, *names])}
         slots = [places.get(name, -1) for name in op.tensors]
-        return _Prepared(plan, shapes, tensors, slots)
+        return _Prepared(plan, shapes, tensors[0], slots)
+
+    def _named(
+        self, tensors: Sequence[Any], options: Sequence[Any]
+    ) -> tuple[Given, dict[str, Any]]:
+        device = tensors[0].device
+        for name, tensor in zip(self.names, tensors):
+            if tensor is not None and tensor.device != device:
+                message = f"expected a tensor on {device}, got {tensor.device}"
+                raise ValueError(f"{self.owner.op.name}: {name}: {message}")
+        return dict(zip(self.names, tensors)), dict(zip(self.options, options))
 
     def outputs(
         self, given: Mapping[str, Any], options: Mapping[str, Any]
@@ -199,8 +196,8 @@ class _Kernel:
         return None if dim is None else (dim, [name for name in self.names if name not in indices])
 
     def fake(self, *arguments: Any) -> Any:
-        given = dict(zip(self.names, arguments))
-        options = dict(zip(self.options, arguments[len(self.names) :]))
+        count = len(self.names)
+        given, options = self._named(arguments[:count], arguments[count:])
         first: Tensor = arguments[0]
         _, shapes = self.outputs(given, options)
         return self.pack([first.new_empty(shape, dtype=dtype) for shape, dtype in shapes])
@@ -257,9 +254,10 @@ class TorchOp:
         ]
         results = ", ".join(f"Tensor {output}" for output in outputs)
         schema = f"({', '.join([*tensors, *options])}) -> ({results})"
-        pack = (lambda found: found[0]) if len(outputs) == 1 else tuple
+        pack = itemgetter(0) if len(outputs) == 1 else tuple
         kernel = _Kernel(self, FORWARD, self.inputs, self.options, pack)
-        self.operator = self.call = define(name, schema, kernel)
+        operator = self.operator = define(name, schema, kernel)
+        self.call = lambda tensors, options: operator(*tensors, *options)
         if self.gradients:
             known = [*self.inputs, *self.outputs]
             self._read_places = [known.index(name) for name in reads]
@@ -281,7 +279,7 @@ class TorchOp:
         kernel = _Kernel(self, BACKWARD, names, [*self.options, "needs"], list)
         operator = define(f"{self.name}_backward", schema, kernel)
 
-        def refuse(ctx: Any, needed: Any, *gradients: Any) -> NoReturn:
+        def refuse(ctx: Any, *gradients: Any) -> NoReturn:
             raise NotImplementedError(f"{self.name}: second derivatives are not implemented")
 
         self.call_backward = differentiate(operator, kernel, lambda *_: None, refuse)
@@ -306,27 +304,34 @@ class TorchOp:
         if self._layout_place is not None and options[self._layout_place]:
             ctx.layout = BlockLayout.find(options[self._layout_place])  # alive until then
 
-    def _backward(self, ctx: Any, needed: Sequence[bool], *gradients: Any) -> tuple[Any, ...]:
+    def _backward(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad
         route = self._routes.get(needed)
         if route is None:
             route = self._routes[needed] = self._route(needed)
         needs, spread = route
         upstream = gradients[: len(self.upstream)]
-        if needs == 0 or all(gradient is None for gradient in upstream):
-            return spread((None,) * (len(self.inputs) + 1))
+        if needs == 0 or (upstream[0] is None and all(given is None for given in upstream)):
+            return (None,) * len(needed)
         saved = ctx.saved_tensors
         if upstream[0] is None:
             out = saved[self.reads.index(self.outputs[0])]
             upstream = (out.new_zeros(()).expand(out.shape), *upstream[1:])
-        return spread((*self.call_backward(*upstream, *saved, *ctx.options, needs), None))
+        options = (*ctx.options, needs)
+        if ctx.direct:
+            found = self.call_backward(upstream, options, saved)
+        else:
+            found = self.call_backward((*upstream, *saved), options)
+        return spread([*found, None])
 
     def _route(self, needed: Sequence[bool]) -> tuple[int, Callable[[Sequence[Any]], Any]]:
         """The backward pass's option `needs`, and how its results, followed by a None, become one
-        for each input."""
-        places = [place for place in self._gradient_places if needed[place]]
+        for each argument, of which the tensors are the last."""
+        before = len(needed) - len(self.inputs)
+        places = [place for place in self._gradient_places if needed[before + place]]
         needs = sum(1 << self._gradient_places.index(place) for place in places)
-        slots = [places.index(i) if i in places else -1 for i in range(len(self.inputs))]
-        return needs, lambda found: tuple([found[slot] for slot in slots])
+        slots = [places.index(i) if i in places else -1 for i in range(-before, len(self.inputs))]
+        return needs, itemgetter(*slots)
 
     def _autocast(self, device: str) -> Callable[..., Any]:
         def kernel(*arguments: Any) -> Any:

@@ -18,8 +18,8 @@ a NotImplementedError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     class _Segment(SegmentOptions, Run): ...
 
 
+_Gradients = TypeVar("_Gradients")
+
 __all__ = [
     "Plan",
     "attention",
@@ -76,6 +78,22 @@ __all__ = [
     "segment_reduce",
     "segment_reduce_backward",
 ]
+
+
+def _gradients(
+    kind: Callable[..., _Gradients],
+    op: _native.Op,
+    inputs: Mapping[str, Any],
+    possible: Mapping[str, Any],
+    needs: Iterable[str] | None,
+    options: Mapping[str, Any],
+    run: Mapping[str, Any],
+) -> _Gradients:
+    """The backward pass, for those of `possible` (name -> what it is the gradient of) needed."""
+    names = wanted(needs, possible, op.name)
+    results = compute(op, BACKWARD, inputs, names, options, **run)
+    return kind(**{**dict.fromkeys(possible), **dict(zip(names, results))})
+
 
 # ---------------------------------------------------------------- attention
 
@@ -180,11 +198,9 @@ def attention_backward(
         "d_out": d_out,
         "d_lse": d_lse,
     }
-    names = wanted(needs, {"d_q": q, "d_k": k, "d_v": v, "d_bias": bias}, "attention")
+    possible = {"d_q": q, "d_k": k, "d_v": v, "d_bias": bias}
     own = _attention_options(options, run)
-    results = compute(_native.ATTENTION, BACKWARD, inputs, names, own, **run)
-    found = dict(zip(names, results))
-    return AttentionGradients(*[found.get(name) for name in AttentionGradients._fields])
+    return _gradients(AttentionGradients, _native.ATTENTION, inputs, possible, needs, own, run)
 
 
 # ---------------------------------------------------------------- block-sparse
@@ -249,7 +265,6 @@ def block_softmax_backward(
         "d_key_padding_mask": key_padding_mask if adds[0] else None,
         "d_attn_mask": attn_mask if adds[1] else None,
     }
-    names = wanted(needs, possible, "block_softmax")
     inputs = {
         "x": y,  # its layout is the output's; the backward pass reads no x
         "rpe": rpe,
@@ -259,9 +274,8 @@ def block_softmax_backward(
         "d_y": d_y,
     }
     own.update(layout=BlockLayout.of(layout), block=np.shape(y)[-1])
-    results = compute(_native.BLOCK_SOFTMAX, BACKWARD, inputs, names, own, **run)
-    found = dict(zip(names, results))
-    return BlockSoftmaxGradients(*[found.get(name) for name in BlockSoftmaxGradients._fields])
+    op = _native.BLOCK_SOFTMAX
+    return _gradients(BlockSoftmaxGradients, op, inputs, possible, needs, own, run)
 
 
 def block_matmul(
@@ -308,22 +322,16 @@ def block_matmul_backward(
     """The gradients of `block_matmul`."""
     run: dict[str, Any] = {}
     own = _block_matmul_options(a, b, layout, mode, block, split(options, run))
-    names = wanted(needs, {"d_a": a, "d_b": b}, "block_matmul")
-    inputs = {"a": a, "b": b, "d_c": d_c}
-    results = compute(_native.BLOCK_MATMUL, BACKWARD, inputs, names, own, **run)
-    found = dict(zip(names, results))
-    return BlockMatmulGradients(*[found.get(name) for name in BlockMatmulGradients._fields])
+    inputs, possible = {"a": a, "b": b, "d_c": d_c}, {"d_a": a, "d_b": b}
+    op = _native.BLOCK_MATMUL
+    return _gradients(BlockMatmulGradients, op, inputs, possible, needs, own, run)
 
 
 def _block_matmul_options(
     a: Array, b: Array, layout: Any, mode: str, block: int | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    own = block_matmul_options(mode, **options)
-    if block is None:
-        if mode == "sdd":
-            raise ValueError("block_matmul: block: expected the block size for mode 'sdd'")
-        block = np.shape(a if mode == "dsd" else b)[-1]
-    return {**own, "layout": BlockLayout.of(layout), "block": block}
+    own = block_matmul_options(mode, block, np.shape(a), np.shape(b), **options)
+    return {**own, "layout": BlockLayout.of(layout)}
 
 
 # ---------------------------------------------------------------- entmax
@@ -378,11 +386,9 @@ def entmax_backward(
 ) -> EntmaxGradients:
     """The gradients of `entmax`: d_x, and d_alpha if `needs` names it."""
     inputs, own = _entmax(alpha, axis, mask, offsets, check_indices)
-    names = wanted(needs, {"d_x": y, "d_alpha": y}, "entmax")
     # The layout of x is the output's; the backward pass reads no x.
-    given = {"x": y, **inputs, "y": y, "d_y": d_y}
-    results = dict(zip(names, compute(_native.ENTMAX, BACKWARD, given, names, own, **run)))
-    return EntmaxGradients(results.get("d_x"), results.get("d_alpha"))
+    given, possible = {"x": y, **inputs, "y": y, "d_y": d_y}, {"d_x": y, "d_alpha": y}
+    return _gradients(EntmaxGradients, _native.ENTMAX, given, possible, needs, own, run)
 
 
 def _entmax(

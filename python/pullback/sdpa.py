@@ -58,12 +58,12 @@ def _refuse(reason: str) -> None:
     raise RuntimeError(f"pullback: scaled_dot_product_attention: {reason}")
 
 
-def _options(causal: bool, scale: float | None, dropout: float, **others: Any) -> list[Any]:
-    own = attention_options(
-        causal=causal, corner="top_left", scale=scale, dropout=dropout, **others
-    )
+def _options(
+    causal: bool, scale: float | None, dropout: float, corner: str = "top_left", **others: Any
+) -> tuple[Any, ...]:
+    own = attention_options(causal=causal, corner=corner, scale=scale, dropout=dropout, **others)
     own["layout"] = 0
-    return [own[name] for name in ATTENTION.options]
+    return tuple([own[name] for name in ATTENTION.options])
 
 
 def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -102,10 +102,10 @@ def _forward(
     value: Tensor,
     bias: Tensor | None,
     seed: Tensor | None,
-    options: list[Any],
+    options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    out, lse = ATTENTION.call(q, k, v, bias, None, None, seed, *options)
+    out, lse = ATTENTION.call((q, k, v, bias, None, None, seed), options)
     return _like(out.transpose(1, 2), query), lse
 
 
@@ -118,16 +118,15 @@ def _backward(
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    options: list[Any],
+    options: tuple[Any, ...],
 ) -> tuple[Tensor, ...]:
     d_out, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-    gradients = ATTENTION.call_backward(
-        d_out, None, q, k, v, bias, None, None, seed, o, lse, *options, 0b111
-    )
+    tensors = (d_out, None, q, k, v, bias, None, None, seed, o, lse)
+    gradients = ATTENTION.call_backward(tensors, (*options, 0b111))
     return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
 
-def _cpu_options(causal: bool, scale: float | None, dropout: float) -> list[Any]:
+def _cpu_options(causal: bool, scale: float | None, dropout: float) -> tuple[Any, ...]:
     if dropout > 0:
         _refuse("dropout_p must be 0 on the CPU, where PyTorch hands no random state over")
     return _options(causal, scale, dropout)
@@ -223,13 +222,11 @@ def _flash_options(
     max_k: int,
     left: int | None,
     right: int | None,
-) -> list[Any]:
+) -> tuple[Any, ...]:
     window = (-1 if left is None else left, -1 if right is None else right)
     lengths = {"max_seqlen_q": max_q, "max_seqlen_k": max_k} if packed else {}
-    options = _options(is_causal, scale, dropout_p, window=window, **lengths)
     # Here causal is from the bottom right, as in flash-attn.
-    options[ATTENTION.options.index("mask_corner")] = 1
-    return options
+    return _options(is_causal, scale, dropout_p, corner="bottom_right", window=window, **lengths)
 
 
 def _flash_forward(
@@ -257,7 +254,7 @@ def _flash_forward(
     options = _flash_options(is_causal, scale, dropout_p, packed, max_q, max_k, *window)
     random_state = _random_state(query)
     seed = _seed(random_state, dropout_p)
-    out, lse = ATTENTION.call(query, key, value, None, cum_seq_q, cum_seq_k, seed, *options)
+    out, lse = ATTENTION.call((query, key, value, None, cum_seq_q, cum_seq_k, seed), options)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     return out, lse, random_state, unused, query.new_empty(0)
 
@@ -286,5 +283,6 @@ def _flash_backward(
     packed = cum_seq_q is not None
     options = _flash_options(is_causal, scale, dropout_p, packed, max_q, max_k, *window)
     seed = _seed(rng_state, dropout_p)
-    tensors = (query, key, value, None, cum_seq_q, cum_seq_k, seed, out, logsumexp)
-    return tuple(ATTENTION.call_backward(grad_out, None, *tensors, *options, 0b111))
+    inputs = (query, key, value, None, cum_seq_q, cum_seq_k, seed)
+    tensors = (grad_out, None, *inputs, out, logsumexp)
+    return tuple(ATTENTION.call_backward(tensors, (*options, 0b111)))

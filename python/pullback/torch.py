@@ -62,7 +62,7 @@ __all__ = [
 
 
 def _call(op: TorchOp, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
-    return op.call(*tensors, *[options[name] for name in op.options])
+    return op.call(tensors, tuple([options[name] for name in op.options]))
 
 
 # ---------------------------------------------------------------- attention
@@ -196,12 +196,8 @@ def block_matmul(
     Returns:
         c, of that dtype; 0 in rows and columns that no block reaches.
     """
-    own = block_matmul_options(mode, **options)
-    if block is None:
-        if mode == "sdd":
-            raise ValueError("block_matmul: block: expected the block size for mode 'sdd'")
-        block = (a if mode == "dsd" else b).shape[-1]
-    own["layout"], own["block"] = layout.identifier, block
+    own = block_matmul_options(mode, block, a.shape, b.shape, **options)
+    own["layout"] = layout.identifier
     return _call(ops.BLOCK_MATMUL, (a, b), own)
 
 
@@ -288,7 +284,7 @@ def entmax(
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = alpha.to(dtype).expand(shape)
     elif alpha == 2 and offsets is None and x.requires_grad and torch.is_grad_enabled():
-        return ops.SPARSEMAX.call(x, mask, dim)[0]
+        return ops.SPARSEMAX.call((x, mask), (dim,))[0]
     own = entmax_options(2.0 if isinstance(alpha, Tensor) else float(alpha), dim, check_indices)
     return _call(ops.ENTMAX, (x, rows, mask, offsets), {**own, "axis": dim})
 
@@ -316,7 +312,7 @@ def segment_permutation(ids: Tensor, num_segments: int) -> tuple[Tensor, Tensor]
     Returns:
         permutation [N] and offsets [S+1], int64.
     """
-    permutation, offsets = ops.SEGMENT_PERMUTATION.call(ids, num_segments)
+    permutation, offsets = ops.SEGMENT_PERMUTATION.call((ids,), (num_segments,))
     return permutation, offsets
 
 

@@ -77,9 +77,10 @@ def test_cuda_tensors_of_a_device_that_is_not_current() -> None:
 
 
 def test_cuda_tensors_of_two_devices_are_refused() -> None:
-    x = random(4, 8, device="cuda")
+    x, mask = random(4, 8, device="cuda"), torch.ones(4, 8, dtype=torch.bool)
+    pt.entmax15(x, mask=mask.cuda())  # which makes a plan
     with pytest.raises(ValueError, match="expected a tensor on cuda:0, got cpu"):
-        pt.entmax(x, 1.5, mask=torch.ones(4, 8, dtype=torch.bool))
+        pt.entmax15(x, mask=mask)
 
 
 def dropped(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
 from pullback import BlockLayout, sparsity  # noqa: E402
-from pullback._torch_dispatch import _direct  # noqa: E402
+from pullback._torch_dispatch import _idle, _plain  # noqa: E402
 from torch_cases import DENSE, DEVICES, random  # noqa: E402
 
 # ---------------------------------------------------------------- attention
@@ -220,12 +220,33 @@ def test_modes_and_profilers_see_the_operators() -> None:
     with torch.profiler.profile() as profile:
         pt.entmax15(x).sum().backward()
     assert expected <= {event.key for event in profile.key_averages()}
-    assert _direct((x, None, torch.nn.Parameter(x)))
+    assert _idle() and _plain((x, None, torch.nn.Parameter(x)))
     with torch.inference_mode():
         inferred = pt.entmax15(x)
-    assert inferred.is_inference() and not _direct((inferred,))
+    assert inferred.is_inference() and not _plain((inferred,))
     with torch.device("meta"):
         assert pt.entmax15(torch.empty(4, 6)).shape == (4, 6)
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    mask = torch.ones(4, 6, dtype=torch.bool, device="meta")
+    with pytest.raises(ValueError, match="mask: expected a tensor on cpu, got meta"):
+        pt.entmax15(random(4, 6), mask=mask)
+
+
+def test_what_is_saved_may_be_no_plain_tensor() -> None:
+    y = random(1, 4, 1, 8).requires_grad_()
+    negated = torch.complex(y, -y).conj().imag
+    assert negated.is_neg() and not _plain((negated,))
+    found = torch.autograd.grad(pt.attention(negated, negated, negated).sum(), y)
+    expected = torch.autograd.grad(pt.attention(y, y, y).sum(), y)
+    torch.testing.assert_close(found, expected)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.t().contiguous(), lambda t: t.t()):
+        out = pt.entmax15(x := random(4, 6).requires_grad_())
+    (found,) = torch.autograd.grad(out.square().sum(), x)
+    (expected,) = torch.autograd.grad(pt.entmax15(x).square().sum(), x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_vmap_makes_one_call_where_it_can() -> None:

@@ -181,10 +181,10 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     }
   } else {
     any_ = {rows_kernel(op, dtype, Access::any), device};
-    any_tiling_ = long_rows_tiling(problem, 1);
+    any_tiling_ = long_rows_tiling(problem, 1, setup.resident(any_));
     if (wide) {
       wide_ = {rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide), device};
-      wide_tiling_ = long_rows_tiling(problem, vector_length(dtype));
+      wide_tiling_ = long_rows_tiling(problem, vector_length(dtype), setup.resident(*wide_));
       setup.allow(wide_tiling_);
     }
   }

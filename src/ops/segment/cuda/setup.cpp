@@ -25,6 +25,8 @@ const cuda::OpKernel kRepairOffsets =
 const cuda::OpKernel kRepairIds = index_kernel("repair_ids", "repair<true>", kRepairThreads);
 const cuda::OpKernel kStarts = index_kernel("starts", "find_all_starts", kThreads);
 
+constexpr std::int64_t kWarp = 32;  // looks for the start of a tile
+
 Indices indices(const TensorSpec& spec) {
   if (!spec.given()) return {};
   return {.data = nullptr,
@@ -75,25 +77,27 @@ Tiling rows_tiling(const SegmentProblem& problem, int vector) {
   Tiling tiling;
   tiling.lane_bits =
       std::clamp(pieces == 0 ? 0 : static_cast<int>(std::bit_width(pieces - 1)), 1, kMostLaneBits);
-  tiling.items = tile_items(tiling.lane_bits, 1);
+  tiling.walker_rows = kWalkerRows;
+  tiling.items = tile_items(tiling.lane_bits, tiling.walker_rows);
   const std::int64_t width = std::int64_t{vector} << tiling.lane_bits;
   tiling.column_blocks = (columns + width - 1) / width;
   return tiling;
 }
 
-Tiling long_rows_tiling(const SegmentProblem& problem, int vector) {
+Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t resident) {
   Tiling tiling = rows_tiling(problem, vector);
-  const auto longer = [&] {
-    Tiling twice = tiling;
-    twice.words *= 2;
-    twice.items *= 2;
-    return twice;
-  };
-  while (tiling.words < most_words(tiling.lane_bits) &&
-         tiles_of(problem, longer()) * tiling.column_blocks >= kEnoughTiles) {
-    tiling = longer();
+  const std::int64_t items = problem.x.shape[0] + problem.num_segments + 2;
+  const std::int64_t walkers = kThreads >> tiling.lane_bits;
+  for (std::int64_t wave = kWaves;; ++wave) {
+    const std::int64_t tiles = std::max<std::int64_t>(
+        1, wave * resident / std::max<std::int64_t>(1, tiling.column_blocks));
+    const std::int64_t rows = (items + tiles * walkers - 1) / (tiles * walkers);
+    if (rows > most_walker_rows(tiling.lane_bits)) continue;
+    tiling.walker_rows = static_cast<int>(std::max<std::int64_t>(
+        kFewestWalkerRows, (rows + kWalkerStep - 1) / kWalkerStep * kWalkerStep));
+    tiling.items = tile_items(tiling.lane_bits, tiling.walker_rows);
+    return tiling;
   }
-  return tiling;
 }
 
 Tiling column_tiling(int bytes) {
@@ -140,11 +144,14 @@ void Setup::allow(const Tiling& tiling) {
   most_tiles_ = std::max(most_tiles_, tiles_of(problem_, tiling));
 }
 
+std::int64_t Setup::resident(const Kernel& kernel) const {
+  return std::int64_t{device_.multiprocessors} *
+         std::max(1, kernel.blocks_per_multiprocessor(device_));
+}
+
 std::int64_t Setup::shares(const Kernel& kernel) const {
   const std::int64_t items = params_.rows + params_.segments + 2;
-  const std::int64_t resident = std::int64_t{device_.multiprocessors} *
-                                std::max(1, kernel.blocks_per_multiprocessor(device_));
-  return std::clamp<std::int64_t>((items + kLeastShare - 1) / kLeastShare, 1, resident);
+  return std::clamp<std::int64_t>((items + kLeastShare - 1) / kLeastShare, 1, resident(kernel));
 }
 
 void Setup::allow_stream(const Kernel& kernel) {
@@ -152,8 +159,8 @@ void Setup::allow_stream(const Kernel& kernel) {
 }
 
 void Setup::reserve(Layout& layout) {
-  const std::int64_t work =
-      std::max({problem_.ids.given() ? params_.rows : 0, params_.segments + 1, most_tiles_ + 1});
+  const std::int64_t work = std::max(
+      {problem_.ids.given() ? params_.rows : 0, params_.segments + 1, (most_tiles_ + 1) * kWarp});
   params_.check_blocks =
       static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
   starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
@@ -190,14 +197,14 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
   p.tiles = tiles_of(problem_, tiling);
   p.row_alignment = tiling.alignment;
   p.lane_bits = tiling.lane_bits;
-  p.walker_words = tiling.words;
+  p.walker_rows = tiling.walker_rows;
   const Tiling before = std::exchange(launcher.tiling, tiling);
   bool found = before.items == tiling.items && before.alignment == tiling.alignment;
   if (!launcher.proven) {
     prove(launcher, p);
     found = !problem_.ids.given();
   }
-  if (!found) launcher.launch(starts_, p, blocks_for(p.tiles + 1), 1);
+  if (!found) launcher.launch(starts_, p, blocks_for((p.tiles + 1) * kWarp), 1);
   return p;
 }
 
@@ -206,7 +213,7 @@ Params Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bou
   const std::int64_t items = p.rows + p.segments + 2;
   p.tiles = shares(kernel);
   p.tile_items = (items + p.tiles - 1) / p.tiles;
-  p.row_alignment = kStreamRows / 2;
+  p.row_alignment = stream_chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
   if (!launcher.proven && problem_.ids.given()) prove(launcher, p);
   p.starts = reinterpret_cast<TileStart*>(launcher.workspace + shares_at_);
   p.disorder = reinterpret_cast<std::int32_t*>(launcher.workspace + share_disorder_at_);

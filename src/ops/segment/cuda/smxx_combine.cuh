@@ -30,7 +30,7 @@ struct PlacedState {
 
   void append(const PlacedState& b) {
     if constexpr (Op::kPlaces) {
-      if (b.state.place >= 0 && Op::replaces(state, b.state.top)) *this = b;
+      if (Op::gives_way(state, b.state)) *this = b;
     } else {
       Op::append(state, b.state);
     }

@@ -8,10 +8,6 @@
 
 namespace pullback::segment_cuda {
 
-inline int64_t clamped(int64_t value, int64_t low, int64_t high) {
-  return value < low ? low : value > high ? high : value;
-}
-
 inline void report_disorder(const Params& p, bool bad) {
   const int any = __syncthreads_or(bad);
   if (threadIdx.x == 0) p.disorder[blockIdx.x] = any;
@@ -22,13 +18,16 @@ inline int64_t thread_number() {
 }
 inline int64_t thread_count() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
-inline void find_starts(const Params& p, const Segments& segments, int64_t from, int64_t step) {
-  const int64_t items = p.rows + p.segments + 2;
-  for (int64_t tile = from; tile <= p.tiles; tile += step) {
-    const int64_t item = tile * p.tile_items;
-    p.starts[tile] = find_start(segments, item < items ? item : items);
+// By all warps of the grid, or of the block.
+inline void find_starts(const Params& p, const Segments& segments, int64_t thread,
+                        int64_t threads) {
+  const bool first_lane = threadIdx.x % device::kWarpSize == 0;
+  for (int64_t tile = thread / device::kWarpSize; tile <= p.tiles;
+       tile += threads / device::kWarpSize) {
+    const TileStart start = find_start(segments, tile * p.tile_items);
+    if (first_lane) p.starts[tile] = start;
   }
-  if (from == 0) p.starts[p.tiles + 1] = {segments.begin(1), segments.end(segments.count)};
+  if (thread == 0) p.starts[p.tiles + 1] = {segments.begin(1), segments.end(segments.count)};
 }
 
 // Starts of tiles are found as if all were well; if not, repair() finds them again.

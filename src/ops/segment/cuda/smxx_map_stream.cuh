@@ -31,20 +31,21 @@ void map_stream(const Params& p) {
   using Segment = typename Map::Segment;
   static_assert(sizeof(Segment) == kSegmentBytes);
   constexpr int kLaneRows = 16 / sizeof(T);
-  constexpr int kTurns = kStreamRows / (kLaneRows * kStreamThreads);
-  using Steps = Walk<kStreamRows>;
+  constexpr int kRows = stream_rows(sizeof(T));
+  constexpr int kTurns = kRows / (kLaneRows * kStreamThreads);
+  using Steps = Walk<kRows>;
   struct Shared {
     typename Steps::Shared steps;
-    Segment at_begin[kStreamRows];  // where the bit is set
+    Segment at_begin[kRows];  // where the bit is set
   };
-  static_assert(sizeof(Shared) <= stream_map_bytes(kSegmentBytes));
+  static_assert(sizeof(Shared) <= stream_map_bytes(sizeof(T), kSegmentBytes));
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x;
 
   Segments segments;
   if (!begin_stream(p, segments)) return;
-  Steps steps(p, segments, shared.steps, stream_chunk_bytes(sizeof(T)) / sizeof(T));
+  Steps steps(p, segments, shared.steps, stream_chunk_rows(sizeof(T)));
   typename Steps::EndRing ends = steps.end_ring(segments);
   start_rings(ends);
   Tile tile{};
@@ -52,13 +53,9 @@ void map_stream(const Params& p) {
 
   while (steps.goes_on()) {
     steps.template begin_piece<kLaneRows>();
-    const int64_t first_row = steps.base + steps.row, window_row = steps.base + steps.window;
-    const auto counted = [&](int64_t row) {
-      return static_cast<int>(clamped(row - steps.origin_row, 0, kStreamRows));
-    };
+    const int low = steps.row - steps.origin, lowest = steps.counted(steps.lowest);
     // Of these rows, counted from origin, all have a segment.
-    const int inner = counted(first_row > steps.lowest ? first_row : steps.lowest);
-    const int highest = counted(steps.highest);
+    const int inner = low > lowest ? low : lowest, highest = steps.counted(steps.highest);
     const auto own_rows = [&](int turn) { return (turn * kStreamThreads + thread) * kLaneRows; };
     typename Map::Row data[kTurns][kLaneRows];
 #pragma unroll
@@ -72,11 +69,10 @@ void map_stream(const Params& p) {
     wait_for_copies();
     steps.mark(
         ends,
-        [&](int number, int64_t begin, int64_t end, bool) {
-          const int64_t from = begin > first_row ? begin : first_row;
-          const bool here = (number <= steps.limit) & (begin < window_row) &
-                            ((number == steps.limit) | (end > from));
-          return here ? from - steps.origin_row : int64_t{-1};
+        [&](int number, int begin, int end, bool) {
+          const int from = begin > low ? begin : low;
+          const bool here = (number <= steps.limit) & ((number == steps.limit) | (end > from));
+          return here ? from : -1;
         },
         [&](int number, bool marked) {
           typename Map::Raw raw;

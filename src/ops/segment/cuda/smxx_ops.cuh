@@ -2,7 +2,6 @@
 // come after is appended, and what is stored of it.
 #pragma once
 
-#include "device/warp.cuh"
 #include "ops/segment/cuda/smxx_math.cuh"
 #include "ops/segment/cuda/smxx_tile.cuh"
 
@@ -70,12 +69,13 @@ struct ExtremePlace {
     int place;  // after the first row of the tile
   };
   static constexpr bool kPlaces = true;
-  // Place -1: no row yet.
+  // Place -1: no row. A run of rows begins with the place of its first.
   static State start() { return {-device::infinity<R>(), -1}; }
+  static State begin(int place) { return {-device::infinity<R>(), place}; }
   static bool replaces(const State& a, R x) {
     // Without && and ||, which become branches.
     const bool above = kLast ? !(x < a.top) : !(x <= a.top);
-    return (above & (a.top == a.top)) | (a.place < 0);
+    return above & (a.top == a.top);
   }
   static void add(State& a, R x, int place) {
     const R value = kMin ? -x : x;
@@ -102,8 +102,12 @@ struct ExtremePlace {
     a.top = better ? top : a.top;
     a.place = better ? at : a.place;
   }
+  // Whether b, of later rows, stands for both.
+  static bool gives_way(const State& a, const State& b) {
+    return (b.place >= 0) & (replaces(a, b.top) | (a.place < 0));
+  }
   static void append(State& a, const State& b) {
-    if ((b.place >= 0) & replaces(a, b.top)) a = b;
+    if (gives_way(a, b)) a = b;
   }
   static R value(const State& a) { return kMin ? -a.top : a.top; }
 };
@@ -238,6 +242,16 @@ State shuffle(const State& state, int lane) {
                    [&](uint32_t word) { return __shfl_sync(device::kAllLanes, word, lane); });
 }
 
+// The state of a run that begins with the row at `place`.
+template <class Op>
+typename Op::State begin_run(int place) {
+  if constexpr (requires { Op::begin(place); }) {
+    return Op::begin(place);
+  } else {
+    return Op::start();
+  }
+}
+
 template <class Op>
 inline constexpr bool kStoresPair = false;
 template <class R>
@@ -287,7 +301,7 @@ inline constexpr int64_t kNoPlace = 255;
 // Stores what segment j of the list has come to; its states stand for kCount columns from `column`
 // on, its places count from `place`.
 template <class Op, class Out, int kCount>
-void finish(const Params& p, const auto& segments, int64_t j, int64_t column,
+void finish(const Params& p, const Segments& segments, int64_t j, int64_t column,
             const typename Op::State (&state)[kCount], int64_t place) {
   const int64_t s = Tile::problem_segment(j);
   if (p.result.data != nullptr) {

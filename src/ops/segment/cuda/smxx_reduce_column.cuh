@@ -60,13 +60,14 @@ void reduce_column(const Params& p) {
     for (int i = 0; i < kColumnRows; ++i) {
       value[i] = inside >> i & 1 ? column_value<T, kInput>(p, tile.origin + row + i) : 0;
     }
-    State state = Op::start();
+    State state =
+        inside != 0 ? begin_run<Op>(row + __ffs(static_cast<int>(inside)) - 1) : Op::start();
 #pragma unroll
     for (int i = 0; i < kColumnRows; ++i) {
       if (inside >> i & 1) Op::add(state, value[i], row + i);
       if (stops >> i & 1) {
         at_end[row + i] = state;
-        state = Op::start();
+        state = begin_run<Op>(row + i + 1);
       }
     }
     // Of the lanes up to this one, those since the last end.

@@ -140,9 +140,9 @@ void reduce_rows(const Params& p) {
   // Shared memory also holds two states of each lane.
   using Reader = RowReader<T, kVector, kInput, kPermuted, sizeof(State) * kVector <= 16>;
   constexpr int kBatch = Reader::kBatch;
-  constexpr int kMostWalkers = kThreads / kFewestLanes;
+  constexpr int kWarps = kThreads / device::kWarpSize;
   __shared__ Ends<kMostTileRows> ends;
-  __shared__ bool has_tail[kMostWalkers], has_end[kMostWalkers];
+  __shared__ bool has_end[kWarps];
   __shared__ union {
     typename Reader::Shared reader;
     State tails[kThreads][kVector];  // once all rows are read
@@ -162,9 +162,9 @@ void reduce_rows(const Params& p) {
   });
 
   // Rows of this walker in a segment of the problem, counted from the tile's first.
-  const int row = walker * p.walker_words * kWalkerRows;
+  const int row = walker * p.walker_rows;
   const auto within = [&](int64_t place) {
-    const int64_t at = place - tile.origin, stop = row + p.walker_words * kWalkerRows;
+    const int64_t at = place - tile.origin, stop = row + p.walker_rows;
     return static_cast<int>(at < row ? row : at > stop ? stop : at);
   };
   const int first = within(tile.lowest);
@@ -178,8 +178,8 @@ void reduce_rows(const Params& p) {
   reader.request(begin);
   State state[kVector];
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) state[i] = Op::start();
-  bool in_head = !headless, in_piece = false;
+  for (int i = 0; i < kVector; ++i) state[i] = stop > first ? begin_run<Op>(first) : Op::start();
+  bool in_head = !headless;
 #pragma unroll 1
   for (int at = begin; at < stop; at += kBatch) {
     reader.request(at + kBatch);
@@ -193,7 +193,6 @@ void reduce_rows(const Params& p) {
       for (int k = 0; k < kBatch; ++k) rows[k] = reader.get(at, k);
       const auto value = [&](int i, int k) { return rows[k].real(i); };
       if (add_rows<Op, Real<T>, kBatch>(state, value, at)) {
-        in_piece = true;
         continue;
       }
     }
@@ -203,7 +202,6 @@ void reduce_rows(const Params& p) {
       const typename Reader::Row values = reader.get(at, k);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) Op::add(state[i], values.real(i), at + k);
-      in_piece = true;
       if (end_bits >> k & 1) {
         if (in_head) {
 #pragma unroll
@@ -213,66 +211,94 @@ void reduce_rows(const Params& p) {
                           tile.origin);
         }
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) state[i] = Op::start();
-        in_head = in_piece = false;
+        for (int i = 0; i < kVector; ++i) state[i] = begin_run<Op>(at + k + 1);
+        in_head = false;
       }
     }
   }
-  __syncthreads();
+  const bool any_end = ends.next(row) < row + p.walker_rows;
+
+  // What the walkers of this warp before this one have left open, and whether it reaches back to an
+  // end; `state` becomes the same with this walker's rows.
+  const int warp = thread / device::kWarpSize, warp_lane = thread % device::kWarpSize;
+  const bool shared_warp = lanes < device::kWarpSize;
+  State earlier[kVector];
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) shared.tails[thread][i] = state[i];
-  bool any_end = false;
-  for (int word = 0; word < p.walker_words; ++word) {
-    any_end |= ends.bits[walker * p.walker_words + word] != 0;
+  for (int i = 0; i < kVector; ++i) earlier[i] = Op::start();
+  bool complete = false, any_end_in_unit = any_end;
+  if (shared_warp) {
+    const uint32_t enders = __ballot_sync(device::kAllLanes, any_end);
+    const uint32_t enders_here = enders & (0xffffffffu >> (31 - warp_lane));
+    const int since = enders_here != 0 ? 31 - __clz(static_cast<int>(enders_here)) : 0;
+    const int since_walker = since >> p.lane_bits << p.lane_bits;
+#pragma unroll 1
+    for (int step = lanes; step < device::kWarpSize; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        State whole = shuffle_up(state[i], step);
+        if (warp_lane - step >= since_walker) {
+          Op::append(whole, state[i]);
+          state[i] = whole;
+        }
+      }
+    }
+    const bool first_in_warp = warp_lane < lanes;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const State before = shuffle_up(state[i], lanes);
+      if (!first_in_warp) earlier[i] = before;
+    }
+    complete = (enders & ((1u << (warp_lane - lane)) - 1)) != 0;
+    any_end_in_unit = enders != 0;
   }
-  if (lane == 0) {
-    has_tail[walker] = in_piece;
-    has_end[walker] = any_end;
+  // Warps, or walkers of whole warps, hand on what they leave open through shared memory.
+  const int units = shared_warp ? kWarps : walkers, unit = shared_warp ? warp : walker;
+  __syncthreads();
+  if (!shared_warp || warp_lane + lanes >= device::kWarpSize) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) shared.tails[(unit << p.lane_bits) + lane][i] = state[i];
+    if (lane == 0) has_end[unit] = any_end_in_unit;
   }
   __syncthreads();
   if (!active) return;
 
-  // Tails of the walkers from the last end before `stop` on, up to `stop`. False when none.
+  // Adds the tails of the units from the last end before `stop` on in front of `sum`.
   const auto gather = [&](int stop, State(&sum)[kVector]) {
     int from = stop;
     while (from > 0 && !has_end[from - 1]) --from;
     if (from > 0) --from;
-    bool any = false;
-    for (; from < stop; ++from) {
-      if (!has_tail[from]) continue;
+#pragma unroll 1
+    while (--stop >= from) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        if (any) {
-          Op::append(sum[i], shared.tails[(from << p.lane_bits) + lane][i]);
-        } else {
-          sum[i] = shared.tails[(from << p.lane_bits) + lane][i];
-        }
+        State whole = shared.tails[(stop << p.lane_bits) + lane][i];
+        Op::append(whole, sum[i]);
+        sum[i] = whole;
       }
-      any = true;
     }
-    return any;
   };
   const auto store_slot = [&](int which, const State(&sum)[kVector]) {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) slot_of<Op>(p, blockIdx.x, which)[column + i] = sum[i];
   };
-  State sum[kVector];
   if (any_end && !headless) {
-    if (gather(walker, sum)) {
+    if (!complete) gather(unit, earlier);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) Op::append(sum[i], heads[thread][i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sum[i] = heads[thread][i];
-    }
+    for (int i = 0; i < kVector; ++i) Op::append(earlier[i], heads[thread][i]);
     const int64_t j = tile.first + ends.segment[ends.next(row)];
     if (segments.begin(j) < tile.row) {
-      store_slot(0, sum);
+      store_slot(0, earlier);
     } else {
-      finish<Op, Out>(p, segments, j, column, sum, tile.origin);
+      finish<Op, Out>(p, segments, j, column, earlier, tile.origin);
     }
   }
-  if (walker == walkers - 1 && gather(walkers, sum)) store_slot(1, sum);
+  if (walker == walkers - 1) {
+    State sum[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum[i] = Op::start();
+    gather(units, sum);
+    store_slot(1, sum);
+  }
 }
 
 }  // namespace pullback::segment_cuda

@@ -25,14 +25,6 @@ struct LaneRows {
   Real<T> real(int i) const { return half[i / (kRows / 2)].real(i % (kRows / 2)); }
 };
 
-// A segment's, in the shape of Segments.
-struct Bounds {
-  int64_t first, stop;
-
-  int64_t begin(int64_t) const { return first; }
-  int64_t length(int64_t) const { return stop - first; }
-};
-
 // The states of lanes 0 to 31 put together, in lane 0.
 template <class Op, class State>
 State gathered(State state) {
@@ -50,21 +42,23 @@ void reduce_stream(const Params& p) {
   constexpr int kBytes = static_cast<int>(sizeof(T));
   constexpr int kLaneRows = LaneRows<T>::kRows;
   constexpr int kWarps = kStreamThreads / device::kWarpSize;
-  constexpr int kWarpRows = kStreamRows / kWarps;
+  constexpr int kRows = stream_rows(kBytes);
+  constexpr int kWarpRows = kRows / kWarps;
   constexpr int kTurnRows = device::kWarpSize * kLaneRows;  // of a warp at a time
   constexpr int kTurns = kWarpRows / kTurnRows;
   constexpr int kChunkBytes = stream_chunk_bytes(kBytes);
   constexpr uint32_t kFull = (1u << kLaneRows) - 1;
-  using Steps = Walk<kStreamRows>;
+  using Steps = Walk<kRows>;
   using Rows = Ring<kStreamChunks, kChunkBytes>;
   struct Shared {
     typename Rows::Shared x;
     typename Steps::Shared steps;
-    State at_end[stream_states(kBytes)];       // of last rows: what their lane knows
-    State continued[kStreamRows / kLaneRows];  // by a lane's rows
-    State open[kWarps];                        // of the rows after the last end in each warp
-    State carry[2];      // of the rows after the last end before the piece, by turns
-    bool ended[kWarps];  // whether a warp had an end
+    State at_end[kRows + stream_runs(kBytes)];  // of last rows: what their lane knows
+    State continued[stream_runs(kBytes)];       // by a lane's rows
+    State open[kWarps];                         // of the rows after the last end in each warp
+    State carry[2];                 // of the rows after the last end before the piece, by turns
+    bool ended[kWarps];             // whether a warp had an end
+    int16_t ends[kStreamEnds + 1];  // behind the begin of the first: rows counted from origin
   };
   static_assert(sizeof(Shared) <= stream_reduce_bytes(kBytes, sizeof(State)));
   extern __shared__ __align__(16) unsigned char memory[];
@@ -83,14 +77,22 @@ void reduce_stream(const Params& p) {
   if (thread == 0) shared.carry[0] = Op::start();
   start_rings(x, ends);
 
+  const int64_t share_first = steps.first;
+  const bool starts_inside =
+      share_first > 0 && share_first < steps.stop && segments.begin(share_first) < steps.share_row;
   int parity = 0;
   while (steps.goes_on()) {
     steps.template begin_piece<kLaneRows>();
     wait_for_copies();
+    // The end of an empty segment is one of rows too, or before the piece.
+    const int low_row = steps.row - steps.origin;
     steps.mark(
         ends,
-        [&](int, int64_t begin, int64_t end, bool ended) {
-          return ended & (begin < end) ? end - 1 - steps.origin_row : int64_t{-1};
+        [&](int number, int begin, int end, bool ended) {
+          if (number == 0) shared.ends[0] = static_cast<int16_t>(begin);
+          if (!ended) return -1;
+          shared.ends[number + 1] = static_cast<int16_t>(end);
+          return end > low_row ? end - 1 : -1;
         },
         [](int, bool) { return 0; }, [](int, int) {});
     x.wait((steps.window * kBytes + kChunkBytes - 1) / kChunkBytes);
@@ -107,13 +109,15 @@ void reduce_stream(const Params& p) {
       const unsigned char* from = x.at(place + own * kBytes);
       const int low = steps.row - steps.origin - own, high = steps.window - steps.origin - own;
       const int first_place = steps.origin + own;
-      State state = Op::start();
+      const int from_row = low < 0 ? 0 : low;
+      State state = from_row < high && from_row < kLaneRows ? begin_run<Op>(first_place + from_row)
+                                                            : Op::start();
       State* const at_end = shared.at_end + end_place(own);
       const auto walk = [&](int i, Real<T> value) {
         Op::add(state, value, first_place + i);
         if (stops >> i & 1) {
           at_end[i] = state;
-          state = Op::start();
+          state = begin_run<Op>(first_place + i + 1);
         }
       };
       bool done = false;
@@ -132,7 +136,7 @@ void reduce_stream(const Params& p) {
       }
       if (!done) {
 #pragma unroll 1
-        for (int i = low < 0 ? 0 : low; i < high && i < kLaneRows; ++i) {
+        for (int i = from_row; i < high && i < kLaneRows; ++i) {
           walk(i, device::to_real(reinterpret_cast<const T*>(from)[i]));
         }
       }
@@ -199,26 +203,26 @@ void reduce_stream(const Params& p) {
     steps.clear();
     __syncthreads();
 
+    const bool in_head = steps.first == share_first && starts_inside;
 #pragma unroll 1
     for (int number = thread; number < steps.taken; number += kStreamThreads) {
       const int64_t j = steps.first + number;
-      const int64_t begin = steps.begin_of(number), end = steps.end_of(number);
-      const auto last = static_cast<uint64_t>(end - 1 - steps.origin_row);
-      if (begin == end || last >= static_cast<uint64_t>(kStreamRows)) {
+      const int begin = shared.ends[number], end = shared.ends[number + 1];
+      if (begin >= end) {
         finish_empty<Op, Out>(p, j, 0);
         continue;
       }
-      const int run = static_cast<int>(last) / kLaneRows;
-      State state[1] = {shared.at_end[end_place(static_cast<int>(last))]};
-      if (begin < steps.origin_row + run * kLaneRows) {
+      const int run = (end - 1) / kLaneRows;
+      State state[1] = {shared.at_end[end - 1 + run]};
+      if (begin < run * kLaneRows) {
         State whole = shared.continued[run];
         Op::append(whole, state[0]);
         state[0] = whole;
       }
-      if (begin < steps.share_row) {
+      if (in_head && number == 0) {
         slot_of<Op>(p, blockIdx.x, 0)[0] = state[0];
       } else {
-        finish<Op, Out>(p, Bounds{begin, end}, j, 0, state, steps.base);
+        finish<Op, Out>(p, segments, j, 0, state, steps.base);
       }
     }
     parity ^= 1;

@@ -12,7 +12,6 @@
 
 #include "device/async_copy.cuh"
 #include "device/bulk.cuh"
-#include "device/warp.cuh"
 #include "ops/segment/cuda/smxx_index.cuh"
 
 namespace pullback::segment_cuda {
@@ -128,31 +127,6 @@ inline void wait_for_copies() {
 #endif
 }
 
-// find_start() by a warp, for offsets that may be out of order: the first share begins and the last
-// one ends where it must.
-inline TileStart find_start_together(const Segments& segments, int64_t item) {
-  if (item <= 0) return {0, 0};
-  if (item >= segments.rows + segments.count + 2) return {segments.count + 2, segments.rows};
-  const int lane = threadIdx.x % device::kWarpSize;
-  int64_t low = 0, high = segments.count + 2;
-  while (low < high) {
-    const int64_t step = (high - low + device::kWarpSize - 1) / device::kWarpSize;
-    const int64_t at = low + lane * step + step - 1;
-    const bool reached = at >= high || segments.end(at) + at >= item;
-    const uint32_t lanes = __ballot_sync(device::kAllLanes, reached);
-    if (lanes == 0) {
-      low = high;
-      break;
-    }
-    low += (__ffs(static_cast<int>(lanes)) - 1) * step;
-    high = low + step - 1 < high ? low + step - 1 : high;
-  }
-  const int64_t row = clamped(item - low, 0, segments.rows);
-  const bool ended =
-      low < segments.count + 2 && segments.end(low) == row && segments.begin(low) < row;
-  return {low + ended, row};
-}
-
 // Whether the block has to run, and with which offsets.
 inline bool begin_stream(const Params& p, Segments& segments) {
   let_next_kernel_begin();
@@ -197,7 +171,7 @@ struct Walk {
   static constexpr int kWords = kRows / 32;
   static constexpr int kMostEnds = kEndChunks * kEndChunk;
   static_assert(kStreamEnds % kStreamThreads == 0 && kStreamThreads == kEndChunk);
-  static_assert(kStreamEnds + 2 * kEndChunk <= kMostEnds);
+  static_assert(kStreamEnds + 2 * kEndChunk <= kMostEnds && kRows < 0x7fff);
   using EndRing = Ring<kEndChunks, kEndChunk * 8>;
   struct Shared {
     typename EndRing::Shared ends;
@@ -229,7 +203,7 @@ struct Walk {
     const int warp = threadIdx.x / device::kWarpSize;
     if (warp < 2) {
       const TileStart bound =
-          find_start_together(segments, (static_cast<int64_t>(blockIdx.x) + warp) * p.tile_items);
+          find_start(segments, (static_cast<int64_t>(blockIdx.x) + warp) * p.tile_items);
       if (threadIdx.x % device::kWarpSize == 0) {
         shared.bounds[warp] = bound;
         p.starts[blockIdx.x + warp] = bound;
@@ -247,7 +221,7 @@ struct Walk {
       bad = lowest < 0 || lowest > p.rows;
       first = 1;
     }
-    constexpr int64_t kMost = 0x7fffffff - 2 * kRows;
+    constexpr int64_t kMost = 1 << 28;  // far more than fit into any share of a device
     base = from.row & -static_cast<int64_t>(row_alignment);
     row = static_cast<int>(from.row - base);
     row_stop = static_cast<int>(clamped(to.row - base, row, kMost));
@@ -276,9 +250,12 @@ struct Walk {
   }
   bool goes_on() const { return row < row_stop || first < stop; }
 
-  // Begin of segment first + number.
-  int64_t begin_of(int number) const { return end_of(number - 1); }
-  int64_t end_of(int number) const {
+  // A row, counted from origin; -1 or kRows + 1 where it is beyond the piece.
+  int counted(int64_t row) const {
+    const int64_t at = row - origin_row;
+    return at < 0 ? -1 : at > kRows ? kRows + 1 : static_cast<int>(at);
+  }
+  int64_t end_of(int number) const {  // of segment first + number
     const int at = (place + number) & (kMostEnds - 1);
     return wide ? reinterpret_cast<const int64_t*>(shared.ends.data)[at]
                 : reinterpret_cast<const int32_t*>(shared.ends.data)[at];
@@ -297,38 +274,36 @@ struct Walk {
   }
 
   // Finds the segments that end in the piece. For each segment met, up to the one that goes on, it
-  // marks the row, counted from origin, that row_of(begin, end, ended) names, if it is one; for
-  // those it calls on_marked(row, early(number)); what early() reads is on its way meanwhile. Ends
-  // behind a barrier, after which it still may call on_marked().
+  // marks the row that row_of(number, begin, end, ended) names, if it is one; for those it calls
+  // on_marked(row, early(number)); what early() reads is on its way meanwhile. All rows are counted
+  // from origin. Ends behind a barrier, after which it still may call on_marked().
   template <class RowOf, class Early, class OnMarked>
   void mark(EndRing& ring, const RowOf& row_of, const Early& early, const OnMarked& on_marked) {
-    const int64_t bound = window == row_stop ? 0x7fffffffffffffff : base + window;
+    const bool last = window == row_stop;
+    const int low = row - origin, high = window - origin;
     int chunk = static_cast<int>((first - end_base) / kEndChunk);
     int number = threadIdx.x;
     taken = 0;
 #pragma unroll 1
     do {
       ring.wait(chunk + 2);
-      const int64_t begin = begin_of(number), end = end_of(number);
-      const bool is_one = number < limit, ended = is_one & (end <= bound);
-      bad |= is_one & ((begin > end) | (end > p.rows));
-      const int64_t at = row_of(number, begin, end, ended);
-      const bool marked = at >= 0 && at < kRows;
+      const int begin = counted(end_of(number - 1)), end = counted(end_of(number));
+      const bool ended = (number < limit) & (last | (end <= high));
+      bad |= ended & ((begin > end) | (end < low) | (end > high));
+      const int at = row_of(number, begin, end, ended);
+      const bool marked = static_cast<uint32_t>(at) < static_cast<uint32_t>(kRows);
       auto read = early(number, marked);
-      if (marked) {
-        const int bit = static_cast<int>(at);
-        atomicOr(&shared.bits[bit / 32], 1u << (bit % 32));
-      }
+      if (marked) atomicOr(&shared.bits[at / 32], 1u << (at % 32));
       const int count = __syncthreads_count(ended);
-      if (marked) on_marked(static_cast<int>(at), read);
+      if (marked) on_marked(at, read);
       taken += count;
       number += kStreamThreads;
       ++chunk;
       if (count < kStreamThreads) break;
     } while (number < kStreamEnds);
     if (taken == kStreamEnds) {
-      const int64_t reached = end_of(kStreamEnds - 1) - base;
-      window = reached < row ? row : reached < window ? static_cast<int>(reached) : window;
+      const int reached = counted(end_of(kStreamEnds - 1)) + origin;
+      window = reached < row ? row : reached < window ? reached : window;
     }
   }
   // By all threads, between barriers behind the last look at the bits and before the next marks.
@@ -340,26 +315,35 @@ struct Walk {
     first += taken;
   }
   // Which words have marks, a bit for each. By whole warps.
+  static constexpr int kGroups = kWords / device::kWarpSize;
   struct Words {
-    uint32_t low, high;
+    uint32_t group[kGroups];
   };
   Words words_with_marks() const {
-    static_assert(kWords == 2 * device::kWarpSize);
-    const int lane = threadIdx.x % device::kWarpSize;
-    return {__ballot_sync(device::kAllLanes, shared.bits[lane] != 0),
-            __ballot_sync(device::kAllLanes, shared.bits[lane + device::kWarpSize] != 0)};
+    Words words;
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int word = i * device::kWarpSize + threadIdx.x % device::kWarpSize;
+      words.group[i] = __ballot_sync(device::kAllLanes, shared.bits[word] != 0);
+    }
+    return words;
   }
   // Last marked row of the piece up to this one; 0 when there is none.
   int previous(int at, const Words& words) const {
     int word = at / 32;
     uint32_t rest = shared.bits[word] & (0xffffffffu >> (31 - at % 32));
     if (rest == 0) {
-      const uint32_t before = (1u << (word % 32)) - 1;
-      const uint32_t near = (word >= 32 ? words.high : words.low) & before;
-      const uint32_t far = word >= 32 ? words.low : 0;
-      word = near != 0 ? word / 32 * 32 + 31 - __clz(static_cast<int>(near))
-                       : 31 - __clz(static_cast<int>(far));
-      if (word < 0) return 0;
+      int found = -1;
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        const uint32_t before = i < word / 32    ? 0xffffffffu
+                                : i == word / 32 ? (1u << (word % 32)) - 1
+                                                 : 0;
+        const uint32_t near = words.group[i] & before;
+        found = near != 0 ? i * 32 + 31 - __clz(static_cast<int>(near)) : found;
+      }
+      if (found < 0) return 0;
+      word = found;
       rest = shared.bits[word];
     }
     return word * 32 + 31 - __clz(static_cast<int>(rest));

@@ -38,7 +38,7 @@ struct Tiling {
   std::int64_t items = 0;  // rows and segment ends of a tile
   int alignment = 1;
   int lane_bits = 0;
-  int words = 1;
+  int walker_rows = 0;
   std::int64_t column_blocks = 1;
 
   friend bool operator==(const Tiling&, const Tiling&) = default;
@@ -71,10 +71,10 @@ bool permuted(const SegmentProblem& problem);
 // they can be streamed (smxx_stream.cuh), and whether those bound do.
 bool streamable(const SegmentProblem& problem, Specs rows);
 bool streamable(const Params& p);
-// The tiling of rows read in pieces of `vector` elements, the same in longer tiles, and that of x
-// of one column.
+// The tiling of rows read in pieces of `vector` elements, the same in longer tiles for a device
+// that holds `resident` blocks, and that of x of one column.
 Tiling rows_tiling(const SegmentProblem& problem, int vector);
-Tiling long_rows_tiling(const SegmentProblem& problem, int vector);
+Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t resident);
 Tiling column_tiling(int bytes);
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
 
@@ -94,6 +94,8 @@ class Setup {
   // Launches a kernel that streams, and gives its parameters: how it has cut the problem.
   Params stream(Launcher& launcher, const Kernel& kernel, const Params& p) const;
   std::int64_t shares(const Kernel& kernel) const;
+  // Blocks of the kernel that the device holds at a time.
+  std::int64_t resident(const Kernel& kernel) const;
 
  private:
   void prove(Launcher& launcher, const Params& p) const;

@@ -15,15 +15,17 @@ inline constexpr int kFewestLanes = 2;   // of a row of several columns
 inline constexpr int kMostLaneBits = 8;  // a row takes the whole block
 inline constexpr int kMaskTileItems = 256;
 
-// Rows and segment ends of a tile whose rows take 2^lane_bits lanes, `words` words a group.
-constexpr int tile_items(int lane_bits, int words) {
-  return (kThreads >> lane_bits) * kWalkerRows * words;
+// Rows and segment ends of a tile whose rows take 2^lane_bits lanes.
+constexpr int tile_items(int lane_bits, int walker_rows) {
+  return (kThreads >> lane_bits) * walker_rows;
 }
 // What a tile can keep the ends of.
 inline constexpr int kMostTileRows = kThreads / kFewestLanes * kWalkerRows;
-constexpr int most_words(int lane_bits) { return kMostTileRows / tile_items(lane_bits, 1); }
-// Reductions take longer tiles, whose fixed work and slots are fewer, while there are this many.
-inline constexpr int kEnoughTiles = 1024;
+constexpr int most_walker_rows(int lane_bits) { return kMostTileRows / tile_items(lane_bits, 1); }
+// Reductions take tiles that fill the device a whole number of times, this often or oftener.
+inline constexpr int kWaves = 2;
+inline constexpr int kWalkerStep = 4;
+inline constexpr int kFewestWalkerRows = 16;
 constexpr int product_tile_items(int lane_bits) { return (kThreads >> lane_bits) * kProductRows; }
 // D = 1: a lane takes this many consecutive rows, a warp 32 times as many, this many times; what is
 // kept for each row of a tile fits into 48 KiB. Tiles begin on any row, lanes on multiples.
@@ -36,25 +38,28 @@ constexpr int column_tile_items(int kept_bytes) {
 // Streams of one column (smxx_stream.cuh): a block goes through its share in pieces, whose rows and
 // segment ends pass through rings of chunks in shared memory.
 inline constexpr int kStreamThreads = 128;
-inline constexpr int kStreamRows = 2048;  // of a piece
-inline constexpr int kStreamEnds = 512;
-inline constexpr int kStreamChunks = 6;
+inline constexpr int kStreamEnds = 512;  // of a piece
+inline constexpr int kStreamChunks = 5;
+constexpr int stream_rows(int element_bytes) { return element_bytes == 2 ? 4096 : 2048; }
 inline constexpr int kEndChunk = 128;  // offsets
 inline constexpr int kEndChunks = 8;
 inline constexpr int kLeastShare = 4096;  // rows and segment ends
-constexpr int stream_chunk_bytes(int element_bytes) { return kStreamRows / 2 * element_bytes; }
+constexpr int stream_chunk_rows(int element_bytes) { return stream_rows(element_bytes) / 2; }
+constexpr int stream_chunk_bytes(int element_bytes) {
+  return stream_chunk_rows(element_bytes) * element_bytes;
+}
 // A lane takes so many rows at a time, whose states are kept apart by the place of one.
 constexpr int stream_lane_rows(int element_bytes) { return 32 / element_bytes; }
-constexpr int stream_states(int element_bytes) {
-  return kStreamRows + kStreamRows / stream_lane_rows(element_bytes);
+constexpr int stream_runs(int element_bytes) {
+  return stream_rows(element_bytes) / stream_lane_rows(element_bytes);
 }
 constexpr int stream_reduce_bytes(int element_bytes, int state_bytes) {
   return kStreamChunks * stream_chunk_bytes(element_bytes) + kEndChunks * kEndChunk * 8 +
-         stream_states(element_bytes) * state_bytes +
-         (kStreamRows / stream_lane_rows(element_bytes) + 16) * state_bytes + 1024;
+         (stream_rows(element_bytes) + 2 * stream_runs(element_bytes) + 16) * state_bytes +
+         2 * kStreamEnds + 1024;
 }
-constexpr int stream_map_bytes(int segment_bytes) {
-  return kEndChunks * kEndChunk * 8 + kStreamRows * segment_bytes + 1024;
+constexpr int stream_map_bytes(int element_bytes, int segment_bytes) {
+  return kEndChunks * kEndChunk * 8 + stream_rows(element_bytes) * segment_bytes + 1024;
 }
 
 // Tiles that a block looks at for segments to combine.
