@@ -49,8 +49,9 @@ BackwardTiles tiles_of(DType dtype, int width, int arch, bool small_blocks = fal
   return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch, small_blocks);
 }
 
+// Of 64, or near it: smaller ones leave few tiles empty, of any size, and then larger tiles pay.
 bool has_small_blocks(const AttentionProblem& problem) {
-  return problem.blocks.given() && problem.blocks.block <= 64;
+  return problem.blocks.given() && problem.blocks.block > 32 && problem.blocks.block <= 64;
 }
 
 struct TileKernel {
@@ -64,7 +65,7 @@ TileKernel tile_kernel(DType dtype, int width, Features features, int arch,
   const bool split = dtype == DType::f32, bias = !split && features >= Features::general;
   BackwardTiles tiles = tiles_of(dtype, width, arch, small_blocks);
   const bool own = small_blocks && tiles.keys != tiles_of(dtype, width, arch).keys;
-  if (bias) tiles = with_bias(tiles, width, arch);
+  if (bias) tiles = with_bias(tiles, width, arch, features == Features::bias_sum);
   const int feature = static_cast<int>(features);
   return {{.name = fmt::format("attention_backward_{}_{}{}{}", type, width, kFeatureSuffix[feature],
                                own ? "_small" : ""),

@@ -29,10 +29,10 @@ constexpr int BackwardTiles::shared_bytes(int width, int element_bytes, bool bia
          (stats_bytes(queries) * stages + 127) / 128 * 128 + (bias ? 2 * keys * queries : 0);
 }
 
-// The same tiles for kernels with a bias: it takes registers, which twice the warps have, and room
-// of a stage.
-inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch) {
-  if (tiles.split == 1 && max_shared_bytes(arch) >= 163 * 1024) {
+// The same tiles for kernels with a bias, which takes room of a stage; `sums`: that add d_bias up
+// over launches. Where two blocks of 4 warps have too few registers, one of 8 warps has enough.
+inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch, bool sums) {
+  if (tiles.split == 1 && (width == 64 || sums) && max_shared_bytes(arch) >= 163 * 1024) {
     tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 1;
   }
   if (tiles.shared_bytes(width, 2, true) > max_shared_bytes(arch)) tiles.stages = 1;
@@ -42,7 +42,7 @@ inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arc
 
 // f16 and bf16. Registers bound the tiles: 32 keys x 64 elements of d_k and d_v in f32 are 128 a
 // thread; 99 KiB of shared memory bound them on sm_86, 89 and 120. small_blocks: with a mask of
-// blocks of 64 or less; larger tiles would meet more blocks that are absent in part.
+// blocks of 64, which larger tiles would meet in part.
 inline constexpr BackwardTiles backward_tiles(int width, int arch, bool small_blocks) {
   const int shared = max_shared_bytes(arch);
   if (small_blocks && width <= 64) return {64, 64, 2, 2, shared / (66 * 1024), 2};
