@@ -23,6 +23,34 @@ Plan plan_for(Make make, const Problem& problem, Caller& caller) {
   return Plan(made, pullback_plan_destroy);
 }
 
+// A layout and its size; `nnz` is its number of blocks.
+struct Blocks {
+  Layout layout{nullptr, pullback_block_layout_destroy};
+  std::int64_t heads = 0, rows = 0, columns = 0, nnz = 0;
+};
+
+Blocks layout_of(Caller& c, std::int64_t heads, std::int64_t rows, std::int64_t columns) {
+  Blocks blocks;
+  pullback_block_layout* made = nullptr;
+  std::vector<std::uint8_t> present(static_cast<std::size_t>(heads * rows * columns));
+  for (auto& block : present) block = static_cast<std::uint8_t>(c.choice(1));
+  const bool ok = succeeded(
+      c.chance(50) ? pullback_block_layout_create(c.size(), c.size(), -1, present.data(), &made)
+                   : pullback_block_layout_create(heads, rows, columns, present.data(), &made));
+  if (!ok) return blocks;
+  blocks.layout.reset(made);
+  if (!succeeded(pullback_block_layout_size(made, &blocks.heads, &blocks.rows, &blocks.columns,
+                                            &blocks.nnz))) {
+    defect("layout_size");
+  }
+  return blocks;
+}
+
+Blocks some_layout(Caller& c) {
+  const std::int64_t heads = c.size() & 3, rows = c.size() & 7;
+  return layout_of(c, heads, rows, c.size() & 7);
+}
+
 void attention(Caller& c) {
   const bool varlen = c.chance(3);
   const std::int64_t batch = c.size(), queries = c.size(), keys = c.size(), kv_heads = c.size(),
@@ -66,6 +94,18 @@ void attention(Caller& c) {
   if (c.chance(4)) p.dropout = c.number();
   if (c.chance(4)) p.seed = c.tensor({c.chance(9) ? c.size() : 1}, c.index());
   p.flags = c.flags(3);
+  Blocks blocks;
+  if (c.chance(varlen ? 20 : 4)) {
+    p.block = c.block_size();
+    p.layout_batches = c.chance(2) ? 1 : batch;
+    const auto count = [&](std::int64_t length) {
+      const bool sensible = p.block > 0 && p.block < 1000 && length >= 0 && length < 1000;
+      return sensible ? (length + p.block - 1) / p.block : c.size() & 7;
+    };
+    const std::int64_t layouts = (p.layout_batches & 31) * (c.chance(2) ? 1 : heads & 31);
+    blocks = layout_of(c, layouts, count(queries), count(keys));
+    p.layout = blocks.layout.get();
+  }
 
   const Plan plan = plan_for(pullback_attention_plan, p, c);
   if (!plan) return;
@@ -87,30 +127,6 @@ void attention(Caller& c) {
   t.d_bias = memory("d_bias");
   t.seed = memory("seed");
   c.run(pullback_attention_run, plan.get(), t);
-}
-
-// A layout and its size; `nnz` is its number of blocks.
-struct Blocks {
-  Layout layout{nullptr, pullback_block_layout_destroy};
-  std::int64_t heads = 0, rows = 0, columns = 0, nnz = 0;
-};
-
-Blocks some_layout(Caller& c) {
-  Blocks blocks;
-  pullback_block_layout* made = nullptr;
-  const std::int64_t heads = c.size() & 3, rows = c.size() & 7, columns = c.size() & 7;
-  std::vector<std::uint8_t> present(static_cast<std::size_t>(heads * rows * columns));
-  for (auto& block : present) block = static_cast<std::uint8_t>(c.choice(1));
-  const bool ok = succeeded(
-      c.chance(50) ? pullback_block_layout_create(c.size(), c.size(), -1, present.data(), &made)
-                   : pullback_block_layout_create(heads, rows, columns, present.data(), &made));
-  if (!ok) return blocks;
-  blocks.layout.reset(made);
-  if (!succeeded(pullback_block_layout_size(made, &blocks.heads, &blocks.rows, &blocks.columns,
-                                            &blocks.nnz))) {
-    defect("layout_size");
-  }
-  return blocks;
 }
 
 void block_softmax(Caller& c) {

@@ -13,6 +13,7 @@ most=15000000
 need_nvrtc "$build"
 rm -rf "$kernels" "$wheels"
 "$build/tools/pullback/pullback" compile --arch sm_80,sm_90 --match "$match" --output "$kernels"
+"${PYTHON:-python3}" scripts/pool_kernels.py "$kernels"
 "${PYTHON:-python3}" -m pip wheel -q --disable-pip-version-check . --no-deps -w "$wheels" \
   -C cmake.define.PULLBACK_BUILD="$PWD/$build" -C cmake.define.PULLBACK_KERNELS="$kernels"
 wheel=$(ls "$wheels"/*.whl)

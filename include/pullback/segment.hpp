@@ -33,7 +33,8 @@ struct SegmentProblem {
   // What max and min may save for backward; with neither, backward compares x with out.
   TensorSpec arg;       // [S,D]; i64 or i32: row of x, -1 for none (ties first and last; "even"
                         //   saves the first). u8: the row's place in its segment, which then has at
-                        //   most 255 rows (longer ones report Error in run)
+                        //   most 255 rows: longer ones are an Error of run, but on a GPU, which
+                        //   stores no place past 254 and gives that column no gradient
   TensorSpec arg_mask;  // u8 [N, ceil(D/8)]: bit d%8 of byte d/8 says that x[n,d] gets gradient
 
   TensorSpec d_out;  // like out; any strides
@@ -46,7 +47,8 @@ struct SegmentProblem {
 // d_out, the segments and
 //   sum, mean            nothing more
 //   max, min             arg or arg_mask; or else x and out
-//   prod, logsumexp      x and out
+//   prod                 x
+//   logsumexp            x and, but in 16 bits, out
 //   softmax              out
 // and writes d_x.
 struct SegmentTensors {

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._native import BACKWARD, FORWARD, OPS, WORKSPACE_ALIGNMENT, NativePlan, Op, Spec
+from ._native import (
+    BACKWARD,
+    FORWARD,
+    OPS,
+    SMALL_WORKSPACE,
+    WORKSPACE_ALIGNMENT,
+    NativePlan,
+    Op,
+    Spec,
+    align,
+    thread_memory,
+)
 from .sparsity import BlockLayout
 
 if TYPE_CHECKING:
@@ -91,12 +102,14 @@ class Plan:
                         f"got {_spec(op, name, array)}"
                     )
             pointers.append(0 if array is None else _address(array))
-        needed = self.workspace_bytes
-        if workspace is None:
-            workspace = np.empty(needed + WORKSPACE_ALIGNMENT, np.uint8)
-            begin = -_address(workspace) % WORKSPACE_ALIGNMENT
-            workspace = workspace[begin : begin + needed]
-        self._native.run_pointers(pointers, 0, _address(workspace), workspace.nbytes)
+        if workspace is not None:
+            address, size = _address(workspace), workspace.nbytes
+        elif (size := self.workspace_bytes) <= SMALL_WORKSPACE:
+            address = thread_memory.address
+        else:
+            workspace = np.empty(size + WORKSPACE_ALIGNMENT, np.uint8)
+            address = align(_address(workspace))
+        self._native.run_pointers(pointers, 0, address, size)
 
 
 def plan(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_char_p, c_double, c_int32, c_int64, c_size_t, c_void_p
 from typing import Any, NamedTuple, NoReturn
@@ -272,6 +273,22 @@ TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_C = 1, 2, 4
 # ---------------------------------------------------------------- plans
 
 WORKSPACE_ALIGNMENT = 256
+SMALL_WORKSPACE = 1 << 20
+
+
+class _ThreadMemory(threading.local):
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(SMALL_WORKSPACE + WORKSPACE_ALIGNMENT)
+        self.address = align(ctypes.addressof(self.memory))
+
+
+def align(address: int) -> int:
+    return -(-address // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+
+
+# Of SMALL_WORKSPACE bytes, for calls on the CPU: to allocate them for each, and have the pages come
+# and go, can take longer than a small call.
+thread_memory = _ThreadMemory()
 
 _plan_destroy = _lib.pullback_plan_destroy
 _plan_destroy.argtypes = (c_void_p,)

@@ -17,11 +17,14 @@ from torch import Tensor
 from ._native import (
     BACKWARD,
     FORWARD,
+    SMALL_WORKSPACE,
     WORKSPACE_ALIGNMENT,
     Device,
     NativePlan,
     Op,
     Spec,
+    align,
+    thread_memory,
 )
 from ._torch_dispatch import define, differentiate, library
 from .sparsity import BlockLayout
@@ -64,7 +67,7 @@ def _spec(op: Op, name: str, tensor: Tensor) -> Spec:
 class _Prepared:
     """A plan, what to allocate for it, and where each pointer of its struct comes from."""
 
-    __slots__ = ("models", "pick", "plan", "workspace_bytes")
+    __slots__ = ("allocates_workspace", "models", "pick", "plan", "workspace_bytes")
 
     def __init__(
         self, plan: NativePlan, shapes: Sequence[Shape], first: Tensor, slots: Sequence[int]
@@ -73,7 +76,8 @@ class _Prepared:
         self.workspace_bytes = plan.workspace_bytes
         # Outputs and workspace without their memory, as empty_like is quicker than new_empty.
         self.models = [first.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-        if self.workspace_bytes > 0:
+        self.allocates_workspace = self.workspace_bytes > (SMALL_WORKSPACE if first.is_cpu else 0)
+        if self.allocates_workspace:
             size = self.workspace_bytes + WORKSPACE_ALIGNMENT
             self.models.append(first.new_empty(size, dtype=torch.uint8))
         for model in self.models:
@@ -130,14 +134,16 @@ class _Kernel:
         outputs = list(map(torch.empty_like, prepared.models))
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         addresses += map(Tensor.data_ptr, outputs)
-        size = prepared.workspace_bytes
-        workspace = 0
-        if size > 0:
-            workspace = -(-addresses.pop() // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        if prepared.allocates_workspace:
+            workspace = align(addresses.pop())
+        else:
+            workspace = thread_memory.address if on_cpu else 0
         addresses.append(0)
         stream = 0 if on_cpu else torch._C._cuda_getCurrentRawStream(first.get_device())
-        prepared.plan.run_pointers(prepared.pick(addresses), stream, workspace, size)
-        if size > 0:
+        prepared.plan.run_pointers(
+            prepared.pick(addresses), stream, workspace, prepared.workspace_bytes
+        )
+        if prepared.allocates_workspace:
             outputs.pop()
         return self.pack(outputs)
 

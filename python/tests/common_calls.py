@@ -64,8 +64,9 @@ def segments(device: str, dtype: Any) -> None:
 
 
 def make_all(device: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        for dim in (64, 128):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dim in (32, 64, 128):
             attention(device, dtype, dim)
-        rows(device, dtype)
-        segments(device, dtype)
+        if dtype != torch.float16:
+            rows(device, dtype)
+            segments(device, dtype)

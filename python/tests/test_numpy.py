@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -295,3 +296,18 @@ def test_sizes_of_zero() -> None:
         assert out.shape == shape
     assert pn.entmax(np.empty((3, 0))).shape == (3, 0)
     assert pn.segment_reduce(np.empty((0, 3)), offsets=np.zeros(3, int)).shape == (2, 3)
+
+
+def test_threads_have_workspaces_of_their_own() -> None:
+    def gradients(seed: int) -> list[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        q, k, v, d_out = (rng.standard_normal((1, 64, 2, 32), np.float32) for _ in range(4))
+        out, lse = pn.attention(q, k, v, threads=1)
+        return list(pn.attention_backward(d_out, q, k, v, out, lse, threads=1)[:3])
+
+    seeds = [*range(4)] * 25
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(gradients, seeds))
+    expected = [gradients(seed) for seed in range(4)]
+    for seed, mine in zip(seeds, found):
+        np.testing.assert_array_equal(mine, expected[seed])

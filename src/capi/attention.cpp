@@ -53,11 +53,6 @@ struct AttentionOp {
     problem.deterministic = !(given.flags & PULLBACK_NONDETERMINISTIC);
     problem.check_indices = given.flags & PULLBACK_CHECK_INDICES;
   }
-
-  static Plan<Tensors> plan(const Device& device, const Problem& problem, Pass pass,
-                            const PlanOptions& options) {
-    return make_plan(device, problem, pass, options);
-  }
 };
 
 }  // namespace
@@ -65,18 +60,7 @@ struct AttentionOp {
 
 using namespace pullback::capi;
 
-pullback_status pullback_attention_plan(const pullback_attention_problem* problem,
-                                        pullback_pass pass, const pullback_plan_options* options,
-                                        pullback_plan** plan) {
-  return guarded([&] { make_plan_of<AttentionOp>(problem, pass, options, plan); });
-}
-
-pullback_status pullback_attention_run(const pullback_plan* plan, void* stream,
-                                       const pullback_attention_tensors* tensors, void* workspace,
-                                       size_t workspace_bytes) {
-  return guarded(
-      [&] { run_plan_of<AttentionOp>(plan, stream, tensors, workspace, workspace_bytes); });
-}
+PULLBACK_C_OP(attention, AttentionOp)
 
 pullback_status pullback_write_dropout_mask(const DLTensor* mask, double dropout,
                                             uint64_t dropout_seed) {

@@ -34,11 +34,6 @@ struct BlockMatmulOp {
     problem.layout = given.layout->layout;
     problem.block = given.block;
   }
-
-  static Plan<Tensors> plan(const Device& device, const Problem& problem, Pass pass,
-                            const PlanOptions& options) {
-    return make_plan(device, problem, pass, options);
-  }
 };
 
 }  // namespace
@@ -46,15 +41,4 @@ struct BlockMatmulOp {
 
 using namespace pullback::capi;
 
-pullback_status pullback_block_matmul_plan(const pullback_block_matmul_problem* problem,
-                                           pullback_pass pass, const pullback_plan_options* options,
-                                           pullback_plan** plan) {
-  return guarded([&] { make_plan_of<BlockMatmulOp>(problem, pass, options, plan); });
-}
-
-pullback_status pullback_block_matmul_run(const pullback_plan* plan, void* stream,
-                                          const pullback_block_matmul_tensors* tensors,
-                                          void* workspace, size_t workspace_bytes) {
-  return guarded(
-      [&] { run_plan_of<BlockMatmulOp>(plan, stream, tensors, workspace, workspace_bytes); });
-}
+PULLBACK_C_OP(block_matmul, BlockMatmulOp)

@@ -36,11 +36,6 @@ struct BlockSoftmaxOp {
     problem.attn_mask_mode = choice(name, "attn_mask_mode", given.attn_mask_mode, MaskMode::keep);
     problem.scale = given.scale;
   }
-
-  static Plan<Tensors> plan(const Device& device, const Problem& problem, Pass pass,
-                            const PlanOptions& options) {
-    return make_plan(device, problem, pass, options);
-  }
 };
 
 }  // namespace
@@ -48,16 +43,4 @@ struct BlockSoftmaxOp {
 
 using namespace pullback::capi;
 
-pullback_status pullback_block_softmax_plan(const pullback_block_softmax_problem* problem,
-                                            pullback_pass pass,
-                                            const pullback_plan_options* options,
-                                            pullback_plan** plan) {
-  return guarded([&] { make_plan_of<BlockSoftmaxOp>(problem, pass, options, plan); });
-}
-
-pullback_status pullback_block_softmax_run(const pullback_plan* plan, void* stream,
-                                           const pullback_block_softmax_tensors* tensors,
-                                           void* workspace, size_t workspace_bytes) {
-  return guarded(
-      [&] { run_plan_of<BlockSoftmaxOp>(plan, stream, tensors, workspace, workspace_bytes); });
-}
+PULLBACK_C_OP(block_softmax, BlockSoftmaxOp)

@@ -82,18 +82,22 @@ pullback_status current_failure() noexcept {
   }
 }
 
+// These three are on the way of every run: without texts unless they fail.
 void check_not_null(std::string_view op, std::string_view argument, const void* pointer) {
-  Checker(op).that(pointer != nullptr, argument, "a pointer", "NULL");
+  if (pointer == nullptr) {
+    fail(ErrorCode::invalid_argument, op, argument, "a pointer", "NULL");
+  }
 }
 
 void overlay_struct(std::string_view op, std::string_view argument, const void* given,
                     std::size_t size, void* ours, std::size_t known) {
   // No version will be this much larger; a size beyond it was never set, and is not to be read.
   constexpr std::size_t kPlausibleGrowth = 4096;
-  Checker(op).that(
-      size >= sizeof(size) && size % sizeof(size) == 0 && size <= known + kPlausibleGrowth,
-      fmt::format("{}: struct_size", argument), "the sizeof of the struct", fmt::format("{}", size),
-      "initialise the struct with its _INIT macro");
+  if (size < sizeof(size) || size % sizeof(size) != 0 || size > known + kPlausibleGrowth) {
+    fail(ErrorCode::invalid_argument, op, fmt::format("{}: struct_size", argument),
+         "the sizeof of the struct", fmt::format("{}", size),
+         "initialise the struct with its _INIT macro");
+  }
   if (size > known) {
     const std::span tail(static_cast<const std::byte*>(given) + known, size - known);
     const auto set = std::ranges::find_if(tail, [](std::byte b) { return b != std::byte{0}; });
@@ -165,8 +169,10 @@ void check_flags(std::string_view op, std::uint64_t flags, std::uint64_t known) 
 
 void check_plan_of(std::string_view op, const pullback_plan* plan) {
   check_not_null(op, "plan", plan);
-  Checker(op).that(plan->op == op, "plan", fmt::format("a plan of {}", op),
-                   fmt::format("a plan of {}", plan->op));
+  if (plan->op != op) {
+    fail(ErrorCode::invalid_argument, op, "plan", fmt::format("a plan of {}", op),
+         fmt::format("a plan of {}", plan->op));
+  }
 }
 
 namespace {

@@ -2,7 +2,8 @@
 // DLTensor, and plans whose type C does not see.
 //
 // An op's file defines a struct Op with the four struct types CProblem, Problem, CTensors, Tensors,
-// their defaults, `for_each_tensor`, `read_options` and `plan`; the templates here do the rest.
+// their defaults, `for_each_tensor` and `read_options`, and ends in PULLBACK_C_OP; the templates
+// here do the rest.
 //
 // Growing a struct of pullback.h: append fields (never into padding) whose default is all zero
 // bytes, so that an older library can tell that a newer caller did not use them.
@@ -108,6 +109,17 @@ struct OpPlan final : pullback_plan {
   Plan<typename Op::Tensors> plan;
 };
 
+// By the op's make_plan(), unless it has a `plan` of its own.
+template <class Op>
+Plan<typename Op::Tensors> plan_of(const Device& device, const typename Op::Problem& problem,
+                                   Pass pass, const PlanOptions& options) {
+  if constexpr (requires { Op::plan(device, problem, options); }) {
+    return Op::plan(device, problem, options);
+  } else {
+    return make_plan(device, problem, pass, options);
+  }
+}
+
 template <class Op>
 void make_plan_of(const typename Op::CProblem* problem, pullback_pass pass,
                   const pullback_plan_options* options, pullback_plan** plan) {
@@ -122,8 +134,8 @@ void make_plan_of(const typename Op::CProblem* problem, pullback_pass pass,
   });
   Op::read_options(given, ours);
 
-  auto made =
-      std::make_unique<OpPlan<Op>>(Op::plan(arguments.device, ours, direction, arguments.options));
+  auto made = std::make_unique<OpPlan<Op>>(
+      plan_of<Op>(arguments.device, ours, direction, arguments.options));
   made->op = Op::name;
   made->device = arguments.dl_device;
   const typename Op::Problem completed = complete(ours);
@@ -151,3 +163,19 @@ void run_plan_of(const pullback_plan* plan, void* stream, const typename Op::CTe
   visit(#field, &CProblem::field, &Problem::field, &CTensors::field, &Tensors::field)
 
 }  // namespace pullback::capi
+
+// The functions of an op of two passes: pullback_<op>_plan and pullback_<op>_run.
+#define PULLBACK_C_OP(op, Op)                                                             \
+  pullback_status pullback_##op##_plan(const Op::CProblem* problem, pullback_pass pass,   \
+                                       const pullback_plan_options* options,              \
+                                       pullback_plan** plan) {                            \
+    return pullback::capi::guarded(                                                       \
+        [&] { pullback::capi::make_plan_of<Op>(problem, pass, options, plan); });         \
+  }                                                                                       \
+  pullback_status pullback_##op##_run(const pullback_plan* plan, void* stream,            \
+                                      const Op::CTensors* tensors, void* workspace,       \
+                                      size_t workspace_bytes) {                           \
+    return pullback::capi::guarded([&] {                                                  \
+      pullback::capi::run_plan_of<Op>(plan, stream, tensors, workspace, workspace_bytes); \
+    });                                                                                   \
+  }

@@ -35,11 +35,6 @@ struct EntmaxOp {
     problem.alpha = given.alpha;
     problem.check_indices = given.flags & PULLBACK_CHECK_INDICES;
   }
-
-  static Plan<Tensors> plan(const Device& device, const Problem& problem, Pass pass,
-                            const PlanOptions& options) {
-    return make_plan(device, problem, pass, options);
-  }
 };
 
 }  // namespace
@@ -47,13 +42,4 @@ struct EntmaxOp {
 
 using namespace pullback::capi;
 
-pullback_status pullback_entmax_plan(const pullback_entmax_problem* problem, pullback_pass pass,
-                                     const pullback_plan_options* options, pullback_plan** plan) {
-  return guarded([&] { make_plan_of<EntmaxOp>(problem, pass, options, plan); });
-}
-
-pullback_status pullback_entmax_run(const pullback_plan* plan, void* stream,
-                                    const pullback_entmax_tensors* tensors, void* workspace,
-                                    size_t workspace_bytes) {
-  return guarded([&] { run_plan_of<EntmaxOp>(plan, stream, tensors, workspace, workspace_bytes); });
-}
+PULLBACK_C_OP(entmax, EntmaxOp)

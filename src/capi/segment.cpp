@@ -36,11 +36,6 @@ struct SegmentOp {
     problem.empty = choice(name, "empty", given.empty, EmptySegment::nan);
     problem.check_indices = given.flags & PULLBACK_CHECK_INDICES;
   }
-
-  static Plan<Tensors> plan(const Device& device, const Problem& problem, Pass pass,
-                            const PlanOptions& options) {
-    return make_plan(device, problem, pass, options);
-  }
 };
 
 struct SegmentPermutationOp {
@@ -63,7 +58,7 @@ struct SegmentPermutationOp {
     problem.num_segments = given.num_segments;
   }
 
-  static Plan<Tensors> plan(const Device& device, const Problem& problem, Pass,
+  static Plan<Tensors> plan(const Device& device, const Problem& problem,
                             const PlanOptions& options) {
     Checker(name).that(options.variant.empty(), "variant", "none: there is one implementation",
                        options.variant);
@@ -76,17 +71,7 @@ struct SegmentPermutationOp {
 
 using namespace pullback::capi;
 
-pullback_status pullback_segment_plan(const pullback_segment_problem* problem, pullback_pass pass,
-                                      const pullback_plan_options* options, pullback_plan** plan) {
-  return guarded([&] { make_plan_of<SegmentOp>(problem, pass, options, plan); });
-}
-
-pullback_status pullback_segment_run(const pullback_plan* plan, void* stream,
-                                     const pullback_segment_tensors* tensors, void* workspace,
-                                     size_t workspace_bytes) {
-  return guarded(
-      [&] { run_plan_of<SegmentOp>(plan, stream, tensors, workspace, workspace_bytes); });
-}
+PULLBACK_C_OP(segment, SegmentOp)
 
 pullback_status pullback_segment_permutation_plan(
     const pullback_segment_permutation_problem* problem, const pullback_plan_options* options,

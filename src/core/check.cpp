@@ -20,11 +20,11 @@ std::string shape_text(std::span<const std::int64_t> shape) {
   return fmt::format("[{}]", fmt::join(shape, ", "));
 }
 
-namespace {
-
 std::span<const std::int64_t> shape_of(const TensorSpec& spec) {
   return {spec.shape.data(), static_cast<std::size_t>(std::max(spec.rank, 0))};
 }
+
+namespace {
 
 std::string dtype_list(std::initializer_list<DType> dtypes) {
   std::string text;
@@ -128,6 +128,15 @@ void Checker::writable(std::string_view name, const TensorSpec& spec) const {
   }
 }
 
+void Checker::derived(std::string_view name, TensorSpec& spec, Access access, DType dtype,
+                      std::span<const std::int64_t> shape) const {
+  if (!spec.given()) spec = TensorSpec::contiguous(dtype, shape);
+  sane(name, spec);
+  this->dtype(name, spec, {dtype});
+  this->shape(name, spec, shape);
+  if (access == output) writable(name, spec);
+}
+
 namespace {
 
 struct ByteRange {
@@ -187,19 +196,26 @@ void check_device(std::string_view op, const Device& device) {
 
 void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t workspace_needed,
                const Workspace& workspace) {
-  const Checker check(op);
+  // Messages are made only for a failure: a run that succeeds allocates nothing.
+  const auto refuse = [op](const TensorUse& use, std::string_view expected, std::string_view got,
+                           std::string_view remedy = {}) {
+    fail(ErrorCode::invalid_argument, op, use.name, expected, got, remedy);
+  };
   for (const TensorUse& use : uses) {
     if (use.data == nullptr) {
       const bool needed = use.required && use.spec->given() && use.spec->numel() > 0;
-      check.that(!needed, use.name, "a data pointer", "null");
+      if (needed) refuse(use, "a data pointer", "null");
       continue;
     }
-    check.that(use.spec->given(), use.name, "null, as the problem has no such tensor", "a pointer",
-               "describe the tensor in the problem before making the plan");
+    if (!use.spec->given()) {
+      refuse(use, "null, as the problem has no such tensor", "a pointer",
+             "describe the tensor in the problem before making the plan");
+    }
     const auto size = size_of(use.spec->dtype);
-    check.that(reinterpret_cast<std::uintptr_t>(use.data) % size == 0, use.name,
-               fmt::format("a pointer aligned to its {}-byte elements", size),
-               fmt::format("{}", use.data));
+    if (reinterpret_cast<std::uintptr_t>(use.data) % size != 0) {
+      refuse(use, fmt::format("a pointer aligned to its {}-byte elements", size),
+             fmt::format("{}", use.data));
+    }
   }
   for (const TensorUse& out : uses) {
     if (out.access != TensorUse::write || out.data == nullptr || out.spec->numel() == 0) continue;
@@ -210,13 +226,7 @@ void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t
       if (a.end <= b.begin || b.end <= a.begin || interleaved(out, other)) continue;
       const bool in_place = (out.may_alias == other.name || other.may_alias == out.name) &&
                             out.data == other.data && *out.spec == *other.spec;
-      check.that(in_place, out.name, "memory of its own",
-                 fmt::format("overlap with {}", other.name));
-    }
-    if (workspace_needed > 0 && workspace.data != nullptr) {
-      const auto begin = reinterpret_cast<std::uintptr_t>(workspace.data);
-      check.that(a.end <= begin || begin + workspace_needed <= a.begin, out.name,
-                 "memory of its own", "overlap with the workspace");
+      if (!in_place) refuse(out, "memory of its own", fmt::format("overlap with {}", other.name));
     }
   }
   if (workspace_needed == 0) return;
@@ -225,9 +235,20 @@ void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t
          fmt::format("{} bytes", workspace.data == nullptr ? 0 : workspace.bytes),
          "allocate plan.workspace_bytes()");
   }
-  check.that(reinterpret_cast<std::uintptr_t>(workspace.data) % kWorkspaceAlignment == 0,
-             "workspace", fmt::format("alignment to {} bytes", kWorkspaceAlignment),
-             fmt::format("{}", workspace.data));
+  const auto begin = reinterpret_cast<std::uintptr_t>(workspace.data);
+  if (begin % kWorkspaceAlignment != 0) {
+    fail(ErrorCode::invalid_argument, op, "workspace",
+         fmt::format("alignment to {} bytes", kWorkspaceAlignment),
+         fmt::format("{}", workspace.data));
+  }
+  // Inputs too: the run would overwrite them while it reads them.
+  for (const TensorUse& use : uses) {
+    if (use.data == nullptr || use.spec->numel() == 0) continue;
+    const ByteRange bytes = bytes_of(use);
+    if (begin < bytes.end && bytes.begin < begin + workspace_needed) {
+      refuse(use, "memory of its own", "overlap with the workspace");
+    }
+  }
 }
 
 }  // namespace pullback

@@ -23,6 +23,9 @@ namespace pullback {
 
 std::string shape_text(std::span<const std::int64_t> shape);
 
+// Its sizes; none where it is not given.
+std::span<const std::int64_t> shape_of(const TensorSpec& spec);
+
 // f(), where memory running out is an Error like any other.
 template <class F>
 decltype(auto) with_memory(std::string_view op, const F& f) {
@@ -33,7 +36,8 @@ decltype(auto) with_memory(std::string_view op, const F& f) {
   }
 }
 
-// Every check of one op's problem starts from here, so that messages name the op.
+// Every check of one op's problem starts from here, so that messages name the op. For plans: texts
+// are made whether a check fails or not.
 class Checker {
  public:
   explicit Checker(std::string_view op) : op_(op) {}
@@ -56,6 +60,14 @@ class Checker {
                        std::initializer_list<std::int64_t> expected) const;
   // An output: no two indices may reach the same element.
   void writable(std::string_view name, const TensorSpec& spec) const;
+  // A tensor that follows from others: row-major where none is given, else checked.
+  enum Access { input, output };
+  void derived(std::string_view name, TensorSpec& spec, Access access, DType dtype,
+               std::span<const std::int64_t> shape) const;
+  void derived(std::string_view name, TensorSpec& spec, Access access,
+               const TensorSpec& model) const {
+    derived(name, spec, access, model.dtype, shape_of(model));
+  }
   // `holds` or a failure built from the texts.
   void that(bool holds, std::string_view what, std::string_view expected, std::string_view got,
             std::string_view remedy = {}) const;
@@ -97,8 +109,8 @@ class TensorUses {
 // A number of threads that makes sense.
 void check_device(std::string_view op, const Device& device);
 
-// Null and misaligned pointers, outputs that overlap other tensors, a small or misaligned
-// workspace. Touches no element.
+// Null and misaligned pointers, outputs that overlap other tensors, a workspace that is small,
+// misaligned or overlaps a tensor. Touches no element, and allocates nothing unless it throws.
 void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t workspace_needed,
                const Workspace& workspace);
 

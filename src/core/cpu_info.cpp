@@ -2,8 +2,10 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -90,7 +92,10 @@ std::string cpu_name() { return "unknown CPU"; }
 int available_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  // Fails where there are more CPUs than a cpu_set_t holds.
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) {
+    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  }
   const int count = CPU_COUNT(&set);
   return count > 0 ? count : 1;
 }

@@ -77,9 +77,9 @@ std::array<std::int64_t, 2> TensorSpec::offset_range() const {
 
 std::string TensorSpec::to_string() const {
   if (!given()) return "none";
-  const auto size = static_cast<std::size_t>(rank);
-  std::string text = fmt::format("{} {}", name_of(dtype), shape_text({shape.data(), size}));
-  if (!is_contiguous()) text += " strides " + shape_text({strides.data(), size});
+  const std::span<const std::int64_t> sizes = shape_of(*this);
+  std::string text = fmt::format("{} {}", name_of(dtype), shape_text(sizes));
+  if (!is_contiguous()) text += " strides " + shape_text({strides.data(), sizes.size()});
   return text;
 }
 

@@ -62,7 +62,11 @@ Choice choose_variant(std::string_view op, std::span<const VariantInfo> variants
                       Pass pass, std::string_view forced) {
   check_device(op, device);
   const char* from_environment = std::getenv("PULLBACK_FORCE_VARIANT");
-  if (forced.empty() && from_environment) forced = from_environment;
+  std::string_view remedy;
+  if (forced.empty() && from_environment && *from_environment) {
+    forced = from_environment;
+    remedy = "unset PULLBACK_FORCE_VARIANT";
+  }
 
   std::size_t best = variants.size();
   std::string report;
@@ -87,8 +91,9 @@ Choice choose_variant(std::string_view op, std::span<const VariantInfo> variants
     return {best, why};
   }
   if (!forced.empty() && report.empty()) {
-    fail(ErrorCode::invalid_argument, op, "variant", known, std::string(forced));
+    fail(ErrorCode::invalid_argument, op, "variant", known, forced, remedy);
   }
+  if (!remedy.empty()) report += fmt::format("\n  {}", remedy);
   throw Error(ErrorCode::unsupported,
               fmt::format("{}: no variant for {} serves this problem{}", op,
                           device.kind == DeviceKind::cpu ? "the CPU" : "CUDA devices", report));

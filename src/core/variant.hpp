@@ -1,13 +1,13 @@
 // Variants as data: each implementation of an op is one row that says what it needs and serves.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "core/check.hpp"
 #include "core/cpu_info.hpp"
@@ -94,10 +94,10 @@ Plan<Tensors> plan_with_variants(std::string_view op,
                                  typename CheckedBody<Problem, Tensors>::UsesOf uses_of,
                                  const Device& device, const Problem& problem, Pass pass,
                                  const PlanOptions& options) {
-  std::array<VariantInfo, 16> infos;
-  for (std::size_t i = 0; i < variants.size(); ++i) infos[i] = variants[i].info;
-  const Choice choice = choose_variant(op, std::span(infos).first(variants.size()), needs,
-                                       feature_names, device, pass, options.variant);
+  std::vector<VariantInfo> infos;
+  for (const auto& variant : variants) infos.push_back(variant.info);
+  const Choice choice =
+      choose_variant(op, infos, needs, feature_names, device, pass, options.variant);
   const Variant<Problem, Tensors>& variant = variants[choice.index];
   return with_memory(op, [&] {
     auto body = std::make_unique<CheckedBody<Problem, Tensors>>(

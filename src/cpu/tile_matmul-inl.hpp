@@ -1,12 +1,14 @@
 // Matrix products of tiles that fit the L2 cache: C[rows, columns] (+)= A[rows, depth] · B[depth,
 // columns], all in Real (float or double).
 //
-//   A  read one element at a time and broadcast, so any strides do: a transposed tile costs
-//   nothing. B  packed in panels: columns are cut into panels of kPanelVectors vectors (the last
-//   one may be
-//      narrower); a panel holds its `depth` rows one after the other. RowMajorMatmul takes B
-//      row-major instead.
-//   C  row-major, rows padded to whole vectors.
+// A is read one element at a time and broadcast, so any strides do: a transposed tile costs
+// nothing.
+//
+// B is packed in panels: columns are cut into panels of kPanelVectors vectors (the last one may be
+// narrower); a panel holds its `depth` rows one after the other. RowMajorMatmul takes B row-major
+// instead.
+//
+// C is row-major, rows padded to whole vectors.
 //
 // A register block holds kBlockRows(NV) x NV accumulators; for each step of depth it loads NV
 // vectors of B and broadcasts one element of A per row (the outer-product kernel of Goto and van de

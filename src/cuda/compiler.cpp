@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <fstream>
 #include <future>
 #include <map>
@@ -12,16 +11,12 @@
 
 #include "core/log.hpp"
 #include "cuda/device_sources.hpp"
+#include "cuda/environment.hpp"
 #include "cuda/nvrtc.hpp"
 #include "pullback/error.hpp"
 
 namespace pullback::cuda {
 namespace {
-
-std::string environment(const char* name) {
-  const char* value = std::getenv(name);
-  return value ? value : "";
-}
 
 [[noreturn]] void fail_compile(const KernelSource& kernel, const Compilation& compilation,
                                const std::vector<std::string>& options) {
@@ -45,9 +40,10 @@ void dump(const KernelSource& kernel, const Cubin& cubin) {
   const std::string folder = environment("PULLBACK_JIT_DUMP");
   if (folder.empty()) return;
   const std::string base = folder + "/" + kernel.name + "." + arch_name(kernel);
-  std::ofstream(base + ".cu") << kernel.source;
-  std::ofstream(base + ".cubin", std::ios::binary)
-      .write(cubin.data(), static_cast<std::streamsize>(cubin.size()));
+  std::ofstream source(base + ".cu"), code(base + ".cubin", std::ios::binary);
+  source << kernel.source << std::flush;
+  code.write(cubin.data(), static_cast<std::streamsize>(cubin.size())).flush();
+  if (!source || !code) log(LogLevel::warning, "CUDA: PULLBACK_JIT_DUMP: cannot write " + base);
 }
 
 Cubin find_or_compile(const KernelSource& kernel) {
@@ -55,7 +51,7 @@ Cubin find_or_compile(const KernelSource& kernel) {
   const DiskCache cache = DiskCache::from_environment();
   if (auto cubin = cache.read(key)) return std::move(*cubin);
   if (auto cubin = DiskCache::shipped().read(key)) return std::move(*cubin);
-  if (environment("PULLBACK_JIT") == "off") {
+  if (environment_choice("PULLBACK_JIT", {"on", "off"}) == "off") {
     throw Error(ErrorCode::device,
                 fmt::format("CUDA: {} for {} is not in the cache ({}) and PULLBACK_JIT=off forbids "
                             "compiling; fill the cache with 'pullback compile'",

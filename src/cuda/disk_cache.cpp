@@ -8,11 +8,11 @@
 
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <random>
 
+#include "cuda/environment.hpp"
 #include "cuda/hash.hpp"
 
 namespace pullback::cuda {
@@ -20,6 +20,9 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr char kMagic[8] = {'P', 'B', 'K', 'C', 'A', 'C', 'H', '1'};
+constexpr char kPooledMagic[8] = {'P', 'B', 'K', 'P', 'O', 'O', 'L', '1'};
+constexpr std::size_t kBlock = 16;  // bytes of a pool's block: an instruction
+constexpr std::string_view kPool = "pool";
 constexpr std::string_view kSuffix = ".pbk";
 constexpr std::string_view kTemporary = ".tmp-";
 constexpr std::uint64_t kLargestEntry = std::uint64_t{1} << 30;
@@ -27,6 +30,11 @@ constexpr std::uint64_t kLargestEntry = std::uint64_t{1} << 30;
 struct FileHeader {
   char magic[8];
   std::uint64_t key_bytes, payload_bytes, checksum;
+};
+
+// Blocks of the pool that follow each other in the payload.
+struct Extent {
+  std::uint32_t first, count;
 };
 
 std::uint64_t checksum_of(std::string_view key, std::string_view payload) {
@@ -56,6 +64,9 @@ class File {
     }
     return true;
   }
+  bool read_at(std::uint64_t offset, void* to, std::size_t bytes) {
+    return lseek(descriptor_, static_cast<off_t>(offset), SEEK_SET) >= 0 && read(to, bytes);
+  }
   bool write(const void* from, std::size_t bytes) {
     auto* at = static_cast<const char*>(from);
     while (bytes > 0) {
@@ -77,22 +88,51 @@ struct Content {
   std::vector<char> payload;
 };
 
+// What is left of an entry's file, `bytes` long, are extents; empty: the payload is not theirs.
+std::vector<char> load_pooled(File& file, std::uint64_t bytes, std::uint64_t payload_bytes,
+                              const std::string& pool_path) {
+  if (bytes % sizeof(Extent) != 0) return {};
+  std::vector<Extent> extents(bytes / sizeof(Extent));
+  if (!file.read(extents.data(), bytes)) return {};
+  std::uint64_t blocks = 0;
+  for (const Extent& extent : extents) blocks += extent.count;
+  if (blocks != (payload_bytes + kBlock - 1) / kBlock) return {};
+
+  File pool(pool_path, O_RDONLY);
+  std::vector<char> payload(blocks * kBlock);
+  char* to = payload.data();
+  for (const Extent& extent : extents) {
+    const std::size_t length = extent.count * kBlock;
+    if (!pool.read_at(extent.first * std::uint64_t{kBlock}, to, length)) return {};
+    to += length;
+  }
+  payload.resize(payload_bytes);
+  return payload;
+}
+
 std::optional<Content> load(const std::string& path) {
   File file(path, O_RDONLY);
   struct stat status {};
   FileHeader header{};
   if (!file || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) ||
-      !file.read(&header, sizeof header) || std::memcmp(header.magic, kMagic, sizeof kMagic) != 0 ||
-      header.key_bytes > kLargestEntry || header.payload_bytes > kLargestEntry ||
-      sizeof header + header.key_bytes + header.payload_bytes !=
-          static_cast<std::uint64_t>(status.st_size)) {
+      !file.read(&header, sizeof header) || header.key_bytes > kLargestEntry ||
+      header.payload_bytes > kLargestEntry ||
+      sizeof header + header.key_bytes > static_cast<std::uint64_t>(status.st_size)) {
     return std::nullopt;
   }
+  const auto rest = static_cast<std::uint64_t>(status.st_size) - sizeof header - header.key_bytes;
   Content content;
   content.key.resize(header.key_bytes);
-  content.payload.resize(header.payload_bytes);
-  if (!file.read(content.key.data(), content.key.size()) ||
-      !file.read(content.payload.data(), content.payload.size()) ||
+  if (!file.read(content.key.data(), content.key.size())) return std::nullopt;
+  if (std::memcmp(header.magic, kPooledMagic, sizeof kPooledMagic) == 0) {
+    const fs::path pool = fs::path(path).parent_path() / kPool;
+    content.payload = load_pooled(file, rest, header.payload_bytes, pool);
+  } else if (std::memcmp(header.magic, kMagic, sizeof kMagic) == 0 &&
+             rest == header.payload_bytes) {
+    content.payload.resize(rest);
+    if (!file.read(content.payload.data(), rest)) return std::nullopt;
+  }
+  if (content.payload.size() != header.payload_bytes ||
       checksum_of(content.key, {content.payload.data(), content.payload.size()}) !=
           header.checksum) {
     return std::nullopt;
@@ -107,15 +147,11 @@ std::string temporary_path(const std::string& path) {
 }
 
 std::string default_folder() {
-  const auto variable = [](const char* name) {
-    const char* value = std::getenv(name);
-    return std::string(value ? value : "");
-  };
-  if (const std::string chosen = variable("PULLBACK_CACHE_DIR"); !chosen.empty()) return chosen;
-  if (const std::string xdg = variable("XDG_CACHE_HOME"); xdg.starts_with('/')) {
+  if (const std::string chosen = environment("PULLBACK_CACHE_DIR"); !chosen.empty()) return chosen;
+  if (const std::string xdg = environment("XDG_CACHE_HOME"); xdg.starts_with('/')) {
     return xdg + "/pullback";
   }
-  if (const std::string home = variable("HOME"); home.starts_with('/')) {
+  if (const std::string home = environment("HOME"); home.starts_with('/')) {
     return home + "/.cache/pullback";
   }
   return {};
@@ -127,8 +163,7 @@ DiskCache::DiskCache(std::string folder, Mode mode)
     : folder_(std::move(folder)), mode_(folder_.empty() ? Mode::off : mode) {}
 
 DiskCache DiskCache::from_environment() {
-  const char* text = std::getenv("PULLBACK_CACHE");
-  const std::string_view mode = text ? text : "rw";
+  const std::string_view mode = environment_choice("PULLBACK_CACHE", {"rw", "ro", "off"});
   return DiskCache(default_folder(), mode == "off"  ? Mode::off
                                      : mode == "ro" ? Mode::read_only
                                                     : Mode::read_write);

@@ -11,13 +11,16 @@ namespace pullback::cuda {
 // An entry is: magic, key length, payload length, checksum of both, key text, payload. Writers put
 // it into a temporary file in the same folder, sync it and rename it, so that readers see all of it
 // or nothing; the loser of a race replaces an equal file. Anything unexpected is a miss.
+//
+// Entries of a folder that is only read may share blocks of 16 bytes: instead of the payload they
+// list the blocks of the folder's file "pool" that make it up (scripts/pool_kernels.py).
 class DiskCache {
  public:
   enum class Mode { read_write, read_only, off };
 
   // Folder from PULLBACK_CACHE_DIR, else XDG_CACHE_HOME/pullback, else HOME/.cache/pullback, else
-  // none; mode from PULLBACK_CACHE=rw|ro|off. The folder is created, for this user only, at the
-  // first write.
+  // none; mode from PULLBACK_CACHE=rw|ro|off, anything else is an Error. The folder is created, for
+  // this user only, at the first write.
   static DiskCache from_environment();
 
   // What a package brings along: the folder "kernels" beside this library, never written to. None

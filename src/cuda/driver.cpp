@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -96,13 +97,14 @@ std::string initialise(State& state) {
   return {};
 }
 
+// Never destroyed: plans in static objects free their memory when the process ends.
 State& state() {
-  static State instance;
-  static std::once_flag once;
-  std::call_once(once, [] {
-    instance.process = getpid();
-    instance.problem = initialise(instance);
-  });
+  static State& instance = *[] {
+    auto made = std::make_unique<State>();
+    made->process = getpid();
+    made->problem = initialise(*made);
+    return made.release();
+  }();
   return instance;
 }
 

@@ -68,9 +68,13 @@ std::shared_ptr<const Kernel> Kernel::load(const KernelSource& source, const Dev
                             shared_bytes, device.name, device.max_shared_bytes));
   }
   auto kernel = std::make_shared<Kernel>();
+  kernel->name_ = source.name;
   kernel->handle_ = loaded(source);
   kernel->shared_bytes_ = shared_bytes;
-  // Another plan may use the same kernel with more shared memory: never lower the limit.
+  // Another plan may use the same kernel with more shared memory: never lower the limit, not even
+  // between another thread's look at it and its change.
+  static std::mutex limits;
+  const std::lock_guard lock(limits);
   int allowed = 0;
   const Driver& functions = driver();
   check(functions.cuKernelGetAttribute(&allowed, kMaxDynamicSharedSizeBytes, kernel->handle_,
@@ -117,8 +121,8 @@ void launch(const Kernel& kernel, const LaunchShape& shape, void* stream, const 
   LaunchAttribute attributes[2];
   const LaunchConfig config = launch_config(kernel, shape, stream, attributes);
   void* arguments[] = {const_cast<void*>(parameters)};
-  check(driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr),
-        "cuLaunchKernelEx");
+  const CUresult result = driver().cuLaunchKernelEx(&config, kernel.function(), arguments, nullptr);
+  if (result != kSuccess) check(result, ("cuLaunchKernelEx of " + kernel.name()).c_str());
 }
 
 }  // namespace pullback::cuda

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <memory>
+#include <string>
 
 #include "cuda/driver.hpp"
 #include "cuda/kernel_key.hpp"
@@ -23,6 +24,7 @@ class Kernel {
   static std::shared_ptr<const Kernel> load(const KernelSource& source, const DeviceInfo& device,
                                             int shared_bytes = 0);
 
+  const std::string& name() const { return name_; }
   CUfunction function() const { return reinterpret_cast<CUfunction>(handle_); }
   int shared_bytes() const { return shared_bytes_; }
   // Blocks of this size that one multiprocessor holds at a time.
@@ -31,6 +33,7 @@ class Kernel {
   int clusters_on_device(const DeviceInfo& device, const LaunchShape& shape) const;
 
  private:
+  std::string name_;
   CUkernel handle_ = nullptr;
   int shared_bytes_ = 0;
 };

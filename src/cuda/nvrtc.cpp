@@ -4,10 +4,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
 #include <memory>
 
+#include "cuda/environment.hpp"
 #include "pullback/error.hpp"
 
 namespace pullback::cuda {
@@ -31,11 +31,6 @@ struct Nvrtc::Functions {
 };
 
 namespace {
-
-std::string environment(const char* name) {
-  const char* value = std::getenv(name);
-  return value ? value : "";
-}
 
 // Folders of NVRTC's Python wheels: nvidia/cu13/lib and, up to CUDA 12, nvidia/cuda_nvrtc/lib, in
 // the site-packages folder that holds this library, if any.

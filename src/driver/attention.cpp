@@ -47,6 +47,9 @@ AttentionProblem problem_of(const Request& request) {
   problem.d_lse = spec_of(request.inputs, "d_lse");
   problem.mask = mask_of(options);
   if (request.inputs.contains("layout")) {
+    Checker("attention")
+        .that(options.has("block"), "--block", "the side of the layout's blocks, 16 to 128",
+              "none");
     problem.blocks.layout = layout_of("attention", request.inputs, &problem.blocks.batches);
   }
   if (options.has("block")) {

@@ -1,7 +1,7 @@
 // entmax by name: tensors x, d_y, alpha, mask, offsets; see docs/command-line.md.
 #include "pullback/entmax.hpp"
 
-#include <algorithm>
+#include <string>
 
 #include "core/check.hpp"
 #include "driver/driver.hpp"
@@ -27,7 +27,12 @@ Options read_options(const Request& request) {
     fail(ErrorCode::invalid_argument, kOp, "--alpha", "no option beside the tensor alpha",
          request.options.find("alpha")->second, "pass one of the two");
   }
-  options.axis = static_cast<int>(std::clamp<std::int64_t>(reader.integer("axis", -1), -99, 99));
+  const std::int64_t axis = reader.integer("axis", -1);
+  if (axis < -kMaxRank || axis >= kMaxRank) {
+    fail(ErrorCode::invalid_argument, kOp, "--axis", "the number of an axis of x",
+         std::to_string(axis));
+  }
+  options.axis = static_cast<int>(axis);
   options.from_support = reader.choice("saved", {"y", "support"}) == 1;
   options.d_alpha = reader.boolean("d-alpha", per_row);
   options.check_indices = reader.boolean("check-indices", false);

@@ -139,16 +139,11 @@ bool HostTensor::guards_intact() const {
 }
 
 HostTensor contiguous_copy(const HostTensor& tensor) {
-  const auto& spec = tensor.spec();
-  return relaid(tensor,
-                TensorSpec::contiguous(
-                    spec.dtype, std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank))));
+  return relaid(tensor, TensorSpec::contiguous(tensor.spec().dtype, shape_of(tensor.spec())));
 }
 
 HostTensor converted(const HostTensor& tensor, DType dtype) {
-  const auto& spec = tensor.spec();
-  HostTensor copy(TensorSpec::contiguous(
-      dtype, std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank))));
+  HostTensor copy(TensorSpec::contiguous(dtype, shape_of(tensor.spec())));
   for_stretches(tensor.numel(), [&](std::int64_t first, std::int64_t count) {
     std::array<double, kStretch> buffer;
     const std::span values(buffer.data(), static_cast<std::size_t>(count));

@@ -1,4 +1,8 @@
 #include "pullback/segment.hpp"
+
+#include <algorithm>
+#include <limits>
+
 #include "core/check.hpp"
 #include "core/element.hpp"
 #include "driver/driver.hpp"
@@ -69,7 +73,12 @@ std::int64_t count_segments(const Request& request, const Options& options) {
     largest = std::max(largest,
                        load_index(ids.dtype, data_of(request.inputs, "ids"), n * ids.strides[0]));
   }
-  return largest + 1;
+  return std::min(largest, std::numeric_limits<std::int64_t>::max() - 1) + 1;
+}
+
+// Whether its elements may be looked at before complete() has refused what is not an index.
+bool is_index(const TensorSpec& spec) {
+  return spec.rank == 1 && (spec.dtype == DType::i32 || spec.dtype == DType::i64);
 }
 
 // The problem as far as the request says it, before ids are sorted.
@@ -85,7 +94,7 @@ SegmentProblem problem_of(const Request& request, const Options& options) {
   problem.d_out = spec_of(request.inputs, "d_out");
   if (problem.offsets.given()) {
     problem.num_segments = std::max<std::int64_t>(options.num_segments, 0);
-  } else if (problem.ids.given() && problem.ids.rank == 1 && !is_floating(problem.ids.dtype)) {
+  } else if (is_index(problem.ids)) {
     problem.num_segments = count_segments(request, options);
   }
   return problem;
@@ -101,8 +110,8 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
     const Options options = read_options(request);
     SegmentProblem problem = complete(problem_of(request, options));
     if (request.backward && !request.inputs.contains("d_out")) {
-      fail(ErrorCode::invalid_argument, kOp, "d_out", "a tensor " + shape_text(problem.out),
-           "none");
+      fail(ErrorCode::invalid_argument, kOp, "d_out",
+           "a tensor " + shape_text(shape_of(problem.out)), "none");
     }
     tensors_.x = input("x");
     tensors_.offsets = input("offsets");
@@ -128,10 +137,6 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
   }
 
  private:
-  static std::string shape_text(const TensorSpec& spec) {
-    return pullback::shape_text(std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank)));
-  }
-
   void sort_ids(SegmentProblem& problem) {
     const SegmentPermutationProblem sort =
         complete(SegmentPermutationProblem{.ids = problem.ids,

@@ -1,6 +1,5 @@
 // Attention through the C ABI gives the very bits of the C++ API, with every option set to
 // something that changes the result.
-#include <cmath>
 #include <vector>
 
 #include "capi/c_ops.hpp"
@@ -17,85 +16,50 @@ TEST(CAttention, equals_cpp) {
   const HostTensor bias = normal_tensor(DType::f32, {1, 4, 1, 7}, random);
   const HostTensor d_out = normal_tensor(DType::f32, {2, 9, 4, 5}, random);
   const HostTensor d_lse = normal_tensor(DType::f32, {2, 4, 9}, random);
-
+  const auto describe_in = [&](auto& problem, auto&& as) {
+    problem.q = as(q);
+    problem.k = as(k);
+    problem.v = as(v);
+    problem.bias = as(bias);
+    problem.d_out = as(d_out);
+    problem.d_lse = as(d_lse);
+    problem.softcap = 2.5;
+    problem.dropout = 0.25;
+    problem.dropout_seed = 42;
+  };
   AttentionProblem problem;
-  problem.q = q.spec();
-  problem.k = k.spec();
-  problem.v = v.spec();
-  problem.bias = bias.spec();
-  problem.d_out = d_out.spec();
-  problem.d_lse = d_lse.spec();
+  describe_in(problem, AsSpec());
   problem.scale = 0.3;
-  problem.softcap = 2.5;
   problem.mask = {3, 1, Corner::bottom_right};
-  problem.dropout = 0.25;
-  problem.dropout_seed = 42;
-  const AttentionProblem full = complete(problem);
-  const HostTensor out(full.out), lse(full.lse), d_q(full.d_q), d_k(full.d_k), d_v(full.d_v),
-      d_bias(full.d_bias);
-  AttentionTensors tensors;
-  tensors.q = q.data();
-  tensors.k = k.data();
-  tensors.v = v.data();
-  tensors.bias = bias.data();
-  tensors.out = out.data();
-  tensors.lse = lse.data();
-  run(make_plan(Device::cpu(2), problem, Pass::forward), tensors);
-  tensors.d_out = d_out.data();
-  tensors.d_lse = d_lse.data();
-  tensors.d_q = d_q.data();
-  tensors.d_k = d_k.data();
-  tensors.d_v = d_v.data();
-  tensors.d_bias = d_bias.data();
-  run(make_plan(Device::cpu(2), problem, Pass::backward), tensors);
 
-  const DLTensor dl_q = describe(q), dl_k = describe(k), dl_v = describe(v),
-                 dl_bias = describe(bias), dl_d_out = describe(d_out), dl_d_lse = describe(d_lse);
-  const double scale = 0.3;
   pullback_attention_problem c_problem = PULLBACK_ATTENTION_PROBLEM_INIT;
-  c_problem.q = &dl_q;
-  c_problem.k = &dl_k;
-  c_problem.v = &dl_v;
-  c_problem.bias = &dl_bias;
-  c_problem.d_out = &dl_d_out;
-  c_problem.d_lse = &dl_d_lse;
+  AsDLTensor as_dl_tensor;
+  describe_in(c_problem, as_dl_tensor);
+  const double scale = 0.3;
   c_problem.scale = &scale;
-  c_problem.softcap = 2.5;
   c_problem.mask_left = 3;
   c_problem.mask_right = 1;
   c_problem.mask_corner = PULLBACK_BOTTOM_RIGHT;
-  c_problem.dropout = 0.25;
-  c_problem.dropout_seed = 42;
-  pullback_plan* made = nullptr;
-  ASSERT_OK(pullback_attention_plan(&c_problem, PULLBACK_FORWARD, nullptr, &made));
-  const CPlan forward(made);
-  ASSERT_OK(pullback_attention_plan(&c_problem, PULLBACK_BACKWARD, nullptr, &made));
-  const CPlan backward(made);
-  const HostTensor c_out = allocate(forward, "out"), c_lse = allocate(forward, "lse"),
-                   c_d_q = allocate(backward, "d_q"), c_d_k = allocate(backward, "d_k"),
-                   c_d_v = allocate(backward, "d_v"), c_d_bias = allocate(backward, "d_bias");
-  pullback_attention_tensors c_tensors = PULLBACK_ATTENTION_TENSORS_INIT;
-  c_tensors.q = q.data();
-  c_tensors.k = k.data();
-  c_tensors.v = v.data();
-  c_tensors.bias = bias.data();
-  c_tensors.out = c_out.data();
-  c_tensors.lse = c_lse.data();
-  run(pullback_attention_run, forward, c_tensors);
-  c_tensors.d_out = d_out.data();
-  c_tensors.d_lse = d_lse.data();
-  c_tensors.d_q = c_d_q.data();
-  c_tensors.d_k = c_d_k.data();
-  c_tensors.d_v = c_d_v.data();
-  c_tensors.d_bias = c_d_bias.data();
-  run(pullback_attention_run, backward, c_tensors);
 
-  EXPECT_TRUE(same_bits(c_out, out));
-  EXPECT_TRUE(same_bits(c_lse, lse));
-  EXPECT_TRUE(same_bits(c_d_q, d_q));
-  EXPECT_TRUE(same_bits(c_d_k, d_k));
-  EXPECT_TRUE(same_bits(c_d_v, d_v));
-  EXPECT_TRUE(same_bits(c_d_bias, d_bias));
+  expect_bits_of_cpp(
+      problem,
+      plan_passes(pullback_attention_plan, c_problem, {PULLBACK_FORWARD, PULLBACK_BACKWARD}),
+      pullback_attention_run, {"out", "lse", "d_q", "d_k", "d_v", "d_bias"},
+      [&](auto& tensors, Pass pass, const TensorMap& outputs) {
+        tensors.q = q.data();
+        tensors.k = k.data();
+        tensors.v = v.data();
+        tensors.bias = bias.data();
+        tensors.out = outputs.at("out").data();
+        tensors.lse = outputs.at("lse").data();
+        if (pass == Pass::forward) return;
+        tensors.d_out = d_out.data();
+        tensors.d_lse = d_lse.data();
+        tensors.d_q = outputs.at("d_q").data();
+        tensors.d_k = outputs.at("d_k").data();
+        tensors.d_v = outputs.at("d_v").data();
+        tensors.d_bias = outputs.at("d_bias").data();
+      });
 }
 
 TEST(CAttention, block_layout_equals_cpp) {
@@ -106,82 +70,66 @@ TEST(CAttention, block_layout_equals_cpp) {
   // [B,H,R,C] of blocks of 16.
   std::vector<std::uint8_t> present(2 * 2 * 3 * 2);
   for (std::size_t i = 0; i < present.size(); ++i) present[i] = i % 3 != 0;
-
+  const auto describe_in = [&](auto& problem, auto&& as) {
+    problem.q = as(q);
+    problem.k = as(k);
+    problem.v = as(v);
+  };
   AttentionProblem problem;
-  problem.q = q.spec();
-  problem.k = k.spec();
-  problem.v = v.spec();
+  describe_in(problem, AsSpec());
   problem.blocks = {std::make_shared<const BlockLayout>(4, 3, 2, present), 2, 16};
-  const HostTensor out(complete(problem).out);
-  AttentionTensors tensors;
-  tensors.q = q.data();
-  tensors.k = k.data();
-  tensors.v = v.data();
-  tensors.out = out.data();
-  run(make_plan(Device::cpu(2), problem, Pass::forward), tensors);
 
+  pullback_attention_problem c_problem = PULLBACK_ATTENTION_PROBLEM_INIT;
+  AsDLTensor as_dl_tensor;
+  describe_in(c_problem, as_dl_tensor);
   pullback_block_layout* layout = nullptr;
   ASSERT_OK(pullback_block_layout_create(4, 3, 2, present.data(), &layout));
-  const DLTensor dl_q = describe(q), dl_k = describe(k), dl_v = describe(v);
-  pullback_attention_problem c_problem = PULLBACK_ATTENTION_PROBLEM_INIT;
-  c_problem.q = &dl_q;
-  c_problem.k = &dl_k;
-  c_problem.v = &dl_v;
   c_problem.layout = layout;
   c_problem.layout_batches = 2;
   c_problem.block = 16;
-  pullback_plan* made = nullptr;
-  ASSERT_OK(pullback_attention_plan(&c_problem, PULLBACK_FORWARD, nullptr, &made));
-  const CPlan plan(made);
-  pullback_block_layout_destroy(layout);
-  const HostTensor c_out = allocate(plan, "out");
-  pullback_attention_tensors c_tensors = PULLBACK_ATTENTION_TENSORS_INIT;
-  c_tensors.q = q.data();
-  c_tensors.k = k.data();
-  c_tensors.v = v.data();
-  c_tensors.out = c_out.data();
-  run(pullback_attention_run, plan, c_tensors);
-  EXPECT_TRUE(same_bits(c_out, out));
+  const auto plans = plan_passes(pullback_attention_plan, c_problem, {PULLBACK_FORWARD});
+  pullback_block_layout_destroy(layout);  // the plans keep what they need
+
+  expect_bits_of_cpp(problem, plans, pullback_attention_run, {"out"},
+                     [&](auto& tensors, Pass, const TensorMap& outputs) {
+                       tensors.q = q.data();
+                       tensors.k = k.data();
+                       tensors.v = v.data();
+                       tensors.out = outputs.at("out").data();
+                     });
 }
 
 TEST(CAttention, varlen_equals_cpp) {
   Random random(2);
   const HostTensor q = normal_tensor(DType::f32, {6, 2, 4}, random);
   const HostTensor offsets = tensor_of(DType::i32, {3}, {0, 2, 6});
+  const auto describe_in = [&](auto& problem, auto&& as) {
+    problem.q = problem.k = problem.v = as(q);
+    problem.cu_seqlens_q = problem.cu_seqlens_k = as(offsets);
+    problem.max_seqlen_q = problem.max_seqlen_k = 4;
+  };
   AttentionProblem problem;
-  problem.q = problem.k = problem.v = q.spec();
-  problem.cu_seqlens_q = problem.cu_seqlens_k = offsets.spec();
-  problem.max_seqlen_q = problem.max_seqlen_k = 4;
-  const HostTensor out(complete(problem).out);
-  AttentionTensors tensors;
-  tensors.q = tensors.k = tensors.v = q.data();
-  tensors.cu_seqlens_q = tensors.cu_seqlens_k = offsets.data();
-  tensors.out = out.data();
-  run(make_plan(Device::cpu(1), problem, Pass::forward), tensors);
-
-  const DLTensor dl_q = describe(q), dl_offsets = describe(offsets);
+  describe_in(problem, AsSpec());
   pullback_attention_problem c_problem = PULLBACK_ATTENTION_PROBLEM_INIT;
-  c_problem.q = c_problem.k = c_problem.v = &dl_q;
-  c_problem.cu_seqlens_q = c_problem.cu_seqlens_k = &dl_offsets;
-  c_problem.max_seqlen_q = c_problem.max_seqlen_k = 4;
+  AsDLTensor as_dl_tensor;
+  describe_in(c_problem, as_dl_tensor);
   c_problem.flags = PULLBACK_CHECK_INDICES;
-  pullback_plan* made = nullptr;
-  ASSERT_OK(pullback_attention_plan(&c_problem, PULLBACK_FORWARD, nullptr, &made));
-  const CPlan plan(made);
-  const HostTensor c_out = allocate(plan, "out");
-  pullback_attention_tensors c_tensors = PULLBACK_ATTENTION_TENSORS_INIT;
-  c_tensors.q = c_tensors.k = c_tensors.v = q.data();
-  c_tensors.cu_seqlens_q = c_tensors.cu_seqlens_k = offsets.data();
-  c_tensors.out = c_out.data();
-  run(pullback_attention_run, plan, c_tensors);
-  EXPECT_TRUE(same_bits(c_out, out));
+  const auto plans = plan_passes(pullback_attention_plan, c_problem, {PULLBACK_FORWARD});
+  const auto point = [&](auto& tensors, Pass, const TensorMap& outputs) {
+    tensors.q = tensors.k = tensors.v = q.data();
+    tensors.cu_seqlens_q = tensors.cu_seqlens_k = offsets.data();
+    tensors.out = outputs.at("out").data();
+  };
+  const TensorMap outputs =
+      expect_bits_of_cpp(problem, plans, pullback_attention_run, {"out"}, point);
 
   // With PULLBACK_CHECK_INDICES a bad entry is reported; nothing is written.
   offsets.set(1, 99);
-  const HostTensor untouched(c_out.spec()), refused(c_out.spec());
-  c_tensors.out = refused.data();
-  const driver::WorkspaceBuffer workspace = workspace_of(plan);
-  EXPECT_EQ(pullback_attention_run(plan.get(), nullptr, &c_tensors, workspace.get().data,
+  const HostTensor untouched(outputs.at("out").spec()), refused(outputs.at("out").spec());
+  pullback_attention_tensors tensors = PULLBACK_ATTENTION_TENSORS_INIT;
+  point(tensors, Pass::forward, {{"out", refused}});
+  const driver::WorkspaceBuffer workspace = workspace_of(plans.front());
+  EXPECT_EQ(pullback_attention_run(plans.front().get(), nullptr, &tensors, workspace.get().data,
                                    workspace.get().bytes),
             PULLBACK_INVALID_ARGUMENT);
   EXPECT_NE(std::string(pullback_last_error()).find("99"), std::string::npos)

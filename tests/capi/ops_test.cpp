@@ -20,72 +20,47 @@ TEST(CBlockSoftmax, equals_cpp) {
   const HostTensor padding = driver::integer_tensor(DType::f32, {2, 32}, random, 1);
   const HostTensor mask = normal_tensor(DType::f32, {32, 32}, random);
   const HostTensor d_y = normal_tensor(DType::f32, {2, 3, 16, 16}, random);
+  const auto describe_in = [&](auto& problem, auto&& as) {
+    problem.block = 16;
+    problem.x = as(x);
+    problem.rpe = as(rpe);
+    problem.key_padding_mask = as(padding);
+    problem.attn_mask = as(mask);
+    problem.d_y = as(d_y);
+    problem.scale = 0.7;
+  };
   BlockSoftmaxProblem problem;
+  describe_in(problem, AsSpec());
   problem.layout = shared;
-  problem.block = 16;
-  problem.x = x.spec();
-  problem.rpe = rpe.spec();
-  problem.key_padding_mask = padding.spec();
-  problem.attn_mask = mask.spec();
-  problem.d_y = d_y.spec();
   problem.key_padding_mode = MaskMode::keep;
   problem.attn_mask_mode = MaskMode::add;
-  problem.scale = 0.7;
-  const BlockSoftmaxProblem full = complete(problem);
-  const HostTensor y(full.y), d_x(full.d_x), d_rpe(full.d_rpe), d_mask(full.d_attn_mask);
-  BlockSoftmaxTensors tensors;
-  tensors.x = x.data();
-  tensors.rpe = rpe.data();
-  tensors.key_padding_mask = padding.data();
-  tensors.attn_mask = mask.data();
-  tensors.y = y.data();
-  run(make_plan(Device::cpu(1), problem, Pass::forward), tensors);
-  tensors.d_y = d_y.data();
-  tensors.d_x = d_x.data();
-  tensors.d_rpe = d_rpe.data();
-  tensors.d_attn_mask = d_mask.data();
-  run(make_plan(Device::cpu(1), problem, Pass::backward), tensors);
 
+  pullback_block_softmax_problem c_problem = PULLBACK_BLOCK_SOFTMAX_PROBLEM_INIT;
+  AsDLTensor as_dl_tensor;
+  describe_in(c_problem, as_dl_tensor);
   pullback_block_layout* layout = nullptr;
   ASSERT_OK(pullback_block_layout_create(1, 2, 2, present.data(), &layout));
-  const DLTensor dl_x = describe(x), dl_rpe = describe(rpe), dl_padding = describe(padding),
-                 dl_mask = describe(mask), dl_d_y = describe(d_y);
-  pullback_block_softmax_problem c_problem = PULLBACK_BLOCK_SOFTMAX_PROBLEM_INIT;
   c_problem.layout = layout;
-  c_problem.block = 16;
-  c_problem.x = &dl_x;
-  c_problem.rpe = &dl_rpe;
-  c_problem.key_padding_mask = &dl_padding;
-  c_problem.attn_mask = &dl_mask;
-  c_problem.d_y = &dl_d_y;
   c_problem.key_padding_mode = PULLBACK_MASK_KEEP;
   c_problem.attn_mask_mode = PULLBACK_MASK_ADD;
-  c_problem.scale = 0.7;
-  pullback_plan* made = nullptr;
-  ASSERT_OK(pullback_block_softmax_plan(&c_problem, PULLBACK_FORWARD, nullptr, &made));
-  const CPlan forward(made);
-  ASSERT_OK(pullback_block_softmax_plan(&c_problem, PULLBACK_BACKWARD, nullptr, &made));
-  const CPlan backward(made);
+  const auto plans =
+      plan_passes(pullback_block_softmax_plan, c_problem, {PULLBACK_FORWARD, PULLBACK_BACKWARD});
   pullback_block_layout_destroy(layout);  // the plans keep what they need
-  const HostTensor c_y = allocate(forward, "y"), c_d_x = allocate(backward, "d_x"),
-                   c_d_rpe = allocate(backward, "d_rpe"),
-                   c_d_mask = allocate(backward, "d_attn_mask");
-  pullback_block_softmax_tensors c_tensors = PULLBACK_BLOCK_SOFTMAX_TENSORS_INIT;
-  c_tensors.x = x.data();
-  c_tensors.rpe = rpe.data();
-  c_tensors.key_padding_mask = padding.data();
-  c_tensors.attn_mask = mask.data();
-  c_tensors.y = c_y.data();
-  run(pullback_block_softmax_run, forward, c_tensors);
-  c_tensors.d_y = d_y.data();
-  c_tensors.d_x = c_d_x.data();
-  c_tensors.d_rpe = c_d_rpe.data();
-  c_tensors.d_attn_mask = c_d_mask.data();
-  run(pullback_block_softmax_run, backward, c_tensors);
-  EXPECT_TRUE(same_bits(c_y, y));
-  EXPECT_TRUE(same_bits(c_d_x, d_x));
-  EXPECT_TRUE(same_bits(c_d_rpe, d_rpe));
-  EXPECT_TRUE(same_bits(c_d_mask, d_mask));
+
+  expect_bits_of_cpp(problem, plans, pullback_block_softmax_run,
+                     {"y", "d_x", "d_rpe", "d_attn_mask"},
+                     [&](auto& tensors, Pass pass, const TensorMap& outputs) {
+                       tensors.x = x.data();
+                       tensors.rpe = rpe.data();
+                       tensors.key_padding_mask = padding.data();
+                       tensors.attn_mask = mask.data();
+                       tensors.y = outputs.at("y").data();
+                       if (pass == Pass::forward) return;
+                       tensors.d_y = d_y.data();
+                       tensors.d_x = outputs.at("d_x").data();
+                       tensors.d_rpe = outputs.at("d_rpe").data();
+                       tensors.d_attn_mask = outputs.at("d_attn_mask").data();
+                     });
 }
 
 TEST(CBlockMatmul, equals_cpp_in_every_mode) {
@@ -105,55 +80,43 @@ TEST(CBlockMatmul, equals_cpp_in_every_mode) {
       const HostTensor& a = mode == PULLBACK_DSD ? sparse : dense;
       const HostTensor& b = mode == PULLBACK_DDS ? sparse : dense_b;
       const HostTensor& d_c = mode == PULLBACK_SDD ? sparse : dense;
+      SCOPED_TRACE(std::to_string(mode) + " " + std::to_string(transposes));
+      const auto describe_in = [&](auto& problem, auto&& as) {
+        problem.block = 16;
+        problem.a = as(a);
+        problem.b = as(b);
+        problem.d_c = as(d_c);
+      };
       BlockMatmulProblem problem;
+      describe_in(problem, AsSpec());
       problem.mode = static_cast<BlockMatmulMode>(mode);
       problem.transpose_a = transposes & PULLBACK_TRANSPOSE_A;
       problem.transpose_b = transposes & PULLBACK_TRANSPOSE_B;
       problem.transpose_c = transposes & PULLBACK_TRANSPOSE_C;
       problem.layout = shared;
-      problem.block = 16;
-      problem.a = a.spec();
-      problem.b = b.spec();
-      problem.d_c = d_c.spec();
-      const BlockMatmulProblem full = complete(problem);
-      const HostTensor c(full.c), d_a(full.d_a), d_b(full.d_b);
-      BlockMatmulTensors tensors{a.data(), b.data(), c.data()};
-      run(make_plan(Device::cpu(1), problem, Pass::forward), tensors);
-      tensors.d_c = d_c.data();
-      tensors.d_a = d_a.data();
-      tensors.d_b = d_b.data();
-      run(make_plan(Device::cpu(1), problem, Pass::backward), tensors);
-
-      const DLTensor dl_a = describe(a), dl_b = describe(b), dl_d_c = describe(d_c);
       pullback_block_matmul_problem c_problem = PULLBACK_BLOCK_MATMUL_PROBLEM_INIT;
-      c_problem.layout = layout.get();
-      c_problem.block = 16;
+      AsDLTensor as_dl_tensor;
+      describe_in(c_problem, as_dl_tensor);
       c_problem.mode = mode;
       c_problem.flags = transposes;
-      c_problem.a = &dl_a;
-      c_problem.b = &dl_b;
-      c_problem.d_c = &dl_d_c;
-      pullback_plan* made = nullptr;
-      ASSERT_OK(pullback_block_matmul_plan(&c_problem, PULLBACK_FORWARD, nullptr, &made));
-      const CPlan forward(made);
-      ASSERT_OK(pullback_block_matmul_plan(&c_problem, PULLBACK_BACKWARD, nullptr, &made));
-      const CPlan backward(made);
-      const HostTensor c_c = allocate(forward, "c"), c_d_a = allocate(backward, "d_a"),
-                       c_d_b = allocate(backward, "d_b");
-      pullback_block_matmul_tensors c_tensors = PULLBACK_BLOCK_MATMUL_TENSORS_INIT;
-      c_tensors.a = a.data();
-      c_tensors.b = b.data();
-      c_tensors.c = c_c.data();
-      run(pullback_block_matmul_run, forward, c_tensors);
-      c_tensors.d_c = d_c.data();
-      c_tensors.d_a = c_d_a.data();
-      c_tensors.d_b = c_d_b.data();
-      run(pullback_block_matmul_run, backward, c_tensors);
-      EXPECT_TRUE(same_bits(c_c, c)) << mode << " " << transposes;
-      EXPECT_TRUE(same_bits(c_d_a, d_a)) << mode << " " << transposes;
-      EXPECT_TRUE(same_bits(c_d_b, d_b)) << mode << " " << transposes;
-      for (const HostTensor& earlier : results) EXPECT_TRUE(differs(earlier, c_c));
-      results.push_back(c_c);
+      c_problem.layout = layout.get();
+
+      const TensorMap outputs = expect_bits_of_cpp(
+          problem,
+          plan_passes(pullback_block_matmul_plan, c_problem, {PULLBACK_FORWARD, PULLBACK_BACKWARD}),
+          pullback_block_matmul_run, {"c", "d_a", "d_b"},
+          [&](auto& tensors, Pass pass, const TensorMap& out) {
+            tensors.a = a.data();
+            tensors.b = b.data();
+            tensors.c = out.at("c").data();
+            if (pass == Pass::forward) return;
+            tensors.d_c = d_c.data();
+            tensors.d_a = out.at("d_a").data();
+            tensors.d_b = out.at("d_b").data();
+          });
+      const HostTensor& c = outputs.at("c");
+      for (const HostTensor& earlier : results) EXPECT_TRUE(differs(earlier, c));
+      results.push_back(c);
     }
   }
 }
@@ -164,53 +127,32 @@ TEST(CEntmax, equals_cpp) {
   const HostTensor mask = driver::integer_tensor(DType::u8, {5, 3, 4}, random, 0);
   for (std::int64_t i = 0; i < mask.numel(); ++i) mask.set(i, i % 5 != 0);
   const HostTensor d_y = normal_tensor(DType::bf16, {5, 3, 4}, random);
+  const auto describe_in = [&](auto& problem, auto&& as) {
+    problem.x = as(x);
+    problem.mask = as(mask);
+    problem.d_y = as(d_y);
+    problem.axis = 0;
+    problem.alpha = 1.25;
+  };
   EntmaxProblem problem;
-  problem.x = x.spec();
-  problem.mask = mask.spec();
-  problem.d_y = d_y.spec();
-  problem.axis = 0;
-  problem.alpha = 1.25;
-  const EntmaxProblem full = complete(problem);
-  const HostTensor y(full.y), tau(full.tau), d_x(full.d_x), d_alpha(full.d_alpha);
-  EntmaxTensors tensors;
-  tensors.x = x.data();
-  tensors.mask = mask.data();
-  tensors.y = y.data();
-  tensors.tau = tau.data();
-  run(make_plan(Device::cpu(1), problem, Pass::forward), tensors);
-  tensors.d_y = d_y.data();
-  tensors.d_x = d_x.data();
-  tensors.d_alpha = d_alpha.data();
-  run(make_plan(Device::cpu(1), problem, Pass::backward), tensors);
-
-  const DLTensor dl_x = describe(x), dl_mask = describe(mask), dl_d_y = describe(d_y);
+  describe_in(problem, AsSpec());
   pullback_entmax_problem c_problem = PULLBACK_ENTMAX_PROBLEM_INIT;
-  c_problem.x = &dl_x;
-  c_problem.mask = &dl_mask;
-  c_problem.d_y = &dl_d_y;
-  c_problem.axis = 0;
-  c_problem.alpha = 1.25;
-  pullback_plan* made = nullptr;
-  ASSERT_OK(pullback_entmax_plan(&c_problem, PULLBACK_FORWARD, nullptr, &made));
-  const CPlan forward(made);
-  ASSERT_OK(pullback_entmax_plan(&c_problem, PULLBACK_BACKWARD, nullptr, &made));
-  const CPlan backward(made);
-  const HostTensor c_y = allocate(forward, "y"), c_tau = allocate(forward, "tau"),
-                   c_d_x = allocate(backward, "d_x"), c_d_alpha = allocate(backward, "d_alpha");
-  pullback_entmax_tensors c_tensors = PULLBACK_ENTMAX_TENSORS_INIT;
-  c_tensors.x = x.data();
-  c_tensors.mask = mask.data();
-  c_tensors.y = c_y.data();
-  c_tensors.tau = c_tau.data();
-  run(pullback_entmax_run, forward, c_tensors);
-  c_tensors.d_y = d_y.data();
-  c_tensors.d_x = c_d_x.data();
-  c_tensors.d_alpha = c_d_alpha.data();
-  run(pullback_entmax_run, backward, c_tensors);
-  EXPECT_TRUE(same_bits(c_y, y));
-  EXPECT_TRUE(same_bits(c_tau, tau));
-  EXPECT_TRUE(same_bits(c_d_x, d_x));
-  EXPECT_TRUE(same_bits(c_d_alpha, d_alpha));
+  AsDLTensor as_dl_tensor;
+  describe_in(c_problem, as_dl_tensor);
+
+  expect_bits_of_cpp(
+      problem, plan_passes(pullback_entmax_plan, c_problem, {PULLBACK_FORWARD, PULLBACK_BACKWARD}),
+      pullback_entmax_run, {"y", "tau", "d_x", "d_alpha"},
+      [&](auto& tensors, Pass pass, const TensorMap& outputs) {
+        tensors.x = x.data();
+        tensors.mask = mask.data();
+        tensors.y = outputs.at("y").data();
+        tensors.tau = outputs.at("tau").data();
+        if (pass == Pass::forward) return;
+        tensors.d_y = d_y.data();
+        tensors.d_x = outputs.at("d_x").data();
+        tensors.d_alpha = outputs.at("d_alpha").data();
+      });
 }
 
 TEST(CSegment, unsorted_ids_by_permutation) {

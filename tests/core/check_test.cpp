@@ -99,7 +99,14 @@ TEST(CheckRun, null_misaligned_overlapping_and_small) {
             }),
             "op: workspace: expected 128 bytes, got 100 bytes; allocate plan.workspace_bytes()");
   EXPECT_THROW(run(&memory[0], &memory[8], {&memory[65], 512}, 128), Error);
-  EXPECT_THROW(run(&memory[0], &memory[8], {&memory[0], 512}, 128), Error);
+  EXPECT_EQ(message_of([&] {
+              run(&memory[8], &memory[0], {&memory[0], 512}, 16);
+            }),
+            "op: y: expected memory of its own, got overlap with the workspace");
+  EXPECT_EQ(message_of([&] {
+              run(&memory[0], &memory[64], {&memory[0], 512}, 16);
+            }),
+            "op: x: expected memory of its own, got overlap with the workspace");
 }
 
 TEST(CheckRun, interleaved_outputs_do_not_overlap) {

@@ -8,6 +8,7 @@
 
 #include "cuda/nvrtc.hpp"
 #include "pullback/error.hpp"
+#include "support/message_of.hpp"
 
 namespace pullback::cuda {
 namespace {
@@ -95,6 +96,9 @@ TEST_F(CompilerTest, without_compiling_the_missing_kernel_is_named) {
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("never_built"), std::string::npos) << error.what();
   }
+  setenv("PULLBACK_JIT", "0", 1);
+  EXPECT_EQ(message_of([] { compiled(kernel("never_built_either", "to[threadIdx.x] = 4;")); }),
+            "CUDA: PULLBACK_JIT: expected on or off, got '0'");
 }
 
 TEST(KernelKey, holds_what_matters_and_no_path) {

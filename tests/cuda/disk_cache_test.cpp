@@ -5,10 +5,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <optional>
+
+#include "support/message_of.hpp"
 
 namespace pullback::cuda {
 namespace {
@@ -92,6 +96,33 @@ TEST_F(DiskCacheTest, a_damaged_entry_is_a_miss_and_can_be_replaced) {
   EXPECT_EQ(cache().purge(true), 1);
 }
 
+// As scripts/pool_kernels.py makes them.
+TEST_F(DiskCacheTest, a_pooled_entry_is_what_its_blocks_make_up) {
+  std::vector<char> payload(40, 'x');
+  std::fill_n(payload.begin() + 16, 16, 'y');
+  ASSERT_TRUE(cache().write("key", payload, reason_));
+  const std::string path = only_file();
+  std::string head(32 + 3, '\0');
+  std::ifstream(path, std::ios::binary)
+      .read(head.data(), static_cast<std::streamsize>(head.size()));
+  head.replace(0, 8, "PBKPOOL1");
+  const auto make = [&](std::vector<std::uint32_t> extents) {
+    std::ofstream file(path, std::ios::binary);
+    file << head;
+    file.write(reinterpret_cast<const char*>(extents.data()),
+               static_cast<std::streamsize>(extents.size() * sizeof extents[0]));
+  };
+  make({1, 1, 0, 1, 1, 1});
+  EXPECT_FALSE(cache().read("key")) << "without a pool";
+  std::ofstream(folder_ + "/pool") << std::string(16, 'y') << std::string(16, 'x');
+  EXPECT_EQ(cache().read("key"), payload);
+  for (const auto& extents : std::vector<std::vector<std::uint32_t>>{
+           {}, {1, 1, 0, 1}, {1, 1, 0, 1, 2, 1}, {1, 1, 0, 1, 0, 1}, {1, 1, 0, 1, 1}, {0, ~0u}}) {
+    make(extents);
+    EXPECT_FALSE(cache().read("key")) << extents.size();
+  }
+}
+
 TEST_F(DiskCacheTest, an_entry_under_a_wrong_name_is_a_miss) {
   ASSERT_TRUE(cache().write("one", payload_, reason_));
   const std::string one = only_file();
@@ -164,6 +195,9 @@ TEST_F(DiskCacheTest, the_folder_is_the_users) {
   EXPECT_EQ(DiskCache::from_environment().folder(), folder_);
   setenv("PULLBACK_CACHE", "ro", 1);
   EXPECT_EQ(DiskCache::from_environment().mode(), DiskCache::Mode::read_only);
+  setenv("PULLBACK_CACHE", "none", 1);
+  EXPECT_EQ(message_of([] { DiskCache::from_environment(); }),
+            "CUDA: PULLBACK_CACHE: expected rw or ro or off, got 'none'");
 }
 
 // Writers race on few keys while readers look: a reader sees a whole entry or none.

@@ -4,10 +4,17 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <string>
+#include <thread>
+#include <vector>
+
 #include "cuda/compiler.hpp"
+#include "cuda/memory.hpp"
 #include "cuda/nvrtc.hpp"
 #include "driver/tensor_memory.hpp"
 #include "pullback/error.hpp"
+#include "support/message_of.hpp"
 
 namespace pullback::cuda {
 namespace {
@@ -81,6 +88,38 @@ TEST_F(OnDevice, a_kernel_fills_a_tensor) {
   memory.fetch(driver::Fetch::all);
   for (std::int64_t i = 0; i < tensor.numel(); ++i) ASSERT_EQ(tensor.get(i), 1.5) << i;
   EXPECT_TRUE(tensor.guards_intact());
+}
+
+// The limit of a kernel's shared memory belongs to all of its plans.
+TEST_F(OnDevice, threads_may_plan_one_kernel_with_different_shared_memory) {
+  const DeviceInfo& device = device_info(0);
+  const OwnStream stream(device);
+  for (int round = 0; round < 10; ++round) {
+    OpKernel kernel = fill_kernel(DType::f32);
+    kernel.name += "_" + std::to_string(round);  // a kernel whose limit nobody has raised yet
+    std::array<PlannedKernel<FillParameters>, 4> planned;
+    {
+      std::vector<std::jthread> threads;
+      for (std::size_t i = 0; i < planned.size(); ++i) {
+        threads.emplace_back([&, i] {
+          planned[i] = PlannedKernel<FillParameters>(
+              kernel, device, device.max_shared_bytes - 1024 * static_cast<int>(i));
+        });
+      }
+    }
+    const DeviceGuard guard(device);
+    for (const auto& one : planned) one.launch({stream.get()}, {nullptr, 0, 0});
+    stream.synchronize();
+  }
+}
+
+TEST_F(OnDevice, a_launch_that_fails_names_the_kernel) {
+  PlannedKernel<FillParameters> kernel(fill_kernel(DType::f32), device_info(0));
+  kernel.shape.grid[0] = 0;
+  const DeviceGuard guard(device_info(0));
+  const std::string message = message_of([&] { kernel.launch({}, {nullptr, 0, 0}); });
+  EXPECT_NE(message.find("cuLaunchKernelEx of test_fill_f32 failed: "), std::string::npos)
+      << message;
 }
 
 TEST_F(OnDevice, stray_writes_come_back_with_the_tensor) {

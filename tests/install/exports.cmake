@@ -17,11 +17,16 @@ foreach(line ${symbols})
   endif()
 endforeach()
 
-# Every function that the header declares is there.
-file(READ ${HEADER} header)
-string(REGEX MATCHALL "PULLBACK_API [^;(]*[ *\n](pullback_[a-z_]+)\\(" declared "${header}")
-list(LENGTH declared declared_functions)
+# Every function that the headers declare is there.
+file(GLOB headers ${HEADERS}/*.h)
+set(declared_functions 0)
+foreach(header ${headers})
+  file(READ ${header} text)
+  string(REGEX MATCHALL "PULLBACK_API [^;(]*[ *\n](pullback_[a-z_]+)\\(" declared "${text}")
+  list(LENGTH declared count)
+  math(EXPR declared_functions "${declared_functions} + ${count}")
+endforeach()
 if(NOT c_functions EQUAL declared_functions)
-  message(SEND_ERROR "pullback.h declares ${declared_functions} functions, "
+  message(SEND_ERROR "the C headers declare ${declared_functions} functions, "
                      "${LIBRARY} exports ${c_functions}")
 endif()

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "commands.hpp"
+#include "driver/output_file.hpp"
 #include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "report.hpp"
@@ -47,7 +48,7 @@ std::string title_of(const DemoJob& job, const driver::Request& request) {
 int run_demo(const DemoOptions& options) {
   const Device device = options.device.get();
   for (const std::string& path : {options.json, options.html}) {
-    if (!path.empty()) write_text_file(path, "");
+    if (!path.empty()) driver::check_output_file(path);
   }
   const Machine machine = this_machine();
   Json report;

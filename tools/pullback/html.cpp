@@ -199,9 +199,12 @@ std::string bars(const std::vector<Row>& rows, double copy) {
 
 std::string error_cell(const Json& error) {
   if (error.is_null()) return "<td>—</td>";
+  const Json& against = error["against"];
   return fmt::format(
       R"(<td title="{}, against {}">{}</td>)", text_of(error["tensor"]),
-      error["against"] == "f64" ? "this library in f64" : "the f64 reference",
+      against == "f64"   ? "this library in f64"
+      : against == "cpu" ? "this library on the CPU"
+                         : "the f64 reference",
       error["relative"].is_null() ? "not finite" : error_text(error["relative"].get<double>()));
 }
 

@@ -64,8 +64,11 @@ int run(int argc, char** argv) {
     return kBadUsage;
   }
   if (!command.run) {
-    report(
-        "expected a command: doctor, grad, check, bench, compare, compile or cache (see --help)");
+    std::string known;
+    for (const CLI::App* subcommand : app.get_subcommands({})) {
+      known += (known.empty() ? "" : ", ") + subcommand->get_name();
+    }
+    report(fmt::format("expected a command: {} (see --help)", known));
     return kBadUsage;
   }
   return command.run();

@@ -101,28 +101,10 @@ void check_options(const Checker& check, const AttentionProblem& problem) {
              fmt::format("{}, {}", problem.mask.left, problem.mask.right));
 }
 
-// An output that may be left to us: row-major by default.
-void fill_output(const Checker& check, std::string_view name, TensorSpec& spec, DType dtype,
-                 std::span<const std::int64_t> shape) {
-  if (!spec.given()) spec = TensorSpec::contiguous(dtype, shape);
-  check.sane(name, spec);
-  check.dtype(name, spec, {dtype});
-  check.shape(name, spec, shape);
-  check.writable(name, spec);
-}
-
-void fill_like(const Checker& check, std::string_view name, TensorSpec& spec,
-               const TensorSpec& model) {
-  fill_output(check, name, spec, model.dtype,
-              {model.shape.data(), static_cast<std::size_t>(model.rank)});
-}
-
-void check_like(const Checker& check, std::string_view name, const TensorSpec& spec,
+// An input that may be left out.
+void check_like(const Checker& check, std::string_view name, TensorSpec& spec,
                 const TensorSpec& model) {
-  if (!spec.given()) return;
-  check.sane(name, spec);
-  check.dtype(name, spec, {model.dtype});
-  check.shape(name, spec, {model.shape.data(), static_cast<std::size_t>(model.rank)});
+  if (spec.given()) check.derived(name, spec, Checker::input, model);
 }
 
 void check_bias(const Checker& check, AttentionProblem& problem, bool varlen) {
@@ -138,7 +120,7 @@ void check_bias(const Checker& check, AttentionProblem& problem, bool varlen) {
   check.broadcast_shape(
       "bias", problem.bias,
       {problem.q.shape[0], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1]});
-  fill_like(check, "d_bias", problem.d_bias, problem.bias);
+  check.derived("d_bias", problem.d_bias, Checker::output, problem.bias);
 }
 
 void check_blocks(const Checker& check, const AttentionProblem& problem, bool varlen) {
@@ -271,13 +253,13 @@ AttentionProblem complete(const AttentionProblem& given) {
   } else {
     lse_like = TensorSpec::contiguous(lse_dtype, {sizes.batch, sizes.heads, sizes.total_query});
   }
-  fill_like(check, "out", problem.out, out_like);
-  fill_like(check, "lse", problem.lse, lse_like);
+  check.derived("out", problem.out, Checker::output, out_like);
+  check.derived("lse", problem.lse, Checker::output, lse_like);
   check_like(check, "d_out", problem.d_out, problem.out);
   check_like(check, "d_lse", problem.d_lse, problem.lse);
-  fill_like(check, "d_q", problem.d_q, problem.q);
-  fill_like(check, "d_k", problem.d_k, problem.k);
-  fill_like(check, "d_v", problem.d_v, problem.v);
+  check.derived("d_q", problem.d_q, Checker::output, problem.q);
+  check.derived("d_k", problem.d_k, Checker::output, problem.k);
+  check.derived("d_v", problem.d_v, Checker::output, problem.v);
   check_bias(check, problem, varlen);
   check_blocks(check, problem, varlen);
   return problem;

@@ -1,6 +1,8 @@
 // block_matmul: checks, defaults, and the choice of a variant.
 #include <fmt/format.h>
 
+#include <array>
+
 #include "ops/block_matmul/problem.hpp"
 
 namespace pullback {
@@ -30,11 +32,6 @@ TensorUses uses(const BlockMatmulProblem& p, const BlockMatmulTensors& t, Pass p
     uses.write("d_b", p.d_b, t.d_b);
   }
   return uses;
-}
-
-TensorSpec contiguous_like(const TensorSpec& spec) {
-  return TensorSpec::contiguous(spec.dtype,
-                                std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank)));
 }
 
 }  // namespace
@@ -85,41 +82,19 @@ BlockMatmulProblem complete(const BlockMatmulProblem& problem) {
   check.rank("b", p.b, 4);
 
   const auto [Z, H, M, N, K, b, nnz] = sizes_of(p);
-  const auto check_shape = [&, Z = Z, H = H, b = b, nnz = nnz](
-                               std::string_view name, const TensorSpec& spec, bool sparse,
-                               bool transposed, std::int64_t rows, std::int64_t columns) {
-    if (sparse) {
-      check.shape(name, spec, {Z, nnz, b, b});
-    } else if (transposed) {
-      check.shape(name, spec, {Z, H, columns, rows});
-    } else {
-      check.shape(name, spec, {Z, H, rows, columns});
-    }
+  using Shape = std::array<std::int64_t, 4>;
+  const auto shape = [Z = Z, H = H, b = b, nnz = nnz](bool sparse, bool transposed,
+                                                      std::int64_t rows, std::int64_t columns) {
+    if (sparse) return Shape{Z, nnz, b, b};
+    return transposed ? Shape{Z, H, columns, rows} : Shape{Z, H, rows, columns};
   };
-  check_shape("a", p.a, p.mode == BlockMatmulMode::dsd, p.transpose_a, M, K);
-  check_shape("b", p.b, p.mode == BlockMatmulMode::dds, p.transpose_b, K, N);
-  if (!p.c.given()) {
-    if (p.mode == BlockMatmulMode::sdd) {
-      p.c = TensorSpec::contiguous(p.a.dtype, {Z, nnz, b, b});
-    } else {
-      p.c = TensorSpec::contiguous(p.a.dtype, {Z, H, p.transpose_c ? N : M, p.transpose_c ? M : N});
-    }
-  }
-  check.dtype("c", p.c, {p.a.dtype});
-  check_shape("c", p.c, p.mode == BlockMatmulMode::sdd, p.transpose_c, M, N);
-  check.writable("c", p.c);
-
-  const auto like = [&](std::string_view name, TensorSpec& spec, const TensorSpec& other,
-                        bool output) {
-    if (!spec.given()) spec = contiguous_like(other);
-    check.sane(name, spec);
-    check.dtype(name, spec, {other.dtype});
-    check.shape(name, spec, std::span(other.shape.data(), static_cast<std::size_t>(other.rank)));
-    if (output) check.writable(name, spec);
-  };
-  like("d_c", p.d_c, p.c, false);
-  like("d_a", p.d_a, p.a, true);
-  like("d_b", p.d_b, p.b, true);
+  check.shape("a", p.a, shape(p.mode == BlockMatmulMode::dsd, p.transpose_a, M, K));
+  check.shape("b", p.b, shape(p.mode == BlockMatmulMode::dds, p.transpose_b, K, N));
+  check.derived("c", p.c, Checker::output, p.a.dtype,
+                shape(p.mode == BlockMatmulMode::sdd, p.transpose_c, M, N));
+  check.derived("d_c", p.d_c, Checker::input, p.c);
+  check.derived("d_a", p.d_a, Checker::output, p.a);
+  check.derived("d_b", p.d_b, Checker::output, p.b);
   return p;
 }
 

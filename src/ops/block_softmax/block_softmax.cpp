@@ -46,11 +46,6 @@ TensorUses uses(const BlockSoftmaxProblem& p, const BlockSoftmaxTensors& t, Pass
   return uses;
 }
 
-TensorSpec contiguous_like(const TensorSpec& spec) {
-  return TensorSpec::contiguous(spec.dtype,
-                                std::span(spec.shape.data(), static_cast<std::size_t>(spec.rank)));
-}
-
 void check_mask(const Checker& check, std::string_view name, const TensorSpec& mask, MaskMode mode,
                 DType dtype) {
   check.sane(name, mask);
@@ -61,17 +56,13 @@ void check_mask(const Checker& check, std::string_view name, const TensorSpec& m
   }
 }
 
-// The gradient of an added term: its dtype and shape, and its layout unless another is given.
 void complete_gradient(const Checker& check, std::string_view name, TensorSpec& gradient,
                        std::string_view term_name, const TensorSpec& term) {
-  if (gradient.given()) {
-    check.that(term.given(), name, fmt::format("no gradient, as {} is not given", term_name),
+  if (term.given()) {
+    check.derived(name, gradient, Checker::output, term);
+  } else {
+    check.that(!gradient.given(), name, fmt::format("no gradient, as {} is not given", term_name),
                gradient.to_string());
-    check.dtype(name, gradient, {term.dtype});
-    check.shape(name, gradient, std::span(term.shape.data(), static_cast<std::size_t>(term.rank)));
-    check.writable(name, gradient);
-  } else if (term.given()) {
-    gradient = contiguous_like(term);
   }
 }
 
@@ -133,16 +124,9 @@ BlockSoftmaxProblem complete(const BlockSoftmaxProblem& problem) {
     check.shape("attn_mask", p.attn_mask, {R * b, C * b});
   }
 
-  const auto like_x = [&](std::string_view name, TensorSpec& spec, bool output) {
-    if (!spec.given()) spec = contiguous_like(p.x);
-    check.sane(name, spec);
-    check.dtype(name, spec, {p.x.dtype});
-    check.shape(name, spec, {Z, nnz, b, b});
-    if (output) check.writable(name, spec);
-  };
-  like_x("y", p.y, true);
-  like_x("d_y", p.d_y, false);
-  like_x("d_x", p.d_x, true);
+  check.derived("y", p.y, Checker::output, p.x);
+  check.derived("d_y", p.d_y, Checker::input, p.x);
+  check.derived("d_x", p.d_x, Checker::output, p.x);
   complete_gradient(check, "d_rpe", p.d_rpe, "rpe", p.rpe);
   complete_mask_gradient(check, "d_key_padding_mask", p.d_key_padding_mask, "key_padding_mask",
                          p.key_padding_mask, p.key_padding_mode);

@@ -30,7 +30,6 @@ class Completion {
 
  private:
   using Shape = std::vector<std::int64_t>;
-  enum Access { read, written };
 
   void axis_and_alpha() {
     const TensorSpec& x = problem_.x;
@@ -57,9 +56,9 @@ class Completion {
   void like_x() {
     const auto dims = problem_.x.shape.begin();
     const Shape shape(dims, dims + problem_.x.rank);
-    tensor("y", problem_.y, problem_.x.dtype, shape, written);
-    tensor("d_y", problem_.d_y, problem_.x.dtype, shape, read);
-    tensor("d_x", problem_.d_x, problem_.x.dtype, shape, written);
+    check_.derived("y", problem_.y, Checker::output, problem_.x.dtype, shape);
+    check_.derived("d_y", problem_.d_y, Checker::input, problem_.x.dtype, shape);
+    check_.derived("d_x", problem_.d_x, Checker::output, problem_.x.dtype, shape);
     if (!problem_.mask.given()) return;
     check_.sane("mask", problem_.mask);
     check_.dtype("mask", problem_.mask, {DType::u8, DType::boolean});
@@ -73,11 +72,11 @@ class Completion {
       if (dim == problem_.axis && problem_.offsets.given()) shape.push_back(group_count(problem_));
     }
     const DType real = accumulation_dtype(problem_.x.dtype);
-    tensor("tau", problem_.tau, real, shape, written);
-    tensor("support_size", problem_.support_size, DType::i32, shape, written);
-    tensor("d_alpha", problem_.d_alpha, real, shape, written);
+    check_.derived("tau", problem_.tau, Checker::output, real, shape);
+    check_.derived("support_size", problem_.support_size, Checker::output, DType::i32, shape);
+    check_.derived("d_alpha", problem_.d_alpha, Checker::output, real, shape);
     if (problem_.alpha_per_row.given()) {
-      tensor("alpha_per_row", problem_.alpha_per_row, real, shape, read);
+      check_.derived("alpha_per_row", problem_.alpha_per_row, Checker::input, real, shape);
     }
   }
 
@@ -95,17 +94,7 @@ class Completion {
       if (dim != problem_.axis) shape.push_back(problem_.x.shape[dim]);
     }
     shape.push_back((row_length(problem_) + 7) / 8);
-    tensor("support", problem_.support, DType::u8, shape, written);
-  }
-
-  // Checks a tensor, or describes a contiguous one where none is given.
-  void tensor(std::string_view name, TensorSpec& spec, DType dtype, const Shape& shape,
-              Access access) {
-    if (!spec.given()) spec = TensorSpec::contiguous(dtype, shape);
-    check_.sane(name, spec);
-    check_.dtype(name, spec, {dtype});
-    check_.shape(name, spec, shape);
-    if (access == written) check_.writable(name, spec);
+    check_.derived("support", problem_.support, Checker::output, DType::u8, shape);
   }
 
   Checker check_{kOp};

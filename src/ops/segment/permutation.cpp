@@ -14,9 +14,14 @@
 #include "ops/segment/problem.hpp"
 
 namespace pullback {
+namespace {
+
+constexpr std::string_view kOp = "segment_permutation";
+
+}  // namespace
 
 SegmentPermutationProblem complete(const SegmentPermutationProblem& given) {
-  const Checker check("segment permutation");
+  const Checker check(kOp);
   SegmentPermutationProblem problem = given;
   check.given("ids", problem.ids);
   check.rank("ids", problem.ids, 1);
@@ -205,7 +210,7 @@ Plan<SegmentPermutationTensors> plan_permutation(const Device& device,
                                                  const SegmentPermutationProblem& given) {
   const SegmentPermutationProblem problem = complete(given);
   return plan_with_variants<SegmentPermutationProblem, SegmentPermutationTensors>(
-      "segment permutation", kVariants, 0, {}, permutation_uses, device, problem, Pass::forward,
+      kOp, kVariants, 0, {}, permutation_uses, device, problem, Pass::forward,
       {.variant = device.kind == DeviceKind::cpu ? "cpu" : "cuda"});
 }
 

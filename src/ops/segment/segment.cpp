@@ -51,22 +51,10 @@ SegmentProblem complete(const SegmentProblem& given) {
 
   // out and d_out have a row per segment, or for softmax one per row of x.
   const std::int64_t out_rows = reduce == SegmentReduce::softmax ? rows : segments;
-  const auto fill = [&](TensorSpec& spec, std::int64_t first) {
-    if (!spec.given()) spec = TensorSpec::contiguous(x.dtype, {first, columns});
-  };
-  fill(problem.out, out_rows);
-  fill(problem.d_out, out_rows);
-  fill(problem.d_x, rows);
-  const auto check_like_x = [&](std::string_view name, const TensorSpec& spec, std::int64_t first) {
-    check.sane(name, spec);
-    check.dtype(name, spec, {x.dtype});
-    check.shape(name, spec, {first, columns});
-  };
-  check_like_x("out", problem.out, out_rows);
-  check.writable("out", problem.out);
-  check_like_x("d_out", problem.d_out, out_rows);
-  check_like_x("d_x", problem.d_x, rows);
-  check.writable("d_x", problem.d_x);
+  const std::array out_shape{out_rows, columns};
+  check.derived("out", problem.out, Checker::output, x.dtype, out_shape);
+  check.derived("d_out", problem.d_out, Checker::input, x.dtype, out_shape);
+  check.derived("d_x", problem.d_x, Checker::output, x);
 
   if (problem.arg.given()) {
     check.that(is_extreme(reduce), "arg", "none, as only max and min have one", "a tensor");

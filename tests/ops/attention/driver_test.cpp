@@ -49,6 +49,17 @@ TEST(attention_driver, causal_bounds_the_window_on_the_right) {
   EXPECT_TRUE(same({{"window", "-1,-1"}}, {}));
 }
 
+TEST(attention_driver, a_layout_and_its_block_come_together) {
+  Request request = request_with({});
+  request.inputs["layout"] = filled_tensor(DType::u8, {1, 1, 1}, 1);
+  EXPECT_EQ(message_of(request),
+            "attention: --block: expected the side of the layout's blocks, 16 to 128, got none");
+  request.options["block"] = "16";
+  EXPECT_EQ(message_of(request), "no error");
+  request.inputs.erase("layout");
+  EXPECT_EQ(message_of(request), "attention: --block: expected none without a layout, got 16");
+}
+
 TEST(attention_driver, options_reach_the_problem) {
   EXPECT_TRUE(same({{"scale", "0.5"}}, {}));  // 1 / sqrt(4)
   EXPECT_FALSE(same({{"scale", "0.25"}}, {}));

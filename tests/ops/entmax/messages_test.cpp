@@ -96,6 +96,16 @@ TEST(entmax_messages, files_call_the_tensor_alpha) {
             "entmax: alpha: expected shape [2], got [3]");
 }
 
+TEST(entmax_messages, an_axis_that_no_tensor_has_is_told_as_it_was_given) {
+  driver::Request request;
+  request.op = "entmax";
+  request.inputs["x"] = driver::filled_tensor(DType::f32, {2, 3}, 0);
+  request.inputs["d_y"] = request.inputs["x"];
+  request.options["axis"] = "99999999999";
+  EXPECT_EQ(message_of([&] { driver::find_driver("entmax").prepare(request); }),
+            "entmax: --axis: expected the number of an axis of x, got 99999999999");
+}
+
 TEST(entmax_messages, tensors_like_x) {
   EntmaxProblem problem = good();
   problem.y = TensorSpec::contiguous(DType::f32, {2, 3, 9});

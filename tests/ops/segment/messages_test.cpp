@@ -1,11 +1,14 @@
 // What a caller is told: every message names the op, the tensor, what was expected and what it got.
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <string>
 
+#include "driver/case.hpp"
 #include "driver/driver.hpp"
 #include "pullback/error.hpp"
 #include "pullback/segment.hpp"
+#include "support/message_of.hpp"
 
 namespace pullback {
 namespace {
@@ -118,14 +121,14 @@ TEST(segment_messages, permutation_plan) {
   problem.ids = TensorSpec::contiguous(DType::u8, {6});
   EXPECT_EQ(
       message(problem),
-      "segment permutation: ids: expected dtype i64 or i32, got u8; convert the tensor first");
+      "segment_permutation: ids: expected dtype i64 or i32, got u8; convert the tensor first");
   problem.ids = TensorSpec::contiguous(DType::i64, {6});
   problem.num_segments = -2;
   EXPECT_EQ(message(problem),
-            "segment permutation: num_segments: expected 0 or more, and below 2^56, got -2");
+            "segment_permutation: num_segments: expected 0 or more, and below 2^56, got -2");
   problem.num_segments = 2;
   problem.offsets = TensorSpec::contiguous(DType::i64, {2});
-  EXPECT_EQ(message(problem), "segment permutation: offsets: expected shape [3], got [2]");
+  EXPECT_EQ(message(problem), "segment_permutation: offsets: expected shape [3], got [2]");
 }
 
 TEST(segment_messages, missing_pointers) {
@@ -173,6 +176,30 @@ TEST(segment_messages, driver) {
       "got 'median'");
   EXPECT_EQ(driver_message({{"num-segments", "-1"}}, inputs),
             "segment: --num-segments: expected 0 or more, got -1");
+}
+
+// ids tell the number of segments where nothing else does.
+TEST(segment_messages, driver_reads_no_ids_but_indices) {
+  const auto refusal = [](const driver::HostTensor& ids) {
+    return message_of([&] {
+      driver::evaluate(
+          {.op = "segment",
+           .inputs = {{"x", driver::filled_tensor(DType::f32, {ids.numel(), 1}, 1)}, {"ids", ids}},
+           .options = {{"reduce", "softmax"}},
+           .device = Device::cpu(1),
+           .variant = {},
+           .backward = false});
+    });
+  };
+  EXPECT_EQ(refusal(driver::filled_tensor(DType::u8, {1 << 16}, 0)),
+            "segment: ids: expected dtype i64 or i32, got u8; convert the tensor first");
+  const driver::HostTensor largest(TensorSpec::contiguous(DType::i64, {2}));
+  for (const int i : {0, 1}) {
+    static_cast<std::int64_t*>(largest.data())[i] = std::numeric_limits<std::int64_t>::max() - i;
+  }
+  EXPECT_EQ(refusal(largest),
+            "segment: num_segments and the columns of x: expected a product of at most 2^50, got "
+            "[9223372036854775807, 1]");
 }
 
 }  // namespace
