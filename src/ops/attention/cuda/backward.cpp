@@ -29,6 +29,10 @@ constexpr bool has_own_bias(Features features) {
   return features == Features::bias || features == Features::bias_sum;
 }
 
+constexpr bool has_blocks(Features features) {
+  return features == Features::blocks || features == Features::general_blocks;
+}
+
 cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
   const std::string_view type = cuda::device_type(dtype);
   return {
@@ -41,25 +45,40 @@ cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
       .blocks = 4};
 }
 
-BackwardTiles tiles_of(DType dtype, int width, int arch) {
-  return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch);
+BackwardTiles tiles_of(DType dtype, int width, int arch, bool small_blocks = false) {
+  return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch, small_blocks);
 }
 
-cuda::OpKernel tile_kernel(DType dtype, int width, Features features, int arch) {
+// Of 64, or near it: smaller ones leave few tiles empty, of any size, and then larger tiles pay.
+bool has_small_blocks(const AttentionProblem& problem) {
+  return problem.blocks.given() && problem.blocks.block > 32 && problem.blocks.block <= 64;
+}
+
+struct TileKernel {
+  cuda::OpKernel kernel;
+  int shared_bytes;
+};
+
+TileKernel tile_kernel(DType dtype, int width, Features features, int arch,
+                       bool small_blocks = false) {
   const std::string_view type = cuda::device_type(dtype);
-  const BackwardTiles tiles = tiles_of(dtype, width, arch);
+  const bool split = dtype == DType::f32, bias = !split && features >= Features::general;
+  BackwardTiles tiles = tiles_of(dtype, width, arch, small_blocks);
+  const bool own = small_blocks && tiles.keys != tiles_of(dtype, width, arch).keys;
+  if (bias) tiles = with_bias(tiles, width, arch, features == Features::bias_sum);
   const int feature = static_cast<int>(features);
-  const bool split = dtype == DType::f32;
-  return {.name = fmt::format("attention_backward_{}_{}{}", type, width, kFeatureSuffix[feature]),
-          .file = split ? "ops/attention/cuda/smxx_backward_split.cuh"
-                        : "ops/attention/cuda/smxx_backward.cuh",
-          .function = fmt::format("attention::{}{}, {}, {}, {}, {}, {}, {}>",
-                                  split ? "split_backward<" : fmt::format("backward<{}, ", type),
-                                  width, tiles.keys, tiles.queries, tiles.split, tiles.stages,
-                                  tiles.query_rows, feature),
-          .parameters = kParams,
-          .threads = tiles.threads(),
-          .blocks = tiles.blocks};
+  return {{.name = fmt::format("attention_backward_{}_{}{}{}", type, width, kFeatureSuffix[feature],
+                               own ? "_small" : ""),
+           .file = split ? "ops/attention/cuda/smxx_backward_split.cuh"
+                         : "ops/attention/cuda/smxx_backward.cuh",
+           .function = fmt::format("attention::{}{}, {}, {}, {}, {}, {}, {}>",
+                                   split ? "split_backward<" : fmt::format("backward<{}, ", type),
+                                   width, tiles.keys, tiles.queries, tiles.split, tiles.stages,
+                                   tiles.query_rows, feature),
+           .parameters = kParams,
+           .threads = tiles.threads(),
+           .blocks = tiles.blocks},
+          tiles.shared_bytes(width, static_cast<int>(size_of(dtype)), bias)};
 }
 
 // f32: a block for each element of the bias.
@@ -102,7 +121,9 @@ bool has_vector_keys(const Plane& plane) {
 class TileBackward final : public BackwardBody {
  public:
   TileBackward(const AttentionProblem& problem, const Device& device, int arch)
-      : TileBackward(problem, device, arch, tensor_core_width(problem)) {}
+      : TileBackward(problem, device, arch, tensor_core_width(problem),
+                     tiles_of(problem.q.dtype, tensor_core_width(problem), arch,
+                              has_small_blocks(problem))) {}
 
   static int tensor_core_width(const AttentionProblem& problem) {
     const int width = head_width(static_cast<int>(sizes_of(problem).head_dim),
@@ -115,18 +136,20 @@ class TileBackward final : public BackwardBody {
   // kernel.
   enum class BiasPlan { none, written, stepped, summed };
 
-  TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width)
-      : BackwardBody(problem, device, tiles_of(problem.q.dtype, width, arch).queries,
-                     tiles_of(problem.q.dtype, width, arch).keys),
-        tiles_(tiles_of(problem.q.dtype, width, arch)) {
-    vectors_ = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
-               has_vector_rows(problem.v) && has_vector_rows(problem.d_out);
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width,
+               const BackwardTiles& tiles)
+      : BackwardBody(problem, device, tiles.queries, tiles.keys), tiles_(tiles) {
+    vectors_ = true;
+    for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
+                                   &problem.d_k, &problem.d_v}) {
+      vectors_ = vectors_ && (!spec->given() || has_vector_rows(*spec));
+    }
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(params_.bias);
     d_bias_vectors_ = has_vector_keys(params_.d_bias);
-    const std::int64_t tiles = planes_ * params_.q_tiles;
-    stats_bytes_ = aligned(tiles * stats_bytes(tiles_.queries));
-    turn_bytes_ = aligned(tiles * 4);
+    const std::int64_t planes_tiles = planes_ * params_.q_tiles;
+    stats_bytes_ = aligned(planes_tiles * stats_bytes(tiles_.queries));
+    turn_bytes_ = aligned(planes_tiles * 4);
     if (bias_elements_ > 0) plan_bias(problem, width, arch);
     plan_slices(problem, width);
     workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + bias_sum_bytes_;
@@ -171,8 +194,9 @@ class TileBackward final : public BackwardBody {
     }
     if (pairs_ > 0 && params_.k_tiles > 0) {
       const auto load = [&](Features features) {
-        Kernel kernel(tile_kernel(dtype, width, features, arch), device_,
-                      tiles_.shared_bytes(width, static_cast<int>(size_of(dtype))));
+        const TileKernel found =
+            tile_kernel(dtype, width, features, arch, has_small_blocks(problem));
+        Kernel kernel(found.kernel, device_, found.shared_bytes);
         set_grid(kernel, slice_pairs_ * params_.k_tiles);
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
@@ -191,10 +215,24 @@ class TileBackward final : public BackwardBody {
       }
       // Tiles of a head that follow each other start two steps apart, so that turns come in time.
       const std::int64_t flight = std::int64_t{device_.multiprocessors} * tiles_.blocks;
-      const std::int64_t steps = std::max<std::int64_t>(sizes_.group * params_.q_tiles, 1);
+      const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
       params_.pair_group = static_cast<std::int32_t>(
-          std::min(pairs_, std::max(kPairGroup, ceil_div(2 * flight, steps))));
+          std::min(pairs_, std::max(kPairGroup, ceil_div(2 * flight * params_.k_tiles, steps))));
     }
+  }
+
+  // Tiles of queries that the band lets the tiles of keys of a head meet.
+  std::int64_t all_steps(const AttentionProblem& problem) const {
+    if (sizes_.varlen) return std::int64_t{params_.q_tiles} * params_.k_tiles;
+    const Sequence whole{0, sizes_.total_query, 0, sizes_.total_key};
+    std::int64_t steps = 0;
+    for (std::int64_t key = 0; key < sizes_.total_key; key += tiles_.keys) {
+      const std::int64_t last = std::min(key + tiles_.keys, sizes_.total_key) - 1;
+      const std::int64_t begin = seeing_queries(problem.mask, whole, key).begin;
+      const std::int64_t end = seeing_queries(problem.mask, whole, last).end;
+      if (begin < end) steps += ceil_div(end, tiles_.queries) - begin / tiles_.queries;
+    }
+    return steps;
   }
 
   void plan_bias(const AttentionProblem& problem, int width, int arch) {
@@ -257,7 +295,8 @@ class TileBackward final : public BackwardBody {
     params.bias_sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_ + sum_bytes_);
     params.row_vectors = row_vectors_ && cuda::vector_aligned({tensors.out, tensors.d_out});
     params.vectors =
-        vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.d_out});
+        vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.d_out,
+                                          tensors.d_q, tensors.d_k, tensors.d_v});
     params.bias_vectors = bias_vectors_ && cuda::vector_aligned({tensors.bias});
     params.d_bias_vectors = d_bias_vectors_ && cuda::vector_aligned({tensors.d_bias});
     if (planes_ > 0 && params.q_tiles > 0) prepare_.launch(stream, params);
@@ -329,10 +368,13 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
           (split_width(width) != width || split_tiles(width, arch).keys == 0)) {
         continue;
       }
-      add(prepare_kernel(dtype, tiles_of(dtype, width, arch)));
-      for (const Features features : kFeatures) {
-        if (dtype == DType::f32 && has_own_bias(features)) continue;
-        add(tile_kernel(dtype, width, features, arch));
+      for (const bool small_blocks : {false, true}) {
+        add(prepare_kernel(dtype, tiles_of(dtype, width, arch, small_blocks)));
+        for (const Features features : kFeatures) {
+          if (dtype == DType::f32 && has_own_bias(features)) continue;
+          if (small_blocks && !has_blocks(features)) continue;
+          add(tile_kernel(dtype, width, features, arch, small_blocks).kernel);
+        }
       }
       add(bias_kernel(dtype, width, arch));
     }

@@ -31,7 +31,7 @@ struct BackwardParams {
   float* bias_sums;
 
   int32_t q_tiles, k_tiles;  // of a plane; varlen: upper bounds for all sequences together
-  // Rows of q k v d_out, and of out and d_out, are contiguous and aligned to 16 bytes.
+  // Rows of q k v d_out d_q d_k d_v, and of out and d_out, are contiguous and aligned to 16 bytes.
   int32_t vectors, row_vectors;
 
   // The pairs of this launch. The grid in order: groups of pairs that work at the same time, their

@@ -16,23 +16,37 @@ struct BackwardTiles {
 
   constexpr int warps() const { return keys / 32 * split; }
   constexpr int threads() const { return warps() * 32; }
-  // Rows of q, d_out, k, v; p and ds; statistics.
-  constexpr int shared_bytes(int width, int element_bytes) const;
+  // Rows of q, d_out, k, v; p and ds; statistics; a bias of 16 bits.
+  constexpr int shared_bytes(int width, int element_bytes, bool bias) const;
 };
 
 // Of a tile of queries in the workspace: lse and delta of each row, and flags.
 inline constexpr int stats_bytes(int queries) { return queries * 8 + 16; }
 
-constexpr int BackwardTiles::shared_bytes(int width, int element_bytes) const {
+constexpr int BackwardTiles::shared_bytes(int width, int element_bytes, bool bias) const {
   return (2 * width * keys + 2 * width * queries * stages + (split > 1 ? 2 : 1) * keys * queries) *
              element_bytes +
-         (stats_bytes(queries) * stages + 127) / 128 * 128;
+         (stats_bytes(queries) * stages + 127) / 128 * 128 + (bias ? 2 * keys * queries : 0);
+}
+
+// The same tiles for kernels with a bias, which takes room of a stage; `sums`: that add d_bias up
+// over launches. Where two blocks of 4 warps have too few registers, one of 8 warps has enough.
+inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch, bool sums) {
+  if (tiles.split == 1 && (width == 64 || sums) && max_shared_bytes(arch) >= 163 * 1024) {
+    tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 1;
+  }
+  if (tiles.shared_bytes(width, 2, true) > max_shared_bytes(arch)) tiles.stages = 1;
+  if (tiles.blocks > 2) tiles.blocks = 2;
+  return tiles;
 }
 
 // f16 and bf16. Registers bound the tiles: 32 keys x 64 elements of d_k and d_v in f32 are 128 a
-// thread; 99 KiB of shared memory bound them on sm_86, 89 and 120.
-inline constexpr BackwardTiles backward_tiles(int width, int arch) {
+// thread; 99 KiB of shared memory bound them on sm_86, 89 and 120. small_blocks: with a mask of
+// blocks of 64, which larger tiles would meet in part.
+inline constexpr BackwardTiles backward_tiles(int width, int arch, bool small_blocks) {
   const int shared = max_shared_bytes(arch);
+  if (small_blocks && width <= 64) return {64, 64, 2, 2, shared / (66 * 1024), 2};
+  if (small_blocks && width == 128 && shared >= 163 * 1024) return {64, 64, 2, 1, 2, 2};
   if (width <= 64) return {128, 64, 1, 2, shared >= 163 * 1024 ? 2 : 1, 2};
   if (shared >= 163 * 1024) {
     if (width == 96) return {128, 64, 2, 2, 1, 4};

@@ -19,6 +19,7 @@
 #include "device/async_copy.cuh"
 #include "device/dependent.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
+#include "ops/attention/cuda/smxx_backward_gradients.cuh"
 #include "ops/attention/cuda/smxx_backward_place.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
 #include "ops/attention/cuda/smxx_backward_scores.cuh"
@@ -55,7 +56,7 @@ struct BackwardBlock {
   const BackwardParams& p;
   const Dropout dropout;
   const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
-  const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles;
+  const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles, bias_tile;
   BlockPlace& block;
   const TilePlace& place;
 
@@ -75,6 +76,7 @@ struct BackwardBlock {
         ds_tile(d_out_tiles + kStages * kQueryBytes),
         p_tile(ds_tile + kScoreBytes),
         stats_tiles(ds_tile + (kSplit > 1 ? 2 : 1) * kScoreBytes),
+        bias_tile(stats_tiles + (kStages * sizeof(Stats) + 127) / 128 * 128),
         block(shared_place),
         place(shared_place.keys) {}
 
@@ -95,52 +97,11 @@ struct BackwardBlock {
   }
 
   static constexpr bool listed() { return has_blocks(kFeatures); }
-  // Where the list of a head's tiles begins and ends.
-  const int64_t* list_of(int head_of_group) const {
-    const SeenBlocksTable& blocks = p.problem.blocks;
-    const int64_t head = place.head * p.problem.group + head_of_group;
-    return blocks.first + blocks.plane(place.batch, head) * (blocks.owners + 1) + place.tile;
-  }
-  const SeenTile& seen_tile(int head_of_group, int at) const {
-    return p.problem.blocks.tiles[list_of(head_of_group)[0] + at];
-  }
-  const SeenTile& seen_tile(const Step& step) const {
-    return seen_tile(step.head_of_group, step.at);
-  }
-  uint32_t squares_of(const Step& step) const { return listed() ? seen_tile(step).squares : ~0u; }
-
-  // The last tile of the first head from `head_of_group` on that has one; past the group: none.
-  Step last_of_head(int head_of_group) const {
-    if constexpr (!listed()) {
-      const bool any = block.queries.begin < block.queries.end;
-      return {any ? head_of_group : p.problem.group, block.queries.end - 1, 0};
-    }
-    for (; head_of_group < p.problem.group; ++head_of_group) {
-      const int64_t* const first = list_of(head_of_group);
-      const int last = static_cast<int>(first[1] - first[0]) - 1;
-      if (last >= 0) return {head_of_group, seen_tile(head_of_group, last).tile, last};
-    }
-    return {head_of_group, 0, 0};
-  }
-  Step next_of(const Step& step) const {
-    if constexpr (listed()) {
-      if (step.at > 0) {
-        return {step.head_of_group, seen_tile(step.head_of_group, step.at - 1).tile, step.at - 1};
-      }
-    } else if (step.tile > block.queries.begin) {
-      return {step.head_of_group, step.tile - 1, 0};
-    }
-    return last_of_head(step.head_of_group + 1);
-  }
-  bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
-  bool has_next(const Step& step) const { return exists(next_of(step)); }
-
+  BackwardSteps<listed()> steps() const { return {p, block}; }
   int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
-  int64_t plane_of(const Step& step) const {
-    return block.pair * p.problem.group + step.head_of_group;
-  }
   int64_t tile_of(const Step& step) const {
-    return plane_of(step) * p.q_tiles + place.first_tile + step.tile;
+    const int64_t plane = block.pair * p.problem.group + step.head_of_group;
+    return plane * p.q_tiles + place.first_tile + step.tile;
   }
 
   void load_step(const Step& step, int stage) const {
@@ -167,13 +128,29 @@ struct BackwardBlock {
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
     return KeyScores(p, dropout, place, head_of(step), place.tile * kKeys + key_row,
-                     step.tile * kQueries + first,
-                     squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8, lane);
+                     step.tile * kQueries + first, step.squares >> (first / 16 * 8 + key_row / 16),
+                     stats + first * 8, lane);
   }
 
-  // The bias of a chunk waits where its dS^T will be stored: nobody else comes there.
+  // Whether all of the tile's keys and the step's queries see each other.
+  bool whole(const Step& step) const {
+    return step.tile >= block.whole.begin && step.tile < block.whole.end &&
+           (!listed() || step.squares == all_squares(kQueries, kKeys));
+  }
+  // Of kCount keys of the tile and kQueryCount queries of the step's, from the first ones on.
+  template <int kCount, int kQueryCount>
+  Seen seen_of(const Step& step, int key, int query) const {
+    constexpr uint32_t kAllSquares = all_squares(kQueryCount, kCount);
+    const uint32_t squares = step.squares >> (query / 16 * 8 + key / 16) & kAllSquares;
+    if (listed() && squares == 0) return Seen::none;
+    const Seen seen = pairs_seen(place, place.tile * kKeys + key, step.tile * kQueries + query,
+                                 kCount, kQueryCount);
+    return listed() && squares != kAllSquares && seen == Seen::all ? Seen::some : seen;
+  }
+
+  // The bias of a chunk, in a place of the warp's own.
   auto bias_of(const KeyScores& scores, int first) const {
-    const auto bytes = [tile = ds_tile, row = key_row, first](int number) {
+    const auto bytes = [tile = bias_tile, row = key_row, first](int number) {
       return tile + ScoreTile::offset(row + number / kN, first / 8 + number % kN);
     };
     return typename KeyScores::template SharedBias<decltype(bytes)>{scores, bytes};
@@ -195,6 +172,13 @@ struct BackwardBlock {
           scores, bias_sums_of(step, chunk), {}, {}};
     } else {
       return NoSink{};
+    }
+  }
+
+  void load_bias(const Step& step) const {
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      bias_of(scores_of(step, chunk, stats_tiles), first_of(chunk)).load();
     }
   }
 
@@ -319,11 +303,15 @@ struct BackwardBlock {
   }
 
   // The warp's part of dS K.
-  void query_product(float (&sum)[kDqM][kDqN][4], int first_query, int first_chunk) const {
+  void query_product(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
+                     int first_chunk) const {
+    constexpr int kUpper = kKeys > 64 ? kKeys - 64 : 16;
     const LaneRows<T, kQueries, true> ds_rows(ds_tile, lane);
     const LaneRows<T, kWidth, false> k_rows(k_tile, lane);
 #pragma unroll
     for (int key = 0; key < kKeys; key += 16) {
+      // On the diagonal of a causal mask nothing sees the upper half.
+      if (key == 64 && !whole(step) && seen_of<kUpper, kQueries>(step, 64, 0) == Seen::none) break;
       uint32_t a[kDqM][4];
 #pragma unroll
       for (int m = 0; m < kDqM; ++m) {
@@ -339,25 +327,19 @@ struct BackwardBlock {
                       columns);
   }
 
-  // Rows `row` + first of a gradient from a sum of 16 · kM x 8 · kSumN, those below `limit`.
+  // Rows first + row … of a gradient, those below `limit`, from a sum.
   template <bool kInterleaved, int kM, int kSumN>
   void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
                  int columns, const float (&sum)[kM][kSumN][4], float factor) const {
-    T* const base = static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row + (kInterleaved ? 4 * m + 2 * half + first_key_of_row(lane)
-                                          : 16 * m + 8 * half + lane / 4);
-        if (r >= limit) continue;
-        T* const to = base + (first + r) * rows.row;
-#pragma unroll
-        for (int n = 0; n < kSumN; ++n) {
-          store_pair<T>(rows, to, column + 8 * n + lane % 4 * 2, columns,
-                        factor * sum[m][n][2 * half], factor * sum[m][n][2 * half + 1]);
-        }
-      }
+    T* const base =
+        static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head + first * rows.row;
+    const GradientStore<T, kInterleaved> store{rows, base, row, limit, column, columns, factor};
+    if constexpr (sizeof(T) == 4) {
+      store.elements(sum, lane);
+    } else if constexpr (is_general(kFeatures)) {
+      store.pieces<false>(sum, lane, p.vectors != 0);
+    } else {
+      store.pieces<true>(sum, lane, true);
     }
   }
 
@@ -374,8 +356,8 @@ struct BackwardBlock {
   void begin_turn(const Step& step, int32_t seen) const {
     int32_t number, count;
     if constexpr (listed()) {
-      number = seen_tile(step).turn;
-      count = seen_tile(step).turns;
+      number = step.turn;
+      count = step.turns;
     } else {
       const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
       number = place.tile - keys.begin;
@@ -403,27 +385,51 @@ struct BackwardBlock {
     block.next = block.number + 1;
   }
 
-  void add_d_q(const Step& step, float (&sum)[kDqM][kDqN][4], int first_query,
-               int first_column) const {
-    float* const sums = p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
-    const bool first = block.first_turn, last = block.last_turn;
+  float* d_q_sums() const {
+    return p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
+  }
+
+  // What the product of the step is added to: where the blocks before are added here, their sum.
+  void begin_d_q(float (&sum)[kDqM][kDqN][4]) const {
+    const bool loads = !block.first_turn && (block.last_turn || !kAddsInMemory);
+    const float* const sums = d_q_sums();
 #pragma unroll
     for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
       for (int n = 0; n < kDqN; ++n) {
-        float* const at = sums + (m * kDqN + n) * (kThreads * 4);
-        if (!first) {
-          if (last) {
-            add_loaded(sum[m][n], at);
-          } else {
-            add_stored(at, sum[m][n]);
-          }
-        } else if (!last) {
-          store_past_l1(at, sum[m][n]);
-        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[m][n][e] = 0;
       }
     }
-    if (!last) return;
+    if (!loads) return;
+#pragma unroll
+    for (int m = 0; m < kDqM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kDqN; ++n) {
+        load_past_l1(sum[m][n], sums + (m * kDqN + n) * (kThreads * 4));
+      }
+    }
+  }
+
+  void end_d_q(const Step& step, const float (&sum)[kDqM][kDqN][4], int first_query,
+               int first_column) const {
+    if (!block.last_turn) {
+      const bool adds = kAddsInMemory && !block.first_turn;
+      float* const sums = d_q_sums();
+#pragma unroll
+      for (int m = 0; m < kDqM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kDqN; ++n) {
+          float* const at = sums + (m * kDqN + n) * (kThreads * 4);
+          if (adds) {
+            add_in_memory(at, sum[m][n]);
+          } else {
+            store_past_l1(at, sum[m][n]);
+          }
+        }
+      }
+      return;
+    }
     const int head = head_of(step);
     const int first_row = step.tile * kQueries;
     const int64_t all =
@@ -433,14 +439,13 @@ struct BackwardBlock {
                      p.problem.head_dim, sum, p.problem.scale);
   }
 
-  // NaN or infinity in the keys and values: they must not reach every query.
-  bool keys_not_finite() const {
-    return __syncthreads_or(not_finite<T, kThreads>(k_tile, 2 * kKeyBytes)) != 0;
-  }
-
   void run() {
-    const Step first = last_of_head(0);
-    if (exists(first)) sum_steps(first);
+    if (threadIdx.x == 0) {
+      block.finite_keys = true;
+      steps().begin();
+    }
+    __syncthreads();
+    if (steps().exists(0)) sum_steps();
     store_keys();
   }
 
@@ -458,34 +463,29 @@ struct BackwardBlock {
     }
   }
 
-  void sum_steps(const Step& first) {
+  void sum_steps() {
     load_keys(k_tile, p.k, p.problem.head_dim);
     load_keys(v_tile, p.v, p.problem.value_dim);
     wait_for_previous_kernel();  // for statistics and turns
-    load_step(first, 0);
+    if (threadIdx.x == 0) steps().find(1);
+    if constexpr (has_bias(kFeatures)) load_bias(block.steps[0]);
+    load_step(block.steps[0], 0);
     async_wait<0>();
     __syncthreads();
-    const bool finite = !keys_not_finite();
-    if (threadIdx.x == 0) {
-      block.finite_keys = finite;
-      block.steps[0] = first;
-    }
+    // NaN or infinity in the keys and values must not reach every query.
+    if (not_finite<T, kThreads>(k_tile, 2 * kKeyBytes)) block.finite_keys = false;
     __syncthreads();
-    for (int turn = 0;; turn ^= 1) {
-      const Step& step = block.steps[turn];
-      const int stage = kStages > 1 ? turn : 0;
-      const bool more = has_next(step);
+    for (int number = 0;; ++number) {
+      const Step& step = steps().at(number);
+      const Step& next = steps().at(number + 1);
+      const int stage = kStages > 1 ? number % 2 : 0;
+      const bool more = steps().exists(number + 1);
       if constexpr (has_bias(kFeatures)) {
-#pragma unroll 1
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          const KeyScores scores = scores_of(step, chunk, stats_tiles + stage * sizeof(Stats));
-          bias_of(scores, first_of(chunk)).load();
-        }
-        async_commit();
-        if (more) fetch_bias(next_of(step));
+        if (more) fetch_bias(next);
       }
+      if (threadIdx.x == kThreads - 32) steps().find(number + 2);
       if (kStages > 1 && more) {
-        load_step(next_of(step), stage ^ 1);
+        load_step(next, stage ^ 1);
       } else {
         async_commit();
       }
@@ -494,8 +494,7 @@ struct BackwardBlock {
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
       const uint32_t stats = stats_tiles + stage * sizeof(Stats);
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
-      const bool careful = suspicious || !block.finite_keys ||
-                           !sees_all(place, place.tile, step.tile, kKeys, kQueries);
+      const bool careful = suspicious || !block.finite_keys;
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
@@ -507,11 +506,11 @@ struct BackwardBlock {
         float s[2][kN][4], d_p[2][kN][4];
         uint32_t pt[2][kN][2], ds[2][kN][2];
         const KeyScores scores = scores_of(step, chunk, stats);
-        // With a block mask the warp's keys may see all, some or none of the queries.
-        constexpr uint32_t kAllSquares = all_squares(kChunkQueries, 32);
-        const uint32_t squares = scores.squares & kAllSquares;
-        if constexpr (kFeatures == kBlocks) {
-          if (!suspicious && squares == 0) {
+        // All or none of the warp's pairs may see each other where others differ.
+        const Seen seen =
+            whole(step) ? Seen::all : seen_of<32, kChunkQueries>(step, key_row, first);
+        if constexpr (!is_general(kFeatures) && kFeatures != kBiasSum) {
+          if (!suspicious && seen == Seen::none) {
             store_unseen(first);
             continue;
           }
@@ -521,19 +520,14 @@ struct BackwardBlock {
           score_product(d_p, v_tile, d_out_tile, first);
         }
         const auto bias = bias_of(scores, first);
-        if constexpr (has_bias(kFeatures)) {
-          async_wait<kStages - 1>();
-          __syncwarp();
-        }
         uint32_t kept[2];
         scores.draw(kept);
         auto sink = bias_sink(scores, step, chunk);
-        if (careful || is_general(kFeatures) || (listed() && squares != kAllSquares)) {
+        if (careful || is_general(kFeatures) || seen != Seen::all) {
           scores.template make<true>(s, d_p, pt, ds, bias, kept, sink);
         } else {
           scores.template make<false>(s, d_p, pt, ds, bias, kept, sink);
         }
-        if constexpr (has_bias(kFeatures)) __syncwarp();  // dS^T takes the place of the bias
         if constexpr (kSplit == 1) {
           if (suspicious) {
             store_scores(ds_tile, pt, first);
@@ -549,32 +543,38 @@ struct BackwardBlock {
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
       __syncthreads();
       if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
+      if constexpr (has_bias(kFeatures)) {
+        if (more) load_bias(next);
+        async_commit();
+      }
       if constexpr (kFeatures == kBias) {
         store_bias<T, kKeys, kQueries, kWarps>(p, place, head_of(step), step.tile, ds_tile);
       }
       if constexpr (kSplit > 1) {
-        sum_keys_of_tile(q_tile, d_out_tile, suspicious);
+        if (whole(step) || suspicious || seen_of<32, kQueries>(step, key_row, 0) != Seen::none) {
+          sum_keys_of_tile(q_tile, d_out_tile, suspicious);
+        }
         if (kStages == 1) __syncthreads();
       }
-      if (kStages == 1 && has_next(step)) load_step(next_of(step), 0);
+      if (kStages == 1 && more) load_step(next, 0);
       if (p.d_q.data != nullptr) {
-        float sum[kDqM][kDqN][4] = {};
+        float sum[kDqM][kDqN][4];
+        begin_d_q(sum);
         if (!block.finite_keys) {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
         const int dq_row = warp % kQueryRows * (16 * kDqM);
         const int dq_column = warp / kQueryRows * kDqWidth;
-        query_product(sum, dq_row, dq_column / 8);
+        query_product(step, sum, dq_row, dq_column / 8);
         if (!block.finite_keys) {
           __syncthreads();
           load_keys(k_tile, p.k, p.problem.head_dim);
           async_commit();
         }
-        add_d_q(step, sum, dq_row, dq_column);
+        end_d_q(step, sum, dq_row, dq_column);
       }
-      if (!has_next(step)) break;
-      if (threadIdx.x == 0) block.steps[turn ^ 1] = next_of(step);
+      if (!more) break;
       async_wait<0>();
       __syncthreads();
     }

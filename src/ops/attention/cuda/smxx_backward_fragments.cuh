@@ -64,20 +64,29 @@ uint32_t finite_or_zero(uint32_t pair) {
 // What weighs nothing, rather than little, is -0 in the tiles of p and ds.
 inline constexpr uint32_t kUnseenBits = 0x8000u;
 
-// Whether the thread's share of some shared memory holds such an element.
+// sum + 0 · pair: NaN, and so not 0, once a pair held NaN or infinity.
+template <class T>
+uint32_t add_no_number(uint32_t sum, uint32_t pair) {
+  if constexpr (kExponent<T> == kExponent<f16>) {
+    asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
+  }
+  return sum;
+}
+
+// Whether the thread's share of some shared memory holds NaN or infinity.
 template <class T, int kThreads>
 bool not_finite(uint32_t first, uint32_t bytes) {
-  bool found = false;
-#pragma unroll 4
+  uint32_t sum = 0;
+#pragma unroll 8
   for (uint32_t at = threadIdx.x * 16; at < bytes; at += kThreads * 16) {
     uint32_t words[4];
     load_shared(words, first + at);
 #pragma unroll
-    for (const uint32_t pair : words) {
-      found |= low_not_finite<T>(pair) || high_not_finite<T>(pair);
-    }
+    for (const uint32_t pair : words) sum = add_no_number<T>(sum, pair);
   }
-  return found;
+  return (sum & 0x7fff7fffu) != 0;
 }
 
 // All threads of the block: NaN and infinity in rows [first, first + count) of a tile become 0.
@@ -184,23 +193,6 @@ void multiply_columns(float (&sum)[2][kN][4], const ARows& a_rows, int a_row, co
       for (int n = 0; n < kN; ++n) mma_16816<T>(sum[m][n], a[m], b[n][0], b[n][1]);
     }
   }
-}
-
-// Writes two neighbouring elements of a gradient.
-template <class T>
-void store_pair(const HeadRows& rows, T* row, int column, int columns, float a, float b) {
-  T* const to = row + column * rows.element;
-  if (rows.element == 1 && column + 1 < columns &&
-      reinterpret_cast<uint64_t>(to) % (2 * sizeof(T)) == 0) {
-    if constexpr (sizeof(T) == 2) {
-      *reinterpret_cast<uint32_t*>(to) = pack<T>(a, b);
-    } else {
-      *reinterpret_cast<float2*>(to) = {a, b};
-    }
-    return;
-  }
-  if (column < columns) to[0] = from_real<T>(a);
-  if (column + 1 < columns) to[rows.element] = from_real<T>(b);
 }
 
 }  // namespace pullback::attention

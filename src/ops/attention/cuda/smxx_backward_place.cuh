@@ -2,23 +2,26 @@
 // the step it is at and whose turn that is.
 #pragma once
 
+#include "device/async_copy.cuh"
 #include "ops/attention/cuda/smxx_backward_tiles.cuh"
 
 namespace pullback::attention {
 
-// One query head and one tile of queries.
-struct BackwardStep {
-  int head_of_group, tile;
-  int at;  // with a block mask: its place in the list of the keys
+// One query head and one tile of queries, of which SeenTile knows more with a block mask.
+struct BackwardStep : SeenTile {
+  int head_of_group;
+  // With a block mask: its place in the list of the head's tiles, and where that begins.
+  int at;
+  int64_t list;
 };
 
 // In shared memory: registers are needed for sums.
 struct BlockPlace {
   TilePlace keys;
   int64_t pair;
-  TileRange queries;
+  TileRange queries, whole;  // those that see some of the keys, and those that see all
   bool finite_keys;
-  BackwardStep steps[2];  // this one and the next, in turns
+  BackwardStep steps[4];  // by their number modulo 4: of a step and the next one
   // Of the step, from the first thread to all.
   bool first_turn, last_turn;
   int32_t number;
@@ -43,8 +46,74 @@ BlockPlace block_place(const BackwardParams& p) {
   place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
                                static_cast<int>(in_group / group), kKeys);
   place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
+  place.whole = whole_tiles_of(place.keys, kKeys, kQueries);
   place.over = nullptr;
   return place;
 }
+
+// From one step to the next. kListed: with a block mask, whose lists name the tiles of queries.
+template <bool kListed>
+struct BackwardSteps {
+  using Step = BackwardStep;
+  const BackwardParams& p;
+  BlockPlace& block;
+
+  const Step& at(int number) const { return block.steps[number % 4u]; }
+  bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
+  bool exists(int number) const { return exists(at(number)); }
+
+  // By one thread, a barrier ahead of those who read it.
+  void begin() const {
+    begin_head(block.steps[0], 0);
+    device::async_commit();
+    device::async_wait<0>();
+  }
+  // The same, and ahead of a commit.
+  void find(int number) const {
+    const Step& before = at(number - 1);
+    Step& step = block.steps[number % 4u];
+    step.head_of_group = before.head_of_group;
+    if (!exists(before)) return;
+    if constexpr (kListed) {
+      if (before.at == 0) return begin_head(step, before.head_of_group + 1);
+      step.at = before.at - 1;
+      step.list = before.list;
+      copy_seen(step);
+    } else {
+      if (before.tile == block.queries.begin) return begin_head(step, before.head_of_group + 1);
+      step.tile = before.tile - 1;
+    }
+  }
+
+ private:
+  // The last tile of the first head from `head_of_group` on that has one; past the group: none.
+  void begin_head(Step& step, int head_of_group) const {
+    const int end = p.problem.group;
+    if constexpr (kListed) {
+      for (; head_of_group < end; ++head_of_group) {
+        const int64_t* const first = list_of(head_of_group);
+        step.list = first[0];
+        step.at = static_cast<int>(first[1] - first[0]) - 1;
+        if (step.at >= 0) break;
+      }
+      step.head_of_group = head_of_group;
+      if (head_of_group < end) copy_seen(step);
+    } else {
+      step.head_of_group = block.queries.begin < block.queries.end ? head_of_group : end;
+      step.tile = block.queries.end - 1;
+    }
+  }
+  // Where the list of a head's tiles begins and ends.
+  const int64_t* list_of(int head_of_group) const {
+    const SeenBlocksTable& blocks = p.problem.blocks;
+    const int64_t head = block.keys.head * p.problem.group + head_of_group;
+    return blocks.first + blocks.plane(block.keys.batch, head) * (blocks.owners + 1) +
+           block.keys.tile;
+  }
+  void copy_seen(Step& step) const {
+    SeenTile* const to = &step;
+    device::async_copy(to, p.problem.blocks.tiles + step.list + step.at);
+  }
+};
 
 }  // namespace pullback::attention

@@ -78,13 +78,18 @@ void load_eight(uint32_t (&words)[4], const T* row, int64_t step, int j, int key
 }
 
 template <class T>
+void store_words(T* to, const uint32_t (&words)[4]) {
+  union {
+    uint32_t word[4];
+    Vector<T> vector;
+  } value = {{words[0], words[1], words[2], words[3]}};
+  store_vector(to, value.vector);
+}
+
+template <class T>
 void store_eight(T* row, int64_t step, int j, int keys, bool vectors, const uint32_t (&words)[4]) {
   if (vectors && j + 8 <= keys) {
-    union {
-      uint32_t word[4];
-      Vector<T> vector;
-    } value = {{words[0], words[1], words[2], words[3]}};
-    store_vector(row + j, value.vector);
+    store_words(row + j, words);
     return;
   }
 #pragma unroll
@@ -381,8 +386,8 @@ struct BiasWriter {
       store_past_l1(sum_at(n, 0), value[0]);
       store_past_l1(sum_at(n, 1), value[1]);
     } else if (adds(BiasStep::middle)) {
-      add_stored(sum_at(n, 0), value[0]);
-      add_stored(sum_at(n, 1), value[1]);
+      add_in_memory(sum_at(n, 0), value[0]);
+      add_in_memory(sum_at(n, 1), value[1]);
     } else if (scores.p.d_bias.data != nullptr) {
       if (adds(BiasStep::last)) {
         if (!kAhead) fetch(n);

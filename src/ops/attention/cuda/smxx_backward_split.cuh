@@ -100,9 +100,8 @@ struct SplitBlock
 
   KeyScores scores_of(const Step& step, int first, uint32_t stats) const {
     return KeyScores(p, this->dropout, place, this->head_of(step), place.tile * kKeys + key_row,
-                     step.tile * kQueries + first,
-                     this->squares_of(step) >> (first / 16 * 8 + key_row / 16), stats + first * 8,
-                     lane);
+                     step.tile * kQueries + first, step.squares >> (first / 16 * 8 + key_row / 16),
+                     stats + first * 8, lane);
   }
 
   void score_product(float (&sum)[2][kN][4], uint32_t key_tile, uint32_t query_tile,
@@ -295,7 +294,8 @@ struct SplitBlock
   }
 
   void sum_queries(const Step& step) const {
-    float sum[kDqM][kDqN][4] = {};
+    float sum[kDqM][kDqN][4];
+    this->begin_d_q(sum);
     if (!block.finite_keys) {
       make_planes_finite<kKeys, kWidth, kThreads>(k_tile);
       __syncthreads();
@@ -311,22 +311,25 @@ struct SplitBlock
       __syncthreads();
       split_keys(k_tile, units.k_unit);
     }
-    this->add_d_q(step, sum, dq_row, dq_column);
+    this->end_d_q(step, sum, dq_row, dq_column);
   }
 
   void run() {
-    const Step first = this->last_of_head(0);
-    if (this->exists(first)) sum_steps(first);
+    if (threadIdx.x == 0) {
+      this->steps().begin();
+    }
+    __syncthreads();
+    if (this->steps().exists(0)) sum_steps();
     this->store_keys();
   }
 
-  void sum_steps(const Step& first) {
+  void sum_steps() {
     this->load_keys(k_tile, p.k, p.problem.head_dim);
     this->load_keys(v_tile, p.v, p.problem.value_dim);
     wait_for_previous_kernel();  // for statistics and turns
-    this->load_step(first, 0);
+    if (threadIdx.x == 0) this->steps().find(1);
+    this->load_step(block.steps[0], 0);
     if (threadIdx.x == 0) {
-      block.steps[0] = first;
       units.k_largest = units.v_largest = 0;
     }
     async_wait<0>();
@@ -336,15 +339,18 @@ struct SplitBlock
     split_keys(v_tile, units.v_unit);
     split_queries(0);
     __syncthreads();
-    for (int turn = 0;; turn ^= 1) {
-      const Step& step = block.steps[turn];
-      const int stage = kStages > 1 ? turn : 0;
-      const bool more = this->has_next(step);
-      if (kStages > 1 && more) this->load_step(this->next_of(step), stage ^ 1);
+    for (int number = 0;; ++number) {
+      const Step& step = this->steps().at(number);
+      const Step& next = this->steps().at(number + 1);
+      const int stage = kStages > 1 ? number % 2 : 0;
+      const bool more = this->steps().exists(number + 1);
+      if (threadIdx.x == 0) this->steps().find(number + 2);
+      if (kStages > 1 && more) this->load_step(next, stage ^ 1);
 
       const bool suspicious = load_shared_word(flags_of(stage)) != 0;
-      const bool careful = suspicious || !block.finite_keys ||
-                           !sees_all(place, place.tile, step.tile, kKeys, kQueries);
+      const bool careful =
+          suspicious || !block.finite_keys ||
+          pairs_seen(place, place.tile * kKeys, step.tile * kQueries, kKeys, kQueries) != Seen::all;
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + this->tile_of(step));
@@ -356,11 +362,10 @@ struct SplitBlock
       sum_keys(stage, suspicious);
       if (kStages == 1 && more) {
         __syncthreads();
-        this->load_step(this->next_of(step), 0);
+        this->load_step(next, 0);
       }
       if (p.d_q.data != nullptr) sum_queries(step);
       if (!more) break;
-      if (threadIdx.x == 0) block.steps[turn ^ 1] = this->next_of(step);
       async_wait<0>();
       __syncthreads();
       split_queries(kStages > 1 ? stage ^ 1 : 0);

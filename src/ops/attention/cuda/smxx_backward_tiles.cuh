@@ -98,12 +98,30 @@ inline TileRange key_tiles_of(const TilePlace& place, int query_tile, int keys, 
                           place.k_length, keys);
 }
 
-// Whether every query of the tile exists and sees every key of the tile, which exist too.
-inline bool sees_all(const TilePlace& place, int key_tile, int query_tile, int keys, int queries) {
-  const int64_t key = static_cast<int64_t>(key_tile) * keys;
-  const int64_t query = static_cast<int64_t>(query_tile) * queries;
-  return key + keys <= place.k_length && query + queries <= place.q_length &&
-         key - (query + queries - 1) >= place.lowest && key + keys - 1 - query <= place.highest;
+// The tiles of queries that all exist and see all of a tile of keys, which exist too.
+inline TileRange whole_tiles_of(const TilePlace& place, int keys, int queries) {
+  const int64_t first = static_cast<int64_t>(place.tile) * keys, last = first + keys - 1;
+  if (last >= place.k_length) return {0, 0};
+  const int64_t least = last - place.highest, most = first - place.lowest + 1;
+  const int64_t end = most < place.q_length ? most : place.q_length;
+  return {static_cast<int>(least > 0 ? (least + queries - 1) / queries : 0),
+          static_cast<int>(end > 0 ? end / queries : 0)};
+}
+
+enum class Seen { none, some, all };
+
+// How many of the pairs of `keys` keys and `queries` queries, from the first ones on, exist and see
+// each other.
+inline Seen pairs_seen(const TilePlace& place, int key, int query, int keys, int queries) {
+  const int64_t last_key = static_cast<int64_t>(key) + keys - 1;
+  const int64_t last_query = static_cast<int64_t>(query) + queries - 1;
+  if (key >= place.k_length || query >= place.q_length || last_key - query < place.lowest ||
+      key - last_query > place.highest) {
+    return Seen::none;
+  }
+  const bool all = last_key < place.k_length && last_query < place.q_length &&
+                   key - last_query >= place.lowest && last_key - query <= place.highest;
+  return all ? Seen::all : Seen::some;
 }
 
 }  // namespace pullback::attention

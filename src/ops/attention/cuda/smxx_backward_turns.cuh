@@ -28,23 +28,24 @@ inline void load_past_l1(float (&value)[4], const float* from) {
                : "l"(from)
                : "memory");
 }
-inline void add_loaded(float (&sum)[4], const float* from) {
-  float value[4];
-  load_past_l1(value, from);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sum[i] += value[i];
-}
 // Nobody else adds meanwhile: the order of the sum is that of the turns.
-inline void add_stored(float* to, float (&value)[4]) {
 #if __CUDA_ARCH__ >= 900
+inline constexpr bool kAddsInMemory = true;
+inline void add_in_memory(float* to, const float (&value)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value[0]),
                "f"(value[1]), "f"(value[2]), "f"(value[3])
                : "memory");
-#else
-  add_loaded(value, to);
-  store_past_l1(to, value);
-#endif
 }
+#else
+inline constexpr bool kAddsInMemory = false;
+inline void add_in_memory(float* to, const float (&value)[4]) {
+  float sum[4];
+  load_past_l1(sum, to);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] += value[i];
+  store_past_l1(to, sum);
+}
+#endif
 
 // Into the second-level cache.
 inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }

@@ -1,0 +1,101 @@
+// Writes gradients from sums that lie in the fragments of products.
+#pragma once
+
+#include "device/mma.cuh"
+#include "ops/attention/cuda/smxx_backward_scores.cuh"
+
+namespace pullback::attention {
+
+// Of four lanes with four words each, lane t gets word t of all of them.
+inline void transpose_four(uint32_t (&words)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool odd = (lane & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      uint32_t& low = words[i];
+      uint32_t& high = words[i + step];
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, step);
+      (odd ? low : high) = got;
+    }
+  }
+}
+
+// factor · sum of 16 · kM rows and 8 · kN columns goes to the rows from `row` on below `limit` and
+// the columns from `column` on below `columns`. kInterleaved: rows are keys, which are.
+template <class T, bool kInterleaved>
+struct GradientStore {
+  const HeadRows& rows;
+  T* base;  // row 0
+  int row, limit, column, columns;
+  float factor;
+
+  int row_of(int m, int half, int lane) const {
+    return row + (kInterleaved ? 4 * m + 2 * half + first_key_of_row(lane)
+                               : 16 * m + 8 * half + lane / 4);
+  }
+
+  // 16 bits, in pieces of 8 columns. kVectors: `columns` are whole pieces, aligned.
+  template <bool kVectors, int kM, int kN>
+  void pieces(const float (&sum)[kM][kN][4], int lane, bool vectors) const {
+    // Four lanes share a row: of four pieces, or of two rows' two, each takes one.
+    constexpr int kAcross = kN % 4 == 0 ? 4 : 2;
+    const int own_column = column + lane % kAcross * 8;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; half += 4 / kAcross) {
+        const int r = row_of(m, half + lane % 4 / kAcross, lane);
+        T* const to = base + r * rows.row;
+#pragma unroll
+        for (int n = 0; n < kN; n += kAcross) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* const pair = sum[m][n + i % kAcross] + 2 * (half + i / kAcross);
+            words[i] = pack<T>(factor * pair[0], factor * pair[1]);
+          }
+          transpose_four(words, lane);
+          if (r >= limit) continue;
+          if constexpr (!kVectors) {
+            store_eight(to, rows.element, own_column + 8 * n, columns, vectors, words);
+          } else if (own_column + 8 * n < columns) {
+            store_words(to + own_column + 8 * n, words);
+          }
+        }
+      }
+    }
+  }
+
+  // f32.
+  template <int kM, int kN>
+  void elements(const float (&sum)[kM][kN][4], int lane) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row_of(m, half, lane);
+        if (r >= limit) continue;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          store_pair(base + r * rows.row, column + 8 * n + lane % 4 * 2,
+                     factor * sum[m][n][2 * half], factor * sum[m][n][2 * half + 1]);
+        }
+      }
+    }
+  }
+
+ private:
+  void store_pair(float* to_row, int first, float a, float b) const {
+    float* const to = to_row + first * rows.element;
+    if (rows.element == 1 && first + 1 < columns && reinterpret_cast<uint64_t>(to) % 8 == 0) {
+      *reinterpret_cast<float2*>(to) = {a, b};
+      return;
+    }
+    if (first < columns) to[0] = a;
+    if (first + 1 < columns) to[rows.element] = b;
+  }
+};
+
+}  // namespace pullback::attention
