@@ -64,7 +64,7 @@ MapOp arg_map(DType arg, DType dtype) {
   return {fmt::format("arg_{}", name_of(arg)),
           fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
           arg == DType::u8 ? 2 * real_bytes(dtype) : 16, 2 * real_bytes(dtype),
-          size_of(arg) == 8 ? 3 : 4};
+          size_of(arg) == 4 ? 4 : 3};
 }
 MapOp mask_map(bool even, DType dtype) {
   return {even ? "mask_even" : "mask", fmt::format("ByMask<{{T}}, {{V}}, {}>", even), bytes(dtype),
