@@ -2,6 +2,7 @@
 // sessions there.
 #include "cuda/op_kernel.hpp"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -96,7 +97,7 @@ TEST_F(OnDevice, threads_may_plan_one_kernel_with_different_shared_memory) {
   const OwnStream stream(device);
   for (int round = 0; round < 10; ++round) {
     OpKernel kernel = fill_kernel(DType::f32);
-    kernel.name += "_" + std::to_string(round);  // a kernel whose limit nobody has raised yet
+    kernel.name += fmt::format("_{}", round);  // a kernel whose limit nobody has raised yet
     std::array<PlannedKernel<FillParameters>, 4> planned;
     {
       std::vector<std::jthread> threads;
