@@ -37,27 +37,16 @@ static_assert(kSoftmaxVectors >= 64);  // vector_scratch_bytes() has room for on
 // Below this length the bound from lane maxima costs more than it saves.
 constexpr std::size_t kMinLengthForBound = 256;
 
-// Numbers of elements of a row, as many to a vector as elements.
-template <class R>
-using Place = std::conditional_t<sizeof(R) == 8, std::int64_t, std::int32_t>;
-
-// z = x - max of the elements that are active at theta; their number. And where they are, unless
-// `places` is null.
+// z = x - max of the elements that are active at theta; their number.
 template <class P, class R, class T>
 std::size_t Candidates(const P& power, const T* x, std::size_t length, R max, R theta,
-                       R* HWY_RESTRICT z, Place<R>* HWY_RESTRICT places) {
+                       R* HWY_RESTRICT z) {
   const hn::ScalableTag<R> d;
-  const hn::RebindToSigned<decltype(d)> di;
   const std::size_t lanes = hn::Lanes(d);
   const auto shift = hn::Set(d, max), at = hn::Set(d, theta);
-  const auto first = hn::Iota(di, 0);
   std::size_t count = 0, i = 0;
-  const auto keep = [&](auto v, std::size_t place) HWY_ATTR {
+  const auto keep = [&](auto v) HWY_ATTR {
     const auto active = power.Active(d, power.Excess(d, v, at));
-    if (places != nullptr) {
-      const auto numbers = hn::Add(first, hn::Set(di, static_cast<Place<R>>(place)));
-      hn::StoreU(hn::Compress(numbers, hn::RebindMask(di, active)), di, places + count);
-    }
     count += hn::CompressStore(v, active, d, z + count);
   };
   for (; i + 4 * lanes <= length; i += 4 * lanes) {
@@ -67,15 +56,15 @@ std::size_t Candidates(const P& power, const T* x, std::size_t length, R max, R 
     const auto z3 = hn::Sub(LoadAs(d, x + i + 3 * lanes), shift);
     const auto largest = hn::Max(hn::Max(z0, z1), hn::Max(z2, z3));
     if (hn::AllFalse(d, power.Active(d, power.Excess(d, largest, at)))) continue;
-    keep(z0, i);
-    keep(z1, i + lanes);
-    keep(z2, i + 2 * lanes);
-    keep(z3, i + 3 * lanes);
+    keep(z0);
+    keep(z1);
+    keep(z2);
+    keep(z3);
   }
   for (; i < length; i += lanes) {
     const auto v = LoadFirstAs(d, x + i, std::min(lanes, length - i),
                                -std::numeric_limits<Real<T>>::infinity());
-    keep(hn::Sub(v, shift), i);
+    keep(hn::Sub(v, shift));
   }
   PadCandidates(z, count);
   return count;
@@ -108,53 +97,24 @@ void WriteSupport(const P& power, const RowView<T>& row, R max, R theta) {
   }
 }
 
-// What WriteY and WriteFew make of x.
-template <class P, class R>
-struct ValueOf {
-  const P& power;
-  R max;
-  const Threshold<R>& threshold;
-
-  template <class D>
-  HWY_INLINE hn::Vec<D> operator()(D d, hn::Vec<D> x) const {
-    const auto z = hn::Sub(x, hn::Set(d, max));
-    auto excess = power.Excess(d, z, hn::Set(d, threshold.theta));
-    if constexpr (P::uses_rest) excess = hn::Sub(excess, hn::Set(d, threshold.rest));
-    const auto p = power.Value(d, excess);
-    if constexpr (P::uses_rest || P::family == Family::sparsemax) return p;
-    return hn::Mul(hn::Set(d, threshold.scale), p);
-  }
-};
-
-// y of a row that has few candidates for its support: zeros and, without a look at the others, the
-// powers of those few.
-template <class P, class R, class T>
-void WriteFew(const ValueOf<P, R>& value, const RowView<T>& row, const Place<R>* places,
-              std::size_t count, R* HWY_RESTRICT values) {
-  const hn::ScalableTag<R> d;
-  const std::size_t lanes = hn::Lanes(d);
-  // All before y, which may be x's memory.
-  for (std::size_t k = 0; k < count; ++k) {
-    values[k] = static_cast<R>(static_cast<Real<T>>(row.x[places[k]]));
-  }
-  for (std::size_t k = 0; k < count; k += lanes) {
-    hn::StoreU(value(d, LoadFirst(d, values + k, std::min(lanes, count - k))), d, values + k);
-  }
-  std::size_t k = 0;
-  WriteRow(row.y, row.length, row.stream, [&](T* to, std::size_t begin, std::size_t n) {
-    std::fill_n(to, n, T(Real<T>{0}));
-    for (; k < count && static_cast<std::size_t>(places[k]) < begin + n; ++k) {
-      to[static_cast<std::size_t>(places[k]) - begin] = T(static_cast<Real<T>>(values[k]));
-    }
-  });
-}
-
 // y, and the bits of its support if they are wanted as well.
 template <class P, class R, class T>
-void WriteY(const ValueOf<P, R>& value_of, const RowView<T>& row) {
+void WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& threshold) {
   const hn::ScalableTag<R> d;
   const std::size_t lanes = hn::Lanes(d);
-  const auto value = [&](auto x) HWY_ATTR { return value_of(d, x); };
+  const auto shift = hn::Set(d, max), at = hn::Set(d, threshold.theta);
+  const auto scale = hn::Set(d, threshold.scale);
+  const auto rest = hn::Set(d, threshold.rest);
+  constexpr bool kCheap = P::family == Family::sparsemax || P::family == Family::entmax15;
+  const auto value = [&](auto v) HWY_ATTR {
+    auto excess = power.Excess(d, hn::Sub(v, shift), at);
+    if constexpr (P::uses_rest) excess = hn::Sub(excess, rest);
+    if constexpr (P::family == Family::sparsemax) return power.Value(d, excess);
+    // Most vectors hold nothing of the support: no power for them.
+    if (!kCheap && hn::AllFalse(d, power.Active(d, excess))) return hn::Zero(d);
+    const auto p = power.Value(d, excess);
+    return P::uses_rest ? p : hn::Mul(scale, p);
+  };
   WriteRow(
       row.y, row.length, row.stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
         const T* x = row.x + begin;
@@ -187,23 +147,17 @@ void WriteY(const ValueOf<P, R>& value_of, const RowView<T>& row) {
 }
 
 template <Family kFamily, class R, class T>
-RowResult SparseRow(const RowView<T>& row, double alpha, R* elements, Place<R>* places) {
-  using P = Power<kFamily, R>;
-  const P power(alpha);
+RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
+  const Power<kFamily, R> power(alpha);
   const bool prefetch = row.length * sizeof(T) > kNextBytes;  // PrefetchNext() does for less
   const R max = MaxOfRow(row.x, row.length, elements, prefetch);
   if (!std::isfinite(max)) return DegenerateRow(row, max < 0);
   PrefetchNext(row);
   const bool bounded = row.length >= kMinLengthForBound;
   const R low = bounded ? LowerBound(power, max, elements) : power.start;
-  const std::size_t count = Candidates(power, row.x, row.length, max, low, elements, places);
+  const std::size_t count = Candidates(power, row.x, row.length, max, low, elements);
   const Threshold<R> threshold = Solve(power, low, elements, count);
-  const ValueOf<P, R> value{power, max, threshold};
-  if (row.y && places != nullptr && count <= row.length / 8) {
-    WriteFew(value, row, places, count, elements);
-  } else if (row.y) {
-    WriteY(value, row);
-  }
+  if (row.y) WriteY(power, row, max, threshold);
   if (row.support && !row.y) WriteSupport(power, row, max, threshold.theta);
   return {power.Tau(max, threshold.theta, threshold.rest),
           static_cast<std::int64_t>(threshold.count)};
@@ -286,26 +240,22 @@ RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
 }
 
 template <class T>
-RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements, std::byte* places) {
+RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements) {
   using R = Real<T>;
   auto* reals = reinterpret_cast<R*>(elements);
-  // Cheap powers are computed of all elements.
-  auto* numbers = row.length <= entmax::kMostPlaces ? reinterpret_cast<Place<R>*>(places) : nullptr;
-  Place<R>* const none = nullptr;
   switch (entmax::family_of(alpha)) {
     case Family::softmax:
       return SoftmaxRow(row, reals);
     case Family::near_one:
-      return SparseRow<Family::near_one, R>(row, alpha, reals, numbers);
+      return SparseRow<Family::near_one, R>(row, alpha, reals);
     case Family::entmax15:
-      return SparseRow<Family::entmax15, R>(row, alpha, reals, none);
+      return SparseRow<Family::entmax15, R>(row, alpha, reals);
     case Family::general:
-      return SparseRow<Family::general, R>(row, alpha, reals, numbers);
+      return SparseRow<Family::general, R>(row, alpha, reals);
     case Family::sparsemax:
-      return SparseRow<Family::sparsemax, R>(row, alpha, reals, none);
+      return SparseRow<Family::sparsemax, R>(row, alpha, reals);
     case Family::steep:
-      return SparseRow<Family::steep, double>(row, alpha, reinterpret_cast<double*>(elements),
-                                              static_cast<std::int64_t*>(nullptr));
+      return SparseRow<Family::steep, double>(row, alpha, reinterpret_cast<double*>(elements));
     case Family::invalid:
       break;
   }
@@ -363,7 +313,7 @@ void ForwardTileOf(const ForwardTile& tile) {
     }
   };
   const auto one_row = [&](std::int64_t r) {
-    finish(r, ForwardRow(view(r), tile.alpha_of<Statistic>(r), tile.elements, tile.places));
+    finish(r, ForwardRow(view(r), tile.alpha_of<Statistic>(r), tile.elements));
   };
   std::int64_t r = 0;
   if (tile.length <= kLaneLength && (!tile.support || tile.support.contiguous())) {
@@ -433,7 +383,6 @@ class ForwardPlan final : public RowPlan {
           task.scratch + packed_x_,
           task.scratch + packed_y_,
           task.scratch + elements_,
-          has_places_ ? task.scratch + places_of_row_ : nullptr,
           has_stripe_ ? task.scratch + stripe_ : nullptr,
           {has_batch_ ? task.scratch + candidates_ : nullptr, task.scratch + places_, batch_rows_},
       };
@@ -452,17 +401,11 @@ class ForwardPlan final : public RowPlan {
     if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
     add_support_bits(slot, problem.support, kSupport);
     elements_ = slot.add(vector_scratch_bytes(length_, in_double));
-    const Family family = family_of(problem.alpha);
-    has_places_ =
-        problem.alpha_per_row.given() || family == Family::general || family == Family::near_one;
-    if (has_places_) {
-      places_of_row_ = slot.add(vector_scratch_bytes(length_, problem.x.dtype == DType::f64));
-    }
     has_stripe_ = !problem.mask.given() && !problem.support.given() && !walk_.contiguous(kX) &&
                   walk_.adjacent(kX) && walk_.adjacent(kY) &&
                   stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
-    has_batch_ = !problem.alpha_per_row.given() && family == Family::general &&
+    has_batch_ = !problem.alpha_per_row.given() && family_of(problem.alpha) == Family::general &&
                  walk_.tile_rows() >= kLeastBatchRows;
     if (has_batch_) {
       batch_rows_ = static_cast<std::size_t>(std::min(walk_.tile_rows(), kMostBatchRows));
@@ -486,8 +429,8 @@ class ForwardPlan final : public RowPlan {
   }
 
   std::size_t packed_x_ = 0, packed_y_ = 0, elements_ = 0, stripe_ = 0, candidates_ = 0,
-              places_ = 0, batch_rows_ = 0, places_of_row_ = 0;
-  bool has_stripe_ = false, has_batch_ = false, has_places_ = false;
+              places_ = 0, batch_rows_ = 0;
+  bool has_stripe_ = false, has_batch_ = false;
 };
 
 }  // namespace

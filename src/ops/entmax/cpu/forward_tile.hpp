@@ -25,14 +25,11 @@ struct BatchScratch {
 inline std::int64_t candidates_pitch(std::int64_t length) { return (length + 47) / 16 * 16; }
 inline std::int64_t places_pitch(std::int64_t length) { return length + 64; }
 
-// Longer rows do without places, which are i32 for all types but f64.
-inline constexpr std::size_t kMostPlaces = std::size_t{1} << 31;
-
 struct ForwardTile : RowTile {
   RowTensor x, mask, y, tau, support_size;
-  // Scratch: packed x and y, the elements that the solver works on, their places in the row (or
-  // null), and a stripe of columns with its candidates (or null).
-  std::byte *packed_x, *packed_y, *elements, *places, *stripe;
+  // Scratch: packed x and y, the elements that the solver works on, and a stripe of columns with
+  // its candidates (or null).
+  std::byte *packed_x, *packed_y, *elements, *stripe;
   BatchScratch batch;
 };
 
