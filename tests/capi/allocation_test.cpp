@@ -21,6 +21,9 @@ void* allocate(std::size_t bytes, std::size_t alignment) {
   throw std::bad_alloc();
 }
 
+// Out of line: GCC, which sees operator new by its name, takes an inlined free() for a mismatch.
+[[gnu::noinline]] void release(void* memory) { std::free(memory); }
+
 }  // namespace
 
 void* operator new(std::size_t bytes) { return allocate(bytes, alignof(std::max_align_t)); }
@@ -35,10 +38,10 @@ void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept {
     return nullptr;
   }
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory) noexcept { release(memory); }
+void operator delete(void* memory, std::size_t) noexcept { release(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { release(memory); }
+void operator delete(void* memory, std::size_t, std::align_val_t) noexcept { release(memory); }
 
 namespace pullback::testing {
 namespace {
