@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -22,10 +21,12 @@ namespace {
 
 using driver::HostTensor;
 using driver::Random;
+using testing::expect_near;
 using testing::Index;
 using testing::index_tensor;
 using testing::kHighest;
 using testing::kLowest;
+using testing::kReduces;
 
 enum class Saved { arg, mask, nothing };
 
@@ -75,21 +76,6 @@ struct OneRun {
     memory.fetch(driver::Fetch::all);
   }
 };
-
-constexpr SegmentReduce kReduces[] = {
-    SegmentReduce::sum,  SegmentReduce::mean,      SegmentReduce::max,    SegmentReduce::min,
-    SegmentReduce::prod, SegmentReduce::logsumexp, SegmentReduce::softmax};
-
-void expect_near(const HostTensor& a, const HostTensor& b, const char* what) {
-  for (std::int64_t i = 0; i < b.numel(); ++i) {
-    if (std::isfinite(b.get(i))) {
-      ASSERT_NEAR(a.get(i), b.get(i), 1e-9 * (1 + std::abs(b.get(i)))) << what << " " << i;
-    } else {
-      ASSERT_EQ(std::isnan(a.get(i)), std::isnan(b.get(i))) << what << " " << i;
-    }
-  }
-  ASSERT_TRUE(a.guards_intact()) << what;
-}
 
 class segment_cuda : public ::testing::Test {
  protected:

@@ -36,22 +36,14 @@ void expect_same_as_reference(const Index& index, std::int64_t rows, std::int64_
       Direct expected = direct;
       direct.run("cpu");
       expected.run("reference");
-      const auto near = [&](const HostTensor& a, const HostTensor& b, const char* what) {
-        for (std::int64_t i = 0; i < b.numel(); ++i) {
-          if (std::isfinite(b.get(i))) {
-            ASSERT_NEAR(a.get(i), b.get(i), 1e-9 * (1 + std::abs(b.get(i)))) << what << " " << i;
-          } else {
-            ASSERT_EQ(std::isnan(a.get(i)), std::isnan(b.get(i))) << what << " " << i;
-          }
-        }
-        ASSERT_TRUE(a.guards_intact()) << what;
-      };
       // A permutation that is none leaves the rows it does not name as they were.
       const bool every_row = permutation.empty();
-      if (every_row || reduce != SegmentReduce::softmax) near(direct.out, expected.out, "out");
-      if (direct.arg.spec().given()) near(direct.arg, expected.arg, "arg");
-      if (direct.arg.spec().given() && every_row) near(direct.mask, expected.mask, "arg_mask");
-      if (every_row) near(direct.d_x, expected.d_x, "d_x");
+      if (every_row || reduce != SegmentReduce::softmax)
+        expect_near(direct.out, expected.out, "out");
+      if (direct.arg.spec().given()) expect_near(direct.arg, expected.arg, "arg");
+      if (direct.arg.spec().given() && every_row)
+        expect_near(direct.mask, expected.mask, "arg_mask");
+      if (every_row) expect_near(direct.d_x, expected.d_x, "d_x");
       EXPECT_TRUE(direct.d_x.guards_intact());
     }
   }

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -109,5 +110,17 @@ struct Direct {
 inline constexpr SegmentReduce kReduces[] = {
     SegmentReduce::sum,  SegmentReduce::mean,      SegmentReduce::max,    SegmentReduce::min,
     SegmentReduce::prod, SegmentReduce::logsumexp, SegmentReduce::softmax};
+
+// Equal but for f64's rounding, NaN where NaN is, and nothing written beside.
+inline void expect_near(const HostTensor& a, const HostTensor& b, const char* what) {
+  for (std::int64_t i = 0; i < b.numel(); ++i) {
+    if (std::isfinite(b.get(i))) {
+      ASSERT_NEAR(a.get(i), b.get(i), 1e-9 * (1 + std::abs(b.get(i)))) << what << " " << i;
+    } else {
+      ASSERT_EQ(std::isnan(a.get(i)), std::isnan(b.get(i))) << what << " " << i;
+    }
+  }
+  ASSERT_TRUE(a.guards_intact()) << what;
+}
 
 }  // namespace pullback::testing
