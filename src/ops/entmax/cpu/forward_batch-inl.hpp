@@ -230,7 +230,7 @@ class RowBatch {
     const R* y = candidates_ + k * pitch_;
     const std::uint8_t* places = places_ + k * places_pitch_;
     WriteRow(row_[k].y, length_, row_[k].stream,
-             [&](T* to, std::size_t, std::size_t count) HWY_ATTR {
+             [&](T* to, std::size_t, std::size_t count, auto store) HWY_ATTR {
                const auto next = [&]() HWY_ATTR {
                  const auto active = hn::LoadMaskBits(d, places);
                  const auto v = Spread(d, active, y);
@@ -239,7 +239,7 @@ class RowBatch {
                  return v;
                };
                std::size_t i = 0;
-               for (; i + kLanes<R> <= count; i += kLanes<R>) StoreAs(d, next(), to + i);
+               for (; i + kLanes<R> <= count; i += kLanes<R>) store(d, next(), to + i);
                if (i < count) StoreFirstAs(d, next(), to + i, count - i);
              });
   }

@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/solve-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
@@ -30,18 +30,40 @@ HWY_INLINE void StreamBytes(std::uint8_t* to, const std::uint8_t* from, std::siz
   std::memcpy(to + i, from + i, bytes - i);
 }
 
-// fill(to, begin, count) writes elements [begin, begin + count) of a row to `to`.
+// How whole vectors of a row are stored.
+struct PlainStore {
+  template <class D, class T>
+  HWY_INLINE void operator()(D d, hn::Vec<D> value, T* to) const {
+    StoreAs(d, value, to);
+  }
+};
+struct StreamStore {
+  template <class D, class T>
+  HWY_INLINE void operator()(D d, hn::Vec<D> value, T* to) const {
+    if constexpr (std::is_same_v<T, hn::TFromD<D>>) {
+      hn::Stream(value, d, to);
+    } else {
+      const hn::Rebind<T, D> narrow;
+      hn::Stream(hn::DemoteTo(narrow, value), narrow, to);
+    }
+  }
+};
+
+// fill(to, begin, count, store) writes elements [begin, begin + count) of a row to `to`, whole
+// vectors by `store`.
 template <class T, class Fill>
 HWY_INLINE void WriteRow(T* row, std::size_t length, bool stream, const Fill& fill) {
-  if (!stream) {
-    fill(row, 0, length);
-    return;
+  if (!stream) return fill(row, 0, length, PlainStore());
+  if constexpr (std::is_same_v<T, Real<T>>) {
+    if (reinterpret_cast<std::uintptr_t>(row) % HWY_MAX_BYTES == 0) {
+      return fill(row, 0, length, StreamStore());
+    }
   }
   constexpr std::size_t kChunk = 4096 / sizeof(T);
   HWY_ALIGN T chunk[kChunk];
   for (std::size_t begin = 0; begin < length; begin += kChunk) {
     const std::size_t count = std::min(kChunk, length - begin);
-    fill(chunk, begin, count);
+    fill(chunk, begin, count, PlainStore());
     StreamBytes(reinterpret_cast<std::uint8_t*>(row + begin),
                 reinterpret_cast<const std::uint8_t*>(chunk), count * sizeof(T));
   }
