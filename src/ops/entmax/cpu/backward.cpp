@@ -242,7 +242,7 @@ RowTensor Packed(const RowTensor& from, const BackwardTile& tile, std::byte* scr
   return entmax::packed_copy<T>(from, tile.rows, tile.length, scratch, tile.pitch);
 }
 
-// From the mask of a row whose support is small: 64 elements at a time.
+// From the mask of a row whose support is small: 64 zeros at a time, and the gradients one by one.
 template <class R, class T>
 void GradientOfFew(const std::uint8_t* bits, const T* d_y, T* d_x, std::size_t length,
                    bool stream) {
@@ -265,32 +265,32 @@ void GradientOfFew(const std::uint8_t* bits, const T* d_y, T* d_x, std::size_t l
     }
   }
   const R mean = static_cast<R>(dot / static_cast<double>(support));
-  const MaskWeights<R> weights(bits);
-  const auto shift = hn::Set(d, mean);
-  WriteRow(d_x, length, stream,
-           [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
-             for (std::size_t i = 0; i < count; i += kBits) {
-               const std::size_t end = std::min(i + kBits, count);
-               const bool some = word_at(begin + i, end - i) != 0;
-               for (std::size_t k = i; k < end; k += lanes) {
-                 auto gradient = hn::Zero(d);
-                 const std::size_t n = std::min(lanes, end - k);
-                 if (some) {
-                   const auto active = weights.Active(d, weights.Load(d, begin + k, n));
-                   // Lines of d_y without support stay where they are.
-                   if (!hn::AllFalse(d, active)) {
-                     const auto difference = hn::Sub(LoadSome(d, d_y + begin + k, n), shift);
-                     gradient = hn::IfThenElseZero(active, difference);
-                   }
-                 }
-                 if (n == lanes) {
-                   store(d, gradient, to + k);
-                 } else {
-                   StoreFirstAs(d, gradient, to + k, n);
-                 }
-               }
-             }
-           });
+  const auto fill = [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+    for (std::size_t i = 0; i < count; i += kBits) {
+      const std::size_t n = std::min(kBits, count - i);
+      const std::uint64_t word = word_at(begin + i, n);
+      // Before the zeros, as d_x may be d_y's memory.
+      R gradients[kBits];
+      std::size_t k = 0;
+      for (std::uint64_t rest = word; rest != 0; rest &= rest - 1) {
+        const auto bit = static_cast<std::size_t>(std::countr_zero(rest));
+        gradients[k++] = static_cast<R>(d_y[begin + i + bit]) - mean;
+      }
+      if (n == kBits) {
+        for (std::size_t zero = 0; zero < kBits; zero += lanes) {
+          StoreAs(d, hn::Zero(d), to + i + zero);
+        }
+      } else {
+        std::fill_n(to + i, n, T(R{0}));
+      }
+      k = 0;
+      for (std::uint64_t rest = word; rest != 0; rest &= rest - 1) {
+        to[i + static_cast<std::size_t>(std::countr_zero(rest))] = T(gradients[k++]);
+      }
+    }
+  };
+  // Not straight to the row: numbers are put among zeros that have just been stored.
+  stream ? WriteStaged(d_x, length, fill) : fill(d_x, 0, length);
 }
 
 template <class T>

@@ -55,7 +55,9 @@ class RowBatch {
         places_pitch_(
             static_cast<std::size_t>(entmax::places_pitch(static_cast<std::int64_t>(length)))),
         candidates_(reinterpret_cast<R*>(scratch.candidates)),
-        places_(reinterpret_cast<std::uint8_t*>(scratch.places)) {}
+        bends_(candidates_ + scratch.rows * pitch_),
+        places_(reinterpret_cast<std::uint8_t*>(scratch.places)),
+        most_shift_(MostShift(alpha)) {}
 
   void Clear() { rows_ = 0; }
   void Add(const RowView<T>& row) { row_[rows_++] = row; }
@@ -78,9 +80,15 @@ class RowBatch {
       if (valid_[k] != 0) FindCandidates(k, theta[k]);
     }
     const auto open = hn::Ne(hn::Load(d, valid_), hn::Zero(d));
-    const auto threshold = SolveLanes<R>(power_, bound, open, power_.tolerance,
-                                         [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
-                                             HWY_ATTR { return Evaluate(at, still_open); });
+    const auto solve = [&](Lane<R> start, std::size_t stride, double tolerance) HWY_ATTR {
+      return SolveLanes<R>(power_, start, open, tolerance,
+                           [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
+                               HWY_ATTR { return Evaluate(at, still_open, stride); });
+    };
+    // Where many elements survive, a part of them tells the threshold well enough to begin with.
+    const bool many = *std::max_element(count_, count_ + rows_) >= kLeastSampled;
+    const auto start = many ? solve(bound, kSampleStride, kSampleTolerance).theta : bound;
+    const auto threshold = solve(start, 1, power_.tolerance);
     hn::Store(threshold.theta, d, theta);
     hn::Store(threshold.rest, d, rest);
     for (std::size_t k = 0; k < rows_; ++k) {
@@ -99,6 +107,8 @@ class RowBatch {
  private:
   // One step is mostly enough: the candidates that a better bound would drop are a few.
   static constexpr double kBoundTolerance = 3;
+  static constexpr std::size_t kSampleStride = 8, kLeastSampled = 1024;
+  static constexpr double kSampleTolerance = 0.3;                    // one step more leaves 0.02
   static constexpr std::size_t kMaxima = kAccumulators * kLanes<R>;  // of a row
   static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;    // of a vector
 
@@ -175,28 +185,39 @@ class RowBatch {
     count_[k] = count;
   }
 
-  LaneSums<R> Evaluate(Lane<R> theta, hn::Mask<LaneTag<R>> open) {
+  // With a stride, of one vector in so many of the rows that have many candidates.
+  LaneSums<R> Evaluate(Lane<R> theta, hn::Mask<LaneTag<R>> open, std::size_t stride) {
     const LaneTag<R> d;
     HWY_ALIGN R at[kLanes<R>];
     HWY_ALIGN R f[kLanes<R> * kLanes<R>];
     HWY_ALIGN R slope[kLanes<R> * kLanes<R>];
     HWY_ALIGN R bend[kLanes<R> * kLanes<R>];
+    HWY_ALIGN R weight[kLanes<R>];
     hn::Store(theta, d, at);
     const unsigned bits = BitsOf(d, open);
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
       auto sum = hn::Zero(d), lost = sum, slopes = sum, bends = sum;
       const R* z = candidates_ + k * pitch_;
       const auto own = hn::Set(d, at[k]);
-      const std::size_t count = bits >> k & 1 ? count_[k] : 0;
+      if (bits >> k & 1) last_theta_[k] = at[k];
+      R* const kept = bends_ + k * pitch_;
+      std::size_t count = bits >> k & 1 ? count_[k] : 0;
+      const std::size_t step = (count >= kLeastSampled ? stride : 1) * kLanes<R>;
+      // Whole vectors only, of a sample.
+      if (step > kLanes<R>) count = count / step * step;
+      weight[k] = step == kLanes<R>
+                      ? R{1}
+                      : static_cast<R>(count_[k]) / static_cast<R>(count / step * kLanes<R>);
       for (std::size_t i = 0; i < count;) {
-        const std::size_t end = std::min(count, i + kSumVectors * kLanes<R>);
+        const std::size_t end = std::min(count, i + kSumVectors * step);
         auto part = hn::Zero(d);
-        for (; i < end; i += kLanes<R>) {
+        for (; i < end; i += step) {
           Fetch();
           const auto both = power_.Both(d, power_.Excess(d, hn::LoadU(d, z + i), own));
           part = hn::Add(part, both.value);
           slopes = hn::Add(slopes, both.slope);
           bends = hn::Add(bends, both.bend);
+          hn::StoreU(both.bend, d, kept + i);
         }
         const auto next = hn::Add(sum, part);
         lost = hn::Add(lost, hn::Sub(part, hn::Sub(next, sum)));
@@ -206,7 +227,21 @@ class RowBatch {
       hn::Store(slopes, d, slope + k * kLanes<R>);
       hn::Store(bends, d, bend + k * kLanes<R>);
     }
-    return {SumsOfRows(f), SumsOfRows(slope), SumsOfRows(bend)};
+    const auto times = hn::Load(d, weight);
+    return {hn::Mul(times, SumsOfRows(f)), hn::Mul(times, SumsOfRows(slope)),
+            hn::Mul(times, SumsOfRows(bend))};
+  }
+
+  // The root may lie so far, as a part of itself, from the last evaluation that the first three
+  // terms of the series of excess^(1/b), whose powers are there, give y and its slope y^(2 -
+  // alpha): the next one counts most for the largest elements or, where 1/b < 4, for those that the
+  // shift takes to the edge of the support. Without curvature there is no such power.
+  R MostShift(double alpha) const {
+    if (!power_.curved) return -1;
+    const double q = 1 / (alpha - 1);
+    const double half = static_cast<double>(std::numeric_limits<R>::epsilon()) / 4;
+    return static_cast<R>(
+        std::min(std::cbrt(6 * half / (q * (q - 1) * (q - 2))), std::pow(half, 1 / (q - 1))));
   }
 
   // In place of the candidates. Returns how many are in the support, if that is wanted.
@@ -216,6 +251,21 @@ class RowBatch {
     const auto at = hn::Set(d, theta), less = hn::Set(d, rest);
     const bool counts = row_[k].wants_size;
     std::size_t support = 0;
+    const R shift = (theta - last_theta_[k]) + rest;
+    if (std::abs(shift) <= most_shift_ * std::abs(theta)) {
+      const R* const bends = bends_ + k * pitch_;
+      const auto last = hn::Set(d, last_theta_[k]), by = hn::Set(d, shift);
+      const auto first = hn::Set(d, power_.inverse * shift);
+      const auto second = hn::Set(d, power_.inverse * (power_.inverse - 1) / 2 * shift * shift);
+      for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
+        const auto excess = power_.Excess(d, hn::LoadU(d, z + i), last);
+        const auto active = hn::Gt(excess, by);
+        if (counts) support += hn::CountTrue(d, active);
+        const auto series = hn::MulAdd(excess, hn::Sub(excess, first), second);
+        hn::StoreU(hn::IfThenElseZero(active, hn::Mul(hn::LoadU(d, bends + i), series)), d, z + i);
+      }
+      return static_cast<std::int64_t>(support);
+    }
     for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
       const auto excess = hn::Sub(power_.Excess(d, hn::LoadU(d, z + i), at), less);
       if (counts) support += hn::CountTrue(d, power_.Active(d, excess));
@@ -247,14 +297,17 @@ class RowBatch {
   const Power<Family::general, R> power_;
   const std::size_t length_, pitch_, places_pitch_;
   R* const candidates_;
+  R* const bends_;  // excess^(1/b - 2) of the candidates at last_theta_
   std::uint8_t* const places_;
+  const R most_shift_;
   std::size_t rows_ = 0;
   LinesAhead next_{nullptr};
   std::size_t lines_ = 0;  // of the next batch that are still to be fetched
   RowView<T> row_[kLanes<R>];
   RowResult result_[kLanes<R>];
   HWY_ALIGN R max_[kLanes<R>];
-  HWY_ALIGN R valid_[kLanes<R>];  // 1 or 0
+  HWY_ALIGN R last_theta_[kLanes<R>];  // of the last evaluation
+  HWY_ALIGN R valid_[kLanes<R>];       // 1 or 0
   bool empty_[kLanes<R>];
   std::size_t count_[kLanes<R>];
 };

@@ -49,6 +49,19 @@ struct StreamStore {
   }
 };
 
+// Streams a row that fill(to, begin, count) writes in pieces to scratch.
+template <class T, class Fill>
+HWY_INLINE void WriteStaged(T* row, std::size_t length, const Fill& fill) {
+  constexpr std::size_t kChunk = 4096 / sizeof(T);
+  HWY_ALIGN T chunk[kChunk];
+  for (std::size_t begin = 0; begin < length; begin += kChunk) {
+    const std::size_t count = std::min(kChunk, length - begin);
+    fill(chunk, begin, count);
+    StreamBytes(reinterpret_cast<std::uint8_t*>(row + begin),
+                reinterpret_cast<const std::uint8_t*>(chunk), count * sizeof(T));
+  }
+}
+
 // fill(to, begin, count, store) writes elements [begin, begin + count) of a row to `to`, whole
 // vectors by `store`.
 template <class T, class Fill>
@@ -59,14 +72,9 @@ HWY_INLINE void WriteRow(T* row, std::size_t length, bool stream, const Fill& fi
       return fill(row, 0, length, StreamStore());
     }
   }
-  constexpr std::size_t kChunk = 4096 / sizeof(T);
-  HWY_ALIGN T chunk[kChunk];
-  for (std::size_t begin = 0; begin < length; begin += kChunk) {
-    const std::size_t count = std::min(kChunk, length - begin);
-    fill(chunk, begin, count, PlainStore());
-    StreamBytes(reinterpret_cast<std::uint8_t*>(row + begin),
-                reinterpret_cast<const std::uint8_t*>(chunk), count * sizeof(T));
-  }
+  WriteStaged(row, length, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+    fill(to, begin, count, PlainStore());
+  });
 }
 
 // Writes `lanes` bits of the support from element i on; rows of bits begin at whole bytes.
