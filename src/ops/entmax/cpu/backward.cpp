@@ -63,7 +63,8 @@ HWY_INLINE void ForEachVector(D d, const W& weights, std::size_t begin, std::siz
 // <s, d_y> / S. Keeps s in `stored` unless that is null. The rows that come after this one are
 // prefetched, of y unless that is null, of d_y where all of it is needed.
 template <class R, class W, class T>
-R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_t length, R* stored) {
+HWY_INLINE R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_t length,
+                          R* stored) {
   const hn::ScalableTag<R> d;
   LinesAhead y_ahead(y), d_y_ahead(d_y);
   const auto prefetch = [&](std::size_t i) HWY_ATTR {

@@ -273,9 +273,9 @@ void ForwardTileOf(const ForwardTile& tile) {
   }
   if (tile.batch.candidates != nullptr && tile.length > kLaneLength) {
     RowBatch<T> batch(tile.alpha, static_cast<std::size_t>(tile.length), tile.batch);
-    for (; tile.rows - r >= entmax::kLeastBatchRows; r += batch.rows()) {
+    for (; r < tile.rows; r += batch.rows()) {
       batch.Clear();
-      const std::int64_t end = std::min(tile.rows, r + RowBatch<T>::kMostRows);
+      const std::int64_t end = std::min(tile.rows, r + batch.most_rows());
       for (std::int64_t k = r; k < end; ++k) batch.Add(view(k));
       batch.Compute(x.row_step == tile.length);
       for (std::int64_t k = r; k < end; ++k) finish(k, batch.result(k - r));
@@ -348,8 +348,7 @@ class ForwardPlan final : public RowPlan {
                   walk_.adjacent(kX) && walk_.adjacent(kY) &&
                   stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
-    has_batch_ = !problem.alpha_per_row.given() && family_of(problem.alpha) == Family::general &&
-                 walk_.tile_rows() >= kLeastBatchRows;
+    has_batch_ = !problem.alpha_per_row.given() && family_of(problem.alpha) == Family::general;
     if (has_batch_) {
       batch_rows_ = static_cast<std::size_t>(std::min(walk_.tile_rows(), kMostBatchRows));
       const auto rows = 2 * static_cast<std::int64_t>(batch_rows_);

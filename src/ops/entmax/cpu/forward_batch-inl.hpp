@@ -44,8 +44,7 @@ template <class T>
 class RowBatch {
  public:
   using R = Real<T>;
-  static constexpr auto kMostRows = static_cast<std::int64_t>(kLanes<R>);
-  static_assert(kMostRows <= entmax::kMostBatchRows);
+  static_assert(kLanes<R> <= entmax::kMostBatchRows);
 
   RowBatch(double alpha, std::size_t length, const entmax::BatchScratch& scratch)
       : power_(alpha),
@@ -59,6 +58,12 @@ class RowBatch {
         places_(reinterpret_cast<std::uint8_t*>(scratch.places)),
         most_shift_(MostShift(alpha)) {}
 
+  // Long rows go one by one: what is computed of them then stays in L1.
+  std::int64_t most_rows() const {
+    constexpr std::size_t kElements = 32768;
+    return static_cast<std::int64_t>(std::clamp<std::size_t>(kElements / length_, 1, kLanes<R>));
+  }
+
   void Clear() { rows_ = 0; }
   void Add(const RowView<T>& row) { row_[rows_++] = row; }
   std::int64_t rows() const { return static_cast<std::int64_t>(rows_); }
@@ -70,38 +75,46 @@ class RowBatch {
     const auto bound = Bound();
     HWY_ALIGN R theta[kLanes<R>], rest[kLanes<R>];
     hn::Store(bound, d, theta);
-    if (prefetch) {
+    if (prefetch && most_rows() > 1) {  // else while the maximum is sought
       const T* end = row_[rows_ - 1].x + length_;
       next_ = LinesAhead(
           reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(end) - LinesAhead::kLead));
       lines_ = rows_ * length_ * sizeof(T) / LinesAhead::kLine;
     }
+    // Where many elements survive, a part of them tells the threshold well enough to begin with.
+    bool sampled = false;
+    std::fill_n(sampled_, kLanes<R>, R{0});
     for (std::size_t k = 0; k < rows_; ++k) {
-      if (valid_[k] != 0) FindCandidates(k, theta[k]);
+      if (valid_[k] == 0) continue;
+      FindCandidates(k, theta[k]);
+      sampled_[k] = count_[k] >= kLeastSampled ? R{1} : R{0};
+      sampled |= sampled_[k] != 0;
     }
-    const auto open = hn::Ne(hn::Load(d, valid_), hn::Zero(d));
-    const auto solve = [&](Lane<R> start, std::size_t stride, double tolerance) HWY_ATTR {
-      return SolveLanes<R>(power_, start, open, tolerance,
+    const auto solve = [&](Lane<R> start, const R* open, std::size_t stride,
+                           double tolerance) HWY_ATTR {
+      return SolveLanes<R>(power_, start, hn::Ne(hn::Load(d, open), hn::Zero(d)), tolerance,
                            [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
                                HWY_ATTR { return Evaluate(at, still_open, stride); });
     };
-    // Where many elements survive, a part of them tells the threshold well enough to begin with.
-    const bool many = *std::max_element(count_, count_ + rows_) >= kLeastSampled;
-    const auto start = many ? solve(bound, kSampleStride, kSampleTolerance).theta : bound;
-    const auto threshold = solve(start, 1, power_.tolerance);
+    auto start = bound;
+    if (sampled) start = solve(start, sampled_, kSampleStride, kSampleTolerance).theta;
+    const auto threshold = solve(start, valid_, 1, power_.tolerance);
     hn::Store(threshold.theta, d, theta);
     hn::Store(threshold.rest, d, rest);
     for (std::size_t k = 0; k < rows_; ++k) {
       if (valid_[k] != 0) {
-        result_[k] = {power_.Tau(max_[k], theta[k], rest[k]), ComputeY(k, theta[k], rest[k])};
+        result_[k].tau = power_.Tau(max_[k], theta[k], rest[k]);
+        result_[k].support_size =
+            FromX(k) ? WriteY(power_, row_[k], max_[k], Threshold<R>{theta[k], rest[k]})
+                     : ComputeY(k, theta[k], rest[k]);
       } else {
         result_[k] = DegenerateRow(row_[k], empty_[k]);
       }
       for (std::size_t left = lines_ / (rows_ - k); left > 0; --left) Fetch();
       // Not right after y of the same row, which would be loaded before it is stored.
-      if (k > 0) WriteY(k - 1);
+      if (k > 0) SpreadY(k - 1);
     }
-    WriteY(rows_ - 1);
+    SpreadY(rows_ - 1);
   }
 
  private:
@@ -119,7 +132,7 @@ class RowBatch {
     HWY_ALIGN R z[kMaxima * kLanes<R>];
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
       R* own = maxima + k * kMaxima;
-      max_[k] = k < rows_ ? MaxOfRow(row_[k].x, length_, own, false)
+      max_[k] = k < rows_ ? MaxOfRow(row_[k].x, length_, own, most_rows() == 1)
                           : std::numeric_limits<R>::quiet_NaN();
       valid_[k] = std::isfinite(max_[k]) ? R{1} : R{0};
       if (valid_[k] != 0) continue;
@@ -145,6 +158,9 @@ class RowBatch {
     const auto start = SafeBound<R>(power_, MeanBound<R>(power_, sum, kLanes<R>));
     return SafeBound<R>(power_, SolveLanes<R>(power_, start, z, kMaxima, kBoundTolerance).theta);
   }
+
+  // Whether a pass over x is the faster way to y: few candidates, whose places take as long.
+  bool FromX(std::size_t k) const { return length_ >= 16384 && count_[k] * 8 < length_; }
 
   // A line of the next batch, as long as there are some.
   HWY_INLINE void Fetch() {
@@ -185,7 +201,7 @@ class RowBatch {
     count_[k] = count;
   }
 
-  // With a stride, of one vector in so many of the rows that have many candidates.
+  // With a stride, of one vector in so many.
   LaneSums<R> Evaluate(Lane<R> theta, hn::Mask<LaneTag<R>> open, std::size_t stride) {
     const LaneTag<R> d;
     HWY_ALIGN R at[kLanes<R>];
@@ -194,18 +210,21 @@ class RowBatch {
     HWY_ALIGN R bend[kLanes<R> * kLanes<R>];
     HWY_ALIGN R weight[kLanes<R>];
     hn::Store(theta, d, at);
+    const auto power = power_;  // compilers take stores of vectors for stores to members
     const unsigned bits = BitsOf(d, open);
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
       auto sum = hn::Zero(d), lost = sum, slopes = sum, bends = sum;
       const R* z = candidates_ + k * pitch_;
       const auto own = hn::Set(d, at[k]);
       if (bits >> k & 1) last_theta_[k] = at[k];
+      // Of rows that did not begin close to the root, the last step is too long for a series.
       R* const kept = bends_ + k * pitch_;
+      const std::size_t keep = sampled_[k] != 0 ? 1 : 0;
       std::size_t count = bits >> k & 1 ? count_[k] : 0;
-      const std::size_t step = (count >= kLeastSampled ? stride : 1) * kLanes<R>;
+      const std::size_t step = stride * kLanes<R>;
       // Whole vectors only, of a sample.
       if (step > kLanes<R>) count = count / step * step;
-      weight[k] = step == kLanes<R>
+      weight[k] = stride == 1 || count == 0
                       ? R{1}
                       : static_cast<R>(count_[k]) / static_cast<R>(count / step * kLanes<R>);
       for (std::size_t i = 0; i < count;) {
@@ -213,11 +232,11 @@ class RowBatch {
         auto part = hn::Zero(d);
         for (; i < end; i += step) {
           Fetch();
-          const auto both = power_.Both(d, power_.Excess(d, hn::LoadU(d, z + i), own));
+          const auto both = power.Both(d, power.Excess(d, hn::LoadU(d, z + i), own));
           part = hn::Add(part, both.value);
           slopes = hn::Add(slopes, both.slope);
           bends = hn::Add(bends, both.bend);
-          hn::StoreU(both.bend, d, kept + i);
+          hn::StoreU(both.bend, d, kept + i * keep);
         }
         const auto next = hn::Add(sum, part);
         lost = hn::Add(lost, hn::Sub(part, hn::Sub(next, sum)));
@@ -252,7 +271,7 @@ class RowBatch {
     const bool counts = row_[k].wants_size;
     std::size_t support = 0;
     const R shift = (theta - last_theta_[k]) + rest;
-    if (std::abs(shift) <= most_shift_ * std::abs(theta)) {
+    if (sampled_[k] != 0 && std::abs(shift) <= most_shift_ * std::abs(theta)) {
       const R* const bends = bends_ + k * pitch_;
       const auto last = hn::Set(d, last_theta_[k]), by = hn::Set(d, shift);
       const auto first = hn::Set(d, power_.inverse * shift);
@@ -274,9 +293,9 @@ class RowBatch {
     return static_cast<std::int64_t>(support);
   }
 
-  void WriteY(std::size_t k) {
+  void SpreadY(std::size_t k) {
     const LaneTag<R> d;
-    if (valid_[k] == 0 || row_[k].y == nullptr) return;
+    if (valid_[k] == 0 || row_[k].y == nullptr || FromX(k)) return;
     const R* y = candidates_ + k * pitch_;
     const std::uint8_t* places = places_ + k * places_pitch_;
     WriteRow(row_[k].y, length_, row_[k].stream,
@@ -308,6 +327,7 @@ class RowBatch {
   HWY_ALIGN R max_[kLanes<R>];
   HWY_ALIGN R last_theta_[kLanes<R>];  // of the last evaluation
   HWY_ALIGN R valid_[kLanes<R>];       // 1 or 0
+  HWY_ALIGN R sampled_[kLanes<R>];     // 1 or 0
   bool empty_[kLanes<R>];
   std::size_t count_[kLanes<R>];
 };
