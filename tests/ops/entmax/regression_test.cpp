@@ -371,7 +371,8 @@ TEST(entmax_regression, a_wrong_gradient_at_the_edge_is_found) {
   driver::Request request{.op = "entmax",
                           .inputs = test.inputs(DType::f32, random),
                           .options = test.options,
-                          .device = Device::cpu(1)};
+                          .device = Device::cpu(1),
+                          .variant = ""};
   driver::TensorMap outputs = driver::evaluate(request);
   EXPECT_TRUE(driver::verify_outputs(request, outputs).passed());
   driver::HostTensor& d_x = outputs.find("d_x")->second;
