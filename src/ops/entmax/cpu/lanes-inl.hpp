@@ -128,11 +128,13 @@ void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int
 // Lane k is what op, such as Add, makes of the lanes of vector row(kFirst + k). Pairs of vectors
 // become one until a single one is left: each holds cells with one lane for each of its rows.
 template <std::size_t kFirst, std::size_t kCount, class D, class Row, class Op>
-HWY_INLINE hn::Vec<D> CombineRows(D d, const Row& row, const Op& op) {
-  using R = hn::TFromD<D>;
+HWY_INLINE hn::Vec<D> CombineRows([[maybe_unused]] D d, const Row& row,
+                                  [[maybe_unused]] const Op& op) {
   if constexpr (kCount == 1) {
     return row(kFirst);
   } else {
+#if HWY_TARGET != HWY_SCALAR  // where there is one row
+    using R = hn::TFromD<D>;
     constexpr std::size_t kCell = kCount / 2;
     const auto a = CombineRows<kFirst, kCell>(d, row, op);
     const auto b = CombineRows<kFirst + kCell, kCell>(d, row, op);
@@ -148,6 +150,7 @@ HWY_INLINE hn::Vec<D> CombineRows(D d, const Row& row, const Op& op) {
     } else {
       return op(hn::OddEvenBlocks(b, a), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(a, b)));
     }
+#endif
   }
 }
 struct AddLanes {
