@@ -121,7 +121,7 @@ std::map<std::string, double> movements(const OpDriver& driver, const Request& r
     for (const auto& [name, value] : evaluate(moved)) {
       const HostTensor& exact = reference.find(name)->second;
       if (!is_floating(exact.spec().dtype)) continue;
-      largest[name] = std::max(largest[name], largest_difference(value, exact));
+      largest[name] = std::max(largest[name], largest_errors(value, exact).difference);
     }
   }
   return largest;
