@@ -373,8 +373,8 @@ class ColumnScan {
   I slots_[kRows + kLanes];  // of the segments' last rows; kRows if they have none
   R states_[kRows + 1];      // by slot
   I rows_[kRows + 1];        // likewise: of extremes, from the block's first
-  I near_[kRows + 2 * kLanes],
-      far_[kRows + kLanes];  // segments in two chunks, and others in several
+  // Segments in two chunks, and others in several: each chunk ends in one of them at most.
+  I near_[2 * kLanes], far_[2 * kLanes];
   R padded_[kRows];
 };
 
