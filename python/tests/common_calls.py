@@ -123,8 +123,8 @@ def main() -> int:
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e3)
         for x, y in zip(here.run(), found):
-            scale = x.abs().max().float() + 1e-6
-            error = float((x.float() - y.cpu().float()).abs().max() / scale)
+            expected = x.detach().double()
+            error = float((expected - y.detach().cpu()).abs().max() / (expected.abs().max() + 1e-6))
             if not error <= TOLERANCES[x.dtype]:
                 wrong.append(f"{there.name} {x.dtype}: {tuple(x.shape)} differs by {error:.1e}")
     print(f"{len(times)} calls, {len(wrong)} wrong results", *wrong[:20], sep="\n  ")
