@@ -266,6 +266,9 @@ struct LaneThreshold {
   Lane<R> theta, rest, scale;  // as in Threshold
 };
 
+// Rows that settle take fewer.
+inline constexpr int kFreeSteps = 8;
+
 // `theta` is a lower bound of each row's root. evaluate(theta, open) returns LaneSums<R>, of which
 // the open rows count. Rows that are done wait for the others.
 template <class R, class P, class Evaluate>
@@ -293,7 +296,7 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
     // Below this, an error that does not shrink is that of the sums.
     const auto rounding = hn::Set(d, std::sqrt(std::numeric_limits<R>::epsilon()));
     auto last_error = hn::Set(d, std::numeric_limits<R>::infinity());
-    while (true) {
+    for (int number = 0;; ++number) {
       const LaneSums<R> sums = evaluate(theta, open);
       auto [step, shortfall] = LaneStep<P, R>(power, sums);
       const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
@@ -308,9 +311,13 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
         const auto most = hn::Set(d, R{0.5});
         step = hn::MulAdd(step, hn::Min(hn::Max(shortfall, hn::Neg(most)), most), step);
       }
+      // Steps may swing between neighbours of the root for ever. After kFreeSteps theta only rises.
+      const auto passed = hn::Lt(sums.f, number < kFreeSteps ? hn::Zero(d) : one);
+      step = hn::IfThenZeroElse(passed, step);
       const auto root = hn::Add(theta, step);
       const auto rest = hn::Sub(step, hn::Sub(root, theta));
-      const auto f = hn::MulAdd(hn::Mul(rest, descent), sums.slope, one);
+      const auto f =
+          hn::IfThenElse(passed, sums.f, hn::MulAdd(hn::Mul(rest, descent), sums.slope, one));
       theta = hn::IfThenElse(open, root, theta);
       lost = hn::IfThenElse(open, rest, lost);
       scale = hn::IfThenElse(open, hn::Div(one, f), scale);
