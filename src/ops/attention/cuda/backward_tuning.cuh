@@ -16,6 +16,11 @@ struct BackwardTiles {
 
   constexpr int warps() const { return keys / 32 * split; }
   constexpr int threads() const { return warps() * 32; }
+  // Whether a step has one barrier, and two tiles each of p and ds: smxx_backward.cuh. A tile of
+  // queries is needed up to the barrier, or with a split behind it too: hence the stages.
+  static constexpr bool one_barrier(int split, int stages, bool bias) {
+    return !bias && stages > (split > 1 ? 2 : 1);
+  }
   // Rows of q, d_out, k, v; p and ds; statistics; a bias of 16 bits.
   constexpr int shared_bytes(int width, int element_bytes, bool bias) const;
 };
@@ -24,7 +29,8 @@ struct BackwardTiles {
 inline constexpr int stats_bytes(int queries) { return queries * 8 + 16; }
 
 constexpr int BackwardTiles::shared_bytes(int width, int element_bytes, bool bias) const {
-  return (2 * width * keys + 2 * width * queries * stages + (split > 1 ? 2 : 1) * keys * queries) *
+  return (2 * width * keys + 2 * width * queries * stages +
+          (split > 1 ? 2 : 1) * (one_barrier(split, stages, bias) ? 2 : 1) * keys * queries) *
              element_bytes +
          (stats_bytes(queries) * stages + 127) / 128 * 128 + (bias ? 2 * keys * queries : 0);
 }
@@ -35,6 +41,7 @@ inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arc
   if (tiles.split == 1 && (width == 64 || sums) && max_shared_bytes(arch) >= 163 * 1024) {
     tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 1;
   }
+  if (tiles.stages > 2) tiles.stages = 2;
   if (tiles.shared_bytes(width, 2, true) > max_shared_bytes(arch)) tiles.stages = 1;
   if (tiles.blocks > 2) tiles.blocks = 2;
   return tiles;
@@ -49,8 +56,9 @@ inline constexpr BackwardTiles backward_tiles(int width, int arch, bool small_bl
   if (small_blocks && width == 128 && shared >= 163 * 1024) return {64, 64, 2, 1, 2, 2};
   if (width <= 64) return {128, 64, 1, 2, shared >= 163 * 1024 ? 2 : 1, 2};
   if (shared >= 163 * 1024) {
-    if (width == 96) return {128, 64, 2, 2, 1, 4};
-    if (width == 128) return {128, 64, 2, 2, 1, 2};
+    const int stages = shared > 200 * 1024 ? 3 : 2;
+    if (width == 96) return {128, 64, 2, stages, 1, 4};
+    if (width == 128) return {128, 64, 2, stages, 1, 2};
     return {64, 64, 4, width == 192 || shared > 200 * 1024 ? 2 : 1, 1, 2};
   }
   if (width == 96) return {64, 64, 2, 2, 1, 2};

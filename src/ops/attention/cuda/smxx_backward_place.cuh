@@ -4,6 +4,7 @@
 
 #include "device/async_copy.cuh"
 #include "ops/attention/cuda/smxx_backward_tiles.cuh"
+#include "ops/attention/cuda/smxx_backward_turns.cuh"
 
 namespace pullback::attention {
 
@@ -15,6 +16,14 @@ struct BackwardStep : SeenTile {
   int64_t list;
 };
 
+// Whether a block is the first or the last one to add to the d_q of a tile of queries, and where.
+struct BlockTurn {
+  bool first, last;
+  int32_t number;
+  int32_t* counter;  // null: nobody comes after us
+  int64_t sum_tile;
+};
+
 // In shared memory: registers are needed for sums.
 struct BlockPlace {
   TilePlace keys;
@@ -22,14 +31,27 @@ struct BlockPlace {
   TileRange queries, whole;  // those that see some of the keys, and those that see all
   bool finite_keys;
   BackwardStep steps[4];  // by their number modulo 4: of a step and the next one
-  // Of the step, from the first thread to all.
-  bool first_turn, last_turn;
-  int32_t number;
-  int32_t* counter;  // null: nobody comes after us
-  int64_t sum_tile;
+  BlockTurn turns[2];     // of a step, from the first thread to all
   // Of the first thread: the turn before, which is over, but the next block was not told. Or null.
   int32_t* over;
   int32_t next;
+
+  // By the first thread, a barrier behind the sums of the turn.
+  void end_turn() {
+    if (over == nullptr) return;
+    fence_device();
+    store_relaxed(over, next);
+    over = nullptr;
+  }
+  // The same, behind the barrier ahead of the sums of `turn`: those of the turn before have arrived
+  // meanwhile, and the fence has little to wait for. It also orders what was seen of the counter
+  // before the sums to come.
+  void swap_turn(int turn) {
+    fence_device();
+    if (over != nullptr) store_relaxed(over, next);
+    over = turns[turn].counter;
+    next = turns[turn].number + 1;
+  }
 };
 
 template <int kKeys, int kQueries>
@@ -58,9 +80,9 @@ struct BackwardSteps {
   const BackwardParams& p;
   BlockPlace& block;
 
-  const Step& at(int number) const { return block.steps[number % 4u]; }
+  const Step& at(uint32_t number) const { return block.steps[number % 4u]; }
   bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
-  bool exists(int number) const { return exists(at(number)); }
+  bool exists(uint32_t number) const { return exists(at(number)); }
 
   // By one thread, a barrier ahead of those who read it.
   void begin() const {
@@ -69,7 +91,7 @@ struct BackwardSteps {
     device::async_wait<0>();
   }
   // The same, and ahead of a commit.
-  void find(int number) const {
+  void find(uint32_t number) const {
     const Step& before = at(number - 1);
     Step& step = block.steps[number % 4u];
     step.head_of_group = before.head_of_group;
