@@ -36,10 +36,11 @@ constexpr int BackwardTiles::shared_bytes(int width, int element_bytes, bool bia
 }
 
 // The same tiles for kernels with a bias, which takes room of a stage; `sums`: that add d_bias up
-// over launches. Where two blocks of 4 warps have too few registers, one of 8 warps has enough.
+// over launches. Where 8 warps have too few registers as they are, they have enough in pairs that
+// share the width.
 inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch, bool sums) {
   if (tiles.split == 1 && (width == 64 || sums) && max_shared_bytes(arch) >= 163 * 1024) {
-    tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 1;
+    tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 128 / tiles.keys;
   }
   if (tiles.stages > 2) tiles.stages = 2;
   if (tiles.shared_bytes(width, 2, true) > max_shared_bytes(arch)) tiles.stages = 1;
@@ -52,7 +53,7 @@ inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arc
 // blocks of 64, which larger tiles would meet in part.
 inline constexpr BackwardTiles backward_tiles(int width, int arch, bool small_blocks) {
   const int shared = max_shared_bytes(arch);
-  if (small_blocks && width <= 64) return {64, 64, 2, 2, shared / (66 * 1024), 2};
+  if (small_blocks && width <= 64) return {64, 64, 1, 1, shared < 200 * 1024 ? 2 : 4, 2};
   if (small_blocks && width == 128 && shared >= 163 * 1024) return {64, 64, 2, 1, 2, 2};
   if (width <= 64) return {128, 64, 1, 2, shared >= 163 * 1024 ? 2 : 1, 2};
   if (shared >= 163 * 1024) {
