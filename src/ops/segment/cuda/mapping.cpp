@@ -91,8 +91,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.segment_bytes);
     if (dtype != DType::f64 && streamable(problem, rows)) {
-      stream_ = {stream_kernel(op, dtype), device,
-                 stream_map_bytes(bytes(dtype), op.stream_segment_bytes)};
+      stream_ = {stream_kernel(op, dtype), device, stream_map_bytes(op.stream_segment_bytes)};
       setup.allow_stream(*stream_);
     }
   } else {

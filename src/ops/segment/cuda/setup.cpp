@@ -211,7 +211,7 @@ void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound
   const std::int64_t items = p.rows + p.segments + 2;
   p.tiles = shares(kernel);
   p.tile_items = (items + p.tiles - 1) / p.tiles;
-  p.row_alignment = stream_chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
+  p.row_alignment = kStreamChunkRows;
   p.starts = reinterpret_cast<TileStart*>(launcher.workspace + shares_at_);
   if (!launcher.proven && problem_.ids.given()) prove(launcher, p);
   const bool proven = std::exchange(launcher.proven, true);

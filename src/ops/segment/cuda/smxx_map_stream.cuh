@@ -31,21 +31,21 @@ void map_stream(const Params& p) {
   using Segment = typename Map::Segment;
   static_assert(sizeof(Segment) == kSegmentBytes);
   constexpr int kLaneRows = 16 / sizeof(T);
-  constexpr int kRows = stream_rows(sizeof(T));
+  constexpr int kRows = kStreamRows;
   constexpr int kTurns = kRows / (kLaneRows * kStreamThreads);
   using Steps = Walk<kRows>;
   struct Shared {
     typename Steps::Shared steps;
     Segment at_begin[kRows];  // where the bit is set
   };
-  static_assert(sizeof(Shared) <= stream_map_bytes(sizeof(T), kSegmentBytes));
+  static_assert(sizeof(Shared) <= stream_map_bytes(kSegmentBytes));
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int thread = threadIdx.x;
 
   Segments segments;
   if (!begin_stream(p, segments)) return;
-  Steps steps(p, segments, shared.steps, stream_chunk_rows(sizeof(T)));
+  Steps steps(p, segments, shared.steps, kStreamChunkRows);
   typename Steps::EndRing ends = steps.end_ring(segments);
   start_rings(ends);
   Tile tile{};

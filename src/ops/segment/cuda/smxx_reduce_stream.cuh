@@ -72,7 +72,7 @@ void reduce_stream(const Params& p) {
   constexpr int kBytes = static_cast<int>(sizeof(T));
   constexpr int kLaneRows = LaneRows<T>::kRows;
   constexpr int kWarps = kStreamThreads / device::kWarpSize;
-  constexpr int kRows = stream_rows(kBytes);
+  constexpr int kRows = kStreamRows;
   constexpr int kWarpRows = kRows / kWarps;
   constexpr int kTurnRows = device::kWarpSize * kLaneRows;  // of a warp at a time
   constexpr int kTurns = kWarpRows / kTurnRows;

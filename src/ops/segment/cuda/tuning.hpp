@@ -37,28 +37,25 @@ constexpr int column_tile_items(int kept_bytes) {
 // Streams of one column (smxx_stream.cuh): a block goes through its share in pieces, whose rows and
 // segment ends pass through rings of chunks in shared memory.
 inline constexpr int kStreamThreads = 128;
-inline constexpr int kStreamEnds = 512;  // of a piece
+inline constexpr int kStreamRows = 2048;  // of a piece
+inline constexpr int kStreamEnds = 512;
 inline constexpr int kStreamChunks = 5;
-constexpr int stream_rows(int element_bytes) { return element_bytes == 2 ? 4096 : 2048; }
+inline constexpr int kStreamChunkRows = kStreamRows / 2;
 inline constexpr int kEndChunk = 128;  // offsets
 inline constexpr int kEndChunks = 8;
 inline constexpr int kLeastShare = 4096;  // rows and segment ends
-constexpr int stream_chunk_rows(int element_bytes) { return stream_rows(element_bytes) / 2; }
-constexpr int stream_chunk_bytes(int element_bytes) {
-  return stream_chunk_rows(element_bytes) * element_bytes;
-}
+constexpr int stream_chunk_bytes(int element_bytes) { return kStreamChunkRows * element_bytes; }
 // A lane takes so many rows at a time, whose states are kept apart by the place of one.
 constexpr int stream_lane_rows(int element_bytes) { return 32 / element_bytes; }
 constexpr int stream_runs(int element_bytes) {
-  return stream_rows(element_bytes) / stream_lane_rows(element_bytes);
+  return kStreamRows / stream_lane_rows(element_bytes);
 }
 constexpr int stream_reduce_bytes(int element_bytes, int state_bytes) {
   return kStreamChunks * stream_chunk_bytes(element_bytes) + kEndChunks * kEndChunk * 8 +
-         (stream_rows(element_bytes) + 2 * stream_runs(element_bytes) + 16) * state_bytes +
-         2 * kStreamEnds + 1024;
+         (kStreamRows + 2 * stream_runs(element_bytes) + 16) * state_bytes + 2 * kStreamEnds + 1024;
 }
-constexpr int stream_map_bytes(int element_bytes, int segment_bytes) {
-  return kEndChunks * kEndChunk * 8 + stream_rows(element_bytes) * segment_bytes + 1024;
+constexpr int stream_map_bytes(int segment_bytes) {
+  return kEndChunks * kEndChunk * 8 + kStreamRows * segment_bytes + 1024;
 }
 
 // Tiles that a block of some threads looks at for segments to combine.
