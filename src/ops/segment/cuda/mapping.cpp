@@ -44,10 +44,10 @@ cuda::OpKernel column_kernel(const MapOp& op, DType dtype) {
 cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
   cuda::OpKernel kernel =
       kernel_of(op, "map_stream", dtype, "ops/segment/cuda/smxx_map_stream.cuh",
-                fmt::format("segment_cuda::map_stream<{}, {}, {}>", type_of(op, dtype, 1, false),
-                            cuda::device_type(dtype), op.stream_segment_bytes));
+                fmt::format("segment_cuda::map_stream<{}, {}>", type_of(op, dtype, 1, false),
+                            cuda::device_type(dtype)));
   kernel.threads = kStreamThreads;
-  kernel.blocks = op.blocks == 2 ? 5 : 6;  // those that keep much would spill
+  kernel.blocks = op.blocks == 2 ? 5 : 8;  // those that keep much would spill
   return kernel;
 }
 
@@ -91,7 +91,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.segment_bytes);
     if (dtype != DType::f64 && streamable(problem, rows)) {
-      stream_ = {stream_kernel(op, dtype), device, stream_map_bytes(op.stream_segment_bytes)};
+      stream_ = {stream_kernel(op, dtype), device};
       setup.allow_stream(*stream_);
     }
   } else {
