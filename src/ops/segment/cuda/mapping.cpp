@@ -57,30 +57,26 @@ int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 }  // namespace
 
 MapOp spread_map(bool mean, DType dtype) {
-  return {mean ? "mean" : "sum", fmt::format("Spread<{{T}}, {{V}}, {}>", mean), bytes(dtype),
-          bytes(dtype)};
+  return {mean ? "mean" : "sum", fmt::format("Spread<{{T}}, {{V}}, {}>", mean), bytes(dtype)};
 }
 MapOp arg_map(DType arg, DType dtype) {
   return {fmt::format("arg_{}", name_of(arg)),
           fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
-          arg == DType::u8 ? 2 * real_bytes(dtype) : 16, 2 * real_bytes(dtype),
-          size_of(arg) == 4 ? 4 : 3};
+          arg == DType::u8 ? 2 * real_bytes(dtype) : 16, size_of(arg) == 4 ? 4 : 3};
 }
 MapOp mask_map(bool even, DType dtype) {
   return {even ? "mask_even" : "mask", fmt::format("ByMask<{{T}}, {{V}}, {}>", even), bytes(dtype),
-          bytes(dtype), 2};
+          2};
 }
-MapOp ties_map(DType dtype) {
-  return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2 * bytes(dtype), 2};
-}
+MapOp ties_map(DType dtype) { return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2}; }
 MapOp exponential_map(DType dtype) {
-  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype), 3};
+  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 3};
 }
 MapOp softmax_map(DType dtype) {
-  return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype), 2};
+  return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2};
 }
 MapOp softmax_gradient_map(DType dtype) {
-  return {"softmax_gradient", "SoftmaxGradient<{T}, {V}>", real_bytes(dtype), real_bytes(dtype), 2};
+  return {"softmax_gradient", "SoftmaxGradient<{T}, {V}>", real_bytes(dtype), 2};
 }
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,

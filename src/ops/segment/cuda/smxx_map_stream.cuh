@@ -147,19 +147,9 @@ void map_stream(const Params& p) {
     const bool zero = !inside(batch.number);
     const bool is_long = batch.mine && (zero || batch.end - batch.begin > kStreamMapRows);
     if (batch.mine && !is_long) {
-      constexpr int kAtOnce = kStreamAtOnce;
 #pragma unroll 1
-      for (int row = batch.begin; row < batch.end; row += kAtOnce) {
-        T values[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int own = row + i < batch.end ? row + i : batch.end - 1;
-          values[i] = value(segment, own).element[0];
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (row + i < batch.end) ring.at(row + i) = values[i];
-        }
+      for (int row = batch.begin; row < batch.end; ++row) {
+        ring.at(row) = value(segment, row).element[0];
       }
     }
     for (uint32_t longs = __ballot_sync(device::kAllLanes, is_long); longs != 0;
