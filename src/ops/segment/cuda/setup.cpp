@@ -250,7 +250,9 @@ bool streamable(const SegmentProblem& problem, Specs rows) {
 }
 
 bool streamable(const Params& p) {
-  return cuda::vector_aligned({p.offsets.data, p.x.data, p.y.data, p.d_x.data});
+  const bool mask = p.mask.data == nullptr || p.mask.row_stride == 1;
+  return mask &&
+         cuda::vector_aligned({p.offsets.data, p.x.data, p.y.data, p.mask.data, p.d_x.data});
 }
 
 }  // namespace pullback::segment_cuda

@@ -48,10 +48,10 @@ inline constexpr int kStreamWarps = kStreamThreads / 32;
 inline constexpr int kStreamChunks = 8;
 inline constexpr int kStreamEndGroups = 8;
 inline constexpr int kStreamPending = 4;     // chunks and groups on their way
+inline constexpr int kStreamAtOnce = 4;      // rows that a lane reads, some behind its segment
 inline constexpr int kStreamLaneRows = 32;   // of a segment, at most, that a lane walks alone
-inline constexpr int kStreamAtOnce = 4;      // it reads so many at a time, some behind the segment
-inline constexpr int kStreamMapRows = 16;    // the same of maps
-inline constexpr int kStreamWarpRows = 256;  // the same of those that lanes take one by one
+inline constexpr int kStreamMapRows = 16;    // the same in maps
+inline constexpr int kStreamWarpRows = 256;  // the same of those that the lanes take row by row
 inline constexpr int kStreamEndItems = 16;   // rows that the end of a segment costs as much as
 constexpr int stream_chunk_rows(int element_bytes) { return 32 * 16 / element_bytes; }
 inline constexpr int kLeastShare = 1024;  // rows and segment ends of a warp
