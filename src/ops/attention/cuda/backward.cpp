@@ -139,7 +139,7 @@ class TileBackward final : public BackwardBody {
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width,
                const BackwardTiles& tiles)
-      : BackwardBody(problem, device, tiles.queries, tiles.keys), tiles_(tiles) {
+      : BackwardBody(problem, device, tiles.queries, tiles.keys, tiles.blocks), tiles_(tiles) {
     vectors_ = true;
     for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
                                    &problem.d_k, &problem.d_v}) {
@@ -325,9 +325,6 @@ class TileBackward final : public BackwardBody {
     if (first_pair == 0) return BiasStep::first;
     return first_pair + slice_pairs_ == pairs_ ? BiasStep::last : BiasStep::middle;
   }
-
-  // Pairs whose tiles of keys are in flight together: their q, d_out and sums stay in the cache.
-  static constexpr std::int64_t kPairGroup = 16;
 
   BackwardTiles tiles_;
   std::int64_t slice_pairs_ = 0;

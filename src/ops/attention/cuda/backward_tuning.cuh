@@ -35,15 +35,15 @@ constexpr int BackwardTiles::shared_bytes(int width, int element_bytes, bool bia
          (stats_bytes(queries) * stages + 127) / 128 * 128 + (bias ? 2 * keys * queries : 0);
 }
 
-// The same tiles for kernels with a bias, which takes room of a stage. Where two blocks of 4 warps
-// have too few registers, or no room, one of 8 warps has enough. `written`: d_bias of one launch,
-// in 16-byte pieces; `sums`: over launches.
+// The same tiles for kernels with a bias, which takes room of a stage. Where 8 warps have too few
+// registers as they are, or no room, they have enough in pairs that share the width. `written`:
+// d_bias of one launch, in 16-byte pieces; `sums`: over launches.
 inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch, bool written,
                                          bool sums) {
   const int shared = max_shared_bytes(arch);
-  const bool few_registers = sums || (width == 64 && (!written || shared < 227 * 1024));
-  if (tiles.split == 1 && few_registers && shared >= 163 * 1024) {
-    tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 1;
+  const bool pairs = sums || (width == 64 && (!written || shared < 227 * 1024));
+  if (tiles.split == 1 && pairs && shared >= 163 * 1024) {
+    tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 128 / tiles.keys;
   }
   if (tiles.stages > 2) tiles.stages = 2;
   if (tiles.shared_bytes(width, 2, true) > max_shared_bytes(arch)) tiles.stages = 1;
@@ -56,7 +56,7 @@ inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arc
 // blocks of 64, which larger tiles would meet in part.
 inline constexpr BackwardTiles backward_tiles(int width, int arch, bool small_blocks) {
   const int shared = max_shared_bytes(arch);
-  if (small_blocks && width <= 64) return {64, 64, 2, 2, shared / (66 * 1024), 2};
+  if (small_blocks && width <= 64) return {64, 64, 1, 1, shared < 200 * 1024 ? 2 : 4, 2};
   if (small_blocks && width == 128 && shared >= 163 * 1024) return {64, 64, 2, 1, 2, 2};
   if (width <= 64) return {128, 64, 1, 2, shared >= 163 * 1024 ? 2 : 1, 2};
   if (shared >= 163 * 1024) {

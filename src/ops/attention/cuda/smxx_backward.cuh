@@ -45,7 +45,9 @@ struct BackwardBlock {
   // Its part of d_q: 16 · kDqM queries x 8 · kDqN.
   static constexpr int kDqM = kQueries / kQueryRows / 16;
   static constexpr int kDqWidth = kWidth / (kWarps / kQueryRows);
-  static constexpr int kDqN = kDqWidth / 8;
+  // In as many parts as leave registers for d_k and d_v.
+  static constexpr int kDqParts = kSplit == 1 && kDqM * kDqWidth > 64 ? 2 : 1;
+  static constexpr int kDqN = kDqWidth / kDqParts / 8;
 
   using Step = BackwardStep;
   using WidthTile = TileLayout<T, kWidth>;
@@ -121,19 +123,16 @@ struct BackwardBlock {
   }
 
   void load_step(const Step& step, uint32_t stage) const {
-    const int head = head_of(step);
-    const int first = step.tile * kQueries;
-    const int left = place.q_length - first;
+    const int head = head_of(step), first = step.tile * kQueries, left = place.q_length - first;
     const int64_t row = place.q_begin + first;
     load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
     load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
                           p.problem.value_dim);
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread < static_cast<int>(sizeof(Stats) / 16)) {
-      const auto* const stats =
-          reinterpret_cast<const char*>(static_cast<const Stats*>(p.stats) + tile_of(step));
-      async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + thread * 16, stats + thread * 16,
-                         16);
+    const uint32_t byte = threadIdx.x * 16;
+    if (byte < sizeof(Stats)) {
+      const auto* const stats = static_cast<const Stats*>(p.stats) + tile_of(step);
+      async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + byte,
+                         reinterpret_cast<const char*>(stats) + byte, 16);
     }
     async_commit();
   }
@@ -340,8 +339,7 @@ struct BackwardBlock {
     }
   }
 
-  // By one thread, before the barrier ahead of the step's sums. `seen`: what the counter was a
-  // while ago.
+  // By one thread, before the barrier ahead of the step's sums; the counter was `seen` before.
   void begin_turn(const Step& step, int32_t seen) const {
     int32_t number, count;
     if constexpr (listed()) {
@@ -363,15 +361,16 @@ struct BackwardBlock {
                          tile_of(step) - p.first_pair * p.problem.group * p.q_tiles};
   }
 
-  float* d_q_sums() const {
-    return p.sums + block.turns[turn].sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
+  float* d_q_sums(int part) const {
+    return p.sums + block.turns[turn].sum_tile * (kQueries * kWidth) +
+           part * (kDqM * kDqN * kThreads * 4) + threadIdx.x * 4;
   }
 
   // What the product of the step is added to: where the blocks before are added here, their sum.
-  void begin_d_q(float (&sum)[kDqM][kDqN][4]) const {
+  void begin_d_q(float (&sum)[kDqM][kDqN][4], int part = 0) const {
     const BlockTurn& own_turn = block.turns[turn];
     const bool loads = !own_turn.first && (own_turn.last || !kAddsInMemory);
-    const float* const sums = d_q_sums();
+    const float* const sums = d_q_sums(part);
 #pragma unroll
     for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
@@ -391,10 +390,10 @@ struct BackwardBlock {
   }
 
   void end_d_q(const Step& step, const float (&sum)[kDqM][kDqN][4], int first_query,
-               int first_column) const {
+               int first_column, int part = 0) const {
     const BlockTurn& own_turn = block.turns[turn];
     if (!own_turn.last) {
-      float* const sums = d_q_sums();
+      float* const sums = d_q_sums(part);
       const auto for_pieces = [&](const auto& visit) {
 #pragma unroll
         for (int m = 0; m < kDqM; ++m) {
@@ -552,25 +551,26 @@ struct BackwardBlock {
       }
       if (kStages == 1 && more) load_step(next, 0);
       if (p.d_q.data != nullptr) {
-        float sum[kDqM][kDqN][4];
-        begin_d_q(sum);
         if (!block.finite_keys) {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
         const int dq_row = warp % kQueryRows * (16 * kDqM);
-        const int dq_column = warp / kQueryRows * kDqWidth;
-        query_product(step, sum, dq_row, dq_column / 8);
+#pragma unroll 1
+        for (int part = 0; part < kDqParts; ++part) {
+          const int column = warp / kQueryRows * kDqWidth + part * (8 * kDqN);
+          float sum[kDqM][kDqN][4];
+          begin_d_q(sum, part);
+          query_product(step, sum, dq_row, column / 8);
+          end_d_q(step, sum, dq_row, column, part);
+        }
         if (!block.finite_keys) {
           __syncthreads();
           load_keys(k_tile, p.k, p.problem.head_dim);
           async_commit();
-          if constexpr (kOneBarrier) {
-            async_wait<0>();
-            __syncthreads();
-          }
+          async_wait<0>();
+          __syncthreads();
         }
-        end_d_q(step, sum, dq_row, dq_column);
       }
       if (!more) break;
       if constexpr (!kOneBarrier) {

@@ -73,7 +73,9 @@ BlockPlace block_place(const BackwardParams& p) {
   return place;
 }
 
-// From one step to the next. kListed: with a block mask, whose lists name the tiles of queries.
+// From one step to the next. A tile of queries of all heads of the group, then the next tile: head
+// by head, blocks that see few of the tiles would come back early and wait for those that see many.
+// kListed: with a block mask, whose lists name the tiles of queries of a head; head by head.
 template <bool kListed>
 struct BackwardSteps {
   using Step = BackwardStep;
@@ -86,9 +88,15 @@ struct BackwardSteps {
 
   // By one thread, a barrier ahead of those who read it.
   void begin() const {
-    begin_head(block.steps[0], 0);
-    device::async_commit();
-    device::async_wait<0>();
+    Step& step = block.steps[0];
+    if constexpr (kListed) {
+      begin_list(step, 0);
+      device::async_commit();
+      device::async_wait<0>();
+    } else {
+      step.head_of_group = block.queries.begin < block.queries.end ? 0 : p.problem.group;
+      step.tile = block.queries.end - 1;
+    }
   }
   // The same, and ahead of a commit.
   void find(uint32_t number) const {
@@ -97,33 +105,32 @@ struct BackwardSteps {
     step.head_of_group = before.head_of_group;
     if (!exists(before)) return;
     if constexpr (kListed) {
-      if (before.at == 0) return begin_head(step, before.head_of_group + 1);
+      if (before.at == 0) return begin_list(step, before.head_of_group + 1);
       step.at = before.at - 1;
       step.list = before.list;
       copy_seen(step);
     } else {
-      if (before.tile == block.queries.begin) return begin_head(step, before.head_of_group + 1);
-      step.tile = before.tile - 1;
+      ++step.head_of_group;
+      step.tile = before.tile;
+      if (exists(step) || before.tile == block.queries.begin) return;
+      step.head_of_group = 0;
+      --step.tile;
     }
   }
 
  private:
-  // The last tile of the first head from `head_of_group` on that has one; past the group: none.
-  void begin_head(Step& step, int head_of_group) const {
+  // The end of the first list that is not empty, from that of `head_of_group` on; past the group:
+  // none.
+  void begin_list(Step& step, int head_of_group) const {
     const int end = p.problem.group;
-    if constexpr (kListed) {
-      for (; head_of_group < end; ++head_of_group) {
-        const int64_t* const first = list_of(head_of_group);
-        step.list = first[0];
-        step.at = static_cast<int>(first[1] - first[0]) - 1;
-        if (step.at >= 0) break;
-      }
-      step.head_of_group = head_of_group;
-      if (head_of_group < end) copy_seen(step);
-    } else {
-      step.head_of_group = block.queries.begin < block.queries.end ? head_of_group : end;
-      step.tile = block.queries.end - 1;
+    for (; head_of_group < end; ++head_of_group) {
+      const int64_t* const first = list_of(head_of_group);
+      step.list = first[0];
+      step.at = static_cast<int>(first[1] - first[0]) - 1;
+      if (step.at >= 0) break;
     }
+    step.head_of_group = head_of_group;
+    if (head_of_group < end) copy_seen(step);
   }
   // Where the list of a head's tiles begins and ends.
   const int64_t* list_of(int head_of_group) const {

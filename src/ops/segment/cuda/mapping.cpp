@@ -44,10 +44,10 @@ cuda::OpKernel column_kernel(const MapOp& op, DType dtype) {
 cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
   cuda::OpKernel kernel =
       kernel_of(op, "map_stream", dtype, "ops/segment/cuda/smxx_map_stream.cuh",
-                fmt::format("segment_cuda::map_stream<{}, {}, {}>", type_of(op, dtype, 1, false),
-                            cuda::device_type(dtype), op.stream_segment_bytes));
+                fmt::format("segment_cuda::map_stream<{}, {}>", type_of(op, dtype, 1, false),
+                            cuda::device_type(dtype)));
   kernel.threads = kStreamThreads;
-  kernel.blocks = op.blocks == 2 ? 5 : 6;  // those that keep much would spill
+  kernel.blocks = op.blocks == 2 ? 5 : 8;  // those that keep much would spill
   return kernel;
 }
 
@@ -57,30 +57,26 @@ int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 }  // namespace
 
 MapOp spread_map(bool mean, DType dtype) {
-  return {mean ? "mean" : "sum", fmt::format("Spread<{{T}}, {{V}}, {}>", mean), bytes(dtype),
-          bytes(dtype)};
+  return {mean ? "mean" : "sum", fmt::format("Spread<{{T}}, {{V}}, {}>", mean), bytes(dtype)};
 }
 MapOp arg_map(DType arg, DType dtype) {
   return {fmt::format("arg_{}", name_of(arg)),
           fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
-          arg == DType::u8 ? 2 * real_bytes(dtype) : 16, 2 * real_bytes(dtype),
-          size_of(arg) == 4 ? 4 : 3};
+          arg == DType::u8 ? 2 * real_bytes(dtype) : 16, size_of(arg) == 4 ? 4 : 3};
 }
 MapOp mask_map(bool even, DType dtype) {
   return {even ? "mask_even" : "mask", fmt::format("ByMask<{{T}}, {{V}}, {}>", even), bytes(dtype),
-          bytes(dtype), 2};
+          2};
 }
-MapOp ties_map(DType dtype) {
-  return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2 * bytes(dtype), 2};
-}
+MapOp ties_map(DType dtype) { return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2}; }
 MapOp exponential_map(DType dtype) {
-  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype), 3};
+  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 3};
 }
 MapOp softmax_map(DType dtype) {
-  return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2 * real_bytes(dtype), 2};
+  return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2};
 }
 MapOp softmax_gradient_map(DType dtype) {
-  return {"softmax_gradient", "SoftmaxGradient<{T}, {V}>", real_bytes(dtype), real_bytes(dtype), 2};
+  return {"softmax_gradient", "SoftmaxGradient<{T}, {V}>", real_bytes(dtype), 2};
 }
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
@@ -91,8 +87,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.segment_bytes);
     if (dtype != DType::f64 && streamable(problem, rows)) {
-      stream_ = {stream_kernel(op, dtype), device,
-                 stream_map_bytes(bytes(dtype), op.stream_segment_bytes)};
+      stream_ = {stream_kernel(op, dtype), device};
       setup.allow_stream(*stream_);
     }
   } else {

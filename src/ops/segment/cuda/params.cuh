@@ -36,6 +36,7 @@ enum class ArgType : int32_t { i64, i32, u8 };
 struct Params {
   int64_t rows, segments, columns;  // N, S, D
   int64_t tiles, tile_items;
+  int32_t end_items;      // that the end of a segment counts for
   int32_t column_block;   // of the blocks with blockIdx.y = 0
   int32_t lane_bits;      // 2^lane_bits lanes share a row
   int32_t walker_rows;    // what a group of lanes walks: a multiple of kWalkerStep

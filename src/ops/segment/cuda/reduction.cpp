@@ -13,6 +13,10 @@ std::string real(DType dtype) { return dtype == DType::f64 ? "double" : "float";
 int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 std::string element(DType dtype) { return std::string(cuda::device_type(dtype)); }
 
+int reduce_bytes(const ReduceOp& op, DType dtype, int vector) {
+  return reduce_rows_bytes(vector * static_cast<int>(size_of(dtype)), vector * op.state_bytes);
+}
+
 std::string_view name_of(Access access) {
   return access == Access::wide ? "wide" : access == Access::any ? "any" : "wide_permuted";
 }
@@ -56,11 +60,8 @@ cuda::OpKernel stream_kernel(const ReduceOp& op, DType dtype) {
                             element(dtype), op.out, op.state_bytes),
                 dtype);
   kernel.threads = kStreamThreads;
-  kernel.blocks = 5;
+  kernel.blocks = op.state_bytes > 4 ? 6 : 8;  // with 8, the larger states would spill
   return kernel;
-}
-int stream_bytes(const ReduceOp& op, DType dtype) {
-  return stream_reduce_bytes(static_cast<int>(size_of(dtype)), op.state_bytes);
 }
 bool streams(const ReduceOp& op, DType dtype) {
   return op.wide && op.input == "x" && dtype != DType::f64;
@@ -184,14 +185,15 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.state_bytes);
     if (streams(op, dtype) && streamable(problem, inputs)) {
-      stream_ = {stream_kernel(op, dtype), device, stream_bytes(op, dtype)};
+      stream_ = {stream_kernel(op, dtype), device};
       setup.allow_stream(*stream_);
     }
   } else {
-    any_ = {rows_kernel(op, dtype, Access::any), device};
+    any_ = {rows_kernel(op, dtype, Access::any), device, reduce_bytes(op, dtype, 1)};
     any_tiling_ = long_rows_tiling(problem, 1, setup.resident(any_));
     if (wide) {
-      wide_ = {rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide), device};
+      wide_ = {rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide), device,
+               reduce_bytes(op, dtype, vector_length(dtype))};
       wide_tiling_ = long_rows_tiling(problem, vector_length(dtype), setup.resident(*wide_));
       setup.allow(wide_tiling_);
     }

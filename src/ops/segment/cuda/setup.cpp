@@ -146,8 +146,10 @@ std::int64_t Setup::resident(const Kernel& kernel) const {
 }
 
 std::int64_t Setup::shares(const Kernel& kernel) const {
-  const std::int64_t items = params_.rows + params_.segments + 2;
-  return std::clamp<std::int64_t>((items + kLeastShare - 1) / kLeastShare, 1, resident(kernel));
+  const std::int64_t items = params_.rows + (params_.segments + 2) * kStreamEndItems;
+  constexpr std::int64_t kLeast = std::int64_t{kLeastShare} * kStreamWarps;
+  return kStreamWarps *
+         std::clamp<std::int64_t>((items + kLeast - 1) / kLeast, 1, resident(kernel));
 }
 
 void Setup::allow_stream(const Kernel& kernel) {
@@ -191,6 +193,7 @@ void Setup::prove(Launcher& launcher, Params& p) const {
 Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling& tiling) const {
   Params p = bound_params;
   p.tile_items = tiling.items;
+  p.end_items = 1;
   p.tiles = tiles_of(problem_, tiling);
   p.row_alignment = tiling.alignment;
   p.lane_bits = tiling.lane_bits;
@@ -208,8 +211,10 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
 void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params,
                    bool combines) const {
   Params p = bound_params;
-  const std::int64_t items = p.rows + p.segments + 2;
+  const std::int64_t items = p.rows + (p.segments + 2) * kStreamEndItems;
+  p.end_items = kStreamEndItems;
   p.tiles = shares(kernel);
+  const std::int64_t blocks = p.tiles / kStreamWarps;
   p.tile_items = (items + p.tiles - 1) / p.tiles;
   p.row_alignment = stream_chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
   p.starts = reinterpret_cast<TileStart*>(launcher.workspace + shares_at_);
@@ -218,14 +223,14 @@ void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound
   if (!proven) {
     p.proof = Proof::wanted;
     p.disorder = reinterpret_cast<std::int32_t*>(launcher.workspace + share_disorder_at_);
-    p.disorder_count = static_cast<std::int32_t>(p.tiles);
+    p.disorder_count = static_cast<std::int32_t>(blocks);
   }
-  launcher.launch(kernel, p, p.tiles, 1);
+  launcher.launch(kernel, p, blocks, 1);
   launcher.overlapping = overlapping_;
   if (proven && !combines) return;
   p.proof = Proof::again;
   if (proven) p.disorder_count = 0;
-  launcher.launch(kernel, p, p.tiles, 1);
+  launcher.launch(kernel, p, blocks, 1);
 }
 
 bool in_vectors(const Params& p) {
@@ -245,7 +250,9 @@ bool streamable(const SegmentProblem& problem, Specs rows) {
 }
 
 bool streamable(const Params& p) {
-  return cuda::vector_aligned({p.offsets.data, p.x.data, p.y.data, p.d_x.data});
+  const bool mask = p.mask.data == nullptr || p.mask.row_stride == 1;
+  return mask &&
+         cuda::vector_aligned({p.offsets.data, p.x.data, p.y.data, p.mask.data, p.d_x.data});
 }
 
 }  // namespace pullback::segment_cuda

@@ -43,10 +43,9 @@ inline SlotRun slots_from(const Params& p, const Segments& segments, int tile) {
   return {j, tile, static_cast<int>(tile_of_row(p, j, end - 1))};
 }
 
-template <class Op>
+template <class Op, int kAtOnce>
 PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int from, int stop,
                              int64_t column) {
-  constexpr int kAtOnce = 8;
   const auto load = [&](int tile) {
     return PlacedState<Op>{slot_of<Op>(p, tile, tile < run.last)[column], places_of<Op>(p, tile)};
   };
@@ -69,6 +68,7 @@ PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int from, int 
 template <class Op, class Out, int kBlock, int kColumns>
 struct Combiner {
   static constexpr int kParts = kBlock / kColumns;
+  static constexpr int kAtOnce = kBlock < 256 ? 2 : 8;  // small blocks have few registers
   static constexpr int kTiles = combine_tiles(kColumns, kBlock);
   PlacedState<Op> sums[kParts][kColumns];
   SlotRun runs[kTiles];
@@ -91,7 +91,7 @@ struct Combiner {
     for (int i = part; i < kTiles; i += kParts) {
       const SlotRun run = runs[i];
       if (!active || run.count() <= 0 || run.count() > kCombineSequential) continue;
-      done(run, append_slots<Op>(p, run, run.first, run.last + 1, column));
+      done(run, append_slots<Op, kAtOnce>(p, run, run.first, run.last + 1, column));
     }
     if (!any_long) return;
     for (int i = 0; i < kTiles; ++i) {
@@ -100,7 +100,8 @@ struct Combiner {
       const int each = (run.count() + kParts - 1) / kParts;
       const int from = run.first + part * each;
       const int stop = from + each <= run.last ? from + each : run.last + 1;
-      if (active && from < stop) sums[part][lane] = append_slots<Op>(p, run, from, stop, column);
+      if (active && from < stop)
+        sums[part][lane] = append_slots<Op, kAtOnce>(p, run, from, stop, column);
       __syncthreads();
       if (active && part == 0) {
         PlacedState<Op> sum = sums[0][lane];

@@ -1,6 +1,5 @@
-// smxx_map_rows.cuh for x of one column, contiguous (smxx_stream.cuh). The first rows of segments
-// are marked, and what the segment gives is laid beside them in shared memory, by a thread for each
-// segment, so that it is read side by side. A lane then serves 16 bytes of rows at a time.
+// smxx_map_rows.cuh for x of one column, contiguous (smxx_stream.cuh). A lane writes what its
+// segment gives its rows into shared memory, whence whole chunks are stored.
 #pragma once
 
 #include "ops/segment/cuda/smxx_maps.cuh"
@@ -8,122 +7,162 @@
 
 namespace pullback::segment_cuda {
 
-// What a map reads of kCount rows from `row` on, the first of them on 16 bytes.
-template <class Row, class T, int kCount>
-void load_rows(const Params& p, int64_t row, Row (&data)[kCount]) {
-  if constexpr (requires { data[0].x; }) {
-    const auto x = device::load_vector(static_cast<const T*>(p.x.data) + row);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) data[i].x.element[0] = x.element[i];
-    if constexpr (requires { data[0].y; }) {
-      const auto y = device::load_vector(static_cast<const T*>(p.y.data) + row);
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) data[i].y.element[0] = y.element[i];
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) data[i].load(p, row + i, 0);
-  }
-}
-
-template <class Map, class T, int kSegmentBytes>
+template <class Map, class T>
 void map_stream(const Params& p) {
   using Segment = typename Map::Segment;
-  static_assert(sizeof(Segment) == kSegmentBytes);
-  constexpr int kLaneRows = 16 / sizeof(T);
-  constexpr int kRows = stream_rows(sizeof(T));
-  constexpr int kTurns = kRows / (kLaneRows * kStreamThreads);
-  using Steps = Walk<kRows>;
-  struct Shared {
-    typename Steps::Shared steps;
-    Segment at_begin[kRows];  // where the bit is set
-  };
-  static_assert(sizeof(Shared) <= stream_map_bytes(sizeof(T), kSegmentBytes));
-  extern __shared__ __align__(16) unsigned char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const int thread = threadIdx.x;
+  using Row = typename Map::Row;
+  constexpr bool kReadsX = requires(Row row) { row.x; };
+  constexpr bool kReadsY = requires(Row row) { row.y; };
+  constexpr bool kReadsMask = requires(Row row) { row.bits; };
+  constexpr bool kReadsBeside = kReadsY || kReadsMask;
+  constexpr int kLaneRows = 16 / static_cast<int>(sizeof(T));
+  using Ring = RowRing<T, kLaneRows>;  // of x; then of results
+  using Other = Select<kReadsMask, uint8_t, T>;
+  using Beside = RowRing<Other, kLaneRows>;
+  constexpr int kChunkRows = Ring::kChunkRows;
+  using Steps = Walk<kChunkRows>;
+  __shared__ typename Ring::Shared rings[kStreamWarps];
+  __shared__ typename Beside::Shared rings_beside[kReadsBeside ? kStreamWarps : 1];
+  __shared__ typename Steps::Shared ends[kStreamWarps];
 
   Segments segments;
   if (!begin_stream(p, segments)) return;
-  Steps steps(p, segments, shared.steps, stream_chunk_rows(sizeof(T)));
-  typename Steps::EndRing ends = steps.end_ring(segments);
-  start_rings(ends);
+  const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
+  Steps steps(p, segments, ends[warp]);
+  Ring ring(rings[warp], static_cast<const T*>(p.x.data) + steps.base, steps.rows);
+  Beside beside = [&] {
+    if constexpr (kReadsBeside) {
+      const void* const from = kReadsMask ? p.mask.data : p.y.data;
+      return Beside(rings_beside[warp], static_cast<const Other*>(from) + steps.base, steps.rows);
+    } else {
+      return ring;
+    }
+  }();
+  T* const d_x = static_cast<T*>(p.d_x.data) + steps.base;
+  const auto request = [&](int chunk) {
+    if constexpr (kReadsX) ring.request(chunk);
+    if constexpr (kReadsBeside) beside.request(chunk);
+  };
+  const auto value = [&](const Segment& segment, int at) {
+    Row row;
+    if constexpr (kReadsX) row.x.element[0] = ring.at(at);
+    if constexpr (kReadsY) row.y.element[0] = beside.at(at);
+    if constexpr (kReadsMask) row.bits = beside.at(at);
+    return Map::values(segment, row, {static_cast<uint32_t>(at), steps.base + at});
+  };
+
+  const int first_row = steps.row;
+  int stored = 0;  // chunks
+  const auto store = [&](int stop) {
+#pragma unroll 1
+    for (; stored < stop; ++stored) {
+      const int at = stored * kChunkRows + lane * kLaneRows;
+      if (at >= first_row && at + kLaneRows <= steps.row_stop) {
+        store_once(d_x + at, ring.piece(stored));
+        continue;
+      }
+#pragma unroll 1
+      for (int i = at; i < at + kLaneRows; ++i) {
+        if (i >= first_row && i < steps.row_stop) d_x[i] = ring.at(i);
+      }
+    }
+  };
+
+  // Rows of one segment, or, where it is none of the problem's, zeros.
+  const auto fill = [&](const Segment& segment, bool zero, int begin, int end) {
+    if (end - begin <= kStreamWarpRows) {
+#pragma unroll 1
+      for (int row = begin + lane; row < end; row += device::kWarpSize) {
+        ring.at(row) = zero ? T{} : value(segment, row).element[0];
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int chunk = Ring::chunk_of(begin); chunk * kChunkRows < end; ++chunk) {
+      const int at = chunk * kChunkRows + lane * kLaneRows;
+      if (at >= begin && at + kLaneRows <= end) {
+        Real<T> values[kLaneRows] = {};
+        if (!zero) {
+          typename Ring::Piece piece;
+          typename Beside::Piece piece_beside;
+          if constexpr (kReadsX) piece = ring.piece(chunk);
+          if constexpr (kReadsBeside) piece_beside = beside.piece(chunk);
+#pragma unroll
+          for (int i = 0; i < kLaneRows; ++i) {
+            Row row;
+            if constexpr (kReadsX) row.x.element[0] = piece.stored(i);
+            if constexpr (kReadsY) row.y.element[0] = piece_beside.stored(i);
+            if constexpr (kReadsMask) row.bits = piece_beside.stored(i);
+            values[i] =
+                Map::values(segment, row, {static_cast<uint32_t>(at + i), steps.base + at + i})
+                    .real(0);
+          }
+        }
+        ring.piece(chunk) = Ring::Piece::of(values);
+        continue;
+      }
+#pragma unroll 1
+      for (int i = at < begin ? begin : at; i < at + kLaneRows && i < end; ++i) {
+        ring.at(i) = zero ? T{} : value(segment, i).element[0];
+      }
+    }
+  };
+
+  // What the lanes' segments give, read a group ahead.
+  typename Map::Raw raw{}, next_raw{};
+  int raw_group = -2;
+  const auto inside = [&](int number) {
+    const int64_t j = steps.first_group + number;
+    return j >= 1 && j <= p.segments;
+  };
+  const auto read = [&](typename Map::Raw& to, int group) {
+    const int number = group * device::kWarpSize + lane;
+    if (number <= steps.stop && inside(number)) {
+      to.load(p, segments, steps.first_group + number, 0);
+    }
+  };
   Tile tile{};
   tile.origin = steps.base;
 
   while (steps.goes_on()) {
-    steps.template begin_piece<kLaneRows>();
-    const int low = steps.row - steps.origin, lowest = steps.counted(steps.lowest);
-    // Of these rows, counted from origin, all have a segment.
-    const int inner = low > lowest ? low : lowest, highest = steps.counted(steps.highest);
-    const auto own_rows = [&](int turn) { return (turn * kStreamThreads + thread) * kLaneRows; };
-    typename Map::Row data[kTurns][kLaneRows];
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int own = own_rows(turn);
-      if (own >= inner && own + kLaneRows <= highest &&
-          own + kLaneRows <= steps.window - steps.origin) {
-        load_rows<typename Map::Row, T>(p, steps.origin_row + own, data[turn]);
-      }
+    __syncwarp();
+    store(Ring::chunk_of(steps.row));
+    steps.advance(request);
+    if (steps.group() != raw_group) {
+      if (raw_group + 1 != steps.group()) read(next_raw, steps.group());
+      raw_group = steps.group();
+      raw = next_raw;
+      read(next_raw, raw_group + 1);
     }
-    wait_for_copies();
-    steps.mark(
-        ends,
-        [&](int number, int begin, int end, bool) {
-          const int from = begin > low ? begin : low;
-          const bool here = (number <= steps.limit) & ((number == steps.limit) | (end > from));
-          return here ? from : -1;
-        },
-        [&](int number, bool marked) {
-          typename Map::Raw raw;
-          const int64_t j = steps.first + number;
-          if (marked && j >= 1 && j <= p.segments) raw.load(p, segments, j, 0);
-          return raw;
-        },
-        [&](int row, const typename Map::Raw& raw) {
-          shared.at_begin[row] = Map::of(raw, segments, tile);
-        });
-    __syncthreads();
-    const auto words = steps.words_with_marks();
-    const int stop = highest < steps.window - steps.origin ? highest : steps.window - steps.origin;
-    T* d_x = static_cast<T*>(p.d_x.data) + steps.origin_row;
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int own = own_rows(turn);
-      if (own >= inner && own + kLaneRows <= stop) {
-        const uint32_t begins = shared.steps.bits[own / 32] >> (own % 32);
-        Segment segment = shared.at_begin[steps.previous(own, words)];
-        Real<T> values[kLaneRows];
-#pragma unroll
-        for (int i = 0; i < kLaneRows; ++i) {
-          if (i > 0 && (begins >> i & 1)) segment = shared.at_begin[own + i];
-          values[i] = Map::values(segment, data[turn][i],
-                                  {static_cast<uint32_t>(steps.origin + own + i),
-                                   steps.origin_row + own + i})
-                          .real(0);
-        }
-        store_once(d_x + own, Values<T, kLaneRows>::of(values));
-        continue;
-      }
+    const Segment segment = Map::of(raw, segments, tile);
+    const auto batch = steps.batch();
+    if (batch.count == 0) {
+      const int owner = steps.segment & (device::kWarpSize - 1);
+      fill(exchanged(segment,
+                     [&](uint32_t word) { return __shfl_sync(device::kAllLanes, word, owner); }),
+           !inside(steps.segment), steps.row, batch.open_stop);
+      steps.next(batch);
+      continue;
+    }
+    const bool zero = !inside(batch.number);
+    const bool is_long = batch.mine && (zero || batch.end - batch.begin > kStreamMapRows);
+    if (batch.mine && !is_long) {
 #pragma unroll 1
-      for (int i = own; i < own + kLaneRows; ++i) {
-        if (steps.origin + i < steps.row || steps.origin + i >= steps.window) continue;
-        Values<T, 1> value{};
-        if (i >= inner && i < stop) {
-          typename Map::Row row;
-          row.load(p, steps.origin_row + i, 0);
-          value = Map::values(shared.at_begin[steps.previous(i, words)], row,
-                              {static_cast<uint32_t>(steps.origin + i), steps.origin_row + i});
-        }
-        d_x[i] = value.element[0];
+      for (int row = batch.begin; row < batch.end; ++row) {
+        ring.at(row) = value(segment, row).element[0];
       }
     }
-    __syncthreads();
-    steps.clear();
-    steps.next_piece();
-    refill(ends, steps.oldest_end());
-    __syncthreads();
+    for (uint32_t longs = __ballot_sync(device::kAllLanes, is_long); longs != 0;
+         longs &= longs - 1) {
+      const int owner = __ffs(static_cast<int>(longs)) - 1;
+      const auto broadcast = [&](auto word) { return __shfl_sync(device::kAllLanes, word, owner); };
+      fill(exchanged(segment, broadcast), broadcast(static_cast<int>(zero)) != 0,
+           broadcast(batch.begin), broadcast(batch.end));
+    }
+    steps.next(batch);
   }
+  __syncwarp();
+  store((steps.row_stop + kChunkRows - 1) / kChunkRows);
   steps.report();
 }
 

@@ -38,6 +38,56 @@ inline float unpacked(device::f16, uint32_t word, bool high) {
   return device::to_real(device::f16{static_cast<uint16_t>(high ? word >> 16 : word)});
 }
 
+#if __CUDA_ARCH__ >= 900
+// Whether rows of T come in pairs of columns that can be compared together.
+template <class T, int kCount>
+inline constexpr bool kPairs = sizeof(T) == 2 && kCount % 8 == 0;
+
+template <class T>
+struct Pair;
+template <>
+struct Pair<device::bf16> {
+  // The larger ones; a NaN beats everything.
+  static uint32_t larger(uint32_t a, uint32_t b) {
+    uint32_t result;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+  }
+  // All bits of a half, or none: whether a is above b, or (kEqual) no less.
+  template <bool kEqual>
+  static uint32_t above(uint32_t a, uint32_t b) {
+    uint32_t mask;
+    if constexpr (kEqual) {
+      asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+    } else {
+      asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+    }
+    return mask;
+  }
+};
+template <>
+struct Pair<device::f16> {
+  static uint32_t larger(uint32_t a, uint32_t b) {
+    uint32_t result;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+  }
+  template <bool kEqual>
+  static uint32_t above(uint32_t a, uint32_t b) {
+    uint32_t mask;
+    if constexpr (kEqual) {
+      asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+    } else {
+      asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+    }
+    return mask;
+  }
+};
+#else
+template <class T, int kCount>
+inline constexpr bool kPairs = false;
+#endif
+
 constexpr int alignment_of(int bytes) { return bytes < 16 ? bytes : 16; }
 
 // kCount neighbours of a row, as they lie in memory.
@@ -46,6 +96,7 @@ struct alignas(alignment_of(sizeof(T) * kCount)) Values {
   T element[kCount];
 
   Real<T> real(int i) const { return device::to_real(element[i]); }
+  T stored(int i) const { return element[i]; }
   static Values of(const Real<T> (&values)[kCount]) {
     Values result;
 #pragma unroll
@@ -59,6 +110,7 @@ struct alignas(alignment_of(2 * kCount)) PackedValues {
   uint32_t word[kCount / 2];
 
   float real(int i) const { return unpacked(T{}, word[i / 2], i % 2 != 0); }
+  T stored(int i) const { return {static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16))}; }
   template <class Result>
   static Result pack(const float (&values)[kCount]) {
     Result result;
@@ -165,7 +217,12 @@ inline float exponential(float x) {
   return result;
 }
 inline double exponential(double x) { return exp(x); }
-inline float logarithm(float x) { return logf(x); }
+// Off by 2e-7 at most.
+inline float logarithm(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result * 0.693147180559945309f;
+}
 inline double logarithm(double x) { return log(x); }
 
 }  // namespace pullback::segment_cuda

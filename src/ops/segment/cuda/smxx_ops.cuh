@@ -83,24 +83,42 @@ struct ExtremePlace {
     a.top = better ? value : a.top;
     a.place = better ? place : a.place;
   }
+  // The peak of some rows, and which of them has it.
+  struct Peak {
+    R top;
+    int at;
+  };
   template <int kCount>
-  static R peak(const State&, const R (&x)[kCount]) {
-    R top = kMin ? -x[0] : x[0];
+  static Peak peak(const R (&x)[kCount]) {
+    Peak peak = {kMin ? -x[0] : x[0], kLast ? 0 : kCount - 1};
 #pragma unroll
-    for (int k = 1; k < kCount; ++k) top = larger(top, kMin ? -x[k] : x[k]);
-    return top;
-  }
-  template <int kCount>
-  static void add_together(State& a, R top, const R (&x)[kCount], int place) {
-    const bool better = replaces(a, top);
-    int at = place + (kLast ? 0 : kCount - 1);
+    for (int k = 1; k < kCount; ++k) peak.top = larger(peak.top, kMin ? -x[k] : x[k]);
 #pragma unroll
     for (int i = 1; i < kCount; ++i) {
       const int k = kLast ? i : kCount - 1 - i;
-      at = (kMin ? -x[k] : x[k]) == top ? place + k : at;
+      peak.at = (kMin ? -x[k] : x[k]) == peak.top ? k : peak.at;
     }
-    a.top = better ? top : a.top;
-    a.place = better ? at : a.place;
+    return peak;
+  }
+  // The same of two columns of 16-bit floats.
+  template <class T, int kCount>
+  static void pair_peaks(const uint32_t (&x)[kCount], Peak& low, Peak& high) {
+    constexpr uint32_t kSigns = kMin ? 0x80008000u : 0;
+    uint32_t top = x[0] ^ kSigns, at = 0;
+#pragma unroll
+    for (int k = 1; k < kCount; ++k) {
+      const uint32_t next = x[k] ^ kSigns;
+      const uint32_t above = Pair<T>::template above<kLast>(next, top);
+      at = (at & ~above) | (static_cast<uint32_t>(k) * 0x10001u & above);
+      top = Pair<T>::larger(next, top);
+    }
+    low = {unpacked(T{}, top, false), static_cast<int>(at & 0xffff)};
+    high = {unpacked(T{}, top, true), static_cast<int>(at >> 16)};
+  }
+  static void take(State& a, const Peak& peak, int place) {
+    const bool better = replaces(a, peak.top);
+    a.top = better ? peak.top : a.top;
+    a.place = better ? place + peak.at : a.place;
   }
   // Whether b, of later rows, stands for both.
   static bool gives_way(const State& a, const State& b) {
@@ -108,6 +126,20 @@ struct ExtremePlace {
   }
   static void append(State& a, const State& b) {
     if (gives_way(a, b)) a = b;
+  }
+  // The states of a warp's lanes put together, whose rows come in any order.
+  static State gathered(const State& a) {
+    R top = a.top;
+#pragma unroll
+    for (int step = device::kWarpSize / 2; step > 0; step /= 2) {
+      top = larger(top, __shfl_xor_sync(device::kAllLanes, top, step));
+    }
+    const bool nan = top != top;
+    const bool has = (a.place >= 0) & ((a.top == top) | (nan & (a.top != a.top)));
+    const int place = has ? a.place : -1;
+    if (kLast && !nan) return {top, __reduce_max_sync(device::kAllLanes, place)};
+    const uint32_t first = __reduce_min_sync(device::kAllLanes, static_cast<uint32_t>(place));
+    return {top, static_cast<int>(first)};
   }
   static R value(const State& a) { return kMin ? -a.top : a.top; }
 };
@@ -133,7 +165,7 @@ struct ExtremeCount {
   static R value(const State& a) { return static_cast<R>(a.count); }
 };
 
-// sum of exp(x - shift). The shift is an x, the largest up to what kNear allows: a run aims at its
+// sum of exp(x - shift). The shift is an x, the largest up to what kMost allows: a run aims at its
 // first row and takes rows not far above as they are. An infinite shift counts the rows that have
 // it.
 template <class R>
@@ -151,8 +183,9 @@ struct ExponentialSum {
     a.sum = a.sum * (above ? scale : 1) + (above ? 1 : scale);
     a.shift = above ? x : a.shift;
   }
-  // The larger, the less exact is a term that is far above: 8 costs at most 5e-7 of it.
-  static constexpr R kNear = 8;
+  // Of rows added as they are. The larger, the less exact is a term that is far above: 3000 =
+  // exp(8) costs at most 5e-7 of it.
+  static constexpr R kMost = 3000;
   // Of a run without rows.
   static void aim(State& a, R x) { a.shift = x; }
   static void append(State& a, const State& b) {
@@ -177,11 +210,12 @@ struct SoftmaxSum : ExponentialSum<R> {};
 template <class Op>
 inline constexpr bool kAims = requires(typename Op::State state) { Op::aim(state, 0); };
 
-// Adds kCount rows of one segment, from `place` on; value(i, k) is column i of the k-th. An op that
-// has peak() and add_together() finds each column's peak first; false, and nothing is added, when
-// one is not finite. One that aims adds the rows if none is far above its aim.
-template <class Op, class R, int kCount, int kVector>
-bool add_rows(typename Op::State (&state)[kVector], const auto& value, int place) {
+// Adds kCount rows of one segment, from `place` on; value(i, k) is column i of the k-th, and
+// value.pair(i, k), where there is that, columns 2 i and 2 i + 1. An op with peaks finds each
+// column's first; false, and nothing is added, when one is not finite. One that aims adds the rows
+// if none is far above its aim.
+template <class Op, class R, int kCount, int kVector, class Rows>
+bool add_rows(typename Op::State (&state)[kVector], const Rows& value, int place) {
   struct Column {
     R x[kCount];
   };
@@ -191,31 +225,38 @@ bool add_rows(typename Op::State (&state)[kVector], const auto& value, int place
     for (int k = 0; k < kCount; ++k) result.x[k] = value(i, k);
     return result;
   };
-  if constexpr (requires { Op::peak(state[0], column(0).x); }) {
-    R peak[kVector], sizes = 0;
+  if constexpr (requires { typename Op::Peak; }) {
+    typename Op::Peak peak[kVector];
+    R sizes = 0;
+    if constexpr (requires { value.pair(0, 0); }) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-      peak[i] = Op::peak(state[i], column(i).x);
-      sizes += peak[i] < 0 ? -peak[i] : peak[i];
+      for (int i = 0; i < kVector; i += 2) {
+        uint32_t x[kCount];
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) x[k] = value.pair(i / 2, k);
+        Op::template pair_peaks<typename Rows::Element>(x, peak[i], peak[i + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) peak[i] = Op::peak(column(i).x);
     }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sizes += peak[i].top < 0 ? -peak[i].top : peak[i].top;
     if (!(sizes < device::infinity<R>())) return false;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) Op::add_together(state[i], peak[i], column(i).x, place);
+    for (int i = 0; i < kVector; ++i) Op::take(state[i], peak[i], place);
   } else if constexpr (kAims<Op>) {
-    R sum[kVector], above = -device::infinity<R>();
+    R sum[kVector], most = 0;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      sum[i] = state[i].sum;
+      sum[i] = 0;
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        const R difference = value(i, k) - state[i].shift;
-        above = larger(above, difference);
-        sum[i] += exponential(difference);
-      }
+      for (int k = 0; k < kCount; ++k) sum[i] += exponential(value(i, k) - state[i].shift);
+      most = larger(most, sum[i]);
     }
-    if (!(above <= Op::kNear)) return false;
+    if (!(most <= Op::kMost)) return false;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) state[i].sum = sum[i];
+    for (int i = 0; i < kVector; ++i) state[i].sum += sum[i];
   } else {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -231,11 +272,12 @@ bool add_rows(typename Op::State (&state)[kVector], const auto& value, int place
 // Each word of a state as `exchange` gives it.
 template <class State, class Exchange>
 State exchanged(const State& state, const Exchange& exchange) {
-  constexpr int kWords = sizeof(State) / 4;
+  constexpr int kWords = (sizeof(State) + 3) / 4;
   union {
-    State state;
     uint32_t word[kWords];
-  } value = {state};
+    State state;
+  } value = {};
+  value.state = state;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) value.word[i] = exchange(value.word[i]);
   return value.state;
@@ -251,9 +293,28 @@ State shuffle_down(const State& state, int step) {
                    [&](uint32_t word) { return __shfl_down_sync(device::kAllLanes, word, step); });
 }
 template <class State>
+State shuffle_xor(const State& state, int step) {
+  return exchanged(state,
+                   [&](uint32_t word) { return __shfl_xor_sync(device::kAllLanes, word, step); });
+}
+template <class State>
 State shuffle(const State& state, int lane) {
   return exchanged(state,
                    [&](uint32_t word) { return __shfl_sync(device::kAllLanes, word, lane); });
+}
+
+// The states of all lanes put together.
+template <class Op>
+typename Op::State gathered(typename Op::State state) {
+  if constexpr (requires { Op::gathered(state); }) {
+    return Op::gathered(state);
+  } else {
+#pragma unroll
+    for (int step = device::kWarpSize / 2; step > 0; step /= 2) {
+      Op::append(state, shuffle_xor(state, step));
+    }
+    return state;
+  }
 }
 
 // The state of a run that begins with the row at `place`.

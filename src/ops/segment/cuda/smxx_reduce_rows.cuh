@@ -15,13 +15,13 @@ namespace pullback::segment_cuda {
 
 // How a lane gets its kVector elements of rows, kBatch rows at a time. Rows are counted from the
 // tile's first; batches begin at multiples of kBatch.
-template <class T, int kVector, Input kInput, bool kPermuted, bool kDeep>
+template <class T, int kVector, Input kInput, bool kPermuted>
 struct RowReader {
   static constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
   static constexpr int kInputs = kInput == Input::product ? 2 : 1;
   // Elements of 2 bytes and masks cannot be copied asynchronously.
   static constexpr bool kRing = kInput != Input::mask && kBytes >= 4;
-  static constexpr int kDepth = kDeep ? 8 / kInputs : 4 / kInputs;  // rows of the ring
+  static constexpr int kDepth = kRingRows / kInputs;
   static constexpr int kBatch = kDepth / 2;  // one is read while the next is on its way
   using Piece = Values<T, kVector>;
   struct Shared {
@@ -34,6 +34,18 @@ struct RowReader {
       if constexpr (kInput == Input::mask) return bit;
       if constexpr (kInputs == 2) return piece[0].real(i) * piece[1].real(i);
       return piece[0].real(i);
+    }
+  };
+
+  struct Batch {
+    using Element = T;
+    Row rows[kBatch];
+    Real<T> operator()(int i, int k) const { return rows[k].real(i); }
+    // Columns 2 i and 2 i + 1.
+    uint32_t pair(int i, int k) const
+      requires(kPairs<T, kVector> && kInput == Input::x)
+    {
+      return rows[k].piece[0].word[i];
     }
   };
 
@@ -131,23 +143,36 @@ struct RowReader {
     }
     return row;
   }
+  Batch get_all(int at) const {
+    Batch batch;
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) batch.rows[k] = get(at, k);
+    return batch;
+  }
 };
 
 template <class Op, class T, class Out, int kVector, Input kInput, bool kPermuted, int kStateBytes>
 void reduce_rows(const Params& p) {
   using State = typename Op::State;
   static_assert(sizeof(State) == kStateBytes);
-  // Shared memory also holds two states of each lane.
-  using Reader = RowReader<T, kVector, kInput, kPermuted, sizeof(State) * kVector <= 16>;
+  using Reader = RowReader<T, kVector, kInput, kPermuted>;
   constexpr int kBatch = Reader::kBatch;
   constexpr int kWarps = kThreads / device::kWarpSize;
-  __shared__ Ends<kMostTileRows> ends;
-  __shared__ bool has_end[kWarps];
-  __shared__ union {
-    typename Reader::Shared reader;
-    State tails[kThreads][kVector];  // once all rows are read
-  } shared;
-  __shared__ State heads[kThreads][kVector];
+  struct Shared {
+    union {
+      typename Reader::Shared reader;
+      State tails[kThreads][kVector];  // once all rows are read
+    };
+    State heads[kThreads][kVector];
+    Ends<kMostTileRows> ends;
+    bool has_end[kWarps];
+  };
+  static_assert(sizeof(Shared) <= reduce_rows_bytes(sizeof(T) * kVector, sizeof(State) * kVector));
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  auto& ends = shared.ends;
+  auto& heads = shared.heads;
+  auto& has_end = shared.has_end;
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, blockIdx.x);
@@ -156,11 +181,6 @@ void reduce_rows(const Params& p) {
   const int64_t first_column = column_block(p) * lanes * kVector;
   const int64_t column = first_column + lane * kVector;
   const bool active = column < p.columns;
-  ends.mark(segments, tile, [&](int64_t j) {
-    const int64_t stop = first_column + lanes * kVector;
-    for (int64_t d = first_column; d < stop && d < p.columns; ++d) finish_empty<Op, Out>(p, j, d);
-  });
-
   // Rows of this walker in a segment of the problem, counted from the tile's first.
   const int row = walker * p.walker_rows;
   const auto within = [&](int64_t place) {
@@ -176,6 +196,11 @@ void reduce_rows(const Params& p) {
   Reader reader(shared.reader, p, tile.origin, column, first, stop);
   const int begin = Reader::batch_of(first);
   reader.request(begin);
+  ends.mark(segments, tile, [&](int64_t j) {
+    const int64_t stop = first_column + lanes * kVector;
+#pragma unroll 1
+    for (int64_t d = first_column; d < stop && d < p.columns; ++d) finish_empty<Op, Out>(p, j, d);
+  });
   State state[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) state[i] = stop > first ? begin_run<Op>(first) : Op::start();
@@ -196,12 +221,9 @@ void reduce_rows(const Params& p) {
         ends.bits[static_cast<uint32_t>(at) / kWalkerRows] >> (at & (kWalkerRows - 1));
     constexpr uint32_t kAll = (1u << kBatch) - 1;
     if ((end_bits & kAll) == 0 && reader.has_all(at)) {
-      typename Reader::Row rows[kBatch];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) rows[k] = reader.get(at, k);
-      aim(rows[0]);
-      const auto value = [&](int i, int k) { return rows[k].real(i); };
-      if (add_rows<Op, Real<T>, kBatch>(state, value, at)) {
+      const typename Reader::Batch batch = reader.get_all(at);
+      aim(batch.rows[0]);
+      if (add_rows<Op, Real<T>, kBatch>(state, batch, at)) {
         continue;
       }
     }

@@ -1,8 +1,6 @@
-// Forward for x of one column, contiguous (smxx_stream.cuh). A lane takes some consecutive rows of
-// a piece and turns them into running states, begun anew after each last row of a segment; those of
-// last rows go to shared memory. A segmented scan over the warp and over the warps tells each lane
-// what its rows continue. Then the threads turn to the segments, a thread for each, and put the two
-// together: outputs are stored side by side.
+// Forward for x of one column, contiguous (smxx_stream.cuh). Of a long segment each lane keeps a
+// running state over its pieces of the rows, however many windows they fill; the lanes' states meet
+// where the segment ends.
 #pragma once
 
 #include "ops/segment/cuda/smxx_combine.cuh"
@@ -10,268 +8,171 @@
 
 namespace pullback::segment_cuda {
 
-// The rows of a lane, as they lie in shared memory.
-template <class T>
-struct LaneRows {
-  static constexpr int kRows = stream_lane_rows(sizeof(T));
-  using Half = Values<T, kRows / 2>;
-  Half half[2];
-
-  explicit LaneRows(const unsigned char* from) {
-    const uint32_t at = shared_address(from);
-    half[0] = load_shared<Half>(at);
-    half[1] = load_shared<Half>(at + sizeof(Half));
-  }
-  Real<T> real(int i) const { return half[i / (kRows / 2)].real(i % (kRows / 2)); }
-};
-
-// Adds a lane's rows; `stops` are the last ones of segments, whose states go to `at_end`. The lanes
-// of the warp aim at one row, so that their states are added without another exponential. False,
-// and nothing is added, when a row is far from it.
-template <class Op, class T, class State>
-bool aimed_rows(const LaneRows<T>& rows, uint32_t stops, State& state, State* at_end) {
-  if constexpr (kAims<Op>) {
-    constexpr int kRows = LaneRows<T>::kRows;
-    const float shift = __shfl_sync(device::kAllLanes, rows.real(0), 0);
-    float term[kRows], away = 0;
+// Adds the rows of x from `begin` to `end`, all of one segment.
+template <class Op, class T, int kLaneRows>
+void add_few(typename Op::State& state, const RowRing<T, kLaneRows>& x, int begin, int end) {
+  using R = Real<T>;
+  constexpr int kAtOnce = kStreamAtOnce;
+  if constexpr (kAims<Op>) Op::aim(state, device::to_real(x.at(begin)));
+#pragma unroll 1
+  for (int row = begin; row < end; row += kAtOnce) {
+    const T* const from = &x.at(row);
+    const int left = end - row;
+    R value[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const float difference = rows.real(i) - shift;
-      away = larger(away, difference < 0 ? -difference : difference);
-      term[i] = exponential(difference);
+    for (int i = 0; i < kAtOnce; ++i) {
+      value[i] = device::to_real(from[i]);
+      if (kAims<Op> && i >= left) value[i] = -device::infinity<R>();
     }
-    if (!(away <= Op::kNear)) return false;
-    state = {shift, 0};
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      state.sum += term[i];
-      if (stops >> i & 1) {
-        at_end[i] = state;
-        state = {shift, 0};
+    if constexpr (kAims<Op>) {
+      typename Op::State one[1] = {state};
+      if (add_rows<Op, R, kAtOnce>(
+              one, [&](int, int k) { return value[k]; }, row)) {
+        state = one[0];
+        continue;
       }
     }
-    if (stops >> (kRows - 1) != 0) state = Op::start();  // an aim is only for rows that follow
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (i < left) Op::add(state, value[i], row + i);
+    }
   }
-  return true;
 }
 
-// The states of lanes 0 to 31 put together, in lane 0.
-template <class Op, class State>
-State gathered(State state) {
-#pragma unroll
-  for (int step = 1; step < device::kWarpSize; step *= 2) {
-    Op::append(state, shuffle_down(state, step));
+// Adds a row to the state of a lane whose rows do not follow each other.
+template <class Op, class R>
+void add_row(typename Op::State& state, R x, int place) {
+  if constexpr (Op::kPlaces) {
+    if (state.place < 0) state = begin_run<Op>(place);
   }
-  return state;
+  typename Op::State one[1] = {state};
+  if (kAims<Op> && add_rows<Op, R, 1>(
+                       one, [&](int, int) { return x; }, place)) {
+    state = one[0];
+  } else {
+    Op::add(state, x, place);
+  }
+}
+
+// Adds this lane's rows of a chunk that lie in [low, high), counted from the lane's first.
+template <class Op, class T, int kRows>
+void add_piece(typename Op::State& state, const Values<T, kRows>& piece, int low, int high,
+               int place) {
+  using R = Real<T>;
+  if (low >= kRows || high <= 0 || low >= high) return;
+  const int first = low > 0 ? low : 0;
+  if constexpr (Op::kPlaces) {
+    if (state.place < 0) state = begin_run<Op>(place + first);
+  }
+  if (low <= 0 && high >= kRows) {
+    typename Op::State one[1] = {state};
+    if (add_rows<Op, R, kRows>(
+            one, [&](int, int k) { return piece.real(k); }, place)) {
+      state = one[0];
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (i >= low && i < high) Op::add(state, piece.real(i), place + i);
+  }
 }
 
 template <class Op, class T, class Out, int kStateBytes>
 void reduce_stream(const Params& p) {
   using State = typename Op::State;
   static_assert(sizeof(State) == kStateBytes);
-  constexpr int kBytes = static_cast<int>(sizeof(T));
-  constexpr int kLaneRows = LaneRows<T>::kRows;
-  constexpr int kWarps = kStreamThreads / device::kWarpSize;
-  constexpr int kRows = stream_rows(kBytes);
-  constexpr int kWarpRows = kRows / kWarps;
-  constexpr int kTurnRows = device::kWarpSize * kLaneRows;  // of a warp at a time
-  constexpr int kTurns = kWarpRows / kTurnRows;
-  constexpr int kChunkBytes = stream_chunk_bytes(kBytes);
-  constexpr uint32_t kFull = (1u << kLaneRows) - 1;
-  using Steps = Walk<kRows>;
-  using Rows = Ring<kStreamChunks, kChunkBytes>;
-  struct Shared {
-    typename Rows::Shared x;
-    typename Steps::Shared steps;
-    alignas(16) State at_end[kRows + stream_runs(kBytes)];  // of last rows: what their lane knows
-    State continued[stream_runs(kBytes)];                   // by a lane's rows
-    State open[kWarps];             // of the rows after the last end in each warp
-    State carry[2];                 // of the rows after the last end before the piece, by turns
-    bool ended[kWarps];             // whether a warp had an end
-    int16_t ends[kStreamEnds + 1];  // behind the begin of the first: rows counted from origin
+  constexpr int kLaneRows = 16 / static_cast<int>(sizeof(T));
+  using Ring = RowRing<T, kLaneRows>;
+  constexpr int kChunkRows = Ring::kChunkRows;
+  using Steps = Walk<kChunkRows>;
+  using Combining = Combiner<Op, Out, kStreamThreads, 1>;
+  struct Streaming {
+    typename Ring::Shared x[kStreamWarps];
+    typename Steps::Shared ends[kStreamWarps];
   };
-  static_assert(sizeof(Shared) <= stream_reduce_bytes(kBytes, sizeof(State)));
-  extern __shared__ __align__(16) unsigned char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
-  const int thread = threadIdx.x, warp = thread / device::kWarpSize;
-  const int lane = thread % device::kWarpSize;
-  const auto end_place = [](int row) { return row + row / kLaneRows; };
+  __shared__ __align__(16) unsigned char memory[sizeof(Streaming)];
+  static_assert(sizeof(Combining) <= sizeof(memory));
+  Streaming& shared = *reinterpret_cast<Streaming*>(memory);
+  Combining& combiner = *reinterpret_cast<Combining*>(memory);
 
   Segments segments;
-  using Combining = Combiner<Op, Out, kStreamThreads, 1>;
-  static_assert(sizeof(Combining) <= sizeof(shared.at_end));
-  Combining& combiner = *reinterpret_cast<Combining*>(shared.at_end);
   if (!begin_stream(p, segments)) {
     combiner.combine(p, segments, static_cast<int>(blockIdx.x) * kStreamThreads);
     return;
   }
-  Steps steps(p, segments, shared.steps, kChunkBytes / kBytes);
-  steps.skip_outside();
-  typename Steps::EndRing ends = steps.end_ring(segments);
-  Rows x(shared.x, static_cast<const T*>(p.x.data) + steps.base, steps.bytes_of_rows(kBytes),
-         kChunkBytes);
-  if (thread == 0) shared.carry[0] = Op::start();
-  start_rings(x, ends);
+  const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
+  Steps steps(p, segments, shared.ends[warp]);
+  Ring x(shared.x[warp], static_cast<const T*>(p.x.data) + steps.base, steps.rows);
 
-  const int64_t share_first = steps.first;
-  const bool starts_inside =
-      share_first > 0 && share_first < steps.stop && segments.begin(share_first) < steps.share_row;
-  int parity = 0;
+  // Of rows from `begin` to `end`, those of this lane.
+  const auto add = [&](State& state, int begin, int end) {
+    if constexpr (kAims<Op>) {
+      // All lanes at one row, so that their states are put together without an exponential.
+      if (state.sum == 0 && begin < end) Op::aim(state, device::to_real(x.at(begin)));
+    }
+    if (end - begin <= kStreamWarpRows) {
+#pragma unroll 1
+      for (int row = begin + lane; row < end; row += device::kWarpSize) {
+        add_row<Op>(state, device::to_real(x.at(row)), row);
+      }
+      return;
+    }
+#pragma unroll 2
+    for (int chunk = Ring::chunk_of(begin); chunk * kChunkRows < end; ++chunk) {
+      const int at = chunk * kChunkRows + lane * kLaneRows;
+      add_piece<Op, T>(state, x.piece(chunk), begin - at, end - at, at);
+    }
+  };
+
+  State open = Op::start();  // of the rows of `segment` before `row`
+  bool in_head = steps.starts_inside, is_open = in_head;
   while (steps.goes_on()) {
-    steps.template begin_piece<kLaneRows>();
-    wait_for_copies();
-    // The end of an empty segment is one of rows too, or before the piece.
-    const int low_row = steps.row - steps.origin;
-    steps.mark(
-        ends,
-        [&](int number, int begin, int end, bool ended) {
-          if (number == 0) shared.ends[0] = static_cast<int16_t>(begin);
-          if (!ended) return -1;
-          shared.ends[number + 1] = static_cast<int16_t>(end);
-          return end > low_row ? end - 1 : -1;
-        },
-        [](int, bool) { return 0; }, [](int, int) {});
-    x.wait((steps.window * kBytes + kChunkBytes - 1) / kChunkBytes);
-    const int place = steps.origin * kBytes % (kStreamChunks * kChunkBytes);
-
-    State before = Op::start();  // since the warp's last end
-    State earlier[kTurns];       // the same before this lane's rows
-    bool any_end = false, complete[kTurns];
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int own = warp * kWarpRows + turn * kTurnRows + lane * kLaneRows;
-      const uint32_t stops = shared.steps.bits[own / 32] >> (own % 32) & kFull;
-      const uint32_t enders = __ballot_sync(device::kAllLanes, stops != 0);
-      const unsigned char* from = x.at(place + own * kBytes);
-      const int low = steps.row - steps.origin - own, high = steps.window - steps.origin - own;
-      const int first_place = steps.origin + own;
-      const int from_row = low < 0 ? 0 : low;
-      State state = from_row < high && from_row < kLaneRows ? begin_run<Op>(first_place + from_row)
-                                                            : Op::start();
-      State* const at_end = shared.at_end + end_place(own);
-      const auto walk = [&](int i, Real<T> value) {
-        Op::add(state, value, first_place + i);
-        if (stops >> i & 1) {
-          at_end[i] = state;
-          state = begin_run<Op>(first_place + i + 1);
-        }
-      };
-      bool done = false;
-      if constexpr (kAims<Op>) {
-        if (__all_sync(device::kAllLanes, low <= 0 && high >= kLaneRows)) {
-          done = aimed_rows<Op>(LaneRows<T>(from), stops, state, at_end);
-        }
-      } else if (low <= 0 && high >= kLaneRows) {
-        const LaneRows<T> rows(from);
-        if (enders == 0) {
-          State one[1] = {state};
-          done = add_rows<Op, Real<T>, kLaneRows>(
-              one, [&](int, int k) { return rows.real(k); }, first_place);
-          state = one[0];
-        } else {
-          done = true;
-#pragma unroll
-          for (int i = 0; i < kLaneRows; ++i) walk(i, rows.real(i));
-        }
-      }
-      if (!done) {
-#pragma unroll 1
-        for (int i = from_row; i < high && i < kLaneRows; ++i) {
-          walk(i, device::to_real(reinterpret_cast<const T*>(from)[i]));
-        }
-      }
-      if (enders == 0) {
-        Op::append(before, shuffle(gathered<Op>(state), 0));
-        complete[turn] = true;  // and nobody asks
-        continue;
-      }
-      // Of the lanes up to this one, those since the last end.
-      const uint32_t enders_here = enders & (0xffffffffu >> (31 - lane));
-      const int since = enders_here != 0 ? 31 - __clz(static_cast<int>(enders_here)) : 0;
-#pragma unroll
-      for (int step = 1; step < device::kWarpSize; step *= 2) {
-        State whole = shuffle_up(state, step);
-        if (lane - step >= since) {
-          Op::append(whole, state);
-          state = whole;
-        }
-      }
-      earlier[turn] = shuffle_up(state, 1);
-      if (lane == 0) earlier[turn] = Op::start();
-      const bool ends_before = (enders & ((1u << lane) - 1)) != 0;
-      if (!ends_before) {
-        State whole = before;
-        Op::append(whole, earlier[turn]);
-        earlier[turn] = whole;
-      }
-      complete[turn] = any_end | ends_before;
-      before = shuffle(state, device::kWarpSize - 1);
-      any_end = true;
+    steps.advance([&](int chunk) { x.request(chunk); });
+    const auto batch = steps.batch();
+    if (batch.count == 0) {
+      add(open, steps.row, batch.open_stop);
+      is_open = true;
+      steps.next(batch);
+      continue;
     }
-    if (lane == 0) {
-      shared.open[warp] = before;
-      shared.ended[warp] = any_end;
+    const bool goes_on = is_open && batch.number == steps.segment;
+    const bool is_long = batch.mine && (goes_on || batch.end - batch.begin > kStreamLaneRows);
+    State state = Op::start();
+    if (batch.mine && !is_long && batch.begin < batch.end) {
+      state = begin_run<Op>(batch.begin);
+      add_few<Op>(state, x, batch.begin, batch.end);
     }
-    __syncthreads();
-
-    // What the rows before this warp's have left open.
-    const auto open_before = [&](int stop) {
-      State state = shared.carry[parity];
-#pragma unroll 1
-      for (int other = 0; other < stop; ++other) {
-        if (shared.ended[other]) {
-          state = shared.open[other];
-        } else {
-          Op::append(state, shared.open[other]);
-        }
+    for (uint32_t longs = __ballot_sync(device::kAllLanes, is_long); longs != 0;
+         longs &= longs - 1) {
+      const int owner = __ffs(static_cast<int>(longs)) - 1;
+      State whole = Op::start();
+      if (is_open) {  // the first of them goes on
+        whole = open;
+        open = Op::start();
+        is_open = false;
       }
-      return state;
-    };
-    if (any_end) {
-      const State prefix = open_before(warp);
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        State state = earlier[turn];
-        if (!complete[turn]) {
-          state = prefix;
-          Op::append(state, earlier[turn]);
-        }
-        shared.continued[(warp * kTurns + turn) * device::kWarpSize + lane] = state;
-      }
+      add(whole, __shfl_sync(device::kAllLanes, batch.begin, owner),
+          __shfl_sync(device::kAllLanes, batch.end, owner));
+      whole = gathered<Op>(whole);
+      if (lane == owner) state = whole;
     }
-    if (thread == 0) shared.carry[parity ^ 1] = open_before(kWarps);
-    steps.clear();
-    __syncthreads();
-
-    const bool in_head = steps.first == share_first && starts_inside;
-#pragma unroll 1
-    for (int number = thread; number < steps.taken; number += kStreamThreads) {
-      const int64_t j = steps.first + number;
-      const int begin = shared.ends[number], end = shared.ends[number + 1];
-      if (begin >= end) {
+    const int64_t j = steps.first_group + batch.number;
+    if (batch.mine && j >= 1 && j <= p.segments) {
+      if (in_head && batch.number == steps.segment) {
+        slot_of<Op>(p, steps.share, 0)[0] = state;
+      } else if (batch.begin == batch.end && !goes_on) {
         finish_empty<Op, Out>(p, j, 0);
-        continue;
-      }
-      const int run = (end - 1) / kLaneRows;
-      State state[1] = {shared.at_end[end - 1 + run]};
-      if (begin < run * kLaneRows) {
-        State whole = shared.continued[run];
-        Op::append(whole, state[0]);
-        state[0] = whole;
-      }
-      if (in_head && number == 0) {
-        slot_of<Op>(p, blockIdx.x, 0)[0] = state[0];
       } else {
-        finish<Op, Out>(p, segments, j, 0, state, steps.base);
+        const State one[1] = {state};
+        finish<Op, Out>(p, segments, j, 0, one, steps.base);
       }
     }
-    parity ^= 1;
-    __syncthreads();
-    steps.next_piece();
-    refill(x, steps.row / kLaneRows * kLaneRows * kBytes / kChunkBytes);
-    refill(ends, steps.oldest_end());
+    in_head = false;
+    steps.next(batch);
   }
-  if (thread == 0) slot_of<Op>(p, blockIdx.x, 1)[0] = shared.carry[parity];
+  open = gathered<Op>(open);
+  if (lane == 0) slot_of<Op>(p, steps.share, 1)[0] = open;
   steps.report();
   if (p.proof != Proof::again || !last_to_arrive(p)) return;
   for (int tile = 0; tile < p.tiles; tile += kStreamThreads) {

@@ -34,29 +34,66 @@ inline Segments make_segments(const Params& p, bool own) {
   if (own) segments.offsets = {p.own_offsets, 1, 1};
   return segments;
 }
-// Where the tile that begins with item `item` of the list begins. By a warp: 32 places at a time.
+// Where the tiles that begin with some items of the list begin, and whether their first segments
+// have rows before them. By a warp: 32 places at a time.
 // Of offsets out of order the first tile still begins, and the last one ends, where it must.
-inline TileStart find_start(const Segments& segments, int64_t item) {
-  if (item <= 0) return {0, 0};
-  if (item >= segments.rows + segments.count + 2) return {segments.count + 2, segments.rows};
+template <int kCount>
+void find_starts_at(const Segments& segments, int end_items, const int64_t (&item)[kCount],
+                    TileStart (&start)[kCount], bool (&inside)[kCount]) {
   const int lane = threadIdx.x % device::kWarpSize;
-  int64_t low = 0, high = segments.count + 2;
-  while (low < high) {
-    const int64_t step = (high - low + device::kWarpSize - 1) / device::kWarpSize;
-    const int64_t at = low + lane * step + step - 1;
-    const bool reached = at >= high || segments.end(at) + at >= item;
-    const uint32_t lanes = __ballot_sync(device::kAllLanes, reached);
-    if (lanes == 0) {
-      low = high;
-      break;
-    }
-    low += (__ffs(static_cast<int>(lanes)) - 1) * step;
-    high = low + step - 1 < high ? low + step - 1 : high;
+  int64_t low[kCount], high[kCount];
+  bool searching = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    low[i] = 0;
+    high[i] = segments.count + 2;
   }
-  const int64_t row = clamped(item - low, 0, segments.rows);
-  const bool ended =
-      low < segments.count + 2 && segments.end(low) == row && segments.begin(low) < row;
-  return {low + ended, row};
+  while (searching) {
+    bool reached[kCount];
+    int64_t step[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      step[i] = (high[i] - low[i] + device::kWarpSize - 1) / device::kWarpSize;
+      const int64_t at = low[i] + lane * step[i] + step[i] - 1;
+      reached[i] = at >= high[i] || segments.end(at) + at * end_items >= item[i];
+    }
+    searching = false;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t lanes = __ballot_sync(device::kAllLanes, reached[i]);
+      if (low[i] >= high[i]) continue;
+      if (lanes == 0) {
+        low[i] = high[i];
+        continue;
+      }
+      low[i] += (__ffs(static_cast<int>(lanes)) - 1) * step[i];
+      high[i] = low[i] + step[i] - 1 < high[i] ? low[i] + step[i] - 1 : high[i];
+      searching |= low[i] < high[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    inside[i] = false;
+    if (item[i] <= 0) {
+      start[i] = {0, 0};
+    } else if (item[i] >= segments.rows + (segments.count + 2) * end_items) {
+      start[i] = {segments.count + 2, segments.rows};
+    } else {
+      const bool is_segment = low[i] < segments.count + 2;
+      const int64_t begin = is_segment ? clamped(segments.begin(low[i]), 0, segments.rows) : 0;
+      const int64_t row = clamped(item[i] - low[i] * end_items, begin, segments.rows);
+      const bool begun = is_segment && begin < row;
+      const bool ended = begun && segments.end(low[i]) == row;
+      inside[i] = begun && !ended;
+      start[i] = {low[i] + ended, row};
+    }
+  }
+}
+inline TileStart find_start(const Segments& segments, int end_items, int64_t item) {
+  TileStart start[1];
+  bool inside[1];
+  find_starts_at(segments, end_items, {item}, start, inside);
+  return start[0];
 }
 
 // By all warps of the grid, or of the block.
@@ -65,7 +102,7 @@ inline void find_starts(const Params& p, const Segments& segments, int64_t threa
   const bool first_lane = threadIdx.x % device::kWarpSize == 0;
   for (int64_t tile = thread / device::kWarpSize; tile <= p.tiles;
        tile += threads / device::kWarpSize) {
-    const TileStart start = find_start(segments, tile * p.tile_items);
+    const TileStart start = find_start(segments, p.end_items, tile * p.tile_items);
     if (first_lane) p.starts[tile] = start;
   }
   if (thread == 0) p.starts[p.tiles + 1] = {segments.begin(1), segments.end(segments.count)};

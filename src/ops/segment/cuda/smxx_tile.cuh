@@ -146,7 +146,7 @@ struct Ends : EndBits<kRows> {
 
 // The tile that has this row, of a segment of the list.
 inline int64_t tile_of_row(const Params& p, int64_t segment, int64_t row) {
-  return (row + segment) / p.tile_items;
+  return (row + segment * p.end_items) / p.tile_items;
 }
 
 }  // namespace pullback::segment_cuda

@@ -155,9 +155,8 @@ class Reduction {
 struct MapOp {
   std::string name;
   std::string type;   // with {T} for the element, {V} for the columns of a lane, {P} for permuted
-  int segment_bytes;  // sizeof(Segment) for one column of rows that may be permuted
-  int stream_segment_bytes;  // of rows that may not
-  int blocks = 4;            // on a multiprocessor, of the wide kernels: bounds registers
+  int segment_bytes;  // sizeof(Segment) for one column
+  int blocks = 4;     // on a multiprocessor, of the wide kernels: bounds registers
 };
 
 MapOp spread_map(bool mean, DType dtype);

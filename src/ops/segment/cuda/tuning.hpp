@@ -20,6 +20,13 @@ constexpr int tile_items(int lane_bits, int walker_rows) {
 }
 // What a tile can keep the ends of.
 inline constexpr int kMostTileRows = kThreads / kFewestLanes * kWalkerRows;
+inline constexpr int kRingRows = 8;  // of each lane, on their way or being read
+// Shared memory of smxx_reduce_rows.cuh: pieces of rows or states, states, ends of segments.
+constexpr int reduce_rows_bytes(int piece_bytes, int states_bytes) {
+  const int ring = kRingRows * piece_bytes;
+  return kThreads * ((ring > states_bytes ? ring : states_bytes) + states_bytes) +
+         kMostTileRows * 2 + kMostTileRows / 8 + 64;
+}
 constexpr int most_walker_rows(int lane_bits) { return kMostTileRows / tile_items(lane_bits, 1); }
 // Reductions take tiles that fill the device a whole number of times, this often or oftener.
 inline constexpr int kWaves = 2;
@@ -34,32 +41,20 @@ constexpr int column_tile_items(int kept_bytes) {
   return column_rows(kept_bytes) * (kThreads * column_rounds(kept_bytes) - 1);
 }
 
-// Streams of one column (smxx_stream.cuh): a block goes through its share in pieces, whose rows and
-// segment ends pass through rings of chunks in shared memory.
+// Streams of one column (smxx_stream.cuh): what a warp has of rows and of segment ends in shared
+// memory, in chunks of 16 bytes a lane and groups of an end a lane.
 inline constexpr int kStreamThreads = 128;
-inline constexpr int kStreamEnds = 512;  // of a piece
-inline constexpr int kStreamChunks = 5;
-constexpr int stream_rows(int element_bytes) { return element_bytes == 2 ? 4096 : 2048; }
-inline constexpr int kEndChunk = 128;  // offsets
-inline constexpr int kEndChunks = 8;
-inline constexpr int kLeastShare = 4096;  // rows and segment ends
-constexpr int stream_chunk_rows(int element_bytes) { return stream_rows(element_bytes) / 2; }
-constexpr int stream_chunk_bytes(int element_bytes) {
-  return stream_chunk_rows(element_bytes) * element_bytes;
-}
-// A lane takes so many rows at a time, whose states are kept apart by the place of one.
-constexpr int stream_lane_rows(int element_bytes) { return 32 / element_bytes; }
-constexpr int stream_runs(int element_bytes) {
-  return stream_rows(element_bytes) / stream_lane_rows(element_bytes);
-}
-constexpr int stream_reduce_bytes(int element_bytes, int state_bytes) {
-  return kStreamChunks * stream_chunk_bytes(element_bytes) + kEndChunks * kEndChunk * 8 +
-         (stream_rows(element_bytes) + 2 * stream_runs(element_bytes) + 16) * state_bytes +
-         2 * kStreamEnds + 1024;
-}
-constexpr int stream_map_bytes(int element_bytes, int segment_bytes) {
-  return kEndChunks * kEndChunk * 8 + stream_rows(element_bytes) * segment_bytes + 1024;
-}
+inline constexpr int kStreamWarps = kStreamThreads / 32;
+inline constexpr int kStreamChunks = 8;
+inline constexpr int kStreamEndGroups = 8;
+inline constexpr int kStreamPending = 4;     // chunks and groups on their way
+inline constexpr int kStreamAtOnce = 4;      // rows that a lane reads, some behind its segment
+inline constexpr int kStreamLaneRows = 32;   // of a segment, at most, that a lane walks alone
+inline constexpr int kStreamMapRows = 16;    // the same in maps
+inline constexpr int kStreamWarpRows = 256;  // the same of those that the lanes take row by row
+inline constexpr int kStreamEndItems = 16;   // rows that the end of a segment costs as much as
+constexpr int stream_chunk_rows(int element_bytes) { return 32 * 16 / element_bytes; }
+inline constexpr int kLeastShare = 1024;  // rows and segment ends of a warp
 
 // Tiles that a block of some threads looks at for segments to combine.
 constexpr int combine_tiles(int columns, int threads) { return columns == 1 ? threads : 32; }
