@@ -65,7 +65,8 @@ TileKernel tile_kernel(DType dtype, int width, Features features, int arch,
   const bool split = dtype == DType::f32, bias = !split && features >= Features::general;
   BackwardTiles tiles = tiles_of(dtype, width, arch, small_blocks);
   const bool own = small_blocks && tiles.keys != tiles_of(dtype, width, arch).keys;
-  if (bias) tiles = with_bias(tiles, width, arch, features == Features::bias_sum);
+  const bool written = features == Features::bias, sums = features == Features::bias_sum;
+  if (bias) tiles = with_bias(tiles, width, arch, written, sums);
   const int feature = static_cast<int>(features);
   return {{.name = fmt::format("attention_backward_{}_{}{}{}", type, width, kFeatureSuffix[feature],
                                own ? "_small" : ""),

@@ -35,11 +35,14 @@ constexpr int BackwardTiles::shared_bytes(int width, int element_bytes, bool bia
          (stats_bytes(queries) * stages + 127) / 128 * 128 + (bias ? 2 * keys * queries : 0);
 }
 
-// The same tiles for kernels with a bias, which takes room of a stage; `sums`: that add d_bias up
-// over launches. Where 8 warps have too few registers as they are, they have enough in pairs that
-// share the width.
-inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch, bool sums) {
-  if (tiles.split == 1 && (width == 64 || sums) && max_shared_bytes(arch) >= 163 * 1024) {
+// The same tiles for kernels with a bias, which takes room of a stage. Where 8 warps have too few
+// registers as they are, or no room, they have enough in pairs that share the width. `written`:
+// d_bias of one launch, in 16-byte pieces; `sums`: over launches.
+inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch, bool written,
+                                         bool sums) {
+  const int shared = max_shared_bytes(arch);
+  const bool pairs = sums || (width == 64 && (!written || shared < 227 * 1024));
+  if (tiles.split == 1 && pairs && shared >= 163 * 1024) {
     tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 128 / tiles.keys;
   }
   if (tiles.stages > 2) tiles.stages = 2;
