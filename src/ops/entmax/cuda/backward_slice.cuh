@@ -208,15 +208,24 @@ class Slice {
       }
       return;
     }
-#pragma unroll 1
+    // All loads before the first use: their waits overlap.
+#pragma unroll
     for (int j = 0; j < kCount; ++j) {
       if ((wanted >> j & 1) == 0) continue;
-      const SlopeData slope = range_.load_slope(begin + j * threads(), Drop());
+      data[j] = range_.load_slope(begin + j * threads(), Drop());
+      if (known) d_y[j] = range_.load_d_y(begin + j * threads(), Drop());
+    }
+    bool active[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      active[j] = known ? (wanted >> j & 1) != 0 : SlopeOf::any(data[j]);
+      if (!known && active[j]) d_y[j] = range_.load_d_y(begin + j * threads(), Drop());
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if ((wanted >> j & 1) == 0) continue;
       Piece d_x{};
-      if (SlopeOf::any(slope)) {
-        const Piece of_d_y = range_.load_d_y(begin + j * threads(), Drop());
-        d_x = gradient_piece<T, kWeights>(slope, of_d_y, mean, alpha_);
-      }
+      if (active[j]) d_x = gradient_piece<T, kWeights>(data[j], d_y[j], mean, alpha_);
       range_.store(begin + j * threads(), d_x);
     }
   }

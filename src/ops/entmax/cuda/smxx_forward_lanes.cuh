@@ -88,34 +88,38 @@ void forward_lanes(const ForwardParams& p) {
     finish(largest + log_of(sum), size);
   } else {
     const Power<kFamily, float> power(p.alpha);
-    float start = power.start;
+    float tops[kPerWord<T>];
+    unpack(top, tops, T{});
+#pragma unroll
+    for (float& of_lane : tops) of_lane -= origin;
     Threshold<float> threshold;
-    if constexpr (kVectors > 1) {
-      float tops[kPerWord<T>];
-      unpack(top, tops, T{});
-#pragma unroll
-      for (float& of_lane : tops) of_lane -= origin;
-      if constexpr (kFamily == Family::general) {
-        constexpr int kLength = device::kVectorLength<T>;
-        start = estimate(power.rough(), tops, group);
-        start = step_by_sample(power.rough(), start, tops, kLength, group, [&](auto use) {
-#pragma unroll
-          for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
-        });
-      } else {
-        start = lower_bound(power, tops, group);
-      }
-    }
     if constexpr (kFamily == Family::sparsemax) {
+      const float start = kVectors == 1 ? power.start : lower_bound(power, tops, group);
       threshold = {rise_of_sparsemax(start, group, all), 0, 1};
     } else {
-      threshold = solve<float>(power, start, group, all, digits_wanted<T>(p));
+      const auto start_of = [&](const auto& rough) {
+        if constexpr (kVectors == 1) {
+          return rough.start;
+        } else if constexpr (kFamily == Family::general) {
+          constexpr int kLength = device::kVectorLength<T>;
+          const float bound = bound_of_mean(rough, tops, group);
+          return look_at_sample(rough, bound, tops, kLength, group,
+                                [&](auto use) {
+#pragma unroll
+                                  for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
+                                })
+              .theta;
+        } else {
+          return lower_bound(power, tops, group);
+        }
+      };
+      threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
     }
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
     const auto output = power_of_output<T>(power);
     store([&](float v) {
-      return scaled<T, kFamily>(output.value(power.excess(v, theta)), threshold);
+      return scaled<T, kFamily>(output.value(output.excess(v, theta)), threshold);
     });
     if constexpr (kFamily == Family::sparsemax) {
       if (p.support.data) {

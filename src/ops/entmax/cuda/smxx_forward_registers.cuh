@@ -162,39 +162,40 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
     const Power<kFamily, float> power(p.alpha);
 #pragma unroll
     for (int w = 0; w < kTops; ++w) tops[w] -= largest;
-    float start;
-    if constexpr (kFamily == Family::general) {
-      WarpOfFractions<kTops> warp;
-      start = estimate(power.rough(), tops, warp);
-      const auto sample = [&](auto use) {
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
-      };
-      if constexpr (kWarps == 1) {
-        start = step_by_sample(power.rough(), start, tops, kLength, group, sample);
-      } else {
-        const float own[] = {max_in_word<T>(largest_word) - largest};
-        start = step_by_sample(power.rough(), start, own, kLength, group, sample);
-      }
-    } else {
-      start = warp_bound(power, tops);
-    }
     const auto all = [&](auto use) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) use(z[i]);
     };
     Threshold<float> threshold;
     if constexpr (kFamily == Family::sparsemax) {
-      threshold = {rise_of_sparsemax(start, group, all), 0, 1};
+      threshold = {rise_of_sparsemax(warp_bound(power, tops), group, all), 0, 1};
     } else {
-      threshold = solve<float>(power, start, group, all, digits_wanted<T>(p));
+      const auto start_of = [&](const auto& rough) {
+        if constexpr (kFamily != Family::general) {
+          return warp_bound(power, tops);
+        } else {
+          WarpOfFractions<kTops> warp;
+          const float theta = estimate(rough, tops, warp);
+          const auto sample = [&](auto use) {
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
+          };
+          if constexpr (kWarps == 1) {
+            return look_at_sample(rough, theta, tops, kLength, group, sample).theta;
+          } else {
+            const float own[] = {max_in_word<T>(largest_word) - largest};
+            return look_at_sample(rough, theta, own, kLength, group, sample).theta;
+          }
+        }
+      };
+      threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
     }
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
     if (T* y = y_of_row()) {
       const auto output = power_of_output<T>(power);
       store_held<T, kThreads, kVectors>(y, length, thread, [&](int i) {
-        return scaled<T, kFamily>(output.value(power.excess(z[i], theta)), threshold);
+        return scaled<T, kFamily>(output.value(output.excess(z[i], theta)), threshold);
       });
     }
     if constexpr (kFamily == Family::sparsemax) {

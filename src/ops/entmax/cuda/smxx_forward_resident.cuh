@@ -96,6 +96,7 @@ class Candidates {
         room_(first_ + capacity * kStep) {}
 
   bool complete() const { return end_ <= room_; }
+  void drop() { end_ = room_ + 1; }
 
   void collect(const HeldRow<T>& held, float bound) {
     end_ = first_;
@@ -107,10 +108,7 @@ class Candidates {
           end_ = room_ + 1;
         } else {
           HeldRow<T>::for_each_in(packed, [&](float x, int i) {
-            if (x > bound) {
-              store(end_, packed.word[i / kPerWord<T>] >> i % kPerWord<T> * 16);
-              end_ += kStep;
-            }
+            store_above(x, bound, packed.word[i / kPerWord<T>] >> i % kPerWord<T> * 16);
           });
         }
       }
@@ -156,12 +154,7 @@ class Candidates {
   Packed<T> spread(const Packed<T>& of_x, float bound, uint32_t& next) const {
     Packed<T> result{};
     HeldRow<T>::for_each_in(of_x, [&](float x, int i) {
-      uint32_t bits = 0;
-      if (x > bound) {
-        bits = load(next);
-        next += kStep;
-      }
-      result.word[i / kPerWord<T>] |= bits << i % kPerWord<T> * 16;
+      result.word[i / kPerWord<T>] |= load_above(x, bound, next) << i % kPerWord<T> * 16;
     });
     return result;
   }
@@ -188,6 +181,46 @@ class Candidates {
                    : "memory");
     } else {
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(bits) : "memory");
+    }
+  }
+  // Appends an element if x is above `bound`, takes the next one if it is, else 0. The compiler
+  // would move registers about in place of predicates.
+  void store_above(float x, float bound, uint32_t bits) {
+    if constexpr (sizeof(T) == 2) {
+      asm volatile(
+          "{.reg .pred above; setp.gt.f32 above, %1, %2; @above st.shared.u16 [%0], %3; "
+          "@above add.u32 %0, %0, %4;}"
+          : "+r"(end_)
+          : "f"(x), "f"(bound), "h"(static_cast<uint16_t>(bits)), "n"(kStep)
+          : "memory");
+    } else {
+      asm volatile(
+          "{.reg .pred above; setp.gt.f32 above, %1, %2; @above st.shared.u32 [%0], %3; "
+          "@above add.u32 %0, %0, %4;}"
+          : "+r"(end_)
+          : "f"(x), "f"(bound), "r"(bits), "n"(kStep)
+          : "memory");
+    }
+  }
+  static uint32_t load_above(float x, float bound, uint32_t& next) {
+    if constexpr (sizeof(T) == 2) {
+      uint16_t half = 0;
+      asm volatile(
+          "{.reg .pred above; setp.gt.f32 above, %2, %3; @above ld.shared.u16 %0, [%1]; "
+          "@above add.u32 %1, %1, %4;}"
+          : "+h"(half), "+r"(next)
+          : "f"(x), "f"(bound), "n"(kStep)
+          : "memory");
+      return half;
+    } else {
+      uint32_t bits = 0;
+      asm volatile(
+          "{.reg .pred above; setp.gt.f32 above, %2, %3; @above ld.shared.u32 %0, [%1]; "
+          "@above add.u32 %1, %1, %4;}"
+          : "+r"(bits), "+r"(next)
+          : "f"(x), "f"(bound), "n"(kStep)
+          : "memory");
+      return bits;
     }
   }
   static void load(float (&x)[4], uint32_t at) {
@@ -370,32 +403,51 @@ void forward_resident(const ForwardParams& p) {
       });
       finish(largest + log_of(sum), size);
     } else {
-      if constexpr (collects(kFamily)) candidates.collect(held, bound);
       const auto all = [&](auto use) { for_each_candidate([&](float x) { use(x - largest); }); };
-      float start = theta_of_bound(power, largest, bound);
+      const float lowest = theta_of_bound(power, largest, bound);
       Threshold<float> threshold;
       if constexpr (kFamily == Family::sparsemax) {
-        threshold = {rise_of_sparsemax(start, group, all), 0, 1};
+        threshold = {rise_of_sparsemax(lowest, group, all), 0, 1};
       } else {
-        if constexpr (kFamily == Family::general) {
-          const float own[] = {max_in_word<T>(held.top()) - largest};
-          start = step_by_sample(power.rough(), start, own, kLength, group, [&](auto use) {
+        threshold = power.with_rough([&](const auto& rough) {
+          float start = lowest, floor = lowest;
+          if constexpr (kFamily == Family::general) {
+            const float own[] = {max_in_word<T>(held.top()) - largest};
+            const auto sample = [&](auto use) {
 #pragma unroll
-            for (int j = 0; j < kResidentVectors; ++j) {
-              float first[kPerWord<T>];
-              unpack(held.fresh(j).word[0], first, T{});
-              use(first[0] - largest);
+              for (int j = 0; j < kResidentVectors; ++j) {
+                float first[kPerWord<T>];
+                unpack(held.fresh(j).word[0], first, T{});
+                use(first[0] - largest);
+              }
+            };
+            const Look look = look_at_sample(rough, lowest, own, kLength, group, sample);
+            start = look.theta;
+            // Half of the way is on the safe side of nearly any sample's error.
+            floor = max(lowest, (lowest + start) / 2);
+            candidates.collect(held, bound_of_theta(power, largest, floor));
+          } else if constexpr (collects(kFamily)) {
+            candidates.collect(held, bound);
+          }
+          const float tolerance = rough.tolerance(digits_wanted<T>(p));
+          while (true) {
+            const Threshold<float> found = rise<float>(rough, start, group, all, tolerance);
+            if (!(found.theta < floor)) {
+              bound = max(bound, bound_of_theta(power, largest, floor));
+              return found;
             }
-          });
-        }
-        threshold = solve<float>(power, start, group, all, digits_wanted<T>(p));
+            // The sample has misled: not all that take part are listed.
+            candidates.drop();
+            floor = -infinity<float>();
+          }
+        });
       }
       const float theta = threshold.theta;
       const auto excess = [&](float x) { return power.excess(x - largest, theta); };
       const auto active = [&](float x) { return excess(x) > power.edge; };
       const auto output = power_of_output<T>(power);
       const auto value_of = [&](float x) {
-        return scaled<T, kFamily>(output.value(excess(x)), threshold);
+        return scaled<T, kFamily>(output.value(output.excess(x - largest, theta)), threshold);
       };
       const int size = p.support_size.data ? count(active) : 0;
       if (collects(kFamily) && candidates.complete()) {

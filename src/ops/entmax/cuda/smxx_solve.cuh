@@ -57,17 +57,22 @@ inline double magnitude(double x) { return fabs(x); }
 template <class R>
 inline constexpr R kEpsilon = sizeof(R) == 8 ? R{0x1p-52} : R{0x1p-23f};
 
-// Of the e of an evaluation: e^(1/b), e^(1/b - 1) and, where curved, e^(1/b - 2).
+// Of the e of an evaluation: e^(1/b), e^(1/b - 1) and, where smooth, e^(1/b - 2).
 template <class R>
 struct Sums {
   R f = 0, slope = 0, bend = 0;  // sparsemax: the sum and the number of the active z
 };
 
-// p as a function of z and theta. kRough: see rough_power_of.
-template <Family kFamily, class R, bool kRough = false>
+// How powers are computed. Rough ones (see rough_power_of) will do for steps and for 16 bits; where
+// p has a second derivative, that is smooth, steps go to the root of a parabola.
+enum class Powers { exact, smooth, sharp };
+
+// p as a function of z and theta.
+template <Family kFamily, class R, Powers kPowers = Powers::exact>
 struct Power {
   static constexpr Family family = kFamily;
-  static constexpr bool curved = kRough;  // whether sums have a bend
+  static constexpr bool rough = kPowers != Powers::exact;
+  static constexpr bool smooth = kPowers == Powers::smooth;
   static constexpr bool near_one = kFamily == Family::near_one;
   static constexpr R edge = near_one ? R{-1} : R{0};   // of excess(): where p leaves 0
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
@@ -82,33 +87,43 @@ struct Power {
     }
   }
   Power(R b, R inverse) : b(b), inverse(inverse) {}
-  // The same where less precision will do.
-  auto rough() const {
-    return Power < kFamily, R, kFamily == Family::general && sizeof(R) == 4 > (b, inverse);
+  // f(this), with rough powers where there are some.
+  template <class Use>
+  auto with_rough(const Use& use) const {
+    if constexpr (kFamily != Family::general || sizeof(R) != 4) {
+      return use(*this);
+    } else {
+      return inverse > 2 ? use(Power<kFamily, R, Powers::smooth>(b, inverse))
+                         : use(Power<kFamily, R, Powers::sharp>(b, inverse));
+    }
   }
 
-  // b z - theta, or b (z - c).
+  // b z - theta, or b (z - c); rough powers take what is negative for 0.
   R excess(R z, R theta) const {
+    if constexpr (rough) return __saturatef(fma(b, z, -theta));
     if constexpr (kFamily == Family::sparsemax) return z - theta;
     if constexpr (near_one) return b * (z - theta);
     if constexpr (kFamily == Family::entmax15) return fma(R{0.5}, z, -theta);
     return fma(b, z, -theta);
   }
-  // Whether p has a second derivative, and steps a parabola.
-  bool smooth() const { return inverse > 2; }
-  // Adds e's part to the sums: one power, and products. The hardware's logarithm of 0 is -inf.
-  void add_curved(Sums<R>& sums, R e) const {
-    e = max(e, R{0});
-    const R bend = rough_power_of(e, smooth() ? inverse - 2 : inverse - 1);
-    const R slope = smooth() ? bend * e : bend;
-    sums.f = fma(slope, e, sums.f);
-    sums.slope += slope;
-    sums.bend += bend;
+  // Adds e's part to the sums. The hardware's logarithm of 0 is -inf.
+  void add(Sums<R>& sums, R e) const {
+    if constexpr (smooth) {
+      const R bend = rough_power_of(e, inverse - 2), of_slope = bend * e;
+      sums.f = fma(of_slope, e, sums.f);
+      sums.slope += of_slope;
+      sums.bend += bend;
+    } else {
+      const R of_slope = slope(e);
+      sums.f += value(e, of_slope);
+      sums.slope += of_slope;
+    }
   }
   // p^(2-alpha), the summand of the slope: e^(1/b - 1), from which p costs a product. 0 where p is.
   R slope(R e) const {
     if constexpr (kFamily == Family::sparsemax) return e > 0 ? R{1} : R{0};
     if constexpr (kFamily == Family::entmax15) return max(e, R{0});
+    if constexpr (rough) return rough_power_of(e, inverse - 1);
     if (!(e > edge)) return R{0};
     if constexpr (near_one) return exp_of(log1p_of(e) * (inverse - 1));
     // Where 1/b is small, 1/b - 1 has lost digits of it.
@@ -117,11 +132,12 @@ struct Power {
   }
   R value(R e, R slope) const {
     if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
+    if constexpr (rough) return e * slope;
     return (near_one ? 1 + max(e, R{-1}) : max(e, R{0})) * slope;  // e may be -inf
   }
   R value(R e) const {
     if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
-    if constexpr (kRough) return rough_power_of(max(e, R{0}), inverse);
+    if constexpr (rough) return rough_power_of(e, inverse);
     return value(e, slope(e));
   }
   // From which |f - 1| on a step ends so close that p is right to `digits` bits. f - 1 is squared
@@ -131,7 +147,7 @@ struct Power {
     if constexpr (sizeof(R) == 4) {
       const auto wanted = static_cast<R>(digits);
       if constexpr (kFamily != Family::general) return exp2_of(-min(10.0f, wanted / 2 + 1));
-      if (smooth()) return exp2_of(0.25f - 5 * max(b, 0.3f) - (wanted - 8) / 3);
+      if constexpr (smooth) return exp2_of(0.25f - 5 * max(b, 0.3f) - (wanted - 8) / 3);
       return exp2_of(-b * min(wanted + 1, 23.0f));
     }
     if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
@@ -146,14 +162,14 @@ struct Power {
       const R root = root_of(f);
       return quotient(root * f_minus_1, (root + 1) * slope);
     }
-    if constexpr (kRough) {
+    if constexpr (rough) {
       // 1 - f^-b, by its series where the difference would have few digits.
       const R c = 1 + b;
       const R near = b * f_minus_1 * (1 - c / 2 * f_minus_1 * (1 - (1 + c) / 3 * f_minus_1));
       const R part = magnitude(f_minus_1) < 0x1p-5f ? near : 1 - rough_power_of(f, -b);
       const R over_slope = quotient(R{1}, slope);
       const R newton = part * f * over_slope;
-      if (!smooth()) return newton;
+      if constexpr (!smooth) return newton;
       // Of f^b: half its second derivative over the first.
       const R curvature = (inverse - 1) * (sums.bend * over_slope - slope * reciprocal_of(f));
       const R turn = 1 - 2 * max(curvature, R{0}) * newton;
@@ -165,10 +181,10 @@ struct Power {
 };
 
 // What writes y: a 16-bit one shows no more than the rough digits.
-template <class T, class P>
-auto power_of_output(const P& power) {
-  if constexpr (sizeof(T) == 2) {
-    return power.rough();
+template <class T, Family kFamily>
+auto power_of_output(const Power<kFamily, float>& power) {
+  if constexpr (kFamily == Family::general && sizeof(T) == 2) {
+    return Power<kFamily, float, Powers::sharp>(power.b, power.inverse);
   } else {
     return power;
   }
@@ -186,6 +202,15 @@ float scaled(float p, const Threshold<float>& threshold) {
   return kFamily == Family::sparsemax || sizeof(T) == 2 ? p : p * threshold.scale;
 }
 
+template <class P, class R, class G>
+void sum_over(Sums<R>& sums, G& group) {
+  if constexpr (P::smooth) {
+    group.sum(sums.f, sums.slope, sums.bend);
+  } else {
+    group.sum(sums.f, sums.slope);
+  }
+}
+
 // At most this many f32 summands before they are added up in double: rows of any length.
 inline constexpr int kPartLength = 64;
 
@@ -200,13 +225,8 @@ Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
         part.f += z;
         part.slope += 1;
       }
-    } else if constexpr (P::curved) {
-      power.add_curved(part, power.excess(z, theta));
     } else {
-      const R e = power.excess(z, theta);
-      const R slope = power.slope(e);
-      part.f += power.value(e, slope);
-      part.slope += slope;
+      power.add(part, power.excess(z, theta));
     }
     if constexpr (sizeof(A) > sizeof(R)) {
       if (++length == kPartLength) {
@@ -221,29 +241,25 @@ Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
   sums.f += part.f;
   sums.slope += part.slope;
   sums.bend += part.bend;
-  if constexpr (P::curved) {
-    group.sum(sums.f, sums.slope, sums.bend);
-  } else {
-    group.sum(sums.f, sums.slope);
-  }
+  sum_over<P>(sums, group);
   return sums;
 }
 
 template <class R>
 inline constexpr int kAllDigits = sizeof(R) == 8 ? 53 : 24;
 
-// Where a step from theta leads. Curved steps stay where some p is not 0 and none is above 1.
+// Where a step from theta leads. Steps of rough powers stay where some p is not 0 and none above 1.
 template <class P, class R>
 R after_step(const P&, R theta, R step) {
   const R next = theta + step;
-  return P::curved ? min(max(next, P::start), theta / 8) : next;
+  return P::rough ? min(max(next, P::start), theta / 8) : next;
 }
 
-// Curved steps go either way. From this one on they only rise, which has an end; else rounding
-// could make theta swing between two sides of the root.
+// Steps of rough powers go either way. From this one on they only rise, which has an end; else
+// rounding could make theta swing between two sides of the root.
 inline constexpr int kFreeSteps = 8;
 
-// alpha <= 2; `theta` is a lower bound of the root, for curved steps any estimate below 0. A is the
+// alpha <= 2; `theta` is a lower bound of the root, for rough powers any estimate below 0. A is the
 // type of the sums. `tolerance`: the |f - 1| from which the next step is the last. NaN ends it.
 template <class A, class P, class R, class G, class Elements>
 Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R tolerance) {
@@ -262,7 +278,7 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
         const Sums<R> rounded{static_cast<R>(sums.f), static_cast<R>(sums.slope),
                               static_cast<R>(sums.bend)};
         const R f_minus_1 = static_cast<R>(sums.f - 1);
-        const bool stays = P::curved && i >= kFreeSteps && f_minus_1 < 0;
+        const bool stays = P::rough && i >= kFreeSteps && f_minus_1 < 0;
         const R step = stays ? R{0} : power.step(rounded, f_minus_1);
         const R root = after_step(power, result.theta, step);
         result.rest = step - (root - result.theta);
@@ -270,7 +286,7 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
         // Sums that round up would never come closer to 1.
         bool moves = magnitude(step) > 4 * kEpsilon<R> * magnitude(root);
         R error = f_minus_1;
-        if constexpr (P::curved) {
+        if constexpr (P::rough) {
           error = magnitude(error);
           // An error this small that does not shrink is that of the sums.
           moves = moves && (error < last_error || error > 0x1p-11f);
@@ -288,31 +304,33 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
 }
 
 // The same, by powers that are close enough for the sums: their errors are smaller than those of p
-// and of either sign. `digits`: of p, that are wanted.
-template <class A, class P, class R, class G, class Elements>
-Threshold<R> solve(const P& power, R theta, G& group, const Elements& for_each,
-                   int digits = kAllDigits<R>) {
-  const auto rough = power.rough();
-  return rise<A>(rough, theta, group, for_each, rough.tolerance(digits));
+// and of either sign. `digits`: of p, that are wanted. `start_of`: theta, from the powers in use.
+template <class A, class P, class G, class StartOf, class Elements>
+auto solve(const P& power, const StartOf& start_of, G& group, const Elements& for_each,
+           int digits) {
+  return power.with_rough([&](const auto& rough) {
+    return rise<A>(rough, start_of(rough), group, for_each, rough.tolerance(digits));
+  });
 }
 
-// One step by a part of the row: the largest elements of all threads, which hold most of the sum
-// where few elements do, and a sample of the others that stands for `weight` times as many.
-// P has curved steps.
+// f by a part of the row, and where a step from theta leads by that: the largest elements of all
+// threads, which hold most of the sum where few elements do, and a sample of the others that stands
+// for `weight` times as many. Of rough powers.
+struct Look {
+  float theta, f;
+};
 template <class P, class G, int kTops, class Elements>
-float step_by_sample(const P& power, float theta, const float (&tops)[kTops], float weight,
-                     G& group, const Elements& sample) {
+Look look_at_sample(const P& power, float theta, const float (&tops)[kTops], float weight, G& group,
+                    const Elements& sample) {
   Sums<float> sums;
-  sample([&](float z) {
-    power.add_curved(sums, z == tops[0] ? -device::infinity<float>() : power.excess(z, theta));
-  });
+  sample([&](float z) { power.add(sums, z == tops[0] ? 0.0f : power.excess(z, theta)); });
   sums.f *= weight;
   sums.slope *= weight;
   sums.bend *= weight;
 #pragma unroll
-  for (int i = 0; i < kTops; ++i) power.add_curved(sums, power.excess(tops[i], theta));
-  group.sum(sums.f, sums.slope, sums.bend);
-  return after_step(power, theta, power.step(sums, sums.f - 1));
+  for (int i = 0; i < kTops; ++i) power.add(sums, power.excess(tops[i], theta));
+  sum_over<P>(sums, group);
+  return {after_step(power, theta, power.step(sums, sums.f - 1)), sums.f};
 }
 
 // Michelot's steps for sparsemax in f32. When the least active element stays above the next theta,
@@ -446,22 +464,28 @@ float warp_bound(const P& power, const float (&z)[kCount]) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) use(z[i]);
     };
-    const float theta = rise<float>(power.rough(), P::start, warp, all, kBoundTolerance).theta;
+    const float theta = power.with_rough([&](const auto& rough) {
+      return rise<float>(rough, P::start, warp, all, kBoundTolerance).theta;
+    });
     return max(P::start, theta - kBoundSlack<P> * (1 + magnitude(theta)));
   }
 }
 
-// An estimate of the threshold of z, kCount of each thread: one step from Jensen's bound, which is
-// the threshold of as many elements that are all their mean. P has curved steps.
+// Jensen's bound: the threshold of z, kCount of each thread, were they all their mean. Of rough
+// powers.
 template <class P, class G, int kCount>
-float estimate(const P& power, const float (&z)[kCount], G& group) {
+float bound_of_mean(const P& power, const float (&z)[kCount], G& group) {
   float above = 0;  // of b z + 1; what is below counts for nothing, from theta = -1 on
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) above += max(power.excess(z[i], P::start), 0.0f);
+  for (int i = 0; i < kCount; ++i) above += power.excess(z[i], P::start);
   group.sum(above);
   constexpr float kAll = G::kThreads * kCount;
-  const float uniform = rough_power_of(kAll, -power.b);
-  const float theta = max(P::start, above / kAll - 1 - uniform);
+  return max(P::start, above / kAll - 1 - rough_power_of(kAll, -power.b));
+}
+// One step from there.
+template <class P, class G, int kCount>
+float estimate(const P& power, const float (&z)[kCount], G& group) {
+  const float theta = bound_of_mean(power, z, group);
   const auto all = [&](auto use) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) use(z[i]);
@@ -494,7 +518,9 @@ float lower_bound(const P& power, const float (&z)[kCount], LaneGroup<kLanes>& g
 #pragma unroll
     for (int i = 0; i < kCount; ++i) use(z[i]);
   };
-  const float theta = rise<float>(power.rough(), P::start, group, all, kBoundTolerance).theta;
+  const float theta = power.with_rough([&](const auto& rough) {
+    return rise<float>(rough, P::start, group, all, kBoundTolerance).theta;
+  });
   return max(P::start, theta - kBoundSlack<P> * (1 + magnitude(theta)));
 }
 // From one element of each thread of a group.
