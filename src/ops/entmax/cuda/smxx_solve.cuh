@@ -76,6 +76,8 @@ struct Power {
   static constexpr bool near_one = kFamily == Family::near_one;
   static constexpr R edge = near_one ? R{-1} : R{0};   // of excess(): where p leaves 0
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
+  // excess() is 0 where it would be negative: it is 1 at most, and the hardware clamps for nothing.
+  static constexpr bool saturates = sizeof(R) == 4 && !near_one;
 
   R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
 
@@ -98,14 +100,16 @@ struct Power {
     }
   }
 
-  // b z - theta, or b (z - c); rough powers take what is negative for 0.
+  // b z - theta, or b (z - c).
   R excess(R z, R theta) const {
-    if constexpr (rough) return __saturatef(fma(b, z, -theta));
-    if constexpr (kFamily == Family::sparsemax) return z - theta;
     if constexpr (near_one) return b * (z - theta);
-    if constexpr (kFamily == Family::entmax15) return fma(R{0.5}, z, -theta);
-    return fma(b, z, -theta);
+    const R e = kFamily == Family::sparsemax  ? z - theta
+                : kFamily == Family::entmax15 ? fma(R{0.5}, z, -theta)
+                                              : fma(b, z, -theta);
+    if constexpr (saturates) return __saturatef(e);
+    return e;
   }
+  static R positive(R e) { return saturates ? e : max(e, R{0}); }
   // Adds e's part to the sums. The hardware's logarithm of 0 is -inf.
   void add(Sums<R>& sums, R e) const {
     if constexpr (smooth) {
@@ -122,7 +126,7 @@ struct Power {
   // p^(2-alpha), the summand of the slope: e^(1/b - 1), from which p costs a product. 0 where p is.
   R slope(R e) const {
     if constexpr (kFamily == Family::sparsemax) return e > 0 ? R{1} : R{0};
-    if constexpr (kFamily == Family::entmax15) return max(e, R{0});
+    if constexpr (kFamily == Family::entmax15) return positive(e);
     if constexpr (rough) return rough_power_of(e, inverse - 1);
     if (!(e > edge)) return R{0};
     if constexpr (near_one) return exp_of(log1p_of(e) * (inverse - 1));
@@ -131,12 +135,10 @@ struct Power {
     return power_of(e, inverse - 1);
   }
   R value(R e, R slope) const {
-    if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
-    if constexpr (rough) return e * slope;
-    return (near_one ? 1 + max(e, R{-1}) : max(e, R{0})) * slope;  // e may be -inf
+    if constexpr (kFamily == Family::sparsemax) return positive(e);
+    return (near_one ? 1 + max(e, R{-1}) : positive(e)) * slope;  // e may be -inf
   }
   R value(R e) const {
-    if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
     if constexpr (rough) return rough_power_of(e, inverse);
     return value(e, slope(e));
   }
