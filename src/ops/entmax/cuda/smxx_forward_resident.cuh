@@ -248,6 +248,9 @@ void forward_resident(const ForwardParams& p) {
                             static_cast<int>(kThreads * sizeof(T)) / 4 * 4);
   __shared__ GroupScratch<kWarps, kClustered> scratch;
   Group<kWarps, kClustered> group(scratch);
+  constexpr bool kLooksAlone = kClustered && kFamily == Family::general;
+  __shared__ GroupScratch<kLooksAlone ? kWarps : 1> scratch_alone;
+  Group<kLooksAlone ? kWarps : 1> alone(scratch_alone);
   const auto blocks = static_cast<int>(kClustered ? device::cluster_size() : 1);
   const int rows_apart = static_cast<int>(gridDim.x) / blocks;
   // A block's elements lie side by side; those of vector j of this thread begin at begin + j kStep.
@@ -317,7 +320,29 @@ void forward_resident(const ForwardParams& p) {
         bound = bound_of_theta(power, largest, warp_bound(power, z));
       }
     }
-    if constexpr (kClustered) group.max_pair(largest, bound);
+    const auto sample = [&](float origin) {
+      return [&held, origin](auto use) {
+#pragma unroll
+        for (int j = 0; j < kResidentVectors; ++j) {
+          float first[kPerWord<T>];
+          unpack(held.fresh(j).word[0], first, T{});
+          use(first[0] - origin);
+        }
+      };
+    };
+    [[maybe_unused]] float tau = 0;
+    if constexpr (kLooksAlone) {
+      // Blocks wait long for each other: each takes its part for the row, and they agree on a mean.
+      tau = power.with_rough([&](const auto& rough) {
+        const float own[] = {max_in_word<T>(held.top()) - largest};
+        const Look look = look_at_sample(rough, theta_of_bound(power, largest, bound), own, kLength,
+                                         alone, sample(largest), static_cast<float>(blocks));
+        return power.b * largest + look.theta;
+      });
+      group.max_pair_and_mean(largest, bound, tau);
+    } else if constexpr (kClustered) {
+      group.max_pair(largest, bound);
+    }
 
     const auto finish = [&](float tau, int size) {
       if (group.thread() != 0) return;
@@ -412,17 +437,12 @@ void forward_resident(const ForwardParams& p) {
         threshold = power.with_rough([&](const auto& rough) {
           float start = lowest, floor = lowest;
           if constexpr (kFamily == Family::general) {
-            const float own[] = {max_in_word<T>(held.top()) - largest};
-            const auto sample = [&](auto use) {
-#pragma unroll
-              for (int j = 0; j < kResidentVectors; ++j) {
-                float first[kPerWord<T>];
-                unpack(held.fresh(j).word[0], first, T{});
-                use(first[0] - largest);
-              }
-            };
-            const Look look = look_at_sample(rough, lowest, own, kLength, group, sample);
-            start = look.theta;
+            if constexpr (kLooksAlone) {
+              start = after_step(rough, lowest, tau - power.b * largest - lowest);
+            } else {
+              const float own[] = {max_in_word<T>(held.top()) - largest};
+              start = look_at_sample(rough, lowest, own, kLength, group, sample(largest)).theta;
+            }
             // Half of the way is on the safe side of nearly any sample's error.
             floor = max(lowest, (lowest + start) / 2);
             candidates.collect(held, bound_of_theta(power, largest, floor));
