@@ -75,6 +75,13 @@ struct OpDriver {
   std::vector<NamePair> gradients;   // input, output that is its gradient
   // Outputs one of whose terms is a number up to 1: near 0, where it cancels, its rounding remains.
   std::vector<std::string_view> with_unit_term = {};
+  // Inputs that the op adds to numbers up to 1, rounding the sums, before it takes powers of them
+  // whose slope has no bound: as if each element had been moved by so many epsilons.
+  struct Rounded {
+    std::string_view input;
+    double epsilons;
+  };
+  std::vector<Rounded> rounded = {};
   std::unique_ptr<Session> (*prepare)(const Request& request);
   Cost (*cost)(const Request& request, Pass pass);
 };

@@ -135,6 +135,9 @@ const OpDriver& driver() {
       .cotangents = {{"y", "d_y"}},
       .gradients = {{"x", "d_x"}, {"alpha", "d_alpha"}},
       .with_unit_term = {"tau"},
+      // b (x - max) - theta: in the support both terms lie in [-1, 0]. Three roundings of at most
+      // half an epsilon, and theta's own.
+      .rounded = {{"x", 2}},
       .prepare = prepare,
       .cost = cost,
   };

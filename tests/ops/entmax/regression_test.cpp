@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "core/element.hpp"
+#include "driver/case.hpp"
+#include "driver/check.hpp"
 #include "driver/host_tensor.hpp"
 #include "driver/random.hpp"
 #include "pullback/entmax.hpp"
@@ -350,6 +352,34 @@ TEST(entmax_regression, steps_end_where_sums_round) {
     rows.run(Pass::forward, {.x = rows.x.data(), .y = rows.y.data()});
     EXPECT_NEAR(rows.y[5] * static_cast<double>(kLength), 1, 1e-5) << rows.problem.alpha;
   }
+}
+
+// y^(2 - alpha) has no bound on its slope where an element enters the support: problems whose
+// textbook solution is close by luck, while one rounding of b x - tau moves the exact one further.
+TEST(entmax_regression, results_at_the_edge_are_known_as_well_as_x_is) {
+  for (const std::uint64_t seed : {101000761, 102000549, 104002637}) {
+    const driver::CheckReport report =
+        driver::check_case(driver::entmax_fuzz(seed), DType::f32, Device::cpu(1), seed);
+    for (const auto& failure : report.failures) ADD_FAILURE() << failure;
+  }
+}
+
+// What that allows is far below what a wrong result is off.
+TEST(entmax_regression, a_wrong_gradient_at_the_edge_is_found) {
+  const driver::Case test = driver::entmax_fuzz(101000761);
+  driver::Random random(1);
+  driver::Request request{.op = "entmax",
+                          .inputs = test.inputs(DType::f32, random),
+                          .options = test.options,
+                          .device = Device::cpu(1),
+                          .variant = ""};
+  driver::TensorMap outputs = driver::evaluate(request);
+  EXPECT_TRUE(driver::verify_outputs(request, outputs).passed());
+  driver::HostTensor& d_x = outputs.find("d_x")->second;
+  std::int64_t i = 0;
+  while (i + 1 < d_x.numel() && d_x.get(i) == 0) ++i;
+  d_x.set(i, d_x.get(i) + 1e-3);
+  EXPECT_FALSE(driver::verify_outputs(request, outputs).passed());
 }
 
 }  // namespace

@@ -59,6 +59,7 @@ struct SplitScores : Scores<float, kN, kFeatures> {
     }
     __syncwarp();
     for_each([&](float& x, uint32_t from) { x = __uint_as_float(load_shared_word(from)); });
+    __syncwarp();  // other lanes store planes there
   }
 
   // s becomes P^T, d_p dS^T; the products are to be multiplied by their units. kCareful: some pair

@@ -210,14 +210,16 @@ void forward(const ForwardParams& params) {
   };
   using KeyLoader = TileLoader<T, kPartKeys, kWidth, kThreads, kVectors, true>;
   // Where K and V begin, and the tile's rows of out and lse; in shared memory, as registers are
-  // short. Each thread reads what it wrote.
+  // short. A barrier comes before they are read.
   __shared__ const T* first_rows[3];
   __shared__ float* first_lse;
-  first_rows[0] = first_of(params.k, sequence.k_begin, kv_head);
-  first_rows[1] = first_of(params.v, sequence.k_begin, kv_head);
-  first_rows[2] = first_of(params.out, sequence.q_begin + tile.first, tile.head);
-  first_lse = static_cast<float*>(params.lse.data) + tile.batch * params.lse.batch +
-              tile.head * params.lse.head + (sequence.q_begin + tile.first) * params.lse.row;
+  if (threadIdx.x == 0) {
+    first_rows[0] = first_of(params.k, sequence.k_begin, kv_head);
+    first_rows[1] = first_of(params.v, sequence.k_begin, kv_head);
+    first_rows[2] = first_of(params.out, sequence.q_begin + tile.first, tile.head);
+    first_lse = static_cast<float*>(params.lse.data) + tile.batch * params.lse.batch +
+                tile.head * params.lse.head + (sequence.q_begin + tile.first) * params.lse.row;
+  }
   using Tiles = KeyTiles<kPartKeys, kParts>;
   const Tiles key_tiles = kBlocks && p.blocks.given()
                               ? Tiles(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
@@ -242,6 +244,7 @@ void forward(const ForwardParams& params) {
       first_of(params.q, sequence.q_begin + tile.first, tile.head), params.q.row, params.q.element,
       p.head_dim)
       .load(q_tile, 0, rows);
+  __syncthreads();
 #pragma unroll
   for (int item = 0; item < kSlots - 1; ++item) load_item(item);
 

@@ -63,7 +63,8 @@ HWY_INLINE void ForEachVector(D d, const W& weights, std::size_t begin, std::siz
 // <s, d_y> / S. Keeps s in `stored` unless that is null. The rows that come after this one are
 // prefetched, of y unless that is null, of d_y where all of it is needed.
 template <class R, class W, class T>
-R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_t length, R* stored) {
+HWY_INLINE R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_t length,
+                          R* stored) {
   const hn::ScalableTag<R> d;
   LinesAhead y_ahead(y), d_y_ahead(d_y);
   const auto prefetch = [&](std::size_t i) HWY_ATTR {
@@ -102,25 +103,26 @@ void WriteGradient(const W& weights, R mean, const T* d_y, T* d_x, std::size_t l
   const hn::ScalableTag<R> d;
   const std::size_t lanes = hn::Lanes(d);
   const auto shift = hn::Set(d, mean);
-  WriteRow(d_x, length, stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
-    ForEachVector(
-        d, weights, begin, begin + count,
-        [&](std::size_t i, auto w, auto active, std::size_t n) HWY_ATTR {
-          const auto difference = hn::Sub(LoadSome(d, d_y + i, n), shift);
-          const auto gradient =
-              hn::IfThenElseZero(active, hn::Mul(weights.Weight(d, w), difference));
-          if (n == lanes) {
-            StoreAs(d, gradient, to + (i - begin));
-          } else {
-            StoreFirstAs(d, gradient, to + (i - begin), n);
-          }
-        },
-        [&](std::size_t i) HWY_ATTR {
-          for (std::size_t k = 0; k < kGroup; ++k) {
-            StoreAs(d, hn::Zero(d), to + (i - begin) + k * lanes);
-          }
-        });
-  });
+  WriteRow(d_x, length, stream,
+           [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
+             ForEachVector(
+                 d, weights, begin, begin + count,
+                 [&](std::size_t i, auto w, auto active, std::size_t n) HWY_ATTR {
+                   const auto difference = hn::Sub(LoadSome(d, d_y + i, n), shift);
+                   const auto gradient =
+                       hn::IfThenElseZero(active, hn::Mul(weights.Weight(d, w), difference));
+                   if (n == lanes) {
+                     store(d, gradient, to + (i - begin));
+                   } else {
+                     StoreFirstAs(d, gradient, to + (i - begin), n);
+                   }
+                 },
+                 [&](std::size_t i) HWY_ATTR {
+                   for (std::size_t k = 0; k < kGroup; ++k) {
+                     store(d, hn::Zero(d), to + (i - begin) + k * lanes);
+                   }
+                 });
+           });
 }
 
 template <class R, class W, class T>
@@ -264,7 +266,7 @@ void GradientOfFew(const std::uint8_t* bits, const T* d_y, T* d_x, std::size_t l
     }
   }
   const R mean = static_cast<R>(dot / static_cast<double>(support));
-  WriteRow(d_x, length, stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+  const auto fill = [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
     for (std::size_t i = 0; i < count; i += kBits) {
       const std::size_t n = std::min(kBits, count - i);
       const std::uint64_t word = word_at(begin + i, n);
@@ -287,7 +289,9 @@ void GradientOfFew(const std::uint8_t* bits, const T* d_y, T* d_x, std::size_t l
         to[i + static_cast<std::size_t>(std::countr_zero(rest))] = T(gradients[k++]);
       }
     }
-  });
+  };
+  // Not straight to the row: numbers are put among zeros that have just been stored.
+  stream ? WriteStaged(d_x, length, fill) : fill(d_x, 0, length);
 }
 
 template <class T>

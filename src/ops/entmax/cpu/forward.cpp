@@ -85,67 +85,6 @@ R LowerBound(const P& power, R max, R* lane_maxima) {
   return std::max(P::start, RoughSolve(power, P::start, lane_maxima, count) - kSlack);
 }
 
-template <class P, class R, class T>
-void WriteSupport(const P& power, const RowView<T>& row, R max, R theta) {
-  const hn::ScalableTag<R> d;
-  const std::size_t lanes = hn::Lanes(d);
-  for (std::size_t i = 0; i < row.length; i += lanes) {
-    const auto v = LoadFirstAs(d, row.x + i, std::min(lanes, row.length - i),
-                               -std::numeric_limits<Real<T>>::infinity());
-    const auto excess = power.Excess(d, hn::Sub(v, hn::Set(d, max)), hn::Set(d, theta));
-    StoreBits(d, power.Active(d, excess), i, row.length, row.support);
-  }
-}
-
-// y, and the bits of its support if they are wanted as well.
-template <class P, class R, class T>
-void WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& threshold) {
-  const hn::ScalableTag<R> d;
-  const std::size_t lanes = hn::Lanes(d);
-  const auto shift = hn::Set(d, max), at = hn::Set(d, threshold.theta);
-  const auto scale = hn::Set(d, threshold.scale);
-  const auto rest = hn::Set(d, threshold.rest);
-  constexpr bool kCheap = P::family == Family::sparsemax || P::family == Family::entmax15;
-  const auto value = [&](auto v) HWY_ATTR {
-    auto excess = power.Excess(d, hn::Sub(v, shift), at);
-    if constexpr (P::uses_rest) excess = hn::Sub(excess, rest);
-    if constexpr (P::family == Family::sparsemax) return power.Value(d, excess);
-    // Most vectors hold nothing of the support: no power for them.
-    if (!kCheap && hn::AllFalse(d, power.Active(d, excess))) return hn::Zero(d);
-    const auto p = power.Value(d, excess);
-    return P::uses_rest ? p : hn::Mul(scale, p);
-  };
-  WriteRow(
-      row.y, row.length, row.stream, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
-        const T* x = row.x + begin;
-        std::size_t i = 0;
-        if (P::family == Family::sparsemax && row.support) {
-          for (; i + lanes <= count; i += lanes) {
-            const auto p = value(LoadAs(d, x + i));
-            StoreAs(d, p, to + i);
-            const auto active = hn::Gt(p, hn::Zero(d));
-            if constexpr (hn::MaxLanes(d) >= 8) {
-              hn::StoreMaskBits(d, active, row.support + (begin + i) / 8);
-            } else {
-              StoreBits(d, active, begin + i, begin + count, row.support);
-            }
-          }
-          for (; i < count; i += lanes) {
-            const std::size_t n = std::min(lanes, count - i);
-            const auto p =
-                value(LoadFirstAs(d, x + i, n, -std::numeric_limits<Real<T>>::infinity()));
-            StoreBits(d, hn::Gt(p, hn::Zero(d)), begin + i, begin + count, row.support);
-            StoreFirstAs(d, p, to + i, n);
-          }
-          return;
-        }
-        for (; i + lanes <= count; i += lanes) StoreAs(d, value(LoadAs(d, x + i)), to + i);
-        if (i == count) return;
-        const auto v = LoadFirstAs(d, x + i, count - i, -std::numeric_limits<Real<T>>::infinity());
-        StoreFirstAs(d, value(v), to + i, count - i);
-      });
-}
-
 template <Family kFamily, class R, class T>
 RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
   const Power<kFamily, R> power(alpha);
@@ -157,8 +96,7 @@ RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
   const R low = bounded ? LowerBound(power, max, elements) : power.start;
   const std::size_t count = Candidates(power, row.x, row.length, max, low, elements);
   const Threshold<R> threshold = Solve(power, low, elements, count);
-  if (row.y) WriteY(power, row, max, threshold);
-  if (row.support && !row.y) WriteSupport(power, row, max, threshold.theta);
+  if (row.y || row.support) WriteY(power, row, max, threshold);
   return {power.Tau(max, threshold.theta, threshold.rest),
           static_cast<std::int64_t>(threshold.count)};
 }
@@ -217,13 +155,13 @@ RowResult SoftmaxRow(const RowView<T>& row, Real<T>* elements) {
     const double less = static_cast<double>(factor) - static_cast<double>(maximum);
     factor = static_cast<R>((less == 0 ? 1 : std::exp(less)) / sum);
   }
-  const auto fill = [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+  const auto fill = [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
     const std::size_t end = begin + count;
     for (std::size_t i = begin; i < end;) {
       const auto scale = hn::Set(d, factors[i / block]);
       const std::size_t stop = std::min(end, (i / block + 1) * block);
       for (; i + lanes <= stop; i += lanes) {
-        Store(d, hn::Mul(scale, hn::LoadU(d, elements + i)), to + (i - begin));
+        store(d, hn::Mul(scale, hn::LoadU(d, elements + i)), to + (i - begin));
       }
       if (i == stop) continue;
       StoreFirst(d, hn::Mul(scale, hn::LoadU(d, elements + i)), to + (i - begin), stop - i);
@@ -279,7 +217,7 @@ template <class T>
 void ForwardTileOf(const ForwardTile& tile) {
   using Statistic = Real<T>;
   const auto stripe = [&](const auto& power) { return StripeInLanes<T>(tile, power); };
-  if (tile.stripe != nullptr && WithPowerOfLanes<Real<T>>(tile, stripe)) {
+  if (tile.stripe != nullptr && !tile.support_size && WithPowerOfLanes<Real<T>>(tile, stripe)) {
     if (tile.stream) hwy::FlushStream();
     return;
   }
@@ -316,23 +254,28 @@ void ForwardTileOf(const ForwardTile& tile) {
     finish(r, ForwardRow(view(r), tile.alpha_of<Statistic>(r), tile.elements));
   };
   std::int64_t r = 0;
-  if (tile.length <= kLaneLength && (!tile.support || tile.support.contiguous())) {
+  if (tile.length <= kLaneLength && !packs_bits) {
     WithPowerOfLanes<Statistic>(tile, [&](const auto& power) {
       constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
       LinesAhead ahead(x.row<T>(0));
       for (; r + kRows <= tile.rows; r += kRows) {
         if (x.row_step == tile.length) ahead.StepTo(x.row<T>(r + kRows));
-        if (ShortRowsInLanes<T>(tile, power, x, y, r)) continue;
-        for (std::int64_t k = 0; k < kRows; ++k) one_row(r + k);
+        bool done;
+        if constexpr (std::remove_reference_t<decltype(power)>::family == Family::softmax) {
+          done = ShortSoftmax<T>(view, r, finish);
+        } else {
+          done = ShortRows<T>(power, view, r, finish);
+        }
+        for (std::int64_t k = 0; !done && k < kRows; ++k) one_row(r + k);
       }
       return true;
     });
   }
   if (tile.batch.candidates != nullptr && tile.length > kLaneLength) {
     RowBatch<T> batch(tile.alpha, static_cast<std::size_t>(tile.length), tile.batch);
-    for (; tile.rows - r >= entmax::kLeastBatchRows; r += batch.rows()) {
+    for (; r < tile.rows; r += batch.rows()) {
       batch.Clear();
-      const std::int64_t end = std::min(tile.rows, r + RowBatch<T>::kMostRows);
+      const std::int64_t end = std::min(tile.rows, r + batch.most_rows());
       for (std::int64_t k = r; k < end; ++k) batch.Add(view(k));
       batch.Compute(x.row_step == tile.length);
       for (std::int64_t k = r; k < end; ++k) finish(k, batch.result(k - r));
@@ -405,8 +348,7 @@ class ForwardPlan final : public RowPlan {
                   walk_.adjacent(kX) && walk_.adjacent(kY) &&
                   stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
-    has_batch_ = !problem.alpha_per_row.given() && family_of(problem.alpha) == Family::general &&
-                 walk_.tile_rows() >= kLeastBatchRows;
+    has_batch_ = !problem.alpha_per_row.given() && family_of(problem.alpha) == Family::general;
     if (has_batch_) {
       batch_rows_ = static_cast<std::size_t>(std::min(walk_.tile_rows(), kMostBatchRows));
       const auto rows = 2 * static_cast<std::int64_t>(batch_rows_);

@@ -44,8 +44,7 @@ template <class T>
 class RowBatch {
  public:
   using R = Real<T>;
-  static constexpr auto kMostRows = static_cast<std::int64_t>(kLanes<R>);
-  static_assert(kMostRows <= entmax::kMostBatchRows);
+  static_assert(kLanes<R> <= entmax::kMostBatchRows);
 
   RowBatch(double alpha, std::size_t length, const entmax::BatchScratch& scratch)
       : power_(alpha),
@@ -55,7 +54,15 @@ class RowBatch {
         places_pitch_(
             static_cast<std::size_t>(entmax::places_pitch(static_cast<std::int64_t>(length)))),
         candidates_(reinterpret_cast<R*>(scratch.candidates)),
-        places_(reinterpret_cast<std::uint8_t*>(scratch.places)) {}
+        bends_(candidates_ + scratch.rows * pitch_),
+        places_(reinterpret_cast<std::uint8_t*>(scratch.places)),
+        most_shift_(MostShift(alpha)) {}
+
+  // Long rows go one by one: what is computed of them then stays in L1.
+  std::int64_t most_rows() const {
+    constexpr std::size_t kElements = 32768;
+    return static_cast<std::int64_t>(std::clamp<std::size_t>(kElements / length_, 1, kLanes<R>));
+  }
 
   void Clear() { rows_ = 0; }
   void Add(const RowView<T>& row) { row_[rows_++] = row; }
@@ -68,37 +75,53 @@ class RowBatch {
     const auto bound = Bound();
     HWY_ALIGN R theta[kLanes<R>], rest[kLanes<R>];
     hn::Store(bound, d, theta);
-    if (prefetch) {
+    if (prefetch && most_rows() > 1) {  // else while the maximum is sought
       const T* end = row_[rows_ - 1].x + length_;
       next_ = LinesAhead(
           reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(end) - LinesAhead::kLead));
       lines_ = rows_ * length_ * sizeof(T) / LinesAhead::kLine;
     }
+    // Where many elements survive, a part of them tells the threshold well enough to begin with.
+    bool sampled = false;
+    std::fill_n(sampled_, kLanes<R>, R{0});
     for (std::size_t k = 0; k < rows_; ++k) {
-      if (valid_[k] != 0) FindCandidates(k, theta[k]);
+      if (valid_[k] == 0) continue;
+      FindCandidates(k, theta[k]);
+      sampled_[k] = count_[k] >= kLeastSampled ? R{1} : R{0};
+      sampled |= sampled_[k] != 0;
     }
-    const auto open = hn::Ne(hn::Load(d, valid_), hn::Zero(d));
-    const auto threshold = SolveLanes<R>(power_, bound, open, power_.tolerance,
-                                         [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
-                                             HWY_ATTR { return Evaluate(at, still_open); });
+    const auto solve = [&](Lane<R> start, const R* open, std::size_t stride,
+                           double tolerance) HWY_ATTR {
+      return SolveLanes<R>(power_, start, hn::Ne(hn::Load(d, open), hn::Zero(d)), tolerance,
+                           [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
+                               HWY_ATTR { return Evaluate(at, still_open, stride); });
+    };
+    auto start = bound;
+    if (sampled) start = solve(start, sampled_, kSampleStride, kSampleTolerance).theta;
+    const auto threshold = solve(start, valid_, 1, power_.tolerance);
     hn::Store(threshold.theta, d, theta);
     hn::Store(threshold.rest, d, rest);
     for (std::size_t k = 0; k < rows_; ++k) {
       if (valid_[k] != 0) {
-        result_[k] = {power_.Tau(max_[k], theta[k], rest[k]), ComputeY(k, theta[k], rest[k])};
+        result_[k].tau = power_.Tau(max_[k], theta[k], rest[k]);
+        result_[k].support_size =
+            FromX(k) ? WriteY(power_, row_[k], max_[k], Threshold<R>{theta[k], rest[k]})
+                     : ComputeY(k, theta[k], rest[k]);
       } else {
         result_[k] = DegenerateRow(row_[k], empty_[k]);
       }
       for (std::size_t left = lines_ / (rows_ - k); left > 0; --left) Fetch();
       // Not right after y of the same row, which would be loaded before it is stored.
-      if (k > 0) WriteY(k - 1);
+      if (k > 0) SpreadY(k - 1);
     }
-    WriteY(rows_ - 1);
+    SpreadY(rows_ - 1);
   }
 
  private:
   // One step is mostly enough: the candidates that a better bound would drop are a few.
   static constexpr double kBoundTolerance = 3;
+  static constexpr std::size_t kSampleStride = 8, kLeastSampled = 1024;
+  static constexpr double kSampleTolerance = 0.3;                    // one step more leaves 0.02
   static constexpr std::size_t kMaxima = kAccumulators * kLanes<R>;  // of a row
   static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;    // of a vector
 
@@ -109,7 +132,7 @@ class RowBatch {
     HWY_ALIGN R z[kMaxima * kLanes<R>];
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
       R* own = maxima + k * kMaxima;
-      max_[k] = k < rows_ ? MaxOfRow(row_[k].x, length_, own, false)
+      max_[k] = k < rows_ ? MaxOfRow(row_[k].x, length_, own, most_rows() == 1)
                           : std::numeric_limits<R>::quiet_NaN();
       valid_[k] = std::isfinite(max_[k]) ? R{1} : R{0};
       if (valid_[k] != 0) continue;
@@ -135,6 +158,9 @@ class RowBatch {
     const auto start = SafeBound<R>(power_, MeanBound<R>(power_, sum, kLanes<R>));
     return SafeBound<R>(power_, SolveLanes<R>(power_, start, z, kMaxima, kBoundTolerance).theta);
   }
+
+  // Whether a pass over x is the faster way to y: few candidates, whose places take as long.
+  bool FromX(std::size_t k) const { return length_ >= 16384 && count_[k] * 8 < length_; }
 
   // A line of the next batch, as long as there are some.
   HWY_INLINE void Fetch() {
@@ -175,28 +201,42 @@ class RowBatch {
     count_[k] = count;
   }
 
-  LaneSums<R> Evaluate(Lane<R> theta, hn::Mask<LaneTag<R>> open) {
+  // With a stride, of one vector in so many.
+  LaneSums<R> Evaluate(Lane<R> theta, hn::Mask<LaneTag<R>> open, std::size_t stride) {
     const LaneTag<R> d;
     HWY_ALIGN R at[kLanes<R>];
     HWY_ALIGN R f[kLanes<R> * kLanes<R>];
     HWY_ALIGN R slope[kLanes<R> * kLanes<R>];
     HWY_ALIGN R bend[kLanes<R> * kLanes<R>];
+    HWY_ALIGN R weight[kLanes<R>];
     hn::Store(theta, d, at);
+    const auto power = power_;  // compilers take stores of vectors for stores to members
     const unsigned bits = BitsOf(d, open);
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
       auto sum = hn::Zero(d), lost = sum, slopes = sum, bends = sum;
       const R* z = candidates_ + k * pitch_;
       const auto own = hn::Set(d, at[k]);
-      const std::size_t count = bits >> k & 1 ? count_[k] : 0;
+      if (bits >> k & 1) last_theta_[k] = at[k];
+      // Of rows that did not begin close to the root, the last step is too long for a series.
+      R* const kept = bends_ + k * pitch_;
+      const std::size_t keep = sampled_[k] != 0 ? 1 : 0;
+      std::size_t count = bits >> k & 1 ? count_[k] : 0;
+      const std::size_t step = stride * kLanes<R>;
+      // Whole vectors only, of a sample.
+      if (step > kLanes<R>) count = count / step * step;
+      weight[k] = stride == 1 || count == 0
+                      ? R{1}
+                      : static_cast<R>(count_[k]) / static_cast<R>(count / step * kLanes<R>);
       for (std::size_t i = 0; i < count;) {
-        const std::size_t end = std::min(count, i + kSumVectors * kLanes<R>);
+        const std::size_t end = std::min(count, i + kSumVectors * step);
         auto part = hn::Zero(d);
-        for (; i < end; i += kLanes<R>) {
+        for (; i < end; i += step) {
           Fetch();
-          const auto both = power_.Both(d, power_.Excess(d, hn::LoadU(d, z + i), own));
+          const auto both = power.Both(d, power.Excess(d, hn::LoadU(d, z + i), own));
           part = hn::Add(part, both.value);
           slopes = hn::Add(slopes, both.slope);
           bends = hn::Add(bends, both.bend);
+          hn::StoreU(both.bend, d, kept + i * keep);
         }
         const auto next = hn::Add(sum, part);
         lost = hn::Add(lost, hn::Sub(part, hn::Sub(next, sum)));
@@ -206,7 +246,21 @@ class RowBatch {
       hn::Store(slopes, d, slope + k * kLanes<R>);
       hn::Store(bends, d, bend + k * kLanes<R>);
     }
-    return {SumsOfRows(f), SumsOfRows(slope), SumsOfRows(bend)};
+    const auto times = hn::Load(d, weight);
+    return {hn::Mul(times, SumsOfRows(f)), hn::Mul(times, SumsOfRows(slope)),
+            hn::Mul(times, SumsOfRows(bend))};
+  }
+
+  // The root may lie so far, as a part of itself, from the last evaluation that the first three
+  // terms of the series of excess^(1/b), whose powers are there, give y and its slope y^(2 -
+  // alpha): the next one counts most for the largest elements or, where 1/b < 4, for those that the
+  // shift takes to the edge of the support. Without curvature there is no such power.
+  R MostShift(double alpha) const {
+    if (!power_.curved) return -1;
+    const double q = 1 / (alpha - 1);
+    const double half = static_cast<double>(std::numeric_limits<R>::epsilon()) / 4;
+    return static_cast<R>(
+        std::min(std::cbrt(6 * half / (q * (q - 1) * (q - 2))), std::pow(half, 1 / (q - 1))));
   }
 
   // In place of the candidates. Returns how many are in the support, if that is wanted.
@@ -216,6 +270,21 @@ class RowBatch {
     const auto at = hn::Set(d, theta), less = hn::Set(d, rest);
     const bool counts = row_[k].wants_size;
     std::size_t support = 0;
+    const R shift = (theta - last_theta_[k]) + rest;
+    if (sampled_[k] != 0 && std::abs(shift) <= most_shift_ * std::abs(theta)) {
+      const R* const bends = bends_ + k * pitch_;
+      const auto last = hn::Set(d, last_theta_[k]), by = hn::Set(d, shift);
+      const auto first = hn::Set(d, power_.inverse * shift);
+      const auto second = hn::Set(d, power_.inverse * (power_.inverse - 1) / 2 * shift * shift);
+      for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
+        const auto excess = power_.Excess(d, hn::LoadU(d, z + i), last);
+        const auto active = hn::Gt(excess, by);
+        if (counts) support += hn::CountTrue(d, active);
+        const auto series = hn::MulAdd(excess, hn::Sub(excess, first), second);
+        hn::StoreU(hn::IfThenElseZero(active, hn::Mul(hn::LoadU(d, bends + i), series)), d, z + i);
+      }
+      return static_cast<std::int64_t>(support);
+    }
     for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
       const auto excess = hn::Sub(power_.Excess(d, hn::LoadU(d, z + i), at), less);
       if (counts) support += hn::CountTrue(d, power_.Active(d, excess));
@@ -224,13 +293,13 @@ class RowBatch {
     return static_cast<std::int64_t>(support);
   }
 
-  void WriteY(std::size_t k) {
+  void SpreadY(std::size_t k) {
     const LaneTag<R> d;
-    if (valid_[k] == 0 || row_[k].y == nullptr) return;
+    if (valid_[k] == 0 || row_[k].y == nullptr || FromX(k)) return;
     const R* y = candidates_ + k * pitch_;
     const std::uint8_t* places = places_ + k * places_pitch_;
     WriteRow(row_[k].y, length_, row_[k].stream,
-             [&](T* to, std::size_t, std::size_t count) HWY_ATTR {
+             [&](T* to, std::size_t, std::size_t count, auto store) HWY_ATTR {
                const auto next = [&]() HWY_ATTR {
                  const auto active = hn::LoadMaskBits(d, places);
                  const auto v = Spread(d, active, y);
@@ -239,7 +308,7 @@ class RowBatch {
                  return v;
                };
                std::size_t i = 0;
-               for (; i + kLanes<R> <= count; i += kLanes<R>) StoreAs(d, next(), to + i);
+               for (; i + kLanes<R> <= count; i += kLanes<R>) store(d, next(), to + i);
                if (i < count) StoreFirstAs(d, next(), to + i, count - i);
              });
   }
@@ -247,14 +316,18 @@ class RowBatch {
   const Power<Family::general, R> power_;
   const std::size_t length_, pitch_, places_pitch_;
   R* const candidates_;
+  R* const bends_;  // excess^(1/b - 2) of the candidates at last_theta_
   std::uint8_t* const places_;
+  const R most_shift_;
   std::size_t rows_ = 0;
   LinesAhead next_{nullptr};
   std::size_t lines_ = 0;  // of the next batch that are still to be fetched
   RowView<T> row_[kLanes<R>];
   RowResult result_[kLanes<R>];
   HWY_ALIGN R max_[kLanes<R>];
-  HWY_ALIGN R valid_[kLanes<R>];  // 1 or 0
+  HWY_ALIGN R last_theta_[kLanes<R>];  // of the last evaluation
+  HWY_ALIGN R valid_[kLanes<R>];       // 1 or 0
+  HWY_ALIGN R sampled_[kLanes<R>];     // 1 or 0
   bool empty_[kLanes<R>];
   std::size_t count_[kLanes<R>];
 };

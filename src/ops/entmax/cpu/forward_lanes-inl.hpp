@@ -7,6 +7,7 @@
 #define PULLBACK_ENTMAX_FORWARD_LANES_INL_HPP
 #endif
 
+#include "ops/entmax/cpu/forward_row-inl.hpp"
 #include "ops/entmax/cpu/forward_tile.hpp"
 #include "ops/entmax/cpu/lanes-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
@@ -40,82 +41,129 @@ bool WithPowerOfLanes(const ForwardTile& tile, const F& f) {
   }
 }
 
-template <class R>
-void WriteStatistics(const ForwardTile& tile, std::int64_t r, const LaneRows<R>& group,
-                     std::int64_t rows) {
-  for (std::int64_t k = 0; k < rows; ++k) {
-    if (tile.tau) *tile.tau.row<R>(r + k) = static_cast<R>(group.tau[k]);
-    if (!tile.support_size) continue;
-    *tile.support_size.row<std::int32_t>(r + k) = static_cast<std::int32_t>(
-        std::min(static_cast<double>(group.size[k]),
-                 static_cast<double>(std::numeric_limits<std::int32_t>::max())));
-  }
-}
-
-// Rows r to r + kLanes, of x and y with unit stride. False, with nothing written, if one of them is
+// Rows r to r + kLanes, a lane each for their thresholds; view(r) is a RowView, finish(r,
+// RowResult) takes what a row has besides y. False, with nothing written, if one of them is
 // degenerate.
-template <class T, class P>
-bool ShortRowsInLanes(const ForwardTile& tile, const P& power, const RowTensor& x,
-                      const RowTensor& y, std::int64_t r) {
+template <class T, class P, class View, class Finish>
+bool ShortRows(const P& power, const View& view, std::int64_t r, const Finish& finish) {
   using R = Real<T>;
   const LaneTag<R> d;
-  constexpr bool kConverts = !std::is_same_v<T, R>;
-  constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
   constexpr std::size_t kElements = kLaneLength * kLanes<R>;
-  const auto length = static_cast<std::size_t>(tile.length);
+  RowView<T> rows[kLanes<R>];
+  for (std::size_t k = 0; k < kLanes<R>; ++k) rows[k] = view(r + static_cast<std::int64_t>(k));
+  const std::size_t length = rows[0].length;
   HWY_ALIGN R lanes[kElements];
-  HWY_ALIGN R candidates[kElements];
-  HWY_ALIGN R rows[kElements + kLanes<R>];
-  if constexpr (kConverts) {
-    for (std::int64_t k = 0; k < kRows; ++k) {
-      const T* from = x.row<T>(r + k);
-      R* to = rows + static_cast<std::size_t>(k) * length;
+  if constexpr (std::is_same_v<T, R>) {
+    RowsToLanes(rows[0].x, rows[1 % kLanes<R>].x - rows[0].x, length, lanes);
+  } else {
+    HWY_ALIGN R wide[kElements + kLanes<R>];
+    for (std::size_t k = 0; k < kLanes<R>; ++k) {
+      const T* from = rows[k].x;
+      R* to = wide + k * length;
       std::size_t i = 0;
       for (; i + kLanes<R> <= length; i += kLanes<R>) hn::StoreU(Load(d, from + i), d, to + i);
       for (; i < length; ++i) to[i] = static_cast<R>(from[i]);
     }
-    RowsToLanes(rows, tile.length, length, lanes);
-  } else {
-    RowsToLanes(x.row<T>(r), x.row_step, length, lanes);
+    RowsToLanes(wide, static_cast<std::int64_t>(length), length, lanes);
   }
-  LaneRows<R> group(lanes, length, candidates, static_cast<bool>(tile.support_size));
-  if (!group.FindMax()) return false;
-  group.Compute(power);
-  WriteStatistics(tile, r, group, kRows);
-  if (!y && !tile.support) return true;
-  LanesToRows(lanes, length, rows, tile.length);
-  for (std::int64_t k = 0; tile.support && k < kRows; ++k) {
-    const R* from = rows + static_cast<std::size_t>(k) * length;
-    for (std::size_t i = 0; i < length; i += kLanes<R>) {
-      const auto p = LoadFirst(d, from + i, std::min(kLanes<R>, length - i));
-      StoreBits(d, hn::Gt(p, hn::Zero(d)), i, length, tile.support.row<std::uint8_t>(r + k));
-    }
-  }
-  if (!y) return true;
-  const T* from = reinterpret_cast<const T*>(lanes);
-  if constexpr (kConverts) {
-    auto* to = reinterpret_cast<T*>(lanes);  // nobody needs what is there
-    for (std::size_t i = 0; i < length * kLanes<R>; i += kLanes<R>) {
-      Store(d, hn::Load(d, rows + i), to + i);
-    }
-  } else {
-    from = rows;
-  }
-  const bool stream = tile.stream && y.data != tile.packed_y;
-  const auto write = [&](T* to, const T* source, std::size_t count) {
-    if (stream) {
-      StreamBytes(reinterpret_cast<std::uint8_t*>(to),
-                  reinterpret_cast<const std::uint8_t*>(source), count * sizeof(T));
-    } else {
-      std::memcpy(static_cast<void*>(to), source, count * sizeof(T));
-    }
+  LaneRows<R> group;
+  constexpr std::size_t kParts = 4;
+  const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
+  auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
+  auto broken = hn::IsNaN(lowest);
+  const auto take = [&](std::size_t i, auto& best) HWY_ATTR {
+    const auto v = hn::Load(d, lanes + i * kLanes<R>);
+    broken = hn::Or(broken, hn::IsNaN(v));
+    best = hn::Max(best, v);
   };
-  if (y.row_step == tile.length) {
-    write(y.row<T>(r), from, length * kLanes<R>);
-  } else {
-    for (std::int64_t k = 0; k < kRows; ++k) {
-      write(y.row<T>(r + k), from + static_cast<std::size_t>(k) * length, length);
+  std::size_t i = 0;
+  for (; i + kParts <= length; i += kParts) {
+    take(i, m0);
+    take(i + 1, m1);
+    take(i + 2, m2);
+    take(i + 3, m3);
+  }
+  for (; i < length; ++i) take(i, m0);
+  hn::Store(m0, d, group.part_max);
+  hn::Store(m1, d, group.part_max + kLanes<R>);
+  hn::Store(m2, d, group.part_max + 2 * kLanes<R>);
+  hn::Store(m3, d, group.part_max + 3 * kLanes<R>);
+  if (!group.SetMax(length) || !hn::AllFalse(d, broken)) return false;
+  HWY_ALIGN R candidates[kElements];
+  group.Solve(power, lanes, length, candidates);
+  double tau[kLanes<R>];
+  group.Tau(power, tau);
+  for (std::size_t k = 0; k < kLanes<R>; ++k) {
+    const Threshold<R> threshold{group.theta[k], group.rest[k], group.scale[k]};
+    finish(r + static_cast<std::int64_t>(k),
+           RowResult{tau[k], WriteY(power, rows[k], group.max[k], threshold)});
+  }
+  return true;
+}
+
+// Softmax of rows r to r + kLanes, which share the quotient and the logarithm.
+template <class T, class View, class Finish>
+bool ShortSoftmax(const View& view, std::int64_t r, const Finish& finish) {
+  using R = Real<T>;
+  const LaneTag<R> d;
+  constexpr std::size_t kPitch = kLaneLength;
+  const std::size_t length = view(r).length, whole = length / kLanes<R> * kLanes<R>;
+  const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
+  HWY_ALIGN R e[kPitch * kLanes<R>];
+  HWY_ALIGN R max[kLanes<R>];
+  HWY_ALIGN R factor[kLanes<R>];
+  const auto for_vectors = [&](std::size_t k, const auto& body) HWY_ATTR {
+    const T* x = view(r + static_cast<std::int64_t>(k)).x;
+    for (std::size_t i = 0; i < whole; i += kLanes<R>) body(Load(d, x + i), i);
+    if (whole < length)
+      body(LoadFirst(d, x + whole, length - whole, -std::numeric_limits<R>::infinity()), whole);
+  };
+  HWY_ALIGN R parts[kLanes<R> * kLanes<R>];
+  for (std::size_t k = 0; k < kLanes<R>; ++k) {
+    auto best = lowest;
+    for_vectors(k, [&](auto v, std::size_t) HWY_ATTR { best = hn::Max(best, v); });
+    hn::Store(best, d, parts + k * kLanes<R>);
+  }
+  const auto part = [&](std::size_t k) HWY_ATTR { return hn::Load(d, parts + k * kLanes<R>); };
+  const auto highest = CombineRows<0, kLanes<R>>(d, part, MaxLanesOf());
+  if (!hn::AllTrue(d, hn::IsFinite(highest))) return false;
+  hn::Store(highest, d, max);
+  for (std::size_t k = 0; k < kLanes<R>; ++k) {
+    auto sum = hn::Zero(d);
+    const auto shift = hn::Set(d, max[k]);
+    for_vectors(k, [&](auto v, std::size_t i) HWY_ATTR {
+      const auto p = ExpNonPositive(d, hn::Sub(v, shift));
+      sum = hn::Add(sum, p);
+      hn::Store(p, d, e + k * kPitch + i);
+    });
+    hn::Store(sum, d, parts + k * kLanes<R>);
+  }
+  const auto sum = SumsOfRows(parts);
+  if (!hn::AllTrue(d, hn::IsFinite(sum))) return false;  // a NaN, which no maximum tells
+  hn::Store(hn::Div(hn::Set(d, R{1}), sum), d, factor);
+  HWY_ALIGN R logs[kLanes<R>];
+  hn::Store(hn::Log(d, sum), d, logs);
+  for (std::size_t k = 0; k < kLanes<R>; ++k) {
+    const RowView<T> row = view(r + static_cast<std::int64_t>(k));
+    RowResult result{static_cast<double>(max[k]) + static_cast<double>(logs[k]), 0};
+    // All but -inf, also where exp underflows.
+    for (std::size_t i = 0; row.wants_size && i < length; ++i) {
+      result.support_size += static_cast<R>(row.x[i]) > -std::numeric_limits<R>::infinity();
     }
+    if (row.y) {
+      const auto scale = hn::Set(d, factor[k]);
+      const R* from = e + k * kPitch;
+      WriteRow(row.y, length, row.stream,
+               [&](T* to, std::size_t, std::size_t count, auto store) HWY_ATTR {
+                 for (std::size_t i = 0; i < whole; i += kLanes<R>) {
+                   store(d, hn::Mul(scale, hn::Load(d, from + i)), to + i);
+                 }
+                 if (whole == count) return;
+                 StoreFirst(d, hn::Mul(scale, hn::Load(d, from + whole)), to + whole,
+                            count - whole);
+               });
+    }
+    finish(r + static_cast<std::int64_t>(k), result);
   }
   return true;
 }
@@ -126,65 +174,76 @@ bool StripeInLanes(const ForwardTile& tile, const P& power) {
   using R = Real<T>;
   const LaneTag<R> d;
   constexpr std::int64_t kRowsAhead = 32, kLine = 64;
+  constexpr std::size_t kMostGroups = entmax::kPackedLineBytes / sizeof(T) / kLanes<R>;
   constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
   const auto length = static_cast<std::size_t>(tile.length);
   const auto bytes = tile.rows * static_cast<std::int64_t>(sizeof(T));
   R* const stripe = reinterpret_cast<R*>(tile.stripe);
-  const auto at = [&](std::int64_t r, std::size_t i) {
-    return stripe + (static_cast<std::size_t>(r) * length + i * kLanes<R>);
+  LaneRows<R> groups[kMostGroups];
+  // body(g, first row, rows) of each group.
+  const auto for_groups = [&](const auto& body) HWY_ATTR {
+    for (std::int64_t r = 0; r < tile.rows; r += kRows) {
+      body(static_cast<std::size_t>(r / kRows), r,
+           static_cast<std::size_t>(std::min(kRows, tile.rows - r)));
+    }
+  };
+  const auto at = [&](std::size_t g, std::size_t i) {
+    return stripe + (g * length + i) * kLanes<R>;
   };
   const auto highest = hn::Set(d, std::numeric_limits<R>::infinity());
   auto broken = hn::IsNaN(highest);
   const T* from = tile.x.row<T>(0);
-  for (std::size_t i = 0; i < length; ++i, from += tile.x.step) {
-    // The lines of neighbouring axis positions are far apart, which no hardware foresees.
-    const auto ahead = reinterpret_cast<std::uintptr_t>(from) +
-                       static_cast<std::uintptr_t>(kRowsAhead * tile.x.step) * sizeof(T);
-    for (std::int64_t byte = 0; byte < bytes; byte += kLine) {
-      __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)),
-                         0, 2);
-    }
-    std::int64_t r = 0;
-    for (; r + kRows <= tile.rows; r += kRows) {
-      const auto v = Load(d, from + r);
-      broken = hn::Or(broken, hn::Not(hn::Lt(v, highest)));
-      hn::StoreU(v, d, at(r, i));
-    }
-    if (r < tile.rows) {
-      const auto v = LoadFirst(d, from + r, static_cast<std::size_t>(tile.rows - r));
-      broken = hn::Or(broken, hn::Not(hn::Lt(v, highest)));
-      hn::StoreU(v, d, at(r, i));
+  const std::size_t parts = LaneRows<R>::Parts(length), part_length = (length + parts - 1) / parts;
+  for (std::size_t part = 0; part < parts; ++part) {
+    const auto best = [&](std::size_t g) { return groups[g].part_max + part * kLanes<R>; };
+    for_groups([&](std::size_t g, std::int64_t, std::size_t)
+                   HWY_ATTR { hn::Store(hn::Neg(highest), d, best(g)); });
+    const std::size_t begin = std::min(length, part * part_length);
+    for (std::size_t i = begin; i < std::min(length, begin + part_length);
+         ++i, from += tile.x.step) {
+      // The lines of neighbouring axis positions are far apart, which no hardware foresees.
+      const auto ahead = reinterpret_cast<std::uintptr_t>(from) +
+                         static_cast<std::uintptr_t>(kRowsAhead * tile.x.step) * sizeof(T);
+      for (std::int64_t byte = 0; byte < bytes; byte += kLine) {
+        __builtin_prefetch(reinterpret_cast<const void*>(ahead + static_cast<std::uintptr_t>(byte)),
+                           0, 2);
+      }
+      for_groups([&](std::size_t g, std::int64_t r, std::size_t count) HWY_ATTR {
+        const auto v = count == kLanes<R> ? Load(d, from + r) : LoadFirst(d, from + r, count);
+        broken = hn::Or(broken, hn::Not(hn::Lt(v, highest)));
+        hn::Store(hn::Max(hn::Load(d, best(g)), v), d, best(g));
+        hn::StoreU(v, d, at(g, i));
+      });
     }
   }
-  const std::int64_t groups = (tile.rows + kRows - 1) / kRows;
-  R* const candidates = at(groups * kRows, 0);
+  const auto group_count = static_cast<std::size_t>((tile.rows + kRows - 1) / kRows);
   if (!hn::AllFalse(d, broken)) return false;
-  for (std::int64_t r = 0; r < tile.rows; r += kRows) {
-    LaneRows<R> group(at(r, 0), length, candidates, static_cast<bool>(tile.support_size));
-    if (!group.FindMax()) return false;
-    group.Compute(power);
-    WriteStatistics(tile, r, group, std::min(kRows, tile.rows - r));
+  for (std::size_t g = 0; g < group_count; ++g) {
+    if (!groups[g].SetMax(length)) return false;
+    groups[g].Solve(power, at(g, 0), length, at(group_count, 0));
   }
+  for_groups([&](std::size_t g, std::int64_t r, std::size_t count) HWY_ATTR {
+    if (!tile.tau) return;
+    double tau[kLanes<R>];
+    groups[g].Tau(power, tau);
+    for (std::size_t k = 0; k < count; ++k) {
+      *tile.tau.row<R>(r + static_cast<std::int64_t>(k)) = static_cast<R>(tau[k]);
+    }
+  });
   if (!tile.y) return true;
   T* to = tile.y.row<T>(0);
   const bool stream = tile.stream && std::is_same_v<T, R> &&
                       reinterpret_cast<std::uintptr_t>(to) % (kLanes<R> * sizeof(R)) == 0 &&
                       tile.y.step % kRows == 0;
   for (std::size_t i = 0; i < length; ++i, to += tile.y.step) {
-    std::int64_t r = 0;
-    for (; r + kRows <= tile.rows; r += kRows) {
-      const auto v = hn::LoadU(d, at(r, i));
+    for_groups([&](std::size_t g, std::int64_t r, std::size_t count) HWY_ATTR {
+      const auto y = groups[g].Value(power, hn::LoadU(d, at(g, i)));
+      if (count < kLanes<R>) return StoreFirst(d, y, to + r, count);
       if constexpr (std::is_same_v<T, R>) {
-        if (stream) {
-          hn::Stream(v, d, to + r);
-          continue;
-        }
+        if (stream) return hn::Stream(y, d, to + r);
       }
-      Store(d, v, to + r);
-    }
-    if (r < tile.rows) {
-      StoreFirst(d, hn::LoadU(d, at(r, i)), to + r, static_cast<std::size_t>(tile.rows - r));
-    }
+      Store(d, y, to + r);
+    });
   }
   return true;
 }

@@ -10,6 +10,7 @@
 #include "cpu/ahead-inl.hpp"
 #include "ops/entmax/cpu/forward_tile.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
+#include "ops/entmax/cpu/stream-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
@@ -91,6 +92,67 @@ RowResult DegenerateRow(const RowView<T>& row, bool empty) {
   FillRow(row, empty ? 0.0 : kNaN);
   if (empty) return {std::numeric_limits<double>::infinity(), 0};
   return {kNaN, -1};
+}
+
+struct NoStore {
+  template <class D, class T>
+  HWY_INLINE void operator()(D, hn::Vec<D>, T*) const {}
+};
+
+// What is wanted of y, the bits of its support, and its size, which is returned.
+template <class P, class R, class T>
+std::int64_t WriteY(const P& power, const RowView<T>& row, R max, const Threshold<R>& threshold) {
+  const hn::ScalableTag<R> d;
+  const std::size_t lanes = hn::Lanes(d);
+  const auto shift = hn::Set(d, max), at = hn::Set(d, threshold.theta);
+  const auto scale = hn::Set(d, threshold.scale), rest = hn::Set(d, threshold.rest);
+  const auto excess_of = [&](auto v) HWY_ATTR {
+    const auto excess = power.Excess(d, hn::Sub(v, shift), at);
+    return P::uses_rest ? hn::Sub(excess, rest) : excess;
+  };
+  const auto value = [&](auto excess) HWY_ATTR {
+    if constexpr (P::family == Family::sparsemax) return power.Value(d, excess);
+    // Most vectors hold nothing of the support: no power for them.
+    constexpr bool kCheap = P::family == Family::entmax15;
+    if (!kCheap && hn::AllFalse(d, power.Active(d, excess))) return hn::Zero(d);
+    const auto p = power.Value(d, excess);
+    return P::uses_rest ? p : hn::Mul(scale, p);
+  };
+  const auto load_first = [&](const T* from, std::size_t count) HWY_ATTR {
+    return LoadFirstAs(d, from, count, -std::numeric_limits<Real<T>>::infinity());
+  };
+  const bool marks = row.support != nullptr || row.wants_size;
+  std::size_t size = 0;
+  const auto mark = [&](auto excess, std::size_t i) HWY_ATTR {
+    const auto active = power.Active(d, excess);
+    size += hn::CountTrue(d, active);
+    if (row.support) StoreBits(d, active, i, row.length, row.support);
+  };
+  const auto fill = [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
+    const T* x = row.x + begin;
+    std::size_t i = 0;
+    if (marks) {
+      for (; i + lanes <= count; i += lanes) {
+        const auto excess = excess_of(LoadAs(d, x + i));
+        mark(excess, begin + i);
+        store(d, value(excess), to + i);
+      }
+    } else {
+      for (; i + lanes <= count; i += lanes) store(d, value(excess_of(LoadAs(d, x + i))), to + i);
+    }
+    if (i == count) return;
+    const auto excess = excess_of(load_first(x + i, count - i));
+    if (marks) mark(excess, begin + i);
+    if constexpr (!std::is_same_v<decltype(store), NoStore>) {
+      StoreFirstAs(d, value(excess), to + i, count - i);
+    }
+  };
+  if (row.y) {
+    WriteRow(row.y, row.length, row.stream, fill);
+  } else {
+    fill(static_cast<T*>(nullptr), 0, row.length, NoStore());
+  }
+  return static_cast<std::int64_t>(size);
 }
 
 }  // namespace pullback::HWY_NAMESPACE

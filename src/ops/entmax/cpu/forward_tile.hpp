@@ -12,15 +12,15 @@ struct RowResult {
 };
 
 // Rows that are solved together (forward_batch-inl.hpp): as many as the widest vector has lanes at
-// most; below the least number they are solved one by one.
-inline constexpr std::int64_t kMostBatchRows = 16, kLeastBatchRows = 4;
+// most.
+inline constexpr std::int64_t kMostBatchRows = 16;
 
-// Scratch of two batches: of each row the candidates in whole vectors, with one to spare, and a bit
-// or at most a byte for each element that says which they are.
+// Of each row the candidates in whole vectors, with one to spare, as much again for a power of
+// them, and a bit or at most a byte for each element that says which they are.
 struct BatchScratch {
   std::byte* candidates = nullptr;  // null: no batches
   std::byte* places = nullptr;
-  std::size_t rows = 0;  // of one batch
+  std::size_t rows = 0;
 };
 inline std::int64_t candidates_pitch(std::int64_t length) { return (length + 47) / 16 * 16; }
 inline std::int64_t places_pitch(std::int64_t length) { return length + 64; }

@@ -125,16 +125,50 @@ void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int
   }
 }
 
+// Lane k is what op, such as Add, makes of the lanes of vector row(kFirst + k). Pairs of vectors
+// become one until a single one is left: each holds cells with one lane for each of its rows.
+template <std::size_t kFirst, std::size_t kCount, class D, class Row, class Op>
+HWY_INLINE hn::Vec<D> CombineRows(D d, const Row& row, const Op& op) {
+  using R = hn::TFromD<D>;
+  if constexpr (kCount == 1) {
+    return row(kFirst);
+  } else {
+    constexpr std::size_t kCell = kCount / 2;
+    const auto a = CombineRows<kFirst, kCell>(d, row, op);
+    const auto b = CombineRows<kFirst + kCell, kCell>(d, row, op);
+    if constexpr (kCell * sizeof(R) < sizeof(double)) {
+      return op(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+    } else if constexpr (kCell * sizeof(R) < 16) {
+      const hn::Repartition<double, D> wide;
+      const auto a2 = hn::BitCast(wide, a), b2 = hn::BitCast(wide, b);
+      return op(hn::BitCast(d, hn::InterleaveLower(wide, a2, b2)),
+                hn::BitCast(d, hn::InterleaveUpper(wide, a2, b2)));
+    } else if constexpr (kCount == hn::MaxLanes(d)) {
+      return op(hn::ConcatLowerLower(d, b, a), hn::ConcatUpperUpper(d, b, a));
+    } else {
+      return op(hn::OddEvenBlocks(b, a), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(a, b)));
+    }
+  }
+}
+struct AddLanes {
+  template <class V>
+  HWY_INLINE V operator()(V a, V b) const {
+    return hn::Add(a, b);
+  }
+};
+struct MaxLanesOf {
+  template <class V>
+  HWY_INLINE V operator()(V a, V b) const {
+    return hn::Max(a, b);
+  }
+};
+
 // Adds up the lanes of each of kLanes vectors; row k's sum is lane k.
 template <class R>
 HWY_INLINE Lane<R> SumsOfRows(const R* rows) {
   const LaneTag<R> d;
-  HWY_ALIGN R lanes[kLanes<R> * kLanes<R>];
-  RowsToLanes(rows, static_cast<std::int64_t>(kLanes<R>), kLanes<R>, lanes);
-  auto sum = hn::Load(d, lanes);
-  for (std::size_t k = 1; k < kLanes<R>; ++k)
-    sum = hn::Add(sum, hn::Load(d, lanes + k * kLanes<R>));
-  return sum;
+  return CombineRows<0, kLanes<R>>(
+      d, [&](std::size_t k) HWY_ATTR { return hn::Load(d, rows + k * kLanes<R>); }, AddLanes());
 }
 
 // --- The threshold ---
@@ -308,171 +342,132 @@ HWY_INLINE Lane<R> SafeBound(const P&, Lane<R> bound) {
 
 // --- Rows ---
 
-// kLanes rows of x in `x`, an element each in a vector. y takes their place.
+// kLanes rows, an element each in a vector.
 template <class R>
 class LaneRows {
  public:
-  static constexpr std::size_t kBounds = 32;  // parts, whose maxima bound a long row's threshold
-  static constexpr std::size_t kMinLengthForBound = 256;
+  static constexpr std::size_t kMostParts = 32;
 
-  // `candidates` has room for as many vectors as `x`.
-  LaneRows(R* x, std::size_t length, R* candidates, bool wants_size)
-      : x_(x), length_(length), candidates_(candidates), wants_size_(wants_size) {}
+  // A row is cut in parts, whose maxima bound its threshold.
+  static std::size_t Parts(std::size_t length) { return length < 256 ? 4 : kMostParts; }
 
+  HWY_ALIGN R part_max[kMostParts * kLanes<R>];  // to be set before Solve()
   HWY_ALIGN R max[kLanes<R>];
-  HWY_ALIGN double tau[kLanes<R>];
-  HWY_ALIGN R size[kLanes<R>];  // of the support, a whole number
+  HWY_ALIGN R theta[kLanes<R>];
+  HWY_ALIGN R rest[kLanes<R>];
+  HWY_ALIGN R scale[kLanes<R>];  // of softmax: 1 / the sum of exp(x - max)
 
-  // The maxima, of a long row's parts too. False if a row has none that is finite, or a NaN.
-  bool FindMax() {
+  // False if a row has no element that is finite.
+  bool SetMax(std::size_t length) {
     const LaneTag<R> d;
-    const R* const x = x_;
-    const std::size_t length = length_;
-    const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
-    const bool whole = length < kMinLengthForBound;
-    const std::size_t part = whole ? length : (length + kBounds - 1) / kBounds;
-    auto highest = lowest;
-    auto nan = hn::IsNaN(lowest);
-    const auto take = [&](std::size_t i, auto& best) HWY_ATTR {
-      const auto v = hn::LoadU(d, x + i * kLanes<R>);
-      best = hn::Max(best, v);
-      nan = hn::Or(nan, hn::IsNaN(v));
-    };
-    parts_ = 0;
-    for (std::size_t i = 0; i < length; ++parts_) {
-      auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
-      const std::size_t end = std::min(length, i + part);
-      for (; i + 4 <= end; i += 4) {
-        take(i, m0);
-        take(i + 1, m1);
-        take(i + 2, m2);
-        take(i + 3, m3);
-      }
-      for (; i < end; ++i) take(i, m0);
-      const auto best = hn::Max(hn::Max(m0, m1), hn::Max(m2, m3));
-      if (whole) {
-        const auto low = hn::Add(hn::Sub(m0, best), hn::Sub(m1, best));
-        hn::Store(hn::Add(low, hn::Add(hn::Sub(m2, best), hn::Sub(m3, best))), d, four_);
-      }
-      hn::Store(best, d, part_max_ + parts_ * kLanes<R>);
-      highest = hn::Max(highest, best);
+    parts_ = Parts(length);
+    auto highest = hn::Load(d, part_max);
+    for (std::size_t i = 1; i < parts_; ++i) {
+      highest = hn::Max(highest, hn::Load(d, part_max + i * kLanes<R>));
     }
     hn::Store(highest, d, max);
-    return hn::AllTrue(d, hn::IsFinite(highest)) && hn::AllFalse(d, nan);
+    return hn::AllTrue(d, hn::IsFinite(highest));
   }
 
+  // Finds theta, rest and scale of the rows in x; `candidates` has room for as many vectors. The
+  // exponentials of softmax take the place of x.
   template <class P>
-  void Compute(const P& power) {
+  void Solve(const P& power, R* HWY_RESTRICT x, std::size_t length, R* HWY_RESTRICT candidates) {
+    const LaneTag<R> d;
     if constexpr (P::family == Family::softmax) {
-      Softmax();
+      SumExponentials(x, length);
     } else {
-      Sparse(power);
+      const auto shift = hn::Load(d, max);
+      std::size_t count = 0;
+      const auto start = Bound(power);
+      if (parts_ < kMostParts) {
+        for (; count < length; ++count) {
+          const auto z = hn::Sub(hn::LoadU(d, x + count * kLanes<R>), shift);
+          hn::StoreU(z, d, candidates + count * kLanes<R>);
+        }
+      } else {
+        for (std::size_t i = 0; i < length; ++i) {
+          // Stored always, kept where it is a candidate of some row.
+          const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
+          hn::StoreU(z, d, candidates + count * kLanes<R>);
+          const auto active = power.Active(d, power.Excess(d, z, start));
+          count += hn::AllFalse(d, active) ? 0 : 1;
+        }
+      }
+      const auto found = SolveLanes(power, start, candidates, count, power.tolerance);
+      hn::Store(found.theta, d, theta);
+      hn::Store(found.rest, d, rest);
+      hn::Store(found.scale, d, scale);
+    }
+  }
+
+  // y of the rows' elements v, which Solve() found in x or has put there.
+  template <class P>
+  HWY_INLINE Lane<R> Value(const P& power, Lane<R> v) const {
+    const LaneTag<R> d;
+    if constexpr (P::family == Family::softmax) {
+      return hn::Mul(v, hn::Load(d, scale));
+    } else {
+      auto excess = power.Excess(d, hn::Sub(v, hn::Load(d, max)), hn::Load(d, theta));
+      if constexpr (P::uses_rest) excess = hn::Sub(excess, hn::Load(d, rest));
+      constexpr bool kCheap = P::family == Family::sparsemax || P::family == Family::entmax15;
+      if (!kCheap && hn::AllFalse(d, power.Active(d, excess))) return hn::Zero(d);
+      const auto p = power.Value(d, excess);
+      return P::uses_rest || P::family == Family::sparsemax ? p : hn::Mul(p, hn::Load(d, scale));
+    }
+  }
+
+  // tau of the rows.
+  template <class P>
+  void Tau(const P& power, double* tau) const {
+    const LaneTag<R> d;
+    if constexpr (P::family == Family::softmax) {
+      HWY_ALIGN R logs[kLanes<R>];
+      hn::Store(hn::Log(d, hn::Load(d, scale)), d, logs);
+      for (std::size_t k = 0; k < kLanes<R>; ++k) {
+        tau[k] = static_cast<double>(max[k]) - static_cast<double>(logs[k]);
+      }
+    } else {
+      for (std::size_t k = 0; k < kLanes<R>; ++k) tau[k] = power.Tau(max[k], theta[k], rest[k]);
     }
   }
 
  private:
-  template <class P>
-  void Sparse(const P& power) {
-    const LaneTag<R> d;
-    // Compilers take stores of vectors for stores to members.
-    R *const x = x_, *const candidates = candidates_;
-    const std::size_t length = length_;
-    const bool wants_size = wants_size_;
-    const auto shift = hn::Load(d, max);
-    auto theta = hn::Set(d, power.start);
-    std::size_t count = 0;
-    if (length >= kMinLengthForBound) {
-      theta = Bound(power);
-      for (std::size_t i = 0; i < length; ++i) {
-        // Stored always, kept where it is a candidate of some row.
-        const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
-        hn::StoreU(z, d, candidates + count * kLanes<R>);
-        const auto active = power.Active(d, power.Excess(d, z, theta));
-        count += hn::AllFalse(d, active) ? 0 : 1;
-      }
-    } else {
-      theta = SafeBound<R>(power, MeanBound<R>(power, hn::Load(d, four_), 4));
-      for (; count < length; ++count) {
-        const auto z = hn::Sub(hn::LoadU(d, x + count * kLanes<R>), shift);
-        hn::StoreU(z, d, candidates + count * kLanes<R>);
-      }
-    }
-    const auto [at, rest, scale] = SolveLanes(power, theta, candidates, count, power.tolerance);
-    auto support = hn::Zero(d);
-    for (std::size_t i = 0; i < length; ++i) {
-      const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
-      auto excess = power.Excess(d, z, at);
-      if constexpr (P::uses_rest) excess = hn::Sub(excess, rest);
-      const auto active = power.Active(d, excess);
-      if (wants_size) support = hn::Add(support, hn::IfThenElseZero(active, hn::Set(d, R{1})));
-      auto y = hn::Zero(d);
-      if constexpr (P::family == Family::sparsemax) {
-        y = power.Value(d, excess);
-      } else if (P::family == Family::entmax15 || !hn::AllFalse(d, active)) {
-        y = power.Value(d, excess);
-        if constexpr (!P::uses_rest) y = hn::Mul(scale, y);
-      }
-      hn::StoreU(y, d, x + i * kLanes<R>);
-    }
-    hn::Store(support, d, size);
-    HWY_ALIGN R thresholds[kLanes<R>];
-    HWY_ALIGN R rests[kLanes<R>];
-    hn::Store(at, d, thresholds);
-    hn::Store(rest, d, rests);
-    for (std::size_t k = 0; k < kLanes<R>; ++k) tau[k] = power.Tau(max[k], thresholds[k], rests[k]);
-  }
-
-  // Lower bounds of the thresholds, from the maxima of parts of the rows, which it uses up.
+  // Lower bounds of the thresholds, from the maxima of parts of the rows, which become z.
   template <class P>
   Lane<R> Bound(const P& power) {
     const LaneTag<R> d;
     const auto shift = hn::Load(d, max);
+    auto sum = hn::Zero(d);
     for (std::size_t i = 0; i < parts_ * kLanes<R>; i += kLanes<R>) {
-      hn::Store(hn::Sub(hn::Load(d, part_max_ + i), shift), d, part_max_ + i);
+      const auto z = hn::Sub(hn::Load(d, part_max + i), shift);
+      hn::Store(z, d, part_max + i);
+      sum = hn::Add(sum, z);
     }
+    if (parts_ < kMostParts) return SafeBound<R>(power, MeanBound<R>(power, sum, parts_));
     const auto start = hn::Set(d, power.start);
-    return SafeBound<R>(power, SolveLanes<R>(power, start, part_max_, parts_, kRough).theta);
+    return SafeBound<R>(power, SolveLanes<R>(power, start, part_max, parts_, kRough).theta);
   }
 
-  void Softmax() {
+  void SumExponentials(R* HWY_RESTRICT x, std::size_t length) {
     const LaneTag<R> d;
     const auto shift = hn::Load(d, max);
-    auto sum = hn::Zero(d), lost = sum, support = sum;
-    for (std::size_t i = 0; i < length_;) {
+    auto sum = hn::Zero(d), lost = sum;
+    for (std::size_t i = 0; i < length;) {
       auto part = hn::Zero(d);
-      for (const std::size_t end = std::min(length_, i + kSumVectors); i < end; ++i) {
-        const auto v = hn::LoadU(d, x_ + i * kLanes<R>);
-        const auto e = ExpNonPositive(d, hn::Sub(v, shift));
+      for (const std::size_t end = std::min(length, i + kSumVectors); i < end; ++i) {
+        const auto e = ExpNonPositive(d, hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift));
         part = hn::Add(part, e);
-        hn::StoreU(e, d, x_ + i * kLanes<R>);
-        if (!wants_size_) continue;  // all but -inf, also where exp underflows
-        const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
-        support = hn::Add(support, hn::IfThenElseZero(hn::Gt(v, lowest), hn::Set(d, R{1})));
+        hn::StoreU(e, d, x + i * kLanes<R>);
       }
       const auto next = hn::Add(sum, part);
       lost = hn::Add(lost, hn::Sub(part, hn::Sub(next, sum)));
       sum = next;
     }
-    sum = hn::Add(sum, lost);
-    const auto scale = hn::Div(hn::Set(d, R{1}), sum);
-    for (std::size_t i = 0; i < length_; ++i) {
-      hn::StoreU(hn::Mul(scale, hn::LoadU(d, x_ + i * kLanes<R>)), d, x_ + i * kLanes<R>);
-    }
-    hn::Store(support, d, size);
-    HWY_ALIGN R logs[kLanes<R>];
-    hn::Store(hn::Log(d, sum), d, logs);
-    for (std::size_t k = 0; k < kLanes<R>; ++k) {
-      tau[k] = static_cast<double>(max[k]) + static_cast<double>(logs[k]);
-    }
+    hn::Store(hn::Div(hn::Set(d, R{1}), hn::Add(sum, lost)), d, scale);
   }
 
-  R* x_;
-  std::size_t length_;
-  R* candidates_;
-  bool wants_size_;
   std::size_t parts_ = 0;
-  HWY_ALIGN R part_max_[kBounds * kLanes<R>];
-  HWY_ALIGN R four_[kLanes<R>];  // of a short row: the sum of z of the maxima of four parts
 };
 
 }  // namespace pullback::HWY_NAMESPACE

@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/solve-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
@@ -30,13 +30,28 @@ HWY_INLINE void StreamBytes(std::uint8_t* to, const std::uint8_t* from, std::siz
   std::memcpy(to + i, from + i, bytes - i);
 }
 
-// fill(to, begin, count) writes elements [begin, begin + count) of a row to `to`.
-template <class T, class Fill>
-HWY_INLINE void WriteRow(T* row, std::size_t length, bool stream, const Fill& fill) {
-  if (!stream) {
-    fill(row, 0, length);
-    return;
+// How whole vectors of a row are stored.
+struct PlainStore {
+  template <class D, class T>
+  HWY_INLINE void operator()(D d, hn::Vec<D> value, T* to) const {
+    StoreAs(d, value, to);
   }
+};
+struct StreamStore {
+  template <class D, class T>
+  HWY_INLINE void operator()(D d, hn::Vec<D> value, T* to) const {
+    if constexpr (std::is_same_v<T, hn::TFromD<D>>) {
+      hn::Stream(value, d, to);
+    } else {
+      const hn::Rebind<T, D> narrow;
+      hn::Stream(hn::DemoteTo(narrow, value), narrow, to);
+    }
+  }
+};
+
+// Streams a row that fill(to, begin, count) writes in pieces to scratch.
+template <class T, class Fill>
+HWY_INLINE void WriteStaged(T* row, std::size_t length, const Fill& fill) {
   constexpr std::size_t kChunk = 4096 / sizeof(T);
   HWY_ALIGN T chunk[kChunk];
   for (std::size_t begin = 0; begin < length; begin += kChunk) {
@@ -45,6 +60,21 @@ HWY_INLINE void WriteRow(T* row, std::size_t length, bool stream, const Fill& fi
     StreamBytes(reinterpret_cast<std::uint8_t*>(row + begin),
                 reinterpret_cast<const std::uint8_t*>(chunk), count * sizeof(T));
   }
+}
+
+// fill(to, begin, count, store) writes elements [begin, begin + count) of a row to `to`, whole
+// vectors by `store`.
+template <class T, class Fill>
+HWY_INLINE void WriteRow(T* row, std::size_t length, bool stream, const Fill& fill) {
+  if (!stream) return fill(row, 0, length, PlainStore());
+  if constexpr (std::is_same_v<T, Real<T>>) {
+    if (reinterpret_cast<std::uintptr_t>(row) % HWY_MAX_BYTES == 0) {
+      return fill(row, 0, length, StreamStore());
+    }
+  }
+  WriteStaged(row, length, [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
+    fill(to, begin, count, PlainStore());
+  });
 }
 
 // Writes `lanes` bits of the support from element i on; rows of bits begin at whole bytes.
