@@ -208,24 +208,15 @@ class Slice {
       }
       return;
     }
-    // All loads before the first use: their waits overlap.
-#pragma unroll
+#pragma unroll 1
     for (int j = 0; j < kCount; ++j) {
       if ((wanted >> j & 1) == 0) continue;
-      data[j] = range_.load_slope(begin + j * threads(), Drop());
-      if (known) d_y[j] = range_.load_d_y(begin + j * threads(), Drop());
-    }
-    bool active[kCount];
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      active[j] = known ? (wanted >> j & 1) != 0 : SlopeOf::any(data[j]);
-      if (!known && active[j]) d_y[j] = range_.load_d_y(begin + j * threads(), Drop());
-    }
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      if ((wanted >> j & 1) == 0) continue;
+      const SlopeData slope = range_.load_slope(begin + j * threads(), Drop());
       Piece d_x{};
-      if (active[j]) d_x = gradient_piece<T, kWeights>(data[j], d_y[j], mean, alpha_);
+      if (SlopeOf::any(slope)) {
+        const Piece of_d_y = range_.load_d_y(begin + j * threads(), Drop());
+        d_x = gradient_piece<T, kWeights>(slope, of_d_y, mean, alpha_);
+      }
       range_.store(begin + j * threads(), d_x);
     }
   }

@@ -290,7 +290,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
   // Dynamic shared memory of forward_resident: the next row, and lists that leave room for the
   // blocks that the registers allow; 0 if the device has too little.
   int resident_shared(const Resident& shape, Family family) const {
-    constexpr int kStatic = 7680, kReserved = 1024;  // at most; of every block
+    constexpr int kStatic = 5376, kReserved = 1024;  // at most; of every block
     constexpr int kListBytes = 160;                  // of a thread at most
     for (const int blocks : {shape.blocks(), 1}) {
       const int room = (device_.max_shared_bytes + kReserved) / blocks - kReserved - kStatic;

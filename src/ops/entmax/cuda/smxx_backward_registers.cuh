@@ -15,7 +15,8 @@ void backward_registers(const BackwardParams& p) {
   using R = Arithmetic<T, kWeights>;
   using SlopeOf = SlopePiece<T, kWeights>;
   // Short rows of 16-bit types wait for latency more than for memory: they load d_y beside y.
-  constexpr bool kAll = kWeights == Weights::softmax || (kGroup == Group::warp && sizeof(T) == 2);
+  constexpr bool kAll = kWeights == Weights::softmax ||
+                        (kGroup == Group::warp && sizeof(T) == 2 && kWeights != Weights::mask);
   // A piece of f32 can hold s in place of y: an accurate power is not computed twice.
   constexpr bool kInPlace = kWeights == Weights::power && sizeof(T) == 4;
   constexpr Weights kHeld = kInPlace ? Weights::softmax : kWeights;
@@ -30,7 +31,6 @@ void backward_registers(const BackwardParams& p) {
   }
   const RowPlace place = place_of<T, kWeights>(p, task);
   const PieceRow<T, kWeights> row(p, place);
-  if (place.nan) return fill_nan(row, thread, threads);
   const PieceRange<T, kWeights> range(row, 0, row.pieces);
 
   typename SlopeOf::Data data[kVectors];
@@ -59,6 +59,8 @@ void backward_registers(const BackwardParams& p) {
       if (active[j]) d_y[j] = range.load_d_y(thread + j * threads, Drop());
     }
   }
+
+  if (place.nan) return fill_nan(row, thread, threads);
 
   Sums<R> sums;
   if (has_edge) add(sums, edge_s, edge_d_y);

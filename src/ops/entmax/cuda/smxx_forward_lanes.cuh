@@ -103,12 +103,10 @@ void forward_lanes(const ForwardParams& p) {
         } else if constexpr (kFamily == Family::general) {
           constexpr int kLength = device::kVectorLength<T>;
           const float bound = bound_of_mean(rough, tops, group);
-          return look_at_sample(rough, bound, tops, kLength, group,
-                                [&](auto use) {
+          return theta_by_sample(rough, bound, tops, kLength, group, [&](auto use) {
 #pragma unroll
-                                  for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
-                                })
-              .theta;
+            for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
+          });
         } else {
           return lower_bound(power, tops, group);
         }

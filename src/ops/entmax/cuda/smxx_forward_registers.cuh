@@ -181,10 +181,10 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
             for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
           };
           if constexpr (kWarps == 1) {
-            return look_at_sample(rough, theta, tops, kLength, group, sample).theta;
+            return theta_by_sample(rough, theta, tops, kLength, group, sample);
           } else {
             const float own[] = {max_in_word<T>(largest_word) - largest};
-            return look_at_sample(rough, theta, own, kLength, group, sample).theta;
+            return theta_by_sample(rough, theta, own, kLength, group, sample);
           }
         }
       };

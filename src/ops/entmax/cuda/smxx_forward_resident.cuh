@@ -96,7 +96,6 @@ class Candidates {
         room_(first_ + capacity * kStep) {}
 
   bool complete() const { return end_ <= room_; }
-  void drop() { end_ = room_ + 1; }
 
   void collect(const HeldRow<T>& held, float bound) {
     end_ = first_;
@@ -108,7 +107,10 @@ class Candidates {
           end_ = room_ + 1;
         } else {
           HeldRow<T>::for_each_in(packed, [&](float x, int i) {
-            store_above(x, bound, packed.word[i / kPerWord<T>] >> i % kPerWord<T> * 16);
+            if (x > bound) {
+              store(end_, packed.word[i / kPerWord<T>] >> i % kPerWord<T> * 16);
+              end_ += kStep;
+            }
           });
         }
       }
@@ -154,7 +156,12 @@ class Candidates {
   Packed<T> spread(const Packed<T>& of_x, float bound, uint32_t& next) const {
     Packed<T> result{};
     HeldRow<T>::for_each_in(of_x, [&](float x, int i) {
-      result.word[i / kPerWord<T>] |= load_above(x, bound, next) << i % kPerWord<T> * 16;
+      uint32_t bits = 0;
+      if (x > bound) {
+        bits = load(next);
+        next += kStep;
+      }
+      result.word[i / kPerWord<T>] |= bits << i % kPerWord<T> * 16;
     });
     return result;
   }
@@ -183,46 +190,6 @@ class Candidates {
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(bits) : "memory");
     }
   }
-  // Appends an element if x is above `bound`, takes the next one if it is, else 0. The compiler
-  // would move registers about in place of predicates.
-  void store_above(float x, float bound, uint32_t bits) {
-    if constexpr (sizeof(T) == 2) {
-      asm volatile(
-          "{.reg .pred above; setp.gt.f32 above, %1, %2; @above st.shared.u16 [%0], %3; "
-          "@above add.u32 %0, %0, %4;}"
-          : "+r"(end_)
-          : "f"(x), "f"(bound), "h"(static_cast<uint16_t>(bits)), "n"(kStep)
-          : "memory");
-    } else {
-      asm volatile(
-          "{.reg .pred above; setp.gt.f32 above, %1, %2; @above st.shared.u32 [%0], %3; "
-          "@above add.u32 %0, %0, %4;}"
-          : "+r"(end_)
-          : "f"(x), "f"(bound), "r"(bits), "n"(kStep)
-          : "memory");
-    }
-  }
-  static uint32_t load_above(float x, float bound, uint32_t& next) {
-    if constexpr (sizeof(T) == 2) {
-      uint16_t half = 0;
-      asm volatile(
-          "{.reg .pred above; setp.gt.f32 above, %2, %3; @above ld.shared.u16 %0, [%1]; "
-          "@above add.u32 %1, %1, %4;}"
-          : "+h"(half), "+r"(next)
-          : "f"(x), "f"(bound), "n"(kStep)
-          : "memory");
-      return half;
-    } else {
-      uint32_t bits = 0;
-      asm volatile(
-          "{.reg .pred above; setp.gt.f32 above, %2, %3; @above ld.shared.u32 %0, [%1]; "
-          "@above add.u32 %1, %1, %4;}"
-          : "+r"(bits), "+r"(next)
-          : "f"(x), "f"(bound), "n"(kStep)
-          : "memory");
-      return bits;
-    }
-  }
   static void load(float (&x)[4], uint32_t at) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -248,9 +215,6 @@ void forward_resident(const ForwardParams& p) {
                             static_cast<int>(kThreads * sizeof(T)) / 4 * 4);
   __shared__ GroupScratch<kWarps, kClustered> scratch;
   Group<kWarps, kClustered> group(scratch);
-  constexpr bool kLooksAlone = kClustered && kFamily == Family::general;
-  __shared__ GroupScratch<kLooksAlone ? kWarps : 1> scratch_alone;
-  Group<kLooksAlone ? kWarps : 1> alone(scratch_alone);
   const auto blocks = static_cast<int>(kClustered ? device::cluster_size() : 1);
   const int rows_apart = static_cast<int>(gridDim.x) / blocks;
   // A block's elements lie side by side; those of vector j of this thread begin at begin + j kStep.
@@ -320,29 +284,7 @@ void forward_resident(const ForwardParams& p) {
         bound = bound_of_theta(power, largest, warp_bound(power, z));
       }
     }
-    const auto sample = [&](float origin) {
-      return [&held, origin](auto use) {
-#pragma unroll
-        for (int j = 0; j < kResidentVectors; ++j) {
-          float first[kPerWord<T>];
-          unpack(held.fresh(j).word[0], first, T{});
-          use(first[0] - origin);
-        }
-      };
-    };
-    [[maybe_unused]] float tau = 0;
-    if constexpr (kLooksAlone) {
-      // Blocks wait long for each other: each takes its part for the row, and they agree on a mean.
-      tau = power.with_rough([&](const auto& rough) {
-        const float own[] = {max_in_word<T>(held.top()) - largest};
-        const Look look = look_at_sample(rough, theta_of_bound(power, largest, bound), own, kLength,
-                                         alone, sample(largest), static_cast<float>(blocks));
-        return power.b * largest + look.theta;
-      });
-      group.max_pair_and_mean(largest, bound, tau);
-    } else if constexpr (kClustered) {
-      group.max_pair(largest, bound);
-    }
+    if constexpr (kClustered) group.max_pair(largest, bound);
 
     const auto finish = [&](float tau, int size) {
       if (group.thread() != 0) return;
@@ -428,39 +370,29 @@ void forward_resident(const ForwardParams& p) {
       });
       finish(largest + log_of(sum), size);
     } else {
+      if constexpr (collects(kFamily)) candidates.collect(held, bound);
       const auto all = [&](auto use) { for_each_candidate([&](float x) { use(x - largest); }); };
       const float lowest = theta_of_bound(power, largest, bound);
       Threshold<float> threshold;
       if constexpr (kFamily == Family::sparsemax) {
         threshold = {rise_of_sparsemax(lowest, group, all), 0, 1};
       } else {
-        threshold = power.with_rough([&](const auto& rough) {
-          float start = lowest, floor = lowest;
-          if constexpr (kFamily == Family::general) {
-            if constexpr (kLooksAlone) {
-              start = after_step(rough, lowest, tau - power.b * largest - lowest);
-            } else {
-              const float own[] = {max_in_word<T>(held.top()) - largest};
-              start = look_at_sample(rough, lowest, own, kLength, group, sample(largest)).theta;
-            }
-            // Half of the way is on the safe side of nearly any sample's error.
-            floor = max(lowest, (lowest + start) / 2);
-            candidates.collect(held, bound_of_theta(power, largest, floor));
-          } else if constexpr (collects(kFamily)) {
-            candidates.collect(held, bound);
+        const auto start_of = [&](const auto& rough) {
+          if constexpr (kFamily != Family::general) {
+            return lowest;
+          } else {
+            const float own[] = {max_in_word<T>(held.top()) - largest};
+            return theta_by_sample(rough, lowest, own, kLength, group, [&](auto use) {
+#pragma unroll
+              for (int j = 0; j < kResidentVectors; ++j) {
+                float first[kPerWord<T>];
+                unpack(held.fresh(j).word[0], first, T{});
+                use(first[0] - largest);
+              }
+            });
           }
-          const float tolerance = rough.tolerance(digits_wanted<T>(p));
-          while (true) {
-            const Threshold<float> found = rise<float>(rough, start, group, all, tolerance);
-            if (!(found.theta < floor)) {
-              bound = max(bound, bound_of_theta(power, largest, floor));
-              return found;
-            }
-            // The sample has misled: not all that take part are listed.
-            candidates.drop();
-            floor = -infinity<float>();
-          }
-        });
+        };
+        threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
       }
       const float theta = threshold.theta;
       const auto excess = [&](float x) { return power.excess(x - largest, theta); };

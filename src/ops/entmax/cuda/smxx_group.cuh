@@ -104,19 +104,6 @@ class Group {
     b = both[1];
   }
 
-  // The same and the mean of a third.
-  void max_pair_and_mean(float& a, float& b, float& c) {
-    float all[] = {a, b, c};
-    exchange<3>(all, [](float* x, const float* y) {
-      x[0] = max_or_nan(x[0], y[0]);
-      x[1] = max_or_nan(x[1], y[1]);
-      x[2] += y[2];
-    });
-    a = all[0];
-    b = all[1];
-    c = all[2] / static_cast<float>(static_cast<int>(device::cluster_size()) * kWarps);
-  }
-
   // One value of each thread of the block, to all warps: those of thread i in lane i % 32.
   void gather(float value, float (&all)[kWarps]) {
     if constexpr (kWarps == 1) {

@@ -315,15 +315,12 @@ auto solve(const P& power, const StartOf& start_of, G& group, const Elements& fo
   });
 }
 
-// f by a part of the row, and where a step from theta leads by that: the largest elements of all
-// threads, which hold most of the sum where few elements do, and a sample of the others that stands
-// for `weight` times as many. All of that stands for `parts` such parts. Of rough powers.
-struct Look {
-  float theta, f;
-};
+// One step by a part of the row: the largest elements of all threads, which hold most of the sum
+// where few elements do, and a sample of the others that stands for `weight` times as many. Of
+// rough powers.
 template <class P, class G, int kTops, class Elements>
-Look look_at_sample(const P& power, float theta, const float (&tops)[kTops], float weight, G& group,
-                    const Elements& sample, float parts = 1) {
+float theta_by_sample(const P& power, float theta, const float (&tops)[kTops], float weight,
+                      G& group, const Elements& sample) {
   Sums<float> sums;
   sample([&](float z) { power.add(sums, z == tops[0] ? 0.0f : power.excess(z, theta)); });
   sums.f *= weight;
@@ -332,10 +329,7 @@ Look look_at_sample(const P& power, float theta, const float (&tops)[kTops], flo
 #pragma unroll
   for (int i = 0; i < kTops; ++i) power.add(sums, power.excess(tops[i], theta));
   sum_over<P>(sums, group);
-  sums.f *= parts;
-  sums.slope *= parts;
-  sums.bend *= parts;
-  return {after_step(power, theta, power.step(sums, sums.f - 1)), sums.f};
+  return after_step(power, theta, power.step(sums, sums.f - 1));
 }
 
 // Michelot's steps for sparsemax in f32. When the least active element stays above the next theta,
