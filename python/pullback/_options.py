@@ -85,14 +85,14 @@ def attention_options(
     return {
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
-        "scale": scale,
-        "softcap": softcap,
+        "scale": None if scale is None else float(scale),
+        "softcap": float(softcap),
         "mask_left": left,
         "mask_right": right,
         "mask_corner": choice("corner", corner, CORNERS),
         "flags": (0 if deterministic else NONDETERMINISTIC)
         | (CHECK_INDICES if check_indices else 0),
-        "dropout": dropout,
+        "dropout": float(dropout),
         "layout": layout,
         "layout_batches": layout_batches,
         "block": block,
@@ -116,7 +116,7 @@ def block_softmax_options(
     return {
         "key_padding_mode": choice("key_padding_mode", key_padding_mode, MASK_MODES),
         "attn_mask_mode": choice("attn_mask_mode", attn_mask_mode, MASK_MODES),
-        "scale": scale,
+        "scale": float(scale),
     }
 
 
@@ -131,21 +131,24 @@ class BlockMatmulOptions(TypedDict, total=False):
     transpose_c: bool
 
 
+def matmul_block(
+    mode: str, block: int | None, a_shape: Sequence[int], b_shape: Sequence[int]
+) -> int:
+    """The block size: that of the sparse operand when not given."""
+    if block is not None:
+        return block
+    if mode == "sdd":
+        raise ValueError("block_matmul: block: expected the block size for mode 'sdd'")
+    return (a_shape if mode == "dsd" else b_shape)[-1]
+
+
 def block_matmul_options(
     mode: str,
-    block: int | None,
-    a_shape: Sequence[int],
-    b_shape: Sequence[int],
     transpose_a: bool = False,
     transpose_b: bool = False,
     transpose_c: bool = False,
 ) -> dict[str, Any]:
-    if block is None:
-        if mode == "sdd":
-            raise ValueError("block_matmul: block: expected the block size for mode 'sdd'")
-        block = (a_shape if mode == "dsd" else b_shape)[-1]
     return {
-        "block": block,
         "mode": choice("mode", mode, MATMUL_MODES),
         "flags": transpose_a * TRANSPOSE_A | transpose_b * TRANSPOSE_B | transpose_c * TRANSPOSE_C,
     }

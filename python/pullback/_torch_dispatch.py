@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, Protocol
+from itertools import compress
+from typing import Any, Callable, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ class Kernel(Protocol):
 
     def __call__(self, *arguments: Any) -> Any: ...
 
-    def run(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-        """The same with the schema's tensors and the rest of its arguments apart."""
+    def prepare(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
+        """What such calls have in common, of the schema's tensors and the rest of its arguments."""
+
+    def run(self, prepared: Any, tensors: Sequence[Any]) -> Any: ...
 
     def fake(self, *arguments: Any) -> Any: ...
 
@@ -82,13 +85,13 @@ def _keys(*names: str) -> Any:
     return keys
 
 
-# The dispatch keys of tensors that are nothing but memory.
+# The dispatch keys of tensors that are nothing but memory, with autograd and made for inference.
 _PLAIN_KEYS = {
-    _keys(name, f"Autograd{name}", f"Autocast{name}", "ADInplaceOrView").raw_repr()
+    _keys(name, f"Autocast{name}", *others).raw_repr()
     for name in ("CPU", "CUDA")
+    for others in ((f"Autograd{name}", "ADInplaceOrView"), ())
 }
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
-_KEPT_TYPES = {*_PLAIN_TYPES, type(None)}
 
 
 def _thread_keys(
@@ -99,27 +102,26 @@ def _thread_keys(
     return include().raw_repr(), exclude().raw_repr()
 
 
-# Those of a thread that has none of them, as a new one. Where torch knows names of dimensions,
-# autograd leaves them aside.
+# Those of a thread that has none of them, as a new one, but for inference mode. Where torch knows
+# names of dimensions, autograd leaves them aside.
 with ThreadPoolExecutor(1) as _new_thread:
-    _included, _excluded = _new_thread.submit(_thread_keys).result()
+    _usual = _new_thread.submit(_thread_keys).result()
+    _inferring = _new_thread.submit(torch.inference_mode()(_thread_keys)).result()
 _named = torch._C._parse_dispatch_key("Named")
 _nameless = torch._C.DispatchKeySet(_named).raw_repr() if _named is not None else 0
-_IDLE_THREADS = {(_included, _excluded), (_included, _excluded | _nameless)}
+_IDLE_THREADS = {
+    (included, excluded | others)
+    for included, excluded in (_usual, _inferring)
+    for others in (0, _nameless)
+}
 
 
-def _idle(profiled: Any = torch._C._autograd._profiler_enabled) -> bool:
-    """Whether an operator's call on plain tensors would pass through PyTorch's dispatcher to our
+def _unseen(tensors: Sequence[Any], keys: Any = torch._C._dispatch_keys) -> bool:
+    """Whether an operator's call on these tensors would pass through PyTorch's dispatcher to our
     kernels without being seen by anyone. Then it may be left out: translating all arguments to C++
     and back takes longer than all else that a call costs on the host."""
-    return (
-        _thread_keys() in _IDLE_THREADS
-        and torch._C._len_torch_function_stack() == 0
-        and not profiled()
-    )
-
-
-def _plain(tensors: Sequence[Any], keys: Any = torch._C._dispatch_keys) -> bool:
+    if _thread_keys() not in _IDLE_THREADS:
+        return False
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in _PLAIN_TYPES or keys(tensor).raw_repr() not in _PLAIN_KEYS
@@ -128,37 +130,105 @@ def _plain(tensors: Sequence[Any], keys: Any = torch._C._dispatch_keys) -> bool:
     return True
 
 
+_Guards: Any = torch._C._dynamo.guards.TensorGuards
+# How many calls of each pass of an op are known by their guards.
+_MOST_CALLS = 8
+
+
+class _Call(NamedTuple):
+    options: Any
+    types: Sequence[type]  # of the tensors, None's own where there is none
+    chosen: Sequence[bool]  # the tensors to be checked: not None, nor one that came before
+    twins: Sequence[tuple[int, int]]  # places of the same tensor
+    check: Callable[..., bool]
+    differentiable: bool
+    prepared: Any
+
+
+class _Calls:
+    """The last calls that were unseen, so that the next of their kind is told with little work.
+
+    torch's own guards compare all that matters of tensors but their memory, in one call into C++:
+    dtype, device, shape, strides, requires_grad, and the dispatch keys that this thread makes of
+    them, which are others under any mode, transform, autocast or tracer.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.oldest = 0
+
+    def find(self, tensors: Sequence[Any], options: Any) -> _Call | None:
+        types = tuple(map(type, tensors))
+        for call in self.calls:
+            if (
+                call.options == options
+                and call.types == types
+                and call.check(*compress(tensors, call.chosen))
+                and (not call.twins or all(tensors[i] is tensors[j] for i, j in call.twins))
+            ):
+                return call
+        return None
+
+    def add(self, tensors: Sequence[Any], options: Any, prepared: Any) -> _Call:
+        firsts: dict[int, int] = {}
+        places = [firsts.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]
+        chosen = [t is not None and i == places[i] for i, t in enumerate(tensors)]
+        given = list(compress(tensors, chosen))
+        guards = _Guards(
+            *given,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in given],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in given],
+        )
+        call = _Call(
+            options,
+            tuple(map(type, tensors)),
+            chosen,
+            [(i, j) for i, j in enumerate(places) if i != j and tensors[i] is not None],
+            guards.check,
+            any(tensor.requires_grad for tensor in given),
+            prepared,
+        )
+        if len(self.calls) < _MOST_CALLS:
+            self.calls.append(call)
+        else:
+            self.calls[self.oldest] = call
+            self.oldest = (self.oldest + 1) % _MOST_CALLS
+        return call
+
+
 def differentiate(
     operator: Any, kernel: Kernel, setup: Callable[..., None], derive: Callable[..., Any]
 ) -> Callable[..., Any]:
     """What torch.library.register_autograd does, at half its cost, and for torch.func too.
 
-    setup(ctx, tensors, options, outputs) gets a sequence of outputs even if there is one;
-    derive(ctx, *gradients) returns one gradient for each entry of ctx.needs_input_grad, of which
-    those of the tensors are the last. ctx.direct: the call's tensors were plain.
+    setup(ctx, tensors, options, outputs, prepared) gets a sequence of outputs even if there is one,
+    and what the kernel prepared unless the dispatcher made the call; derive(ctx, *gradients)
+    returns one gradient for each entry of ctx.needs_input_grad, of which those of the tensors are
+    the last.
 
-    Returns the operator as a function of (tensors, options, kept=()). Of the tensors that follow in
-    `kept`, which a direct call saved, no more is looked at than what a hook may have made of them.
+    Returns the operator as a function of (tensors, options).
     """
     below, after_autograd = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
-    redispatch = operator.redispatch
+    redispatch, profiled = operator.redispatch, torch._C._autograd._profiler_enabled
     count = len(kernel.names)
+    calls = _Calls()
 
     def compute(keyset: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-        if keyset is None:  # not from the dispatcher
-            return kernel.run(tensors, options)
         rest = keyset & after_autograd
         if rest.highestPriorityTypeId() in _BACKENDS:
-            return kernel.run(tensors, options)
+            return kernel.run(kernel.prepare(tensors, options), tensors)
         with below():
             return redispatch(rest, *tensors, *options)
 
     class Derivative(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, options: Any, *tensors: Any) -> Any:
-            results = compute(keyset, tensors, options)
-            ctx.direct = keyset is None
-            setup(ctx, tensors, options, (results,) if isinstance(results, Tensor) else results)
+        def forward(ctx: Any, keyset: Any, prepared: Any, options: Any, *tensors: Any) -> Any:
+            if prepared is not None:
+                results = kernel.run(prepared, tensors)
+            else:
+                results = compute(keyset, tensors, options)
+            outputs = (results,) if isinstance(results, Tensor) else results
+            setup(ctx, tensors, options, outputs, prepared)
             return tuple(results) if isinstance(results, list) else results
 
         backward = staticmethod(derive)
@@ -178,29 +248,32 @@ def differentiate(
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            results = (output,) if isinstance(output, Tensor) else output
-            ctx.direct = False
-            setup(ctx, inputs[1:], inputs[0], results)
+            outputs = (output,) if isinstance(output, Tensor) else output
+            setup(ctx, inputs[1:], inputs[0], outputs, None)
 
         backward = staticmethod(derive)
 
     def autograd(keyset: Any, *arguments: Any) -> Any:
         tensors, options = arguments[:count], arguments[count:]
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-            return apply(keyset, options, *tensors)
+            return apply(keyset, None, options, *tensors)
         return compute(keyset, tensors, options)
 
     library.impl(operator._opname, autograd, "Autograd", with_keyset=True)
 
-    def call(tensors: Sequence[Any], options: Sequence[Any], kept: Sequence[Any] = ()) -> Any:
+    def call(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         if not torch.compiler.is_compiling():
-            if _idle() and _plain(tensors) and _KEPT_TYPES.issuperset(map(type, kept)):
-                tensors = (*tensors, *kept)
-                if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-                    return apply(None, options, *tensors)
-                return kernel.run(tensors, options)
+            if torch._C._len_torch_function_stack() == 0 and not profiled():
+                key = (options, torch.get_num_threads())  # a plan has a number of threads
+                known = calls.find(tensors, key)
+                if known is None and _unseen(tensors):
+                    known = calls.add(tensors, key, kernel.prepare(tensors, options))
+                if known is not None:
+                    if known.differentiable and torch.is_grad_enabled():
+                        return apply(None, known.prepared, options, *tensors)
+                    return kernel.run(known.prepared, tensors)
             if torch._C._are_functorch_transforms_active():
-                return Transformed.apply(options, *tensors, *kept)
-        return operator(*tensors, *kept, *options)
+                return Transformed.apply(options, *tensors)
+        return operator(*tensors, *options)
 
     return call

@@ -8,6 +8,7 @@ and never wait. Plans are kept by problem, since a training step repeats the sam
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from operator import itemgetter
 from typing import Any, Callable, NoReturn
 
@@ -64,15 +65,37 @@ def _spec(op: Op, name: str, tensor: Tensor) -> Spec:
     return Spec(dtype, tuple(tensor.shape), tensor.stride())
 
 
+# Places of inputs and outputs, and what is saved for the backward pass instead of them.
+StandIns = Sequence[tuple[int, Any]]
+
+
 class _Prepared:
     """A plan, what to allocate for it, and where each pointer of its struct comes from."""
 
-    __slots__ = ("allocates_workspace", "models", "pick", "plan", "workspace_bytes")
+    __slots__ = (
+        "allocates_workspace",
+        "device",
+        "given",
+        "models",
+        "pick",
+        "plan",
+        "stand_ins",
+        "workspace_bytes",
+    )
 
     def __init__(
-        self, plan: NativePlan, shapes: Sequence[Shape], first: Tensor, slots: Sequence[int]
+        self,
+        plan: NativePlan,
+        shapes: Sequence[Shape],
+        tensors: Sequence[Any],
+        slots: Sequence[int],
+        stand_ins: StandIns,
     ) -> None:
+        first: Tensor = tensors[0]
         self.plan = plan
+        self.device = first.get_device()  # -1: the CPU
+        self.given = [tensor is not None for tensor in tensors]
+        self.stand_ins = stand_ins
         self.workspace_bytes = plan.workspace_bytes
         # Outputs and workspace without their memory, as empty_like is quicker than new_empty.
         self.models = [first.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
@@ -82,7 +105,7 @@ class _Prepared:
             self.models.append(first.new_empty(size, dtype=torch.uint8))
         for model in self.models:
             model.untyped_storage().resize_(0)
-        # Of the addresses of inputs and outputs, and a last 0, those of the op's tensors.
+        # Of the addresses of given inputs and outputs, and a last 0, those of the op's tensors.
         self.pick = itemgetter(*slots)
 
 
@@ -108,14 +131,11 @@ class _Kernel:
         self.plans: dict[Any, _Prepared] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        count = len(self.names)
-        return self.run(arguments[:count], arguments[count:])
+        tensors, options = arguments[: len(self.names)], arguments[len(self.names) :]
+        return self.run(self.prepare(tensors, options), tensors)
 
-    def run(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-        # The host cost of every call is here: what depends on the problem alone is in _prepare.
-        first: Tensor = tensors[0]
-        on_cpu = first.is_cpu
-        threads = torch.get_num_threads() if on_cpu else 0
+    def prepare(self, tensors: Sequence[Any], options: Sequence[Any]) -> _Prepared:
+        threads = torch.get_num_threads() if tensors[0].is_cpu else 0
         key = (
             threads,
             options,
@@ -130,16 +150,20 @@ class _Kernel:
             if len(self.plans) >= _MAX_PLANS:
                 self.plans.pop(next(iter(self.plans)), None)
             self.plans[key] = prepared
+        return prepared
 
+    def run(self, prepared: _Prepared, tensors: Sequence[Any]) -> Any:
+        # The host cost of every call is here: what depends on the problem alone is in _prepare.
+        device = prepared.device
         outputs = list(map(torch.empty_like, prepared.models))
-        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        addresses = list(map(Tensor.data_ptr, compress(tensors, prepared.given)))
         addresses += map(Tensor.data_ptr, outputs)
         if prepared.allocates_workspace:
             workspace = align(addresses.pop())
         else:
-            workspace = thread_memory.address if on_cpu else 0
+            workspace = thread_memory.address if device < 0 else 0
         addresses.append(0)
-        stream = 0 if on_cpu else torch._C._cuda_getCurrentRawStream(first.get_device())
+        stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
         prepared.plan.run_pointers(
             prepared.pick(addresses), stream, workspace, prepared.workspace_bytes
         )
@@ -166,9 +190,12 @@ class _Kernel:
             options["layout"] = BlockLayout.find(identifier) if identifier else None
         kind = Device(1, 0) if device.type == "cpu" else Device(2, device.index)
         plan = NativePlan(op, self.direction, specs, options, kind, threads)
-        places = {name: i for i, name in enumerate([*self.names, *names])}
+        inputs = [name for name in self.names if given[name] is not None]
+        places = {name: i for i, name in enumerate([*inputs, *names])}
         slots = [places.get(name, -1) for name in op.tensors]
-        return _Prepared(plan, shapes, tensors[0], slots)
+        with torch.inference_mode(False):  # as these serve calls that are differentiated, too
+            stand_ins = self.owner.stand_ins(tensors, values) if self.direction == FORWARD else ()
+        return _Prepared(plan, shapes, tensors, slots, stand_ins)
 
     def _named(
         self, tensors: Sequence[Any], options: Sequence[Any]
@@ -266,7 +293,7 @@ class TorchOp:
         self.call = lambda tensors, options: operator(*tensors, *options)
         if self.gradients:
             known = [*self.inputs, *self.outputs]
-            self._read_places = [known.index(name) for name in reads]
+            self._read = itemgetter(*[known.index(name) for name in reads])
             self._gradient_places = [self.inputs.index(source) for source in self.gradients]
             self._layout_place = self.options.index("layout") if "layout" in self.options else None
             self._routes: dict[Sequence[bool], Any] = {}
@@ -290,19 +317,33 @@ class TorchOp:
 
         self.call_backward = differentiate(operator, kernel, lambda *_: None, refuse)
 
+    def stand_ins(self, tensors: Sequence[Any], options: Sequence[Any]) -> StandIns:
+        """Of what the backward pass does not read, inputs leave their shapes behind."""
+        found: list[tuple[int, Any]] = []
+        for name in self.unread(dict(zip(self.options, options))) if self.unread else ():
+            if name in self.inputs:
+                place = self.inputs.index(name)
+                kept = tensors[place]
+                found.append((place, kept.new_empty(()).expand(kept.shape)))
+            else:
+                found.append((len(self.inputs) + self.outputs.index(name), None))
+        return found
+
     def _setup(
-        self, ctx: Any, tensors: Sequence[Any], options: Sequence[Any], outputs: Sequence[Any]
+        self,
+        ctx: Any,
+        tensors: Sequence[Any],
+        options: Sequence[Any],
+        outputs: Sequence[Any],
+        prepared: _Prepared | None,
     ) -> None:
         known = [*tensors, *outputs]
         ctx.options = options
         if self.unread is not None:
-            for name in self.unread(dict(zip(self.options, options))):
-                place = self._read_places[self.reads.index(name)]
-                kept = known[place]
-                # What has a gradient leaves its shape behind.
-                stand_in = kept.new_empty(()).expand(kept.shape) if place < len(tensors) else None
+            stand_ins = prepared.stand_ins if prepared else self.stand_ins(tensors, options)
+            for place, stand_in in stand_ins:
                 known[place] = stand_in
-        ctx.save_for_backward(*[known[place] for place in self._read_places])
+        ctx.save_for_backward(*self._read(known))
         ctx.set_materialize_grads(False)
         upstream = len(self.upstream)
         if len(outputs) > upstream:
@@ -323,11 +364,7 @@ class TorchOp:
         if upstream[0] is None:
             out = saved[self.reads.index(self.outputs[0])]
             upstream = (out.new_zeros(()).expand(out.shape), *upstream[1:])
-        options = (*ctx.options, needs)
-        if ctx.direct:
-            found = self.call_backward(upstream, options, saved)
-        else:
-            found = self.call_backward((*upstream, *saved), options)
+        found = self.call_backward((*upstream, *saved), (*ctx.options, needs))
         return spread([*found, None])
 
     def _route(self, needed: Sequence[bool]) -> tuple[int, Callable[[Sequence[Any]], Any]]:

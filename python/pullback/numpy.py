@@ -37,6 +37,7 @@ from ._options import (
     block_matmul_options,
     block_softmax_options,
     entmax_options,
+    matmul_block,
     segment_options,
 )
 from .sparsity import BlockLayout
@@ -330,8 +331,9 @@ def block_matmul_backward(
 def _block_matmul_options(
     a: Array, b: Array, layout: Any, mode: str, block: int | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    own = block_matmul_options(mode, block, np.shape(a), np.shape(b), **options)
-    return {**own, "layout": BlockLayout.of(layout)}
+    block = matmul_block(mode, block, np.shape(a), np.shape(b))
+    own = block_matmul_options(mode, **options)
+    return {**own, "layout": BlockLayout.of(layout), "block": block}
 
 
 # ---------------------------------------------------------------- entmax

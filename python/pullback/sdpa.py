@@ -76,8 +76,10 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     return mask.to(query.dtype)[(None,) * (4 - mask.dim())]
 
 
-def _random_state(query: Tensor) -> Tensor:
+def _random_state(query: Tensor, dropout: float) -> Tensor:
     """What the backward pass gets back to drop the same weights: its first element is the seed."""
+    if dropout == 0:
+        return query.new_empty(2, dtype=torch.uint64)
     state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=query.device)
     return state.view(torch.uint64)
 
@@ -178,9 +180,9 @@ def _cuda_forward(
     if return_debug_mask:
         _refuse("return_debug_mask must be False")
     options = _options(is_causal, scale, dropout_p)
-    random_state = _random_state(query)
+    random_state = _random_state(query, dropout_p)
     out, lse = _forward(query, key, value, None, _seed(random_state, dropout_p), options)
-    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    unused = query.new_empty((), dtype=torch.uint64)
     debug_mask = query.new_empty(0)
     lengths = query.shape[2], key.shape[2]
     return out, lse, None, None, *lengths, random_state, unused, debug_mask
@@ -252,10 +254,10 @@ def _flash_forward(
     window = (window_size_left, window_size_right)
     packed = cum_seq_q is not None
     options = _flash_options(is_causal, scale, dropout_p, packed, max_q, max_k, *window)
-    random_state = _random_state(query)
+    random_state = _random_state(query, dropout_p)
     seed = _seed(random_state, dropout_p)
     out, lse = ATTENTION.call((query, key, value, None, cum_seq_q, cum_seq_k, seed), options)
-    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    unused = query.new_empty((), dtype=torch.uint64)
     return out, lse, random_state, unused, query.new_empty(0)
 
 

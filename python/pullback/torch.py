@@ -17,13 +17,13 @@ the driver and lack of memory are a `DeviceError`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Callable, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from . import _torch_ops as ops
-from ._native import NONDETERMINISTIC
 from ._options import (
     AttentionOptions,
     BlockMatmulOptions,
@@ -35,6 +35,7 @@ from ._options import (
     block_matmul_options,
     block_softmax_options,
     entmax_options,
+    matmul_block,
     segment_options,
 )
 from ._torch_operator import TorchOp
@@ -61,8 +62,35 @@ __all__ = [
 ]
 
 
-def _call(op: TorchOp, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> Any:
-    return op.call(tensors, tuple([options[name] for name in op.options]))
+_CONSTANTS = {bool, int, float, str, tuple, type(None)}
+
+
+def _fields(op: TorchOp, make: Callable[..., dict[str, Any]]) -> Callable[..., tuple[Any, ...]]:
+    """What `make` makes of options, in the order of the operator's schema.
+
+    It is remembered, as most calls of a model have the options of one before.
+    """
+
+    def fields(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        own = make(*arguments, **options)
+        return tuple([own[name] for name in op.options if name in own])
+
+    remembered = lru_cache(1024)(fields)
+
+    def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        constant = _CONSTANTS.issuperset(map(type, options.values()))
+        if constant and not torch.compiler.is_compiling():
+            return remembered(*arguments, **options)
+        return fields(*arguments, **options)
+
+    return call
+
+
+_attention_fields = _fields(ops.ATTENTION, attention_options)
+_block_softmax_fields = _fields(ops.BLOCK_SOFTMAX, block_softmax_options)
+_block_matmul_fields = _fields(ops.BLOCK_MATMUL, block_matmul_options)
+_entmax_fields = _fields(ops.ENTMAX, entmax_options)
+_segment_fields = _fields(ops.SEGMENT, segment_options)
 
 
 # ---------------------------------------------------------------- attention
@@ -125,17 +153,18 @@ def attention(
         out [B,Sq,H,Dv], or [total_q,H,Dv]. With `return_lse` also the natural logarithm
         [B,H,Sq], or [H,total_q], in float32 (float64 for float64); -inf where a query sees nothing.
     """
-    own = attention_options(**options)
+    layout = options.get("layout")
+    changed: dict[str, Any] = {"layout": 0 if layout is None else layout.identifier}
     if torch.are_deterministic_algorithms_enabled():
-        own["flags"] &= ~NONDETERMINISTIC
-    own["layout"] = 0 if own["layout"] is None else own["layout"].identifier
-    if own["dropout"] == 0:
+        changed["deterministic"] = True
+    if options.get("dropout", 0) == 0:
         seed = None
     elif seed is None:
         seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=q.device)
     else:
         seed = seed.to(q.device)
-    out, lse = _call(ops.ATTENTION, (q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed), own)
+    tensors = (q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed)
+    out, lse = ops.ATTENTION.call(tensors, _attention_fields(**{**options, **changed}))
     return (out, lse) if return_lse else out
 
 
@@ -165,9 +194,8 @@ def block_softmax(
     Returns:
         The probabilities, like x; 0 in rows that see nothing.
     """
-    own = block_softmax_options(**options)
-    own["layout"], own["block"] = layout.identifier, x.shape[-1]
-    return _call(ops.BLOCK_SOFTMAX, (x, rpe, key_padding_mask, attn_mask), own)
+    fields = (layout.identifier, x.shape[-1], *_block_softmax_fields(**options))
+    return ops.BLOCK_SOFTMAX.call((x, rpe, key_padding_mask, attn_mask), fields)
 
 
 def block_matmul(
@@ -196,9 +224,9 @@ def block_matmul(
     Returns:
         c, of that dtype; 0 in rows and columns that no block reaches.
     """
-    own = block_matmul_options(mode, block, a.shape, b.shape, **options)
-    own["layout"] = layout.identifier
-    return _call(ops.BLOCK_MATMUL, (a, b), own)
+    block = matmul_block(mode, block, a.shape, b.shape)
+    fields = (layout.identifier, block, *_block_matmul_fields(mode, **options))
+    return ops.BLOCK_MATMUL.call((a, b), fields)
 
 
 def block_sparse_attention(
@@ -285,8 +313,8 @@ def entmax(
         rows = alpha.to(dtype).expand(shape)
     elif alpha == 2 and offsets is None and x.requires_grad and torch.is_grad_enabled():
         return ops.SPARSEMAX.call((x, mask), (dim,))[0]
-    own = entmax_options(2.0 if isinstance(alpha, Tensor) else float(alpha), dim, check_indices)
-    return _call(ops.ENTMAX, (x, rows, mask, offsets), {**own, "axis": dim})
+    fields = _entmax_fields(2.0 if rows is not None else float(alpha), dim, check_indices)
+    return ops.ENTMAX.call((x, rows, mask, offsets), fields)
 
 
 def sparsemax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
@@ -338,11 +366,11 @@ def segment_reduce(
     Returns:
         [S,...], like x; [N,...] for "softmax".
     """
-    own = segment_options(reduce, **options)
+    fields = _segment_fields(reduce, **options)
     with_arg = reduce in ("max", "min") and options.get("ties", "first") != "even"
     if with_arg and x.requires_grad and torch.is_grad_enabled():
-        return _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), own)[0]
-    return _segment(ops.SEGMENT, x, (offsets, ids, permutation), own)
+        return _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), fields)[0]
+    return _segment(ops.SEGMENT, x, (offsets, ids, permutation), fields)
 
 
 def segment_reduce_arg(
@@ -355,8 +383,8 @@ def segment_reduce_arg(
     **options: Unpack[SegmentOptions],
 ) -> tuple[Tensor, Tensor]:
     """`segment_reduce` with the int64 row of x that each value came from, -1 for empty segments."""
-    own = segment_options(reduce, **options)
-    out, arg = _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), own)
+    fields = _segment_fields(reduce, **options)
+    out, arg = _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), fields)
     return out, arg.long()
 
 
@@ -375,13 +403,13 @@ def segment_softmax(
 
 
 def _segment(
-    op: TorchOp, x: Tensor, segments: tuple[Tensor | None, ...], options: dict[str, Any]
+    op: TorchOp, x: Tensor, segments: tuple[Tensor | None, ...], fields: tuple[Any, ...]
 ) -> Any:
     """The op works on [N,D]; the dimensions after the first are folded into D."""
     flat = x if x.dim() == 2 else x.reshape(x.shape[0], -1) if x.numel() else x.flatten(1)
     if x.dim() == 1:
         flat = x.unsqueeze(1)
-    results = _call(op, (flat, *segments), options)
+    results = op.call((flat, *segments), fields)
     if x.dim() == 2:
         return results
     if isinstance(results, Tensor):

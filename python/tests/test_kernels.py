@@ -41,7 +41,8 @@ class Planned(NativePlan):
         pass
 operator.NativePlan = Planned
 import common_calls
-common_calls.make_all("cpu")
+for call in common_calls.calls("cpu"):
+    call.run()
 """
 
 
@@ -97,6 +98,18 @@ def test_common_calls_compile_nothing(driver: Path) -> None:
     found = run(COMMON_CALLS, driver)
     assert found.returncode == 0, found.stderr
     assert not (driver / "cache").exists()
+
+
+@pytest.mark.skipif(len(CARRIED) < 100, reason="not a release's wheel")
+def test_cuda_common_calls_compile_nothing(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    # With the machine's own driver.
+    found = run("import common_calls as c; raise SystemExit(c.main())", tmp_path)
+    print(found.stdout)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.skipif(not PATTERNS.exists(), reason="not in a checkout")

@@ -16,9 +16,9 @@ std::size_t bitmap_bytes(std::int64_t rows) { return static_cast<std::size_t>((r
 
 template <class Index>
 bool ascends(const Index* offsets, std::int64_t count) {
-  bool ok = true;
-  for (std::int64_t s = 0; s < count; ++s) ok &= offsets[s] <= offsets[s + 1];
-  return ok;
+  Index descents = 0;  // of the offsets' type, as compilers make vectors of that
+  for (std::int64_t s = 0; s < count; ++s) descents |= Index{offsets[s] > offsets[s + 1]};
+  return descents == 0;
 }
 
 bool all_ascend(const Segments& segments, const Threads& threads) {

@@ -257,14 +257,18 @@ void ForwardTileOf(const ForwardTile& tile) {
   if (tile.length <= kLaneLength && !packs_bits) {
     WithPowerOfLanes<Statistic>(tile, [&](const auto& power) {
       constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
+      const RowStep<T> step{x.row_step, y.row_step, tile.support.row_step};
       LinesAhead ahead(x.row<T>(0));
       for (; r + kRows <= tile.rows; r += kRows) {
         if (x.row_step == tile.length) ahead.StepTo(x.row<T>(r + kRows));
+        const auto finish_kth = [&](std::size_t k, const RowResult& result) {
+          finish(r + static_cast<std::int64_t>(k), result);
+        };
         bool done;
         if constexpr (std::remove_reference_t<decltype(power)>::family == Family::softmax) {
-          done = ShortSoftmax<T>(view, r, finish);
+          done = ShortSoftmax<T>(view(r), step, finish_kth);
         } else {
-          done = ShortRows<T>(power, view, r, finish);
+          done = ShortRows<T>(power, view(r), step, finish_kth);
         }
         for (std::int64_t k = 0; !done && k < kRows; ++k) one_row(r + k);
       }

@@ -41,24 +41,64 @@ bool WithPowerOfLanes(const ForwardTile& tile, const F& f) {
   }
 }
 
-// Rows r to r + kLanes, a lane each for their thresholds; view(r) is a RowView, finish(r,
-// RowResult) takes what a row has besides y. False, with nothing written, if one of them is
-// degenerate.
-template <class T, class P, class View, class Finish>
-bool ShortRows(const P& power, const View& view, std::int64_t r, const Finish& finish) {
+// From one row of a tile to the next.
+template <class T>
+struct RowStep {
+  std::int64_t x, y, support;
+
+  HWY_INLINE void operator()(RowView<T>& row) const {
+    row.x += x;
+    if (row.y) row.y += y;
+    if (row.support) row.support += support;
+  }
+};
+
+// y of kLanes rows of whole vectors, where each power takes tables: loaded once for all rows, which
+// they cannot be while rows are written.
+template <class T, class P>
+void WriteRowsOfPowers(const P& shared_power, const LaneRows<T>& group, const RowView<T>& first,
+                       const RowStep<T>& step) {
+  const LaneTag<T> d;
+  const P power = shared_power;
+  const std::size_t length = first.length;
+  HWY_ALIGN T y[static_cast<std::size_t>(kLaneLength) * kLanes<T>];
+  RowView<T> row = first;
+  for (std::size_t k = 0; k < kLanes<T>; ++k, step(row)) {
+    const auto shift = hn::Set(d, group.max[k]), theta = hn::Set(d, group.theta[k]);
+    const auto rest = hn::Set(d, group.rest[k]);
+    for (std::size_t i = 0; i < length; i += kLanes<T>) {
+      const auto excess = power.Excess(d, hn::Sub(hn::LoadU(d, row.x + i), shift), theta);
+      hn::Store(power.Value(d, hn::Sub(excess, rest)), d, y + k * length + i);
+    }
+  }
+  row = first;
+  for (std::size_t k = 0; k < kLanes<T>; ++k, step(row)) {
+    WriteRow(row.y, length, row.stream,
+             [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
+               const T* from = y + k * length + begin;
+               for (std::size_t i = 0; i < count; i += kLanes<T>) {
+                 store(d, hn::Load(d, from + i), to + i);
+               }
+             });
+  }
+}
+
+// kLanes rows from `first` on, a lane each for their thresholds; finish(k, RowResult) takes what
+// row k of them has besides y. False, with nothing written, if one of them is degenerate.
+template <class T, class P, class Finish>
+bool ShortRows(const P& power, const RowView<T>& first, const RowStep<T>& step,
+               const Finish& finish) {
   using R = Real<T>;
   const LaneTag<R> d;
   constexpr std::size_t kElements = kLaneLength * kLanes<R>;
-  RowView<T> rows[kLanes<R>];
-  for (std::size_t k = 0; k < kLanes<R>; ++k) rows[k] = view(r + static_cast<std::int64_t>(k));
-  const std::size_t length = rows[0].length;
+  const std::size_t length = first.length;
   HWY_ALIGN R lanes[kElements];
   if constexpr (std::is_same_v<T, R>) {
-    RowsToLanes(rows[0].x, rows[1 % kLanes<R>].x - rows[0].x, length, lanes);
+    RowsToLanes(first.x, step.x, length, lanes);
   } else {
     HWY_ALIGN R wide[kElements + kLanes<R>];
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
-      const T* from = rows[k].x;
+      const T* from = first.x + static_cast<std::int64_t>(k) * step.x;
       R* to = wide + k * length;
       std::size_t i = 0;
       for (; i + kLanes<R> <= length; i += kLanes<R>) hn::StoreU(Load(d, from + i), d, to + i);
@@ -93,27 +133,34 @@ bool ShortRows(const P& power, const View& view, std::int64_t r, const Finish& f
   group.Solve(power, lanes, length, candidates);
   double tau[kLanes<R>];
   group.Tau(power, tau);
-  for (std::size_t k = 0; k < kLanes<R>; ++k) {
+  if constexpr (P::family == Family::general && std::is_same_v<T, R>) {
+    if (length % kLanes<R> == 0 && first.y && !first.wants_size) {
+      WriteRowsOfPowers(power, group, first, step);
+      for (std::size_t k = 0; k < kLanes<R>; ++k) finish(k, RowResult{tau[k], 0});
+      return true;
+    }
+  }
+  RowView<T> row = first;
+  for (std::size_t k = 0; k < kLanes<R>; ++k, step(row)) {
     const Threshold<R> threshold{group.theta[k], group.rest[k], group.scale[k]};
-    finish(r + static_cast<std::int64_t>(k),
-           RowResult{tau[k], WriteY(power, rows[k], group.max[k], threshold)});
+    finish(k, RowResult{tau[k], WriteY(power, row, group.max[k], threshold)});
   }
   return true;
 }
 
-// Softmax of rows r to r + kLanes, which share the quotient and the logarithm.
-template <class T, class View, class Finish>
-bool ShortSoftmax(const View& view, std::int64_t r, const Finish& finish) {
+// Softmax of such rows, which share the quotient and the logarithm.
+template <class T, class Finish>
+bool ShortSoftmax(const RowView<T>& first, const RowStep<T>& step, const Finish& finish) {
   using R = Real<T>;
   const LaneTag<R> d;
   constexpr std::size_t kPitch = kLaneLength;
-  const std::size_t length = view(r).length, whole = length / kLanes<R> * kLanes<R>;
+  const std::size_t length = first.length, whole = length / kLanes<R> * kLanes<R>;
   const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
   HWY_ALIGN R e[kPitch * kLanes<R>];
   HWY_ALIGN R max[kLanes<R>];
   HWY_ALIGN R factor[kLanes<R>];
   const auto for_vectors = [&](std::size_t k, const auto& body) HWY_ATTR {
-    const T* x = view(r + static_cast<std::int64_t>(k)).x;
+    const T* x = first.x + static_cast<std::int64_t>(k) * step.x;
     for (std::size_t i = 0; i < whole; i += kLanes<R>) body(Load(d, x + i), i);
     if (whole < length)
       body(LoadFirst(d, x + whole, length - whole, -std::numeric_limits<R>::infinity()), whole);
@@ -143,8 +190,8 @@ bool ShortSoftmax(const View& view, std::int64_t r, const Finish& finish) {
   hn::Store(hn::Div(hn::Set(d, R{1}), sum), d, factor);
   HWY_ALIGN R logs[kLanes<R>];
   hn::Store(hn::Log(d, sum), d, logs);
-  for (std::size_t k = 0; k < kLanes<R>; ++k) {
-    const RowView<T> row = view(r + static_cast<std::int64_t>(k));
+  RowView<T> row = first;
+  for (std::size_t k = 0; k < kLanes<R>; ++k, step(row)) {
     RowResult result{static_cast<double>(max[k]) + static_cast<double>(logs[k]), 0};
     // All but -inf, also where exp underflows.
     for (std::size_t i = 0; row.wants_size && i < length; ++i) {
@@ -163,7 +210,7 @@ bool ShortSoftmax(const View& view, std::int64_t r, const Finish& finish) {
                             count - whole);
                });
     }
-    finish(r + static_cast<std::int64_t>(k), result);
+    finish(k, result);
   }
   return true;
 }

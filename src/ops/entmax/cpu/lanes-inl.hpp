@@ -128,11 +128,13 @@ void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int
 // Lane k is what op, such as Add, makes of the lanes of vector row(kFirst + k). Pairs of vectors
 // become one until a single one is left: each holds cells with one lane for each of its rows.
 template <std::size_t kFirst, std::size_t kCount, class D, class Row, class Op>
-HWY_INLINE hn::Vec<D> CombineRows(D d, const Row& row, const Op& op) {
-  using R = hn::TFromD<D>;
+HWY_INLINE hn::Vec<D> CombineRows([[maybe_unused]] D d, const Row& row,
+                                  [[maybe_unused]] const Op& op) {
   if constexpr (kCount == 1) {
     return row(kFirst);
   } else {
+#if HWY_TARGET != HWY_SCALAR  // where there is one row
+    using R = hn::TFromD<D>;
     constexpr std::size_t kCell = kCount / 2;
     const auto a = CombineRows<kFirst, kCell>(d, row, op);
     const auto b = CombineRows<kFirst + kCell, kCell>(d, row, op);
@@ -148,6 +150,7 @@ HWY_INLINE hn::Vec<D> CombineRows(D d, const Row& row, const Op& op) {
     } else {
       return op(hn::OddEvenBlocks(b, a), hn::SwapAdjacentBlocks(hn::OddEvenBlocks(a, b)));
     }
+#endif
   }
 }
 struct AddLanes {
@@ -177,7 +180,7 @@ HWY_INLINE Lane<R> SumsOfRows(const R* rows) {
 template <class R>
 struct LaneSums {
   Lane<R> f, slope;  // of sparsemax: the sum of z, and how many they are
-  Lane<R> bend;      // if Power::curved
+  Lane<R> bend;      // if Power::curved; of sparsemax: the least z
 };
 
 template <class P, class R>
@@ -187,12 +190,14 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
   const auto zero = hn::Zero(d);
   LaneSums<R> sums{zero, zero, zero};
   auto lost = zero;  // what f has rounded off, block by block
-  const auto add = [&](std::size_t i, auto& first, auto& second) HWY_ATTR {
+  auto least0 = zero, least1 = zero, least2 = zero, least3 = zero;  // z <= 0
+  const auto add = [&](std::size_t i, auto& first, auto& second, auto& least) HWY_ATTR {
     const auto v = hn::LoadU(d, z + i * kLanes<R>);
     if constexpr (P::family == Family::sparsemax) {
       const auto active = hn::Gt(v, theta);
       first = hn::IfThenElse(active, hn::Add(first, v), first);
       second = hn::IfThenElse(active, hn::Add(second, hn::Set(d, R{1})), second);
+      least = hn::IfThenElse(active, hn::Min(least, v), least);
     } else {
       const auto excess = power.Excess(d, v, theta);
       const auto both = power.Both(d, excess);
@@ -209,18 +214,21 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
     // registers.
     constexpr bool kCheap = P::family == Family::sparsemax || P::family == Family::entmax15;
     for (; kCheap && begin + 4 <= end; begin += 4) {
-      add(begin, f0, slope0);
-      add(begin + 1, f1, slope1);
-      add(begin + 2, f2, slope2);
-      add(begin + 3, f3, slope3);
+      add(begin, f0, slope0, least0);
+      add(begin + 1, f1, slope1, least1);
+      add(begin + 2, f2, slope2, least2);
+      add(begin + 3, f3, slope3, least3);
     }
-    for (; begin < end; ++begin) add(begin, f0, slope0);
+    for (; begin < end; ++begin) add(begin, f0, slope0, least0);
     const auto part = hn::Add(hn::Add(f0, f1), hn::Add(f2, f3)), f = hn::Add(sums.f, part);
     lost = hn::Add(lost, hn::Sub(part, hn::Sub(f, sums.f)));
     sums.f = f;
     sums.slope = hn::Add(sums.slope, hn::Add(hn::Add(slope0, slope1), hn::Add(slope2, slope3)));
   }
   sums.f = hn::Add(sums.f, lost);
+  if constexpr (P::family == Family::sparsemax) {
+    sums.bend = hn::Min(hn::Min(least0, least1), hn::Min(least2, least3));
+  }
   return sums;
 }
 
@@ -266,6 +274,9 @@ struct LaneThreshold {
   Lane<R> theta, rest, scale;  // as in Threshold
 };
 
+// Rows that settle take fewer.
+inline constexpr int kFreeSteps = 8;
+
 // `theta` is a lower bound of each row's root. evaluate(theta, open) returns LaneSums<R>, of which
 // the open rows count. Rows that are done wait for the others.
 template <class R, class P, class Evaluate>
@@ -279,8 +290,10 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
       const LaneSums<R> sums = evaluate(theta, open);
       const auto next = hn::Div(hn::Sub(sums.f, one), sums.slope);
       const auto moves = hn::Gt(next, theta);
-      if (hn::AllFalse(d, moves)) return {theta, lost, scale};
       theta = hn::IfThenElse(moves, next, theta);
+      // Those that none of the summands is lost by are done, too.
+      const auto loses = hn::And(moves, hn::Le(sums.bend, theta));
+      if (hn::AllFalse(d, loses)) return {theta, lost, scale};
     }
   } else {
     // Not for bounds, which must stay below the root.
@@ -293,7 +306,7 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
     // Below this, an error that does not shrink is that of the sums.
     const auto rounding = hn::Set(d, std::sqrt(std::numeric_limits<R>::epsilon()));
     auto last_error = hn::Set(d, std::numeric_limits<R>::infinity());
-    while (true) {
+    for (int number = 0;; ++number) {
       const LaneSums<R> sums = evaluate(theta, open);
       auto [step, shortfall] = LaneStep<P, R>(power, sums);
       const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
@@ -308,9 +321,13 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
         const auto most = hn::Set(d, R{0.5});
         step = hn::MulAdd(step, hn::Min(hn::Max(shortfall, hn::Neg(most)), most), step);
       }
+      // Steps may swing between neighbours of the root for ever. After kFreeSteps theta only rises.
+      const auto passed = hn::Lt(sums.f, number < kFreeSteps ? hn::Zero(d) : one);
+      step = hn::IfThenZeroElse(passed, step);
       const auto root = hn::Add(theta, step);
       const auto rest = hn::Sub(step, hn::Sub(root, theta));
-      const auto f = hn::MulAdd(hn::Mul(rest, descent), sums.slope, one);
+      const auto f =
+          hn::IfThenElse(passed, sums.f, hn::MulAdd(hn::Mul(rest, descent), sums.slope, one));
       theta = hn::IfThenElse(open, root, theta);
       lost = hn::IfThenElse(open, rest, lost);
       scale = hn::IfThenElse(open, hn::Div(one, f), scale);

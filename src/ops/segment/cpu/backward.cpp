@@ -323,38 +323,35 @@ class Backward {
   }
 
   // Sum, mean, and max and min from arg, of one column: short segments leave no time for more than
-  // a vector or four of the gradient, or of zeros and the gradient over one of them. Past the end
-  // of a segment that writes where the next one is still to come, or where the stage has room to
-  // spare.
+  // a vector or four of the gradient, or for one row among zeros. Past the end of a segment that
+  // writes where the next one is still to come, or where the stage has room to spare.
   bool WritesRuns(const Task& task) const {
     return problem_.x.shape[1] == 1 && std::is_same_v<T, R> && d_x_.stages() && !folds_ &&
            (rule_ == Rule::spread || rule_ == Rule::place) && task.columns == 1;
   }
 
   void WriteRuns(std::int64_t tile, Output& output) const {
-    // Few segments at a time, so that the stage stays in L1.
-    constexpr std::int64_t kSegments = 256, kRows = 4096;
+    // So few at a time that memory takes their lines while the next ones are made.
+    constexpr std::int64_t kSegments = 64;
     const auto write = [&](std::int64_t begin, std::int64_t end, std::int64_t row,
                            const auto& end_of) {
-      std::int64_t written = 0;
       for (std::int64_t s = begin; s < end; s += kSegments) {
         const std::int64_t stop = std::min(end, s + kSegments), next = end_of(stop - 1);
         output.Open(Piece{s, row, next, true, false});
         R* to = output.Run(row, nullptr);
+        LinesAhead ahead(d_out_.at(s, 0));
+        if (d_out_.row_stride == 1) ahead.StepTo(d_out_.at(stop, 0));
         if (rule_ == Rule::spread) {
-          WriteRunsOf(s, stop, row, end_of, to, [](std::int64_t) { return std::int64_t{-1}; });
+          SpreadRuns(s, stop, row, end_of, to);
         } else if (problem_.arg.dtype == DType::i64) {
           const auto arg = saved_.template Arg<std::int64_t>();
-          LinesAhead ahead(arg.at(s, 0));
-          if (arg.row_stride == 1) ahead.StepTo(arg.at(stop, 0));
-          WriteRunsOf(s, stop, row, end_of, to, [&](std::int64_t k) { return *arg.at(k, 0); });
+          LinesAhead args_ahead(arg.at(s, 0));
+          if (arg.row_stride == 1) args_ahead.StepTo(arg.at(stop, 0));
+          PlaceRuns(s, stop, row, end_of, to, [&](std::int64_t k) { return *arg.at(k, 0); });
         } else {
-          WriteRunsOf(s, stop, row, end_of, to, [&](std::int64_t k) { return saved_.Row(k); });
+          PlaceRuns(s, stop, row, end_of, to, [&](std::int64_t k) { return saved_.Row(k); });
         }
-        if ((written += next - row) >= kRows) {
-          output.Drain();
-          written = 0;
-        }
+        output.DrainLines();
         row = next;
       }
     };
@@ -380,32 +377,44 @@ class Backward {
     output.Flush();
   }
 
-  // Rows from `row` on, in the segments [begin, end), to `to`; chosen(s) is the row of x that has
-  // the gradient.
-  template <class End, class Chosen>
-  void WriteRunsOf(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of, R* to,
-                   const Chosen& chosen) const {
+  // Rows from `row` on, in the segments [begin, end), to `to`: the gradient of their segment.
+  template <class End>
+  void SpreadRuns(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of,
+                  R* to) const {
     const hn::ScalableTag<R> d;
     const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-    const bool spread = rule_ == Rule::spread, mean = problem_.reduce == SegmentReduce::mean;
-    LinesAhead ahead(d_out_.at(begin, 0));
-    if (d_out_.row_stride == 1) ahead.StepTo(d_out_.at(end, 0));
+    const bool mean = problem_.reduce == SegmentReduce::mean;
     for (std::int64_t s = begin; s < end; ++s) {
       const std::int64_t rows = end_of(s) - row;
       R gradient = ToReal(*d_out_.at(s, 0));
       if (mean) gradient /= static_cast<R>(segments_.end(s) - segments_.begin(s));
-      const auto value = hn::Set(d, spread ? gradient : R{0});
+      const auto value = hn::Set(d, gradient);
       if (rows > 0) Store(d, value, to);
       if (rows > step) {
         for (std::int64_t k = 1; k < kFewVectors; ++k) Store(d, value, to + k * step);
         for (std::int64_t i = kFewVectors * step; i < rows; i += step) Store(d, value, to + i);
       }
-      if (!spread) {
-        const std::int64_t place = chosen(s) - row;
-        if (place >= 0 && place < rows) to[place] = gradient;
-      }
       row += rows;
       to += rows;
+    }
+  }
+
+  // The same of zeros, but for the row chosen(s) of x if that is in segment s.
+  template <class End, class Chosen>
+  void PlaceRuns(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of,
+                 R* HWY_RESTRICT to, const Chosen& chosen) const {
+    const hn::ScalableTag<R> d;
+    const std::int64_t rows = end_of(end - 1) - row;
+    for (std::int64_t i = 0; i < rows; i += static_cast<std::int64_t>(hn::Lanes(d))) {
+      Store(d, hn::Zero(d), to + i);
+    }
+    R nowhere;
+    for (std::int64_t s = begin, first = row; s < end; ++s) {
+      const std::int64_t next = end_of(s), place = chosen(s);
+      // Without a branch, as it is a guess whether a segment has rows.
+      R* at = place >= first && place < next ? to + (place - row) : &nowhere;
+      *at = ToReal(*d_out_.at(s, 0));
+      first = next;
     }
   }
 

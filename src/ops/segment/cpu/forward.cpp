@@ -12,7 +12,7 @@
 #include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
-#include "ops/segment/cpu/short-inl.hpp"
+#include "ops/segment/cpu/scan-inl.hpp"
 #include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -143,10 +143,11 @@ class Forward {
       if (problem_.x.shape[1] == 1) {
         if (x_.row_stride != 1 || segments_.permuted()) return false;
         if (sums) {
-          SumColumn(begin, end);
+          FoldColumn<SumRule<R>>(begin, end, task);
         } else if (Extremal()) {
-          WithExtreme(problem_,
-                      [&]<bool kMax, bool kLast>() { ExtremesOfColumn<kMax, kLast>(begin, end); });
+          WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
+            FoldColumn<ExtremeRule<R, kMax, kLast>>(begin, end, task);
+          });
         }
         return sums || Extremal();
       }
@@ -226,66 +227,61 @@ class Forward {
     }
   }
 
-  void SumColumn(std::int64_t begin, std::int64_t end) const {
-    ForGroups(begin, end, [&](std::int64_t s, ShortGroup<R>& group) {
-      SumsOfGroup(Column() + segments_.begin(s), problem_.reduce == SegmentReduce::mean,
-                  EmptyValue(), group);
-      WriteColumn(out_, s, group.values, group.count, streams_out_);
-    });
-  }
-
-  template <bool kMax, bool kLast>
-  void ExtremesOfColumn(std::int64_t begin, std::int64_t end) const {
-    ForGroups(begin, end, [&](std::int64_t s, ShortGroup<R>& group) {
-      ExtremesOfGroup<kMax, kLast>(Column() + segments_.begin(s), EmptyValue(), group);
-      WriteColumn(out_, s, group.values, group.count, streams_out_);
-      if (run_.tensors.arg == nullptr) return;
-      if (problem_.arg.dtype == DType::i64) {
-        WritePlaces<std::int64_t>(s, group);
-      } else if (problem_.arg.dtype == DType::i32) {
-        WritePlaces<std::int32_t>(s, group);
+  template <class Rule>
+  void FoldColumn(std::int64_t begin, std::int64_t end, const Task& task) const {
+    using Scan = ColumnScan<R, Rule>;
+    constexpr std::int64_t kLong = Scan::kRows;  // better folded on its own
+    Scan scan(problem_.reduce == SegmentReduce::mean, EmptyValue());
+    const std::int64_t last_row = segments_.begin(end);
+    for (std::int64_t s = begin, row = segments_.begin(begin); s < end;) {
+      const std::int64_t first = segments_.begin(s), next = segments_.end(s);
+      if (next - row >= kLong) {
+        FoldRun(Piece{s, row, next, false, false}, task.state, task);
+        const auto place = static_cast<Int<R>>(row - first + task.state.places()[0]);
+        scan.Add({task.state.a[0], place}, row > first, next - first);
+        row = next;
+        ++s;
       } else {
-        WritePlaces<std::uint8_t>(s, group);
+        std::int64_t rows = std::min(Scan::kRows, last_row - row);
+        const SegmentEnds ends(segments_, s);
+        const R* from = reinterpret_cast<const R*>(x_.data) + row;
+        const std::int64_t taken = scan.Take(from, row, rows, ends, end - s);
+        row += rows;
+        s += taken;
       }
-    });
-  }
-
-  template <class F>
-  void ForGroups(std::int64_t begin, std::int64_t end, const F& f) const {
-    ShortGroup<R> group;
-    for (std::int64_t s = begin; s < end; s += group.count) {
-      // Groups end where lines of the outputs do.
-      group.Fill(segments_, s,
-                 std::min(end, (s / ShortGroup<R>::kMost + 1) * ShortGroup<R>::kMost));
-      f(s, group);
+      // Whole lines of the outputs.
+      const std::int64_t written = s - scan.waiting;
+      const std::int64_t count = (s == end ? s : s / Scan::kGroup * Scan::kGroup) - written;
+      if (count <= 0) continue;
+      WriteColumn(out_, written, scan.values, count, streams_out_);
+      if (run_.tensors.arg != nullptr) WritePlaces(written, scan.places, count);
+      scan.Written(count);
     }
   }
 
-  template <class A>
-  void WritePlaces(std::int64_t s, const ShortGroup<R>& group) const {
-    A places[ShortGroup<R>::kMost];
-    if constexpr (std::is_same_v<A, std::uint8_t>) {
-      for (std::int64_t k = 0; k < group.count; ++k) {
-        places[k] = static_cast<A>(group.places[k] >= 0 ? group.places[k] : Int<R>{kNoPlace});
+  // Places in segments from s on, -1 for none, as arg has them.
+  void WritePlaces(std::int64_t s, const Int<R>* HWY_RESTRICT places, std::int64_t count) const {
+    const auto write = [&]<class A>(A none, const auto& begin_of) {
+      A rows[ColumnScan<R, SumRule<R>>::kMostWaiting];
+      for (std::int64_t k = 0; k < count; ++k) {
+        // An addition for all: compilers make vectors of that.
+        const auto row = static_cast<A>(begin_of(k) + places[k]);
+        rows[k] = places[k] < 0 ? none : row;
       }
+      WriteColumn(ArgMatrix<A>(), s, rows, count, streams_arg_);
+    };
+    const SegmentEnds ends(segments_, s);
+    const auto begin_of = [&](std::int64_t k) { return ends[k - 1]; };
+    if (problem_.arg.dtype == DType::u8) {
+      write(std::uint8_t{kNoPlace}, [](std::int64_t) { return 0; });
+    } else if (problem_.arg.dtype == DType::i32) {
+      write(std::int32_t{-1}, begin_of);
+    } else if (ends.in_place != nullptr) {
+      write(std::int64_t{-1}, [from = ends.in_place - 1](std::int64_t k) { return from[k]; });
     } else {
-      const auto fill = [&](const auto& first) {
-        for (std::int64_t k = 0; k < group.count; ++k) {
-          places[k] = static_cast<A>(group.places[k] >= 0 ? first(k) + group.places[k] : -1);
-        }
-      };
-      const IndexView& offsets = segments_.offsets;
-      if (offsets.wide && offsets.stride == 1) {
-        const auto* first = static_cast<const std::int64_t*>(offsets.data) + s;
-        fill([=](std::int64_t k) { return first[k]; });
-      } else {
-        fill([&](std::int64_t k) { return segments_.begin(s + k); });
-      }
+      write(std::int64_t{-1}, begin_of);
     }
-    WriteColumn(ArgMatrix<A>(), s, places, group.count, streams_arg_);
   }
-
-  const R* Column() const { return reinterpret_cast<const R*>(x_.data); }
 
   // FoldPiece for one column.
   void FoldRun(const Piece& piece, const State& state, const Task& task) const {

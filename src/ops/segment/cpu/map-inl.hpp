@@ -124,6 +124,22 @@ class RowOutput {
       first_ = end_ = -1;
     }
 
+    // Of the rows of one column only the whole lines go home, so that each is written once.
+    void DrainLines() {
+      if (!output_.stages_ || end_ <= first_) return;
+      if (!output_.large_) return Drain();
+      constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
+      auto* to = reinterpret_cast<std::uint8_t*>(output_.matrix_.at(first_, 0));
+      const auto past = static_cast<std::int64_t>(
+          reinterpret_cast<std::uintptr_t>(output_.matrix_.at(end_, 0)) % kLine);
+      const std::int64_t whole = (end_ - first_) * kSize - past;
+      if (whole <= 0) return;
+      StreamBytes(reinterpret_cast<const std::uint8_t*>(stage_), to, whole);
+      std::memmove(static_cast<void*>(stage_), stage_ + whole / kSize, kLine);
+      first_ += whole / kSize;
+      matrix_.data = stage_ - first_;
+    }
+
     // Where row r of the sorted order is computed; Done() brings it home if that was elsewhere.
     HWY_INLINE R* Row(std::int64_t r) const {
       if constexpr (std::is_same_v<T, R>) {
