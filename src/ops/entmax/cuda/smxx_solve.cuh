@@ -295,10 +295,7 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
           last_error = error;
         }
         done = !(error > tolerance && moves);
-        if (done) {
-          result.scale =
-              quotient(R{1}, stays ? rounded.f : 1 + result.rest * power.descent(rounded.slope));
-        }
+        if (done) result.scale = quotient(R{1}, 1 + result.rest * power.descent(rounded.slope));
       }
     }
     if (group.all(done)) return result;
