@@ -276,6 +276,11 @@ void many_rows(std::vector<Case>& cases) {
       return i / 20 == 3 || random.chance(0.1) ? -kInfinity : random.normal();
     };
     add("many rows, some special", {50, 20}, {{"alpha", alpha}}, special);
+    // Several rows share a warp: one without an answer must not keep the others waiting.
+    add("many rows, a NaN beside large elements", {50, 64}, {{"alpha", alpha}},
+        [](std::int64_t i, Random& random) {
+          return i == 20 * 64 ? kNaN : i / 64 == 20 ? 50 : random.normal();
+        });
     add("many columns, some special", {50, 20}, {{"alpha", alpha}, {"axis", "0"}}, special);
   }
   add("many rows", {50, 21}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));

@@ -123,9 +123,13 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     const bool mask_possible =
         problem_.alpha == 2 && !problem_.alpha_per_row.given() && !problem_.offsets.given();
     if (!mask_possible || (params_.support.axis != 1 && length > 8)) return;
-    const Path path = few_rows() ? Path::chunks : Path::whole;
+    const Path path = pieces() <= 128 ? best_path(Weights::mask)
+                      : few_rows()    ? Path::chunks
+                                      : Path::whole;
     from_mask_ = fast(path, Weights::mask);
     if (path == Path::chunks || length % 128 != 0 || !rows_begin_on_16_bytes()) return;
+    // Pieces of f32 are short enough to load those with a bit alone.
+    if (pieces() <= 128 && problem_.x.dtype == DType::f32) return;
     from_aligned_mask_ =
         fast(kMaskChunk % length == 0 && rows_side_by_side() ? Path::mask_rows : Path::mask_block,
              Weights::mask);
@@ -157,12 +161,16 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     return !problem_.offsets.given() && pieces() > kBlockPieces &&
            tasks_ * (has_clusters() ? kMaxCluster : 1) < device_.multiprocessors;
   }
-  // Blocks of a row. Where most of y is zero a cluster gains little, and its blocks wait for each
-  // other.
+  // Whether a thread's pieces wait for memory alone.
+  static bool waits_for_memory(Weights weights) {
+    return weights == Weights::softmax || weights == Weights::sparsemax ||
+           weights == Weights::entmax15;
+  }
+  // Blocks of a row.
   int cluster_of(Weights weights) const {
     if (!has_clusters() || problem_.offsets.given()) return 1;
-    const std::int64_t fits = weights == Weights::softmax ? kSlicePieces * cluster_threads(weights)
-                                                          : 2 * kSlicePieces * kBlockThreads;
+    const std::int64_t fits = waits_for_memory(weights) ? kSlicePieces * cluster_threads(weights)
+                                                        : 2 * kSlicePieces * kBlockThreads;
     int cluster = 1;
     while (cluster < kMaxCluster && pieces() > cluster * fits) cluster *= 2;
     return cluster;
@@ -171,7 +179,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
   int cluster_threads(Weights weights) const {
     const bool small = pieces() > kSlicePieces * kBlockThreads &&
                        pieces() <= kSlicePieces * kMaxCluster * kBlockThreads / 2;
-    return weights == Weights::softmax && small ? kBlockThreads / 2 : kBlockThreads;
+    return waits_for_memory(weights) && small ? kBlockThreads / 2 : kBlockThreads;
   }
   Path best_path(Weights weights) const {
     if (pieces() <= 64) return Path::warp2;

@@ -45,10 +45,7 @@ inline constexpr Path kAllPaths[] = {Path::warp2,     Path::warp4,     Path::blo
                                      Path::mask_rows, Path::mask_block};
 inline constexpr int kBlockThreads = 512, kBlockPieces = 4 * kBlockThreads;
 
-inline bool serves_mask(Path path) {
-  return path == Path::whole || path == Path::chunks || path == Path::mask_rows ||
-         path == Path::mask_block;
-}
+inline bool serves_mask(Path path) { return path != Path::block && path != Path::cluster; }
 
 // f64 has no use for kernels that save arithmetic, nor chunks for all formulas.
 inline Weights served(Weights weights, Path path, DType dtype) {
@@ -86,12 +83,13 @@ inline constexpr std::string_view kClusterFile = "ops/entmax/cuda/sm90_backward_
 inline constexpr std::string_view kMaskFile = "ops/entmax/cuda/smxx_backward_mask.cuh";
 inline constexpr std::string_view kAnyFile = "ops/entmax/cuda/smxx_backward_any.cuh";
 
-// The kernels of a path; `weights` is served by it. Kernels in double or with powers need
-// more registers, and that for any mask makes way for those of mask_rows and mask_block.
+// The kernels of a path; `weights` is served by it. Kernels in double or with powers need more
+// registers, and that of long rows for any mask makes way for mask_block.
 inline std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights) {
   const std::string_view name = kWeightsNames[static_cast<int>(weights)];
+  const bool of_warp = path == Path::warp2 || path == Path::warp4;
   const bool wide = dtype == DType::f64 || weights == Weights::mixed || weights == Weights::power ||
-                    weights == Weights::mask;
+                    (weights == Weights::mask && !of_warp);
   const auto make = [&](std::string_view what, std::string_view file, std::string_view function,
                         int threads, std::string_view more = {}) {
     const bool twice = path == Path::whole || path == Path::cluster;

@@ -67,23 +67,25 @@ struct Lanes {
   std::int64_t capacity(DType dtype) const {
     return lanes * vectors * 16 / static_cast<std::int64_t>(size_of(dtype));
   }
-  int rows() const { return kSingleWarps * 32 / lanes; }  // of a block
+  int rows() const { return kLanesWarps * 32 / lanes; }  // of a block
 };
 constexpr Lanes kLanes[] = {{8, 1}, {8, 4}, {16, 4}};
 
 cuda::OpKernel lanes_kernel(DType dtype, Family family, const Lanes& shape) {
   const auto type = cuda::device_type(dtype);
+  const bool wide = collects(family) && dtype != DType::f32;  // takes more registers
   return {.name = fmt::format("entmax_forward_lanes_{}_{}_{}_{}", type, name_of(family),
                               shape.lanes, shape.vectors),
           .file = "ops/entmax/cuda/smxx_forward_lanes.cuh",
           .function = fmt::format("entmax::forward_lanes<{}, entmax::Family::{}, {}, {}>", type,
                                   name_of(family), shape.lanes, shape.vectors),
           .parameters = "entmax::ForwardParams",
-          .threads = 32 * kSingleWarps,
-          .blocks = shape.vectors == 1    ? 5
-                    : dtype == DType::f32 ? 4
-                                          : 3,
-          .constants = {{"entmax::kSingleWarps", kSingleWarps}}};
+          .threads = 32 * kLanesWarps,
+          .blocks = shape.vectors == 1 ? 10
+                    : wide             ? 7
+                                       : 8,
+          .fewer_blocks_on = {100, 120},
+          .constants = {{"entmax::kLanesWarps", kLanesWarps}}};
 }
 
 // --- smxx_forward_registers.cuh ---
@@ -105,6 +107,8 @@ cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& sha
   const bool slim =
       family == Family::sparsemax || (family == Family::softmax && dtype != DType::f32);
   const int fewer = !slim && shape.warps == 1 && shape.elements < 32 ? 1 : 0;
+  // Warps hide what the special functions take; here one block more costs no spills.
+  const int more = family == Family::general && shape.warps == 4 && shape.elements == 32 ? 1 : 0;
   return {.name = fmt::format("entmax_forward_registers_{}_{}_{}_{}", type, name_of(family),
                               shape.warps, vectors),
           .file = "ops/entmax/cuda/smxx_forward_registers.cuh",
@@ -112,7 +116,8 @@ cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& sha
                                   name_of(family), shape.warps, vectors),
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
-          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1] - fewer};
+          .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1] - fewer + more,
+          .fewer_blocks_on = more != 0 ? std::vector{100, 120} : std::vector<int>{}};
 }
 
 // --- smxx_forward_resident.cuh ---
@@ -122,8 +127,8 @@ struct Resident {
   bool clustered;
 
   int threads() const { return 32 * warps; }
-  // Of a row, and of shared memory for the next.
-  int shared_bytes() const { return threads() * kResidentVectors * 16; }
+  int blocks() const { return 16 / warps; }                            // of a multiprocessor
+  int row_bytes() const { return threads() * kResidentVectors * 16; }  // of a block
 };
 constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
 // Blocks of a cluster wait for each other in every step: where few elements of a long row survive a
@@ -141,7 +146,7 @@ cuda::OpKernel resident_kernel(DType dtype, Family family, const Resident& shape
                                   name_of(family), shape.warps, shape.clustered),
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
-          .blocks = 16 / shape.warps,
+          .blocks = shape.blocks(),
           .constants = {{"entmax::kResidentVectors", kResidentVectors},
                         {"entmax::kMaxBlocks", kMaxBlocks}}};
 }
@@ -282,7 +287,20 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     how_ = fmt::format("rows in the registers of {} threads", 32 * shape->warps);
   }
 
-  static constexpr int kStaticShared = 8192;  // of forward_resident at most
+  // Dynamic shared memory of forward_resident: the next row, and lists that leave room for the
+  // blocks that the registers allow; 0 if the device has too little.
+  int resident_shared(const Resident& shape, Family family) const {
+    constexpr int kStatic = 5376, kReserved = 1024;  // at most; of every block
+    constexpr int kListBytes = 160;                  // of a thread at most
+    for (const int blocks : {shape.blocks(), 1}) {
+      const int room = (device_.max_shared_bytes + kReserved) / blocks - kReserved - kStatic;
+      const int left = room - shape.row_bytes();
+      if (left < 0) continue;
+      const int list = std::min(left / shape.threads() / 16 * 16, kListBytes);
+      return shape.row_bytes() + (collects(family) ? list * shape.threads() : 0);
+    }
+    return 0;
+  }
 
   // Whether a block or a cluster can hold the rows.
   bool load_resident(DType dtype, Family family) {
@@ -291,14 +309,12 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     for (const Resident& shape : kResident) {
       if ((shape.clustered && !clusters) || !serves(shape, family)) continue;
       int blocks = 1;
-      while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.shared_bytes()) {
+      while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.row_bytes()) {
         blocks *= 2;
       }
-      if (bytes > blocks * shape.shared_bytes() ||
-          shape.shared_bytes() + kStaticShared > device_.max_shared_bytes) {
-        continue;
-      }
-      fast_.emplace(resident_kernel(dtype, family, shape), device_, shape.shared_bytes());
+      const int shared = resident_shared(shape, family);
+      if (bytes > blocks * shape.row_bytes() || shared == 0) continue;
+      fast_.emplace(resident_kernel(dtype, family, shape), device_, shared);
       fast_->shape.cluster = static_cast<unsigned>(blocks);
       const std::int64_t resident = fast_->clusters_on_device(device_);
       fast_->shape.grid[0] = static_cast<unsigned>(std::min(params_.rows.count, resident) * blocks);

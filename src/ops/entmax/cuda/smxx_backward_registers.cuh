@@ -15,7 +15,11 @@ void backward_registers(const BackwardParams& p) {
   using R = Arithmetic<T, kWeights>;
   using SlopeOf = SlopePiece<T, kWeights>;
   // Short rows of 16-bit types wait for latency more than for memory: they load d_y beside y.
-  constexpr bool kAll = kWeights == Weights::softmax || (kGroup == Group::warp && sizeof(T) == 2);
+  constexpr bool kAll = kWeights == Weights::softmax ||
+                        (kGroup == Group::warp && sizeof(T) == 2 && kWeights != Weights::mask);
+  // A piece of f32 can hold s in place of y: an accurate power is not computed twice.
+  constexpr bool kInPlace = kWeights == Weights::power && sizeof(T) == 4;
+  constexpr Weights kHeld = kInPlace ? Weights::softmax : kWeights;
   __shared__ Sums<R> scratch[kGroup == Group::block ? kWarpSize : 1];
   int64_t task = static_cast<int64_t>(blockIdx.x);
   int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
@@ -27,7 +31,6 @@ void backward_registers(const BackwardParams& p) {
   }
   const RowPlace place = place_of<T, kWeights>(p, task);
   const PieceRow<T, kWeights> row(p, place);
-  if (place.nan) return fill_nan(row, thread, threads);
   const PieceRange<T, kWeights> range(row, 0, row.pieces);
 
   typename SlopeOf::Data data[kVectors];
@@ -57,11 +60,20 @@ void backward_registers(const BackwardParams& p) {
     }
   }
 
+  if (place.nan) return fill_nan(row, thread, threads);
+
   Sums<R> sums;
   if (has_edge) add(sums, edge_s, edge_d_y);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    if (active[j]) add_piece<T, kWeights>(sums, data[j], d_y[j], place.alpha);
+    if (!active[j]) continue;
+    if constexpr (kInPlace) {
+#pragma unroll
+      for (uint32_t& word : data[j].word) {
+        word = __float_as_uint(slope<T, kWeights>(__uint_as_float(word), place.alpha));
+      }
+    }
+    add_piece<T, kHeld>(sums, data[j], d_y[j], place.alpha);
   }
   if constexpr (kGroup == Group::warp) {
     sums = {warp_sum(sums.s), warp_sum(sums.s_d_y)};
@@ -75,7 +87,7 @@ void backward_registers(const BackwardParams& p) {
     const int piece = thread + j * threads;
     if (piece >= range.count) continue;
     Piece d_x{};
-    if (active[j]) d_x = gradient_piece<T, kWeights>(data[j], d_y[j], mean, place.alpha);
+    if (active[j]) d_x = gradient_piece<T, kHeld>(data[j], d_y[j], mean, place.alpha);
     range.store(piece, d_x);
   }
   if (has_edge)

@@ -116,7 +116,8 @@ RowResult<device::Real<T>> sparse_row(const RowOfAny<T>& row, double alpha, G& g
     threshold = bracket(power, row.length, group, all);
   } else {
     const R bound = lower_bound(power, own_largest - largest, group);
-    threshold = solve<double>(power, bound, group, all);
+    threshold = solve<double>(
+        power, [&](const auto&) { return bound; }, group, all, kAllDigits<R>);
   }
   const R theta = threshold.theta;
   store_y(row, group, [&](int64_t i) {

@@ -13,7 +13,7 @@ template <class T, Family kFamily, int kLanes, int kVectors>
 void forward_lanes(const ForwardParams& p) {
   using device::infinity;
   constexpr int kCount = kHeld<T, kVectors>;
-  constexpr int kRows = kSingleWarps * device::kWarpSize / kLanes;  // of a block
+  constexpr int kRows = kLanesWarps * device::kWarpSize / kLanes;  // of a block
   LaneGroup<kLanes> group;
   const int thread = group.thread(), length = static_cast<int>(p.rows.length);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kLanes;
@@ -25,10 +25,10 @@ void forward_lanes(const ForwardParams& p) {
   uint32_t top = max_of(held[0]);
 #pragma unroll
   for (int j = 1; j < kVectors; ++j) top = max_of_words<T>(top, max_of(held[j]));
-  const float own = max_in_word<T>(top);
-  const float largest = group.max(own);
-  // Rows without an answer take part with numbers that end the steps.
+  const float largest = group.max(max_in_word<T>(top));
   const bool finite = magnitude(largest) < infinity<float>();
+  if (!finite) group.excuse();
+  const float origin = finite ? largest : 0;
   float z[kCount];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
@@ -38,7 +38,7 @@ void forward_lanes(const ForwardParams& p) {
       unpack(held[j].word[w], pair, T{});
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) {
-        z[(j * 4 + w) * kPerWord<T> + k] = finite ? pair[k] - largest : 0;
+        z[(j * 4 + w) * kPerWord<T> + k] = pair[k] - origin;
       }
     }
   }
@@ -55,8 +55,11 @@ void forward_lanes(const ForwardParams& p) {
     if (!p.y.data || !exists) return;
     T* y = static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row);
     const float fill = largest < 0 ? 0 : device::quiet_nan<float>();
-    store_held<T, kLanes, kVectors>(y, length, thread,
-                                    [&](int i) { return finite ? value_of(z[i]) : fill; });
+    if (finite) {
+      store_held<T, kLanes, kVectors>(y, length, thread, [&](int i) { return value_of(z[i]); });
+    } else {
+      store_held<T, kLanes, kVectors>(y, length, thread, [&](int) { return fill; });
+    }
   };
   const auto finish = [&](float tau, int size) {
     if (thread != 0 || !exists) return;
@@ -85,20 +88,36 @@ void forward_lanes(const ForwardParams& p) {
     finish(largest + log_of(sum), size);
   } else {
     const Power<kFamily, float> power(p.alpha);
-    float start = power.start;
+    float tops[kPerWord<T>];
+    unpack(top, tops, T{});
+#pragma unroll
+    for (float& of_lane : tops) of_lane -= origin;
     Threshold<float> threshold;
-    if constexpr (kVectors > 1) start = lower_bound(power, finite ? own - largest : 0, group);
     if constexpr (kFamily == Family::sparsemax) {
+      const float start = kVectors == 1 ? power.start : lower_bound(power, tops, group);
       threshold = {rise_of_sparsemax(start, group, all), 0, 1};
     } else {
-      threshold = solve<float>(power, start, group, all);
+      const auto start_of = [&](const auto& rough) {
+        if constexpr (kVectors == 1) {
+          return rough.start;
+        } else if constexpr (kFamily == Family::general) {
+          constexpr int kLength = device::kVectorLength<T>;
+          const float bound = bound_of_mean(rough, tops, group);
+          return theta_by_sample(rough, bound, tops, kLength, group, [&](auto use) {
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
+          });
+        } else {
+          return lower_bound(power, tops, group);
+        }
+      };
+      threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
     }
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
     const auto output = power_of_output<T>(power);
     store([&](float v) {
-      const float value = output.value(power.excess(v, theta));
-      return kFamily == Family::sparsemax ? value : value * threshold.scale;
+      return scaled<T, kFamily>(output.value(output.excess(v, theta)), threshold);
     });
     if constexpr (kFamily == Family::sparsemax) {
       if (p.support.data) {

@@ -81,11 +81,16 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
 #pragma unroll
   for (int j = 1; j < kVectors; ++j) largest_word = max_of_words<T>(largest_word, max_of(held[j]));
   // Every warp looks at the largest of all threads.
-  float tops[kWarps];
-  group.gather(max_in_word<T>(largest_word), tops);
+  constexpr int kTops = kWarps == 1 ? kPerWord<T> : kWarps;
+  float tops[kTops];
+  if constexpr (kWarps == 1) {
+    unpack(largest_word, tops, T{});
+  } else {
+    group.gather(max_in_word<T>(largest_word), tops);
+  }
   float largest = tops[0];
 #pragma unroll
-  for (int w = 1; w < kWarps; ++w) largest = max_or_nan(largest, tops[w]);
+  for (int w = 1; w < kTops; ++w) largest = max_or_nan(largest, tops[w]);
   largest = warp_max_or_nan(largest);
 
   // Computed where they are used: they need no registers before.
@@ -156,25 +161,41 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
   } else {
     const Power<kFamily, float> power(p.alpha);
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) tops[w] -= largest;
-    const float bound = warp_bound(power, tops);
+    for (int w = 0; w < kTops; ++w) tops[w] -= largest;
     const auto all = [&](auto use) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) use(z[i]);
     };
     Threshold<float> threshold;
     if constexpr (kFamily == Family::sparsemax) {
-      threshold = {rise_of_sparsemax(bound, group, all), 0, 1};
+      threshold = {rise_of_sparsemax(warp_bound(power, tops), group, all), 0, 1};
     } else {
-      threshold = solve<float>(power, bound, group, all);
+      const auto start_of = [&](const auto& rough) {
+        if constexpr (kFamily != Family::general) {
+          return warp_bound(power, tops);
+        } else {
+          WarpOfFractions<kTops> warp;
+          const float theta = estimate(rough, tops, warp);
+          const auto sample = [&](auto use) {
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
+          };
+          if constexpr (kWarps == 1) {
+            return theta_by_sample(rough, theta, tops, kLength, group, sample);
+          } else {
+            const float own[] = {max_in_word<T>(largest_word) - largest};
+            return theta_by_sample(rough, theta, own, kLength, group, sample);
+          }
+        }
+      };
+      threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
     }
     const float theta = threshold.theta;
     const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
     if (T* y = y_of_row()) {
       const auto output = power_of_output<T>(power);
       store_held<T, kThreads, kVectors>(y, length, thread, [&](int i) {
-        const float v = output.value(power.excess(z[i], theta));
-        return kFamily == Family::sparsemax ? v : v * threshold.scale;
+        return scaled<T, kFamily>(output.value(output.excess(z[i], theta)), threshold);
       });
     }
     if constexpr (kFamily == Family::sparsemax) {

@@ -56,7 +56,9 @@ class Survivors {
     if (!(magnitude(largest) < device::infinity<float>())) return;
     const auto listed = [&](auto use) { for_each([&](Survivor s) { use(s.x - largest); }); };
     const float start = theta_of_bound(power_, largest, bound);
-    raise(largest, rise<float>(power_.rough(), start, warp, listed, 0x1p-6f).theta);
+    const float theta = power_.with_rough(
+        [&](const auto& rough) { return rise<float>(rough, start, warp, listed, 0x1p-6f).theta; });
+    raise(largest, theta - 0x1p-20f);  // a step that passes the root leaves less
     int kept = 0;
     for_each([&](Survivor s) {
       if (s.x > bound) list_[device::kWarpSize * kept++] = s;
@@ -203,9 +205,10 @@ void forward_stream(const ForwardParams& p) {
     finish(result.tau, result.size);
     return;
   }
-  const Threshold<float> threshold =
-      solve<float>(power, theta_of_bound(power, largest, survivors.bound), group,
-                   [&](auto use) { survivors.for_each([&](Survivor s) { use(s.x - largest); }); });
+  const Threshold<float> threshold = solve<float>(
+      power, [&](const auto&) { return theta_of_bound(power, largest, survivors.bound); }, group,
+      [&](auto use) { survivors.for_each([&](Survivor s) { use(s.x - largest); }); },
+      digits_wanted<T>(p));
   const auto excess = [&](Survivor s) { return power.excess(s.x - largest, threshold.theta); };
   if (y) {
     survivors.for_each([&](Survivor s) {

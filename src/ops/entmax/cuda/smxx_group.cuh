@@ -131,6 +131,20 @@ class Group {
     b = both[1];
   }
 
+  template <class R>
+  void sum(R& a, R& b, R& c) {
+    warp_sum_pair(a, b);
+    R all[] = {a, b, device::warp_sum(c)};
+    exchange<3>(all, [](R* x, const R* y) {
+      x[0] += y[0];
+      x[1] += y[1];
+      x[2] += y[2];
+    });
+    a = all[0];
+    b = all[1];
+    c = all[2];
+  }
+
   // f32 holds counts up to 2^24 exactly; rows whose elements are counted by it are shorter.
   void sum_count_min(float& sum, int& count, float& least) {
     sum = device::warp_sum(sum);
@@ -211,7 +225,9 @@ class LaneGroup {
   static constexpr int kThreads = kLanes;
 
   int thread() const { return lane_index() % kLanes; }
-  bool all(bool done) const { return __all_sync(device::kAllLanes, done) != 0; }
+  // A row without an answer does not keep the others of its warp waiting.
+  void excuse() { excused_ = true; }
+  bool all(bool done) const { return __all_sync(device::kAllLanes, done || excused_) != 0; }
 
   float max(float value) const {
     return combine(value, [](float a, float b) { return max_or_nan(a, b); });
@@ -219,13 +235,19 @@ class LaneGroup {
   int count(int mine) const {
     return combine(mine, [](int a, int b) { return a + b; });
   }
+  void sum(float& a) const {
+    a = combine(a, [](float x, float y) { return x + y; });
+  }
   void sum(float& a, float& b) const {
-    const auto add = [](float x, float y) { return x + y; };
-    a = combine(a, add);
-    b = combine(b, add);
+    sum(a);
+    sum(b);
+  }
+  void sum(float& a, float& b, float& c) const {
+    sum(a, b);
+    sum(c);
   }
   void sum_count_min(float& sum, int& count_of_all, float& least) const {
-    sum = combine(sum, [](float a, float b) { return a + b; });
+    this->sum(sum);
     count_of_all = count(count_of_all);
     least = combine(least, [](float a, float b) { return min(a, b); });
   }
@@ -239,6 +261,8 @@ class LaneGroup {
     }
     return value;
   }
+
+  bool excused_ = false;
 };
 
 }  // namespace pullback::entmax

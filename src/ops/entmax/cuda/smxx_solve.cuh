@@ -3,6 +3,8 @@
 // The method is that of cpu/solve-inl.hpp: up to alpha = 2 Newton steps on f^b from a lower bound
 // rise to the root and never pass it (for alpha = 2 they are Michelot's, which are finite); above,
 // Newton within a bracket, in f64. Near alpha = 1, theta stands for c in p = (1 + b (z - c))^(1/b).
+// Where a power costs more than the rest of a step, and p has a second derivative (alpha < 1.5), a
+// step goes to the root of a parabola, which may lie beyond theirs by the cube of f - 1.
 //
 // Elements come from a functor: for_each(f) calls f(z) for all elements of this thread.
 #pragma once
@@ -33,14 +35,18 @@ inline double expm1_of(double x) { return expm1(x); }
 inline double power_of(double x, double y) { return pow(x, y); }
 inline float root_of(float x) {
   float root;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
   return root;
 }
 inline double root_of(double x) { return sqrt(x); }
+inline float reciprocal_of(float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
 // For b far from overflow and underflow: as exact as division, without its branches.
 inline float quotient(float a, float b) {
-  float inverse;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  const float inverse = reciprocal_of(b);
   const float q = a * inverse;
   return fma(fma(-q, b, a), inverse, q);
 }
@@ -51,13 +57,27 @@ inline double magnitude(double x) { return fabs(x); }
 template <class R>
 inline constexpr R kEpsilon = sizeof(R) == 8 ? R{0x1p-52} : R{0x1p-23f};
 
-// p as a function of z and theta. kRough: see rough_power_of.
-template <Family kFamily, class R, bool kRough = false>
+// Of the e of an evaluation: e^(1/b), e^(1/b - 1) and, where smooth, e^(1/b - 2).
+template <class R>
+struct Sums {
+  R f = 0, slope = 0, bend = 0;  // sparsemax: the sum and the number of the active z
+};
+
+// How powers are computed. Rough ones (see rough_power_of) will do for steps and for 16 bits; where
+// p has a second derivative, that is smooth, steps go to the root of a parabola.
+enum class Powers { exact, smooth, sharp };
+
+// p as a function of z and theta.
+template <Family kFamily, class R, Powers kPowers = Powers::exact>
 struct Power {
   static constexpr Family family = kFamily;
+  static constexpr bool rough = kPowers != Powers::exact;
+  static constexpr bool smooth = kPowers == Powers::smooth;
   static constexpr bool near_one = kFamily == Family::near_one;
   static constexpr R edge = near_one ? R{-1} : R{0};   // of excess(): where p leaves 0
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
+  // excess() is 0 where it would be negative: it is 1 at most, and the hardware clamps for nothing.
+  static constexpr bool saturates = sizeof(R) == 4 && !near_one;
 
   R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
 
@@ -69,26 +89,45 @@ struct Power {
     }
   }
   Power(R b, R inverse) : b(b), inverse(inverse) {}
-  // The same where less precision will do.
-  auto rough() const {
-    return Power < kFamily, R, kFamily == Family::general && sizeof(R) == 4 > (b, inverse);
+  // f(this), with rough powers where there are some.
+  template <class Use>
+  auto with_rough(const Use& use) const {
+    if constexpr (kFamily != Family::general || sizeof(R) != 4) {
+      return use(*this);
+    } else {
+      return inverse > 2 ? use(Power<kFamily, R, Powers::smooth>(b, inverse))
+                         : use(Power<kFamily, R, Powers::sharp>(b, inverse));
+    }
   }
 
   // b z - theta, or b (z - c).
   R excess(R z, R theta) const {
-    if constexpr (kFamily == Family::sparsemax) return z - theta;
     if constexpr (near_one) return b * (z - theta);
-    if constexpr (kFamily == Family::entmax15) return fma(R{0.5}, z, -theta);
-    return fma(b, z, -theta);
+    const R e = kFamily == Family::sparsemax  ? z - theta
+                : kFamily == Family::entmax15 ? fma(R{0.5}, z, -theta)
+                                              : fma(b, z, -theta);
+    if constexpr (saturates) return __saturatef(e);
+    return e;
+  }
+  static R positive(R e) { return saturates ? e : max(e, R{0}); }
+  // Adds e's part to the sums. The hardware's logarithm of 0 is -inf.
+  void add(Sums<R>& sums, R e) const {
+    if constexpr (smooth) {
+      const R bend = rough_power_of(e, inverse - 2), of_slope = bend * e;
+      sums.f = fma(of_slope, e, sums.f);
+      sums.slope += of_slope;
+      sums.bend += bend;
+    } else {
+      const R of_slope = slope(e);
+      sums.f += value(e, of_slope);
+      sums.slope += of_slope;
+    }
   }
   // p^(2-alpha), the summand of the slope: e^(1/b - 1), from which p costs a product. 0 where p is.
   R slope(R e) const {
     if constexpr (kFamily == Family::sparsemax) return e > 0 ? R{1} : R{0};
-    if constexpr (kFamily == Family::entmax15) return max(e, R{0});
-    if constexpr (kRough) {
-      const R rough = rough_power_of(e, inverse - 1);
-      return e > 0 ? rough : R{0};
-    }
+    if constexpr (kFamily == Family::entmax15) return positive(e);
+    if constexpr (rough) return rough_power_of(e, inverse - 1);
     if (!(e > edge)) return R{0};
     if constexpr (near_one) return exp_of(log1p_of(e) * (inverse - 1));
     // Where 1/b is small, 1/b - 1 has lost digits of it.
@@ -96,18 +135,22 @@ struct Power {
     return power_of(e, inverse - 1);
   }
   R value(R e, R slope) const {
-    if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
-    return (near_one ? 1 + max(e, R{-1}) : max(e, R{0})) * slope;  // e may be -inf
+    if constexpr (kFamily == Family::sparsemax) return positive(e);
+    return (near_one ? 1 + max(e, R{-1}) : positive(e)) * slope;  // e may be -inf
   }
   R value(R e) const {
-    if constexpr (kFamily == Family::sparsemax) return max(e, R{0});
+    if constexpr (rough) return rough_power_of(e, inverse);
     return value(e, slope(e));
   }
-  // From which f - 1 on a step ends closer than the type's precision. f - 1 is squared in a step,
-  // or rather raised to 1/b where p has no second derivative, and divided by ten or more.
-  R tolerance() const {
+  // From which |f - 1| on a step ends so close that p is right to `digits` bits. f - 1 is squared
+  // in a step and divided by five or more, or raised to 1/b where p has no second derivative; by
+  // curved steps it is cubed, and divided by 25 (alpha 1.5) to 300 (1.3) or more.
+  R tolerance(int digits) const {
     if constexpr (sizeof(R) == 4) {
-      return kFamily == Family::general ? exp2_of(-max(10.0f, 23 * b)) : 0x1p-10f;
+      const auto wanted = static_cast<R>(digits);
+      if constexpr (kFamily != Family::general) return exp2_of(-min(10.0f, wanted / 2 + 1));
+      if constexpr (smooth) return exp2_of(0.25f - 5 * max(b, 0.3f) - (wanted - 8) / 3);
+      return exp2_of(-b * min(wanted + 1, 23.0f));
     }
     if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
     return R{0x1p-26};
@@ -115,17 +158,24 @@ struct Power {
   // -df / dtheta.
   R descent(R slope) const { return near_one ? slope : slope * inverse; }
   // The step from f(theta), given f - 1 with more digits than f has.
-  R step(R f, R f_minus_1, R slope) const {
+  R step(const Sums<R>& sums, R f_minus_1) const {
+    const R f = sums.f, slope = sums.slope;
     if constexpr (kFamily == Family::entmax15) {
       const R root = root_of(f);
       return quotient(root * f_minus_1, (root + 1) * slope);
     }
-    if constexpr (kRough) {
+    if constexpr (rough) {
       // 1 - f^-b, by its series where the difference would have few digits.
       const R c = 1 + b;
       const R near = b * f_minus_1 * (1 - c / 2 * f_minus_1 * (1 - (1 + c) / 3 * f_minus_1));
       const R part = magnitude(f_minus_1) < 0x1p-5f ? near : 1 - rough_power_of(f, -b);
-      return part * quotient(f, slope);
+      const R over_slope = quotient(R{1}, slope);
+      const R newton = part * f * over_slope;
+      if constexpr (!smooth) return newton;
+      // Of f^b: half its second derivative over the first.
+      const R curvature = (inverse - 1) * (sums.bend * over_slope - slope * reciprocal_of(f));
+      const R turn = 1 - 2 * max(curvature, R{0}) * newton;
+      return 2 * newton * reciprocal_of(1 + root_of(max(turn, R{0})));
     }
     const R relative = -expm1_of(-b * log1p_of(f_minus_1)) * f / slope;  // (f - f^(1-b)) / slope
     return near_one ? relative * inverse : relative;
@@ -133,10 +183,10 @@ struct Power {
 };
 
 // What writes y: a 16-bit one shows no more than the rough digits.
-template <class T, class P>
-auto power_of_output(const P& power) {
-  if constexpr (sizeof(T) == 2) {
-    return power.rough();
+template <class T, Family kFamily>
+auto power_of_output(const Power<kFamily, float>& power) {
+  if constexpr (kFamily == Family::general && sizeof(T) == 2) {
+    return Power<kFamily, float, Powers::sharp>(power.b, power.inverse);
   } else {
     return power;
   }
@@ -148,10 +198,20 @@ struct Threshold {
   R theta, rest, scale;
 };
 
-template <class R>
-struct Sums {
-  R f = 0, slope = 0;  // sparsemax: the sum and the number of the active z
-};
+// p for y. In 16 bits the rest of theta does not show.
+template <class T, Family kFamily>
+float scaled(float p, const Threshold<float>& threshold) {
+  return kFamily == Family::sparsemax || sizeof(T) == 2 ? p : p * threshold.scale;
+}
+
+template <class P, class R, class G>
+void sum_over(Sums<R>& sums, G& group) {
+  if constexpr (P::smooth) {
+    group.sum(sums.f, sums.slope, sums.bend);
+  } else {
+    group.sum(sums.f, sums.slope);
+  }
+}
 
 // At most this many f32 summands before they are added up in double: rows of any length.
 inline constexpr int kPartLength = 64;
@@ -168,15 +228,13 @@ Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
         part.slope += 1;
       }
     } else {
-      const R e = power.excess(z, theta);
-      const R slope = power.slope(e);
-      part.f += power.value(e, slope);
-      part.slope += slope;
+      power.add(part, power.excess(z, theta));
     }
     if constexpr (sizeof(A) > sizeof(R)) {
       if (++length == kPartLength) {
         sums.f += part.f;
         sums.slope += part.slope;
+        sums.bend += part.bend;
         part = {};
         length = 0;
       }
@@ -184,18 +242,33 @@ Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
   });
   sums.f += part.f;
   sums.slope += part.slope;
-  group.sum(sums.f, sums.slope);
+  sums.bend += part.bend;
+  sum_over<P>(sums, group);
   return sums;
 }
 
-// alpha <= 2; `theta` is a lower bound of the root. A is the type of the sums.
-// `rough`: the f - 1 that is close enough where a lower bound will do.
+template <class R>
+inline constexpr int kAllDigits = sizeof(R) == 8 ? 53 : 24;
+
+// Where a step from theta leads. Steps of rough powers stay where some p is not 0 and none above 1.
+template <class P, class R>
+R after_step(const P&, R theta, R step) {
+  const R next = theta + step;
+  return P::rough ? min(max(next, P::start), theta / 8) : next;
+}
+
+// Steps of rough powers go either way. From this one on they only rise, which has an end; else
+// rounding could make theta swing between two sides of the root.
+inline constexpr int kFreeSteps = 8;
+
+// alpha <= 2; `theta` is a lower bound of the root, for rough powers any estimate below 0. A is the
+// type of the sums. `tolerance`: the |f - 1| from which the next step is the last. NaN ends it.
 template <class A, class P, class R, class G, class Elements>
-Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R rough = 0) {
-  const R tolerance = max(rough, power.tolerance());
+Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R tolerance) {
   Threshold<R> result{theta, R{0}, R{1}};
+  [[maybe_unused]] R last_error = device::infinity<R>();
   bool done = false;
-  while (true) {
+  for (int i = 0;; ++i) {
     const Sums<A> sums = evaluate<P, R, A>(power, result.theta, group, for_each);
     if (!done) {
       if constexpr (P::family == Family::sparsemax) {
@@ -204,15 +277,25 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
         done = !(next > result.theta);
         if (!done) result.theta = next;
       } else {
-        const R f = static_cast<R>(sums.f), slope = static_cast<R>(sums.slope);
+        const Sums<R> rounded{static_cast<R>(sums.f), static_cast<R>(sums.slope),
+                              static_cast<R>(sums.bend)};
         const R f_minus_1 = static_cast<R>(sums.f - 1);
-        const R step = power.step(f, f_minus_1, slope);
-        const R root = result.theta + step;
+        const bool stays = P::rough && i >= kFreeSteps && f_minus_1 < 0;
+        const R step = stays ? R{0} : power.step(rounded, f_minus_1);
+        const R root = after_step(power, result.theta, step);
         result.rest = step - (root - result.theta);
         result.theta = root;
         // Sums that round up would never come closer to 1.
-        done = !(f_minus_1 > tolerance && step > 4 * kEpsilon<R> * magnitude(root));
-        if (done) result.scale = 1 / (1 + result.rest * power.descent(slope));
+        bool moves = magnitude(step) > 4 * kEpsilon<R> * magnitude(root);
+        R error = f_minus_1;
+        if constexpr (P::rough) {
+          error = magnitude(error);
+          // An error this small that does not shrink is that of the sums.
+          moves = moves && (error < last_error || error > 0x1p-11f);
+          last_error = error;
+        }
+        done = !(error > tolerance && moves);
+        if (done) result.scale = quotient(R{1}, 1 + result.rest * power.descent(rounded.slope));
       }
     }
     if (group.all(done)) return result;
@@ -220,10 +303,30 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
 }
 
 // The same, by powers that are close enough for the sums: their errors are smaller than those of p
-// and of either sign.
-template <class A, class P, class R, class G, class Elements>
-Threshold<R> solve(const P& power, R theta, G& group, const Elements& for_each) {
-  return rise<A>(power.rough(), theta, group, for_each);
+// and of either sign. `digits`: of p, that are wanted. `start_of`: theta, from the powers in use.
+template <class A, class P, class G, class StartOf, class Elements>
+auto solve(const P& power, const StartOf& start_of, G& group, const Elements& for_each,
+           int digits) {
+  return power.with_rough([&](const auto& rough) {
+    return rise<A>(rough, start_of(rough), group, for_each, rough.tolerance(digits));
+  });
+}
+
+// One step by a part of the row: the largest elements of all threads, which hold most of the sum
+// where few elements do, and a sample of the others that stands for `weight` times as many. Of
+// rough powers.
+template <class P, class G, int kTops, class Elements>
+float theta_by_sample(const P& power, float theta, const float (&tops)[kTops], float weight,
+                      G& group, const Elements& sample) {
+  Sums<float> sums;
+  sample([&](float z) { power.add(sums, z == tops[0] ? 0.0f : power.excess(z, theta)); });
+  sums.f *= weight;
+  sums.slope *= weight;
+  sums.bend *= weight;
+#pragma unroll
+  for (int i = 0; i < kTops; ++i) power.add(sums, power.excess(tops[i], theta));
+  sum_over<P>(sums, group);
+  return after_step(power, theta, power.step(sums, sums.f - 1));
 }
 
 // Michelot's steps for sparsemax in f32. When the least active element stays above the next theta,
@@ -260,7 +363,7 @@ Threshold<double> bracket(const P& power, int64_t count, G& group, const Element
   double theta = low, width_before = high - low;
   for (int i = 0;; ++i) {
     const Sums<double> sums = evaluate<P, double, double>(power, theta, group, for_each);
-    const double step = power.step(sums.f, sums.f - 1, sums.slope);
+    const double step = power.step(sums, sums.f - 1);
     (sums.f >= 1 ? low : high) = theta;
     double next = theta + step;
     const bool slow = i % 2 == 1 && high - low > width_before / 2;
@@ -284,6 +387,28 @@ float warp_sum_of_fractions(float u) {
   const int bits = __float_as_int(fma(u, 1.0f / kMost, 1.0f)) - 0x3f800000;
   return kMost * 0x1p-23f * static_cast<float>(warp_sum_int(bits));
 }
+
+// A warp as a group whose threads add up numbers in [0, kMost].
+template <int kMost>
+struct WarpOfFractions {
+  static constexpr int kThreads = device::kWarpSize;
+
+  bool all(bool done) const { return done; }
+  void sum(float& a) const { a = warp_sum_of_fractions<kMost>(a); }
+  void sum(float& a, float& b) const {
+    sum(a);
+    sum(b);
+  }
+  void sum(float& a, float& b, float& c) const {
+    sum(a, b);
+    sum(c);
+  }
+};
+
+// How close to 1 the f of a few elements comes, and what a step leaves of it.
+inline constexpr float kBoundTolerance = 0x1p-3f;
+template <class P>
+inline constexpr float kBoundSlack = P::family == Family::general ? 0x1p-13f : 0x1p-18f;
 
 // theta of the elements z of a warp, less the rounding of the sums.
 template <class P, int kCount>
@@ -330,15 +455,39 @@ float warp_bound(const P& power, const float (&z)[kCount]) {
     }
     return max(P::start, theta - 1 - 4 * kSlack);
   } else {
-    GroupScratch<1> none;
-    Group<1> warp(none);
+    WarpOfFractions<kCount> warp;
     const auto all = [&](auto use) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) use(z[i]);
     };
-    const float theta = rise<float>(power.rough(), power.start, warp, all, 0.1f).theta;
-    return max(P::start, theta - kSlack * (1 + magnitude(theta)));
+    const float theta = power.with_rough([&](const auto& rough) {
+      return rise<float>(rough, P::start, warp, all, kBoundTolerance).theta;
+    });
+    return max(P::start, theta - kBoundSlack<P> * (1 + magnitude(theta)));
   }
+}
+
+// Jensen's bound: the threshold of z, kCount of each thread, were they all their mean. Of rough
+// powers.
+template <class P, class G, int kCount>
+float bound_of_mean(const P& power, const float (&z)[kCount], G& group) {
+  float above = 0;  // of b z + 1; what is below counts for nothing, from theta = -1 on
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) above += power.excess(z[i], P::start);
+  group.sum(above);
+  constexpr float kAll = G::kThreads * kCount;
+  return max(P::start, above / kAll - 1 - rough_power_of(kAll, -power.b));
+}
+// One step from there.
+template <class P, class G, int kCount>
+float estimate(const P& power, const float (&z)[kCount], G& group) {
+  const float theta = bound_of_mean(power, z, group);
+  const auto all = [&](auto use) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) use(z[i]);
+  };
+  const Sums<float> sums = evaluate<P, float, float>(power, theta, group, all);
+  return after_step(power, theta, power.step(sums, sums.f - 1));
 }
 
 inline float bound_slack(float largest, float edge) {
@@ -358,12 +507,17 @@ float theta_of_bound(const P& power, float largest, float bound) {
   return max(P::start, P::near_one ? below + power.inverse : below * power.b);
 }
 
-// From one element of each of a row's lanes.
-template <class P, int kLanes>
-float lower_bound(const P& power, float z, LaneGroup<kLanes>& group) {
-  const auto one = [&](auto use) { use(z); };
-  const float theta = rise<float>(power.rough(), power.start, group, one, 0.1f).theta;
-  return max(P::start, theta - 0x1p-18f * (1 + magnitude(theta)));
+// From some elements of each of a row's lanes.
+template <class P, int kLanes, int kCount>
+float lower_bound(const P& power, const float (&z)[kCount], LaneGroup<kLanes>& group) {
+  const auto all = [&](auto use) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) use(z[i]);
+  };
+  const float theta = power.with_rough([&](const auto& rough) {
+    return rise<float>(rough, P::start, group, all, kBoundTolerance).theta;
+  });
+  return max(P::start, theta - kBoundSlack<P> * (1 + magnitude(theta)));
 }
 // From one element of each thread of a group.
 template <class P, class G>
@@ -374,7 +528,9 @@ float lower_bound(const P& power, float z, G& group) {
 }
 template <class P, class G>
 double lower_bound(const P& power, double z, G& group) {
-  const double theta = rise<double>(power, power.start, group, [&](auto use) { use(z); }).theta;
+  const auto one = [&](auto use) { use(z); };
+  const double theta =
+      rise<double>(power, P::start, group, one, power.tolerance(kAllDigits<double>)).theta;
   return max(P::start, theta - 16 * kEpsilon<double> * (1 + magnitude(theta)));
 }
 

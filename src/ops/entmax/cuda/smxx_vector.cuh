@@ -88,6 +88,13 @@ float max_in_word(uint32_t word) {
   return kPerWord<T> == 1 ? x[0] : max_or_nan(x[0], x[kPerWord<T> - 1]);
 }
 
+// Of p. y shows no more than its own type's; what else a row has is f32.
+template <class T, class Params>
+int digits_wanted(const Params& p) {
+  if (sizeof(T) == 4 || p.tau.data || p.support_size.data) return 24;
+  return kIsBf16<T> ? 8 : 11;
+}
+
 // Minus infinity in all elements.
 template <class T>
 inline constexpr uint32_t kHiddenWord = sizeof(T) == 4 ? 0xff800000u

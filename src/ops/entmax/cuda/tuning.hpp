@@ -22,6 +22,9 @@ inline constexpr int kAnyWarps = 8;
 // Blocks of a cluster at most.
 inline constexpr int kMaxBlocks = 8;
 
+// smxx_forward_lanes.cuh: warps of a block.
+inline constexpr int kLanesWarps = 4;
+
 // smxx_forward_registers.cuh: warps of a block where a warp has a row of its own.
 inline constexpr int kSingleWarps = 8;
 // Whether a group computes more than one row, and loads the next one while it works on this one:
@@ -34,6 +37,10 @@ constexpr bool walks_over_rows(Family family, int element_bytes, int warps) {
 // largest elements the first bound is made from.
 inline constexpr int kResidentVectors = 16;
 inline constexpr int kBoundTops = 8;
+// Whether the threads list the elements that take part.
+constexpr bool collects(Family family) {
+  return family == Family::general || family == Family::near_one;
+}
 
 // smxx_forward_stream.cuh: warps of a block where a warp has a row of its own, vectors that a lane
 // loads at a time, and the length of a lane's list.
