@@ -89,6 +89,14 @@ void check_not_null(std::string_view op, std::string_view argument, const void* 
   }
 }
 
+void check_plan_of(std::string_view op, const pullback_plan* plan) {
+  check_not_null(op, "plan", plan);
+  if (plan->op != op) {
+    fail(ErrorCode::invalid_argument, op, "plan", fmt::format("a plan of {}", op),
+         fmt::format("a plan of {}", plan->op));
+  }
+}
+
 void overlay_struct(std::string_view op, std::string_view argument, const void* given,
                     std::size_t size, void* ours, std::size_t known) {
   // No version will be this much larger; a size beyond it was never set, and is not to be read.
@@ -165,14 +173,6 @@ int choice(std::string_view op, std::string_view option, std::int32_t value, int
 void check_flags(std::string_view op, std::uint64_t flags, std::uint64_t known) {
   Checker(op).that((flags & ~known) == 0, "flags", fmt::format("bits of {:#x}", known),
                    fmt::format("{:#x}", flags));
-}
-
-void check_plan_of(std::string_view op, const pullback_plan* plan) {
-  check_not_null(op, "plan", plan);
-  if (plan->op != op) {
-    fail(ErrorCode::invalid_argument, op, "plan", fmt::format("a plan of {}", op),
-         fmt::format("a plan of {}", plan->op));
-  }
 }
 
 namespace {

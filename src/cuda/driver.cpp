@@ -147,6 +147,9 @@ const DeviceInfo& device_info(int ordinal) {
   return state().devices[static_cast<std::size_t>(ordinal)];
 }
 
+namespace {
+
+// The device's primary context, created on first use and kept for the life of the process.
 CUcontext primary_context(const DeviceInfo& device) {
   State& current = state();
   const std::lock_guard lock(current.context_mutex);
@@ -157,6 +160,8 @@ CUcontext primary_context(const DeviceInfo& device) {
   }
   return context;
 }
+
+}  // namespace
 
 DeviceGuard::DeviceGuard(const DeviceInfo& device) {
   const Driver& functions = driver();

@@ -41,9 +41,6 @@ int device_count();
 // Throws Error(invalid_argument) for an ordinal that does not exist.
 const DeviceInfo& device_info(int ordinal);
 
-// The device's primary context, created on first use and kept for the life of the process.
-CUcontext primary_context(const DeviceInfo& device);
-
 // Makes the device's primary context current, unless a context of that device is current already,
 // and restores what was current before.
 class DeviceGuard {

@@ -11,14 +11,10 @@ namespace pullback::cuda {
 int compile_arch(const DeviceInfo& device) {
   // Within one major number, newer devices run the machine code of older ones.
   int best = device.arch();
-  bool found = false;
   for (int arch : kArchs) {
-    if (arch / 10 == device.major && arch <= device.arch()) {
-      best = arch;
-      found = true;
-    }
+    if (arch / 10 == device.major && arch <= device.arch()) best = arch;
   }
-  return found ? best : device.arch();
+  return best;
 }
 
 std::string_view device_type(DType dtype) {

@@ -1,9 +1,12 @@
-// Thread block clusters (sm_90): barriers, and stores into another block's shared memory.
+// Thread block clusters (sm_90): barriers, and stores into another block's shared memory. Before
+// sm_90 a block is a cluster of its own.
 #pragma once
 
 #include "device/types.cuh"
 
 namespace pullback::device {
+
+#if __CUDA_ARCH__ >= 900
 
 inline uint32_t cluster_rank() {
   uint32_t rank;
@@ -15,6 +18,18 @@ inline uint32_t cluster_size() {
   uint32_t size;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return size;
+}
+
+// The cluster's number in a grid along x, and how many there are.
+inline uint32_t cluster_index() {
+  uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+inline uint32_t cluster_count() {
+  uint32_t count;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+  return count;
 }
 
 // All threads of all blocks of the cluster; shared memory written before is seen by all after.
@@ -47,5 +62,24 @@ inline void store_remote(uint32_t address, float value) {
 inline void store_remote(uint32_t address, double value) {
   asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
 }
+
+#else
+
+inline uint32_t cluster_rank() { return 0; }
+inline uint32_t cluster_size() { return 1; }
+inline uint32_t cluster_index() { return blockIdx.x; }
+inline uint32_t cluster_count() { return gridDim.x; }
+inline void cluster_barrier() { __syncthreads(); }
+inline uint32_t remote_address(const void* local, uint32_t) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(local));
+}
+inline void store_remote(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+inline void store_remote(uint32_t address, double value) {
+  asm volatile("st.shared.f64 [%0], %1;" ::"r"(address), "d"(value) : "memory");
+}
+
+#endif
 
 }  // namespace pullback::device

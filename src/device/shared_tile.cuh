@@ -60,9 +60,10 @@ class TileLoader {
   // The tile begins at row `first_row` of the matrix, which has `rows` more rows from there on.
   void load(uint32_t tile, int64_t first_row, int rows) const {
     // Read anew, so that what follows from it is computed here and holds no register elsewhere.
-    int thread;
+    uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    const int row = thread / kAcross, chunk = thread % kAcross, column = chunk * Layout::kChunk;
+    const int row = static_cast<int>(thread / kAcross), chunk = static_cast<int>(thread % kAcross);
+    const int column = chunk * Layout::kChunk;
     const int own_row = source_row(row);
     uint32_t to = tile + Layout::offset(row, chunk);
     const T* const own = first_ + (first_row + own_row) * row_step_ +

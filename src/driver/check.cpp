@@ -31,29 +31,11 @@ double epsilon_of(DType dtype) {
   }
 }
 
-bool is_gradient(const OpDriver& driver, std::string_view output) {
-  return std::any_of(driver.gradients.begin(), driver.gradients.end(),
-                     [&](const NamePair& pair) { return pair.second == output; });
-}
-
 double largest_finite(const HostTensor& tensor) {
   double largest = 0;
   for (std::int64_t i = 0; i < tensor.numel(); ++i) {
     const double value = std::abs(tensor.get(i));
     if (std::isfinite(value)) largest = std::max(largest, value);
-  }
-  return largest;
-}
-
-// Largest |a - b| over the elements where b is finite; infinite when a is not finite there.
-double largest_difference(const HostTensor& a, const HostTensor& b) {
-  double largest = 0;
-  for (std::int64_t i = 0; i < a.numel(); ++i) {
-    const double expected = b.get(i);
-    if (!std::isfinite(expected)) continue;
-    const double difference = std::abs(a.get(i) - expected);
-    largest = std::isfinite(difference) ? std::max(largest, difference)
-                                        : std::numeric_limits<double>::infinity();
   }
   return largest;
 }
@@ -139,7 +121,7 @@ std::map<std::string, double> movements(const OpDriver& driver, const Request& r
     for (const auto& [name, value] : evaluate(moved)) {
       const HostTensor& exact = reference.find(name)->second;
       if (!is_floating(exact.spec().dtype)) continue;
-      largest[name] = std::max(largest[name], largest_difference(value, exact));
+      largest[name] = std::max(largest[name], largest_errors(value, exact).difference);
     }
   }
   return largest;
@@ -158,9 +140,10 @@ void compare(const OpDriver& driver, const Request& request, const TensorMap& go
       continue;
     }
     TensorError error{.tensor = name};
-    error.scale = largest_finite(expected);
-    error.error = largest_difference(value, expected);
-    error.textbook = largest_difference(textbook.find(name)->second, expected);
+    const LargestErrors errors = largest_errors(value, expected);
+    error.scale = errors.largest;
+    error.error = errors.difference;
+    error.textbook = largest_errors(textbook.find(name)->second, expected).difference;
     // The floor: a textbook result that is right by luck must not demand the impossible of us.
     const bool gradient = is_gradient(driver, name);
     const double ratio = gradient ? kGradientErrorRatio : kOutputErrorRatio;

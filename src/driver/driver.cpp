@@ -21,6 +21,10 @@ const OpDriver& find_driver(std::string_view op) {
        fmt::format("'{}'", op));
 }
 
+bool is_gradient(const OpDriver& driver, std::string_view output) {
+  return std::ranges::count(driver.gradients, output, &NamePair::second) > 0;
+}
+
 TensorMap evaluate(const Request& request) {
   const auto session = find_driver(request.op).prepare(request);
   session->forward();

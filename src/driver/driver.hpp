@@ -90,6 +90,9 @@ std::span<const OpDriver* const> all_drivers();
 // Throws Error naming the known ops.
 const OpDriver& find_driver(std::string_view op);
 
+// Whether this output is the gradient of an input.
+bool is_gradient(const OpDriver& driver, std::string_view output);
+
 // Prepares, runs and fetches; the outputs.
 TensorMap evaluate(const Request& request);
 
@@ -99,7 +102,6 @@ TensorMap evaluate(const Request& request);
 class OptionReader {
  public:
   OptionReader(std::string_view op, const OptionMap& options) : op_(op), options_(options) {}
-  ~OptionReader() = default;
 
   bool has(std::string_view name) const { return options_.contains(name); }
   std::string text(std::string_view name, std::string_view fallback);

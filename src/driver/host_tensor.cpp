@@ -39,6 +39,16 @@ struct Free {
   }
 };
 
+// Element offset of a row-major position.
+std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat) {
+  std::int64_t offset = 0;
+  for (int dim = spec.rank - 1; dim >= 0; --dim) {
+    offset += flat % spec.shape[dim] * spec.strides[dim];
+    flat /= spec.shape[dim];
+  }
+  return offset;
+}
+
 }  // namespace
 
 void for_stretches(std::int64_t numel,
@@ -52,15 +62,6 @@ void for_stretches(std::int64_t numel,
     return;
   }
   Threads(0).parallel_for(stretches, stretch, 16);
-}
-
-std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat) {
-  std::int64_t offset = 0;
-  for (int dim = spec.rank - 1; dim >= 0; --dim) {
-    offset += flat % spec.shape[dim] * spec.strides[dim];
-    flat /= spec.shape[dim];
-  }
-  return offset;
 }
 
 HostTensor::HostTensor(const TensorSpec& spec) : spec_(spec) {
@@ -142,8 +143,10 @@ HostTensor contiguous_copy(const HostTensor& tensor) {
   return relaid(tensor, TensorSpec::contiguous(tensor.spec().dtype, shape_of(tensor.spec())));
 }
 
-HostTensor converted(const HostTensor& tensor, DType dtype) {
-  HostTensor copy(TensorSpec::contiguous(dtype, shape_of(tensor.spec())));
+namespace {
+
+HostTensor in_double(const HostTensor& tensor) {
+  HostTensor copy(TensorSpec::contiguous(DType::f64, shape_of(tensor.spec())));
   for_stretches(tensor.numel(), [&](std::int64_t first, std::int64_t count) {
     std::array<double, kStretch> buffer;
     const std::span values(buffer.data(), static_cast<std::size_t>(count));
@@ -153,10 +156,12 @@ HostTensor converted(const HostTensor& tensor, DType dtype) {
   return copy;
 }
 
+}  // namespace
+
 TensorMap in_double(const TensorMap& tensors) {
   TensorMap result;
   for (const auto& [name, tensor] : tensors) {
-    result[name] = is_floating(tensor.spec().dtype) ? converted(tensor, DType::f64) : tensor;
+    result[name] = is_floating(tensor.spec().dtype) ? in_double(tensor) : tensor;
   }
   return result;
 }

@@ -61,12 +61,8 @@ inline constexpr std::int64_t kStretch = 4096;
 void for_stretches(std::int64_t numel,
                    const std::function<void(std::int64_t first, std::int64_t count)>& body);
 
-// Element offset of a row-major position.
-std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat);
-
-// Row-major copies, in the tensor's dtype or another.
+// A row-major copy.
 HostTensor contiguous_copy(const HostTensor& tensor);
-HostTensor converted(const HostTensor& tensor, DType dtype);
 // All floating tensors as f64: what the reference is given.
 TensorMap in_double(const TensorMap& tensors);
 

@@ -93,7 +93,7 @@ void save(const Json& report, const BenchOptions& options) {
 
 int run_bench(const BenchOptions& options) {
   const Device device = options.device.get();
-  for (const auto& op : options.ops) driver::find_driver(op);
+  for (const auto& op : options.ops) driver::find_driver(op);  // throws where there is none
   const std::vector<Job> jobs = jobs_of(options, device);
   for (const std::string& path : {options.json, options.html}) {
     if (!path.empty()) driver::check_output_file(path);

@@ -96,7 +96,7 @@ void check_variant(const Job& job, const Device& device, const CheckOptions& opt
 
 int run_check(const CheckOptions& options) {
   const Device device = options.device.get();
-  for (const auto& op : options.ops) driver::find_driver(op);
+  for (const auto& op : options.ops) driver::find_driver(op);  // throws where there is none
   std::vector<std::pair<std::string_view, std::vector<Job>>> plan;
   std::size_t total = 0;
   for (const driver::CaseLists& lists : driver::all_case_lists()) {

@@ -71,10 +71,9 @@ int run_demo(const DemoOptions& options) {
       for (const auto& failure : measurement.failures) {
         failures.push_back(fmt::format("{}: {}", job.op, failure));
       }
-      std::string repeat = fmt::format(
-          "pullback grad {} --input {} --output out.safetensors "
-          "--verify",
-          job.op, shell_quoted(path));
+      std::string repeat =
+          fmt::format("pullback grad {} --input {} --output out.safetensors --verify", job.op,
+                      shell_quoted(path));
       for (const auto& [name, value] : job.options) repeat += fmt::format(" --{} {}", name, value);
       add_results(report, title_of(job, request), request, measurement, repeat);
     }

@@ -2,7 +2,9 @@
 #include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 
 #include "commands.hpp"
 #include "core/cpu_info.hpp"
@@ -11,6 +13,7 @@
 #include "driver/case.hpp"
 #include "driver/kernel_list.hpp"
 #include "machine.hpp"
+#include "measure.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"
 
@@ -34,13 +37,9 @@ void describe_op(const driver::CaseLists& lists, DType dtype, const Device& devi
     } catch (const Error&) {
       continue;  // a case may be about a refusal
     }
-    const auto variant = [](const std::string& description) {
-      const std::string line = description.substr(0, description.find('\n'));
-      return line.substr(std::min(line.size(), line.find(": ") + 2));
-    };
     table.add({device.kind == DeviceKind::cpu ? "cpu" : "cuda", std::string(lists.op),
-               std::string(name_of(dtype)), variant(session->forward_description),
-               variant(session->backward_description)});
+               std::string(name_of(dtype)), variant_of(session->forward_description),
+               variant_of(session->backward_description)});
     if (dtype == DType::f32) {
       reasons.push_back(session->forward_description);
       reasons.push_back(session->backward_description);

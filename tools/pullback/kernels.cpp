@@ -70,8 +70,10 @@ int run_compile(const CompileOptions& options) {
   const std::regex match = pattern_of(options.match);
   for (int arch : archs) {
     if (!cuda::Nvrtc::instance().supports(arch)) {
-      throw Error(ErrorCode::device, fmt::format("compile: NVRTC {} does not know sm_{}",
-                                                 cuda::Nvrtc::instance().version(), arch));
+      throw Error(ErrorCode::device,
+                  fmt::format("compile: NVRTC {} does not know sm_{}; leave it out of "
+                              "--arch, or install a newer NVRTC",
+                              cuda::Nvrtc::instance().version(), arch));
     }
     for (KernelSource& kernel : driver::all_kernels(arch)) {
       if (std::regex_search(kernel.name, match)) kernels.push_back(std::move(kernel));
@@ -149,7 +151,7 @@ int verify_cache(const DiskCache& cache) {
 int clear_cache(const DiskCache& cache) {
   if (cache.mode() != DiskCache::Mode::read_write) {
     throw Error(ErrorCode::invalid_argument,
-                "cache clear: the cache is read only (PULLBACK_CACHE); unset it first");
+                "cache clear: the cache is not written to; unset PULLBACK_CACHE first");
   }
   fmt::print("{}: {} files removed\n", cache.folder(), cache.purge(false));
   return kDone;

@@ -104,13 +104,6 @@ Timing time_device_runs(std::vector<Copy>& copies, double seconds, const Device&
   return timing;
 }
 
-// "entmax forward: cpu\n…" -> "cpu"
-std::string variant_of(const std::string& description) {
-  const std::string line = description.substr(0, description.find('\n'));
-  const std::size_t colon = line.find(": ");
-  return colon == std::string::npos ? line : line.substr(colon + 2);
-}
-
 double relative_difference(const HostTensor& got, const HostTensor& expected) {
   const driver::LargestErrors errors = driver::largest_errors(got, expected);
   return errors.difference == 0 ? 0 : errors.difference / errors.largest;
@@ -118,9 +111,7 @@ double relative_difference(const HostTensor& got, const HostTensor& expected) {
 
 void add_error(Measurement& result, const driver::OpDriver& driver, const std::string& tensor,
                double relative, const std::string& against) {
-  const bool gradient = std::any_of(driver.gradients.begin(), driver.gradients.end(),
-                                    [&](const auto& pair) { return pair.second == tensor; });
-  PassError& worst = result.passes[gradient ? 1 : 0].error;
+  PassError& worst = result.passes[driver::is_gradient(driver, tensor) ? 1 : 0].error;
   if (worst.against.empty() || relative > worst.relative || std::isnan(relative)) {
     worst = {against, tensor, relative};
   }
@@ -160,6 +151,12 @@ void add_errors(Measurement& result, const driver::Request& request, const Tenso
 }
 
 }  // namespace
+
+std::string variant_of(const std::string& description) {
+  const std::string line = description.substr(0, description.find('\n'));
+  const std::size_t colon = line.find(": ");
+  return colon == std::string::npos ? line : line.substr(colon + 2);
+}
 
 DType main_dtype(const TensorMap& inputs) {
   for (const auto& [name, tensor] : inputs) {

@@ -53,6 +53,9 @@ struct Measurement {
   std::vector<std::string> failures;  // outputs that disagree with the reference
 };
 
+// From what a plan says of itself: "entmax forward: cpu\n…" gives "cpu".
+std::string variant_of(const std::string& description);
+
 Measurement measure(const driver::Request& request, const MeasureSettings& settings);
 
 // The matrix product ceiling that a dtype is held against; 0 when not measured.

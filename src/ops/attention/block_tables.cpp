@@ -18,11 +18,10 @@ constexpr std::int64_t kSquare = 16;
 // many at a time, take a step for each tile, and end a turn a step later. Waits can only be for
 // owners that started before, so that no order can lock them.
 void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> first,
-                     std::int64_t query_tiles) {
-  constexpr int kAtATime = 32;
+                     std::int64_t query_tiles, int at_a_time) {
   std::vector<std::int64_t> over(static_cast<std::size_t>(query_tiles), 0);
   std::priority_queue<std::int64_t, std::vector<std::int64_t>, std::greater<>> free_at;
-  for (int i = 0; i < kAtATime; ++i) free_at.push(0);
+  for (int i = 0; i < at_a_time; ++i) free_at.push(0);
   const auto over_of = [&](const SeenTile& tile) -> std::int64_t& {
     return over[static_cast<std::size_t>(tile.tile)];
   };
@@ -46,7 +45,7 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 }  // namespace
 
 BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo& device, Pass pass,
-                         int query_tile, int key_tile) {
+                         int query_tile, int key_tile, int at_a_time) {
   if (!problem.blocks.given()) return;
   const AttentionSizes sizes = sizes_of(problem);
   const BlockLayout& layout = *problem.blocks.layout;
@@ -116,7 +115,7 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
       tiles[i].turns = counts[at(plane * query_tiles + tiles[i].tile)];
     }
     order_for_turns(std::span(tiles).subspan(plane_begin), std::span(first).last(at(owners + 1)),
-                    query_tiles);
+                    query_tiles, at_a_time);
   }
 
   const std::int64_t heads = batches > 0 ? planes / batches : 0;

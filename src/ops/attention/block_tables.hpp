@@ -10,8 +10,9 @@ namespace pullback::attention {
 class BlockTables {
  public:
   // The owners of lists are tiles of queries in the forward pass, and tiles of keys backward.
+  // at_a_time: how many owners of a plane work side by side backward.
   BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo& device, Pass pass,
-              int query_tile, int key_tile);
+              int query_tile, int key_tile, int at_a_time = 1);
 
   // All null without a block mask.
   const SeenBlocksTable& get() const { return table_; }

@@ -6,6 +6,7 @@
 #include "core/arithmetic.hpp"
 #include "core/threads.hpp"
 #include "core/variant.hpp"
+#include "core/workspace.hpp"
 #include "pullback/block_sparse.hpp"
 
 namespace pullback::block_softmax {

@@ -17,6 +17,8 @@ RowClass class_of(UnitShape shape, std::int64_t block, std::int64_t vectors) {
   RowClass row_class{};
   row_class.warps = static_cast<std::uint8_t>(shape.warps);
   row_class.row_shift = static_cast<std::uint8_t>(shape.row_shift);
+  row_class.units_shift = static_cast<std::uint8_t>(
+      shape.warps < kWarps ? std::countr_zero(static_cast<unsigned>(kWarps / shape.warps)) : 0);
   const int divides = std::countr_zero(static_cast<std::uint64_t>(vectors));
   row_class.segment_shift = static_cast<std::uint8_t>(std::min(divides, 5 - shape.row_shift));
   row_class.units_per_block_row = divisor_of(block >> shape.row_shift);
@@ -69,7 +71,7 @@ Schedule make_schedule(const BlockLayout& layout, std::int64_t block, std::int64
     row_class.first_cta = static_cast<std::uint32_t>(ctas);
     row_class.first_block_row = static_cast<std::uint32_t>(table.size());
     row_class.units = static_cast<std::uint32_t>(units);
-    ctas += row_class.warps == 1 ? (units + kWarps - 1) / kWarps : units;
+    ctas += ((units - 1) >> row_class.units_shift) + 1;
     table.insert(table.end(), rows.begin(), rows.end());
     schedule.classes[schedule.class_count++] = row_class;
   }
@@ -78,11 +80,26 @@ Schedule make_schedule(const BlockLayout& layout, std::int64_t block, std::int64
   return schedule;
 }
 
-int shape_for(std::int64_t row_vectors, std::int64_t per_thread, int row_shift) {
-  for (int shape = kMaxRowClasses - 1; shape >= 0; --shape) {
-    if (kUnitShapes[shape].row_shift >= row_shift &&
-        row_vectors <= kUnitShapes[shape].team() * per_thread) {
-      return shape;
+UnitShapes unit_shapes(std::int64_t piece) {
+  constexpr int kMostRowShift = 4;  // rows of the smallest block
+  const int wanted = std::clamp(
+      5 - static_cast<int>(std::bit_width(static_cast<std::uint64_t>(piece))), 0, kMostRowShift);
+  UnitShapes shapes;
+  int team = 32 * kWarps;
+  for (UnitShape& shape : shapes) {
+    shape.warps = std::clamp((team << wanted) / 32, 1, kWarps);
+    shape.row_shift = std::countr_zero(static_cast<unsigned>(32 * shape.warps / team));
+    team /= 2;
+  }
+  return shapes;
+}
+
+int shape_for(std::span<const UnitShape> shapes, std::int64_t row_vectors, std::int64_t per_thread,
+              std::int64_t piece, int row_shift) {
+  for (std::size_t shape = shapes.size(); shape-- > 0;) {
+    if (shapes[shape].row_shift >= row_shift &&
+        row_vectors <= shapes[shape].team() / piece * piece * per_thread) {
+      return static_cast<int>(shape);
     }
   }
   return -1;
@@ -92,37 +109,46 @@ constexpr int kMostRowShift = static_cast<int>(std::size(kRingShapes)) - 1;
 
 RowChooser::RowChooser(std::int64_t vectors, int per_thread, int tensors, bool ring,
                        const cuda::DeviceInfo& device)
-    : vectors_(vectors), per_thread_(per_thread), tensors_(tensors), ring_(ring) {
+    : vectors_(vectors),
+      shapes_(unit_shapes(vectors)),
+      per_thread_(per_thread),
+      tensors_(tensors),
+      ring_(ring) {
   // As many rows together as fill a 128-byte line.
   line_shift_ = vectors <= 2 ? 2 : vectors < 8 ? 1 : 0;
   constexpr int kStatic = 2048;
   large_ = ring_bytes(kRings[1]) + kStatic <= device.max_shared_bytes;
+  clusters_ = large_ && (device.major == 9 || device.major == 10);
 }
 
 RowChoice RowChooser::choose(std::int64_t row_vectors) const {
   const auto capacity = [&](RowKernel kernel, int row_shift) {
-    const std::int64_t team = kRingShapes[row_shift].team() / vectors_ * vectors_;
+    const std::int64_t team =
+        kRingShapes[row_shift].team() * cluster_of(kernel) / vectors_ * vectors_;
     return team * (ring_of(kernel) * kRingBatch / tensors_);
   };
   // In registers half a line is enough: other warps ask for the rest at about the same time.
-  const int shape = shape_for(row_vectors, per_thread_, std::max(line_shift_ - 1, 0));
+  int shape = shape_for(shapes_, row_vectors, per_thread_, vectors_, std::max(line_shift_ - 1, 0));
+  if (shape < 0 && !ring_) shape = shape_for(shapes_, row_vectors, per_thread_, vectors_);
   if (shape >= 0) return {RowKernel::registers, shape};
-  if (!ring_) {
-    return shape_for(row_vectors, per_thread_) < 0
-               ? RowChoice{RowKernel::stream, 0}
-               : RowChoice{RowKernel::registers, shape_for(row_vectors, per_thread_)};
-  }
+  if (!ring_) return {RowKernel::stream, 0};
   for (int row_shift = kMostRowShift; row_shift > line_shift_; --row_shift) {
     if (row_vectors <= capacity(RowKernel::ring, row_shift)) return {RowKernel::ring, row_shift};
   }
-  // Whole lines are worth some reading twice.
-  for (int row_shift = line_shift_; row_shift >= 0; --row_shift) {
+  // Whole lines are worth some reading twice, or a cluster.
+  for (int row_shift = line_shift_; row_shift >= (clusters_ ? line_shift_ : 0); --row_shift) {
     if (row_vectors <= capacity(RowKernel::ring, row_shift)) return {RowKernel::ring, row_shift};
     if (large_ && row_vectors <= capacity(RowKernel::large_ring, row_shift) * 5 / 4) {
       return {RowKernel::large_ring, row_shift};
     }
   }
-  return {large_ ? RowKernel::large_ring : RowKernel::ring, 0};
+  if (!clusters_) return {large_ ? RowKernel::large_ring : RowKernel::ring, 0};
+  int row_shift = kMostRowShift;
+  while (row_shift > line_shift_ &&
+         row_vectors > capacity(RowKernel::cluster_ring, row_shift) * 5 / 4) {
+    --row_shift;
+  }
+  return {RowKernel::cluster_ring, row_shift};
 }
 
 bool vector_layout(const TensorSpec& spec) {

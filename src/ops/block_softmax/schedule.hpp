@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <iterator>
 #include <span>
@@ -25,11 +26,11 @@ struct UnitShape {
   int team() const { return 32 * warps >> row_shift; }
 };
 
-// Units of a block of kWarps and of one warp, from the largest team to the smallest.
-inline constexpr UnitShape kUnitShapes[] = {{kWarps, 0}, {kWarps, 1}, {kWarps, 2}, {kWarps, 3},
-                                            {1, 0},      {kWarps, 4}, {1, 1},      {1, 2},
-                                            {1, 3},      {1, 4}};
-static_assert(std::size(kUnitShapes) == kMaxRowClasses);
+// Units of at most kWarps warps, from the largest team to the smallest, for rows whose blocks are
+// `piece` vectors wide. As far as a team can be spread so thin, a warp takes as many rows as make
+// 32 neighbouring vectors: 512 bytes of a block.
+using UnitShapes = std::array<UnitShape, kMaxRowClasses>;
+UnitShapes unit_shapes(std::int64_t piece);
 inline constexpr UnitShape kRingShapes[] = {{kRingWarps, 0}, {kRingWarps, 1}, {kRingWarps, 2}};
 
 // `vectors` make up one row of a block. choose(vectors in a row) is an index of `shapes`, or -1 for
@@ -39,11 +40,11 @@ Schedule make_schedule(const BlockLayout& layout, std::int64_t block, std::int64
                        const std::function<int(std::int64_t)>& choose, DeviceTables& tables);
 
 // Which kernel takes a row of a contiguous tensor.
-enum class RowKernel { registers, ring, large_ring, stream };
+enum class RowKernel { registers, ring, large_ring, cluster_ring, stream };
 
 struct RowChoice {
   RowKernel kernel;
-  int shape;  // of kUnitShapes, or of kRingShapes
+  int shape;  // of unit_shapes(), or of kRingShapes
 };
 
 class RowChooser {
@@ -56,17 +57,24 @@ class RowChooser {
 
  private:
   std::int64_t vectors_;
+  UnitShapes shapes_;
   int per_thread_, tensors_, line_shift_;
-  bool ring_, large_;
+  bool ring_, large_, clusters_;
 };
 
+// Batches in the ring, and blocks that share it.
 inline int ring_of(RowKernel kernel) { return kRings[kernel == RowKernel::ring ? 0 : 1]; }
+inline int cluster_of(RowKernel kernel) {
+  return kernel == RowKernel::cluster_ring ? kRingCluster : 1;
+}
 // Of dynamic shared memory.
 inline constexpr int ring_bytes(int ring) { return ring * kRingBatch * 16 * kRingThreads; }
 
-// The smallest team whose threads have at most `per_thread` vectors, among those whose units have
-// at least 2^row_shift rows. -1 when there is none.
-int shape_for(std::int64_t row_vectors, std::int64_t per_thread, int row_shift = 0);
+// The smallest team of `shapes` whose threads have at most `per_thread` vectors when it goes over a
+// row in whole pieces of `piece` vectors, among those whose units have at least 2^row_shift rows.
+// -1 when there is none.
+int shape_for(std::span<const UnitShape> shapes, std::int64_t row_vectors, std::int64_t per_thread,
+              std::int64_t piece, int row_shift = 0);
 
 // Blocks are contiguous and lie one behind the other, and so do the vectors of all batch entries.
 bool vector_layout(const TensorSpec& spec);
@@ -75,25 +83,6 @@ BlockTensor block_tensor(const TensorSpec& spec);
 // tuning.hpp's numbers of blocks are for sm_90; elsewhere kernels take registers rather than spill.
 inline int blocks_for(int blocks, int arch) {
   return std::max(arch == 90 ? blocks : arch < 90 ? blocks - 1 : blocks - 2, 1);
-}
-
-// The grid of params.schedule: a block for each of its units with the batch along y, or with a ring
-// as many blocks as the device holds.
-template <class Params>
-cuda::PlannedKernel<Params> planned(const cuda::OpKernel& kernel, const Params& params,
-                                    const cuda::DeviceInfo& device, int ring = 0) {
-  cuda::PlannedKernel<Params> result(kernel, device, ring);
-  const std::int64_t ctas = params.schedule.ctas;
-  if (ring > 0) {
-    const std::int64_t held = static_cast<std::int64_t>(result.blocks_per_multiprocessor(device)) *
-                              device.multiprocessors;
-    result.shape.grid[0] = static_cast<unsigned>(std::min(ctas * params.batches, held));
-  } else {
-    constexpr std::int64_t kMaxGridY = 65535;
-    result.shape.grid = {params.schedule.ctas,
-                         static_cast<unsigned>(std::min(params.batches, kMaxGridY)), 1};
-  }
-  return result;
 }
 
 }  // namespace pullback::block_softmax

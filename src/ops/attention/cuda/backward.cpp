@@ -65,7 +65,8 @@ TileKernel tile_kernel(DType dtype, int width, Features features, int arch,
   const bool split = dtype == DType::f32, bias = !split && features >= Features::general;
   BackwardTiles tiles = tiles_of(dtype, width, arch, small_blocks);
   const bool own = small_blocks && tiles.keys != tiles_of(dtype, width, arch).keys;
-  if (bias) tiles = with_bias(tiles, width, arch, features == Features::bias_sum);
+  const bool written = features == Features::bias, sums = features == Features::bias_sum;
+  if (bias) tiles = with_bias(tiles, width, arch, written, sums);
   const int feature = static_cast<int>(features);
   return {{.name = fmt::format("attention_backward_{}_{}{}{}", type, width, kFeatureSuffix[feature],
                                own ? "_small" : ""),
@@ -138,7 +139,7 @@ class TileBackward final : public BackwardBody {
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width,
                const BackwardTiles& tiles)
-      : BackwardBody(problem, device, tiles.queries, tiles.keys), tiles_(tiles) {
+      : BackwardBody(problem, device, tiles.queries, tiles.keys, tiles.blocks), tiles_(tiles) {
     vectors_ = true;
     for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
                                    &problem.d_k, &problem.d_v}) {
@@ -324,9 +325,6 @@ class TileBackward final : public BackwardBody {
     if (first_pair == 0) return BiasStep::first;
     return first_pair + slice_pairs_ == pairs_ ? BiasStep::last : BiasStep::middle;
   }
-
-  // Pairs whose tiles of keys are in flight together: their q, d_out and sums stay in the cache.
-  static constexpr std::int64_t kPairGroup = 16;
 
   BackwardTiles tiles_;
   std::int64_t slice_pairs_ = 0;

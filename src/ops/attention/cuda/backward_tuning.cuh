@@ -16,6 +16,11 @@ struct BackwardTiles {
 
   constexpr int warps() const { return keys / 32 * split; }
   constexpr int threads() const { return warps() * 32; }
+  // Whether a step has one barrier, and two tiles each of p and ds: smxx_backward.cuh. A tile of
+  // queries is needed up to the barrier, or with a split behind it too: hence the stages.
+  static constexpr bool one_barrier(int split, int stages, bool bias) {
+    return !bias && stages > (split > 1 ? 2 : 1);
+  }
   // Rows of q, d_out, k, v; p and ds; statistics; a bias of 16 bits.
   constexpr int shared_bytes(int width, int element_bytes, bool bias) const;
 };
@@ -24,17 +29,23 @@ struct BackwardTiles {
 inline constexpr int stats_bytes(int queries) { return queries * 8 + 16; }
 
 constexpr int BackwardTiles::shared_bytes(int width, int element_bytes, bool bias) const {
-  return (2 * width * keys + 2 * width * queries * stages + (split > 1 ? 2 : 1) * keys * queries) *
+  return (2 * width * keys + 2 * width * queries * stages +
+          (split > 1 ? 2 : 1) * (one_barrier(split, stages, bias) ? 2 : 1) * keys * queries) *
              element_bytes +
          (stats_bytes(queries) * stages + 127) / 128 * 128 + (bias ? 2 * keys * queries : 0);
 }
 
-// The same tiles for kernels with a bias, which takes room of a stage; `sums`: that add d_bias up
-// over launches. Where two blocks of 4 warps have too few registers, one of 8 warps has enough.
-inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch, bool sums) {
-  if (tiles.split == 1 && (width == 64 || sums) && max_shared_bytes(arch) >= 163 * 1024) {
-    tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 1;
+// The same tiles for kernels with a bias, which takes room of a stage. Where 8 warps have too few
+// registers as they are, or no room, they have enough in pairs that share the width. `written`:
+// d_bias of one launch, in 16-byte pieces; `sums`: over launches.
+inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arch, bool written,
+                                         bool sums) {
+  const int shared = max_shared_bytes(arch);
+  const bool pairs = sums || (width == 64 && (!written || shared < 227 * 1024));
+  if (tiles.split == 1 && pairs && shared >= 163 * 1024) {
+    tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 128 / tiles.keys;
   }
+  if (tiles.stages > 2) tiles.stages = 2;
   if (tiles.shared_bytes(width, 2, true) > max_shared_bytes(arch)) tiles.stages = 1;
   if (tiles.blocks > 2) tiles.blocks = 2;
   return tiles;
@@ -45,12 +56,13 @@ inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arc
 // blocks of 64, which larger tiles would meet in part.
 inline constexpr BackwardTiles backward_tiles(int width, int arch, bool small_blocks) {
   const int shared = max_shared_bytes(arch);
-  if (small_blocks && width <= 64) return {64, 64, 2, 2, shared / (66 * 1024), 2};
+  if (small_blocks && width <= 64) return {64, 64, 1, 1, shared < 200 * 1024 ? 2 : 4, 2};
   if (small_blocks && width == 128 && shared >= 163 * 1024) return {64, 64, 2, 1, 2, 2};
   if (width <= 64) return {128, 64, 1, 2, shared >= 163 * 1024 ? 2 : 1, 2};
   if (shared >= 163 * 1024) {
-    if (width == 96) return {128, 64, 2, 2, 1, 4};
-    if (width == 128) return {128, 64, 2, 2, 1, 2};
+    const int stages = shared > 200 * 1024 ? 3 : 2;
+    if (width == 96) return {128, 64, 2, stages, 1, 4};
+    if (width == 128) return {128, 64, 2, stages, 1, 2};
     return {64, 64, 4, width == 192 || shared > 200 * 1024 ? 2 : 1, 1, 2};
   }
   if (width == 96) return {64, 64, 2, 2, 1, 2};

@@ -27,6 +27,11 @@
 
 namespace pullback::attention {
 
+template <bool kValue>
+struct Constant {
+  static constexpr bool value = kValue;
+};
+
 template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
           int kFeatures>
 struct BackwardBlock {
@@ -40,7 +45,9 @@ struct BackwardBlock {
   // Its part of d_q: 16 · kDqM queries x 8 · kDqN.
   static constexpr int kDqM = kQueries / kQueryRows / 16;
   static constexpr int kDqWidth = kWidth / (kWarps / kQueryRows);
-  static constexpr int kDqN = kDqWidth / 8;
+  // In as many parts as leave registers for d_k and d_v.
+  static constexpr int kDqParts = kSplit == 1 && kDqM * kDqWidth > 64 ? 2 : 1;
+  static constexpr int kDqN = kDqWidth / kDqParts / 8;
 
   using Step = BackwardStep;
   using WidthTile = TileLayout<T, kWidth>;
@@ -52,33 +59,44 @@ struct BackwardBlock {
   static constexpr uint32_t kQueryBytes = kQueries * WidthTile::kRowBytes;
   static constexpr uint32_t kScoreBytes = kKeys * ScoreTile::kRowBytes;
 
+  // With two tiles each of P^T and dS^T a step needs one barrier, in its middle: d_q of a step and
+  // the scores of the next one run beside each other.
+  static constexpr bool kOneBarrier =
+      sizeof(T) == 2 && BackwardTiles::one_barrier(kSplit, kStages, has_bias(kFeatures));
+  static constexpr int kScoreTiles = kOneBarrier ? 2 : 1;
+
   static constexpr bool kMayDrop = kFeatures == kDropout || is_general(kFeatures);
   const BackwardParams& p;
   const Dropout dropout;
   const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
-  const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tile, p_tile, stats_tiles, bias_tile;
+  const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, ds_tiles, stats_tiles, bias_tile;
   BlockPlace& block;
   const TilePlace& place;
+
+  // Of the step.
+  uint32_t ds_tile, p_tile;
+  int turn = 0;
 
   float d_k[2][kOwnN][4] = {}, d_v[2][kOwnN][4] = {};
 
   BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
       : p(params),
         dropout(kMayDrop ? params.problem.dropout.for_warp() : Dropout()),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        warp(static_cast<int>(threadIdx.x) / 32),
+        lane(static_cast<int>(threadIdx.x % 32)),
+        warp(static_cast<int>(threadIdx.x / 32)),
         key_row(warp / kSplit * 32),
         own(warp % kSplit),
         k_tile(shared),
         v_tile(k_tile + kKeyBytes),
         q_tiles(v_tile + kKeyBytes),
         d_out_tiles(q_tiles + kStages * kQueryBytes),
-        ds_tile(d_out_tiles + kStages * kQueryBytes),
-        p_tile(ds_tile + kScoreBytes),
-        stats_tiles(ds_tile + (kSplit > 1 ? 2 : 1) * kScoreBytes),
+        ds_tiles(d_out_tiles + kStages * kQueryBytes),
+        stats_tiles(ds_tiles + (kSplit > 1 ? 2 : 1) * kScoreTiles * kScoreBytes),
         bias_tile(stats_tiles + (kStages * sizeof(Stats) + 127) / 128 * 128),
         block(shared_place),
-        place(shared_place.keys) {}
+        place(shared_place.keys),
+        ds_tile(ds_tiles),
+        p_tile(ds_tiles + kScoreTiles * kScoreBytes) {}
 
   template <int kRows, bool kInterleaved>
   void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
@@ -104,20 +122,17 @@ struct BackwardBlock {
     return plane * p.q_tiles + place.first_tile + step.tile;
   }
 
-  void load_step(const Step& step, int stage) const {
-    const int head = head_of(step);
-    const int first = step.tile * kQueries;
-    const int left = place.q_length - first;
+  void load_step(const Step& step, uint32_t stage) const {
+    const int head = head_of(step), first = step.tile * kQueries, left = place.q_length - first;
     const int64_t row = place.q_begin + first;
     load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
     load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
                           p.problem.value_dim);
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread < static_cast<int>(sizeof(Stats) / 16)) {
-      const auto* const stats =
-          reinterpret_cast<const char*>(static_cast<const Stats*>(p.stats) + tile_of(step));
-      async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + thread * 16, stats + thread * 16,
-                         16);
+    const uint32_t byte = threadIdx.x * 16;
+    if (byte < sizeof(Stats)) {
+      const auto* const stats = static_cast<const Stats*>(p.stats) + tile_of(step);
+      async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + byte,
+                         reinterpret_cast<const char*>(stats) + byte, 16);
     }
     async_commit();
   }
@@ -182,25 +197,12 @@ struct BackwardBlock {
     }
   }
 
-  // What the next step reads of the bias and its sums, into the second-level cache.
+  // What the next step reads of the bias and its sums.
   void fetch_bias(const Step& step) const {
     if (kFeatures == kBiasSum && p.bias_step != BiasStep::first) {
-      const float* const sums = bias_sums_of(step);
-      for (int line = threadIdx.x; line < kKeys * kQueries / 32; line += kThreads) {
-        prefetch(sums + line * 32);
-      }
+      prefetch_bytes<kThreads>(bias_sums_of(step), kKeys * kQueries * 4);
     }
-    if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
-    const int64_t head = head_of(step);
-    constexpr int kLines = kKeys / 64;
-    for (int line = threadIdx.x; line < kQueries * kLines; line += kThreads) {
-      const int i = step.tile * kQueries + line / kLines,
-                j = place.tile * kKeys + line % kLines * 64;
-      if (i < place.q_length && j < place.k_length) {
-        prefetch(static_cast<const T*>(p.bias.data) + place.batch * p.bias.batch +
-                 head * p.bias.head + i * p.bias.query + j);
-      }
-    }
+    prefetch_bias<T, kKeys, kQueries, kThreads>(p, place, head_of(step), step.tile);
   }
 
   // sum[m][n] = rows [key_row, + 32) of `keys` times rows [first, + 8 · kN) of `queries`.
@@ -211,22 +213,9 @@ struct BackwardBlock {
     multiply_columns<T, kWidth>(sum, keys, key_row, queries, first);
   }
 
-  // Writes a fragment of P^T or dS^T to its tile [key][query].
+  // A fragment of P^T or dS^T to its tile [key][query].
   void store_scores(uint32_t tile, const uint32_t (&pairs)[2][kN][2], int first) const {
-    const int first_key = key_row + lane / 4;
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int key = first_key + 16 * m + 8 * half;
-          store_shared(
-              tile + ScoreTile::offset(key, first / 8 + n) + static_cast<uint32_t>(lane % 4 * 4),
-              pairs[m][n][half]);
-        }
-      }
-    }
+    store_pairs<ScoreTile>(tile, pairs, key_row, first, lane);
   }
 
   // P^T and dS^T where nothing is seen.
@@ -241,18 +230,28 @@ struct BackwardBlock {
     store_scores(ds_tile, hidden, first);
   }
 
-  // d_v += P^T dO and d_k += dS^T Q over 16 queries from `first` on.
-  void sum_keys(const uint32_t (&pt)[2][4], const uint32_t (&ds)[2][4], uint32_t q_tile,
-                uint32_t d_out_tile, int first, int chunk) {
+  // d_v += P^T dO and d_k += dS^T Q over 16 · kSteps queries from `first` on, the operands from
+  // operands(step, P^T, dS^T). Without branches in between, for the compiler to mix.
+  template <int kSteps, class Operands>
+  void sum_keys(const Operands& operands, uint32_t q_tile, uint32_t d_out_tile, int first,
+                int chunk) {
     const LaneRows<T, kWidth, false> q_rows(q_tile, lane), d_out_rows(d_out_tile, lane);
+    const auto sum = [&](auto wants_k, auto wants_v) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t pt[2][4], ds[2][4];
+        operands(step, pt, ds);
+        if (wants_v.value) multiply_rows<T>(d_v, pt, d_out_rows, first + 16 * step, chunk);
+        if (wants_k.value) multiply_rows<T>(d_k, ds, q_rows, first + 16 * step, chunk);
+      }
+    };
     const bool wants_k = p.d_k.data != nullptr, wants_v = p.d_v.data != nullptr;
-    if (wants_k && wants_v) {  // one block, for the compiler to mix
-      multiply_rows<T>(d_v, pt, d_out_rows, first, chunk);
-      multiply_rows<T>(d_k, ds, q_rows, first, chunk);
+    if (wants_k && wants_v) {
+      sum(Constant<true>(), Constant<true>());
     } else if (wants_v) {
-      multiply_rows<T>(d_v, pt, d_out_rows, first, chunk);
+      sum(Constant<false>(), Constant<true>());
     } else if (wants_k) {
-      multiply_rows<T>(d_k, ds, q_rows, first, chunk);
+      sum(Constant<true>(), Constant<false>());
     }
   }
 
@@ -270,36 +269,31 @@ struct BackwardBlock {
   // With split 1: from the warp's own registers.
   void sum_keys_of_chunk(const uint32_t (&pt)[2][kN][2], const uint32_t (&ds)[2][kN][2],
                          uint32_t q_tile, uint32_t d_out_tile, int first) {
-#pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      uint32_t a[2][4], b[2][4];
+    const auto operands = [&](int step, uint32_t(&a)[2][4], uint32_t(&b)[2][4]) {
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          a[m][i] = pt[m][n + i / 2][i % 2];
-          b[m][i] = ds[m][n + i / 2][i % 2];
+          a[m][i] = pt[m][2 * step + i / 2][i % 2];
+          b[m][i] = ds[m][2 * step + i / 2][i % 2];
         }
       }
-      sum_keys(a, b, q_tile, d_out_tile, first + 8 * n, 0);
-    }
+    };
+    sum_keys<kN / 2>(operands, q_tile, d_out_tile, first, 0);
   }
 
   // Else: all queries of the tile, from shared memory.
   void sum_keys_of_tile(uint32_t q_tile, uint32_t d_out_tile, bool suspicious) {
     const LaneRows<T, kQueries, false> p_rows(p_tile, lane), ds_rows(ds_tile, lane);
     if (suspicious) clean_rows(p_tile, q_tile, d_out_tile, 0, kQueries);
-#pragma unroll
-    for (int first = 0; first < kQueries; first += 16) {
-      const int first_key = key_row;
-      uint32_t a[2][4], b[2][4];
+    const auto operands = [&](int step, uint32_t(&a)[2][4], uint32_t(&b)[2][4]) {
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        load_matrices(a[m], p_rows.at(first_key + 16 * m, first / 8));
-        load_matrices(b[m], ds_rows.at(first_key + 16 * m, first / 8));
+        load_matrices(a[m], p_rows.at(key_row + 16 * m, 2 * step));
+        load_matrices(b[m], ds_rows.at(key_row + 16 * m, 2 * step));
       }
-      sum_keys(a, b, q_tile, d_out_tile, first, own * kOwnN);
-    }
+    };
+    sum_keys<kQueries / 16>(operands, q_tile, d_out_tile, 0, own * kOwnN);
   }
 
   // The warp's part of dS K.
@@ -308,10 +302,12 @@ struct BackwardBlock {
     constexpr int kUpper = kKeys > 64 ? kKeys - 64 : 16;
     const LaneRows<T, kQueries, true> ds_rows(ds_tile, lane);
     const LaneRows<T, kWidth, false> k_rows(k_tile, lane);
+    // On the diagonal of a causal mask nothing sees the upper half.
+    const bool upper =
+        kKeys <= 64 || whole(step) || seen_of<kUpper, kQueries>(step, 64, 0) != Seen::none;
 #pragma unroll
     for (int key = 0; key < kKeys; key += 16) {
-      // On the diagonal of a causal mask nothing sees the upper half.
-      if (key == 64 && !whole(step) && seen_of<kUpper, kQueries>(step, 64, 0) == Seen::none) break;
+      if (key == 64 && !upper) break;
       uint32_t a[kDqM][4];
 #pragma unroll
       for (int m = 0; m < kDqM; ++m) {
@@ -343,16 +339,7 @@ struct BackwardBlock {
     }
   }
 
-  // By one thread, a barrier behind the sums of the turn.
-  void end_turn() const {
-    if (block.over == nullptr) return;
-    fence_device();
-    store_relaxed(block.over, block.next);
-    block.over = nullptr;
-  }
-
-  // By the same thread, before the barrier ahead of the step's sums. `seen`: what the counter was a
-  // while ago.
+  // By one thread, before the barrier ahead of the step's sums; the counter was `seen` before.
   void begin_turn(const Step& step, int32_t seen) const {
     int32_t number, count;
     if constexpr (listed()) {
@@ -365,34 +352,25 @@ struct BackwardBlock {
     }
     int32_t* const counter = p.turns + tile_of(step);
     if (seen < number) {
-      end_turn();
+      block.end_turn();
       while (load_relaxed(counter) < number) {
       }
     }
-    block.first_turn = number == 0;
-    block.last_turn = number + 1 == count;
-    block.sum_tile = tile_of(step) - p.first_pair * p.problem.group * p.q_tiles;
-    block.counter = block.last_turn ? nullptr : counter;
-    block.number = number;
+    const bool last = number + 1 == count;
+    block.turns[turn] = {number == 0, last, number, last ? nullptr : counter,
+                         tile_of(step) - p.first_pair * p.problem.group * p.q_tiles};
   }
 
-  // Ends the turn before, whose sums have arrived meanwhile: the fence has little to wait for. It
-  // also orders what begin_turn() saw before the sums to come.
-  void swap_turn() const {
-    fence_device();
-    if (block.over != nullptr) store_relaxed(block.over, block.next);
-    block.over = block.counter;
-    block.next = block.number + 1;
-  }
-
-  float* d_q_sums() const {
-    return p.sums + block.sum_tile * (kQueries * kWidth) + threadIdx.x * 4;
+  float* d_q_sums(int part) const {
+    return p.sums + block.turns[turn].sum_tile * (kQueries * kWidth) +
+           part * (kDqM * kDqN * kThreads * 4) + threadIdx.x * 4;
   }
 
   // What the product of the step is added to: where the blocks before are added here, their sum.
-  void begin_d_q(float (&sum)[kDqM][kDqN][4]) const {
-    const bool loads = !block.first_turn && (block.last_turn || !kAddsInMemory);
-    const float* const sums = d_q_sums();
+  void begin_d_q(float (&sum)[kDqM][kDqN][4], int part = 0) const {
+    const BlockTurn& own_turn = block.turns[turn];
+    const bool loads = !own_turn.first && (own_turn.last || !kAddsInMemory);
+    const float* const sums = d_q_sums(part);
 #pragma unroll
     for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
@@ -412,21 +390,22 @@ struct BackwardBlock {
   }
 
   void end_d_q(const Step& step, const float (&sum)[kDqM][kDqN][4], int first_query,
-               int first_column) const {
-    if (!block.last_turn) {
-      const bool adds = kAddsInMemory && !block.first_turn;
-      float* const sums = d_q_sums();
+               int first_column, int part = 0) const {
+    const BlockTurn& own_turn = block.turns[turn];
+    if (!own_turn.last) {
+      float* const sums = d_q_sums(part);
+      const auto for_pieces = [&](const auto& visit) {
 #pragma unroll
-      for (int m = 0; m < kDqM; ++m) {
+        for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
-        for (int n = 0; n < kDqN; ++n) {
-          float* const at = sums + (m * kDqN + n) * (kThreads * 4);
-          if (adds) {
-            add_in_memory(at, sum[m][n]);
-          } else {
-            store_past_l1(at, sum[m][n]);
-          }
+          for (int n = 0; n < kDqN; ++n) visit(sums + (m * kDqN + n) * (kThreads * 4), sum[m][n]);
         }
+      };
+      using Piece = const float(&)[4];
+      if (kAddsInMemory && !own_turn.first) {
+        for_pieces([](float* to, Piece value) { add_in_memory(to, value); });
+      } else {
+        for_pieces([](float* to, Piece value) { store_past_l1(to, value); });
       }
       return;
     }
@@ -475,16 +454,22 @@ struct BackwardBlock {
     // NaN or infinity in the keys and values must not reach every query.
     if (not_finite<T, kThreads>(k_tile, 2 * kKeyBytes)) block.finite_keys = false;
     __syncthreads();
-    for (int number = 0;; ++number) {
+    if (kOneBarrier && steps().exists(1)) load_step(steps().at(1), 1);
+    for (uint32_t number = 0;; ++number) {
       const Step& step = steps().at(number);
       const Step& next = steps().at(number + 1);
-      const int stage = kStages > 1 ? number % 2 : 0;
+      const uint32_t stage = number % kStages;
+      if constexpr (kOneBarrier) {
+        turn = static_cast<int>(number % 2);
+        ds_tile = ds_tiles + turn * kScoreBytes;
+        p_tile = ds_tile + kScoreTiles * kScoreBytes;
+      }
       const bool more = steps().exists(number + 1);
       if constexpr (has_bias(kFeatures)) {
         if (more) fetch_bias(next);
       }
       if (threadIdx.x == kThreads - 32) steps().find(number + 2);
-      if (kStages > 1 && more) {
+      if (!kOneBarrier && kStages > 1 && more) {
         load_step(next, stage ^ 1);
       } else {
         async_commit();
@@ -494,12 +479,15 @@ struct BackwardBlock {
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
       const uint32_t stats = stats_tiles + stage * sizeof(Stats);
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
-      const bool careful = suspicious || !block.finite_keys;
+      const bool only_v =
+          p.d_q.data == nullptr && p.d_k.data == nullptr && p.d_bias.data == nullptr;
+      const bool careful = is_general(kFeatures) || only_v || suspicious || !block.finite_keys;
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
         turn_seen = load_relaxed(p.turns + tile_of(step));
       }
 
+      const bool all_seen = whole(step);
 #pragma unroll 1
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         const int first = first_of(chunk);
@@ -507,25 +495,25 @@ struct BackwardBlock {
         uint32_t pt[2][kN][2], ds[2][kN][2];
         const KeyScores scores = scores_of(step, chunk, stats);
         // All or none of the warp's pairs may see each other where others differ.
-        const Seen seen =
-            whole(step) ? Seen::all : seen_of<32, kChunkQueries>(step, key_row, first);
+        const Seen seen = all_seen ? Seen::all : seen_of<32, kChunkQueries>(step, key_row, first);
         if constexpr (!is_general(kFeatures) && kFeatures != kBiasSum) {
           if (!suspicious && seen == Seen::none) {
             store_unseen(first);
             continue;
           }
         }
-        score_product(s, k_tile, q_tile, first);
-        if (p.d_q.data != nullptr || p.d_k.data != nullptr || p.d_bias.data != nullptr) {
-          score_product(d_p, v_tile, d_out_tile, first);
-        }
         const auto bias = bias_of(scores, first);
-        uint32_t kept[2];
-        scores.draw(kept);
         auto sink = bias_sink(scores, step, chunk);
-        if (careful || is_general(kFeatures) || seen != Seen::all) {
+        uint32_t kept[2];
+        if (careful || seen != Seen::all) {
+          if (!only_v) score_product(d_p, v_tile, d_out_tile, first);
+          score_product(s, k_tile, q_tile, first);
+          scores.draw(kept);
           scores.template make<true>(s, d_p, pt, ds, bias, kept, sink);
-        } else {
+        } else {  // without branches: exponentials beside the second product
+          score_product(s, k_tile, q_tile, first);
+          score_product(d_p, v_tile, d_out_tile, first);
+          scores.draw(kept);
           scores.template make<false>(s, d_p, pt, ds, bias, kept, sink);
         }
         if constexpr (kSplit == 1) {
@@ -541,8 +529,13 @@ struct BackwardBlock {
         store_scores(ds_tile, ds, first);
       }
       if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
+      if constexpr (kOneBarrier) async_wait<0>();
       __syncthreads();
-      if (threadIdx.x == 0 && p.d_q.data != nullptr) swap_turn();
+      // The tile before is not needed any more, or with split 1 this one.
+      if (kOneBarrier && steps().exists(number + 2)) {
+        load_step(steps().at(number + 2), (number + 2) % kStages);
+      }
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) block.swap_turn(turn);
       if constexpr (has_bias(kFeatures)) {
         if (more) load_bias(next);
         async_commit();
@@ -558,28 +551,35 @@ struct BackwardBlock {
       }
       if (kStages == 1 && more) load_step(next, 0);
       if (p.d_q.data != nullptr) {
-        float sum[kDqM][kDqN][4];
-        begin_d_q(sum);
         if (!block.finite_keys) {
           make_finite<T, kWidth, kThreads>(k_tile, 0, kKeys);
           __syncthreads();
         }
         const int dq_row = warp % kQueryRows * (16 * kDqM);
-        const int dq_column = warp / kQueryRows * kDqWidth;
-        query_product(step, sum, dq_row, dq_column / 8);
+#pragma unroll 1
+        for (int part = 0; part < kDqParts; ++part) {
+          const int column = warp / kQueryRows * kDqWidth + part * (8 * kDqN);
+          float sum[kDqM][kDqN][4];
+          begin_d_q(sum, part);
+          query_product(step, sum, dq_row, column / 8);
+          end_d_q(step, sum, dq_row, column, part);
+        }
         if (!block.finite_keys) {
           __syncthreads();
           load_keys(k_tile, p.k, p.problem.head_dim);
           async_commit();
+          async_wait<0>();
+          __syncthreads();
         }
-        end_d_q(step, sum, dq_row, dq_column);
       }
       if (!more) break;
-      async_wait<0>();
-      __syncthreads();
+      if constexpr (!kOneBarrier) {
+        async_wait<0>();
+        __syncthreads();
+      }
     }
     __syncthreads();
-    if (threadIdx.x == 0) end_turn();
+    if (threadIdx.x == 0) block.end_turn();
   }
 };
 

@@ -36,8 +36,8 @@ struct BiasBlock {
   BiasBlock(const BackwardParams& params, uint32_t shared)
       : p(params),
         dropout(params.problem.dropout.for_warp()),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        warp(static_cast<int>(threadIdx.x) / 32),
+        lane(static_cast<int>(threadIdx.x % 32)),
+        warp(static_cast<int>(threadIdx.x / 32)),
         key_row(warp / kSide * 32),
         query_row(warp % kSide * (kQueries / kSide)),
         k_tile(shared),

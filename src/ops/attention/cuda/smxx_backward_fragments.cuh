@@ -142,6 +142,26 @@ void add_not_finite(float (&sum)[kM][kN][4], uint32_t weight_tile, int weight_ro
   }
 }
 
+// Writes pairs of 32 rows x 8 · kN columns, as sums of products lie, to rows [first_row, + 32) of a
+// tile.
+template <class Layout, int kN>
+void store_pairs(uint32_t tile, const uint32_t (&pairs)[2][kN][2], int first_row, int first_column,
+                 int lane) {
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + lane / 4 + 16 * m + 8 * half;
+        store_shared(
+            tile + Layout::offset(row, first_column / 8 + n) + static_cast<uint32_t>(lane % 4 * 4),
+            pairs[m][n][half]);
+      }
+    }
+  }
+}
+
 // sum [16 · kM rows, 8 · kN columns] += a · (rows of a tile), over 16 rows of the tile: depth runs
 // down the tile, columns across.
 template <class T, int kM, int kN, class Rows>

@@ -4,6 +4,7 @@
 
 #include "device/async_copy.cuh"
 #include "ops/attention/cuda/smxx_backward_tiles.cuh"
+#include "ops/attention/cuda/smxx_backward_turns.cuh"
 
 namespace pullback::attention {
 
@@ -15,6 +16,14 @@ struct BackwardStep : SeenTile {
   int64_t list;
 };
 
+// Whether a block is the first or the last one to add to the d_q of a tile of queries, and where.
+struct BlockTurn {
+  bool first, last;
+  int32_t number;
+  int32_t* counter;  // null: nobody comes after us
+  int64_t sum_tile;
+};
+
 // In shared memory: registers are needed for sums.
 struct BlockPlace {
   TilePlace keys;
@@ -22,14 +31,27 @@ struct BlockPlace {
   TileRange queries, whole;  // those that see some of the keys, and those that see all
   bool finite_keys;
   BackwardStep steps[4];  // by their number modulo 4: of a step and the next one
-  // Of the step, from the first thread to all.
-  bool first_turn, last_turn;
-  int32_t number;
-  int32_t* counter;  // null: nobody comes after us
-  int64_t sum_tile;
+  BlockTurn turns[2];     // of a step, from the first thread to all
   // Of the first thread: the turn before, which is over, but the next block was not told. Or null.
   int32_t* over;
   int32_t next;
+
+  // By the first thread, a barrier behind the sums of the turn.
+  void end_turn() {
+    if (over == nullptr) return;
+    fence_device();
+    store_relaxed(over, next);
+    over = nullptr;
+  }
+  // The same, behind the barrier ahead of the sums of `turn`: those of the turn before have arrived
+  // meanwhile, and the fence has little to wait for. It also orders what was seen of the counter
+  // before the sums to come.
+  void swap_turn(int turn) {
+    fence_device();
+    if (over != nullptr) store_relaxed(over, next);
+    over = turns[turn].counter;
+    next = turns[turn].number + 1;
+  }
 };
 
 template <int kKeys, int kQueries>
@@ -51,57 +73,64 @@ BlockPlace block_place(const BackwardParams& p) {
   return place;
 }
 
-// From one step to the next. kListed: with a block mask, whose lists name the tiles of queries.
+// From one step to the next. A tile of queries of all heads of the group, then the next tile: head
+// by head, blocks that see few of the tiles would come back early and wait for those that see many.
+// kListed: with a block mask, whose lists name the tiles of queries of a head; head by head.
 template <bool kListed>
 struct BackwardSteps {
   using Step = BackwardStep;
   const BackwardParams& p;
   BlockPlace& block;
 
-  const Step& at(int number) const { return block.steps[number % 4u]; }
+  const Step& at(uint32_t number) const { return block.steps[number % 4u]; }
   bool exists(const Step& step) const { return step.head_of_group < p.problem.group; }
-  bool exists(int number) const { return exists(at(number)); }
+  bool exists(uint32_t number) const { return exists(at(number)); }
 
   // By one thread, a barrier ahead of those who read it.
   void begin() const {
-    begin_head(block.steps[0], 0);
-    device::async_commit();
-    device::async_wait<0>();
+    Step& step = block.steps[0];
+    if constexpr (kListed) {
+      begin_list(step, 0);
+      device::async_commit();
+      device::async_wait<0>();
+    } else {
+      step.head_of_group = block.queries.begin < block.queries.end ? 0 : p.problem.group;
+      step.tile = block.queries.end - 1;
+    }
   }
   // The same, and ahead of a commit.
-  void find(int number) const {
+  void find(uint32_t number) const {
     const Step& before = at(number - 1);
     Step& step = block.steps[number % 4u];
     step.head_of_group = before.head_of_group;
     if (!exists(before)) return;
     if constexpr (kListed) {
-      if (before.at == 0) return begin_head(step, before.head_of_group + 1);
+      if (before.at == 0) return begin_list(step, before.head_of_group + 1);
       step.at = before.at - 1;
       step.list = before.list;
       copy_seen(step);
     } else {
-      if (before.tile == block.queries.begin) return begin_head(step, before.head_of_group + 1);
-      step.tile = before.tile - 1;
+      ++step.head_of_group;
+      step.tile = before.tile;
+      if (exists(step) || before.tile == block.queries.begin) return;
+      step.head_of_group = 0;
+      --step.tile;
     }
   }
 
  private:
-  // The last tile of the first head from `head_of_group` on that has one; past the group: none.
-  void begin_head(Step& step, int head_of_group) const {
+  // The end of the first list that is not empty, from that of `head_of_group` on; past the group:
+  // none.
+  void begin_list(Step& step, int head_of_group) const {
     const int end = p.problem.group;
-    if constexpr (kListed) {
-      for (; head_of_group < end; ++head_of_group) {
-        const int64_t* const first = list_of(head_of_group);
-        step.list = first[0];
-        step.at = static_cast<int>(first[1] - first[0]) - 1;
-        if (step.at >= 0) break;
-      }
-      step.head_of_group = head_of_group;
-      if (head_of_group < end) copy_seen(step);
-    } else {
-      step.head_of_group = block.queries.begin < block.queries.end ? head_of_group : end;
-      step.tile = block.queries.end - 1;
+    for (; head_of_group < end; ++head_of_group) {
+      const int64_t* const first = list_of(head_of_group);
+      step.list = first[0];
+      step.at = static_cast<int>(first[1] - first[0]) - 1;
+      if (step.at >= 0) break;
     }
+    step.head_of_group = head_of_group;
+    if (head_of_group < end) copy_seen(step);
   }
   // Where the list of a head's tiles begins and ends.
   const int64_t* list_of(int head_of_group) const {

@@ -113,7 +113,7 @@ RowStats<T> stats_of(const BackwardParams& p, int64_t plane, int64_t first_tile,
 // d_k and d_v of a key.
 template <class T>
 void plain_keys(const BackwardParams& p) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int group = p.problem.group;
   const int64_t pair = blockIdx.x / p.k_tiles;
   const TilePlace place = place_of<false>(p, pair, p.problem.heads / group,
@@ -169,7 +169,7 @@ void plain_keys(const BackwardParams& p) {
 // d_q of a query.
 template <class T>
 void plain_queries(const BackwardParams& p) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int64_t plane = blockIdx.x / p.q_tiles;
   const TilePlace place = place_of<true>(p, plane, p.problem.heads,
                                          static_cast<int>(blockIdx.x % p.q_tiles), kPlainTile);

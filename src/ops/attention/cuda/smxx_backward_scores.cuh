@@ -324,17 +324,32 @@ struct Scores {
   }
 };
 
+// The bias of a tile, into the second-level cache. By all threads.
+template <class T, int kKeys, int kQueries, int kThreads>
+void prefetch_bias(const BackwardParams& p, const TilePlace& place, int head, int query_tile) {
+  if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
+  constexpr int kLines = kKeys / 64;
+  for (int line = threadIdx.x; line < kQueries * kLines; line += kThreads) {
+    const int i = query_tile * kQueries + line / kLines,
+              j = place.tile * kKeys + line % kLines * 64;
+    if (i < place.q_length && j < place.k_length) {
+      prefetch(static_cast<const T*>(p.bias.data) + place.batch * p.bias.batch +
+               head * p.bias.head + i * p.bias.query + j);
+    }
+  }
+}
+
 // d_bias of a tile is its dS, which lies in shared memory [key][query]: as rows of keys are
 // interleaved, a lane gets 8 keys of a query. By all warps.
 template <class T, int kKeys, int kQueries, int kWarps>
 void store_bias(const BackwardParams& p, const TilePlace& place, int head, int query_tile,
                 uint32_t ds_tile) {
   if (p.d_bias.data == nullptr) return;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
   T* const plane =
       static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch + head * p.d_bias.head;
 #pragma unroll 1
-  for (int eight = static_cast<int>(threadIdx.x) / 32; eight < kQueries / 8; eight += kWarps) {
+  for (int eight = static_cast<int>(threadIdx.x / 32); eight < kQueries / 8; eight += kWarps) {
     const int i = query_tile * kQueries + eight * 8 + lane / 4;
     T* const row = plane + i * p.d_bias.query;
 #pragma unroll

@@ -358,7 +358,7 @@ struct SplitBlock
       make_scores(step, stage, careful, suspicious);
       if (threadIdx.x == 0 && p.d_q.data != nullptr) this->begin_turn(step, turn_seen);
       __syncthreads();
-      if (threadIdx.x == 0 && p.d_q.data != nullptr) this->swap_turn();
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) block.swap_turn(0);
       sum_keys(stage, suspicious);
       if (kStages == 1 && more) {
         __syncthreads();
@@ -372,7 +372,7 @@ struct SplitBlock
       __syncthreads();
     }
     __syncthreads();
-    if (threadIdx.x == 0) this->end_turn();
+    if (threadIdx.x == 0) block.end_turn();
   }
 };
 

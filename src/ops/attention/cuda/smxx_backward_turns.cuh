@@ -49,5 +49,12 @@ inline void add_in_memory(float* to, const float (&value)[4]) {
 
 // Into the second-level cache.
 inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// By all threads.
+template <int kThreads>
+void prefetch_bytes(const void* from, int bytes) {
+  for (int at = static_cast<int>(threadIdx.x) * 128; at < bytes; at += kThreads * 128) {
+    prefetch(static_cast<const char*>(from) + at);
+  }
+}
 
 }  // namespace pullback::attention

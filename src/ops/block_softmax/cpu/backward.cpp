@@ -3,9 +3,8 @@
 //
 // d_x: a task takes token rows of one or more block rows, a strip of one to four rows at a time. It
 //   reads y and d_y twice, the second time from the first-level cache: for delta, and for d_x.
-// d_rpe and d_attn_mask: a task is one block row of the gradient; it goes over the block columns
-// and
-//   sums the blocks (z, h, row, column) that share a place, with the deltas of the step before.
+// d_rpe and d_attn_mask: a task is one block row of the gradient; it goes over the block columns,
+//   and sums the blocks (z, h, row, column) that share a place, with the deltas of the step before.
 // d_key_padding_mask: a task is one z and block column, and sums down the column in all heads.
 // Each sum belongs to one task and has a fixed order.
 #undef HWY_TARGET_INCLUDE
@@ -276,10 +275,6 @@ HWY_EXPORT(BackwardStreams);
 namespace block_softmax {
 namespace {
 
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-}
-
 class CpuBackward final : public Body {
  public:
   CpuBackward(const BlockSoftmaxProblem& problem, const Device& device)
@@ -291,9 +286,9 @@ class CpuBackward final : public Body {
     const DType real = accumulation_dtype(problem.x.dtype);
     if (problem.d_rpe.given() || problem.d_attn_mask.given() ||
         problem.d_key_padding_mask.given()) {
-      delta_bytes_ = aligned(static_cast<std::size_t>(Z * H * R * b) * size_of(real));
-      slot_bytes_ = aligned(static_cast<std::size_t>(b * b) * size_of(real) +
-                            static_cast<std::size_t>(H) * sizeof(std::int32_t));
+      delta_bytes_ = workspace_aligned(static_cast<std::size_t>(Z * H * R * b) * size_of(real));
+      slot_bytes_ = workspace_aligned(static_cast<std::size_t>(b * b) * size_of(real) +
+                                      static_cast<std::size_t>(H) * sizeof(std::int32_t));
       workspace_bytes = delta_bytes_ + slot_bytes_ * static_cast<std::size_t>(threads_.count());
     }
     description = "strips of rows, read twice in cache; sums in " + std::string(name_of(real)) +

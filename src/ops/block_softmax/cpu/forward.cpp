@@ -311,7 +311,7 @@ class CpuForward final : public Body {
     // Exponentials of two strips, and scores of one.
     const std::size_t bytes = static_cast<std::size_t>(strip_elements_ * (direct_ ? 2 : 3)) *
                               size_of(accumulation_dtype(problem.x.dtype));
-    slot_bytes_ = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    slot_bytes_ = workspace_aligned(bytes);
     workspace_bytes = slot_bytes_ * static_cast<std::size_t>(threads_.count());
     description = "strips of rows, read twice in cache; sums in " +
                   std::string(name_of(accumulation_dtype(problem.x.dtype))) +

@@ -3,7 +3,7 @@
 // d_y.
 #include <fmt/format.h>
 
-#include "ops/block_softmax/schedule.hpp"
+#include "ops/block_softmax/row_steps.hpp"
 
 namespace pullback::block_softmax {
 namespace {
@@ -61,11 +61,6 @@ cuda::OpKernel term_kernel(DType dtype, std::string_view what, std::string_view 
 constexpr std::string_view kPlaneParams = "block_softmax::PlaneGradientParams";
 constexpr std::string_view kColumnParams = "block_softmax::ColumnGradientParams";
 
-std::size_t aligned(std::int64_t bytes) {
-  return (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
-         kWorkspaceAlignment;
-}
-
 unsigned grid_of(std::int64_t items) {
   constexpr std::int64_t kMaxGrid = std::int64_t{1} << 20;
   return static_cast<unsigned>(std::clamp<std::int64_t>(items, 1, kMaxGrid));
@@ -93,15 +88,23 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
     if (Z > 0 && nnz > 0) {
       vectors_ =
           vector_layout(problem.y) && vector_layout(problem.d_y) && vector_layout(problem.d_x);
-      if (vectors_) plan_vectors(layout, dtype, params, term_gradients);
-      params.piece = divisor_of(b);
-      params.schedule = make_schedule(layout, b, b, kUnitShapes, stream_shape, tables_);
-      add_step(stream_kernel(dtype, false), params, element_steps_);
+      if (vectors_) {
+        const int arch = cuda::compile_arch(device_);
+        const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
+        const cuda::OpKernel stream = stream_kernel(dtype, true);
+        const RowChooser chooser(vectors, registers_of(dtype).vectors, 2, true, device_);
+        vector_steps_.add_by_length({rows_kernel(dtype, arch), ring_kernel(dtype, arch), stream},
+                                    layout, vectors, chooser, params, tables_, device_);
+        if (term_gradients) {
+          vector_delta_.add_stream(stream, layout, vectors, params, tables_, device_);
+        }
+      }
+      element_steps_.add_stream(stream_kernel(dtype, false), layout, b, params, tables_, device_);
     }
     if (term_gradients) plan_term_gradients(problem, block_rows);
     tables_.upload(device_);
-    for (auto* steps : {&vector_steps_, &vector_delta_, &element_steps_}) {
-      for (Step& step : *steps) tables_.resolve(step.params.schedule.block_rows);
+    for (RowSteps<Params>* steps : {&vector_steps_, &vector_delta_, &element_steps_}) {
+      steps->resolve(tables_);
     }
     resolve_term_gradients();
     description = fmt::format(
@@ -117,66 +120,22 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
   }
 
  private:
-  struct Step {
-    cuda::PlannedKernel<Params> kernel;
-    Params params;
-  };
   struct Plane {
     cuda::PlannedKernel<PlaneGradientParams> kernel;
     PlaneGradientParams params;
   };
 
-  static int stream_shape(std::int64_t row) { return std::max(shape_for(row, kStreamVectors), 0); }
-
-  void add_step(const cuda::OpKernel& kernel, const Params& params, std::vector<Step>& steps,
-                int ring = 0) {
-    if (params.schedule.ctas == 0) return;
-    steps.push_back({planned(kernel, params, device_, ring), params});
-    // They write different rows, and the device code knows: smxx_teams.cuh, begin_rows().
-    steps.back().kernel.shape.programmatic = steps.size() > 1 && device_.major >= 9;
-  }
-
-  // The longest rows first.
-  void plan_vectors(const BlockLayout& layout, DType dtype, Params params, bool term_gradients) {
-    const std::int64_t b = params.block;
-    const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
-    const RowChooser chooser(vectors, registers_of(dtype).vectors, 2, true, device_);
-    params.piece = divisor_of(vectors);
-    for (const RowKernel kernel :
-         {RowKernel::stream, RowKernel::large_ring, RowKernel::ring, RowKernel::registers}) {
-      const bool ring = kernel == RowKernel::ring || kernel == RowKernel::large_ring;
-      const auto choose = [&](std::int64_t row) {
-        const RowChoice choice = chooser.choose(row);
-        return choice.kernel == kernel ? choice.shape : -1;
-      };
-      const std::span<const UnitShape> shapes =
-          ring ? std::span<const UnitShape>(kRingShapes) : std::span<const UnitShape>(kUnitShapes);
-      params.schedule = make_schedule(layout, b, vectors, shapes, choose, tables_);
-      if (ring) {
-        params.ring = ring_of(kernel);
-        add_step(ring_kernel(dtype, cuda::compile_arch(device_)), params, vector_steps_,
-                 ring_bytes(params.ring));
-      } else {
-        add_step(kernel == RowKernel::stream ? stream_kernel(dtype, true)
-                                             : rows_kernel(dtype, cuda::compile_arch(device_)),
-                 params, vector_steps_);
-      }
-    }
-    if (term_gradients) {
-      params.schedule = make_schedule(layout, b, vectors, kUnitShapes, stream_shape, tables_);
-      add_step(stream_kernel(dtype, true), params, vector_delta_);
-    }
-  }
-
   void plan_term_gradients(const BlockSoftmaxProblem& problem, std::int64_t block_rows) {
     const Sizes sizes = sizes_of(problem);
     const auto real_bytes = static_cast<std::int64_t>(problem.y.dtype == DType::f64 ? 8 : 4);
-    delta_bytes_ = aligned(sizes.Z * block_rows * sizes.b * real_bytes);
+    delta_bytes_ =
+        workspace_aligned(static_cast<std::size_t>(sizes.Z * block_rows * sizes.b * real_bytes));
     workspace_bytes = delta_bytes_;
     if (problem.d_rpe.given() || problem.d_attn_mask.given()) plan_planes(problem, block_rows);
     if (problem.d_key_padding_mask.given()) {
       plan_columns(problem, block_rows);
-      workspace_bytes += aligned(sizes.Z * columns_.chunk_count * sizes.b * real_bytes);
+      workspace_bytes += workspace_aligned(
+          static_cast<std::size_t>(sizes.Z * columns_.chunk_count * sizes.b * real_bytes));
     }
   }
 
@@ -280,7 +239,7 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
                Workspace workspace) const override {
     const bool vectors = vectors_ && cuda::vector_aligned({tensors.y, tensors.d_y, tensors.d_x});
     if (tensors.d_rpe || tensors.d_attn_mask || tensors.d_key_padding_mask) {
-      for (const Step& step : vectors ? vector_delta_ : element_steps_) {
+      for (const auto& step : vectors ? vector_delta_ : element_steps_) {
         launch_rows(stream, step, tensors, nullptr, workspace.data);
       }
       launch_plane(stream, d_rpe_, tensors, tensors.d_rpe, workspace.data);
@@ -288,13 +247,13 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
       launch_columns(stream, tensors, workspace.data);
     }
     if (tensors.d_x == nullptr) return;
-    for (const Step& step : vectors ? vector_steps_ : element_steps_) {
+    for (const auto& step : vectors ? vector_steps_ : element_steps_) {
       launch_rows(stream, step, tensors, tensors.d_x, nullptr);
     }
   }
 
-  static void launch_rows(Stream stream, const Step& step, const BlockSoftmaxTensors& tensors,
-                          void* d_x, void* delta) {
+  static void launch_rows(Stream stream, const RowSteps<Params>::Step& step,
+                          const BlockSoftmaxTensors& tensors, void* d_x, void* delta) {
     Params params = step.params;
     params.y.data = tensors.y;
     params.d_y.data = const_cast<void*>(tensors.d_y);
@@ -327,7 +286,7 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
   }
 
   DeviceTables tables_;
-  std::vector<Step> vector_steps_, vector_delta_, element_steps_;
+  RowSteps<Params> vector_steps_, vector_delta_, element_steps_;
   Plane d_rpe_{}, d_attn_mask_{};
   cuda::PlannedKernel<ColumnGradientParams> partial_kernel_, column_kernel_;
   ColumnGradientParams columns_{};

@@ -4,7 +4,7 @@
 // smxx_stream.cuh element by element.
 #include <fmt/format.h>
 
-#include "ops/block_softmax/schedule.hpp"
+#include "ops/block_softmax/row_steps.hpp"
 
 namespace pullback::block_softmax {
 namespace {
@@ -81,27 +81,27 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
       std::vector<std::int32_t> columns;
       columns.reserve(static_cast<std::size_t>(nnz));
       for (const auto& block : layout.blocks()) columns.push_back(block.column);
-      params.columns = tables_.add(std::span<const std::int32_t>(columns));
+      columns_ = tables_.add(std::span<const std::int32_t>(columns));
       params.rows = static_cast<std::int32_t>(R);
       set_terms(problem, params);
     }
 
     if (Z > 0 && nnz > 0) {
       vectors_ = vector_layout(problem.x) && vector_layout(problem.y);
-      if (vectors_) plan_vectors(layout, dtype, params, terms);
-      params.piece = divisor_of(b);
-      params.schedule = make_schedule(
-          layout, b, b, kUnitShapes,
-          [](std::int64_t row) { return std::max(shape_for(row, kStreamVectors), 0); }, tables_);
-      add_step(stream_kernel(dtype, false, terms), params, element_steps_);
+      if (vectors_) {
+        const int arch = cuda::compile_arch(device_);
+        const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
+        const RowChooser chooser(vectors, registers_of(dtype, terms).vectors, 1, !terms, device_);
+        vector_steps_.add_by_length({rows_kernel(dtype, terms, arch), ring_kernel(dtype, arch),
+                                     stream_kernel(dtype, true, terms)},
+                                    layout, vectors, chooser, params, tables_, device_);
+      }
+      element_steps_.add_stream(stream_kernel(dtype, false, terms), layout, b, params, tables_,
+                                device_);
     }
     tables_.upload(device_);
-    for (auto* steps : {&vector_steps_, &element_steps_}) {
-      for (Step& step : *steps) {
-        tables_.resolve(step.params.schedule.block_rows);
-        tables_.resolve(step.params.columns);
-      }
-    }
+    for (RowSteps<Params>* steps : {&vector_steps_, &element_steps_}) steps->resolve(tables_);
+    if (terms) tables_.resolve(columns_);
     description = fmt::format(
         "rows grouped by length, each by 2 to {} threads: {}; sums in {}, in a fixed order: the "
         "same bits every run",
@@ -114,48 +114,6 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
   }
 
  private:
-  struct Step {
-    cuda::PlannedKernel<Params> kernel;
-    Params params;
-  };
-
-  void add_step(const cuda::OpKernel& kernel, const Params& params, std::vector<Step>& steps,
-                int ring = 0) {
-    if (params.schedule.ctas == 0) return;
-    steps.push_back({planned(kernel, params, device_, ring), params});
-    // They write different rows, and the device code knows: smxx_teams.cuh, begin_rows().
-    steps.back().kernel.shape.programmatic = steps.size() > 1 && device_.major >= 9;
-  }
-
-  // The longest rows first.
-  void plan_vectors(const BlockLayout& layout, DType dtype, Params params, bool terms) {
-    const std::int64_t b = params.block;
-    const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
-    const RowChooser chooser(vectors, registers_of(dtype, terms).vectors, 1, !terms, device_);
-    params.piece = divisor_of(vectors);
-    for (const RowKernel kernel :
-         {RowKernel::stream, RowKernel::large_ring, RowKernel::ring, RowKernel::registers}) {
-      const bool ring = kernel == RowKernel::ring || kernel == RowKernel::large_ring;
-      const auto choose = [&](std::int64_t row) {
-        const RowChoice choice = chooser.choose(row);
-        return choice.kernel == kernel ? choice.shape : -1;
-      };
-      const std::span<const UnitShape> shapes =
-          ring ? std::span<const UnitShape>(kRingShapes) : std::span<const UnitShape>(kUnitShapes);
-      params.schedule = make_schedule(layout, b, vectors, shapes, choose, tables_);
-      if (ring) {
-        params.ring = ring_of(kernel);
-        add_step(ring_kernel(dtype, cuda::compile_arch(device_)), params, vector_steps_,
-                 ring_bytes(params.ring));
-      } else {
-        add_step(kernel == RowKernel::stream
-                     ? stream_kernel(dtype, true, terms)
-                     : rows_kernel(dtype, terms, cuda::compile_arch(device_)),
-                 params, vector_steps_);
-      }
-    }
-  }
-
   // A vector of x is `length` columns, of 1 byte in u8 and bool masks; their rows and planes must
   // keep the alignment that enqueue() sees to at the beginning.
   static void set_vectors(Term& term, std::int64_t length) {
@@ -187,8 +145,9 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
 
   void enqueue(Stream stream, const BlockSoftmaxTensors& tensors, Workspace) const override {
     const bool vectors = vectors_ && cuda::vector_aligned({tensors.x, tensors.y});
-    for (const Step& step : vectors ? vector_steps_ : element_steps_) {
+    for (const auto& step : vectors ? vector_steps_ : element_steps_) {
       Params params = step.params;
+      params.columns = columns_;
       params.x.data = const_cast<void*>(tensors.x);
       params.y.data = tensors.y;
       const void* const terms[kTerms] = {tensors.rpe, tensors.key_padding_mask, tensors.attn_mask};
@@ -201,7 +160,8 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
   }
 
   DeviceTables tables_;
-  std::vector<Step> vector_steps_, element_steps_;
+  const std::int32_t* columns_ = nullptr;  // with terms
+  RowSteps<Params> vector_steps_, element_steps_;
   bool vectors_ = false;
 };
 

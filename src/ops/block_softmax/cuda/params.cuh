@@ -30,7 +30,7 @@ struct Divisor {
   uint32_t value, shift, magic;
 };
 
-// The rows of all block rows of about one length. A unit is 1 or kWarps warps; it takes
+// The rows of all block rows of about one length. A unit is some warps of a thread block; it takes
 // 2^row_shift neighbouring rows of one block row at a time. From its low end, a lane's number holds
 // segment_shift bits of the position in a row, row_shift bits of the row, and again position: so
 // that a warp's access covers whole runs of memory.
@@ -39,10 +39,11 @@ struct RowClass {
   uint32_t first_block_row;  // in the table
   uint32_t units;
   uint8_t warps, row_shift, segment_shift;
+  uint8_t units_shift;  // a thread block takes 2^units_shift units
   Divisor units_per_block_row;
 };
 
-inline constexpr int kMaxRowClasses = 10;
+inline constexpr int kMaxRowClasses = 8;
 
 struct Schedule {
   const BlockRow* block_rows;

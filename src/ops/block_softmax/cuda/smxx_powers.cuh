@@ -108,6 +108,17 @@ Reals<T> reals(const Raw& raw) {
   return result;
 }
 
+inline uint32_t pack(float low, float high, bf16) {
+  uint32_t result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+inline uint32_t pack(float low, float high, f16) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
 inline uint32_t packed_maximum(uint32_t a, uint32_t b, bf16) {
   uint32_t result;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -123,35 +134,43 @@ inline uint32_t packed_maximum(uint32_t a, uint32_t b, f16) {
 inline float larger(float a, float b) { return fmaxf(a, b); }
 inline double larger(double a, double b) { return fmax(a, b); }
 
-// The maximum of a vector's elements.
+// The maximum of the elements of vectors; 16-bit ones are compared two at a time.
 template <class T>
-Real<T> maximum_of(const Raw& raw) {
+class Largest {
   using R = Real<T>;
-  if constexpr (sizeof(T) == 2) {
-    const uint32_t a = packed_maximum(raw.element[0], raw.element[1], T{});
-    const uint32_t b = packed_maximum(raw.element[2], raw.element[3], T{});
-    R low, high;
-    unpack(packed_maximum(a, b, T{}), low, high, T{});
-    return larger(low, high);
-  } else {
-    const Reals<T> values = reals<T>(raw);
-    R result = values.element[0];
-#pragma unroll
-    for (int e = 1; e < kVectorLength<T>; ++e) result = larger(result, values.element[e]);
-    return result;
-  }
-}
+  static constexpr bool kPacked = sizeof(T) == 2;
 
-inline uint32_t pack(float low, float high, bf16) {
-  uint32_t result;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  return result;
-}
-inline uint32_t pack(float low, float high, f16) {
-  uint32_t result;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  return result;
-}
+ public:
+  void add(const Raw& raw) {
+    if constexpr (kPacked) {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) largest_ = packed_maximum(largest_, raw.element[w], T{});
+    } else {
+      const Reals<T> values = reals<T>(raw);
+#pragma unroll
+      for (int e = 0; e < kVectorLength<T>; ++e) largest_ = larger(largest_, values.element[e]);
+    }
+  }
+  R value() const {
+    if constexpr (kPacked) {
+      R low, high;
+      unpack(largest_, low, high, T{});
+      return larger(low, high);
+    } else {
+      return largest_;
+    }
+  }
+
+ private:
+  static auto none() {
+    if constexpr (kPacked) {
+      return pack(-infinity<R>(), -infinity<R>(), T{});
+    } else {
+      return -infinity<R>();
+    }
+  }
+  decltype(none()) largest_ = none();
+};
 
 template <class T, class R>
 Raw rounded(const R (&values)[kVectorLength<T>]) {

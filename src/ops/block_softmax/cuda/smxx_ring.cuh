@@ -3,22 +3,23 @@
 // read twice.
 //   forward   y = exp(scale x − m) / Σ exp(scale x − m),  m = max scale x
 //   backward  d_x = scale y (d_y − Σ y d_y)
-// A block walks over its groups of rows. Each thread has places of its own in shared memory that it
-// fills by asynchronous copies and that only it reads: a ring of batches, always full. A group is
-// gone over twice: first for its sums, as its copies arrive; then for the results, where every
-// batch that has been read is refilled at once with what comes next. If a group has n more batches
-// than the ring, the first n are given up in the first round and come again at the end.
+// A block, or a cluster of blocks, walks over its groups of rows. Each thread has places of its own
+// in shared memory that it fills by asynchronous copies and that only it reads: a ring of batches,
+// always full. A group is gone over twice: first for its sums, as its copies arrive; then for the
+// results, where every batch that has been read is refilled at once with what comes next. If a
+// group has n more batches than the ring, the first n are given up in the first round and come
+// again at the end.
 #pragma once
 
 #include "device/async_copy.cuh"
+#include "device/cluster.cuh"
 #include "ops/block_softmax/cuda/smxx_teams.cuh"
 
 namespace pullback::block_softmax {
 
 // Groups are numbered in 32 bits: 2^32 rows of this length fit in no memory.
 
-// Some neighbouring rows of one block row. A row's team is as many threads as make up whole pieces
-// of it, so that a thread goes on by the same distance each time; the rest of the team idles.
+// Some neighbouring rows of one block row.
 struct Group {
   Place place;
   int64_t batch;
@@ -38,17 +39,17 @@ Group group_of(const Schedule& schedule, uint32_t item, int64_t batches, const D
   const uint32_t cta = item / all;
   group.batch = item - cta * all;
   const RowClass& row_class = find_class(schedule, cta);
-  group.place = place_of(schedule, row_class, cta - row_class.first_cta, threadIdx.x / kWarpSize);
-  Place& place = group.place;
-  const uint32_t pieces = divide(place.team, piece);
-  place.team = pieces * piece.value;
-  const uint32_t vectors = place.block_row.blocks * piece.value;
-  group.batches = static_cast<int32_t>((vectors - 1) / (place.team * kBatch) + 1);
-  group.mine = place.thread < min(place.team, vectors)
-                   ? static_cast<int32_t>((vectors - place.thread - 1) / place.team + 1)
+  group.place = place_of(schedule, row_class, cta - row_class.first_cta,
+                         cluster_rank() * kRingWarps + threadIdx.x / kWarpSize);
+  group.place.team *= cluster_size();
+  const Share share = share_of<T>(group.place, piece, block);
+  const uint32_t blocks = group.place.block_row.blocks;
+  group.batches = static_cast<int32_t>((blocks - 1) / (share.step * kBatch) + 1);
+  group.mine = share.first < share.blocks
+                   ? static_cast<int32_t>((blocks - share.first - 1) / share.step + 1)
                    : 0;
-  group.first = vector_offset<T>(place.thread, piece, block);
-  group.step = static_cast<int64_t>(pieces) * (block * block);
+  group.first = share.begin;
+  group.step = share.advance / sizeof(T);
   return group;
 }
 
@@ -66,7 +67,7 @@ class Ring {
         piece_(piece),
         size_(size),
         begin_(begin),
-        item_(blockIdx.x) {
+        item_(cluster_index()) {
     extern __shared__ __align__(128) unsigned char memory[];
     mine_ = reinterpret_cast<Raw*>(memory) + threadIdx.x;
     open();
@@ -131,7 +132,7 @@ class Ring {
           left_ = again_;
           again_ = 0;
         } else {
-          item_ += gridDim.x;
+          item_ += cluster_count();
           open();
         }
       }
@@ -154,11 +155,52 @@ class Ring {
   const T* from_[kTensors];
 };
 
+inline void store_to(float* local, uint32_t rank, float value) {
+  store_remote(remote_address(local, rank), value);
+}
+inline void store_to(double* local, uint32_t rank, double value) {
+  store_remote(remote_address(local, rank), value);
+}
+
+// What a part of a row knows of it: the maximum, and Σ exp(scale x − m) for that maximum.
+template <class R>
+struct Partial {
+  R maximum, sum;
+};
+template <class R>
+void store_to(Partial<R>* local, uint32_t rank, const Partial<R>& value) {
+  store_to(&local->maximum, rank, value.maximum);
+  store_to(&local->sum, rank, value.sum);
+}
+
+template <class Value>
+struct Parts {
+  Value of_warps[kRingWarps][kRingRows];
+  Value of_blocks[2][kRingCluster][kRingRows];
+};
+
+// Brings what each warp knows of its rows together on all threads of their teams, in a fixed order.
+// combine(first, count) is of every kRingRows-th value; `parity` alternates from call to call.
+template <class Value, class Combine>
+Value over_team(const Value& value, const Place& place, int parity, Parts<Value>& shared,
+                const Combine& combine) {
+  const uint32_t blocks = cluster_size();
+  shared.of_warps[threadIdx.x / kWarpSize][place.slot] = value;
+  __syncthreads();
+  if (threadIdx.x < kRingRows * blocks) {
+    const uint32_t slot = threadIdx.x % kRingRows, to = threadIdx.x / kRingRows;
+    store_to(&shared.of_blocks[parity][cluster_rank()][slot], to,
+             combine(&shared.of_warps[0][slot], kRingWarps));
+  }
+  cluster_barrier();
+  return combine(&shared.of_blocks[parity][0][place.slot], blocks);
+}
+
 template <class T>
 void forward_ring(const ForwardParams& p) {
   using R = Real<T>;
   constexpr int kLength = kVectorLength<T>;
-  __shared__ R maxima[2][kRingWarps * kRingRows], sums[2][kRingWarps * kRingRows];
+  __shared__ Parts<Partial<R>> shared;
   begin_rows();
   const auto begin = [&](int, const Group& group) {
     return row_begin<const T>(p.x, group.place, group.batch, p.block);
@@ -169,10 +211,10 @@ void forward_ring(const ForwardParams& p) {
   const bool negative = p.scale < 0;
   const R scale = static_cast<R>(p.scale);
   const R factor = factor_of_elements<T>(negative ? -scale : scale);
-  const uint32_t warp = threadIdx.x / kWarpSize;
+  cluster_barrier();  // all blocks have started before one of them is written to
 
   int parity = 0;
-  for (uint32_t item = blockIdx.x;; item += gridDim.x, parity ^= 1) {
+  for (uint32_t item = cluster_index();; item += cluster_count(), parity ^= 1) {
     const Group group = group_of<T, kBatch>(p.schedule, item, p.batches, p.piece, p.block);
     if (group.batches == 0) break;
     const Place& place = group.place;
@@ -186,15 +228,16 @@ void forward_ring(const ForwardParams& p) {
       const int32_t left = group.mine - b * kBatch;
       const Raw* const batch = ring.batch(from_oldest);
       Raw x[kBatch];
-      R largest = maximum;
+      Largest<T> of_batch;
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
           x[v] = TheRing::get(batch, v, 0);
           if (negative) negate<T>(x[v]);
-          largest = larger(largest, maximum_of<T>(x[v]));
+          of_batch.add(x[v]);
         }
       }
+      const R largest = larger(maximum, of_batch.value());
       const R shift = shift_of(largest);
       sum = maximum == -infinity<R>() ? sum : sum * power((maximum - shift) * factor);
       maximum = largest;
@@ -210,28 +253,28 @@ void forward_ring(const ForwardParams& p) {
       }
       if (b < excess) ring.refill();
     }
+    Partial<R> part;
+    part.maximum = reduce_lanes<Maximum>(maximum, place);
     // A part of the row whose maximum is −inf has the sum 0, or NaN if it holds one.
-    const R lanes_maximum = reduce_lanes<Maximum>(maximum, place);
-    const R lanes_shift = shift_of(lanes_maximum);
-    if (maximum != -infinity<R>()) sum *= power((maximum - lanes_shift) * factor);
-    sum = reduce_lanes<Sum>(sum, place);
-    maxima[parity][warp * kRingRows + place.slot] = lanes_maximum;
-    sums[parity][warp * kRingRows + place.slot] = sum;
-    __syncthreads();
-    maximum = -infinity<R>();
+    const auto moved = [factor](const Partial<R>& from, R to) {
+      return from.maximum == -infinity<R>()
+                 ? from.sum
+                 : from.sum * power((from.maximum - shift_of(to)) * factor);
+    };
+    part.sum = reduce_lanes<Sum>(moved({maximum, sum}, part.maximum), place);
+    const Partial<R> row =
+        over_team(part, place, parity, shared, [&](const Partial<R>* parts, uint32_t count) {
+          Partial<R> all = {-infinity<R>(), R{0}};
 #pragma unroll 1
-    for (int w = 0; w < kRingWarps; ++w) {
-      maximum = larger(maximum, maxima[parity][w * kRingRows + place.slot]);
-    }
-    const R shift = shift_of(maximum);
-    sum = 0;
+          for (uint32_t n = 0; n < count; ++n) {
+            all.maximum = larger(all.maximum, parts[n * kRingRows].maximum);
+          }
 #pragma unroll 1
-    for (int w = 0; w < kRingWarps; ++w) {
-      const R part = sums[parity][w * kRingRows + place.slot];
-      const R of_part = maxima[parity][w * kRingRows + place.slot];
-      sum += of_part == -infinity<R>() ? part : part * power((of_part - shift) * factor);
-    }
-    const R weight = inverse(sum);
+          for (uint32_t n = 0; n < count; ++n) all.sum += moved(parts[n * kRingRows], all.maximum);
+          return all;
+        });
+    const R shift = shift_of(row.maximum);
+    const R weight = inverse(row.sum);
 
     T* const first = row_begin<T>(p.y, place, group.batch, p.block) + group.first;
     for (int32_t n = 0; n < group.batches; ++n) {
@@ -263,7 +306,7 @@ template <class T>
 void backward_ring(const BackwardParams& p) {
   using R = Real<T>;
   constexpr int kLength = kVectorLength<T>;
-  __shared__ R sums[2][kRingWarps * kRingRows];
+  __shared__ Parts<R> shared;
   begin_rows();
   const auto begin = [&](int tensor, const Group& group) {
     return row_begin<const T>(tensor == 0 ? p.y : p.d_y, group.place, group.batch, p.block);
@@ -272,10 +315,10 @@ void backward_ring(const BackwardParams& p) {
   constexpr int kBatch = TheRing::kBatch;
   TheRing ring(p.schedule, p.batches, p.block, p.piece, p.ring, begin);
   const R scale = static_cast<R>(p.scale);
-  const uint32_t warp = threadIdx.x / kWarpSize;
+  cluster_barrier();  // all blocks have started before one of them is written to
 
   int parity = 0;
-  for (uint32_t item = blockIdx.x;; item += gridDim.x, parity ^= 1) {
+  for (uint32_t item = cluster_index();; item += cluster_count(), parity ^= 1) {
     const Group group = group_of<T, kBatch>(p.schedule, item, p.batches, p.piece, p.block);
     if (group.batches == 0) break;
     const Place& place = group.place;
@@ -300,11 +343,13 @@ void backward_ring(const BackwardParams& p) {
       }
       if (b < excess) ring.refill();
     }
-    sums[parity][warp * kRingRows + place.slot] = reduce_lanes<Sum>(sum, place);
-    __syncthreads();
-    R delta = 0;
+    const R delta = over_team(reduce_lanes<Sum>(sum, place), place, parity, shared,
+                              [](const R* parts, uint32_t count) {
+                                R all = 0;
 #pragma unroll 1
-    for (int w = 0; w < kRingWarps; ++w) delta += sums[parity][w * kRingRows + place.slot];
+                                for (uint32_t n = 0; n < count; ++n) all += parts[n * kRingRows];
+                                return all;
+                              });
 
     T* const first = row_begin<T>(p.d_x, place, group.batch, p.block) + group.first;
     for (int32_t n = 0; n < group.batches; ++n) {

@@ -10,58 +10,69 @@
 
 namespace pullback::block_softmax {
 
-// How many of the vectors thread, thread + team, … are below count.
-inline int vectors_of(const Place& place, uint32_t count) {
-  return place.thread < count ? static_cast<int>((count - place.thread - 1) / place.team + 1) : 0;
+// Vectors of a thread, and of that thread of its warp which has the most. Branches on the latter
+// are the same for a whole warp and need no convergence; threads with fewer vectors compute
+// something for those they lack, which is never used.
+struct Counts {
+  int mine, most;
+};
+template <int kVectors>
+Counts count_vectors(const Share& share) {
+  int mine = 0;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) mine += share.has(v);
+  // A team's threads are numbered upwards in the lanes.
+  return {mine, __shfl_sync(kAllLanes, mine, 0)};
 }
 
 template <class T, int kVectors, bool kWithTerms>
 void forward_rows(const ForwardParams& p) {
   using R = Real<T>;
   constexpr int kLength = kVectorLength<T>;
-  __shared__ R shared[2][kWarps * kMaxUnitRows];
+  __shared__ OfWarps<R> shared[2];
   begin_rows();
-  Place place;
-  if (!find_place(p.schedule, place)) return;
-  const int count = vectors_of(place, place.block_row.blocks * p.piece.value);
+  const Place place = find_place(p.schedule);
+  const Share share = share_of<T>(place, p.piece, p.block);
+  const Counts counts = count_vectors<kVectors>(share);
   const R scale = static_cast<R>(p.scale);
-  const auto offset_of = [&](int v) {
-    return vector_offset<T>(place.thread + v * place.team, p.piece, p.block);
-  };
 
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
-    const T* const x = row_begin<const T>(p.x, place, batch, p.block);
-    T* const y = row_begin<T>(p.y, place, batch, p.block);
+    const T* const x = row_begin<const T>(p.x, place, batch, p.block) + share.begin;
+    T* const y = row_begin<T>(p.y, place, batch, p.block) + share.begin;
     Raw raw[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (v < count) {
-        raw[v] = load_raw(x + offset_of(v));
-      }
+      if (v < counts.mine) raw[v] = load_raw(after(x, v * share.advance));
+    }
+    if (!kWithTerms && scale < R{0}) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) negate<T>(raw[v]);
     }
     // With terms the scores are kept, and then their powers. Without, the powers take the place of
     // x where they fit; in 16 bits they are computed twice: registers are what is scarce.
     constexpr bool kInPlace = !kWithTerms && sizeof(T) == sizeof(R);
     R kept[kWithTerms ? kVectors : 1][kLength];
     R maximum = -infinity<R>();
+    if constexpr (kWithTerms) {
+      const Terms<T> terms(p, place, batch);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (v < count) {
-        if constexpr (kWithTerms) {
-          const Terms<T> terms(p, place, batch);
-          const uint32_t index = place.thread + v * place.team;
-          const uint32_t block = divide(index, p.piece);
+      for (int v = 0; v < kVectors; ++v) {
+        if (v < counts.mine) {
           const Reals<T> values = reals<T>(raw[v]);
 #pragma unroll
           for (int e = 0; e < kLength; ++e) kept[v][e] = scale * values.element[e];
-          terms.apply(kept[v], block, (index - block * p.piece.value) * kLength);
+          terms.apply(kept[v], share.first + v * share.step, share.column);
 #pragma unroll
           for (int e = 0; e < kLength; ++e) maximum = larger(maximum, kept[v][e]);
-        } else {
-          if (scale < R{0}) negate<T>(raw[v]);
-          maximum = larger(maximum, maximum_of<T>(raw[v]));
         }
       }
+    } else {
+      Largest<T> largest;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (v < counts.mine) largest.add(raw[v]);
+      }
+      maximum = largest.value();
     }
     const R factor =
         kWithTerms ? factor_of_scores(R{1}) : factor_of_elements<T>(scale < R{0} ? -scale : scale);
@@ -69,23 +80,24 @@ void forward_rows(const ForwardParams& p) {
     R sum = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (v < count) {
+      if (v < counts.most) {
         const Reals<T> values = reals<T>(raw[v]);
-        R powers[kLength];
+        R powers[kLength], part;
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
           powers[e] = kWithTerms ? power((kept[v][e] - shift) * factor)
                                  : power_of_element<T>(values.element[e], shift, factor);
-          sum += powers[e];
+          part = e == 0 ? powers[0] : part + powers[e];
           if constexpr (kWithTerms) kept[v][e] = powers[e];
         }
+        if (v < counts.mine) sum += part;
         if constexpr (kInPlace) raw[v] = rounded<T>(powers);
       }
     }
     const R weight = inverse(reduce<Sum>(sum, place, shared[1]));
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (v < count) {
+      if (v < counts.most) {
         const Reals<T> values = reals<T>(raw[v]);
         R out[kLength];
 #pragma unroll
@@ -98,7 +110,7 @@ void forward_rows(const ForwardParams& p) {
             out[e] = power_of_element<T>(values.element[e], shift, factor) * weight;
           }
         }
-        store_raw(y + offset_of(v), rounded<T>(out));
+        if (v < counts.mine) store_raw(after(y, v * share.advance), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();
@@ -110,44 +122,42 @@ template <class T, int kVectors>
 void backward_rows(const BackwardParams& p) {
   using R = Real<T>;
   constexpr int kLength = kVectorLength<T>;
-  __shared__ R shared[kWarps * kMaxUnitRows];
+  __shared__ OfWarps<R> shared;
   begin_rows();
-  Place place;
-  if (!find_place(p.schedule, place)) return;
-  const int count = vectors_of(place, place.block_row.blocks * p.piece.value);
+  const Place place = find_place(p.schedule);
+  const Share share = share_of<T>(place, p.piece, p.block);
+  const Counts counts = count_vectors<kVectors>(share);
   const R scale = static_cast<R>(p.scale);
-  const auto offset_of = [&](int v) {
-    return vector_offset<T>(place.thread + v * place.team, p.piece, p.block);
-  };
 
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
-    const T* y = row_begin<const T>(p.y, place, batch, p.block);
-    const T* d_y = row_begin<const T>(p.d_y, place, batch, p.block);
-    T* d_x = row_begin<T>(p.d_x, place, batch, p.block);
+    const T* const y = row_begin<const T>(p.y, place, batch, p.block) + share.begin;
+    const T* const d_y = row_begin<const T>(p.d_y, place, batch, p.block) + share.begin;
+    T* const d_x = row_begin<T>(p.d_x, place, batch, p.block) + share.begin;
     Raw probability[kVectors], gradient[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (v < count) {
-        const int64_t offset = offset_of(v);
-        probability[v] = load_raw(y + offset);
-        gradient[v] = load_raw(d_y + offset);
+      if (v < counts.mine) {
+        probability[v] = load_raw(after(y, v * share.advance));
+        gradient[v] = load_raw(after(d_y, v * share.advance));
       }
     }
     R sum = 0;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (v < count) {
+      if (v < counts.most) {
         const Reals<T> weights = reals<T>(probability[v]), gradients = reals<T>(gradient[v]);
+        R part = 0;
 #pragma unroll
         for (int e = 0; e < kLength; ++e) {
-          if (weights.element[e] != R{0}) sum += weights.element[e] * gradients.element[e];
+          if (weights.element[e] != R{0}) part += weights.element[e] * gradients.element[e];
         }
+        if (v < counts.mine) sum += part;
       }
     }
     const R delta = reduce<Sum>(sum, place, shared);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (v < count) {
+      if (v < counts.most) {
         const Reals<T> weights = reals<T>(probability[v]), gradients = reals<T>(gradient[v]);
         R out[kLength];
 #pragma unroll
@@ -155,7 +165,7 @@ void backward_rows(const BackwardParams& p) {
           const R ds = weights.element[e] * (gradients.element[e] - delta);
           out[e] = weights.element[e] == R{0} ? R{0} : scale * ds;
         }
-        store_raw(d_x + offset_of(v), rounded<T>(out));
+        if (v < counts.mine) store_raw(after(d_x, v * share.advance), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();

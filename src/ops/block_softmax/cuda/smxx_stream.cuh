@@ -68,10 +68,9 @@ inline int64_t offset_of(const BlockTensor& tensor, Position at) {
 template <class T, int kWidth, bool kWithTerms>
 void forward_stream(const ForwardParams& p) {
   using R = Real<T>;
-  __shared__ R shared[2][kWarps * kMaxUnitRows];
+  __shared__ OfWarps<R> shared[2];
   begin_rows();
-  Place place;
-  if (!find_place(p.schedule, place)) return;
+  const Place place = find_place(p.schedule);
   const uint32_t count = place.block_row.blocks * p.piece.value;
   const R scale = static_cast<R>(p.scale), factor = factor_of_scores(R{1});
 
@@ -138,10 +137,9 @@ void forward_stream(const ForwardParams& p) {
 template <class T, int kWidth>
 void backward_stream(const BackwardParams& p) {
   using R = Real<T>;
-  __shared__ R shared[kWarps * kMaxUnitRows];
+  __shared__ OfWarps<R> shared;
   begin_rows();
-  Place place;
-  if (!find_place(p.schedule, place)) return;
+  const Place place = find_place(p.schedule);
   const uint32_t count = place.block_row.blocks * p.piece.value;
   const R scale = static_cast<R>(p.scale);
 
@@ -177,7 +175,7 @@ void backward_stream(const BackwardParams& p) {
       }
     });
     const R delta = reduce<Sum>(sum, place, shared);
-    if (p.delta != nullptr && place.thread == 0) {
+    if (p.delta != nullptr && place.thread == 0 && count > 0) {
       static_cast<R*>(p.delta)[batch * p.delta_batch +
                                static_cast<int64_t>(place.block_row.index) * p.block + place.row] =
           delta;

@@ -1,9 +1,8 @@
 // Which rows a thread works on, and reductions over the threads that share a row.
 //
-// A row (z, h, r, i) is `blocks` pieces of b elements. Its team is 2 to 256 threads: thread t of
-// them takes the vectors t, t + team, t + 2 team, … of the row. Block rows are grouped by length
-// into classes with a team size each; longer classes come first in the grid, so that short rows
-// fill the gaps at its end.
+// A row (z, h, r, i) is `blocks` pieces of b elements. Its team is 2 to 256 threads. Block rows are
+// grouped by length into classes with a team size each; longer classes come first in the grid, so
+// that short rows fill the gaps at its end.
 #pragma once
 
 #include "device/dependent.cuh"
@@ -22,8 +21,9 @@ struct Place {
   uint32_t thread;  // in the team
   uint32_t team;
   uint32_t row_mask;  // the bits of the lane that are the row's
-  uint32_t slot;      // the row's number among those of the unit
-  uint32_t warps;
+  uint32_t slot;      // the row's number among those of the thread block
+  uint32_t warp;      // of the unit's
+  uint32_t warps;     // of a unit
 };
 
 inline uint32_t divide(uint32_t value, const Divisor& by) {
@@ -41,6 +41,7 @@ inline const RowClass& find_class(const Schedule& schedule, uint32_t cta) {
 inline Place place_of(const Schedule& schedule, const RowClass& row_class, uint32_t unit,
                       uint32_t warp) {
   Place place;
+  place.warp = warp;
   place.warps = row_class.warps;
   const uint32_t block_row = divide(unit, row_class.units_per_block_row);
   const uint32_t group = unit - block_row * row_class.units_per_block_row.value;
@@ -58,17 +59,18 @@ inline Place place_of(const Schedule& schedule, const RowClass& row_class, uint3
   return place;
 }
 
-// For kernels in which a block of kWarps warps takes one unit of kWarps warps, or kWarps units of
-// one. False for a warp without work: the same for all threads of a unit.
-inline bool find_place(const Schedule& schedule, Place& place) {
+// For kernels in which a block of kWarps warps takes one unit or several. A unit that the last
+// block is too large for has rows without blocks.
+inline Place find_place(const Schedule& schedule) {
   const RowClass& row_class = find_class(schedule, blockIdx.x);
   const uint32_t warp = threadIdx.x / kWarpSize;
-  const bool shared = row_class.warps > 1;
-  uint32_t unit = blockIdx.x - row_class.first_cta;
-  if (!shared) unit = unit * kWarps + warp;
-  if (unit >= row_class.units) return false;
-  place = place_of(schedule, row_class, unit, shared ? warp : 0);
-  return true;
+  const uint32_t of_block = (warp << row_class.units_shift) / kWarps;
+  const uint32_t unit = (blockIdx.x - row_class.first_cta << row_class.units_shift) + of_block;
+  const bool exists = unit < row_class.units;
+  Place place = place_of(schedule, row_class, exists ? unit : 0, warp - of_block * row_class.warps);
+  if (!exists) place.block_row.blocks = 0;
+  place.slot += of_block << row_class.row_shift;
+  return place;
 }
 
 struct Maximum {
@@ -96,21 +98,33 @@ R reduce_lanes(R value, const Place& place) {
   return value;
 }
 
-// Rows of a unit, at most; and so the values that each warp leaves for the others.
+// Rows of a unit, at most.
 inline constexpr int kMaxUnitRows = 16;
 
+template <class R>
+struct alignas(2 * sizeof(R)) Two {
+  R first, second;
+};
+// What the warps of a thread block leave for each other: those of a unit side by side, for each of
+// its rows.
+template <class R>
+using OfWarps = Two<R>[kWarps * kMaxUnitRows / 2];
+
 // Over the team, in an order that the class fixes; the result is on all of its threads.
-// `shared` holds kWarps · kMaxUnitRows values and serves one call only.
+// `shared` serves one call only.
 template <class Operation, class R>
-R reduce(R value, const Place& place, R* shared) {
+R reduce(R value, const Place& place, OfWarps<R>& shared) {
   value = reduce_lanes<Operation>(value, place);
   if (place.warps == 1) return value;
-  shared[threadIdx.x / kWarpSize * kMaxUnitRows + place.slot] = value;
+  reinterpret_cast<R*>(shared)[place.slot * place.warps + place.warp] = value;
   __syncthreads();
-  value = shared[place.slot];
+  const Two<R>* const parts = shared + place.slot * (place.warps / 2);
+  value = Operation()(parts[0].first, parts[0].second);
 #pragma unroll
-  for (int warp = 1; warp < kWarps; ++warp) {
-    value = Operation()(value, shared[warp * kMaxUnitRows + place.slot]);
+  for (uint32_t warp = 2; warp < kWarps; warp += 2) {
+    if (warp < place.warps) {
+      value = Operation()(Operation()(value, parts[warp / 2].first), parts[warp / 2].second);
+    }
   }
   return value;
 }
@@ -135,13 +149,35 @@ R inverse(R sum) {
   return sum == R{0} ? R{0} : R{1} / sum;
 }
 
-// For contiguous tensors: the element offset of vector `index` of a row, from the row's beginning
-// in its first block.
+// What a thread takes of a contiguous row whose team goes over it in whole pieces: one vector in
+// each of the blocks first, first + step, … of the row, at the same place in all. Threads that are
+// left over when the team is divided into pieces take none.
+struct Share {
+  uint32_t first, step, blocks;
+  uint32_t column;   // of the vector's first element in the block
+  int64_t begin;     // of its first vector, in elements from the row's beginning in its first block
+  uint32_t advance;  // from a vector to the next, in bytes
+
+  // Whether it has a vector number v.
+  bool has(int v) const { return first + v * step < blocks; }
+};
+
 template <class T>
-int64_t vector_offset(uint32_t index, const Divisor& piece, int32_t block) {
-  const uint32_t in_row = divide(index, piece);
-  const uint32_t in_piece = index - in_row * piece.value;
-  return static_cast<int64_t>(in_row) * (block * block) + in_piece * kVectorLength<T>;
+Share share_of(const Place& place, const Divisor& piece, int32_t block) {
+  Share share;
+  share.step = divide(place.team, piece);
+  share.first = divide(place.thread, piece);
+  share.column = (place.thread - share.first * piece.value) * kVectorLength<T>;
+  share.blocks = share.first < share.step ? place.block_row.blocks : 0;
+  const uint32_t size = block * block;
+  share.begin = static_cast<int64_t>(share.first) * size + share.column;
+  share.advance = share.step * size * static_cast<uint32_t>(sizeof(T));
+  return share;
+}
+
+template <class T>
+T* after(T* pointer, int64_t bytes) {
+  return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(pointer) + bytes);
 }
 
 // Where the thread's row begins in its first block.

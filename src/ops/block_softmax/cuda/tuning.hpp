@@ -29,6 +29,8 @@ inline constexpr int kRingWarps = kRingThreads / 32;
 inline constexpr int kRingRows = 4;
 inline constexpr int kRingBatch = 4;
 inline constexpr int kRings[] = {4, 9};
+// Blocks of a cluster that share rows which no single block holds.
+inline constexpr int kRingCluster = 8;
 
 // Vectors (or elements) of a row that decide which team of smxx_stream.cuh takes it.
 inline constexpr int kStreamVectors = 16;
