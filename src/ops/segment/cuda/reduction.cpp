@@ -107,8 +107,11 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
   const std::string r = real(dtype);
   const int bytes = real_bytes(dtype);
   switch (reduce) {
-    case SegmentReduce::prod:
-      return named("prod", fmt::format("Product<{}>", r), dtype, 8);
+    case SegmentReduce::prod: {
+      ReduceOp op = named("prod", fmt::format("Product<{}>", r), dtype, 8);
+      if (size_of(dtype) == 2) op.blocks = 3;
+      return op;
+    }
     case SegmentReduce::max:
     case SegmentReduce::min:
       return named(std::string(extreme_name(reduce)),
