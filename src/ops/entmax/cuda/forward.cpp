@@ -73,7 +73,9 @@ constexpr Lanes kLanes[] = {{8, 1}, {8, 4}, {16, 4}};
 
 cuda::OpKernel lanes_kernel(DType dtype, Family family, const Lanes& shape) {
   const auto type = cuda::device_type(dtype);
-  const bool wide = collects(family) && dtype != DType::f32;  // takes more registers
+  // What takes more registers.
+  const bool wide = (collects(family) && dtype != DType::f32) ||
+                    (family == Family::sparsemax && dtype == DType::f16);
   return {.name = fmt::format("entmax_forward_lanes_{}_{}_{}_{}", type, name_of(family),
                               shape.lanes, shape.vectors),
           .file = "ops/entmax/cuda/smxx_forward_lanes.cuh",
@@ -179,7 +181,8 @@ int stream_group(std::int64_t rows, int multiprocessors) {
 
 cuda::OpKernel stream_kernel(DType dtype, Family family, int warps) {
   const auto type = cuda::device_type(dtype);
-  const bool spills = family == Family::general && stream_block(warps) == kStreamWarps;
+  const bool spills = (family == Family::general && stream_block(warps) == kStreamWarps) ||
+                      (family == Family::near_one && dtype == DType::f32 && warps == 1);
   return {
       .name = fmt::format("entmax_forward_stream_{}_{}_{}", type, name_of(family), warps),
       .file = "ops/entmax/cuda/smxx_forward_stream.cuh",
