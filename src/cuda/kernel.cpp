@@ -114,6 +114,13 @@ int Kernel::clusters_on_device(const DeviceInfo& device, const LaunchShape& shap
   int clusters = 0;
   check(driver().cuOccupancyMaxActiveClusters(&clusters, function, &config),
         "cuOccupancyMaxActiveClusters");
+  // A slice of a divided GPU may have too few multiprocessors beside each other.
+  if (clusters == 0) {
+    throw Error(ErrorCode::unsupported,
+                fmt::format("CUDA: {} needs {} blocks of {} threads that share their memory, which "
+                            "{} cannot hold; a larger part of the GPU can",
+                            name_, shape.cluster, shape.block, device.name));
+  }
   return clusters;
 }
 

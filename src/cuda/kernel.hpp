@@ -29,7 +29,8 @@ class Kernel {
   int shared_bytes() const { return shared_bytes_; }
   // Blocks of this size that one multiprocessor holds at a time.
   int blocks_per_multiprocessor(const DeviceInfo& device, int block_size) const;
-  // Clusters of this shape that the device holds at a time; blocks, where the cluster is 1.
+  // Clusters of this shape that the device holds at a time, 1 or more; blocks, where the cluster
+  // is 1.
   int clusters_on_device(const DeviceInfo& device, const LaunchShape& shape) const;
 
  private:
