@@ -130,7 +130,8 @@ def _unseen(tensors: Sequence[Any], keys: Any = torch._C._dispatch_keys) -> bool
     return True
 
 
-_Guards: Any = torch._C._dynamo.guards.TensorGuards
+# A name of PyTorch's own, which may go: then all calls pass through the dispatcher.
+_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 # How many calls of each pass of an op are known by their guards.
 _MOST_CALLS = 8
 
@@ -263,7 +264,7 @@ def differentiate(
 
     def call(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         if not torch.compiler.is_compiling():
-            if torch._C._len_torch_function_stack() == 0 and not profiled():
+            if _Guards and torch._C._len_torch_function_stack() == 0 and not profiled():
                 key = (options, torch.get_num_threads())  # a plan has a number of threads
                 known = calls.find(tensors, key)
                 if known is None and _unseen(tensors):
