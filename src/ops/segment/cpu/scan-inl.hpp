@@ -201,13 +201,20 @@ class ColumnScan {
 #if HWY_TARGET != HWY_SCALAR
   static constexpr std::int64_t kStep = 16 / sizeof(R);
 
+  // 16 bytes for all blocks; as integers, since GCC 12 with ThreadSanitizer dies of a masked
+  // broadcast of doubles.
+  static HWY_INLINE hn::Vec<D> RepeatedBlock(D d, const R* HWY_RESTRICT x) {
+    const hn::Repartition<std::int32_t, D> words;
+    return hn::BitCast(d, hn::LoadDup128(words, reinterpret_cast<const std::int32_t*>(x)));
+  }
+
   // Blocks of 16 bytes from chunks kStep apart. Blends of repeated blocks leave alone the one port
   // that shuffles.
   static HWY_INLINE hn::Vec<D> BlocksOf(D d, const R* HWY_RESTRICT x) {
-    auto blocks = hn::LoadDup128(d, x);
+    auto blocks = RepeatedBlock(d, x);
     for (std::int64_t lane = kStep; lane < kLanes; lane += kStep) {
       const auto before = hn::FirstN(d, static_cast<std::size_t>(lane));
-      blocks = hn::IfThenElse(before, blocks, hn::LoadDup128(d, x + lane * kChunk));
+      blocks = hn::IfThenElse(before, blocks, RepeatedBlock(d, x + lane * kChunk));
     }
     return blocks;
   }
