@@ -7,6 +7,7 @@
 
 #include "core/check.hpp"
 #include "core/view.hpp"
+#include "core/workspace.hpp"
 
 namespace pullback::attention {
 
@@ -114,8 +115,7 @@ bool SeenBlocks::any(std::int64_t b, std::int64_t h, const Range& queries,
 
 std::size_t Sequences::workspace_bytes(const AttentionSizes& sizes) {
   if (!sizes.varlen) return 0;
-  const std::size_t bytes = static_cast<std::size_t>(sizes.batch) * sizeof(Sequence);
-  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  return workspace_aligned(static_cast<std::size_t>(sizes.batch) * sizeof(Sequence));
 }
 
 Sequences::Sequences(const AttentionProblem& problem, const AttentionSizes& sizes,

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/threads.hpp"
+#include "core/workspace.hpp"
 #include "cpu/tile_matmul.hpp"
 #include "ops/attention/dropout.cuh"
 #include "ops/attention/problem.hpp"
@@ -28,8 +29,7 @@ class Bump {
   template <class T>
   T* take(std::int64_t count) {
     T* const result = base_ ? reinterpret_cast<T*>(base_ + bytes_) : nullptr;
-    const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
-    bytes_ += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    bytes_ += workspace_aligned(static_cast<std::size_t>(count) * sizeof(T));
     return result;
   }
   std::size_t bytes() const { return bytes_; }

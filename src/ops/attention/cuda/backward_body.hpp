@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "core/check.hpp"
+#include "core/workspace.hpp"
 #include "ops/attention/block_tables.hpp"
 #include "ops/attention/cuda/backward_params.cuh"
 #include "ops/attention/cuda/sequences.hpp"
@@ -15,9 +16,9 @@ namespace pullback::attention {
 using BackwardKernel = cuda::PlannedKernel<BackwardParams>;
 inline constexpr std::string_view kBackwardParams = "attention::BackwardParams";
 
+// A workspace part of so many bytes.
 inline std::size_t aligned(std::int64_t bytes) {
-  return (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
-         kWorkspaceAlignment;
+  return workspace_aligned(static_cast<std::size_t>(bytes));
 }
 
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }

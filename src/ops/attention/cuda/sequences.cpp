@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "core/check.hpp"
+#include "core/workspace.hpp"
 #include "ops/attention/cuda/tuning.hpp"
 
 namespace pullback::attention {
@@ -95,8 +96,7 @@ SequenceLister::SequenceLister(const AttentionProblem& problem, const cuda::Devi
              .k_tile = k_tile,
              .table = nullptr};
   const auto entries = static_cast<std::size_t>(sizes.batch) + 2;
-  bytes_ = (entries * sizeof(PackedSequence) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
-           kWorkspaceAlignment;
+  bytes_ = workspace_aligned(entries * sizeof(PackedSequence));
   // Every extent wastes less than a tile, and an empty one none.
   const auto tiles = [&](std::int64_t total, int tile) {
     return std::min(total, total / tile + sizes.batch + 1);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/threads.hpp"
+#include "core/workspace.hpp"
 #include "ops/entmax/problem.hpp"
 
 namespace pullback::entmax {
@@ -159,8 +160,7 @@ class ScratchLayout {
  public:
   std::size_t add(std::int64_t bytes) {
     const std::size_t at = bytes_;
-    bytes_ += (static_cast<std::size_t>(bytes) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
-              kWorkspaceAlignment;
+    bytes_ += workspace_aligned(static_cast<std::size_t>(bytes));
     return at;
   }
   std::size_t bytes() const { return bytes_; }

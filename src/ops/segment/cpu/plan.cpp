@@ -4,16 +4,14 @@
 
 #include <algorithm>
 
+#include "core/workspace.hpp"
+
 namespace pullback::segment_cpu {
 namespace {
 
 constexpr std::int64_t kFewestItems = 256;  // keeps the slots below 1 % of x
 constexpr std::int64_t kScratchVectors = 16;
 constexpr std::int64_t kScratchBlocks = 3;
-
-std::size_t aligned(std::size_t bytes) {
-  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-}
 
 Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
   const std::int64_t rows = problem.x.shape[0], columns = problem.x.shape[1];
@@ -25,12 +23,12 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
   layout.most_tiles = (rows + problem.num_segments + layout.tile_items - 1) / layout.tile_items;
   layout.slot_columns = padded(columns);
 
-  layout.tiles_at = aligned(segments_workspace_bytes(problem));
-  layout.slots_at = aligned(layout.tiles_at +
-                            static_cast<std::size_t>(layout.most_tiles + 1) * sizeof(TileStart));
-  layout.scratch_at =
-      aligned(layout.slots_at +
-              static_cast<std::size_t>(layout.most_tiles * 4 * layout.slot_columns) * real);
+  layout.tiles_at = workspace_aligned(segments_workspace_bytes(problem));
+  layout.slots_at = workspace_aligned(
+      layout.tiles_at + static_cast<std::size_t>(layout.most_tiles + 1) * sizeof(TileStart));
+  layout.scratch_at = workspace_aligned(
+      layout.slots_at +
+      static_cast<std::size_t>(layout.most_tiles * 4 * layout.slot_columns) * real);
   // What is written row by row may be staged; backward of prod keeps the products of all later
   // rows.
   layout.stage_elements = layout.tile_items * block + kStagePad;
@@ -39,8 +37,8 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
   const std::int64_t elements = kScratchBlocks * (kBlockElements + kColumnAlign) +
                                 (rows_out + products) * layout.stage_elements;
   layout.scratch_bytes =
-      aligned(static_cast<std::size_t>(elements) * real +
-              static_cast<std::size_t>(kScratchVectors * padded(block)) * sizeof(double));
+      workspace_aligned(static_cast<std::size_t>(elements) * real +
+                        static_cast<std::size_t>(kScratchVectors * padded(block)) * sizeof(double));
   layout.total_bytes = layout.scratch_at + layout.scratch_bytes * static_cast<std::size_t>(threads);
   return layout;
 }

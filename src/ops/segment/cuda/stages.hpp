@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/workspace.hpp"
 #include "cuda/op_kernel.hpp"
 #include "ops/segment/cuda/params.cuh"
 #include "ops/segment/cuda/tuning.hpp"
@@ -24,7 +25,7 @@ struct Layout {
   std::size_t bytes = 0;
   std::size_t take(std::size_t count) {
     const std::size_t at = bytes;
-    bytes += (count + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    bytes += workspace_aligned(count);
     return at;
   }
 };
