@@ -274,7 +274,7 @@ void add_tiles(std::vector<Case>& cases) {
     }
   };
   // Rows of the bias in pieces of 16 bytes.
-  for (const std::int64_t head_dim : {32, 64, 128, 192, 256}) {
+  for (const std::int64_t head_dim : {32, 64, 96, 128, 192, 256}) {
     setup = {.query = 200,
              .key = 264,
              .bias = {2, 2, 200, 264},
@@ -287,17 +287,17 @@ void add_tiles(std::vector<Case>& cases) {
   setup.value_dim = 40;
   add(cases, "tiles, bias in pieces, causal", setup, {{"causal", "top-left"}});
   // So many heads that d_bias is summed over launches.
-  for (const std::int64_t head_dim : {8, 64, 128}) {
+  for (const std::int64_t head_dim : {8, 64, 96, 128, 192, 256}) {
     setup = {.batch = 3,
-             .query = 40,
+             .query = 20,
              .key = 264,
              .heads = 44,
              .kv_heads = 44,
              .head_dim = head_dim,
              .value_dim = 8,
-             .bias = {1, 44, 40, 264},
+             .bias = {1, 44, 20, 264},
              .finite_differences = false,
-             .dtypes = {DType::bf16},
+             .dtypes = {DType::bf16, DType::f16},
              .change = hide_some};
     add(cases, fmt::format("tiles, bias summed over batch, D {}", head_dim), setup);
   }
@@ -371,6 +371,34 @@ void add_blocks(std::vector<Case>& cases) {
   }
 }
 
+// Features that have kernels of their own for each width of the heads.
+void add_widths(std::vector<Case>& cases) {
+  for (const std::int64_t head_dim : {64, 96, 128, 192, 256}) {
+    const auto name = [&](std::string_view features) {
+      return fmt::format("{}, D {}", features, head_dim);
+    };
+    Setup setup{.batch = 1,
+                .query = 40,
+                .key = 136,
+                .head_dim = head_dim,
+                .value_dim = head_dim,
+                .d_lse = true,
+                .finite_differences = false,
+                .dtypes = {DType::f32, DType::bf16, DType::f16}};
+    const OptionMap dropout = {{"dropout", "0.2"}, {"seed", "3"}};
+    add(cases, name("dropout"), setup, dropout);
+    for (const std::int64_t block : {32, 64}) {
+      const Setup blocks = with_blocks(setup, {.block = block, .heads = 2});
+      OptionMap options = {{"block", fmt::format("{}", block)}};
+      add(cases, name(fmt::format("blocks of {}", block)), blocks, options);
+      options.insert(dropout.begin(), dropout.end());
+      add(cases, name(fmt::format("blocks of {}, dropout", block)), blocks, options);
+    }
+    setup.bias = {1, 1, 1, 136};
+    add(cases, name("bias of keys"), setup);
+  }
+}
+
 }  // namespace
 
 std::vector<Case> attention_cases() {
@@ -383,6 +411,7 @@ std::vector<Case> attention_cases() {
   add_varlen(cases);
   add_tiles(cases);
   add_blocks(cases);
+  add_widths(cases);
   return cases;
 }
 
