@@ -1,6 +1,7 @@
 /* libcuda.so.1 with one device that computes nothing, and libnvrtc.so.13 to which source is machine
  * code: enough to make and run plans, which shows without a GPU what kernels they load, where these
  * come from, and which they launch. FAKE_CUDA_ARCH names the device: 90 where it is not set. */
+#define _POSIX_C_SOURCE 200809L
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
