@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 library = torch.library.Library("pullback", "DEF")
+_core: Any = torch._C  # typed in part
 
 
 class Kernel(Protocol):
@@ -132,7 +133,7 @@ def _unseen(tensors: Sequence[Any], keys: Any = torch._C._dispatch_keys) -> bool
 
 
 # A name of PyTorch's own, which may go: then all calls pass through the dispatcher.
-_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+_Guards: Any = getattr(getattr(_core._dynamo, "guards", None), "TensorGuards", None)
 # How many calls of each pass of an op are known by their guards.
 _MOST_CALLS = 8
 
@@ -228,7 +229,10 @@ class Calls(NamedTuple):
 
 
 def differentiate(
-    operator: Any, kernel: Kernel, setup: Callable[..., None], derive: Callable[..., tuple[Any, ...]]
+    operator: Any,
+    kernel: Kernel,
+    setup: Callable[..., None],
+    derive: Callable[..., tuple[Any, ...]],
 ) -> Calls:
     """What torch.library.register_autograd does, at half its cost, and for torch.func too.
 
@@ -240,7 +244,7 @@ def differentiate(
     below, after_autograd = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
     redispatch = operator.redispatch
     # Those that see calls that guards know.
-    modes, profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
+    modes, profiled = torch._C._len_torch_function_stack, _core._autograd._profiler_enabled
     count = len(kernel.names)
     calls = _KnownCalls()
 
@@ -271,8 +275,9 @@ def differentiate(
 
     # Function.apply looks for transforms, which do not come here, and a node's for what else may be
     # its derivative.
-    apply = super(torch.autograd.Function, Derivative).apply
-    Derivative._backward_cls.apply = Derivative.backward  # type: ignore[attr-defined]
+    function: Any = super(torch.autograd.Function, Derivative)
+    node: Any = Derivative._backward_cls
+    apply, node.apply = function.apply, Derivative.backward
 
     class Transformed(torch.autograd.Function):
         """The operator for torch.func.grad and the like, which do not reach Derivative."""

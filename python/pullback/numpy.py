@@ -448,7 +448,7 @@ def segment_reduce(
         [S,D], like x; [N,D] for "softmax".
     """
     run: dict[str, Any] = {}
-    own = segment_options(reduce, **split(options, run))
+    own = segment_options(reduce, ids is not None, **split(options, run))
     inputs = {"x": x, "offsets": offsets, "ids": ids, "permutation": permutation}
     return compute(_native.SEGMENT, FORWARD, inputs, ("out",), own, **run)[0]
 
@@ -466,7 +466,7 @@ def segment_reduce_backward(
 ) -> Array:
     """The gradient of x in `segment_reduce`, from its input, its output and the same options."""
     run: dict[str, Any] = {}
-    own = segment_options(reduce, **split(options, run))
+    own = segment_options(reduce, ids is not None, **split(options, run))
     inputs = {
         "x": x,
         "offsets": offsets,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -264,6 +265,13 @@ def test_plan_describes_and_runs() -> None:
         plan.run({"x": x, "y": y}, workspace[: plan.workspace_bytes - 1])
     with pytest.raises(ValueError, match="as planned"):
         plan.run({"x": x.astype(np.float64), "y": y})
+    with pytest.raises(ValueError, match="strides=.*as planned"):
+        plan.run({"x": np.asfortranarray(x), "y": y})
+    with pytest.raises(TypeError, match="entmax: a plan cannot be copied"):
+        copy.deepcopy(plan)
+    one = pn.plan("entmax", "forward", {"x": x[:1]}, alpha=1.5)
+    one.run({"x": x[:1].T.copy().T, "y": (first := one.empty("y"))})
+    np.testing.assert_array_equal(first, y[:1])
 
 
 def test_errors_are_of_their_kind_and_explain() -> None:
@@ -285,6 +293,8 @@ def test_errors_are_of_their_kind_and_explain() -> None:
     with pytest.raises(ValueError, match="ids"):
         ids = np.array([0, 3, 1, 2])
         pn.segment_reduce(q[0, :, 0], ids=ids, num_segments=4, check_indices=True)
+    with pytest.raises(ValueError, match="num_segments: expected a number, as ids are given"):
+        pn.segment_reduce(q[0, :, 0], ids=np.arange(4))
     with pytest.raises(TypeError, match="softcaps"):
         pn.attention(q, q, q, softcaps=1.0)
 
