@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
-from typing import Any, Callable, NamedTuple, Protocol
+from typing import Any, Callable, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 library = torch.library.Library("pullback", "DEF")
 _core: Any = torch._C  # typed in part
@@ -217,6 +218,11 @@ class _KnownCalls:
         return known, given
 
 
+def _tangent(tensor: Any) -> bool:
+    """Which autograd would drop without a word."""
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 class Calls(NamedTuple):
     """An operator's calls of (tensors, options)."""
 
@@ -279,6 +285,10 @@ def differentiate(
     node: Any = Derivative._backward_cls
     apply, node.apply = function.apply, Derivative.backward
 
+    def refuse_tangents() -> NoReturn:
+        name = operator._opname
+        raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
+
     class Transformed(torch.autograd.Function):
         """The operator for torch.func.grad and the like, which do not reach Derivative."""
 
@@ -294,6 +304,10 @@ def differentiate(
             outputs = (output,) if isinstance(output, Tensor) else output
             setup(ctx, inputs[1:], inputs[0], outputs, None)
 
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+            refuse_tangents()
+
         backward = staticmethod(derive)
 
     def autograd(keyset: Any, *arguments: Any) -> Any:
@@ -306,6 +320,8 @@ def differentiate(
 
     def call(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         if not torch.compiler.is_compiling():
+            if forward_ad._current_level >= 0 and any(map(_tangent, tensors)):
+                refuse_tangents()
             if _Guards and modes() == 0 and not profiled():
                 found = calls.find(tensors, options)
                 if found is None and _unseen(tensors):

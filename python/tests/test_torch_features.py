@@ -267,6 +267,21 @@ def test_layouts_and_modules_are_copied_and_pickled() -> None:
     assert torch.equal(again.transpose(1, 2), expected)
 
 
+def test_forward_mode_derivatives_are_refused() -> None:
+    from torch.autograd import forward_ad
+
+    x = random(3, 5)
+    with pytest.raises(NotImplementedError, match="segment: forward-mode derivatives"):
+        torch.func.jvp(lambda x: pt.segment_reduce(x, offsets=torch.tensor([0, 3])), (x,), (x,))
+    with pytest.raises(NotImplementedError, match="entmax: forward-mode derivatives"):
+        torch.func.jacfwd(pt.entmax15)(x)
+    with forward_ad.dual_level():
+        for given in (x.clone(), x.clone().requires_grad_()):
+            with pytest.raises(NotImplementedError, match="entmax: forward-mode derivatives"):
+                pt.entmax15(forward_ad.make_dual(given, x))
+        assert torch.equal(pt.entmax15(x), pt.entmax15(x.clone()))
+
+
 def test_errors_of_the_library_reach_the_caller() -> None:
     q = random(2, 4, 2, 8)
     with pytest.raises(ValueError, match="attention: k: expected the batch size of q, 2"):
