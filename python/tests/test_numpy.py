@@ -252,6 +252,15 @@ def test_layouts_from_arrays() -> None:
         sparsity.FixedSparsityConfig(1, attention="sideways").make_layout(64)
 
 
+def test_layouts_and_alphas_may_be_plain_arrays() -> None:
+    q = random(0, 1, 32, 1, 8).astype(np.float32)
+    present = np.array([[[1, 0], [1, 1]]])
+    out, _ = pn.attention(q, q, q, layout=present, block=16)
+    np.testing.assert_allclose(out[:, :16], pn.attention(*[q[:, :16]] * 3)[0], atol=1e-6)
+    x = random(1, 2, 5).astype(np.float32)
+    np.testing.assert_array_equal(pn.entmax(x, [1.5, 2.0])[1], pn.entmax(x[1], 2.0))
+
+
 def test_plan_describes_and_runs() -> None:
     x = random(0, 64, 1000).astype(np.float32)
     plan = pn.plan("entmax", "forward", {"x": x}, alpha=1.5)
