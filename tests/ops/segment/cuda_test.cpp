@@ -35,6 +35,7 @@ struct OneRun {
   SegmentProblem problem;
   HostTensor x, index, permutation, d_out;
   Saved saved = Saved::arg;
+  testing::MaskLayout mask_layout;
   HostTensor out, arg, mask, d_x;
 
   void operator()(const Device& device, const std::string& variant) {
@@ -50,11 +51,12 @@ struct OneRun {
     if (extreme) {
       const std::int64_t columns = x.spec().shape[1];
       full.arg = TensorSpec::contiguous(DType::i64, {full.num_segments, columns});
-      full.arg_mask = TensorSpec::contiguous(DType::u8, {x.spec().shape[0], (columns + 7) / 8});
+      const std::int64_t rows = x.spec().shape[0];
+      full.arg_mask = mask_layout.spec(rows, columns);
       arg = HostTensor(full.arg);
-      mask = HostTensor(full.arg_mask);
+      mask = HostTensor(mask_layout.spec(rows + mask_layout.shift, columns));
       tensors.arg = memory.output(arg);
-      tensors.arg_mask = memory.output(mask);
+      tensors.arg_mask = mask_layout.begin(memory.output(mask), full.arg_mask);
     }
     out = HostTensor(full.out);
     d_x = HostTensor(full.d_x);
@@ -87,23 +89,29 @@ class segment_cuda : public ::testing::Test {
 
   static void expect_same_as_reference(const Index& index, std::int64_t rows, std::int64_t columns,
                                        std::int64_t num_segments, DType dtype,
-                                       const Index& permutation = {}) {
+                                       const Index& permutation = {}, DType element = DType::f64,
+                                       testing::MaskLayout mask_layout = {}) {
     Random random(5);
     const std::int64_t segments =
         num_segments > 0 ? num_segments : static_cast<std::int64_t>(index.size()) - 1;
     for (SegmentReduce reduce : kReduces) {
+      // Of small integers these are exact in any dtype.
+      const bool exact = reduce == SegmentReduce::sum || reduce == SegmentReduce::max ||
+                         reduce == SegmentReduce::min;
+      if (element != DType::f64 && !exact) continue;
       for (Saved saved : {Saved::arg, Saved::mask, Saved::nothing}) {
         OneRun run;
         run.problem.reduce = reduce;
         run.problem.num_segments = num_segments;
         run.index = index_tensor(index, dtype);
         if (!permutation.empty()) run.permutation = index_tensor(permutation, dtype);
-        run.x = HostTensor(TensorSpec::contiguous(DType::f64, {rows, columns}));
+        run.mask_layout = mask_layout;
+        run.x = HostTensor(TensorSpec::contiguous(element, {rows, columns}));
         for (std::int64_t i = 0; i < run.x.numel(); ++i) {
           run.x.set(i, static_cast<double>(random.integer(-2, 2)));
         }
         const std::int64_t out_rows = reduce == SegmentReduce::softmax ? rows : segments;
-        run.d_out = HostTensor(TensorSpec::contiguous(DType::f64, {out_rows, columns}));
+        run.d_out = HostTensor(TensorSpec::contiguous(element, {out_rows, columns}));
         for (std::int64_t i = 0; i < run.d_out.numel(); ++i) {
           run.d_out.set(i, static_cast<double>(i % 3 - 1));
         }
@@ -153,6 +161,32 @@ TEST_F(segment_cuda, hostile_offsets) {
     Index offsets(static_cast<std::size_t>(random.integer(1, 3000)));
     for (auto& offset : offsets) offset = random.integer(-10, 900);
     expect_same_as_reference(offsets, 850, 1 + round % 3, 0, DType::i64);
+  }
+}
+
+// Kernels that stream one column, and maps over rows in 16-byte pieces, find out themselves.
+TEST_F(segment_cuda, hostile_offsets_where_no_kernel_looks_ahead) {
+  Random random(6);
+  for (const std::int64_t rows : {7, 850, 40000}) {
+    for (const std::int64_t columns : {1, 8}) {
+      Index offsets = {0};
+      while (offsets.back() < rows) offsets.push_back(offsets.back() + random.integer(0, 30));
+      for (int round = 0; round < 3; ++round) {
+        const std::int64_t last = static_cast<std::int64_t>(offsets.size()) - 1;
+        offsets[static_cast<std::size_t>(random.integer(0, last))] =
+            round == 0 ? kLowest : random.integer(-10, 2 * rows);
+        expect_same_as_reference(offsets, rows, columns, 0, DType::i64, {}, DType::f32);
+      }
+    }
+  }
+}
+
+// With one column the bytes of contiguous, aligned masks are read many at a time.
+TEST_F(segment_cuda, mask_of_any_stride_and_alignment) {
+  for (const testing::MaskLayout layout :
+       {testing::MaskLayout{3, 0}, testing::MaskLayout{1, 1}, testing::MaskLayout{2, 5}}) {
+    expect_same_as_reference({0, 7, 7, 40, 1900, 3000}, 3000, 1, 0, DType::i64, {}, DType::f32,
+                             layout);
   }
 }
 

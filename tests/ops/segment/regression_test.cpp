@@ -130,6 +130,25 @@ TEST(segment_bugs, d_out_with_stride_0) {
   for (double value : values_of(evaluate(inputs, {}).at("d_x"))) EXPECT_EQ(value, 3);
 }
 
+// With one column the bytes of contiguous, aligned masks are read many at a time.
+TEST(segment_bugs, mask_of_any_stride_and_alignment) {
+  for (const MaskLayout layout : {MaskLayout{3, 0}, MaskLayout{1, 1}, MaskLayout{2, 5}}) {
+    Direct direct;
+    direct.problem.reduce = SegmentReduce::max;
+    direct.x = matrix(DType::f32, 3000, 1, {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5});
+    direct.index = index_tensor({0, 7, 7, 40, 1900, 3000});
+    direct.d_out = matrix(DType::f32, 5, 1, {1, 2, 3, 4, 5});
+    direct.saved_arg = false;
+    direct.saved_mask = true;
+    direct.mask_layout = layout;
+    Direct expected = direct;
+    direct.run({});
+    expected.run("reference");
+    expect_near(direct.mask, expected.mask, "arg_mask");
+    expect_near(direct.d_x, expected.d_x, "d_x");
+  }
+}
+
 // With ids in any order, arg names rows of x, not of the sorted order.
 TEST(segment_bugs, arg_of_unsorted_ids_is_the_row_of_x) {
   TensorMap inputs;

@@ -60,12 +60,27 @@ inline TensorMap evaluate(const TensorMap& inputs, const driver::OptionMap& opti
                            .variant = variant});
 }
 
+// A mask for so many rows, of a stride, that begins some rows behind an aligned address.
+struct MaskLayout {
+  std::int64_t stride = 1, shift = 0;
+
+  TensorSpec spec(std::int64_t rows, std::int64_t columns) const {
+    TensorSpec spec = TensorSpec::contiguous(DType::u8, {rows, (columns + 7) / 8});
+    spec.strides[0] *= stride;
+    return spec;
+  }
+  void* begin(void* memory, const TensorSpec& spec) const {
+    return static_cast<std::uint8_t*>(memory) + shift * spec.strides[0];
+  }
+};
+
 // The op itself, without the driver's sorting. Forward, then backward from what was saved.
 struct Direct {
   SegmentProblem problem;
   HostTensor x, index, permutation, d_out, out, arg, mask, d_x;
   bool saved_arg = true, saved_mask = false, writes_mask = true;
   DType arg_dtype = DType::i64;
+  MaskLayout mask_layout;
 
   void run(const std::string& variant) {
     problem.x = x.spec();
@@ -78,9 +93,10 @@ struct Direct {
     if (extreme) {
       const std::int64_t columns = x.spec().shape[1];
       full.arg = TensorSpec::contiguous(arg_dtype, {full.num_segments, columns});
-      full.arg_mask = TensorSpec::contiguous(DType::u8, {x.spec().shape[0], (columns + 7) / 8});
+      const std::int64_t rows = x.spec().shape[0];
+      full.arg_mask = mask_layout.spec(rows, columns);
       arg = HostTensor(full.arg);
-      mask = HostTensor(full.arg_mask);
+      mask = HostTensor(mask_layout.spec(rows + mask_layout.shift, columns));
     }
     out = HostTensor(full.out);
     d_x = HostTensor(full.d_x);
@@ -90,7 +106,9 @@ struct Direct {
     tensors.permutation = permutation.data();
     tensors.out = out.data();
     tensors.arg = arg.data();
-    if (writes_mask) tensors.arg_mask = mask.data();
+    if (writes_mask && extreme) {
+      tensors.arg_mask = mask_layout.begin(mask.data(), full.arg_mask);
+    }
     run_pass(full, tensors, Pass::forward, variant);
     tensors.d_out = d_out.data();
     tensors.d_x = d_x.data();

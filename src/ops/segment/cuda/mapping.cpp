@@ -6,6 +6,9 @@
 namespace pullback::segment_cuda {
 namespace {
 
+int bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
+int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
+
 cuda::OpKernel kernel_of(const MapOp& op, std::string_view what, DType dtype, std::string_view file,
                          std::string function) {
   return {.name = fmt::format("segment_{}_{}_{}", what, op.name, cuda::device_type(dtype)),
@@ -42,35 +45,46 @@ cuda::OpKernel column_kernel(const MapOp& op, DType dtype) {
                                cuda::device_type(dtype), op.segment_bytes));
 }
 cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
+  const bool chunks = op.chunk_blocks > 0;
+  const std::string_view what = chunks ? "map_chunks" : "map_stream";
+  const std::string_view file =
+      chunks ? "ops/segment/cuda/smxx_map_chunks.cuh" : "ops/segment/cuda/smxx_map_stream.cuh";
   cuda::OpKernel kernel =
-      kernel_of(op, "map_stream", dtype, "ops/segment/cuda/smxx_map_stream.cuh",
-                fmt::format("segment_cuda::map_stream<{}, {}>", type_of(op, dtype, 1, false),
+      kernel_of(op, what, dtype, file,
+                fmt::format("segment_cuda::{}<{}, {}>", what, type_of(op, dtype, 1, false),
                             cuda::device_type(dtype)));
   kernel.threads = kStreamThreads;
-  kernel.blocks = op.blocks == 2 ? 5 : 8;  // those that keep much would spill
+  // Those that keep much would spill with more.
+  kernel.blocks = chunks ? op.chunk_blocks : op.blocks == 2 ? 5 : 8;
+  if (chunks && op.segment_bytes > bytes(dtype)) kernel.fewer_blocks_on = {80, 86, 89};
   return kernel;
 }
-
-int bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
-int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 
 }  // namespace
 
 MapOp spread_map(bool mean, DType dtype) {
-  return {mean ? "mean" : "sum", fmt::format("Spread<{{T}}, {{V}}, {}>", mean), bytes(dtype)};
+  return {mean ? "mean" : "sum", fmt::format("Spread<{{T}}, {{V}}, {}>", mean), bytes(dtype), 4,
+          size_of(dtype) == 4 ? 5 : 4};
 }
 MapOp arg_map(DType arg, DType dtype) {
+  int chunk_blocks = 3;
+  if (size_of(dtype) == 4) {
+    chunk_blocks = arg == DType::i32 ? 5 : 4;
+  } else if (dtype == DType::bf16 && arg != DType::u8) {
+    chunk_blocks = 4;
+  }
   return {fmt::format("arg_{}", name_of(arg)),
           fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
-          arg == DType::u8 ? 2 * real_bytes(dtype) : 16, size_of(arg) == 4 ? 4 : 3};
+          arg == DType::u8 ? 2 * real_bytes(dtype) : 16, size_of(arg) == 4 ? 4 : 3, chunk_blocks};
 }
 MapOp mask_map(bool even, DType dtype) {
   return {even ? "mask_even" : "mask", fmt::format("ByMask<{{T}}, {{V}}, {}>", even), bytes(dtype),
-          2};
+          2, even && dtype == DType::f16 ? 3 : 4};
 }
 MapOp ties_map(DType dtype) { return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2}; }
 MapOp exponential_map(DType dtype) {
-  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 3};
+  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 3,
+          size_of(dtype) == 4 ? 4 : 0};
 }
 MapOp softmax_map(DType dtype) {
   return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2};
@@ -81,7 +95,7 @@ MapOp softmax_gradient_map(DType dtype) {
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
                  Specs rows, Setup& setup)
-    : problem_(problem) {
+    : problem_(problem), chunks_(op.chunk_blocks > 0) {
   const DType dtype = problem.x.dtype;
   if (problem.x.shape[1] == 1) {
     any_ = {column_kernel(op, dtype), device};
@@ -110,7 +124,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
 
 void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
   if (stream_ && streamable(bound_params)) {
-    setup.stream(launcher, *stream_, bound_params, false);
+    setup.stream(launcher, *stream_, bound_params, chunks_ ? StreamKind::chunks : StreamKind::map);
     return;
   }
   const bool wide = wide_ && in_vectors(bound_params);

@@ -28,7 +28,8 @@ struct TileStart {
 
 // What is known of the offsets: that use_own_offsets says which are in order; nothing, and the
 // kernel is to find out; that the kernel ahead has found out, and this one has to repair them; that
-// the same kernel has run and found out, and has to do all again where that was not in vain.
+// the same kernel has run and found out, and has to do all again where that was not in vain. A map
+// that is to find out does all again itself.
 enum class Proof : int32_t { given, wanted, checked, again };
 
 enum class ArgType : int32_t { i64, i32, u8 };
@@ -48,7 +49,9 @@ struct Params {
   int32_t* use_own_offsets;  // [1]
   int32_t* disorder;         // [disorder_count]: whether a block has met disorder
   int32_t* repaired;         // [1]: that one block has repaired the offsets
-  int32_t* arrivals;         // [1]: blocks that have done their shares again
+  uint64_t* arrivals;        // [1]: blocks that are done, and those that have met disorder
+  uint64_t* gate;            // [1]: `key` once arrivals count
+  uint64_t key;              // of the plan: what the workspace does not hold by chance
   Proof proof;
   int32_t disorder_count;
   TileStart* starts;  // [tiles+2]; the last holds offsets[0] and offsets[S]

@@ -68,9 +68,11 @@ bool streams(const ReduceOp& op, DType dtype) {
 }
 
 // Columns of a block of combine(): few, so that a giant segment has many threads, unless there are
-// many.
+// many columns and segments.
 constexpr int kCombineWidths[] = {1, 8, 32};
-int combine_width(std::int64_t columns) { return columns == 1 ? 1 : columns <= 256 ? 8 : 32; }
+int combine_width(std::int64_t columns, std::int64_t segments) {
+  return columns == 1 ? 1 : columns <= 256 || segments <= 4 ? 8 : 32;
+}
 
 cuda::OpKernel combine_kernel(const ReduceOp& op, DType dtype, int columns) {
   return kernel_of(
@@ -202,7 +204,7 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     }
   }
   setup.allow(any_tiling_);
-  combine_columns_ = combine_width(columns);
+  combine_columns_ = combine_width(columns, problem.num_segments);
   combine_ = {combine_kernel(op, dtype, combine_columns_), device};
 
   std::int64_t most_tiles = tiles_of(problem, any_tiling_);
@@ -218,7 +220,7 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   p.slots = launcher.workspace + slots_at_;
   p.slot_columns = slot_columns_;
   if (stream_ && streamable(p)) {
-    setup.stream(launcher, *stream_, p, true);
+    setup.stream(launcher, *stream_, p, StreamKind::reduction);
     return;
   }
   const bool wide = wide_ && in_vectors(p);

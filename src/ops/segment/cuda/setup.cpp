@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <random>
 #include <utility>
 
 #include "ops/segment/cuda/stages.hpp"
@@ -132,7 +133,10 @@ Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layo
   params_.ids = indices(problem.ids);
   params_.permutation = indices(problem.permutation);
   offsets_at_ = layout.take(static_cast<std::size_t>(params_.segments + 1) * sizeof(std::int64_t));
-  use_at_ = layout.take(3 * sizeof(std::int32_t));
+  use_at_ = layout.take(2 * sizeof(std::int32_t));
+  counts_at_ = layout.take(2 * sizeof(std::uint64_t));
+  std::random_device random;
+  params_.key = std::uint64_t{random()} << 32 | random();
   disorder_at_ = layout.take(kCheckBlocks * sizeof(std::int32_t));
 }
 
@@ -177,7 +181,8 @@ Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* worksp
   p.own_offsets = reinterpret_cast<std::int64_t*>(memory + offsets_at_);
   p.use_own_offsets = reinterpret_cast<std::int32_t*>(memory + use_at_);
   p.repaired = p.use_own_offsets + 1;
-  p.arrivals = p.use_own_offsets + 2;
+  p.arrivals = reinterpret_cast<std::uint64_t*>(memory + counts_at_);
+  p.gate = p.arrivals + 1;
   p.disorder = reinterpret_cast<std::int32_t*>(memory + disorder_at_);
   p.starts = reinterpret_cast<TileStart*>(memory + starts_at_);
   return launcher;
@@ -209,14 +214,14 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
 }
 
 void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params,
-                   bool combines) const {
+                   StreamKind kind) const {
   Params p = bound_params;
-  const std::int64_t items = p.rows + (p.segments + 2) * kStreamEndItems;
-  p.end_items = kStreamEndItems;
+  p.row_alignment = stream_chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
+  p.end_items = kind == StreamKind::chunks ? kMapEndItems : kStreamEndItems;
+  const std::int64_t items = p.rows + (p.segments + 2) * p.end_items;
   p.tiles = shares(kernel);
   const std::int64_t blocks = p.tiles / kStreamWarps;
   p.tile_items = (items + p.tiles - 1) / p.tiles;
-  p.row_alignment = stream_chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
   p.starts = reinterpret_cast<TileStart*>(launcher.workspace + shares_at_);
   if (!launcher.proven && problem_.ids.given()) prove(launcher, p);
   const bool proven = std::exchange(launcher.proven, true);
@@ -227,7 +232,7 @@ void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound
   }
   launcher.launch(kernel, p, blocks, 1);
   launcher.overlapping = overlapping_;
-  if (proven && !combines) return;
+  if (kind != StreamKind::reduction) return;
   p.proof = Proof::again;
   if (proven) p.disorder_count = 0;
   launcher.launch(kernel, p, blocks, 1);

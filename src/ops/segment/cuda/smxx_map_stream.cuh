@@ -1,5 +1,6 @@
-// smxx_map_rows.cuh for x of one column, contiguous (smxx_stream.cuh). A lane writes what its
-// segment gives its rows into shared memory, whence whole chunks are stored.
+// smxx_map_rows.cuh for x of one column, contiguous (smxx_stream.cuh), after a reduction. A lane
+// writes what its segment gives its rows into shared memory, whence whole chunks are stored. For
+// maps that smxx_map_chunks.cuh would need too many registers for.
 #pragma once
 
 #include "ops/segment/cuda/smxx_maps.cuh"
@@ -13,27 +14,21 @@ void map_stream(const Params& p) {
   using Row = typename Map::Row;
   constexpr bool kReadsX = requires(Row row) { row.x; };
   constexpr bool kReadsY = requires(Row row) { row.y; };
-  constexpr bool kReadsMask = requires(Row row) { row.bits; };
-  constexpr bool kReadsBeside = kReadsY || kReadsMask;
   constexpr int kLaneRows = 16 / static_cast<int>(sizeof(T));
   using Ring = RowRing<T, kLaneRows>;  // of x; then of results
-  using Other = Select<kReadsMask, uint8_t, T>;
-  using Beside = RowRing<Other, kLaneRows>;
   constexpr int kChunkRows = Ring::kChunkRows;
   using Steps = Walk<kChunkRows>;
   __shared__ typename Ring::Shared rings[kStreamWarps];
-  __shared__ typename Beside::Shared rings_beside[kReadsBeside ? kStreamWarps : 1];
+  __shared__ typename Ring::Shared rings_y[kReadsY ? kStreamWarps : 1];
   __shared__ typename Steps::Shared ends[kStreamWarps];
 
-  Segments segments;
-  if (!begin_stream(p, segments)) return;
+  const Segments segments = make_segments(p);
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
   Steps steps(p, segments, ends[warp]);
   Ring ring(rings[warp], static_cast<const T*>(p.x.data) + steps.base, steps.rows);
-  Beside beside = [&] {
-    if constexpr (kReadsBeside) {
-      const void* const from = kReadsMask ? p.mask.data : p.y.data;
-      return Beside(rings_beside[warp], static_cast<const Other*>(from) + steps.base, steps.rows);
+  Ring ring_y = [&] {
+    if constexpr (kReadsY) {
+      return Ring(rings_y[warp], static_cast<const T*>(p.y.data) + steps.base, steps.rows);
     } else {
       return ring;
     }
@@ -41,13 +36,12 @@ void map_stream(const Params& p) {
   T* const d_x = static_cast<T*>(p.d_x.data) + steps.base;
   const auto request = [&](int chunk) {
     if constexpr (kReadsX) ring.request(chunk);
-    if constexpr (kReadsBeside) beside.request(chunk);
+    if constexpr (kReadsY) ring_y.request(chunk);
   };
   const auto value = [&](const Segment& segment, int at) {
     Row row;
     if constexpr (kReadsX) row.x.element[0] = ring.at(at);
-    if constexpr (kReadsY) row.y.element[0] = beside.at(at);
-    if constexpr (kReadsMask) row.bits = beside.at(at);
+    if constexpr (kReadsY) row.y.element[0] = ring_y.at(at);
     return Map::values(segment, row, {static_cast<uint32_t>(at), steps.base + at});
   };
 
@@ -84,15 +78,14 @@ void map_stream(const Params& p) {
         Real<T> values[kLaneRows] = {};
         if (!zero) {
           typename Ring::Piece piece;
-          typename Beside::Piece piece_beside;
+          typename Ring::Piece piece_y;
           if constexpr (kReadsX) piece = ring.piece(chunk);
-          if constexpr (kReadsBeside) piece_beside = beside.piece(chunk);
+          if constexpr (kReadsY) piece_y = ring_y.piece(chunk);
 #pragma unroll
           for (int i = 0; i < kLaneRows; ++i) {
             Row row;
             if constexpr (kReadsX) row.x.element[0] = piece.stored(i);
-            if constexpr (kReadsY) row.y.element[0] = piece_beside.stored(i);
-            if constexpr (kReadsMask) row.bits = piece_beside.stored(i);
+            if constexpr (kReadsY) row.y.element[0] = piece_y.stored(i);
             values[i] =
                 Map::values(segment, row, {static_cast<uint32_t>(at + i), steps.base + at + i})
                     .real(0);
@@ -163,7 +156,6 @@ void map_stream(const Params& p) {
   }
   __syncwarp();
   store((steps.row_stop + kChunkRows - 1) / kChunkRows);
-  steps.report();
 }
 
 }  // namespace pullback::segment_cuda

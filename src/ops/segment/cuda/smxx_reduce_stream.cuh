@@ -174,7 +174,7 @@ void reduce_stream(const Params& p) {
   open = gathered<Op>(open);
   if (lane == 0) slot_of<Op>(p, steps.share, 1)[0] = open;
   steps.report();
-  if (p.proof != Proof::again || !last_to_arrive(p)) return;
+  if (p.proof != Proof::again || !arrive<false>(p, false).last) return;
   for (int tile = 0; tile < p.tiles; tile += kStreamThreads) {
     combiner.combine(p, segments, tile);
     __syncthreads();

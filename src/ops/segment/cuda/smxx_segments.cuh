@@ -76,13 +76,13 @@ void find_starts_at(const Segments& segments, int end_items, const int64_t (&ite
     inside[i] = false;
     if (item[i] <= 0) {
       start[i] = {0, 0};
-    } else if (item[i] >= segments.rows + (segments.count + 2) * end_items) {
+    } else if (low[i] == segments.count + 2 ||
+               item[i] >= segments.rows + (segments.count + 2) * end_items) {
       start[i] = {segments.count + 2, segments.rows};
     } else {
-      const bool is_segment = low[i] < segments.count + 2;
-      const int64_t begin = is_segment ? clamped(segments.begin(low[i]), 0, segments.rows) : 0;
+      const int64_t begin = clamped(segments.begin(low[i]), 0, segments.rows);
       const int64_t row = clamped(item[i] - low[i] * end_items, begin, segments.rows);
-      const bool begun = is_segment && begin < row;
+      const bool begun = begin < row;
       const bool ended = begun && segments.end(low[i]) == row;
       inside[i] = begun && !ended;
       start[i] = {low[i] + ended, row};
@@ -189,12 +189,72 @@ inline bool repaired(const Params& p) {
   return true;
 }
 
+// --- Counting blocks ---
+
+// By the first block of a run's first kernel, for the next one.
+inline void clear_counts(const Params& p) {
+  if (blockIdx.x != 0 || blockIdx.y != 0 || threadIdx.x != 0) return;
+  *p.repaired = 0;
+  *p.arrivals = 0;
+}
+// The same for the kernel itself. The workspace comes as it is, so blocks wait at a gate until the
+// count has been cleared. It opens by a key that is not there by chance; the last block shuts it.
+inline void open_gate(const Params& p) {
+  if (blockIdx.x != 0 || blockIdx.y != 0 || threadIdx.x != 0) return;
+  clear_counts(p);
+  __threadfence();
+  atomicExch(p.gate, p.key);
+}
+
+struct Arrival {
+  bool last, disorder;  // the latter of all blocks, and known to the last one alone
+};
+template <bool kGated>
+Arrival arrive(const Params& p, bool bad) {
+  constexpr int kCountBits = 40;
+  bad = __syncthreads_or(bad) != 0;
+  Arrival result = {false, bad};
+  if (threadIdx.x == 0) {
+    while (kGated && atomicAdd(p.gate, 0ull) != p.key) {
+    }
+    __threadfence();
+    const uint64_t one = 1, blocks = one * gridDim.x * gridDim.y;
+    const uint64_t before = atomicAdd(p.arrivals, one + (bad ? one << kCountBits : 0));
+    __threadfence();
+    result.last = (before & ((one << kCountBits) - 1)) + 1 == blocks;
+    result.disorder |= before >> kCountBits != 0;
+    if (kGated && result.last) atomicExch(p.gate, ~p.key);
+  }
+  result.last = __syncthreads_or(result.last) != 0;
+  result.disorder = __syncthreads_or(result.disorder) != 0;
+  return result;
+}
+
+// For a kernel that finds out itself whether offsets are in order: whether this block has to do all
+// again, over repaired ones.
+inline bool has_to_repeat(const Params& p, bool bad, Segments& segments) {
+  if (p.proof != Proof::wanted) return false;
+  const Arrival arrival = arrive<true>(p, bad);
+  if (!arrival.last || !arrival.disorder) return false;
+  repair(p);
+  __syncthreads();
+  segments = make_segments(p, true);
+  return true;
+}
+
 // What every kernel but a run's first begins with.
 inline Segments make_segments(const Params& p) {
   device::wait_for_previous_kernel();
   const bool own =
       p.proof == Proof::checked ? repaired(p) || p.ids.data != nullptr : *p.use_own_offsets != 0;
   return make_segments(p, own);
+}
+
+// What a map begins with, which may be a run's first.
+inline Segments begin_map(const Params& p) {
+  if (p.proof != Proof::wanted) return make_segments(p);
+  open_gate(p);
+  return make_segments(p, false);
 }
 
 }  // namespace pullback::segment_cuda

@@ -66,10 +66,7 @@ inline bool begin_stream(const Params& p, Segments& segments) {
   device::allow_next_kernel();
   if (p.proof == Proof::wanted) {
     segments = make_segments(p, false);
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-      *p.repaired = 0;
-      *p.arrivals = 0;
-    }
+    clear_counts(p);
     return true;
   }
   if (p.proof != Proof::again) {
@@ -80,18 +77,6 @@ inline bool begin_stream(const Params& p, Segments& segments) {
   const bool bad = repaired(p);
   segments = make_segments(p, bad || p.ids.data != nullptr);
   return bad;
-}
-
-// Whether this is the last block to have done its shares.
-inline bool last_to_arrive(const Params& p) {
-  __syncthreads();
-  bool last = false;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(p.arrivals, 1) + 1 == static_cast<int>(gridDim.x);
-    __threadfence();
-  }
-  return __syncthreads_or(last) != 0;
 }
 
 // What a warp walks along: the rows of its share and the segments of the list that end there.

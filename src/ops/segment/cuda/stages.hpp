@@ -80,6 +80,10 @@ Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t 
 Tiling column_tiling(int bytes);
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
 
+// Kernels for x of one column, by their files: smxx_reduce_stream.cuh, smxx_map_stream.cuh,
+// smxx_map_chunks.cuh.
+enum class StreamKind { reduction, map, chunks };
+
 class Setup {
  public:
   Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layout& layout);
@@ -93,8 +97,8 @@ class Setup {
   Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace) const;
   // `p` for a kernel that cuts the problem so; launches what has to come before it.
   Params tiled(Launcher& launcher, const Params& p, const Tiling& tiling) const;
-  // Launches a kernel that streams, if need be again.
-  void stream(Launcher& launcher, const Kernel& kernel, const Params& p, bool combines) const;
+  // Launches a kernel that streams; a reduction, again.
+  void stream(Launcher& launcher, const Kernel& kernel, const Params& p, StreamKind kind) const;
   std::int64_t shares(const Kernel& kernel) const;
   // Blocks of the kernel that the device holds at a time.
   std::int64_t resident(const Kernel& kernel) const;
@@ -108,7 +112,7 @@ class Setup {
   Kernel check_, starts_;
   bool overlapping_;
   std::int64_t most_tiles_ = 0, most_shares_ = 0;
-  std::size_t offsets_at_, use_at_, disorder_at_, starts_at_ = 0;
+  std::size_t offsets_at_, use_at_, counts_at_, disorder_at_, starts_at_ = 0;
   std::size_t shares_at_ = 0, share_disorder_at_ = 0;
 };
 
@@ -158,6 +162,9 @@ struct MapOp {
   std::string type;   // with {T} for the element, {V} for the columns of a lane, {P} for permuted
   int segment_bytes;  // sizeof(Segment) for one column
   int blocks = 4;     // on a multiprocessor, of the wide kernels: bounds registers
+  // The same of smxx_map_chunks.cuh, which needs no reduction before it; 0: x of one column goes by
+  // smxx_map_stream.cuh.
+  int chunk_blocks = 0;
 };
 
 MapOp spread_map(bool mean, DType dtype);
@@ -182,6 +189,7 @@ class Mapping {
   SegmentProblem problem_;
   std::optional<Kernel> wide_, stream_;
   Kernel any_;
+  bool chunks_;
   Tiling wide_tiling_, any_tiling_;
 };
 

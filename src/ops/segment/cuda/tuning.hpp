@@ -55,6 +55,9 @@ inline constexpr int kStreamWarpRows = 256;  // the same of those that the lanes
 inline constexpr int kStreamEndItems = 16;   // rows that the end of a segment costs as much as
 constexpr int stream_chunk_rows(int element_bytes) { return 32 * 16 / element_bytes; }
 inline constexpr int kLeastShare = 1024;  // rows and segment ends of a warp
+// Maps of one column by chunks (smxx_chunks.cuh).
+inline constexpr int kMapLaneBytes = 64;  // of rows of a chunk
+inline constexpr int kMapEndItems = 4;    // rows that the end of a segment costs as much as
 
 // Tiles that a block of some threads looks at for segments to combine.
 constexpr int combine_tiles(int columns, int threads) { return columns == 1 ? threads : 32; }
