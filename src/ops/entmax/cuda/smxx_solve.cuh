@@ -6,7 +6,8 @@
 // Where a power costs more than the rest of a step, and p has a second derivative (alpha < 1.5), a
 // step goes to the root of a parabola, which may lie beyond theirs by the cube of f - 1.
 //
-// Elements come from a functor: for_each(f) calls f(z) for all elements of this thread.
+// Elements come from a functor: for_each(f) calls f(z) for all elements of this thread, or
+// f(z, kept) where the power of the last evaluation is to be kept.
 #pragma once
 
 #include "ops/entmax/cuda/smxx_group.cuh"
@@ -72,6 +73,7 @@ enum class Powers { exact, smooth, sharp };
 template <class R>
 struct Threshold {
   R theta, rest, scale;
+  R step = 0;  // to theta, from where the sums were evaluated last
 };
 
 // p as a function of z and theta.
@@ -129,18 +131,34 @@ struct Power {
     return e;
   }
   static R positive(R e) { return saturates ? e : max(e, R{0}); }
-  // Adds e's part to the sums. The hardware's logarithm of 0 is -inf.
-  void add(Sums<R>& sums, R e) const {
+  // Adds e's part to the sums. The hardware's logarithm of 0 is -inf. Returns the one power that
+  // this takes.
+  R add(Sums<R>& sums, R e) const {
     if constexpr (smooth) {
       const R bend = rough_power_of(e, inverse - 2), of_slope = bend * e;
       sums.f = fma(of_slope, e, sums.f);
       sums.slope += of_slope;
       sums.bend += bend;
+      return bend;
     } else {
       const R of_slope = slope(e);
       sums.f += value(e, of_slope);
       sums.slope += of_slope;
+      return of_slope;
     }
+  }
+  // p from the power that add() returned before theta took its last step: with c = 1/b - 2 (or
+  // 1/b - 1, less a term), e^(1/b) = (e + step)^c (e^2 - c step e + c (c + 1) / 2 step^2 - ...).
+  // Near the edge, where the series is worth nothing, p is next to nothing: less than e.
+  R value_after_step(R e, R power, R step) const {
+    R quotient;
+    if constexpr (smooth) {
+      const R c = inverse - 2;
+      quotient = fma(e, e - c * step, c * (c + 1) / 2 * step * step);
+    } else {
+      quotient = e - (inverse - 1) * step;
+    }
+    return min(__saturatef(power * quotient), e);
   }
   // p^(2-alpha), the summand of the slope: e^(1/b - 1), from which p costs a product. 0 where p is.
   R slope(R e) const {
@@ -163,12 +181,13 @@ struct Power {
   }
   // From which |f - 1| on a step ends so close that p is right to `digits` bits. f - 1 is squared
   // in a step and divided by five or more, or raised to 1/b where p has no second derivative; by
-  // curved steps it is cubed, and divided by 25 (alpha 1.5) to 300 (1.3) or more.
+  // curved steps it is cubed, and divided by 25 (alpha 1.5) to 300 (1.3) or more. The series of
+  // value_after_step() leaves as much: its first ones are for that.
   R tolerance(int digits) const {
     if constexpr (sizeof(R) == 4) {
       const auto wanted = static_cast<R>(digits);
       if constexpr (kFamily != Family::general) return exp2_of(-min(10.0f, wanted / 2 + 1));
-      if constexpr (smooth) return exp2_of(0.25f - 5 * max(b, 0.3f) - (wanted - 8) / 3);
+      if constexpr (smooth) return exp2_of(-0.75f - 5 * max(b, 0.3f) - 0.27f * (wanted - 8));
       return exp2_of(-b * min(wanted + 1, 23.0f));
     }
     if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
@@ -200,6 +219,10 @@ struct Power {
     return near_one ? relative * inverse : relative;
   }
 };
+
+// Whether y of type T comes from the powers of the last evaluation: see value_after_step().
+template <class T, Family kFamily>
+inline constexpr bool kByLastPowers = kFamily == Family::general && sizeof(T) == 2;
 
 // What writes y: a 16-bit one shows no more than the rough digits.
 template <class T, Family kFamily>
@@ -238,14 +261,15 @@ Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
   Sums<A> sums;
   Sums<R> part;
   int length = 0;
-  for_each([&](R z) {
+  for_each([&](R z, auto&... kept) {
     if constexpr (P::family == Family::sparsemax) {
       if (z > theta) {
         part.f += z;
         part.slope += 1;
       }
     } else {
-      power.add(part, power.excess(z, theta));
+      const R of_e = power.add(part, power.excess(z, theta));
+      ((kept = of_e), ...);
     }
     if constexpr (sizeof(A) > sizeof(R)) {
       if (++length == kPartLength) {
@@ -287,6 +311,7 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
   bool done = false;
   for (int i = 0;; ++i) {
     const Sums<A> sums = evaluate<P, R, A>(power, result.theta, group, for_each);
+    result.step = 0;
     if (!done) {
       if constexpr (P::family == Family::sparsemax) {
         // The threshold of the active set, which is the answer when it drops nobody.
@@ -300,7 +325,8 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
         const bool stays = P::rough && i >= kFreeSteps && f_minus_1 < 0;
         const R step = stays ? R{0} : power.step(rounded, f_minus_1);
         const R root = after_step(power, result.theta, step);
-        result.rest = step - (root - result.theta);
+        result.step = root - result.theta;
+        result.rest = step - result.step;
         result.theta = root;
         // Sums that round up would never come closer to 1.
         bool moves = magnitude(step) > 4 * kEpsilon<R> * magnitude(root);
