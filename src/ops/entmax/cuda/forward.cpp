@@ -74,8 +74,9 @@ constexpr Lanes kLanes[] = {{8, 1}, {8, 4}, {16, 4}};
 cuda::OpKernel lanes_kernel(DType dtype, Family family, const Lanes& shape) {
   const auto type = cuda::device_type(dtype);
   // What takes more registers.
-  const bool wide = (collects(family) && dtype != DType::f32) ||
-                    (family == Family::sparsemax && dtype == DType::f16);
+  const bool powers = family == Family::general || family == Family::near_one;
+  const bool wide =
+      (powers && dtype != DType::f32) || (family == Family::sparsemax && dtype == DType::f16);
   return {.name = fmt::format("entmax_forward_lanes_{}_{}_{}_{}", type, name_of(family),
                               shape.lanes, shape.vectors),
           .file = "ops/entmax/cuda/smxx_forward_lanes.cuh",
@@ -135,8 +136,9 @@ struct Resident {
 constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
 // Blocks of a cluster wait for each other in every step: where few elements of a long row survive a
 // first look, smxx_forward_stream.cuh is faster.
-constexpr bool serves(const Resident& shape, Family family) {
-  return !shape.clustered || (family != Family::sparsemax && family != Family::entmax15);
+constexpr bool serves(const Resident& shape, Family family, DType dtype) {
+  return !shape.clustered || family == Family::softmax ||
+         collects(family, static_cast<int>(size_of(dtype)));
 }
 
 cuda::OpKernel resident_kernel(DType dtype, Family family, const Resident& shape) {
@@ -292,15 +294,15 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
 
   // Dynamic shared memory of forward_resident: the next row, and lists that leave room for the
   // blocks that the registers allow; 0 if the device has too little.
-  int resident_shared(const Resident& shape, Family family) const {
-    constexpr int kStatic = 5376, kReserved = 1024;  // at most; of every block
+  int resident_shared(const Resident& shape, bool candidates) const {
+    constexpr int kStatic = 7808, kReserved = 1024;  // at most; of every block
     constexpr int kListBytes = 160;                  // of a thread at most
     for (const int blocks : {shape.blocks(), 1}) {
       const int room = (device_.max_shared_bytes + kReserved) / blocks - kReserved - kStatic;
       const int left = room - shape.row_bytes();
       if (left < 0) continue;
       const int list = std::min(left / shape.threads() / 16 * 16, kListBytes);
-      return shape.row_bytes() + (collects(family) ? list * shape.threads() : 0);
+      return shape.row_bytes() + (candidates ? list * shape.threads() : 0);
     }
     return 0;
   }
@@ -310,12 +312,13 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const std::int64_t bytes = params_.rows.length * static_cast<std::int64_t>(size_of(dtype));
     const bool clusters = device_.major == 9 || device_.major == 10;
     for (const Resident& shape : kResident) {
-      if ((shape.clustered && !clusters) || !serves(shape, family)) continue;
+      if ((shape.clustered && !clusters) || !serves(shape, family, dtype)) continue;
       int blocks = 1;
       while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.row_bytes()) {
         blocks *= 2;
       }
-      const int shared = resident_shared(shape, family);
+      const bool candidates = collects(family, static_cast<int>(size_of(dtype)));
+      const int shared = resident_shared(shape, candidates);
       if (bytes > blocks * shape.row_bytes() || shared == 0) continue;
       fast_.emplace(resident_kernel(dtype, family, shape), device_, shared);
       fast_->shape.cluster = static_cast<unsigned>(blocks);
@@ -404,7 +407,7 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
       for (const Registers& shape : kRegisters) add(registers_kernel(dtype, family, shape));
       for (const Resident& shape : kResident) {
         if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;
-        if (!serves(shape, family)) continue;
+        if (!serves(shape, family, dtype)) continue;
         add(resident_kernel(dtype, family, shape));
       }
     }

@@ -6,8 +6,8 @@
 // Where a power costs more than the rest of a step, and p has a second derivative (alpha < 1.5), a
 // step goes to the root of a parabola, which may lie beyond theirs by the cube of f - 1.
 //
-// Elements come from a functor: for_each(f) calls f(z) for all elements of this thread, or
-// f(z, kept) where the power of the last evaluation is to be kept.
+// Elements come from a functor: for_each(f) calls f(z) for all elements of this thread; f(z, kept)
+// where the power of the last evaluation is to be kept; f(Several{z, count}) for equal ones.
 #pragma once
 
 #include "ops/entmax/cuda/smxx_group.cuh"
@@ -131,17 +131,17 @@ struct Power {
     return e;
   }
   static R positive(R e) { return saturates ? e : max(e, R{0}); }
-  // Adds e's part to the sums. The hardware's logarithm of 0 is -inf. Returns the one power that
-  // this takes.
-  R add(Sums<R>& sums, R e) const {
+  // Adds e's part to the sums, that of `weight` elements. The hardware's logarithm of 0 is -inf.
+  // Returns the one power that this takes, times the weight.
+  R add(Sums<R>& sums, R e, R weight = 1) const {
     if constexpr (smooth) {
-      const R bend = rough_power_of(e, inverse - 2), of_slope = bend * e;
+      const R bend = weight * rough_power_of(e, inverse - 2), of_slope = bend * e;
       sums.f = fma(of_slope, e, sums.f);
       sums.slope += of_slope;
       sums.bend += bend;
       return bend;
     } else {
-      const R of_slope = slope(e);
+      const R of_slope = weight * slope(e);
       sums.f += value(e, of_slope);
       sums.slope += of_slope;
       return of_slope;
@@ -256,19 +256,35 @@ void sum_over(Sums<R>& sums, G& group) {
 // At most this many f32 summands before they are added up in double: rows of any length.
 inline constexpr int kPartLength = 64;
 
+// Elements that are equal.
+struct Several {
+  float z, count;
+};
+template <class R>
+R z_of(R z) {
+  return z;
+}
+inline float z_of(Several several) { return several.z; }
+template <class R>
+R count_of(R) {
+  return 1;
+}
+inline float count_of(Several several) { return several.count; }
+
 template <class P, class R, class A, class G, class Elements>
 Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
   Sums<A> sums;
   Sums<R> part;
   int length = 0;
-  for_each([&](R z, auto&... kept) {
+  for_each([&](auto element, auto&... kept) {
+    const R z = z_of(element), count = count_of(element);
     if constexpr (P::family == Family::sparsemax) {
       if (z > theta) {
-        part.f += z;
-        part.slope += 1;
+        part.f += count * z;
+        part.slope += count;
       }
     } else {
-      const R of_e = power.add(part, power.excess(z, theta));
+      const R of_e = power.add(part, power.excess(z, theta), count);
       ((kept = of_e), ...);
     }
     if constexpr (sizeof(A) > sizeof(R)) {
