@@ -136,9 +136,8 @@ struct Resident {
 constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
 // Blocks of a cluster wait for each other in every step: where few elements of a long row survive a
 // first look, smxx_forward_stream.cuh is faster.
-constexpr bool serves(const Resident& shape, Family family, DType dtype) {
-  return !shape.clustered || family == Family::softmax ||
-         collects(family, static_cast<int>(size_of(dtype)));
+constexpr bool serves(const Resident& shape, Family family) {
+  return !shape.clustered || family == Family::softmax || collects(family);
 }
 
 cuda::OpKernel resident_kernel(DType dtype, Family family, const Resident& shape) {
@@ -294,15 +293,16 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
 
   // Dynamic shared memory of forward_resident: the next row, and lists that leave room for the
   // blocks that the registers allow; 0 if the device has too little.
-  int resident_shared(const Resident& shape, bool candidates) const {
-    constexpr int kStatic = 7808, kReserved = 1024;  // at most; of every block
-    constexpr int kListBytes = 160;                  // of a thread at most
+  int resident_shared(const Resident& shape, Family family) const {
+    const int statics = shape.clustered ? 22528 : 5376;  // at most
+    constexpr int kReserved = 1024;                      // of every block
+    constexpr int kListBytes = 160;                      // of a thread at most
     for (const int blocks : {shape.blocks(), 1}) {
-      const int room = (device_.max_shared_bytes + kReserved) / blocks - kReserved - kStatic;
+      const int room = (device_.max_shared_bytes + kReserved) / blocks - kReserved - statics;
       const int left = room - shape.row_bytes();
       if (left < 0) continue;
       const int list = std::min(left / shape.threads() / 16 * 16, kListBytes);
-      return shape.row_bytes() + (candidates ? list * shape.threads() : 0);
+      return shape.row_bytes() + (collects(family) ? list * shape.threads() : 0);
     }
     return 0;
   }
@@ -312,13 +312,12 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const std::int64_t bytes = params_.rows.length * static_cast<std::int64_t>(size_of(dtype));
     const bool clusters = device_.major == 9 || device_.major == 10;
     for (const Resident& shape : kResident) {
-      if ((shape.clustered && !clusters) || !serves(shape, family, dtype)) continue;
+      if ((shape.clustered && !clusters) || !serves(shape, family)) continue;
       int blocks = 1;
       while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.row_bytes()) {
         blocks *= 2;
       }
-      const bool candidates = collects(family, static_cast<int>(size_of(dtype)));
-      const int shared = resident_shared(shape, candidates);
+      const int shared = resident_shared(shape, family);
       if (bytes > blocks * shape.row_bytes() || shared == 0) continue;
       fast_.emplace(resident_kernel(dtype, family, shape), device_, shared);
       fast_->shape.cluster = static_cast<unsigned>(blocks);
@@ -407,7 +406,7 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
       for (const Registers& shape : kRegisters) add(registers_kernel(dtype, family, shape));
       for (const Resident& shape : kResident) {
         if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;
-        if (!serves(shape, family, dtype)) continue;
+        if (!serves(shape, family)) continue;
         add(resident_kernel(dtype, family, shape));
       }
     }

@@ -97,7 +97,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
   if constexpr (kWarps == 1) {
     unpack(largest_word, tops, T{});
   } else {
-    group.gather(max_in_word<T>(largest_word), tops);
+    group.gather_max(max_in_word<T>(largest_word), tops);
   }
   float largest = tops[0];
 #pragma unroll

@@ -28,7 +28,7 @@ void forward_resident(const ForwardParams& p) {
   constexpr int kThreads = kWarps * device::kWarpSize;
   extern __shared__ Packed<T> coming[];  // [kResidentVectors][kThreads], each thread's own
   constexpr int kComing = kResidentVectors * kThreads;
-  constexpr bool kCollects = collects(kFamily, sizeof(T));
+  constexpr bool kCollects = collects(kFamily);
   constexpr bool kLists = kCollects && sizeof(T) == 4, kCounts = kCollects && sizeof(T) == 2;
   Candidates<T, kWarps, kClustered, kCollects> candidates(
       coming + kComing, static_cast<int>(dynamic_shared_bytes() - kComing * sizeof(Packed<T>)));
@@ -83,9 +83,9 @@ void forward_resident(const ForwardParams& p) {
     }
     prefetch(row + rows_apart);
 
-    // Every warp looks at the largest of all threads of the block.
+    // Every warp looks at the largest of all threads; of those of a cluster's blocks, at 256.
     float tops[kWarps];
-    group.gather(max_in_word<T>(held.top()), tops);
+    group.gather_max(max_in_word<T>(held.top()), tops);
     float largest = tops[0];
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) largest = max_or_nan(largest, tops[w]);
@@ -103,7 +103,6 @@ void forward_resident(const ForwardParams& p) {
         bound = bound_of_theta(power, largest, warp_bound(power, z));
       }
     }
-    if constexpr (kClustered) group.max_pair(largest, bound);
 
     const auto finish = [&](float tau, int size) {
       if (group.thread() != 0) return;

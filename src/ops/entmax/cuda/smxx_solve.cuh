@@ -469,6 +469,18 @@ inline constexpr float kBoundTolerance = 0x1p-3f;
 template <class P>
 inline constexpr float kBoundSlack = P::family == Family::general ? 0x1p-13f : 0x1p-18f;
 
+// Jensen's bound: the threshold of z, kCount of each thread, were they all their mean. Of rough
+// powers.
+template <class P, class G, int kCount>
+float bound_of_mean(const P& power, const float (&z)[kCount], G& group) {
+  float above = 0;  // of b z + 1; what is below counts for nothing, from theta = -1 on
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) above += power.excess(z[i], P::start);
+  group.sum(above);
+  constexpr float kAll = G::kThreads * kCount;
+  return max(P::start, above / kAll - 1 - rough_power_of(kAll, -power.b));
+}
+
 // theta of the elements z of a warp, less the rounding of the sums.
 template <class P, int kCount>
 float warp_bound(const P& power, const float (&z)[kCount]) {
@@ -520,24 +532,15 @@ float warp_bound(const P& power, const float (&z)[kCount]) {
       for (int i = 0; i < kCount; ++i) use(z[i]);
     };
     const float theta = power.with_rough([&](const auto& rough) {
-      return rise<float>(rough, P::start, warp, all, kBoundTolerance).theta;
+      float start = P::start;
+      if constexpr (P::family == Family::general) start = bound_of_mean(rough, z, warp);
+      return rise<float>(rough, start, warp, all, kBoundTolerance).theta;
     });
     return max(P::start, theta - kBoundSlack<P> * (1 + magnitude(theta)));
   }
 }
 
-// Jensen's bound: the threshold of z, kCount of each thread, were they all their mean. Of rough
-// powers.
-template <class P, class G, int kCount>
-float bound_of_mean(const P& power, const float (&z)[kCount], G& group) {
-  float above = 0;  // of b z + 1; what is below counts for nothing, from theta = -1 on
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) above += power.excess(z[i], P::start);
-  group.sum(above);
-  constexpr float kAll = G::kThreads * kCount;
-  return max(P::start, above / kAll - 1 - rough_power_of(kAll, -power.b));
-}
-// One step from there.
+// One step from Jensen's bound.
 template <class P, class G, int kCount>
 float estimate(const P& power, const float (&z)[kCount], G& group) {
   const float theta = bound_of_mean(power, z, group);
