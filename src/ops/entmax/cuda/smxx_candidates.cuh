@@ -5,7 +5,7 @@
 #pragma once
 
 #include "device/shared.cuh"
-#include "ops/entmax/cuda/smxx_solve.cuh"
+#include "ops/entmax/cuda/smxx_bounds.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
 
 namespace pullback::entmax {

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "ops/entmax/cuda/forward_params.cuh"
-#include "ops/entmax/cuda/smxx_solve.cuh"
+#include "ops/entmax/cuda/smxx_bounds.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
 
 namespace pullback::entmax {
