@@ -78,6 +78,11 @@ inline void cluster_barrier() { __syncthreads(); }
 inline uint32_t remote_address(const void* local, uint32_t) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(local));
 }
+inline uint32_t load_remote(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
 inline void store_remote(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
