@@ -339,6 +339,22 @@ void long_rows(std::vector<Case>& cases) {
     cases.push_back(no_differences(make_case(fmt::format("long rows, some special alpha {}", alpha),
                                              {{"alpha", alpha}}, {4, 20000}, special)));
   }
+  // 16-bit rows whose values are all positive, all negative, or neither; also more of them than a
+  // GPU holds at a time.
+  const auto add_signs = [&](const char* alpha, std::int64_t rows, std::int64_t length) {
+    cases.push_back(no_differences(
+        make_case(fmt::format("long rows {}x{} of either sign alpha {}", rows, length, alpha),
+                  {{"alpha", alpha}}, {rows, length}, [=](std::int64_t i, Random& random) {
+                    return random.normal() + 6 * static_cast<double>(i / length % 3 - 1);
+                  })));
+    cases.back().dtypes = {DType::bf16, DType::f16};
+  };
+  for (const char* alpha : {"1.05", "1.3", "1.5", "1.7"}) {
+    add_signs(alpha, 3, 8200);
+    add_signs(alpha, 3, 65600);
+  }
+  add_signs("1.5", 300, 8200);
+  add_signs("1.5", 80, 65600);
   // Between these, each capacity of lanes, warps and blocks of the CUDA kernels; the last is past
   // them all.
   for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "2"}) {
