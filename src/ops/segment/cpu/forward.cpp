@@ -13,6 +13,7 @@
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
 #include "ops/segment/cpu/scan-inl.hpp"
+#include "ops/segment/cpu/spread-inl.hpp"
 #include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -84,7 +85,7 @@ class Forward {
           if (rows) WriteRows(piece, state, task, output);
         },
         [&](std::int64_t s) { WriteEmpty(s, task); },
-        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task); });
+        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
     output.Flush();
     FinishStreams();
   }
@@ -98,7 +99,7 @@ class Forward {
 
   void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
     const std::int64_t columns = task.columns;
-    if (columns == 1) return FoldRun(piece, state, task);
+    if (columns == 1) return FoldRun(problem_, x_, segments_, piece, state, task);
     switch (problem_.reduce) {
       case SegmentReduce::prod:
         std::fill_n(state.a, padded(columns), R{1});
@@ -134,8 +135,9 @@ class Forward {
   }
 
   // Segments [begin, end), all whole or empty, of tensors that are used in place. Short ones leave
-  // no time for anything but the sum or the extreme. False when others have to do it.
-  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task) const {
+  // no time for anything but the reduction. False when others have to do it.
+  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task,
+                 [[maybe_unused]] Output& output) const {
     const bool sums =
         problem_.reduce == SegmentReduce::sum || problem_.reduce == SegmentReduce::mean;
     if constexpr (std::is_same_v<T, R>) {
@@ -143,13 +145,25 @@ class Forward {
       if (problem_.x.shape[1] == 1) {
         if (x_.row_stride != 1 || segments_.permuted()) return false;
         if (sums) {
-          FoldColumn<SumRule<R>>(begin, end, task);
+          FoldColumn<SumRule<R>>(begin, end, task, 0);
         } else if (Extremal()) {
           WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-            FoldColumn<ExtremeRule<R, kMax, kLast>>(begin, end, task);
+            FoldColumn<ExtremeRule<R, kMax, kLast>>(begin, end, task, -1);
           });
+        } else if (problem_.reduce == SegmentReduce::prod) {
+          FoldColumn<ProductRule<R>>(begin, end, task, 0);
+        } else if (problem_.reduce == SegmentReduce::logsumexp) {
+          FoldColumn<LogSumRule<R>>(begin, end, task, std::exp(EmptyValue()));
+        } else if (problem_.reduce == SegmentReduce::softmax && rows_out_.stages()) {
+          SoftmaxOfColumn(segments_, begin, end, reinterpret_cast<const R*>(x_.data), task, output,
+                          [&](const Piece& piece) {
+                            FoldPiece(piece, task.state, task);
+                            WriteRows(piece, task.state, task, output);
+                          });
+        } else {
+          return false;
         }
-        return sums || Extremal();
+        return true;
       }
       if (x_.column_stride != 1 || out_.column_stride != 1) return false;
       if (sums) {
@@ -227,18 +241,22 @@ class Forward {
     }
   }
 
+  // `empty_b` belongs to EmptyValue() in the state of segments without rows.
   template <class Rule>
-  void FoldColumn(std::int64_t begin, std::int64_t end, const Task& task) const {
+  void FoldColumn(std::int64_t begin, std::int64_t end, const Task& task,
+                  typename Rule::B empty_b) const {
     using Scan = ColumnScan<R, Rule>;
+    using B = typename Rule::B;
     constexpr std::int64_t kLong = Scan::kRows;  // better folded on its own
-    Scan scan(problem_.reduce == SegmentReduce::mean, EmptyValue());
+    Scan scan({EmptyValue(), empty_b});
     const std::int64_t last_row = segments_.begin(end);
     for (std::int64_t s = begin, row = segments_.begin(begin); s < end;) {
       const std::int64_t first = segments_.begin(s), next = segments_.end(s);
       if (next - row >= kLong) {
-        FoldRun(Piece{s, row, next, false, false}, task.state, task);
-        const auto place = static_cast<Int<R>>(row - first + task.state.places()[0]);
-        scan.Add({task.state.a[0], place}, row > first, next - first);
+        FoldRun(problem_, x_, segments_, Piece{s, row, next, false, false}, task.state, task);
+        Folded<R, B> folded{task.state.a[0], reinterpret_cast<const B*>(task.state.b)[0]};
+        if (Rule::kPlaces) folded.b += static_cast<B>(row - first);
+        scan.Add(folded, row > first);
         row = next;
         ++s;
       } else {
@@ -253,9 +271,14 @@ class Forward {
       const std::int64_t written = s - scan.waiting;
       const std::int64_t count = (s == end ? s : s / Scan::kGroup * Scan::kGroup) - written;
       if (count <= 0) continue;
-      WriteColumn(out_, written, scan.values, count, streams_out_);
-      if (run_.tensors.arg != nullptr) WritePlaces(written, scan.places, count);
-      scan.Written(count);
+      if (problem_.reduce == SegmentReduce::mean)
+        DivideByRows(SegmentEnds(segments_, written), count, scan.a);
+      if constexpr (Rule::kTwo && !Rule::kPlaces) Rule::Finish(scan.a, scan.b, count);
+      WriteColumn(out_, written, scan.a, count, streams_out_);
+      if constexpr (Rule::kPlaces) {
+        if (run_.tensors.arg != nullptr) WritePlaces(written, scan.b, count);
+      }
+      scan.Used(count);
     }
   }
 
@@ -281,41 +304,6 @@ class Forward {
     } else {
       write(std::int64_t{-1}, begin_of);
     }
-  }
-
-  // FoldPiece for one column.
-  void FoldRun(const Piece& piece, const State& state, const Task& task) const {
-    ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
-      const R* run = ReadRun(x_, segments_, row, rows, task.block);
-      const bool first = row == piece.begin;
-      switch (problem_.reduce) {
-        case SegmentReduce::sum:
-        case SegmentReduce::mean:
-          state.a[0] = SumOfRun(run, rows) + (first ? R{0} : state.a[0]);
-          break;
-        case SegmentReduce::prod:
-          state.a[0] = ProductOfRun(run, rows) * (first ? R{1} : state.a[0]);
-          break;
-        case SegmentReduce::max:
-        case SegmentReduce::min: {
-          const std::int64_t place = WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-            return PlaceOfExtreme<kMax, kLast>(run, rows);
-          });
-          if (first || Beats(problem_, run[place], state.a[0])) {
-            state.a[0] = run[place];
-            state.places()[0] = static_cast<Int<R>>(row - piece.begin + place);
-          }
-          break;
-        }
-        case SegmentReduce::logsumexp:
-        case SegmentReduce::softmax: {
-          const LogSum<R> later{task.vector, task.vector + 1};
-          LogSumOfRun(run, rows, first ? state.log_sum() : later);
-          if (!first) MergeLogSum(state.log_sum(), later, 1);
-          break;
-        }
-      }
-    });
   }
 
   // --- 2 ---
@@ -461,12 +449,9 @@ class Forward {
 
   void FinishRows(std::int64_t tile, const Task& task) const {
     Output output = MakeOutput(task);
-    run_.walk(
-        tile,
-        [&](const Piece& piece) {
-          if (!piece.whole) WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
-        },
-        [](std::int64_t) {});
+    run_.walk_ends(tile, [&](const Piece& piece) {
+      WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
+    });
     output.Flush();
   }
 
@@ -483,14 +468,7 @@ class Forward {
   void WriteSoftmax(const Piece& piece, const State& state, const Task& task,
                     Output& output) const {
     const hn::ScalableTag<R> d;
-    // Nobody reads the state again: it becomes the shift and the reciprocal of the sum.
-    ForColumns<R>(task.columns, [&](auto, std::int64_t c) {
-      const auto sum = hn::LoadU(d, state.b + c);
-      auto inverse = hn::Div(hn::Set(d, R{1}), sum);
-      inverse = hn::IfThenElse(hn::Lt(sum, hn::Set(d, kInf<R>)), inverse, hn::Set(d, NaN()));
-      Store(d, hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), inverse), state.b + c);
-      Store(d, Shift(d, hn::LoadU(d, state.a + c)), state.a + c);
-    });
+    FinishSoftmax(state.log_sum(), task.columns);  // nobody reads the state again
     MapRows<kStream, 1>(
         piece, segments_, task.column, task.columns,
         MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output, task.run,
@@ -500,8 +478,6 @@ class Forward {
           return hn::Mul(ExpOfNonPositive(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
         });
   }
-
-  static R NaN() { return std::numeric_limits<R>::quiet_NaN(); }
 
   void WriteMask(const Piece& piece, const State& state, const Task& task) const {
     const Matrix<std::uint8_t> mask(problem_.arg_mask, Mask());

@@ -325,39 +325,6 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
   }
 }
 
-// total[c] *= block[0][c] * block[1][c] * …, rounded once a block: a product of n factors in f32
-// would carry the roundings of all n.
-template <class R>
-void MultiplyRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT total) {
-  if constexpr (sizeof(R) == 8) {
-    FoldRows(block, 0, columns, total, [](auto a, auto b) { return hn::Mul(a, b); });
-  } else {
-#if HWY_TARGET == HWY_SCALAR
-    for (std::int64_t c = 0; c < columns; ++c) {
-      double product = static_cast<double>(total[c]);
-      for (std::int64_t r = 0; r < block.rows; ++r) product *= static_cast<double>(block.row(r)[c]);
-      total[c] = static_cast<R>(product);
-    }
-#else
-    const hn::ScalableTag<R> d;
-    const hn::Half<decltype(d)> half;
-    const hn::Rebind<double, decltype(half)> wide;
-    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-      const auto before = hn::LoadU(d, total + c);
-      auto low = hn::PromoteTo(wide, hn::LowerHalf(half, before));
-      auto high = hn::PromoteTo(wide, hn::UpperHalf(half, before));
-      const R* from = block.data + c;
-      for (std::int64_t r = 0; r < block.rows; ++r, from += block.stride) {
-        const auto v = lanes.Read(d, from);
-        low = hn::Mul(low, hn::PromoteTo(wide, hn::LowerHalf(half, v)));
-        high = hn::Mul(high, hn::PromoteTo(wide, hn::UpperHalf(half, v)));
-      }
-      Store(d, hn::Combine(d, hn::DemoteTo(half, high), hn::DemoteTo(half, low)), total + c);
-    });
-#endif
-  }
-}
-
 // Where SumFewRows finds its rows: side by side, or by a permutation.
 template <class R>
 class AdjacentRows {
@@ -494,15 +461,21 @@ void AddLogSum(const LogSum<R>& state, const Block<R>& block, bool first, std::i
 }
 
 // Adds the state of later rows.
+template <class D>
+HWY_INLINE void JoinLogSum(D d, hn::Vec<D>& largest, hn::Vec<D>& sum, hn::Vec<D> later_largest,
+                           hn::Vec<D> later_sum) {
+  const auto before = largest;
+  largest = hn::Max(largest, later_largest);
+  const auto shift = Shift(d, largest);
+  sum = hn::Add(hn::Mul(sum, ExpOf(d, hn::Sub(before, shift))),
+                hn::Mul(later_sum, ExpOf(d, hn::Sub(later_largest, shift))));
+}
 template <class R>
 void MergeLogSum(const LogSum<R>& state, const LogSum<R>& later, std::int64_t columns) {
   const hn::ScalableTag<R> d;
   ForColumns<R>(columns, [&](auto, std::int64_t c) {
-    const auto a = hn::LoadU(d, state.largest + c), b = hn::LoadU(d, later.largest + c);
-    const auto largest = hn::Max(a, b);
-    const auto shift = Shift(d, largest);
-    const auto sum = hn::Add(hn::Mul(hn::LoadU(d, state.sum + c), ExpOf(d, hn::Sub(a, shift))),
-                             hn::Mul(hn::LoadU(d, later.sum + c), ExpOf(d, hn::Sub(b, shift))));
+    auto largest = hn::LoadU(d, state.largest + c), sum = hn::LoadU(d, state.sum + c);
+    JoinLogSum(d, largest, sum, hn::LoadU(d, later.largest + c), hn::LoadU(d, later.sum + c));
     Store(d, largest, state.largest + c);
     Store(d, sum, state.sum + c);
   });
@@ -512,9 +485,24 @@ void MergeLogSum(const LogSum<R>& state, const LogSum<R>& later, std::int64_t co
 template <class R>
 void FinishLogSum(const LogSum<R>& state, std::int64_t columns) {
   const hn::ScalableTag<R> d;
+  ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+    const auto shift = Shift(d, lanes.Read(d, state.largest + c));
+    lanes.Write(d, hn::Add(shift, LogOf(d, lanes.Read(d, state.sum + c))), state.largest + c);
+  });
+}
+
+// Turns the state into what makes softmax of a row: the shift, in `largest`, and the reciprocal of
+// the sum. Both have room for whole vectors.
+template <class R>
+void FinishSoftmax(const LogSum<R>& state, std::int64_t columns) {
+  const hn::ScalableTag<R> d;
+  const auto nan = hn::Set(d, std::numeric_limits<R>::quiet_NaN());
   ForColumns<R>(columns, [&](auto, std::int64_t c) {
-    const auto shift = Shift(d, hn::LoadU(d, state.largest + c));
-    Store(d, hn::Add(shift, LogOf(d, hn::LoadU(d, state.sum + c))), state.largest + c);
+    const auto sum = hn::LoadU(d, state.sum + c);
+    auto inverse = hn::Div(hn::Set(d, R{1}), sum);
+    inverse = hn::IfThenElse(hn::Lt(sum, hn::Set(d, kInf<R>)), inverse, nan);
+    Store(d, hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), inverse), state.sum + c);
+    Store(d, Shift(d, hn::LoadU(d, state.largest + c)), state.largest + c);
   });
 }
 
