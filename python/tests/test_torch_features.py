@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
 from pullback import BlockLayout, sparsity  # noqa: E402
-from pullback._torch_dispatch import _Calls, _unseen  # noqa: E402
 from torch_cases import DENSE, DEVICES, random  # noqa: E402
 
 # ---------------------------------------------------------------- attention
@@ -203,125 +202,10 @@ def test_modules() -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_modes_and_profilers_see_the_operators() -> None:
-    """Though calls that nobody looks at take a shorter way."""
-    x = random(4, 6).requires_grad_()
-    expected = {"pullback::entmax", "pullback::entmax_backward"}
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.add(function.name())
-            return function(*args, **kwargs or {})
-
-    seen: set[str] = set()
-    with Names():
-        pt.entmax15(x).sum().backward()
-    assert expected <= seen
-    with torch.profiler.profile() as profile:
-        pt.entmax15(x).sum().backward()
-    assert expected <= {event.key for event in profile.key_averages()}
-    assert _unseen((x, None, torch.nn.Parameter(x)))
-    with torch.inference_mode():
-        inferred = pt.entmax15(x)
-    assert inferred.is_inference() and _unseen((inferred,))
-    with torch.device("meta"):
-        assert pt.entmax15(torch.empty(4, 6)).shape == (4, 6)
-
-
-def test_calls_are_known_by_all_that_matters() -> None:
-    x, ids = random(4, 6).requires_grad_(), torch.arange(4)
-    calls = _Calls()
-    calls.add((x, None, ids, ids), (1.0,), "first")
-
-    def known(*tensors: Any, options: Any = (1.0,)) -> bool:
-        return calls.find(tensors, options) is not None
-
-    other = random(4, 6, seed=1).requires_grad_()
-    assert known(other, None, twin := ids + 1, twin)
-    assert not known(other, None, twin, ids)
-    assert not known(x, None, ids, ids, options=(2.0,))
-    assert not known(x, ids, ids, None)
-    assert not known(x, None, ids, ids.int())
-    assert not known(x, None, ids[:3], ids[:3])
-    for different in (
-        x.detach(),
-        torch.nn.Parameter(x),
-        x.float(),
-        x[:, :5],
-        x.detach().t().contiguous().t().requires_grad_(),
-        x.detach().to("meta").requires_grad_(),
-        torch.complex(x, -x).conj().imag,
-    ):
-        assert not known(different, None, ids, ids)
-    with torch.autocast("cpu"):
-        assert not known(x, None, ids, ids)
-    with torch.inference_mode():
-        assert not known(x, None, ids, ids)
-    with TorchDispatchMode():
-        assert not known(x, None, ids, ids)
-    torch.func.vmap(lambda row: row.sum() if not known(row, None, ids, ids) else 1 / 0)(
-        x.unsqueeze(0)
-    )
-
-    for i in range(20):  # the first makes room for others
-        calls.add((x[:1],), (float(i),), i)
-    assert not known(x, None, ids, ids)
-    assert [calls.find((x[:1],), (float(i),)).prepared for i in range(12, 20)] == [*range(12, 20)]
-    assert calls.find((x[:1],), (11.0,)) is None
-
-
-def test_inference_and_training_share_plans() -> None:
-    x = random(5, 3)
-    with torch.inference_mode():
-        found = pt.segment_reduce(x, "sum", offsets=torch.tensor([0, 2, 5]))
-    assert found.is_inference()
-    trained = x.clone().requires_grad_()
-    out = pt.segment_reduce(trained, "sum", offsets=torch.tensor([0, 2, 5]))
-    assert torch.equal(out, found)
-    (gradient,) = torch.autograd.grad(out.sum(), trained)
-    assert torch.equal(gradient, torch.ones_like(x))
-
-
-def test_calls_of_another_number_of_threads_have_their_own_plan() -> None:
-    x = random(64, 300)
-    expected = pt.entmax15(x)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 1):
-            torch.set_num_threads(threads)
-            assert torch.equal(pt.entmax15(x), expected)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_options_may_be_tensors_that_change() -> None:
-    q, k, v = (random(1, 6, 2, 4, seed=i) for i in range(3))
-    scale = torch.tensor(0.5)
-    first = pt.attention(q, k, v, scale=scale)
-    scale.mul_(2)
-    assert torch.equal(first, pt.attention(q, k, v, scale=0.5))
-    assert torch.equal(pt.attention(q, k, v, scale=scale), pt.attention(q, k, v, scale=1.0))
-
-
 def test_tensors_of_two_devices_are_refused() -> None:
     mask = torch.ones(4, 6, dtype=torch.bool, device="meta")
     with pytest.raises(ValueError, match="mask: expected a tensor on cpu, got meta"):
         pt.entmax15(random(4, 6), mask=mask)
-
-
-def test_what_is_saved_may_be_no_plain_tensor() -> None:
-    y = random(1, 4, 1, 8).requires_grad_()
-    negated = torch.complex(y, -y).conj().imag
-    assert negated.is_neg() and not _unseen((negated,))
-    found = torch.autograd.grad(pt.attention(negated, negated, negated).sum(), y)
-    expected = torch.autograd.grad(pt.attention(y, y, y).sum(), y)
-    torch.testing.assert_close(found, expected)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.t().contiguous(), lambda t: t.t()):
-        out = pt.entmax15(x := random(4, 6).requires_grad_())
-    (found,) = torch.autograd.grad(out.square().sum(), x)
-    (expected,) = torch.autograd.grad(pt.entmax15(x).square().sum(), x)
-    torch.testing.assert_close(found, expected)
 
 
 def test_vmap_makes_one_call_where_it_can() -> None:
