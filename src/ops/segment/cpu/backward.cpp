@@ -102,10 +102,20 @@ class Backward {
     output.Flush();
   }
 
-  // Segments [begin, end), all whole or empty, of one column. False when others have to do it.
+  // Segments [begin, end), all whole or empty. False when others have to do it.
   bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
     if constexpr (std::is_same_v<T, R>) {
-      if (!folds_ || problem_.x.shape[1] != 1 || !d_x_.stages()) return false;
+      if (!folds_) return false;
+      if (problem_.x.shape[1] > 1) {
+        if (rule_ != Rule::softmax || segments_.permuted() || out_.column_stride != 1 ||
+            d_out_.column_stride != 1 || d_x_.matrix().column_stride != 1) {
+          return false;
+        }
+        d_x_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
+                       : SoftmaxOfRows<false>(begin, end, task, output);
+        return true;
+      }
+      if (!d_x_.stages()) return false;
       if (rule_ == Rule::softmax && out_.row_stride == 1 && d_out_.row_stride == 1) {
         SoftmaxGradientOfColumn(segments_, begin, end, reinterpret_cast<const R*>(out_.data),
                                 reinterpret_cast<const R*>(d_out_.data), task, output,
@@ -122,6 +132,21 @@ class Backward {
       }
     }
     return false;
+  }
+
+  template <bool kStream>
+  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    ForSegments(
+        segments_, begin, end,
+        [&](const Piece& piece) {
+          output.Open(piece);
+          const auto [y, g] = SoftmaxBlocks(piece.begin, piece.end - piece.begin, task);
+          SoftmaxGradientOfFewRows<kStream>(y, g, task.columns, [&](std::int64_t r) HWY_ATTR {
+            return output.Row(piece.begin + r);
+          });
+          return true;
+        },
+        [&](const Piece& piece) { Single(piece, task, output); }, [](std::int64_t) {});
   }
 
   void Single(const Piece& piece, const Task& task, Output& output) const {
@@ -161,8 +186,6 @@ class Backward {
 
   // First or last row whose x equals out; of NaN the first.
   void FoldPlaces(const Piece& piece, const State& state, const Task& task) const {
-    const hn::ScalableTag<R> d;
-    const hn::RebindToSigned<decltype(d)> di;
     const bool last = problem_.ties == Ties::last;
     ReadRow(out_, piece.segment, task.column, task.columns, task.value);
     I* HWY_RESTRICT places = state.places();
@@ -176,27 +199,10 @@ class Backward {
       });
       return;
     }
-    ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
-      const Block<R> block = XBlock(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* row = block.row(r);
-        const auto place = hn::Set(di, static_cast<I>(first + r - piece.begin));
-        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto value = hn::LoadU(d, task.value + c);
-          const auto x = lanes.Read(d, row + c);
-          const auto before = hn::LoadU(di, places + c);
-          auto open = hn::RebindMask(d, hn::Lt(before, hn::Zero(di)));
-          if (last) open = hn::Or(open, hn::Not(hn::IsNaN(x)));
-          const auto take = hn::And(Ties(x, value), open);
-          hn::StoreU(hn::IfThenElse(hn::RebindMask(di, take), place, before), di, places + c);
-        });
-      }
+    ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
+      FindPlaces(XBlock(row, rows, task), static_cast<I>(row - piece.begin), task.columns,
+                 task.value, last, places);
     });
-  }
-
-  template <class V>
-  static HWY_INLINE auto Ties(V a, V b) {
-    return hn::Or(hn::Eq(a, b), hn::And(hn::IsNaN(a), hn::IsNaN(b)));
   }
 
   void FoldCounts(const Piece& piece, const State& state, const Task& task) const {
@@ -217,7 +223,7 @@ class Backward {
       for (std::int64_t r = 0; r < rows; ++r) {
         const R* row = block.row(r);
         ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto equal = Ties(lanes.Read(d, row + c), hn::LoadU(d, task.value + c));
+          const auto equal = Tied(lanes.Read(d, row + c), hn::LoadU(d, task.value + c));
           const auto before = hn::LoadU(di, counts + c);
           // A mask is -1 in each lane that it holds for.
           hn::StoreU(hn::Sub(before, hn::VecFromMask(di, hn::RebindMask(di, equal))), di,
@@ -494,7 +500,7 @@ class Backward {
       case Rule::equal:
         ReadRow(out_, piece.segment, task.column, task.columns, task.value);
         map.template operator()<1>(x, [&](auto at, auto value) {
-          return hn::IfThenElseZero(Ties(value, at.At(task.value)), at.At(task.gradient));
+          return hn::IfThenElseZero(Tied(value, at.At(task.value)), at.At(task.gradient));
         });
         break;
       case Rule::power:

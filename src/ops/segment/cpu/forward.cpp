@@ -77,17 +77,23 @@ class Forward {
     run_.walk(
         tile,
         [&](const Piece& piece) {
-          const State state = piece.whole ? task.state : Slot(tile, piece.head, task.column);
-          FoldPiece(piece, state, task);
-          if (!piece.whole) return;
-          if (Extremal()) Widen(piece, state, task);
-          Finish(piece.segment, state, task);
-          if (rows) WriteRows(piece, state, task, output);
+          if (piece.whole) {
+            Whole(piece, task, output, rows);
+          } else {
+            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
+          }
         },
         [&](std::int64_t s) { WriteEmpty(s, task); },
         [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
     output.Flush();
     FinishStreams();
+  }
+
+  void Whole(const Piece& piece, const Task& task, Output& output, bool rows) const {
+    FoldPiece(piece, task.state, task);
+    if (Extremal()) Widen(piece, task.state, task);
+    Finish(piece.segment, task.state, task);
+    if (rows) WriteRows(piece, task.state, task, output);
   }
 
   // The rows of the extremes, in the sorted order, to task.wide.
@@ -156,10 +162,7 @@ class Forward {
           FoldColumn<LogSumRule<R>>(begin, end, task, std::exp(EmptyValue()));
         } else if (problem_.reduce == SegmentReduce::softmax && rows_out_.stages()) {
           SoftmaxOfColumn(segments_, begin, end, reinterpret_cast<const R*>(x_.data), task, output,
-                          [&](const Piece& piece) {
-                            FoldPiece(piece, task.state, task);
-                            WriteRows(piece, task.state, task, output);
-                          });
+                          [&](const Piece& piece) { Whole(piece, task, output, true); });
         } else {
           return false;
         }
@@ -167,23 +170,32 @@ class Forward {
       }
       if (x_.column_stride != 1 || out_.column_stride != 1) return false;
       if (sums) {
-        SumRows(begin, end, task);
+        SumsOfRows(begin, end, task, output);
       } else if (Extremal()) {
-        return ExtremesOfRows(begin, end, task);
+        return ExtremesOfRows(begin, end, task, output);
+      } else if (problem_.reduce == SegmentReduce::logsumexp) {
+        streams_out_ ? LogSumsOfRows<true>(begin, end, task, output)
+                     : LogSumsOfRows<false>(begin, end, task, output);
+      } else if (problem_.reduce == SegmentReduce::softmax) {
+        rows_out_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
+                            : SoftmaxOfRows<false>(begin, end, task, output);
+      } else {
+        return false;
       }
-      return sums;
+      return true;
     }
     return false;
   }
 
   // False when arg is not of the kind that short segments are quick with.
-  bool ExtremesOfRows(std::int64_t begin, std::int64_t end, const Task& task) const {
+  bool ExtremesOfRows(std::int64_t begin, std::int64_t end, const Task& task,
+                      Output& output) const {
     const bool arg = run_.tensors.arg != nullptr;
     const auto fold = [&]<class A>(const Matrix<A>& matrix) {
       if (arg && (matrix.column_stride != 1 || streams_arg_ != streams_out_)) return false;
       WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-        streams_out_ ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, matrix)
-                     : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, matrix);
+        streams_out_ ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, output, matrix)
+                     : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, output, matrix);
       });
       return true;
     };
@@ -191,54 +203,65 @@ class Forward {
     return problem_.arg.dtype == DType::i32 && fold(ArgMatrix<std::int32_t>());
   }
 
-  template <bool kMax, bool kLast, bool kStream, class A>
-  void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task,
-                        const Matrix<A>& arg) const {
-    std::int64_t row = segments_.begin(begin);
-    for (std::int64_t s = begin; s < end; ++s) {
-      const std::int64_t next = segments_.end(s), rows = next - row;
-      const Block<R> block{reinterpret_cast<const R*>(x_.at(row, task.column)), x_.row_stride,
-                           rows};
-      auto* to = reinterpret_cast<R*>(out_.at(s, task.column));
-      A* to_arg = arg.data == nullptr ? nullptr : arg.at(s, task.column);
-      if (rows == 0) {
-        WriteEmpty(s, task);
-      } else if (rows > kFewRows ||
-                 !ExtremeOfFewRows<kMax, kLast, kStream>(block, task.columns, row, to, to_arg)) {
-        const Piece piece{s, row, next, true, false};
-        FoldPiece(piece, task.state, task);
-        Widen(piece, task.state, task);
-        Finish(s, task.state, task);
-      }
-      row = next;
-    }
+  // ForSegments, where few are done by few(block, piece).
+  template <class Few>
+  void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+               const Few& few) const {
+    const bool rows = problem_.reduce == SegmentReduce::softmax;
+    ForSegments(
+        segments_, begin, end,
+        [&](const Piece& piece) {
+          const auto* x = reinterpret_cast<const R*>(x_.at(piece.begin, task.column));
+          return few(Block<R>{x, x_.row_stride, piece.end - piece.begin}, piece);
+        },
+        [&](const Piece& piece) { Whole(piece, task, output, rows); },
+        [&](std::int64_t s) { WriteEmpty(s, task); });
+  }
+  R* OutAt(const Piece& piece, const Task& task) const {
+    return reinterpret_cast<R*>(out_.at(piece.segment, task.column));
   }
 
-  // Segments of so few rows that their lines may be read out of order.
-  static constexpr std::int64_t kFewRows = 64;
+  template <bool kMax, bool kLast, bool kStream, class A>
+  void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+                        const Matrix<A>& arg) const {
+    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+      A* to_arg = arg.data == nullptr ? nullptr : arg.at(piece.segment, task.column);
+      return ExtremeOfFewRows<kMax, kLast, kStream>(block, task.columns, piece.begin,
+                                                    OutAt(piece, task), to_arg);
+    });
+  }
 
-  void SumRows(std::int64_t begin, std::int64_t end, const Task& task) const {
-    std::int64_t row = segments_.begin(begin);
-    for (std::int64_t s = begin; s < end; ++s) {
-      const std::int64_t next = segments_.end(s), rows = next - row;
-      if (rows == 0) {
-        WriteEmpty(s, task);
-      } else if (rows <= kFewRows) {
-        const R divisor = problem_.reduce == SegmentReduce::mean ? static_cast<R>(rows) : R{1};
-        auto* to = reinterpret_cast<R*>(out_.at(s, task.column));
-        const auto sum = [&](const auto& source) {
-          streams_out_ ? SumFewRows<true>(source, rows, task.columns, divisor, to)
-                       : SumFewRows<false>(source, rows, task.columns, divisor, to);
-        };
-        segments_.permuted()
-            ? sum(GatheredRows<R>(x_, segments_, row, task.column, task.columns))
-            : sum(AdjacentRows<R>({x_.at(row, task.column), x_.row_stride, rows}, task.columns));
-      } else {
-        FoldPiece(Piece{s, row, next, true, false}, task.state, task);
-        Finish(s, task.state, task);
-      }
-      row = next;
-    }
+  template <bool kStream>
+  void LogSumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+      return LogSumOfFewRows<kStream>(block, task.columns, OutAt(piece, task));
+    });
+  }
+
+  template <bool kStream>
+  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+      output.Open(piece);
+      return SoftmaxOfFewRows<kStream>(block, task.columns, task.run, [&](std::int64_t r) HWY_ATTR {
+        return output.Row(piece.begin + r);
+      });
+    });
+  }
+
+  void SumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+      const bool mean = problem_.reduce == SegmentReduce::mean;
+      const R divisor = mean ? static_cast<R>(block.rows) : R{1};
+      R* to = OutAt(piece, task);
+      const auto sum = [&](const auto& source) {
+        streams_out_ ? SumFewRows<true>(source, block.rows, task.columns, divisor, to)
+                     : SumFewRows<false>(source, block.rows, task.columns, divisor, to);
+      };
+      segments_.permuted()
+          ? sum(GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns))
+          : sum(AdjacentRows<R>(block, task.columns));
+      return true;
+    });
   }
 
   // `empty_b` belongs to EmptyValue() in the state of segments without rows.

@@ -17,7 +17,7 @@
 #include <bit>
 
 #include "ops/segment/cpu/extreme-inl.hpp"
-#include "ops/segment/cpu/rows-inl.hpp"
+#include "ops/segment/cpu/softmax-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {

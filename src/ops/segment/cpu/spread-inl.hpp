@@ -8,7 +8,6 @@
 #define PULLBACK_SEGMENT_SPREAD_INL_HPP
 #endif
 
-#include "ops/segment/cpu/rows-inl.hpp"
 #include "ops/segment/cpu/scan-inl.hpp"
 #include "ops/segment/cpu/task-inl.hpp"
 
