@@ -350,15 +350,16 @@ std::vector<Case> segment_bench() {
     const Lengths mean4096(static_cast<std::size_t>(size.rows / 4096), 4096);
     const Lengths skewed = power_law(size.rows, size.rows / 8, random);
     const std::string name = size.name;
-    for (const std::string reduce : {"sum", "max"}) {
-      add(name + " mean 8", reduce, {mean8, size.columns});
-      add(name + " mean 4096", reduce, {mean4096, size.columns});
-      add(name + " power law", reduce, {skewed, size.columns});
+    const std::pair<const char*, Lengths> kinds[] = {
+        {" mean 8", mean8}, {" mean 4096", mean4096}, {" power law", skewed}};
+    for (const auto& [kind, lengths] : kinds) {
+      for (const std::string reduce : {"sum", "mean", "max", "logsumexp", "softmax"}) {
+        add(name + kind, reduce, {lengths, size.columns});
+        if (reduce != "softmax") cases.back().same_inputs = name + kind;
+      }
     }
   }
   const Lengths mean8(1 << 16, 8);
-  add("D=128 mean 8", "logsumexp", {mean8, 128});
-  add("D=128 mean 8", "softmax", {mean8, 128});
   add("D=128 mean 8 recompute", "max", {mean8, 128}, {{"saved", "none"}});
   add("D=128 mean 8 unsorted", "sum", {mean8, 128, Form::unsorted});
   return cases;
