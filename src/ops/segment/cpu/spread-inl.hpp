@@ -135,20 +135,28 @@ void SoftmaxOfColumn(const Segments& segments, std::int64_t begin, std::int64_t 
           const SegmentEnds& ends) HWY_ATTR {
         scan.Used(count);
         FinishSoftmax(LogSum<R>{scan.a, scan.b}, count);
-        ends.Visit([&](const auto& end_of) {
-          SpreadToRows<2, R>(0, count, row, end_of,
-                             [&](std::int64_t k, int i) { return i == 0 ? scan.b[k] : scan.a[k]; },
-                             {task.block, task.block2});
-        });
         output.Open(Piece{s, row, stop, true, false});
         R* to = output.Run(row, nullptr);
-        const R* HWY_RESTRICT powers = scan.powers();
-        ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) {
-          const auto power = powers != nullptr
-                                 ? hn::LoadU(d, powers + r)
-                                 : ExpOfNonPositive(d, hn::Sub(lanes.Read(d, x + row + r),
-                                                               hn::LoadU(d, task.block2 + r)));
-          lanes.Write(d, hn::Mul(power, hn::LoadU(d, task.block + r)), to + r);
+        ends.Visit([&](const auto& end_of) HWY_ATTR {
+          const R* HWY_RESTRICT powers = scan.powers();
+          if (powers != nullptr) {
+            SpreadToRows<1, R>(0, count, row, end_of,
+                               [&](std::int64_t k, int) { return scan.b[k]; }, {task.block});
+            ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) {
+              const auto inverse = hn::LoadU(d, task.block + r);
+              lanes.Write(d, hn::Mul(hn::LoadU(d, powers + r), inverse), to + r);
+            });
+          } else {
+            SpreadToRows<2, R>(
+                0, count, row, end_of,
+                [&](std::int64_t k, int i) { return i == 0 ? scan.b[k] : scan.a[k]; },
+                {task.block, task.block2});
+            ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) {
+              const auto inverse = hn::LoadU(d, task.block + r);
+              const auto less = hn::Sub(lanes.Read(d, x + row + r), hn::LoadU(d, task.block2 + r));
+              lanes.Write(d, hn::Mul(ExpOfNonPositive(d, less), inverse), to + r);
+            });
+          }
         });
         output.DrainLines();
       },
