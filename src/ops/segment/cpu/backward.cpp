@@ -149,7 +149,7 @@ class Backward {
         [&](const Piece& piece) { Single(piece, task, output); }, [](std::int64_t) {});
   }
 
-  void Single(const Piece& piece, const Task& task, Output& output) const {
+  HWY_NOINLINE void Single(const Piece& piece, const Task& task, Output& output) const {
     // A product of all rows is no help within a segment.
     if (rule_ != Rule::product) FoldPiece(piece, task.state, task);
     Resolve(task.state, task);

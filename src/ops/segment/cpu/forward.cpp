@@ -89,7 +89,7 @@ class Forward {
     FinishStreams();
   }
 
-  void Whole(const Piece& piece, const Task& task, Output& output, bool rows) const {
+  HWY_INLINE void Whole(const Piece& piece, const Task& task, Output& output, bool rows) const {
     FoldPiece(piece, task.state, task);
     if (Extremal()) Widen(piece, task.state, task);
     Finish(piece.segment, task.state, task);
@@ -249,19 +249,28 @@ class Forward {
   }
 
   void SumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
-      const bool mean = problem_.reduce == SegmentReduce::mean;
-      const R divisor = mean ? static_cast<R>(block.rows) : R{1};
-      R* to = OutAt(piece, task);
-      const auto sum = [&](const auto& source) {
-        streams_out_ ? SumFewRows<true>(source, block.rows, task.columns, divisor, to)
-                     : SumFewRows<false>(source, block.rows, task.columns, divisor, to);
-      };
-      segments_.permuted()
-          ? sum(GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns))
-          : sum(AdjacentRows<R>(block, task.columns));
-      return true;
-    });
+    if (segments_.permuted()) {
+      SumsOfRowsAs(begin, end, task, output, [&](const Block<R>&, const Piece& piece) {
+        return GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns);
+      });
+    } else {
+      SumsOfRowsAs(begin, end, task, output, [&](const Block<R>& block, const Piece&) {
+        return AdjacentRows<R>(block, task.columns);
+      });
+    }
+  }
+  template <class Source>
+  void SumsOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+                    const Source& source) const {
+    const bool mean = problem_.reduce == SegmentReduce::mean;
+    const auto sum = [&]<bool kStream>() {
+      FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+        SumFewRows<kStream>(source(block, piece), block.rows, task.columns,
+                            mean ? static_cast<R>(block.rows) : R{1}, OutAt(piece, task));
+        return true;
+      });
+    };
+    streams_out_ ? sum.template operator()<true>() : sum.template operator()<false>();
   }
 
   // `empty_b` belongs to EmptyValue() in the state of segments without rows.
@@ -521,31 +530,6 @@ class Forward {
         }
       }
     });
-  }
-
-  // Bit c of the bytes at `to` says holds(c); the bits past the last column are 0.
-  template <class F>
-  static void StoreBits(std::int64_t columns, std::uint8_t* to, std::int64_t stride,
-                        const F& holds) {
-    for (std::int64_t c = 0; c < columns; c += 8) {
-      unsigned bits = 0;
-      for (std::int64_t k = 0; k < std::min<std::int64_t>(8, columns - c); ++k) {
-        bits |= static_cast<unsigned>(holds(c + k)) << k;
-      }
-      to[c / 8 * stride] = static_cast<std::uint8_t>(bits);
-    }
-  }
-
-  static void MaskOfEqual(const R* HWY_RESTRICT x, const R* HWY_RESTRICT value,
-                          std::int64_t columns, std::uint8_t* to, std::int64_t stride) {
-    StoreBits(columns, to, stride, [&](std::int64_t c) {
-      return x[c] == value[c] || (std::isnan(x[c]) && std::isnan(value[c]));
-    });
-  }
-
-  static void MaskOfPlace(Int<R> row, const Int<R>* HWY_RESTRICT place, std::int64_t columns,
-                          std::uint8_t* to, std::int64_t stride) {
-    StoreBits(columns, to, stride, [&](std::int64_t c) { return place[c] == row; });
   }
 
   // Rows of the sorted order that are in no segment.
