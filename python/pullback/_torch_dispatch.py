@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
-from typing import Any, Callable, NamedTuple, Protocol
+from typing import Any, Callable, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 library = torch.library.Library("pullback", "DEF")
+_core: Any = torch._C  # typed in part
 
 
 class Kernel(Protocol):
@@ -132,7 +134,7 @@ def _unseen(tensors: Sequence[Any], keys: Any = torch._C._dispatch_keys) -> bool
 
 
 # A name of PyTorch's own, which may go: then all calls pass through the dispatcher.
-_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+_Guards: Any = getattr(getattr(_core._dynamo, "guards", None), "TensorGuards", None)
 # How many calls of each pass of an op are known by their guards.
 _MOST_CALLS = 8
 
@@ -216,6 +218,11 @@ class _KnownCalls:
         return known, given
 
 
+def _tangent(tensor: Any) -> bool:
+    """Which autograd would drop without a word."""
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 class Calls(NamedTuple):
     """An operator's calls of (tensors, options)."""
 
@@ -228,7 +235,10 @@ class Calls(NamedTuple):
 
 
 def differentiate(
-    operator: Any, kernel: Kernel, setup: Callable[..., None], derive: Callable[..., tuple[Any, ...]]
+    operator: Any,
+    kernel: Kernel,
+    setup: Callable[..., None],
+    derive: Callable[..., tuple[Any, ...]],
 ) -> Calls:
     """What torch.library.register_autograd does, at half its cost, and for torch.func too.
 
@@ -240,7 +250,7 @@ def differentiate(
     below, after_autograd = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
     redispatch = operator.redispatch
     # Those that see calls that guards know.
-    modes, profiled = torch._C._len_torch_function_stack, torch._C._autograd._profiler_enabled
+    modes, profiled = torch._C._len_torch_function_stack, _core._autograd._profiler_enabled
     count = len(kernel.names)
     calls = _KnownCalls()
 
@@ -271,8 +281,13 @@ def differentiate(
 
     # Function.apply looks for transforms, which do not come here, and a node's for what else may be
     # its derivative.
-    apply = super(torch.autograd.Function, Derivative).apply
-    Derivative._backward_cls.apply = Derivative.backward  # type: ignore[attr-defined]
+    function: Any = super(torch.autograd.Function, Derivative)
+    node: Any = Derivative._backward_cls
+    apply, node.apply = function.apply, Derivative.backward
+
+    def refuse_tangents() -> NoReturn:
+        name = operator._opname
+        raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
 
     class Transformed(torch.autograd.Function):
         """The operator for torch.func.grad and the like, which do not reach Derivative."""
@@ -289,6 +304,10 @@ def differentiate(
             outputs = (output,) if isinstance(output, Tensor) else output
             setup(ctx, inputs[1:], inputs[0], outputs, None)
 
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+            refuse_tangents()
+
         backward = staticmethod(derive)
 
     def autograd(keyset: Any, *arguments: Any) -> Any:
@@ -301,6 +320,8 @@ def differentiate(
 
     def call(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         if not torch.compiler.is_compiling():
+            if forward_ad._current_level >= 0 and any(map(_tangent, tensors)):
+                refuse_tangents()
             if _Guards and modes() == 0 and not profiled():
                 found = calls.find(tensors, options)
                 if found is None and _unseen(tensors):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -65,6 +68,8 @@ def test_dropout_follows_torchs_generator_and_is_undone_exactly() -> None:
     q, k, v = (random(1, 32, 2, 8, seed=i).requires_grad_() for i in range(3))
     torch.manual_seed(1)
     a, b = (pt.attention(q, k, v, dropout=0.5) for _ in range(2))
+    seeded = [pt.attention(q, k, v, dropout=0.5, seed=s) for s in (7, torch.tensor(7), 8)]
+    assert torch.equal(*seeded[:2]) and not torch.equal(*seeded[1:])
     torch.manual_seed(1)
     c = pt.attention(q, k, v, dropout=0.5)
     assert torch.equal(a, c) and not torch.equal(a, b)
@@ -248,6 +253,35 @@ def test_vmap_makes_one_call_where_it_can() -> None:
     assert shared.shape == (3, 2, 5, 2, 4)
 
 
+def test_layouts_and_modules_are_copied_and_pickled() -> None:
+    module = pt.SparseSelfAttention(sparsity.FixedSparsityConfig(num_heads=2))
+    q = random(1, 2, 64, 4)
+    expected = module(q, q, q)
+    copied = copy.deepcopy(module)
+    layout = pickle.loads(pickle.dumps(module.get_layout(64)))
+    assert (layout.present == module.get_layout(64).present).all()
+    del module
+    gc.collect()
+    assert torch.equal(copied(q, q, q), expected)
+    again = pt.block_sparse_attention(*[q.transpose(1, 2)] * 3, layout)
+    assert torch.equal(again.transpose(1, 2), expected)
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    from torch.autograd import forward_ad
+
+    x = random(3, 5)
+    with pytest.raises(NotImplementedError, match="segment: forward-mode derivatives"):
+        torch.func.jvp(lambda x: pt.segment_reduce(x, offsets=torch.tensor([0, 3])), (x,), (x,))
+    with pytest.raises(NotImplementedError, match="entmax: forward-mode derivatives"):
+        torch.func.jacfwd(pt.entmax15)(x)
+    with forward_ad.dual_level():
+        for given in (x.clone(), x.clone().requires_grad_()):
+            with pytest.raises(NotImplementedError, match="entmax: forward-mode derivatives"):
+                pt.entmax15(forward_ad.make_dual(given, x))
+        assert torch.equal(pt.entmax15(x), pt.entmax15(x.clone()))
+
+
 def test_errors_of_the_library_reach_the_caller() -> None:
     q = random(2, 4, 2, 8)
     with pytest.raises(ValueError, match="attention: k: expected the batch size of q, 2"):
@@ -256,6 +290,18 @@ def test_errors_of_the_library_reach_the_caller() -> None:
         pt.attention(q.to(torch.int16), q, q)
     with pytest.raises(ValueError, match="needed|one of|offsets"):
         pt.segment_reduce(q[0, :, 0], "sum")
+    with pytest.raises(ValueError, match="num_segments: expected a number, as ids are given"):
+        pt.segment_reduce(q[0, :, 0], "sum", ids=torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"x: expected \[N,...\], got rank 0"):
+        pt.segment_reduce(q[0, 0, 0, 0], "sum", offsets=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"window: expected \(left, right\), got 3"):
+        pt.attention(q, q, q, window=3)
+    with pytest.raises(TypeError, match="layout: expected a BlockLayout, got ndarray"):
+        pt.block_softmax(q, DENSE.present)
+    with pytest.raises(ValueError, match=r"alpha: .* broadcasts to \[2, 4, 2\], got \[3\]"):
+        pt.entmax(q, torch.ones(3))
+    with pytest.raises(ValueError, match="attn_mask_mode: expected 'add', 'mul', 'keep'"):
+        pt.SparseSelfAttention(attn_mask_mode="multiply")
 
 
 @pytest.mark.parametrize("device", DEVICES)
