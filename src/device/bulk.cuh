@@ -42,6 +42,25 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// Into the shared memory of another block of the cluster, whose barrier there counts the bytes;
+// both by remote_address(). Who waits for the barrier sees them: no fence, and no block waits for
+// those that it does not hear from.
+inline void send(uint32_t address, float value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          address),
+      "r"(__float_as_uint(value)), "r"(barrier)
+      : "memory");
+}
+inline void send(uint32_t address, const float (&values)[4], uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+      " [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(__float_as_uint(values[0])), "r"(__float_as_uint(values[1])),
+      "r"(__float_as_uint(values[2])), "r"(__float_as_uint(values[3])), "r"(barrier)
+      : "memory");
+}
+
 // `bytes` is a multiple of 16, both addresses are aligned to 16. The data is read once: it need not
 // stay in the second-level cache.
 inline void bulk_load(void* to_shared, const void* from_global, uint32_t bytes, uint64_t* barrier) {

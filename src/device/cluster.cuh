@@ -45,7 +45,7 @@ inline void cluster_arrive() {
 }
 inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// The address in block `rank` of what `local` is in this one. Write with store_remote.
+// The address in block `rank` of what `local` is in this one, for load_remote and store_remote.
 inline uint32_t remote_address(const void* local, uint32_t rank) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
   uint32_t remote;
@@ -53,6 +53,11 @@ inline uint32_t remote_address(const void* local, uint32_t rank) {
   return remote;
 }
 
+inline uint32_t load_remote(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
 inline void store_remote(uint32_t address, uint32_t value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
@@ -72,6 +77,11 @@ inline uint32_t cluster_count() { return gridDim.x; }
 inline void cluster_barrier() { __syncthreads(); }
 inline uint32_t remote_address(const void* local, uint32_t) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(local));
+}
+inline uint32_t load_remote(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
 }
 inline void store_remote(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");

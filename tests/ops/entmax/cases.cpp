@@ -283,6 +283,25 @@ void many_rows(std::vector<Case>& cases) {
         });
     add("many columns, some special", {50, 20}, {{"alpha", alpha}, {"axis", "0"}}, special);
   }
+  // Enough columns to look for the few of them in the support; and more than a few.
+  for (const char* alpha : {"1.5", "2"}) {
+    const OptionMap options{{"alpha", alpha}, {"axis", "0"}};
+    add("wide columns", {520, 1030}, options, normal(1));
+    add("wide columns, dense", {520, 1030}, options, normal(0.01));
+    cases.back().full_only = true;
+    // A column that begins with minus infinity, or is nothing else; offsets that differ.
+    add("wide columns, minus infinity", {520, 1030}, options, [](std::int64_t i, Random& random) {
+      const std::int64_t column = i % 1030, position = i / 1030;
+      const bool hidden = column == 300 || (column == 7 && position < 400);
+      return hidden ? -kInfinity : static_cast<double>(column) + random.normal();
+    });
+    add("wide columns, a NaN", {520, 1030}, options, [](std::int64_t i, Random& random) {
+      return i == 400 * 1030 + 17 ? kNaN : random.normal();
+    });
+    cases.back().full_only = true;
+  }
+  add("wide columns", {520, 1030}, {{"alpha", "1.3"}, {"axis", "0"}}, normal(1));
+  cases.back().dtypes = {DType::f32};  // whose reference takes seconds
   add("many rows", {50, 21}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
   add("many rows", {50, 700}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
   cases.push_back(no_differences(make_case("many rows, mask", {{"alpha", "1.5"}}, {50, 20},
@@ -320,6 +339,22 @@ void long_rows(std::vector<Case>& cases) {
     cases.push_back(no_differences(make_case(fmt::format("long rows, some special alpha {}", alpha),
                                              {{"alpha", alpha}}, {4, 20000}, special)));
   }
+  // 16-bit rows whose values are all positive, all negative, or neither; also more of them than a
+  // GPU holds at a time.
+  const auto add_signs = [&](const char* alpha, std::int64_t rows, std::int64_t length) {
+    cases.push_back(no_differences(
+        make_case(fmt::format("long rows {}x{} of either sign alpha {}", rows, length, alpha),
+                  {{"alpha", alpha}}, {rows, length}, [=](std::int64_t i, Random& random) {
+                    return random.normal() + 6 * static_cast<double>(i / length % 3 - 1);
+                  })));
+    cases.back().dtypes = {DType::bf16, DType::f16};
+  };
+  for (const char* alpha : {"1.05", "1.3", "1.5", "1.7"}) {
+    add_signs(alpha, 3, 8200);
+    add_signs(alpha, 3, 65600);
+  }
+  add_signs("1.5", 300, 8200);
+  add_signs("1.5", 80, 65600);
   // Between these, each capacity of lanes, warps and blocks of the CUDA kernels; the last is past
   // them all.
   for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "2"}) {

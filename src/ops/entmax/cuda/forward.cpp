@@ -74,8 +74,9 @@ constexpr Lanes kLanes[] = {{8, 1}, {8, 4}, {16, 4}};
 cuda::OpKernel lanes_kernel(DType dtype, Family family, const Lanes& shape) {
   const auto type = cuda::device_type(dtype);
   // What takes more registers.
-  const bool wide = (collects(family) && dtype != DType::f32) ||
-                    (family == Family::sparsemax && dtype == DType::f16);
+  const bool powers = family == Family::general || family == Family::near_one;
+  const bool wide =
+      (powers && dtype != DType::f32) || (family == Family::sparsemax && dtype == DType::f16);
   return {.name = fmt::format("entmax_forward_lanes_{}_{}_{}_{}", type, name_of(family),
                               shape.lanes, shape.vectors),
           .file = "ops/entmax/cuda/smxx_forward_lanes.cuh",
@@ -136,7 +137,7 @@ constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
 // Blocks of a cluster wait for each other in every step: where few elements of a long row survive a
 // first look, smxx_forward_stream.cuh is faster.
 constexpr bool serves(const Resident& shape, Family family) {
-  return !shape.clustered || (family != Family::sparsemax && family != Family::entmax15);
+  return !shape.clustered || family == Family::softmax || collects(family);
 }
 
 cuda::OpKernel resident_kernel(DType dtype, Family family, const Resident& shape) {
@@ -293,10 +294,11 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
   // Dynamic shared memory of forward_resident: the next row, and lists that leave room for the
   // blocks that the registers allow; 0 if the device has too little.
   int resident_shared(const Resident& shape, Family family) const {
-    constexpr int kStatic = 5376, kReserved = 1024;  // at most; of every block
-    constexpr int kListBytes = 160;                  // of a thread at most
+    const int statics = shape.clustered ? 22528 : 5376;  // at most
+    constexpr int kReserved = 1024;                      // of every block
+    constexpr int kListBytes = 160;                      // of a thread at most
     for (const int blocks : {shape.blocks(), 1}) {
-      const int room = (device_.max_shared_bytes + kReserved) / blocks - kReserved - kStatic;
+      const int room = (device_.max_shared_bytes + kReserved) / blocks - kReserved - statics;
       const int left = room - shape.row_bytes();
       if (left < 0) continue;
       const int list = std::min(left / shape.threads() / 16 * 16, kListBytes);

@@ -15,6 +15,7 @@ class MaskChunk {
  public:
   static constexpr int kElements = 8 * 16 * kWarpSize;
   static constexpr int kFewBits = 4;
+  static constexpr int kTakenBits = 10;  // by take(): sparsemax leaves 10 of 512 at sigma 0.3
   using R = Real<T>;
 
   MaskChunk(const PieceRange<T, Weights::mask>& row, int chunk)
@@ -56,19 +57,19 @@ class MaskChunk {
   }
 
   // Whether the lanes have so few bits that take() holds all their elements of d_y.
-  bool few_bits() const { return !__any_sync(kAllLanes, bits_of_lane() > kFewBits); }
+  bool can_take() const { return !__any_sync(kAllLanes, bits_of_lane() > kTakenBits); }
 
   // What a lane with few bits takes from d_y, to write it when zeros are everywhere else.
   struct Taken {
     int count;
-    int at[kFewBits];  // in the range
-    R d_y[kFewBits];
+    int at[kTakenBits];  // in the range
+    R d_y[kTakenBits];
   };
   Taken take() const {
     Taken taken{bits_of_lane(), {}, {}};
     Piece left = bits_;
 #pragma unroll
-    for (int k = 0; k < kFewBits; ++k) {
+    for (int k = 0; k < kTakenBits; ++k) {
       if (k >= taken.count) break;
       int word = 3;
 #pragma unroll
@@ -93,7 +94,7 @@ class MaskChunk {
     });
     __syncwarp();
 #pragma unroll
-    for (int k = 0; k < kFewBits; ++k) {
+    for (int k = 0; k < kTakenBits; ++k) {
       if (k < taken.count) row_.d_x[taken.at[k]] = from_real<T>(taken.d_y[k] - mean);
     }
   }
@@ -237,12 +238,12 @@ void backward_mask_rows(const BackwardParams& p) {
   // Where pieces of 16 bytes hold eight elements and chunks several rows, most pieces near a bit
   // are looked at in vain.
   const bool scatters = sizeof(T) == 2 && rows_of_chunk > 1;
-  if (scatters && nans == 0 && chunk.few_bits()) {
+  if (scatters && nans == 0 && chunk.can_take()) {
     const typename Chunk::Taken taken = chunk.take();
     Sums<R> sums;
     sums.s = static_cast<R>(taken.count);
 #pragma unroll
-    for (int k = 0; k < Chunk::kFewBits; ++k) sums.s_d_y += taken.d_y[k];
+    for (int k = 0; k < Chunk::kTakenBits; ++k) sums.s_d_y += taken.d_y[k];
     return chunk.write(taken, mean_of_row(sums));
   }
   const R mean = mean_of_row(chunk.collect_of_lane());

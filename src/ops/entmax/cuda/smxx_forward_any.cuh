@@ -5,7 +5,7 @@
 #pragma once
 
 #include "ops/entmax/cuda/forward_params.cuh"
-#include "ops/entmax/cuda/smxx_solve.cuh"
+#include "ops/entmax/cuda/smxx_bounds.cuh"
 
 namespace pullback::entmax {
 

@@ -51,12 +51,12 @@ void forward_lanes(const ForwardParams& p) {
     all([&](float v) { mine += active(v); });
     return group.count(mine);
   };
-  const auto store = [&](auto value_of) {
+  const auto store = [&](auto value_of) {  // value_of(i)
     if (!p.y.data || !exists) return;
     T* y = static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row);
     const float fill = largest < 0 ? 0 : device::quiet_nan<float>();
     if (finite) {
-      store_held<T, kLanes, kVectors>(y, length, thread, [&](int i) { return value_of(z[i]); });
+      store_held<T, kLanes, kVectors>(y, length, thread, value_of);
     } else {
       store_held<T, kLanes, kVectors>(y, length, thread, [&](int) { return fill; });
     }
@@ -84,10 +84,21 @@ void forward_lanes(const ForwardParams& p) {
     });
     group.sum(sum, unused);
     const float scale = 1 / sum;
-    store([&](float v) { return v * scale; });
+    store([&](int i) { return z[i] * scale; });
     finish(largest + log_of(sum), size);
   } else {
     const Power<kFamily, float> power(p.alpha);
+    __shared__ KeptPowers<T, kFamily, kLanesWarps * device::kWarpSize, kCount> kept;
+    const auto all_kept = [&](auto use) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if constexpr (kByLastPowers<T, kFamily>) {
+          use(z[i], kept[i]);
+        } else {
+          use(z[i]);
+        }
+      }
+    };
     float tops[kPerWord<T>];
     unpack(top, tops, T{});
 #pragma unroll
@@ -111,11 +122,19 @@ void forward_lanes(const ForwardParams& p) {
           return lower_bound(power, tops, group);
         }
       };
-      threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
+      threshold = solve<float>(power, start_of, group, all_kept, digits_wanted<T>(p));
     }
     const auto active = [&](float v) { return power.excess(v, threshold) > power.edge; };
-    const auto output = power_of_output<T>(power);
-    store([&](float v) { return probability<T>(output, v, threshold); });
+    if constexpr (kByLastPowers<T, kFamily>) {
+      power.with_rough([&](const auto& rough) {
+        store([&](int i) {
+          return rough.value_after_step(rough.excess(z[i], threshold.theta), kept[i],
+                                        threshold.step);
+        });
+      });
+    } else {
+      store([&](int i) { return probability<T>(power, z[i], threshold); });
+    }
     if constexpr (kFamily == Family::sparsemax) {
       if (p.support.data) {
         uint8_t* support = static_cast<uint8_t*>(p.support.data) +

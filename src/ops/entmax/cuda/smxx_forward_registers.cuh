@@ -6,7 +6,7 @@
 #pragma once
 
 #include "ops/entmax/cuda/forward_params.cuh"
-#include "ops/entmax/cuda/smxx_solve.cuh"
+#include "ops/entmax/cuda/smxx_bounds.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
 
 namespace pullback::entmax {
@@ -69,6 +69,17 @@ void load_held(Packed<T> (&held)[kVectors], const T* x, int length, int thread) 
   }
 }
 
+// The powers that value_after_step() takes, of all threads: in shared memory, as registers are what
+// bounds the number of warps. T and kFamily without them: nothing.
+template <class T, Family kFamily, int kThreads, int kCount>
+struct KeptPowers {
+  static constexpr bool kUsed = kByLastPowers<T, kFamily>;
+
+  alignas(16) float of[kUsed ? kCount / 4 : 1][kUsed ? kThreads : 1][4];
+
+  float& operator[](int i) { return of[i / 4][threadIdx.x][i % 4]; }
+};
+
 template <class T, Family kFamily, int kWarps, int kVectors>
 void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[kVectors],
                   Group<kWarps>& group) {
@@ -86,7 +97,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
   if constexpr (kWarps == 1) {
     unpack(largest_word, tops, T{});
   } else {
-    group.gather(max_in_word<T>(largest_word), tops);
+    group.gather_max(max_in_word<T>(largest_word), tops);
   }
   float largest = tops[0];
 #pragma unroll
@@ -162,9 +173,17 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
     const Power<kFamily, float> power(p.alpha);
 #pragma unroll
     for (int w = 0; w < kTops; ++w) tops[w] -= largest;
+    constexpr int kBlock = (kWarps == 1 ? kSingleWarps : kWarps) * device::kWarpSize;
+    __shared__ KeptPowers<T, kFamily, kBlock, kCount> kept;
     const auto all = [&](auto use) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) use(z[i]);
+      for (int i = 0; i < kCount; ++i) {
+        if constexpr (kByLastPowers<T, kFamily>) {
+          use(z[i], kept[i]);
+        } else {
+          use(z[i]);
+        }
+      }
     };
     Threshold<float> threshold;
     if constexpr (kFamily == Family::sparsemax) {
@@ -192,9 +211,17 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
     }
     const auto active = [&](float v) { return power.excess(v, threshold) > power.edge; };
     if (T* y = y_of_row()) {
-      const auto output = power_of_output<T>(power);
-      store_held<T, kThreads, kVectors>(
-          y, length, thread, [&](int i) { return probability<T>(output, z[i], threshold); });
+      if constexpr (kByLastPowers<T, kFamily>) {
+        power.with_rough([&](const auto& rough) {
+          store_held<T, kThreads, kVectors>(y, length, thread, [&](int i) {
+            return rough.value_after_step(rough.excess(z[i], threshold.theta), kept[i],
+                                          threshold.step);
+          });
+        });
+      } else {
+        store_held<T, kThreads, kVectors>(
+            y, length, thread, [&](int i) { return probability<T>(power, z[i], threshold); });
+      }
     }
     if constexpr (kFamily == Family::sparsemax) {
       if (uint8_t* support = support_of_row()) {

@@ -2,6 +2,7 @@
 // threads get the same bits, in a fixed order of additions.
 #pragma once
 
+#include "device/bulk.cuh"
 #include "device/cluster.cuh"
 #include "device/float.cuh"
 #include "device/warp.cuh"
@@ -64,8 +65,15 @@ void warp_sum_pair(R& a, R& b) {
 // Three values of each warp, twice: a warp may write the next while another reads these.
 template <int kWarps, bool kClustered = false>
 struct GroupScratch {
-  double values[2][kWarps * (kClustered ? kMaxBlocks : 1)][3];
-  float of_threads[2][kWarps * device::kWarpSize];
+  double values[2][kWarps][3];
+  float of_threads[2][1][kWarps * device::kWarpSize];
+};
+// Of all blocks, which send them.
+template <int kWarps>
+struct GroupScratch<kWarps, true> {
+  alignas(16) float values[2][kMaxBlocks * kWarps][4];
+  float of_threads[2][kMaxBlocks][kWarps * device::kWarpSize];
+  uint64_t values_here[2], threads_here[2];  // barriers that count the bytes
 };
 template <>
 struct GroupScratch<1> {};
@@ -76,7 +84,18 @@ class Group {
   // Of a block.
   static constexpr int kThreads = kWarps * device::kWarpSize;
 
-  explicit Group(GroupScratch<kWarps, kClustered>& scratch) : scratch_(scratch) {}
+  // Blocks of a cluster meet before they use it.
+  explicit Group(GroupScratch<kWarps, kClustered>& scratch) : scratch_(scratch) {
+    if constexpr (kClustered) {
+      if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; ++i) {
+          device::barrier_init(&scratch_.values_here[i], 1);
+          device::barrier_init(&scratch_.threads_here[i], 1);
+        }
+        device::barrier_init_fence();
+      }
+    }
+  }
 
   int thread() const {
     const int of_block = kWarps == 1 ? lane_index() : static_cast<int>(threadIdx.x);
@@ -93,29 +112,37 @@ class Group {
   // All threads of a group come to the same end at the same time.
   bool all(bool done) const { return done; }
 
-  // Of values that all threads of a block agree on, over the blocks.
-  void max_pair(float& a, float& b) {
-    float both[] = {a, b};
-    exchange<2>(both, [](float* x, const float* y) {
-      x[0] = max_or_nan(x[0], y[0]);
-      x[1] = max_or_nan(x[1], y[1]);
-    });
-    a = both[0];
-    b = both[1];
-  }
-
-  // One value of each thread of the block, to all warps: those of thread i in lane i % 32.
-  void gather(float value, float (&all)[kWarps]) {
+  // To all warps, in lane i % 32, the largest of the values of threads i of all blocks.
+  void gather_max(float value, float (&all)[kWarps]) {
     if constexpr (kWarps == 1) {
       all[0] = value;
     } else {
-      scratch_.of_threads[gather_parity_][threadIdx.x] = value;
-      __syncthreads();
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        all[w] = scratch_.of_threads[gather_parity_][w * device::kWarpSize + lane_index()];
+      auto& slots = scratch_.of_threads[gathers_ & 1];
+      if constexpr (kClustered) {
+        uint64_t* here = &scratch_.threads_here[gathers_ & 1];
+        const float* own = &slots[device::cluster_rank()][threadIdx.x];
+        const uint32_t blocks = device::cluster_size();
+        if (threadIdx.x == 0) device::barrier_expect_bytes(here, blocks * kThreads * 4);
+        for (uint32_t block = 0; block < blocks; ++block) {
+          device::send(device::remote_address(own, block), value,
+                       device::remote_address(here, block));
+        }
+        device::barrier_wait(here, gathers_ >> 1 & 1);
+      } else {
+        slots[0][threadIdx.x] = value;
+        __syncthreads();
       }
-      gather_parity_ ^= 1;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) all[w] = slots[0][w * device::kWarpSize + lane_index()];
+      if constexpr (kClustered) {
+        for (uint32_t block = 1; block < device::cluster_size(); ++block) {
+#pragma unroll
+          for (int w = 0; w < kWarps; ++w) {
+            all[w] = max_or_nan(all[w], slots[block][w * device::kWarpSize + lane_index()]);
+          }
+        }
+      }
+      ++gathers_;
     }
   }
 
@@ -170,39 +197,42 @@ class Group {
   template <int kCount, class R, class Combine>
   void exchange(R* values, Combine combine) {
     if constexpr (kWarps > 1) {
-      auto* slots = reinterpret_cast<R(*)[3]>(scratch_.values[parity_]);
+      auto& slots = scratch_.values[exchanges_ & 1];
       const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
-      // A lane reads one warp's, of all blocks; butterflies among kWarps lanes.
+      int count = kWarps;  // of slots, a power of two
       if constexpr (kClustered) {
-        const int blocks = static_cast<int>(device::cluster_size());
-        if (lane_index() < blocks) {
-          const auto to = static_cast<uint32_t>(lane_index());
-          const uint32_t slot = device::cluster_rank() * kWarps + static_cast<uint32_t>(warp);
-          const uint32_t remote = device::remote_address(scratch_.values, to) +
-                                  static_cast<uint32_t>(parity_ * sizeof(scratch_.values[0]));
+        uint64_t* here = &scratch_.values_here[exchanges_ & 1];
+        const uint32_t blocks = device::cluster_size();
+        count *= static_cast<int>(blocks);
+        if (threadIdx.x == 0) device::barrier_expect_bytes(here, count * sizeof(slots[0]));
+        if (const auto to = static_cast<uint32_t>(lane_index()); to < blocks) {
+          float sent[4] = {};
 #pragma unroll
-          for (int i = 0; i < kCount; ++i) {
-            device::store_remote(remote + (slot * 3 + i) * sizeof(R), values[i]);
-          }
+          for (int i = 0; i < kCount; ++i) sent[i] = values[i];
+          const auto* slot = slots[device::cluster_rank() * kWarps + static_cast<uint32_t>(warp)];
+          device::send(device::remote_address(slot, to), sent, device::remote_address(here, to));
         }
-        __syncwarp();
-        device::cluster_barrier();
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) values[i] = slots[lane_index() % kWarps][i];
-        for (int block = 1; block < blocks; ++block) {
-          combine(values, slots[block * kWarps + lane_index() % kWarps]);
-        }
+        // A slot is written again two exchanges later, when all warps have sent what they made of
+        // this one.
+        device::barrier_wait(here, exchanges_ >> 1 & 1);
       } else {
+        auto* own = reinterpret_cast<R*>(slots[warp]);
         if (lane_index() == 0) {
 #pragma unroll
-          for (int i = 0; i < kCount; ++i) slots[warp][i] = values[i];
+          for (int i = 0; i < kCount; ++i) own[i] = values[i];
         }
         __syncthreads();
+      }
+      // A lane reads one warp's, or two; butterflies among the lanes.
+      const auto* mine = reinterpret_cast<const R*>(slots[lane_index() % count]);
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) values[i] = slots[lane_index() % kWarps][i];
+      for (int i = 0; i < kCount; ++i) values[i] = mine[i];
+      if (count > device::kWarpSize) {
+        combine(values, reinterpret_cast<const R*>(slots[device::kWarpSize + lane_index()]));
       }
 #pragma unroll
-      for (int step = kWarps / 2; step > 0; step /= 2) {
+      for (int step = kClustered ? device::kWarpSize / 2 : kWarps / 2; step > 0; step /= 2) {
+        if (step >= count) continue;
         R others[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
@@ -210,12 +240,12 @@ class Group {
         }
         combine(values, others);
       }
-      parity_ ^= 1;
+      ++exchanges_;
     }
   }
 
   GroupScratch<kWarps, kClustered>& scratch_;
-  int parity_ = 0, gather_parity_ = 0;
+  uint32_t exchanges_ = 0, gathers_ = 0;
 };
 
 // kLanes neighbouring lanes, a power of two: several rows share a warp, and wait for each other.

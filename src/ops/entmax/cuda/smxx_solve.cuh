@@ -6,7 +6,8 @@
 // Where a power costs more than the rest of a step, and p has a second derivative (alpha < 1.5), a
 // step goes to the root of a parabola, which may lie beyond theirs by the cube of f - 1.
 //
-// Elements come from a functor: for_each(f) calls f(z) for all elements of this thread.
+// Elements come from a functor: for_each(f) calls f(z) for all elements of this thread; f(z, kept)
+// where the power of the last evaluation is to be kept; f(Several{z, count}) for equal ones.
 #pragma once
 
 #include "ops/entmax/cuda/smxx_group.cuh"
@@ -72,6 +73,7 @@ enum class Powers { exact, smooth, sharp };
 template <class R>
 struct Threshold {
   R theta, rest, scale;
+  R step = 0;  // to theta, from where the sums were evaluated last
 };
 
 // p as a function of z and theta.
@@ -129,18 +131,34 @@ struct Power {
     return e;
   }
   static R positive(R e) { return saturates ? e : max(e, R{0}); }
-  // Adds e's part to the sums. The hardware's logarithm of 0 is -inf.
-  void add(Sums<R>& sums, R e) const {
+  // Adds e's part to the sums, that of `weight` elements. The hardware's logarithm of 0 is -inf.
+  // Returns the one power that this takes, times the weight.
+  R add(Sums<R>& sums, R e, R weight = 1) const {
     if constexpr (smooth) {
-      const R bend = rough_power_of(e, inverse - 2), of_slope = bend * e;
+      const R bend = weight * rough_power_of(e, inverse - 2), of_slope = bend * e;
       sums.f = fma(of_slope, e, sums.f);
       sums.slope += of_slope;
       sums.bend += bend;
+      return bend;
     } else {
-      const R of_slope = slope(e);
+      const R of_slope = weight * slope(e);
       sums.f += value(e, of_slope);
       sums.slope += of_slope;
+      return of_slope;
     }
+  }
+  // p from the power that add() returned before theta took its last step: with c = 1/b - 2 (or
+  // 1/b - 1, less a term), e^(1/b) = (e + step)^c (e^2 - c step e + c (c + 1) / 2 step^2 - ...).
+  // Near the edge, where the series is worth nothing, p is next to nothing: less than e.
+  R value_after_step(R e, R power, R step) const {
+    R quotient;
+    if constexpr (smooth) {
+      const R c = inverse - 2;
+      quotient = fma(e, e - c * step, c * (c + 1) / 2 * step * step);
+    } else {
+      quotient = e - (inverse - 1) * step;
+    }
+    return min(__saturatef(power * quotient), e);
   }
   // p^(2-alpha), the summand of the slope: e^(1/b - 1), from which p costs a product. 0 where p is.
   R slope(R e) const {
@@ -163,12 +181,13 @@ struct Power {
   }
   // From which |f - 1| on a step ends so close that p is right to `digits` bits. f - 1 is squared
   // in a step and divided by five or more, or raised to 1/b where p has no second derivative; by
-  // curved steps it is cubed, and divided by 25 (alpha 1.5) to 300 (1.3) or more.
+  // curved steps it is cubed, and divided by 25 (alpha 1.5) to 300 (1.3) or more. The series of
+  // value_after_step() leaves as much: its first ones are for that.
   R tolerance(int digits) const {
     if constexpr (sizeof(R) == 4) {
       const auto wanted = static_cast<R>(digits);
       if constexpr (kFamily != Family::general) return exp2_of(-min(10.0f, wanted / 2 + 1));
-      if constexpr (smooth) return exp2_of(0.25f - 5 * max(b, 0.3f) - (wanted - 8) / 3);
+      if constexpr (smooth) return exp2_of(-0.75f - 5 * max(b, 0.3f) - 0.27f * (wanted - 8));
       return exp2_of(-b * min(wanted + 1, 23.0f));
     }
     if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
@@ -200,6 +219,10 @@ struct Power {
     return near_one ? relative * inverse : relative;
   }
 };
+
+// Whether y of type T comes from the powers of the last evaluation: see value_after_step().
+template <class T, Family kFamily>
+inline constexpr bool kByLastPowers = kFamily == Family::general && sizeof(T) == 2;
 
 // What writes y: a 16-bit one shows no more than the rough digits.
 template <class T, Family kFamily>
@@ -233,19 +256,36 @@ void sum_over(Sums<R>& sums, G& group) {
 // At most this many f32 summands before they are added up in double: rows of any length.
 inline constexpr int kPartLength = 64;
 
+// Elements that are equal.
+struct Several {
+  float z, count;
+};
+template <class R>
+R z_of(R z) {
+  return z;
+}
+inline float z_of(Several several) { return several.z; }
+template <class R>
+R count_of(R) {
+  return 1;
+}
+inline float count_of(Several several) { return several.count; }
+
 template <class P, class R, class A, class G, class Elements>
 Sums<A> evaluate(const P& power, R theta, G& group, const Elements& for_each) {
   Sums<A> sums;
   Sums<R> part;
   int length = 0;
-  for_each([&](R z) {
+  for_each([&](auto element, auto&... kept) {
+    const R z = z_of(element), count = count_of(element);
     if constexpr (P::family == Family::sparsemax) {
       if (z > theta) {
-        part.f += z;
-        part.slope += 1;
+        part.f += count * z;
+        part.slope += count;
       }
     } else {
-      power.add(part, power.excess(z, theta));
+      const R of_e = power.add(part, power.excess(z, theta), count);
+      ((kept = of_e), ...);
     }
     if constexpr (sizeof(A) > sizeof(R)) {
       if (++length == kPartLength) {
@@ -287,6 +327,7 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
   bool done = false;
   for (int i = 0;; ++i) {
     const Sums<A> sums = evaluate<P, R, A>(power, result.theta, group, for_each);
+    result.step = 0;
     if (!done) {
       if constexpr (P::family == Family::sparsemax) {
         // The threshold of the active set, which is the answer when it drops nobody.
@@ -300,7 +341,8 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
         const bool stays = P::rough && i >= kFreeSteps && f_minus_1 < 0;
         const R step = stays ? R{0} : power.step(rounded, f_minus_1);
         const R root = after_step(power, result.theta, step);
-        result.rest = step - (root - result.theta);
+        result.step = root - result.theta;
+        result.rest = step - result.step;
         result.theta = root;
         // Sums that round up would never come closer to 1.
         bool moves = magnitude(step) > 4 * kEpsilon<R> * magnitude(root);
@@ -394,161 +436,6 @@ Threshold<double> bracket(const P& power, int64_t count, G& group, const Element
       theta = low;  // the last one to look at: none lies between the two
     }
   }
-}
-
-// --- Lower bounds of the root from a few elements: any subset's root is one. ---
-
-// Sums of numbers in [0, kMost] over a warp, in units of kMost 2^-23: one instruction, not ten.
-template <int kMost>
-float warp_sum_of_fractions(float u) {
-  const int bits = __float_as_int(fma(u, 1.0f / kMost, 1.0f)) - 0x3f800000;
-  return kMost * 0x1p-23f * static_cast<float>(warp_sum_int(bits));
-}
-
-// A warp as a group whose threads add up numbers in [0, kMost].
-template <int kMost>
-struct WarpOfFractions {
-  static constexpr int kThreads = device::kWarpSize;
-
-  bool all(bool done) const { return done; }
-  void sum(float& a) const { a = warp_sum_of_fractions<kMost>(a); }
-  void sum(float& a, float& b) const {
-    sum(a);
-    sum(b);
-  }
-  void sum(float& a, float& b, float& c) const {
-    sum(a, b);
-    sum(c);
-  }
-};
-
-// How close to 1 the f of a few elements comes, and what a step leaves of it.
-inline constexpr float kBoundTolerance = 0x1p-3f;
-template <class P>
-inline constexpr float kBoundSlack = P::family == Family::general ? 0x1p-13f : 0x1p-18f;
-
-// theta of the elements z of a warp, less the rounding of the sums.
-template <class P, int kCount>
-float warp_bound(const P& power, const float (&z)[kCount]) {
-  constexpr float kSlack = 0x1p-18f * kCount;
-  if constexpr (P::family == Family::sparsemax) {
-    float u[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) u[i] = max(z[i] + 1, 0.0f);
-    float theta = 0;  // of u
-    while (true) {
-      int active = 0;
-      float part = 0;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        active += __popc(__ballot_sync(device::kAllLanes, u[i] > theta));
-        part += u[i] > theta ? u[i] : 0;
-      }
-      if (active == 0) break;
-      const float sum = warp_sum_of_fractions<kCount>(part);
-      const float next = quotient(sum - 1, static_cast<float>(active));
-      if (!(next > theta)) break;
-      theta = next;
-    }
-    return max(P::start, theta - 1 - kSlack);
-  } else if constexpr (P::family == Family::entmax15) {
-    float u[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) u[i] = max(fma(0.5f, z[i], 1.0f), 0.0f);
-    float theta = 0;
-    while (true) {
-      float squares = 0, slope = 0;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const float d = max(u[i] - theta, 0.0f);
-        squares = fma(d, d, squares);
-        slope += d;
-      }
-      const float f = warp_sum_of_fractions<kCount>(squares);
-      if (!(f > 1)) break;
-      const float root = root_of(f);
-      theta += quotient(root * (f - 1), (root + 1) * warp_sum_of_fractions<kCount>(slope));
-      if (f < 1.1f) break;
-    }
-    return max(P::start, theta - 1 - 4 * kSlack);
-  } else {
-    WarpOfFractions<kCount> warp;
-    const auto all = [&](auto use) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) use(z[i]);
-    };
-    const float theta = power.with_rough([&](const auto& rough) {
-      return rise<float>(rough, P::start, warp, all, kBoundTolerance).theta;
-    });
-    return max(P::start, theta - kBoundSlack<P> * (1 + magnitude(theta)));
-  }
-}
-
-// Jensen's bound: the threshold of z, kCount of each thread, were they all their mean. Of rough
-// powers.
-template <class P, class G, int kCount>
-float bound_of_mean(const P& power, const float (&z)[kCount], G& group) {
-  float above = 0;  // of b z + 1; what is below counts for nothing, from theta = -1 on
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) above += power.excess(z[i], P::start);
-  group.sum(above);
-  constexpr float kAll = G::kThreads * kCount;
-  return max(P::start, above / kAll - 1 - rough_power_of(kAll, -power.b));
-}
-// One step from there.
-template <class P, class G, int kCount>
-float estimate(const P& power, const float (&z)[kCount], G& group) {
-  const float theta = bound_of_mean(power, z, group);
-  const auto all = [&](auto use) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) use(z[i]);
-  };
-  const Sums<float> sums = evaluate<P, float, float>(power, theta, group, all);
-  return after_step(power, theta, power.step(sums, sums.f - 1));
-}
-
-inline float bound_slack(float largest, float edge) {
-  return 8 * kEpsilon<float> * (magnitude(largest) + magnitude(edge) + 1);
-}
-// From a lower bound of theta, relative to `largest`, to one of the x in the support, and back.
-// Both round downwards.
-template <class P>
-float bound_of_theta(const P& power, float largest, float theta) {
-  const float edge = P::near_one ? theta - power.inverse : theta * power.inverse;
-  return largest + edge - bound_slack(largest, edge);
-}
-template <class P>
-float theta_of_bound(const P& power, float largest, float bound) {
-  const float edge = bound - largest;
-  const float below = edge - bound_slack(largest, edge);
-  return max(P::start, P::near_one ? below + power.inverse : below * power.b);
-}
-
-// From some elements of each of a row's lanes.
-template <class P, int kLanes, int kCount>
-float lower_bound(const P& power, const float (&z)[kCount], LaneGroup<kLanes>& group) {
-  const auto all = [&](auto use) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) use(z[i]);
-  };
-  const float theta = power.with_rough([&](const auto& rough) {
-    return rise<float>(rough, P::start, group, all, kBoundTolerance).theta;
-  });
-  return max(P::start, theta - kBoundSlack<P> * (1 + magnitude(theta)));
-}
-// From one element of each thread of a group.
-template <class P, class G>
-float lower_bound(const P& power, float z, G& group) {
-  const float one[] = {z};
-  const float bound = warp_bound(power, one);
-  return G::kThreads == device::kWarpSize ? bound : group.max(bound);
-}
-template <class P, class G>
-double lower_bound(const P& power, double z, G& group) {
-  const auto one = [&](auto use) { use(z); };
-  const double theta =
-      rise<double>(power, P::start, group, one, power.tolerance(kAllDigits<double>)).theta;
-  return max(P::start, theta - 16 * kEpsilon<double> * (1 + magnitude(theta)));
 }
 
 // P: its Power, maybe const.

@@ -37,7 +37,8 @@ constexpr bool walks_over_rows(Family family, int element_bytes, int warps) {
 // largest elements the first bound is made from.
 inline constexpr int kResidentVectors = 16;
 inline constexpr int kBoundTops = 8;
-// Whether the threads list the elements that take part.
+// Whether the elements that take part are listed (f32) or counted by their value (16 bits): where
+// powers cost much.
 constexpr bool collects(Family family) {
   return family == Family::general || family == Family::near_one;
 }
