@@ -1,7 +1,7 @@
 # A file belongs to the build by where it lies; a new one needs no entry here.
 file(GLOB PULLBACK_SOURCES CONFIGURE_DEPENDS src/core/*.cpp src/cpu/*.cpp src/ops/*/*.cpp
      src/ops/*/cpu/*.cpp src/ops/*/cuda/*.cpp src/cuda/*.cpp src/capi/*.cpp)
-file(GLOB PULLBACK_DRIVER_SOURCES CONFIGURE_DEPENDS src/driver/*.cpp tests/ops/*/cases.cpp
+file(GLOB PULLBACK_DRIVER_SOURCES CONFIGURE_DEPENDS src/driver/*.cpp tests/ops/*/*cases.cpp
      tests/ops/*/cuda_bench.cpp)
 
 # The ops that the driver knows: one line PULLBACK_OP(name) for each with a case list.

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 folder=${1:?usage: scripts/gpu_pack.sh FOLDER [BUILD [WHEEL]]} build=${2:-build} wheel=${3:-.}
 
 mkdir -p "$folder/bin"
-programs=("$build"/tools/pullback/pullback "$build"/tests/cuda_test)
+programs=("$build"/tools/pullback/pullback "$build"/tests/{cuda_test,kernel_cover})
 for path in src/ops/*/cuda; do
   op=$(basename "$(dirname "$path")")
   programs+=("$build/tests/${op}_test")
@@ -18,6 +18,7 @@ done
 # Libraries that other distributions may lack.
 ldd "${programs[@]}" | sed -nE 's/.*lib(tbb|hwy|fmt)[^ ]* => ([^ ]+) .*/\2/p' | sort -u |
   while read -r library; do cp -L "$library" "$folder/bin/"; done
+cp -R "$build/tests/fake_cuda" "$folder/bin/"
 cp scripts/gpu_test.sh scripts/gpu_bench.sh scripts/gpu_{rivals,compare,torch,transformers}.py tests/cuda/budgets.json "$folder/"
 # The Python package, its tests and what runs them; PyTorch is there already.
 export PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -1,20 +1,25 @@
 #!/usr/bin/env bash
-# The whole suite on a GPU, then its quick part under compute-sanitizer. Runs in a checkout that was
-# built, or in a folder made by gpu_pack.sh.
+# The whole suite on a GPU, then cases that launch every kernel (kernel_cover) under each tool of
+# compute-sanitizer. Runs in a checkout that was built, or in a folder made by gpu_pack.sh.
 #   gpu_test.sh [all|suite|torch|memcheck|racecheck|initcheck|synccheck] [OP ...]
 # With OP, only the tests of these ops. "torch" needs a folder made by gpu_pack.sh, and a python3 with
-# PyTorch; PULLBACK_PYTHON names it. PULLBACK_JOBS processes (all cores) share the cases of a test.
+# PyTorch; PULLBACK_PYTHON names it. PULLBACK_JOBS processes (all cores) share the tests; one that
+# takes more than PULLBACK_LIMIT seconds (300) is ended, and its tests are named.
+# Beside an H200 and with 16 processes, memcheck, initcheck and synccheck take about a minute each,
+# racecheck, at 10 s a case, about five; the kernels compile before that in one more.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 what=${1:-all}
 shift || true
 jobs=${PULLBACK_JOBS:-$(nproc)}
+export limit=${PULLBACK_LIMIT:-300} folder logs
 if [ -d "$here/bin" ]; then
   folder=$here/bin pullback=$here/bin/pullback
   export LD_LIBRARY_PATH=$here/bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 else
   folder=$here/../build/tests pullback=$here/../build/tools/pullback/pullback
 fi
+fake=$folder/fake_cuda
 ops=("$@")
 if [ $# = 0 ]; then
   for path in "$here"/bin/*_test "$here"/../src/ops/*/cuda; do
@@ -61,47 +66,81 @@ compile() {
   "$pullback" compile --arch "$arch" --match "$pattern" >/dev/null 2>&1 || echo "not compiled ahead" >&2
 }
 
-# NAME FILTER COMMAND...: its tests, shared out among processes.
-shards() {
-  local name=$1 filter=$2 start=$SECONDS logs bad=0 i pids=()
+# OP FILTER: the names of its tests.
+tests_of() {
+  "$folder/$1_test" --gtest_list_tests --gtest_filter="$2" |
+    awk '/^[^ ]/ { suite = $1 } /^ / { print suite $1 }'
+}
+
+# OP COUNT: a line OP TEST:TEST:… for each so many names on standard input.
+lines_of() {
+  xargs -r -n "$2" | tr ' ' : | sed "s/^/$1 /"
+}
+
+# NUMBER LINE COMMAND...: a process of a pool.
+one() {
+  local log=$logs/$1 op=${2%% *} tests=${2#* } status
   shift 2
+  timeout -k 5 "$limit" "$@" "$folder/${op}_test" --gtest_brief=1 --gtest_filter="$tests" >"$log" 2>&1
+  status=$?
+  case $status in
+    0) ;;
+    124 | 137) echo "no end in $limit s: $tests" >"$log.bad" ;;
+    *)
+      {
+        echo "status $status: $tests"
+        grep -vE '^\[ RUN|^\[       OK|^\[-----|^\[=====|SKIPPED|PASSED|SUMMARY: 0|^Running|^Note|^$|^=========$' \
+          "$log" | head -20
+      } >"$log.bad"
+      ;;
+  esac
+}
+export -f one
+
+# NAME COMMAND...: runs what each line on standard input names in a process of its own.
+pool() {
+  local name=$1 start=$SECONDS number=0 line passed
+  shift
   logs=$(mktemp -d)
-  for ((i = 0; i < jobs; ++i)); do
-    GTEST_TOTAL_SHARDS=$jobs GTEST_SHARD_INDEX=$i "$@" --gtest_brief=1 --gtest_filter="$filter" \
-      >"$logs/$i" 2>&1 &
-    pids+=($!)
-  done
-  for i in "${pids[@]}"; do wait "$i" || bad=1; done
-  local passed
-  passed=$(sed -nE 's/^\[  PASSED  \] ([0-9]+) tests?\./\1/p' "$logs"/* | awk '{ n += $1 } END { print n + 0 }')
-  if [ $bad = 0 ]; then
-    echo "passed  $name, $((SECONDS - start)) s: $passed tests"
-  else
+  while read -r line; do printf '%s\0%s\0' $((number++)) "$line"; done |
+    xargs -0 -r -n 2 -P "$jobs" bash -c 'one "${@: -2}" "${@:1:$#-2}"' _ "$@"
+  passed=$(cat "$logs"/* | sed -nE 's/^\[  PASSED  \] ([0-9]+) tests?\./\1/p' | awk '{ n += $1 } END { print n + 0 }')
+  if ls "$logs" | grep -q bad; then
     echo "FAILED  $name, $((SECONDS - start)) s: $passed tests passed"
-    grep -hvE '^\[ RUN|^\[       OK|^\[-----|^\[=====|SKIPPED|PASSED|SUMMARY: 0|^Running|^Note|^$|^=========$' \
-      "$logs"/* | head -80
+    cat "$logs"/*.bad | head -80
     failed=1
+  else
+    echo "passed  $name, $((SECONDS - start)) s: $passed tests"
   fi
   rm -rf "$logs"
 }
 
 suite() {
-  local op filter
+  local op
   for op in "${ops[@]}"; do
-    filter='*cuda*'
-    [ "$op" = cuda ] && filter='-budgets.*'
-    shards "${op}_test" "$filter" "$folder/${op}_test"
-  done
+    if [ "$op" = cuda ]; then
+      tests_of cuda '-budgets.*' | lines_of cuda 1
+    else
+      tests_of "$op" '*cuda*' | shuf --random-source=<(yes) | lines_of "$op" 12
+    fi
+  done | pool suite
 }
 
-# Kernels are tens of times slower under a sanitizer, so a part of the cases has to do.
+# Kernels are tens of times slower under a sanitizer, and most of all under racecheck.
+cases=
 sanitize() {
-  local tool=$1 op
+  local tool=$1 count=4 op
+  [ -n "$cases" ] || cases=$(LD_LIBRARY_PATH=$fake:${LD_LIBRARY_PATH:-} PULLBACK_NVRTC=$fake PULLBACK_CACHE=off "$folder/kernel_cover")
+  [ "$tool" = racecheck ] && count=1
   for op in "${ops[@]}"; do
-    PULLBACK_FUZZ_COUNT=8 PULLBACK_RAW_WORKSPACE=$([ "$tool" = initcheck ] && echo 1) \
-      shards "$tool ${op}_test" 'OnDevice.*:*_cuda_fuzz.*:*_cuda_cases.*_f32:*_cuda_cases.*_bf16' \
-      "$sanitizer" --tool "$tool" --error-exitcode 1 --print-limit 4 "$folder/${op}_test"
-  done
+    if [ "$op" = cuda ]; then
+      tests_of cuda 'OnDevice.*:OnDeviceToolkit.*' | lines_of cuda 4
+    else
+      grep "^$op/" <<<"$cases" | lines_of "$op" $count
+      tests_of "$op" '*_cuda_fuzz.*' | lines_of "$op" 1
+    fi
+  done | PULLBACK_FUZZ_COUNT=8 PULLBACK_RAW_WORKSPACE=$([ "$tool" = initcheck ] && echo 1) \
+    pool "$tool" "$sanitizer" --tool "$tool" --error-exitcode 1 --print-limit 4
 }
 
 # The PyTorch suite on CUDA tensors.

@@ -1,13 +1,8 @@
 #!/usr/bin/env python3
-"""What calls through pullback.torch take on a GPU, beside what `pullback bench` says of them.
-
-gpu_torch.py [--bench FILE...]    files that `pullback bench --device cuda --json FILE` wrote
-"""
+"""What calls through pullback.torch take on a GPU, beside the runs of the C ABI that they make."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +13,7 @@ from torch import Tensor
 
 import pullback.torch as pt
 from pullback import sparsity
+from pullback._native import NativePlan
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -34,6 +30,28 @@ def seconds(run: Callable[[], Any]) -> float:
         stop.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e-3
+
+
+def recorded(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """What a call returns, and its last run of the C ABI, into the same memory: it has to be done
+    before that is given to others."""
+    runs: list[tuple[Any, ...]] = []
+    run_pointers = NativePlan.run_pointers
+
+    def record(*arguments: Any) -> None:
+        runs.append(arguments)
+        run_pointers(*arguments)
+
+    NativePlan.run_pointers = record  # type: ignore[method-assign]
+    try:
+        result = call()
+    finally:
+        NativePlan.run_pointers = run_pointers  # type: ignore[method-assign]
+    if not runs:
+        return result, lambda: None
+    plan, pointers, stream, workspace, size = runs[-1]
+    packed = plan.op.pack(plan.op.tensors_size, *pointers)
+    return result, lambda: plan.op.run(plan._handle, stream, packed, workspace, size)
 
 
 def randn(dtype: str, *shape: int, sigma: float = 1) -> Tensor:
@@ -108,7 +126,12 @@ def block_matmul(block: int, length: int, dim: int) -> Callable[..., Any]:
 PROBLEMS: list[Problem] = [
     ("attention", "B2 H16 S8192 D128", "bf16", attention(2, 16, 8192, 128)),
     ("attention", "B2 H16 S8192 D128 causal", "bf16", attention(2, 16, 8192, 128, causal=True)),
-    ("attention", "B2 H16 S8192 D128 dropout 0.1", "bf16", attention(2, 16, 8192, 128, dropout=0.1)),
+    (
+        "attention",
+        "B2 H16 S8192 D128 dropout 0.1",
+        "bf16",
+        attention(2, 16, 8192, 128, dropout=0.1),
+    ),
     ("entmax", "65536x4096 sigma 1 alpha 1.5", "f32", entmax(65536, 4096, 1.5)),
     ("entmax", "65536x4096 sigma 1 alpha 1", "bf16", entmax(65536, 4096, 1.0)),
     ("entmax", "65536x4096 sigma 1 alpha 2 from the mask", "f32", entmax(65536, 4096, 2.0)),
@@ -132,21 +155,31 @@ class Nothing(torch.autograd.Function):
         return tuple([torch.empty_like(x) for x in ctx.saved_tensors])
 
 
-def times(
-    make: Callable[[str], tuple[list[Tensor], Callable[..., Tensor]]], dtype: str
-) -> tuple[float, float]:
-    """Forward, recorded for the backward pass, and that."""
+def nothing(tensors: int) -> Callable[..., Any]:
+    return lambda dtype: ([randn(dtype, 8, 64) for _ in range(tensors)], Nothing.apply)
+
+
+Make = Callable[[str], tuple[list[Tensor], Callable[..., Tensor]]]
+
+
+def times(make: Make, dtype: str) -> list[tuple[float, float]]:
+    """Of the C ABI and through PyTorch: forward, recorded for the backward pass, and that."""
     inputs, call = make(dtype)
     leaves = [x.requires_grad_() for x in inputs]
-    forward = seconds(lambda: call(*leaves))
-    out = call(*leaves)
+    out, run = recorded(lambda: call(*leaves))
+    forward = seconds(run), seconds(lambda: call(*leaves))
     d_out = torch.randn_like(out)
-    return forward, seconds(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+
+    def backward() -> Any:
+        return torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+
+    gradients, run = recorded(backward)
+    native = seconds(run)
+    del gradients
+    return [forward, (native, seconds(backward))]
 
 
-def host_times(
-    make: Callable[[str], tuple[list[Tensor], Callable[..., Tensor]]], dtype: str
-) -> tuple[float, float]:
+def host_times(make: Make, dtype: str) -> list[tuple[float, float]]:
     """The same on the host, for one of 16 calls with inputs of their own, as a training step has
     them: to start a backward pass, which another thread runs, takes longer than a call."""
     inputs, call = make(dtype)
@@ -154,22 +187,33 @@ def host_times(
     leaves = [x for call_leaves in calls for x in call_leaves]
     outs = [call(*call_leaves) for call_leaves in calls]
     d_outs = [torch.randn_like(out) for out in outs]
+
+    def backward() -> Any:
+        return torch.autograd.grad(outs, leaves, d_outs, retain_graph=True)
+
+    kept_out, forward_run = recorded(lambda: call(*calls[0]))
+    kept_gradients, backward_run = recorded(backward)
     passes: list[Callable[[], Any]] = [
+        lambda: [forward_run() for _ in calls],
         lambda: [call(*call_leaves) for call_leaves in calls],
-        lambda: torch.autograd.grad(outs, leaves, d_outs, retain_graph=True),
+        lambda: [backward_run() for _ in calls],
+        backward,
     ]
-    best = [float("inf"), float("inf")]
-    for i in range(100):
+    best = [float("inf")] * 4
+    for i in range(200):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        passes[i % 2]()
-        best[i % 2] = min(best[i % 2], (time.perf_counter() - begin) / len(calls))
-    return best[0], best[1]
+        passes[i % 4]()
+        best[i % 4] = min(best[i % 4], (time.perf_counter() - begin) / len(calls))
+    return [(best[0], best[1]), (best[2], best[3])]
 
 
 SMALL = {
     "nothing, of one tensor": (lambda dtype: ([randn(dtype, 8, 64)], Nothing.apply), "f32"),
-    "nothing, of three": (lambda dtype: ([randn(dtype, 8, 64) for _ in "qkv"], Nothing.apply), "f32"),
+    "nothing, of three": (
+        lambda dtype: ([randn(dtype, 8, 64) for _ in "qkv"], Nothing.apply),
+        "f32",
+    ),
     "attention": (attention(1, 2, 64, 64), "bf16"),
     "attention, dropout": (attention(1, 2, 64, 64, dropout=0.1), "bf16"),
     "entmax15": (entmax(8, 64, 1.5), "f32"),
@@ -180,24 +224,17 @@ SMALL = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bench", nargs="*", default=[])
-    native: dict[tuple[str, ...], float] = {}
-    for path in parser.parse_args().bench:
-        with open(path) as file:
-            for r in json.load(file)["results"]:
-                native[r["op"], r["case"], r["dtype"], r["pass"]] = r["seconds"]["median"]
-    print("| problem | pass | bench, µs | pullback.torch, µs | ratio |\n|---|---|---|---|---|")
+    print("| problem | pass | C ABI, µs | pullback.torch, µs | ratio |\n|---|---|---|---|---|")
     for op, case, dtype, make in PROBLEMS:
-        for name, found in zip(("forward", "backward"), times(make, dtype)):
-            known = native.get((op, case, dtype, name))
-            beside = f"{known * 1e6:.0f} | {found * 1e6:.0f} | {found / known:.3f}" if known else f" | {found * 1e6:.0f} | "
-            print(f"| {op} {case} {dtype} | {name} | {beside} |")
+        for name, (native, found) in zip(("forward", "backward"), times(make, dtype)):
+            both = f"{native * 1e6:.0f} | {found * 1e6:.0f} | {found / native:.3f}"
+            print(f"| {op} {case} {dtype} | {name} | {both} |", flush=True)
 
-    print("\n| small call, on the host | forward, µs | backward, µs |\n|---|---|---|")
+    columns = "forward, µs | C ABI | backward, µs | C ABI"
+    print(f"\n| small call, on the host | {columns} |\n|---|---|---|---|---|")
     for name, problem in SMALL.items():
-        forward, backward = host_times(*problem)
-        print(f"| {name} | {forward * 1e6:.1f} | {backward * 1e6:.1f} |")
+        cells = [f"{x * 1e6:.1f}" for pair in host_times(*problem) for x in reversed(pair)]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,22 @@
 # Makes the wheel of a finished build, in BUILD/python/wheel, with compiled kernels for common GPUs in it.
 #   wheel.sh BUILD [REGEX]
 # REGEX names the kernels; scripts/wheel_kernels.txt does when it is not given. For other machines too if
-# the build is portable (no PULLBACK_NATIVE). PYTHON is the interpreter whose pip makes the wheel.
+# the build is portable (no PULLBACK_NATIVE). PYTHON is the interpreter whose pip makes the wheel. Compiled
+# kernels stay in BUILD/python/compiled: the next wheel compiles those whose sources have changed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 build=$1 match=${2:-$(grep -v '^#' scripts/wheel_kernels.txt | paste -sd '|')}
-kernels=$PWD/$build/python/kernels wheels=$PWD/$build/python/wheel
+folder=$PWD/$build/python
+kernels=$folder/kernels wheels=$folder/wheel
 most=15000000
 
 need_nvrtc "$build"
 rm -rf "$kernels" "$wheels"
-"$build/tools/pullback/pullback" compile --arch sm_80,sm_90 --match "$match" --output "$kernels"
+export PULLBACK_CACHE=rw PULLBACK_CACHE_DIR=$folder/compiled
+compile=("$build/tools/pullback/pullback" compile --arch sm_80,sm_90 --match "$match")
+"${compile[@]}"
+"${compile[@]}" --output "$kernels" >/dev/null
 "${PYTHON:-python3}" scripts/pool_kernels.py "$kernels"
 "${PYTHON:-python3}" -m pip wheel -q --disable-pip-version-check . --no-deps -w "$wheels" \
   -C cmake.define.PULLBACK_BUILD="$PWD/$build" -C cmake.define.PULLBACK_KERNELS="$kernels"

@@ -55,6 +55,13 @@ def _spec(op: Op, name: str, array: Array) -> Spec:
     return Spec(dtype, array.shape, tuple(stride // size for stride in array.strides))
 
 
+def _layout(spec: Spec) -> Spec:
+    """Without the strides that no element depends on."""
+    several = [size > 1 and 0 not in spec.shape for size in spec.shape]
+    strides = tuple([stride if used else 0 for stride, used in zip(spec.strides, several)])
+    return spec._replace(strides=strides)
+
+
 def _array(value: Any) -> Array:
     """An array whose strides are whole elements at aligned addresses; others are copied."""
     array = np.asarray(value)
@@ -95,11 +102,10 @@ class Plan:
         for name in op.tensors:
             array = arrays.get(name)
             if array is not None:
-                planned = self._native.spec(name)
-                if planned is not None and _spec(op, name, array)[:2] != planned[:2]:
+                planned, given = self._native.spec(name), _spec(op, name, array)
+                if planned is not None and _layout(given) != _layout(planned):
                     raise ValueError(
-                        f"{op.name}: {name}: expected {planned}, as planned, "
-                        f"got {_spec(op, name, array)}"
+                        f"{op.name}: {name}: expected {planned}, as planned, got {given}"
                     )
             pointers.append(0 if array is None else _address(array))
         if workspace is not None:

@@ -346,6 +346,9 @@ class NativePlan:
         if self._handle:
             _plan_destroy(self._handle)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self.op.name}: a plan cannot be copied: make one of the same problem")
+
     def describe(self) -> str:
         """Op, pass, variant, tiles, accumulation type, guarantee, and why it was chosen."""
         text = c_char_p()

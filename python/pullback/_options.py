@@ -79,7 +79,10 @@ def attention_options(
     layout_batches: int = 0,
     block: int = 0,
 ) -> dict[str, Any]:
-    left, right = (-1, -1) if window is None else window
+    try:
+        left, right = (-1, -1) if window is None else window
+    except (TypeError, ValueError):
+        raise ValueError(f"window: expected (left, right), got {window!r}") from None
     if causal and right >= -1:
         right = 0
     return {
@@ -169,7 +172,7 @@ class SegmentOptions(TypedDict, total=False):
     #: The value of a segment without rows: "identity" (the default: 0, for max -inf, for prod 1),
     #: "zero" or "nan".
     empty: Empty
-    #: S, where ids are given.
+    #: S; needed where ids are given, and not used elsewhere.
     num_segments: int
     #: Reports bad indices instead of clamping or dropping them; on the CPU.
     check_indices: bool
@@ -177,13 +180,16 @@ class SegmentOptions(TypedDict, total=False):
 
 def segment_options(
     reduce: str,
+    by_ids: bool,
     ties: str = "first",
     empty: str = "identity",
-    num_segments: int = 0,
+    num_segments: int | None = None,
     check_indices: bool = False,
 ) -> dict[str, Any]:
+    if by_ids and num_segments is None:
+        raise ValueError("segment: num_segments: expected a number, as ids are given; got none")
     return {
-        "num_segments": num_segments,
+        "num_segments": num_segments or 0,
         "reduce": choice("reduce", reduce, REDUCTIONS),
         "ties": choice("ties", ties, TIES),
         "empty": choice("empty", empty, EMPTIES),

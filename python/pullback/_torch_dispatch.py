@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import compress
-from typing import Any, Callable, NamedTuple, Protocol
+from operator import itemgetter
+from typing import Any, Callable, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 library = torch.library.Library("pullback", "DEF")
+_core: Any = torch._C  # typed in part
 
 
 class Kernel(Protocol):
@@ -23,7 +25,8 @@ class Kernel(Protocol):
     def prepare(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         """What such calls have in common, of the schema's tensors and the rest of its arguments."""
 
-    def run(self, prepared: Any, tensors: Sequence[Any]) -> Any: ...
+    def run(self, prepared: Any, given: Sequence[Tensor]) -> Any:
+        """Computes, of the tensors that are not None."""
 
     def fake(self, *arguments: Any) -> Any: ...
 
@@ -131,22 +134,30 @@ def _unseen(tensors: Sequence[Any], keys: Any = torch._C._dispatch_keys) -> bool
 
 
 # A name of PyTorch's own, which may go: then all calls pass through the dispatcher.
-_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+_Guards: Any = getattr(getattr(_core._dynamo, "guards", None), "TensorGuards", None)
 # How many calls of each pass of an op are known by their guards.
 _MOST_CALLS = 8
 
 
-class _Call(NamedTuple):
-    options: Any
+class KnownCall(NamedTuple):
+    threads: int
+    options: Sequence[Any]
     types: Sequence[type]  # of the tensors, None's own where there is none
-    chosen: Sequence[bool]  # the tensors to be checked: not None, nor one that came before
-    twins: Sequence[tuple[int, int]]  # places of the same tensor
-    check: Callable[..., bool]
+    pick: Callable[[Sequence[Any]], tuple[Tensor, ...]]  # those that are not None
+    twins: Sequence[tuple[int, int]]  # places among those of the same tensor
+    check: Callable[..., bool]  # takes each tensor once
     differentiable: bool
     prepared: Any
 
 
-class _Calls:
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """itemgetter makes no tuple of a single item."""
+    if len(places) == 1:
+        return itemgetter(slice(places[0], places[0] + 1))
+    return itemgetter(*places)
+
+
+class _KnownCalls:
     """The last calls that were unseen, so that the next of their kind is told with little work.
 
     torch's own guards compare all that matters of tensors but their memory, in one call into C++:
@@ -155,87 +166,128 @@ class _Calls:
     """
 
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[KnownCall] = []
         self.oldest = 0
 
-    def find(self, tensors: Sequence[Any], options: Any) -> _Call | None:
-        types = tuple(map(type, tensors))
-        for call in self.calls:
-            if (
-                call.options == options
-                and call.types == types
-                and call.check(*compress(tensors, call.chosen))
-                and (not call.twins or all(tensors[i] is tensors[j] for i, j in call.twins))
-            ):
-                return call
+    def find(
+        self, tensors: Sequence[Any], options: Sequence[Any]
+    ) -> tuple[KnownCall, Sequence[Tensor]] | None:
+        """The call, and its tensors that are not None."""
+        now, types = torch.get_num_threads(), tuple(map(type, tensors))
+        for known in self.calls:
+            threads, known_options, known_types, pick, twins, check, _, _ = known
+            if known_options == options and known_types == types and threads == now:
+                given = firsts = pick(tensors)
+                if twins:
+                    if not all(given[i] is given[j] for i, j in twins):
+                        continue
+                    later = [j for _, j in twins]
+                    firsts = tuple([x for i, x in enumerate(given) if i not in later])
+                if check(*firsts):
+                    return known, given
         return None
 
-    def add(self, tensors: Sequence[Any], options: Any, prepared: Any) -> _Call:
-        firsts: dict[int, int] = {}
-        places = [firsts.setdefault(id(tensor), i) for i, tensor in enumerate(tensors)]
-        chosen = [t is not None and i == places[i] for i, t in enumerate(tensors)]
-        given = list(compress(tensors, chosen))
+    def add(
+        self, tensors: Sequence[Any], options: Sequence[Any], prepared: Any
+    ) -> tuple[KnownCall, Sequence[Tensor]]:
+        pick = _picker([i for i, tensor in enumerate(tensors) if tensor is not None])
+        given = pick(tensors)
+        places: dict[int, int] = {}
+        twins = [(places.setdefault(id(tensor), i), i) for i, tensor in enumerate(given)]
+        firsts = [given[i] for i in places.values()]
         guards = _Guards(
-            *given,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in given],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in given],
+            *firsts,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in firsts],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in firsts],
         )
-        call = _Call(
+        known = KnownCall(
+            torch.get_num_threads(),
             options,
             tuple(map(type, tensors)),
-            chosen,
-            [(i, j) for i, j in enumerate(places) if i != j and tensors[i] is not None],
+            pick,
+            [(i, j) for i, j in twins if i != j],
             guards.check,
-            any(tensor.requires_grad for tensor in given),
+            any(tensor.requires_grad for tensor in firsts),
             prepared,
         )
         if len(self.calls) < _MOST_CALLS:
-            self.calls.append(call)
+            self.calls.append(known)
         else:
-            self.calls[self.oldest] = call
+            self.calls[self.oldest] = known
             self.oldest = (self.oldest + 1) % _MOST_CALLS
-        return call
+        return known, given
+
+
+def _tangent(tensor: Any) -> bool:
+    """Which autograd would drop without a word."""
+    return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+class Calls(NamedTuple):
+    """An operator's calls of (tensors, options)."""
+
+    call: Callable[[Sequence[Any], Sequence[Any]], Any]
+    # What this call is known as, if it is.
+    find: Callable[[Sequence[Any], Sequence[Any]], KnownCall | None]
+    # A known call again, or None if it is not the same. The caller vouches for options and for the
+    # tensors that are None.
+    repeat: Callable[[KnownCall, Sequence[Any]], Any]
 
 
 def differentiate(
-    operator: Any, kernel: Kernel, setup: Callable[..., None], derive: Callable[..., Any]
-) -> Callable[..., Any]:
+    operator: Any,
+    kernel: Kernel,
+    setup: Callable[..., None],
+    derive: Callable[..., tuple[Any, ...]],
+) -> Calls:
     """What torch.library.register_autograd does, at half its cost, and for torch.func too.
 
     setup(ctx, tensors, options, outputs, prepared) gets a sequence of outputs even if there is one,
     and what the kernel prepared unless the dispatcher made the call; derive(ctx, *gradients)
     returns one gradient for each entry of ctx.needs_input_grad, of which those of the tensors are
     the last.
-
-    Returns the operator as a function of (tensors, options).
     """
     below, after_autograd = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
-    redispatch, profiled = operator.redispatch, torch._C._autograd._profiler_enabled
+    redispatch = operator.redispatch
+    # Those that see calls that guards know.
+    modes, profiled = torch._C._len_torch_function_stack, _core._autograd._profiler_enabled
     count = len(kernel.names)
-    calls = _Calls()
+    calls = _KnownCalls()
 
     def compute(keyset: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         rest = keyset & after_autograd
         if rest.highestPriorityTypeId() in _BACKENDS:
-            return kernel.run(kernel.prepare(tensors, options), tensors)
+            given = [tensor for tensor in tensors if tensor is not None]
+            return kernel.run(kernel.prepare(tensors, options), given)
         with below():
             return redispatch(rest, *tensors, *options)
 
     class Derivative(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, prepared: Any, options: Any, *tensors: Any) -> Any:
-            if prepared is not None:
-                results = kernel.run(prepared, tensors)
+        def forward(ctx: Any, keyset: Any, planned: Any, options: Any, *tensors: Any) -> Any:
+            prepared = None
+            if planned is not None:
+                prepared, given = planned
+                results = kernel.run(prepared, given)
             else:
                 results = compute(keyset, tensors, options)
             outputs = (results,) if isinstance(results, Tensor) else results
             setup(ctx, tensors, options, outputs, prepared)
             return tuple(results) if isinstance(results, list) else results
 
-        backward = staticmethod(derive)
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+            return derive(ctx, *gradients)
 
-    # Function.apply looks for transforms, which do not come here.
-    apply = super(torch.autograd.Function, Derivative).apply
+    # Function.apply looks for transforms, which do not come here, and a node's for what else may be
+    # its derivative.
+    function: Any = super(torch.autograd.Function, Derivative)
+    node: Any = Derivative._backward_cls
+    apply, node.apply = function.apply, Derivative.backward
+
+    def refuse_tangents() -> NoReturn:
+        name = operator._opname
+        raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
 
     class Transformed(torch.autograd.Function):
         """The operator for torch.func.grad and the like, which do not reach Derivative."""
@@ -252,6 +304,10 @@ def differentiate(
             outputs = (output,) if isinstance(output, Tensor) else output
             setup(ctx, inputs[1:], inputs[0], outputs, None)
 
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+            refuse_tangents()
+
         backward = staticmethod(derive)
 
     def autograd(keyset: Any, *arguments: Any) -> Any:
@@ -264,17 +320,35 @@ def differentiate(
 
     def call(tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         if not torch.compiler.is_compiling():
-            if _Guards and torch._C._len_torch_function_stack() == 0 and not profiled():
-                key = (options, torch.get_num_threads())  # a plan has a number of threads
-                known = calls.find(tensors, key)
-                if known is None and _unseen(tensors):
-                    known = calls.add(tensors, key, kernel.prepare(tensors, options))
-                if known is not None:
+            if forward_ad._current_level >= 0 and any(map(_tangent, tensors)):
+                refuse_tangents()
+            if _Guards and modes() == 0 and not profiled():
+                found = calls.find(tensors, options)
+                if found is None and _unseen(tensors):
+                    found = calls.add(tensors, options, kernel.prepare(tensors, options))
+                if found is not None:
+                    known, given = found
                     if known.differentiable and torch.is_grad_enabled():
-                        return apply(None, known.prepared, options, *tensors)
-                    return kernel.run(known.prepared, tensors)
+                        return apply(None, (known.prepared, given), options, *tensors)
+                    return kernel.run(known.prepared, given)
             if torch._C._are_functorch_transforms_active():
                 return Transformed.apply(options, *tensors)
         return operator(*tensors, *options)
 
-    return call
+    def find(tensors: Sequence[Any], options: Sequence[Any]) -> KnownCall | None:
+        found = calls.find(tensors, options)
+        return found[0] if found is not None and not found[0].twins else None
+
+    def repeat(known: KnownCall, tensors: Sequence[Any]) -> Any:
+        given = known.pick(tensors)
+        if (
+            known.check(*given)
+            and known.threads == torch.get_num_threads()
+            and not (known.differentiable and torch.is_grad_enabled())
+            and modes() == 0
+            and not profiled()
+        ):
+            return kernel.run(known.prepared, given)
+        return None
+
+    return Calls(call, find, repeat)

@@ -8,7 +8,6 @@ and never wait. Plans are kept by problem, since a training step repeats the sam
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from operator import itemgetter
 from typing import Any, Callable, NoReturn
 
@@ -27,7 +26,7 @@ from ._native import (
     align,
     thread_memory,
 )
-from ._torch_dispatch import define, differentiate, library
+from ._torch_dispatch import KnownCall, define, differentiate, library
 from .sparsity import BlockLayout
 
 _DTYPES = {
@@ -47,6 +46,7 @@ Shape = tuple[Sequence[Any], torch.dtype]
 Shapes = Callable[[Given, Given], Sequence[Shape]]
 
 _MAX_PLANS = 4096
+_empty_like, _data_ptr = torch.empty_like, Tensor.data_ptr
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -75,10 +75,10 @@ class _Prepared:
     __slots__ = (
         "allocates_workspace",
         "device",
-        "given",
         "models",
         "pick",
         "plan",
+        "repeats",
         "stand_ins",
         "workspace_bytes",
     )
@@ -94,8 +94,9 @@ class _Prepared:
         first: Tensor = tensors[0]
         self.plan = plan
         self.device = first.get_device()  # -1: the CPU
-        self.given = [tensor is not None for tensor in tensors]
         self.stand_ins = stand_ins
+        # Backward passes of a forward pass, by what they need and get.
+        self.repeats: dict[Any, tuple[KnownCall, Callable[[Sequence[Any]], Any]]] = {}
         self.workspace_bytes = plan.workspace_bytes
         # Outputs and workspace without their memory, as empty_like is quicker than new_empty.
         self.models = [first.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
@@ -132,7 +133,8 @@ class _Kernel:
 
     def __call__(self, *arguments: Any) -> Any:
         tensors, options = arguments[: len(self.names)], arguments[len(self.names) :]
-        return self.run(self.prepare(tensors, options), tensors)
+        given = [tensor for tensor in tensors if tensor is not None]
+        return self.run(self.prepare(tensors, options), given)
 
     def prepare(self, tensors: Sequence[Any], options: Sequence[Any]) -> _Prepared:
         threads = torch.get_num_threads() if tensors[0].is_cpu else 0
@@ -152,12 +154,11 @@ class _Kernel:
             self.plans[key] = prepared
         return prepared
 
-    def run(self, prepared: _Prepared, tensors: Sequence[Any]) -> Any:
+    def run(self, prepared: _Prepared, given: Sequence[Tensor]) -> Any:
         # The host cost of every call is here: what depends on the problem alone is in _prepare.
+        outputs = list(map(_empty_like, prepared.models))
+        addresses = [*map(_data_ptr, given), *map(_data_ptr, outputs)]
         device = prepared.device
-        outputs = list(map(torch.empty_like, prepared.models))
-        addresses = list(map(Tensor.data_ptr, compress(tensors, prepared.given)))
-        addresses += map(Tensor.data_ptr, outputs)
         if prepared.allocates_workspace:
             workspace = align(addresses.pop())
         else:
@@ -296,9 +297,8 @@ class TorchOp:
             self._read = itemgetter(*[known.index(name) for name in reads])
             self._gradient_places = [self.inputs.index(source) for source in self.gradients]
             self._layout_place = self.options.index("layout") if "layout" in self.options else None
-            self._routes: dict[Sequence[bool], Any] = {}
             self._define_backward(options)
-            self.call = differentiate(self.operator, kernel, self._setup, self._backward)
+            self.call = differentiate(self.operator, kernel, self._setup, self._backward).call
         if cast:
             for device in ("CPU", "CUDA"):
                 library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
@@ -315,7 +315,8 @@ class TorchOp:
         def refuse(ctx: Any, *gradients: Any) -> NoReturn:
             raise NotImplementedError(f"{self.name}: second derivatives are not implemented")
 
-        self.call_backward = differentiate(operator, kernel, lambda *_: None, refuse)
+        self._backward_calls = differentiate(operator, kernel, lambda *_: None, refuse)
+        self.call_backward = self._backward_calls.call
 
     def stand_ins(self, tensors: Sequence[Any], options: Sequence[Any]) -> StandIns:
         """Of what the backward pass does not read, inputs leave their shapes behind."""
@@ -338,7 +339,7 @@ class TorchOp:
         prepared: _Prepared | None,
     ) -> None:
         known = [*tensors, *outputs]
-        ctx.options = options
+        ctx.options, ctx.prepared = options, prepared
         if self.unread is not None:
             stand_ins = prepared.stand_ins if prepared else self.stand_ins(tensors, options)
             for place, stand_in in stand_ins:
@@ -353,19 +354,29 @@ class TorchOp:
 
     def _backward(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad
-        route = self._routes.get(needed)
-        if route is None:
-            route = self._routes[needed] = self._route(needed)
-        needs, spread = route
-        upstream = gradients[: len(self.upstream)]
-        if needs == 0 or (upstream[0] is None and all(given is None for given in upstream)):
+        prepared = None if torch.compiler.is_compiling() else ctx.prepared
+        upstream, saved = gradients[: len(self.upstream)], ctx.saved_tensors
+        # With the layouts that `prepared` stands for, these settle what is None.
+        kind = needed, upstream[-1] is None
+        repeat = prepared and prepared.repeats.get(kind)
+        if repeat:
+            known, spread = repeat
+            found = self._backward_calls.repeat(known, (*upstream, *saved))
+            if found is not None:
+                return spread((*found, None))
+        needs, spread = self._route(needed)
+        if needs == 0 or all(given is None for given in upstream):
             return (None,) * len(needed)
-        saved = ctx.saved_tensors
         if upstream[0] is None:
             out = saved[self.reads.index(self.outputs[0])]
             upstream = (out.new_zeros(()).expand(out.shape), *upstream[1:])
-        found = self.call_backward((*upstream, *saved), (*ctx.options, needs))
-        return spread([*found, None])
+        arguments = (*upstream, *saved), (*ctx.options, needs)
+        found = self.call_backward(*arguments)
+        if prepared is not None:
+            known = self._backward_calls.find(*arguments)
+            if known is not None:
+                prepared.repeats[kind] = known, spread
+        return spread((*found, None))
 
     def _route(self, needed: Sequence[bool]) -> tuple[int, Callable[[Sequence[Any]], Any]]:
         """The backward pass's option `needs`, and how its results, followed by a None, become one

@@ -121,8 +121,9 @@ class AttentionGradients(NamedTuple):
 
 def _attention_options(options: Mapping[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     own = split(options, run)
-    seed = own.pop("seed", 0)
-    return {**attention_options(**own), "dropout_seed": seed}
+    seed, layout = own.pop("seed", 0), own.pop("layout", None)
+    layout = None if layout is None else BlockLayout.of(layout)
+    return {**attention_options(**own), "layout": layout, "dropout_seed": seed}
 
 
 def attention(
@@ -363,7 +364,7 @@ def entmax(
     Returns:
         p, like x. Rows that see nothing are 0.
     """
-    inputs, own = _entmax(alpha, axis, mask, offsets, check_indices)
+    inputs, own = _entmax(x, alpha, axis, mask, offsets, check_indices)
     return compute(_native.ENTMAX, FORWARD, {"x": x, **inputs}, ("y",), own, **run)[0]
 
 
@@ -387,16 +388,19 @@ def entmax_backward(
     **run: Unpack[Run],
 ) -> EntmaxGradients:
     """The gradients of `entmax`: d_x, and d_alpha if `needs` names it."""
-    inputs, own = _entmax(alpha, axis, mask, offsets, check_indices)
+    inputs, own = _entmax(y, alpha, axis, mask, offsets, check_indices)
     # The layout of x is the output's; the backward pass reads no x.
     given, possible = {"x": y, **inputs, "y": y, "d_y": d_y}, {"d_x": y, "d_alpha": y}
     return _gradients(EntmaxGradients, _native.ENTMAX, given, possible, needs, own, run)
 
 
 def _entmax(
-    alpha: Any, axis: int, mask: Any, offsets: Any, check_indices: bool
+    like: Any, alpha: Any, axis: int, mask: Any, offsets: Any, check_indices: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    rows = alpha if np.ndim(alpha) > 0 else None
+    rows = None
+    if np.ndim(alpha) > 0:
+        exact = np.asarray(like).dtype == np.float64
+        rows = np.asarray(alpha, np.float64 if exact else np.float32)
     own = entmax_options(2.0 if rows is not None else float(alpha), axis, check_indices)
     return {"alpha_per_row": rows, "mask": mask, "offsets": offsets}, own
 
@@ -448,7 +452,7 @@ def segment_reduce(
         [S,D], like x; [N,D] for "softmax".
     """
     run: dict[str, Any] = {}
-    own = segment_options(reduce, **split(options, run))
+    own = segment_options(reduce, ids is not None, **split(options, run))
     inputs = {"x": x, "offsets": offsets, "ids": ids, "permutation": permutation}
     return compute(_native.SEGMENT, FORWARD, inputs, ("out",), own, **run)[0]
 
@@ -466,7 +470,7 @@ def segment_reduce_backward(
 ) -> Array:
     """The gradient of x in `segment_reduce`, from its input, its output and the same options."""
     run: dict[str, Any] = {}
-    own = segment_options(reduce, **split(options, run))
+    own = segment_options(reduce, ids is not None, **split(options, run))
     inputs = {
         "x": x,
         "offsets": offsets,

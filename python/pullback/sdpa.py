@@ -106,6 +106,11 @@ def _forward(
     seed: Tensor | None,
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
+    largest = max(query.shape[-1], value.shape[-1])
+    if largest > 256:
+        _refuse(
+            f"head dims must be 256 or less, got {largest}; sdpa_kernel chooses another backend"
+        )
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, lse = ATTENTION.call((q, k, v, bias, None, None, seed), options)
     return _like(out.transpose(1, 2), query), lse

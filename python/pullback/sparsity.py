@@ -74,6 +74,9 @@ class BlockLayout:
         if getattr(self, "handle", None):
             _destroy(self.handle)
 
+    def __reduce__(self) -> Any:  # copies have handles of their own
+        return BlockLayout, (self.present,)
+
     @property
     def present(self) -> np.ndarray[Any, Any]:
         """uint8 [heads, rows, columns]: 1 where a block is."""

@@ -34,6 +34,7 @@ from ._options import (
     attention_options,
     block_matmul_options,
     block_softmax_options,
+    choice,
     entmax_options,
     matmul_block,
     segment_options,
@@ -86,6 +87,15 @@ def _fields(op: TorchOp, make: Callable[..., dict[str, Any]]) -> Callable[..., t
     return call
 
 
+def _identifier(layout: BlockLayout) -> int:
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(
+            f"layout: expected a BlockLayout, got {type(layout).__name__}; "
+            "make one of an array, and keep it"
+        )
+    return layout.identifier
+
+
 _attention_fields = _fields(ops.ATTENTION, attention_options)
 _block_softmax_fields = _fields(ops.BLOCK_SOFTMAX, block_softmax_options)
 _block_matmul_fields = _fields(ops.BLOCK_MATMUL, block_matmul_options)
@@ -105,7 +115,7 @@ def attention(
     bias: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
-    seed: Tensor | None = ...,
+    seed: Tensor | int | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
@@ -118,7 +128,7 @@ def attention(
     bias: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
-    seed: Tensor | None = ...,
+    seed: Tensor | int | None = ...,
     return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -130,7 +140,7 @@ def attention(
     bias: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    seed: Tensor | None = None,
+    seed: Tensor | int | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -144,8 +154,9 @@ def attention(
             a key. Not with cu_seqlens.
         cu_seqlens_q: [B+1], the first rows of the sequences in q, and their total.
         cu_seqlens_k: the same for k and v.
-        seed: of dropout, an int64 tensor of one element, read when the kernels run; when not
-            given, it is drawn from the generator of q's device. A CUDA graph draws at each replay.
+        seed: of dropout, a number or an int64 tensor of one element, read when the kernels run;
+            when not given, it is drawn from the generator of q's device. A CUDA graph draws at each
+            replay.
         return_lse: also returns the logsumexp of the scores, which is differentiable, too.
         **options: see `AttentionOptions`.
 
@@ -154,15 +165,17 @@ def attention(
         [B,H,Sq], or [H,total_q], in float32 (float64 for float64); -inf where a query sees nothing.
     """
     layout = options.get("layout")
-    changed: dict[str, Any] = {"layout": 0 if layout is None else layout.identifier}
+    changed: dict[str, Any] = {"layout": 0 if layout is None else _identifier(layout)}
     if torch.are_deterministic_algorithms_enabled():
         changed["deterministic"] = True
     if options.get("dropout", 0) == 0:
         seed = None
     elif seed is None:
         seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    else:
+    elif isinstance(seed, Tensor):
         seed = seed.to(q.device)
+    else:
+        seed = torch.full((), seed, dtype=torch.int64, device=q.device)
     tensors = (q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed)
     out, lse = ops.ATTENTION.call(tensors, _attention_fields(**{**options, **changed}))
     return (out, lse) if return_lse else out
@@ -194,7 +207,7 @@ def block_softmax(
     Returns:
         The probabilities, like x; 0 in rows that see nothing.
     """
-    fields = (layout.identifier, x.shape[-1], *_block_softmax_fields(**options))
+    fields = (_identifier(layout), x.shape[-1], *_block_softmax_fields(**options))
     return ops.BLOCK_SOFTMAX.call((x, rpe, key_padding_mask, attn_mask), fields)
 
 
@@ -225,7 +238,7 @@ def block_matmul(
         c, of that dtype; 0 in rows and columns that no block reaches.
     """
     block = matmul_block(mode, block, a.shape, b.shape)
-    fields = (layout.identifier, block, *_block_matmul_fields(mode, **options))
+    fields = (_identifier(layout), block, *_block_matmul_fields(mode, **options))
     return ops.BLOCK_MATMUL.call((a, b), fields)
 
 
@@ -309,6 +322,10 @@ def entmax(
             del shape[axis]
         else:
             shape[axis] = offsets.shape[0] - 1
+        if any(a not in (1, b) for a, b in zip(alpha.shape[::-1], shape[::-1])):
+            raise ValueError(
+                f"entmax: alpha: expected what broadcasts to {shape}, got {list(alpha.shape)}"
+            )
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = alpha.to(dtype).expand(shape)
     elif alpha == 2 and offsets is None and x.requires_grad and torch.is_grad_enabled():
@@ -366,7 +383,7 @@ def segment_reduce(
     Returns:
         [S,...], like x; [N,...] for "softmax".
     """
-    fields = _segment_fields(reduce, **options)
+    fields = _segment_fields(reduce, ids is not None, **options)
     with_arg = reduce in ("max", "min") and options.get("ties", "first") != "even"
     if with_arg and x.requires_grad and torch.is_grad_enabled():
         return _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), fields)[0]
@@ -383,7 +400,7 @@ def segment_reduce_arg(
     **options: Unpack[SegmentOptions],
 ) -> tuple[Tensor, Tensor]:
     """`segment_reduce` with the int64 row of x that each value came from, -1 for empty segments."""
-    fields = _segment_fields(reduce, **options)
+    fields = _segment_fields(reduce, ids is not None, **options)
     out, arg = _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), fields)
     return out, arg.long()
 
@@ -406,6 +423,8 @@ def _segment(
     op: TorchOp, x: Tensor, segments: tuple[Tensor | None, ...], fields: tuple[Any, ...]
 ) -> Any:
     """The op works on [N,D]; the dimensions after the first are folded into D."""
+    if x.dim() == 0:
+        raise ValueError("segment: x: expected [N,...], got rank 0; give it a dimension of size 1")
     flat = x if x.dim() == 2 else x.reshape(x.shape[0], -1) if x.numel() else x.flatten(1)
     if x.dim() == 1:
         flat = x.unsqueeze(1)
@@ -448,6 +467,10 @@ class Entmax15(Entmax):
         super().__init__(1.5, dim)
 
 
+def _mask_mode(option: str, mode: str) -> Any:
+    return ("add", "keep", "keep")[choice(option, mode, ("add", "mul", "keep"))]
+
+
 class SparseSelfAttention(nn.Module):
     """Block-sparse self-attention with the interface of DeepSpeed's module of this name.
 
@@ -469,9 +492,8 @@ class SparseSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
-        modes = {"add": "add", "mul": "keep", "keep": "keep"}
-        self.key_padding_mode: Any = modes[key_padding_mask_mode]
-        self.attn_mask_mode: Any = modes[attn_mask_mode]
+        self.key_padding_mode = _mask_mode("key_padding_mask_mode", key_padding_mask_mode)
+        self.attn_mask_mode = _mask_mode("attn_mask_mode", attn_mask_mode)
         self._layouts: dict[int, BlockLayout] = {}
 
     def get_layout(self, seq_len: int) -> BlockLayout:

@@ -120,6 +120,7 @@ def test_entmax_functions_and_modules() -> None:
     (d_alpha,) = torch.autograd.grad(y.square().sum(), alpha)
     assert d_alpha.shape == alpha.shape and (d_alpha != 0).all()
     assert compat.EntmaxBisect(alpha=1.2)(x)[0].allclose(y[0])
+    assert compat.EntmaxBisect(alpha=alpha)(x).equal(y)
     # A row of -inf, which is NaN there.
     assert (compat.entmax15(torch.full((2, 3), -torch.inf)) == 0).all()
 

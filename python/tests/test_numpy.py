@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -251,6 +252,15 @@ def test_layouts_from_arrays() -> None:
         sparsity.FixedSparsityConfig(1, attention="sideways").make_layout(64)
 
 
+def test_layouts_and_alphas_may_be_plain_arrays() -> None:
+    q = random(0, 1, 32, 1, 8).astype(np.float32)
+    present = np.array([[[1, 0], [1, 1]]])
+    out, _ = pn.attention(q, q, q, layout=present, block=16)
+    np.testing.assert_allclose(out[:, :16], pn.attention(*[q[:, :16]] * 3)[0], atol=1e-6)
+    x = random(1, 2, 5).astype(np.float32)
+    np.testing.assert_array_equal(pn.entmax(x, [1.5, 2.0])[1], pn.entmax(x[1], 2.0))
+
+
 def test_plan_describes_and_runs() -> None:
     x = random(0, 64, 1000).astype(np.float32)
     plan = pn.plan("entmax", "forward", {"x": x}, alpha=1.5)
@@ -264,6 +274,13 @@ def test_plan_describes_and_runs() -> None:
         plan.run({"x": x, "y": y}, workspace[: plan.workspace_bytes - 1])
     with pytest.raises(ValueError, match="as planned"):
         plan.run({"x": x.astype(np.float64), "y": y})
+    with pytest.raises(ValueError, match="strides=.*as planned"):
+        plan.run({"x": np.asfortranarray(x), "y": y})
+    with pytest.raises(TypeError, match="entmax: a plan cannot be copied"):
+        copy.deepcopy(plan)
+    one = pn.plan("entmax", "forward", {"x": x[:1]}, alpha=1.5)
+    one.run({"x": x[:1].T.copy().T, "y": (first := one.empty("y"))})
+    np.testing.assert_array_equal(first, y[:1])
 
 
 def test_errors_are_of_their_kind_and_explain() -> None:
@@ -285,6 +302,8 @@ def test_errors_are_of_their_kind_and_explain() -> None:
     with pytest.raises(ValueError, match="ids"):
         ids = np.array([0, 3, 1, 2])
         pn.segment_reduce(q[0, :, 0], ids=ids, num_segments=4, check_indices=True)
+    with pytest.raises(ValueError, match="num_segments: expected a number, as ids are given"):
+        pn.segment_reduce(q[0, :, 0], ids=np.arange(4))
     with pytest.raises(TypeError, match="softcaps"):
         pn.attention(q, q, q, softcaps=1.0)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
 from pullback import BlockLayout, sparsity  # noqa: E402
-from pullback._torch_dispatch import _Calls, _unseen  # noqa: E402
 from torch_cases import DENSE, DEVICES, random  # noqa: E402
 
 # ---------------------------------------------------------------- attention
@@ -66,6 +68,8 @@ def test_dropout_follows_torchs_generator_and_is_undone_exactly() -> None:
     q, k, v = (random(1, 32, 2, 8, seed=i).requires_grad_() for i in range(3))
     torch.manual_seed(1)
     a, b = (pt.attention(q, k, v, dropout=0.5) for _ in range(2))
+    seeded = [pt.attention(q, k, v, dropout=0.5, seed=s) for s in (7, torch.tensor(7), 8)]
+    assert torch.equal(*seeded[:2]) and not torch.equal(*seeded[1:])
     torch.manual_seed(1)
     c = pt.attention(q, k, v, dropout=0.5)
     assert torch.equal(a, c) and not torch.equal(a, b)
@@ -203,125 +207,10 @@ def test_modules() -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_modes_and_profilers_see_the_operators() -> None:
-    """Though calls that nobody looks at take a shorter way."""
-    x = random(4, 6).requires_grad_()
-    expected = {"pullback::entmax", "pullback::entmax_backward"}
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.add(function.name())
-            return function(*args, **kwargs or {})
-
-    seen: set[str] = set()
-    with Names():
-        pt.entmax15(x).sum().backward()
-    assert expected <= seen
-    with torch.profiler.profile() as profile:
-        pt.entmax15(x).sum().backward()
-    assert expected <= {event.key for event in profile.key_averages()}
-    assert _unseen((x, None, torch.nn.Parameter(x)))
-    with torch.inference_mode():
-        inferred = pt.entmax15(x)
-    assert inferred.is_inference() and _unseen((inferred,))
-    with torch.device("meta"):
-        assert pt.entmax15(torch.empty(4, 6)).shape == (4, 6)
-
-
-def test_calls_are_known_by_all_that_matters() -> None:
-    x, ids = random(4, 6).requires_grad_(), torch.arange(4)
-    calls = _Calls()
-    calls.add((x, None, ids, ids), (1.0,), "first")
-
-    def known(*tensors: Any, options: Any = (1.0,)) -> bool:
-        return calls.find(tensors, options) is not None
-
-    other = random(4, 6, seed=1).requires_grad_()
-    assert known(other, None, twin := ids + 1, twin)
-    assert not known(other, None, twin, ids)
-    assert not known(x, None, ids, ids, options=(2.0,))
-    assert not known(x, ids, ids, None)
-    assert not known(x, None, ids, ids.int())
-    assert not known(x, None, ids[:3], ids[:3])
-    for different in (
-        x.detach(),
-        torch.nn.Parameter(x),
-        x.float(),
-        x[:, :5],
-        x.detach().t().contiguous().t().requires_grad_(),
-        x.detach().to("meta").requires_grad_(),
-        torch.complex(x, -x).conj().imag,
-    ):
-        assert not known(different, None, ids, ids)
-    with torch.autocast("cpu"):
-        assert not known(x, None, ids, ids)
-    with torch.inference_mode():
-        assert not known(x, None, ids, ids)
-    with TorchDispatchMode():
-        assert not known(x, None, ids, ids)
-    torch.func.vmap(lambda row: row.sum() if not known(row, None, ids, ids) else 1 / 0)(
-        x.unsqueeze(0)
-    )
-
-    for i in range(20):  # the first makes room for others
-        calls.add((x[:1],), (float(i),), i)
-    assert not known(x, None, ids, ids)
-    assert [calls.find((x[:1],), (float(i),)).prepared for i in range(12, 20)] == [*range(12, 20)]
-    assert calls.find((x[:1],), (11.0,)) is None
-
-
-def test_inference_and_training_share_plans() -> None:
-    x = random(5, 3)
-    with torch.inference_mode():
-        found = pt.segment_reduce(x, "sum", offsets=torch.tensor([0, 2, 5]))
-    assert found.is_inference()
-    trained = x.clone().requires_grad_()
-    out = pt.segment_reduce(trained, "sum", offsets=torch.tensor([0, 2, 5]))
-    assert torch.equal(out, found)
-    (gradient,) = torch.autograd.grad(out.sum(), trained)
-    assert torch.equal(gradient, torch.ones_like(x))
-
-
-def test_calls_of_another_number_of_threads_have_their_own_plan() -> None:
-    x = random(64, 300)
-    expected = pt.entmax15(x)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 1):
-            torch.set_num_threads(threads)
-            assert torch.equal(pt.entmax15(x), expected)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_options_may_be_tensors_that_change() -> None:
-    q, k, v = (random(1, 6, 2, 4, seed=i) for i in range(3))
-    scale = torch.tensor(0.5)
-    first = pt.attention(q, k, v, scale=scale)
-    scale.mul_(2)
-    assert torch.equal(first, pt.attention(q, k, v, scale=0.5))
-    assert torch.equal(pt.attention(q, k, v, scale=scale), pt.attention(q, k, v, scale=1.0))
-
-
 def test_tensors_of_two_devices_are_refused() -> None:
     mask = torch.ones(4, 6, dtype=torch.bool, device="meta")
     with pytest.raises(ValueError, match="mask: expected a tensor on cpu, got meta"):
         pt.entmax15(random(4, 6), mask=mask)
-
-
-def test_what_is_saved_may_be_no_plain_tensor() -> None:
-    y = random(1, 4, 1, 8).requires_grad_()
-    negated = torch.complex(y, -y).conj().imag
-    assert negated.is_neg() and not _unseen((negated,))
-    found = torch.autograd.grad(pt.attention(negated, negated, negated).sum(), y)
-    expected = torch.autograd.grad(pt.attention(y, y, y).sum(), y)
-    torch.testing.assert_close(found, expected)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.t().contiguous(), lambda t: t.t()):
-        out = pt.entmax15(x := random(4, 6).requires_grad_())
-    (found,) = torch.autograd.grad(out.square().sum(), x)
-    (expected,) = torch.autograd.grad(pt.entmax15(x).square().sum(), x)
-    torch.testing.assert_close(found, expected)
 
 
 def test_vmap_makes_one_call_where_it_can() -> None:
@@ -364,6 +253,35 @@ def test_vmap_makes_one_call_where_it_can() -> None:
     assert shared.shape == (3, 2, 5, 2, 4)
 
 
+def test_layouts_and_modules_are_copied_and_pickled() -> None:
+    module = pt.SparseSelfAttention(sparsity.FixedSparsityConfig(num_heads=2))
+    q = random(1, 2, 64, 4)
+    expected = module(q, q, q)
+    copied = copy.deepcopy(module)
+    layout = pickle.loads(pickle.dumps(module.get_layout(64)))
+    assert (layout.present == module.get_layout(64).present).all()
+    del module
+    gc.collect()
+    assert torch.equal(copied(q, q, q), expected)
+    again = pt.block_sparse_attention(*[q.transpose(1, 2)] * 3, layout)
+    assert torch.equal(again.transpose(1, 2), expected)
+
+
+def test_forward_mode_derivatives_are_refused() -> None:
+    from torch.autograd import forward_ad
+
+    x = random(3, 5)
+    with pytest.raises(NotImplementedError, match="segment: forward-mode derivatives"):
+        torch.func.jvp(lambda x: pt.segment_reduce(x, offsets=torch.tensor([0, 3])), (x,), (x,))
+    with pytest.raises(NotImplementedError, match="entmax: forward-mode derivatives"):
+        torch.func.jacfwd(pt.entmax15)(x)
+    with forward_ad.dual_level():
+        for given in (x.clone(), x.clone().requires_grad_()):
+            with pytest.raises(NotImplementedError, match="entmax: forward-mode derivatives"):
+                pt.entmax15(forward_ad.make_dual(given, x))
+        assert torch.equal(pt.entmax15(x), pt.entmax15(x.clone()))
+
+
 def test_errors_of_the_library_reach_the_caller() -> None:
     q = random(2, 4, 2, 8)
     with pytest.raises(ValueError, match="attention: k: expected the batch size of q, 2"):
@@ -372,6 +290,18 @@ def test_errors_of_the_library_reach_the_caller() -> None:
         pt.attention(q.to(torch.int16), q, q)
     with pytest.raises(ValueError, match="needed|one of|offsets"):
         pt.segment_reduce(q[0, :, 0], "sum")
+    with pytest.raises(ValueError, match="num_segments: expected a number, as ids are given"):
+        pt.segment_reduce(q[0, :, 0], "sum", ids=torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"x: expected \[N,...\], got rank 0"):
+        pt.segment_reduce(q[0, 0, 0, 0], "sum", offsets=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"window: expected \(left, right\), got 3"):
+        pt.attention(q, q, q, window=3)
+    with pytest.raises(TypeError, match="layout: expected a BlockLayout, got ndarray"):
+        pt.block_softmax(q, DENSE.present)
+    with pytest.raises(ValueError, match=r"alpha: .* broadcasts to \[2, 4, 2\], got \[3\]"):
+        pt.entmax(q, torch.ones(3))
+    with pytest.raises(ValueError, match="attn_mask_mode: expected 'add', 'mul', 'keep'"):
+        pt.SparseSelfAttention(attn_mask_mode="multiply")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -54,6 +54,8 @@ def configuration(name: str) -> tuple[Any, Any]:
         special = {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.5}
         return t.Gemma2Config(sliding_window=5, **special, **GROUPED), AutoModelForCausalLM
     if name == "gpt_oss":  # sinks
+        if not hasattr(t, "GptOssConfig"):
+            pytest.skip("this version has no such model")
         return t.GptOssConfig(sliding_window=5, **EXPERTS, **GROUPED), AutoModelForCausalLM
     if name == "llama4":  # chunks
         special = {"attention_chunk_size": 6, "intermediate_size_mlp": 48, "pad_token_id": 0}

@@ -112,11 +112,14 @@ std::shared_ptr<const Cubin> compiled(const KernelSource& kernel) {
 bool precompile(const KernelSource& kernel, const DiskCache& cache) {
   const std::string key = key_text(kernel);
   if (cache.read(key)) return false;
+  std::optional<Cubin> cubin = DiskCache::from_environment().read(key);
+  const bool compiles = !cubin.has_value();
+  if (compiles) cubin = compile_now(kernel, compile_options(kernel)).cubin;
   std::string reason;
-  if (!cache.write(key, compile_now(kernel, compile_options(kernel)).cubin, reason)) {
+  if (!cache.write(key, *cubin, reason)) {
     throw Error(ErrorCode::device, "CUDA: kernel cache: " + reason);
   }
-  return true;
+  return compiles;
 }
 
 Report compile_with_report(const KernelSource& kernel) {

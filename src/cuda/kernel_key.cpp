@@ -9,7 +9,7 @@ namespace pullback::cuda {
 namespace {
 
 // Raised when the meaning of an entry changes.
-constexpr int kSchema = 2;
+constexpr int kSchema = 3;
 
 }  // namespace
 
@@ -21,8 +21,8 @@ std::string key_text(const KernelSource& kernel) {
   std::string options;
   for (const std::string& option : compile_options(kernel)) options += option + " ";
   return fmt::format("schema {}\nname {}\nentry {}\narch {}\nsources {}\noptions {}\nsource\n{}",
-                     kSchema, kernel.name, kernel.entry, arch_name(kernel), device_sources_hash(),
-                     options, kernel.source);
+                     kSchema, kernel.name, kernel.entry, arch_name(kernel),
+                     device_sources_hash(kernel.source), options, kernel.source);
 }
 
 }  // namespace pullback::cuda

@@ -47,9 +47,10 @@ std::string cache_lines() {
   const std::string folder = cache.folder().empty() ? "no folder" : cache.folder();
   const auto shipped = DiskCache::shipped().list();
   // Those compiled from other sources are never found.
-  const std::string sources = "\nsources " + device_sources_hash() + "\n";
   const auto own = std::count_if(shipped.begin(), shipped.end(), [&](const auto& entry) {
-    return entry.key_text.find(sources) != std::string::npos;
+    const std::string_view key = entry.key_text;
+    const std::string_view source = key.substr(std::min(key.size(), key.find("\nsource\n")));
+    return key.find("\nsources " + device_sources_hash(source) + "\n") != key.npos;
   });
   return line("kernel cache", fmt::format("{}, {} kernels, {}", folder, cache.list().size(),
                                           kModes[static_cast<int>(cache.mode())])) +

@@ -21,9 +21,14 @@ struct Options {
   EmptySegment empty = EmptySegment::identity;
   Saved saved = Saved::arg;
   DType arg_dtype = DType::i64;
+  bool arg = true;  // whether it is an output
   std::int64_t num_segments = -1;
   bool check_indices = false;
 };
+
+bool is_extreme_reduce(SegmentReduce reduce) {
+  return reduce == SegmentReduce::max || reduce == SegmentReduce::min;
+}
 
 Options read_options(const Request& request) {
   OptionReader reader(kOp, request.options);
@@ -37,8 +42,13 @@ Options read_options(const Request& request) {
   pick("ties", {"first", "last", "even"}, options.ties);
   pick("empty", {"identity", "zero", "nan"}, options.empty);
   pick("saved", {"arg", "mask", "none"}, options.saved);
-  const int arg = reader.choice("arg-dtype", {"i64", "i32", "u8"});
-  if (arg >= 0) options.arg_dtype = arg == 0 ? DType::i64 : arg == 1 ? DType::i32 : DType::u8;
+  const int arg = reader.choice("arg-dtype", {"i64", "i32", "u8", "none"});
+  if (arg >= 0) options.arg_dtype = arg == 1 ? DType::i32 : arg == 2 ? DType::u8 : DType::i64;
+  options.arg = arg != 3;
+  if (!options.arg && options.saved == Saved::arg && is_extreme_reduce(options.reduce)) {
+    fail(ErrorCode::invalid_argument, kOp, "--arg-dtype", "a dtype, or --saved mask or none",
+         "none");
+  }
   options.num_segments = reader.integer("num-segments", -1);
   if (options.num_segments < 0 && reader.has("num-segments")) {
     fail(ErrorCode::invalid_argument, kOp, "--num-segments", "0 or more",
@@ -100,10 +110,6 @@ SegmentProblem problem_of(const Request& request, const Options& options) {
   return problem;
 }
 
-bool is_extreme_reduce(SegmentReduce reduce) {
-  return reduce == SegmentReduce::max || reduce == SegmentReduce::min;
-}
-
 class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
  public:
   explicit SegmentSession(const Request& request) : OpSession(request) {
@@ -124,8 +130,10 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
     tensors_.out = output("out", problem.out);
     if (is_extreme_reduce(options.reduce)) {
       const std::int64_t rows = problem.x.shape[0], columns = problem.x.shape[1];
-      problem.arg = TensorSpec::contiguous(options.arg_dtype, {problem.num_segments, columns});
-      tensors_.arg = output("arg", problem.arg);
+      if (options.arg) {
+        problem.arg = TensorSpec::contiguous(options.arg_dtype, {problem.num_segments, columns});
+        tensors_.arg = output("arg", problem.arg);
+      }
       if (options.saved == Saved::mask) {
         problem.arg_mask = TensorSpec::contiguous(DType::u8, {rows, (columns + 7) / 8});
         tensors_.arg_mask = memory_.output(make_output(problem.arg_mask, request, "arg_mask"));
@@ -167,14 +175,15 @@ const OpDriver kDriver{
                {"d_out", "[S,D], for softmax [N,D]", false},
                {"offsets", "i32 or i64 [S+1]", false},
                {"ids", "i32 or i64 [N], any order", false}},
-    .options = {{"reduce", "sum|mean|max|min|prod|logsumexp|softmax", "what is computed (sum)"},
-                {"ties", "first|last|even", "who gets the gradient of max and min (first)"},
-                {"empty", "identity|zero|nan", "value of a segment without rows (identity)"},
-                {"num-segments", "S", "with ids; default: rows of d_out, else largest id + 1"},
-                {"saved", "arg|mask|none", "what backward of max and min uses (arg)"},
-                {"arg-dtype", "i64|i32|u8",
-                 "dtype of arg; u8 is the place in a short segment (i64)"},
-                {"check-indices", "true|false", "report the first bad offset or id (false)"}},
+    .options =
+        {{"reduce", "sum|mean|max|min|prod|logsumexp|softmax", "what is computed (sum)"},
+         {"ties", "first|last|even", "who gets the gradient of max and min (first)"},
+         {"empty", "identity|zero|nan", "value of a segment without rows (identity)"},
+         {"num-segments", "S", "with ids; default: rows of d_out, else largest id + 1"},
+         {"saved", "arg|mask|none", "what backward of max and min uses (arg)"},
+         {"arg-dtype", "i64|i32|u8|none",
+          "dtype of arg; u8 is the place in a short segment; none: it is not computed (i64)"},
+         {"check-indices", "true|false", "report the first bad offset or id (false)"}},
     .cotangents = {{"out", "d_out"}},
     .gradients = {{"x", "d_x"}},
     .prepare = prepare,
@@ -193,9 +202,10 @@ Cost cost(const Request& request, Pass pass) {
   const bool extreme = is_extreme_reduce(options.reduce);
   const double rows = static_cast<double>(problem.x.shape[0]);
   const double columns = static_cast<double>(problem.x.shape[1]);
-  const double arg_bytes = extreme ? static_cast<double>(problem.num_segments) * columns *
-                                         static_cast<double>(size_of(options.arg_dtype))
-                                   : 0;
+  const double arg_bytes = extreme && options.arg
+                               ? static_cast<double>(problem.num_segments) * columns *
+                                     static_cast<double>(size_of(options.arg_dtype))
+                               : 0;
   const double mask_bytes = rows * static_cast<double>((problem.x.shape[1] + 7) / 8);
   if (pass == Pass::forward) {
     bytes += compulsory_bytes({&problem.x, &problem.out}) + arg_bytes;

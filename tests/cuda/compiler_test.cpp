@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <thread>
 
+#include "cuda/device_sources.hpp"
 #include "cuda/nvrtc.hpp"
 #include "pullback/error.hpp"
 #include "support/message_of.hpp"
@@ -81,6 +82,9 @@ TEST_F(CompilerTest, a_folder_filled_ahead_needs_no_compiler) {
   EXPECT_FALSE(precompile(source, cache));
   setenv("PULLBACK_JIT", "off", 1);
   EXPECT_GT(compiled(source)->size(), 500u);
+  const DiskCache other(folder_ + "/other", DiskCache::Mode::read_write);
+  EXPECT_FALSE(precompile(source, other));  // what the environment's cache has
+  EXPECT_TRUE(other.read(key_text(source)));
 }
 
 TEST_F(CompilerTest, a_cache_that_cannot_be_written_is_no_hindrance) {
@@ -111,6 +115,24 @@ TEST(KernelKey, holds_what_matters_and_no_path) {
   EXPECT_NE(key_text(a), key_text(b));
   EXPECT_EQ(key_text(a), key_text(KernelSource(a)));
   EXPECT_EQ(key_text(a).find(std::filesystem::current_path().string()), std::string::npos);
+}
+
+TEST(KernelKey, changes_with_what_the_kernel_includes_and_nothing_else) {
+  const auto hash = [](std::string_view a, std::string_view b, std::string_view c) {
+    const Header headers[] = {{"a", a}, {"b", b}, {"c", c}};
+    return header_hash(headers, "a");
+  };
+  const std::string before = hash("#include \"b\"\nint x;", "#include \"a\"", "");
+  EXPECT_EQ(before, hash("#include \"b\"\nint x;", "#include \"a\"", "int y;"));
+  EXPECT_NE(before, hash("#include \"b\"\nint z;", "#include \"a\"", ""));
+  EXPECT_NE(before, hash("#include \"b\"\nint x;", "#include \"a\" int y;", ""));
+
+  const std::string types = "#include \"device/types.cuh\"\n",
+                    warp = "#include \"device/warp.cuh\"\n";
+  EXPECT_EQ(device_sources_hash(types), device_sources_hash("int a;\n" + types + "int b;\n"));
+  EXPECT_NE(device_sources_hash(types), device_sources_hash(warp));
+  EXPECT_NE(device_sources_hash(types), device_sources_hash(types + warp));
+  EXPECT_NE(device_sources_hash(types), device_sources_hash(""));
 }
 
 }  // namespace

@@ -21,10 +21,10 @@ struct CaseParameter {
   DType dtype;
 };
 
-inline std::vector<CaseParameter> parameters(const std::vector<driver::Case>& cases) {
+inline std::vector<CaseParameter> parameters(const std::vector<driver::Case>& cases, bool full) {
   std::vector<CaseParameter> result;
   for (const auto& test : cases) {
-    if (test.full_only) continue;
+    if (test.full_only && !full) continue;
     for (DType dtype : test.dtypes) result.push_back({test, dtype});
   }
   return result;
@@ -35,10 +35,11 @@ inline std::string cuda_problem(std::string_view op) {
   return driver::has_cuda(op) ? cuda::driver_problem() : "no CUDA variants";
 }
 
-// None where there is no GPU: the fuzz test says so, once.
+// All of them: many of those that take long are there for a kernel. None where there is no GPU: the
+// fuzz test says so, once.
 inline std::vector<CaseParameter> cuda_parameters(std::string_view op,
                                                   const std::vector<driver::Case>& cases) {
-  return cuda_problem(op).empty() ? parameters(cases) : std::vector<CaseParameter>{};
+  return cuda_problem(op).empty() ? parameters(cases, true) : std::vector<CaseParameter>{};
 }
 
 inline std::string parameter_name(const ::testing::TestParamInfo<CaseParameter>& info) {
@@ -126,7 +127,7 @@ inline void run_on_every_target(const std::vector<driver::Case>& cases,
   }                                                                                               \
   INSTANTIATE_TEST_SUITE_P(                                                                       \
       op, op##_cases,                                                                             \
-      ::testing::ValuesIn(pullback::testing::parameters(pullback::driver::op##_cases())),         \
+      ::testing::ValuesIn(pullback::testing::parameters(pullback::driver::op##_cases(), false)),  \
       pullback::testing::parameter_name);                                                         \
   TEST(op##_fuzz, agrees_with_reference) {                                                        \
     pullback::testing::run_fuzz(pullback::driver::op##_fuzz, 60, pullback::Device::cpu(2));       \

@@ -114,4 +114,8 @@ inline void add(std::vector<Case>& cases, std::string name, const Setup& setup,
   cases.push_back(make_case(std::move(name), setup, std::move(options)));
 }
 
+// tile_cases.cpp
+void add_tiles(std::vector<Case>& cases);
+void add_widths(std::vector<Case>& cases);
+
 }  // namespace pullback::driver::attention_setup

@@ -70,8 +70,8 @@ void add_sizes(std::vector<Case>& cases) {
   add(cases, "H 0", {.heads = 0, .kv_heads = 0});
   add(cases, "all sizes 0", {.batch = 0, .query = 0, .key = 0, .heads = 0, .kv_heads = 0});
   const std::pair<std::int64_t, std::int64_t> head_dims[] = {
-      {1, 1},     {7, 7},   {8, 8},   {17, 31},   {64, 64},   {80, 80},
-      {128, 128}, {16, 40}, {40, 16}, {192, 128}, {256, 256}, {1, 256}};
+      {1, 1},   {7, 7},   {8, 8},     {17, 31},   {64, 64}, {80, 80}, {128, 128},
+      {16, 40}, {40, 16}, {192, 128}, {256, 256}, {1, 256}, {72, 72}, {104, 104}};
   for (const auto& [head_dim, value_dim] : head_dims) {
     add(cases, fmt::format("D {} Dv {}", head_dim, value_dim),
         {.batch = 1, .head_dim = head_dim, .value_dim = value_dim});
@@ -200,8 +200,10 @@ void add_layouts(std::vector<Case>& cases) {
       {{"causal", "bottom-right"}});
   Setup packed{.query = 65, .key = 65, .change = pack_qkv};
   add(cases, "packed QKV", packed, {{"causal", "top-left"}});
-  packed.head_dim = packed.value_dim = 20;
-  add(cases, "packed QKV, D 20", packed);
+  for (const std::int64_t head_dim : {20, 256}) {
+    packed.head_dim = packed.value_dim = head_dim;
+    add(cases, fmt::format("packed QKV, D {}", head_dim), packed);
+  }
   const Setup expanded_kv{.change = [](TensorMap& inputs, const Setup& s, Random& random) {
     const DType dtype = inputs["q"].spec().dtype;
     const auto one = normal_tensor(dtype, {1, s.key, 1, s.head_dim}, random);
@@ -243,73 +245,6 @@ void add_varlen(std::vector<Case>& cases) {
   setup.cu_q = setup.cu_k = {0};
   add(cases, "varlen without sequences", setup);
   add(cases, "varlen without rows", {.query = 0, .key = 0, .cu_q = {0, 0, 0}, .cu_k = {0, 0, 0}});
-}
-
-// Sizes of several tiles in every direction, where features meet the seams between tiles.
-void add_tiles(std::vector<Case>& cases) {
-  const Setup wide{.batch = 1,
-                   .query = 410,
-                   .key = 1130,
-                   .heads = 2,
-                   .kv_heads = 1,
-                   .head_dim = 8,
-                   .value_dim = 8,
-                   .finite_differences = false};
-  add(cases, "tiles, GQA", wide);
-  add(cases, "tiles, causal, dropout", wide, {{"causal", "bottom-right"}, {"dropout", "0.2"}});
-  add(cases, "tiles, window, softcap", wide,
-      {{"window", "200,150"}, {"corner", "bottom-right"}, {"softcap", "3"}});
-  Setup setup = wide;
-  setup.bias = {1, 2, 410, 1};
-  setup.d_lse = true;
-  add(cases, "tiles, bias summed over keys", setup, {{"causal", "top-left"}});
-  setup.bias = {1, 1, 1, 1130};
-  add(cases, "tiles, bias summed over queries", setup);
-  setup.bias = {1, 2, 410, 1130};
-  add(cases, "tiles, whole bias", setup, {{"window", "300,-1"}});
-  const auto hide_some = [](TensorMap& inputs, const Setup&, Random& random) {
-    const HostTensor& bias = inputs["bias"];
-    for (std::int64_t i = 0; i < bias.numel(); ++i) {
-      if (random.chance(0.2)) bias.set(i, -kInf);
-    }
-  };
-  // Rows of the bias in pieces of 16 bytes.
-  for (const std::int64_t head_dim : {32, 64, 128, 192, 256}) {
-    setup = {.query = 200,
-             .key = 264,
-             .bias = {2, 2, 200, 264},
-             .finite_differences = false,
-             .dtypes = {DType::bf16, DType::f16}};
-    setup.head_dim = setup.value_dim = head_dim;
-    setup.change = hide_some;
-    add(cases, fmt::format("tiles, bias in pieces, D {}", head_dim), setup);
-  }
-  setup.value_dim = 40;
-  add(cases, "tiles, bias in pieces, causal", setup, {{"causal", "top-left"}});
-  // So many heads that d_bias is summed over launches.
-  for (const std::int64_t head_dim : {8, 64, 128}) {
-    setup = {.batch = 3,
-             .query = 40,
-             .key = 264,
-             .heads = 44,
-             .kv_heads = 44,
-             .head_dim = head_dim,
-             .value_dim = 8,
-             .bias = {1, 44, 40, 264},
-             .finite_differences = false,
-             .dtypes = {DType::bf16},
-             .change = hide_some};
-    add(cases, fmt::format("tiles, bias summed over batch, D {}", head_dim), setup);
-  }
-  add(cases, "tiles, bias summed over batch, causal", setup, {{"causal", "bottom-right"}});
-  setup = wide;
-  setup.cu_q = {0, 7, 300, 300, 410};
-  setup.cu_k = {0, 600, 601, 900, 1130};
-  add(cases, "tiles, varlen", setup, {{"causal", "bottom-right"}});
-  setup = wide;
-  setup.query = 1130;
-  setup.key = 410;
-  add(cases, "tiles, more queries than keys", setup, {{"causal", "bottom-right"}});
 }
 
 void add_blocks(std::vector<Case>& cases) {
@@ -397,6 +332,7 @@ std::vector<Case> attention_cases() {
   add_varlen(cases);
   add_tiles(cases);
   add_blocks(cases);
+  add_widths(cases);
   return cases;
 }
 

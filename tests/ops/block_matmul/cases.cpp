@@ -99,6 +99,10 @@ std::vector<Case> block_matmul_cases() {
                         .Z = 2,
                         .dense = 7};
       cases.push_back(make_case(transposes_text(shape), mixed, shape));
+      // In whole vectors.
+      Shape wide = shape;
+      wide.dense = 64;
+      cases.push_back(make_case("dense dimension 64, " + transposes_text(wide), mixed, wide));
     }
     const auto add = [&](std::string name, const BlockLayout& layout, Shape shape,
                          Values values = Values::normal) -> Case& {
@@ -121,6 +125,9 @@ std::vector<Case> block_matmul_cases() {
         {.Z = 2, .dense = 16});
     // One column of 40 blocks: more than one task for a sample.
     add("column of 40 blocks", BlockLayout(1, 40, 1, std::vector<std::uint8_t>(40, 1)),
+        {.dense = 8});
+    // A long row, which several tasks share.
+    add("row of 160 blocks", BlockLayout(1, 1, 160, std::vector<std::uint8_t>(160, 1)),
         {.dense = 8});
     // Sums of at most 16 · 2 products of -1, 0 and 1: exact even in bf16.
     add("exact: small integers", mixed, {.Z = 2, .dense = 12}, Values::small_integers).exact = true;

@@ -200,13 +200,24 @@ std::vector<Case> block_softmax_cases() {
         }
       }));
   cases.back().exact = true;
-  cases.push_back(make_case("row of 32784 elements",
-                            BlockLayout(1, 1, 2049, std::vector<std::uint8_t>(2049, 1)), 1, 16));
-  cases.back().dtypes = {DType::f32, DType::bf16};
+  const auto one_row = [](std::int64_t blocks) {
+    return BlockLayout(1, 1, blocks,
+                       std::vector<std::uint8_t>(static_cast<std::size_t>(blocks), 1));
+  };
+  cases.push_back(make_case("row of 32784 elements", one_row(2049), 1, 16));
+  cases.push_back(make_case("row of 32784 elements, rpe", one_row(2049), 1, 16, {1, 1}));
   // Past the shared memory of a GPU's multiprocessor.
-  cases.push_back(make_case("row of 65552 elements",
-                            BlockLayout(1, 1, 4097, std::vector<std::uint8_t>(4097, 1)), 1, 16));
-  cases.back().dtypes = {DType::f32};
+  cases.push_back(make_case("row of 65552 elements", one_row(4097), 1, 16));
+  cases.back().dtypes = {DType::f64, DType::f32};
+  // And of a cluster of them.
+  const std::pair<DType, std::int64_t> too_long[] = {
+      {DType::f64, 14400}, {DType::f32, 28800}, {DType::bf16, 57600}, {DType::f16, 57600}};
+  for (const auto& [dtype, blocks] : too_long) {
+    cases.push_back(make_case(fmt::format("row of {} elements of {}", 16 * blocks, name_of(dtype)),
+                              one_row(blocks), 1, 16));
+    cases.back().dtypes = {dtype};
+    cases.back().full_only = true;
+  }
   cases.push_back(make_case(
       "BigBird",
       make_layout(BigBirdSparsity{.num_heads = 2, .different_layout_per_head = true}, 256), 2, 16,

@@ -320,6 +320,18 @@ void long_rows(std::vector<Case>& cases) {
     cases.push_back(no_differences(make_case(fmt::format("long rows, some special alpha {}", alpha),
                                              {{"alpha", alpha}}, {4, 20000}, special)));
   }
+  // Between these, each capacity of lanes, warps and blocks of the CUDA kernels; the last is past
+  // them all.
+  for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "2"}) {
+    for (const std::int64_t length : {200, 496, 800, 1600, 3200, 6400, 12000, 24000, 48000}) {
+      add({5, length}, {{"alpha", alpha}}, 0.3);
+      cases.back().dtypes = {DType::f32, DType::bf16, DType::f16};
+    }
+    add({2, 280000}, {{"alpha", alpha}}, 1);
+  }
+  cases.push_back(no_differences(make_case("long rows, alpha per row", {}, {3, 6000}, normal(1),
+                                           alphas_of({3}, {1.05, 1.5, 2}))));
+  add({5, 200}, {{"saved", "support"}}, 0.3);
   add({3, 40000}, {{"saved", "support"}}, 1e-5);
   add({3, 40000}, {{"saved", "support"}}, 1);
   for (double sigma : {1e-5, 1.0}) {

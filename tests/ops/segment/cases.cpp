@@ -203,6 +203,26 @@ void add_edges(std::vector<Case>& cases) {
   }
 }
 
+// What backward of max and min may use, where rows are in whole vectors, many columns, or one.
+void add_widths(std::vector<Case>& cases, const std::string& reduce, const std::string& ties,
+                const Lengths& lengths) {
+  const std::pair<const char*, const char*> forms[] = {
+      {"arg", "i64"},  {"arg", "i32"}, {"arg", "u8"},   {"mask", "none"},
+      {"mask", "i32"}, {"mask", "u8"}, {"none", "none"}};
+  for (const auto& [saved, arg] : forms) {
+    const OptionMap options = {{"ties", ties}, {"saved", saved}, {"arg-dtype", arg}};
+    const auto add = [&](const std::string& name, const Shape& shape) {
+      const std::string full = ties + " " + saved + ", arg " + arg + ", " + name;
+      cases.push_back(make_case(full, reduce, shape, options, Values::integers));
+    };
+    add("D=1", {lengths, 1});
+    add("D=5", {lengths, 5});
+    add("D=64", {lengths, 64});
+    add("D=64 unsorted", {lengths, 64, Form::unsorted});
+    add("D=264", {lengths, 264});
+  }
+}
+
 }  // namespace
 
 std::vector<Case> segment_cases() {
@@ -219,6 +239,7 @@ std::vector<Case> segment_cases() {
                                                   {"ids i32", Form::ids_i32},
                                                   {"unsorted", Form::unsorted}};
     for (const auto& [name, form] : forms) add(make_case(name, reduce, {mixed, 7, form}));
+    add(make_case("unsorted D=64", reduce, {mixed, 64, Form::unsorted}));
     for (Form form : {Form::offsets_i64, Form::ids_i64, Form::unsorted}) {
       add(make_case("rows in no segment " + std::to_string(static_cast<int>(form)), reduce,
                     {mixed, 5, form, 6, 9}));
@@ -262,6 +283,7 @@ std::vector<Case> segment_cases() {
         tied("empty zero", {mixed, 8, Form::ids_i32});
         cases.back().options["empty"] = "zero";
       }
+      add_widths(cases, reduce, ties, mixed);
       for (const std::string arg : {"i32", "u8"}) {
         add(make_case(ties + " arg " + arg, reduce, {mixed, 33},
                       {{"ties", ties}, {"arg-dtype", arg}}, Values::integers));

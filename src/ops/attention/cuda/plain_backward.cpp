@@ -1,5 +1,7 @@
 // The backward pass of f32 and f64: delta of every row, then a kernel each for d_q, for d_k and
 // d_v, and for d_bias.
+#include <algorithm>
+
 #include "ops/attention/cuda/backward_body.hpp"
 #include "ops/attention/cuda/backward_tuning.cuh"
 
@@ -73,7 +75,10 @@ namespace pullback::cuda {
 std::vector<KernelSource> attention_plain_backward_kernels(int arch) {
   using namespace attention;
   std::vector<KernelSource> kernels;
+  const bool no_tiles = std::ranges::any_of(
+      kHeadWidths, [arch](int width) { return split_tiles(split_width(width), arch).keys == 0; });
   for (const DType dtype : {DType::f32, DType::f64}) {
+    if (dtype == DType::f32 && !no_tiles) continue;
     for (const std::string_view what : {"prepare", "keys", "queries", "bias"}) {
       kernels.push_back(op_kernel<Params>(plain_kernel(dtype, what), arch));
     }

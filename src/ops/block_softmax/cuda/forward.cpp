@@ -1,7 +1,6 @@
 // The forward pass on CUDA. Contiguous tensors: rows that fit in registers by smxx_rows.cuh, longer
-// ones without added terms by smxx_ring.cuh while they fit in shared memory, the rest by
-// smxx_stream.cuh in vectors. Other strides, and pointers that are not aligned to 16 bytes:
-// smxx_stream.cuh element by element.
+// ones by smxx_ring.cuh, or with added terms by smxx_stream.cuh in vectors. Other strides, and
+// pointers that are not aligned to 16 bytes: smxx_stream.cuh element by element.
 #include <fmt/format.h>
 
 #include "ops/block_softmax/row_steps.hpp"
@@ -180,11 +179,10 @@ std::vector<KernelSource> block_softmax_forward_kernels(int arch) {
   std::vector<KernelSource> kernels;
   for (const DType dtype : kFloatingDTypes) {
     kernels.push_back(op_kernel<ForwardParams>(ring_kernel(dtype, arch), arch));
+    kernels.push_back(op_kernel<ForwardParams>(stream_kernel(dtype, true, true), arch));
     for (const bool terms : {false, true}) {
       kernels.push_back(op_kernel<ForwardParams>(rows_kernel(dtype, terms, arch), arch));
-      for (const bool vectors : {false, true}) {
-        kernels.push_back(op_kernel<ForwardParams>(stream_kernel(dtype, vectors, terms), arch));
-      }
+      kernels.push_back(op_kernel<ForwardParams>(stream_kernel(dtype, false, terms), arch));
     }
   }
   return kernels;

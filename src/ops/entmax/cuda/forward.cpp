@@ -99,8 +99,8 @@ struct Registers {
   std::int64_t capacity() const { return std::int64_t{32} * warps * elements; }
   int threads() const { return 32 * (warps == 1 ? kSingleWarps : warps); }
 };
-constexpr Registers kRegisters[] = {{1, 8, {6, 6}},  {1, 16, {5, 5}}, {1, 32, {3, 3}},
-                                    {4, 16, {9, 9}}, {4, 32, {6, 6}}, {8, 32, {3, 3}}};
+constexpr Registers kRegisters[] = {
+    {1, 16, {5, 5}}, {1, 32, {3, 3}}, {4, 16, {9, 9}}, {4, 32, {6, 6}}, {8, 32, {3, 3}}};
 
 cuda::OpKernel registers_kernel(DType dtype, Family family, const Registers& shape) {
   const auto type = cuda::device_type(dtype);
@@ -401,7 +401,10 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
         for (const int warps : kStreamGroups) add(stream_kernel(dtype, family, warps));
       }
       for (const Lanes& shape : kLanes) add(lanes_kernel(dtype, family, shape));
-      for (const Registers& shape : kRegisters) add(registers_kernel(dtype, family, shape));
+      for (const Registers& shape : kRegisters) {
+        if (shape.capacity() <= std::end(kLanes)[-1].capacity(dtype)) continue;
+        add(registers_kernel(dtype, family, shape));
+      }
       for (const Resident& shape : kResident) {
         if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;
         if (!serves(shape, family)) continue;

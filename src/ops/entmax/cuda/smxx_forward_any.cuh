@@ -119,16 +119,14 @@ RowResult<device::Real<T>> sparse_row(const RowOfAny<T>& row, double alpha, G& g
     threshold = solve<double>(
         power, [&](const auto&) { return bound; }, group, all, kAllDigits<R>);
   }
-  const R theta = threshold.theta;
   store_y(row, group, [&](int64_t i) {
-    R e = power.excess(static_cast<R>(row[i]) - largest, theta);
-    if constexpr (kFamily == Family::steep) e -= threshold.rest;
-    return static_cast<device::Real<T>>(threshold.scale * power.value(e));
+    const R z = static_cast<R>(row[i]) - largest;
+    return static_cast<device::Real<T>>(probability<T>(power, z, threshold));
   });
   int count = 0;
   if (wants_size || row.support) {
     count = store_support(row, group, [&](auto x) {
-      return power.excess(static_cast<R>(x) - largest, theta) > power.edge;
+      return power.excess(static_cast<R>(x) - largest, threshold) > power.edge;
     });
   }
   return {static_cast<device::Real<T>>(tau_of<decltype(power)>(alpha, largest, threshold)), count};

@@ -113,12 +113,9 @@ void forward_lanes(const ForwardParams& p) {
       };
       threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
     }
-    const float theta = threshold.theta;
-    const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
+    const auto active = [&](float v) { return power.excess(v, threshold) > power.edge; };
     const auto output = power_of_output<T>(power);
-    store([&](float v) {
-      return scaled<T, kFamily>(output.value(output.excess(v, theta)), threshold);
-    });
+    store([&](float v) { return probability<T>(output, v, threshold); });
     if constexpr (kFamily == Family::sparsemax) {
       if (p.support.data) {
         uint8_t* support = static_cast<uint8_t*>(p.support.data) +

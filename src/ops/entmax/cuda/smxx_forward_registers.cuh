@@ -190,13 +190,11 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
       };
       threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
     }
-    const float theta = threshold.theta;
-    const auto active = [&](float v) { return power.excess(v, theta) > power.edge; };
+    const auto active = [&](float v) { return power.excess(v, threshold) > power.edge; };
     if (T* y = y_of_row()) {
       const auto output = power_of_output<T>(power);
-      store_held<T, kThreads, kVectors>(y, length, thread, [&](int i) {
-        return scaled<T, kFamily>(output.value(output.excess(z[i], theta)), threshold);
-      });
+      store_held<T, kThreads, kVectors>(
+          y, length, thread, [&](int i) { return probability<T>(output, z[i], threshold); });
     }
     if constexpr (kFamily == Family::sparsemax) {
       if (uint8_t* support = support_of_row()) {

@@ -394,13 +394,11 @@ void forward_resident(const ForwardParams& p) {
         };
         threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
       }
-      const float theta = threshold.theta;
-      const auto excess = [&](float x) { return power.excess(x - largest, theta); };
-      const auto active = [&](float x) { return excess(x) > power.edge; };
-      const auto output = power_of_output<T>(power);
-      const auto value_of = [&](float x) {
-        return scaled<T, kFamily>(output.value(output.excess(x - largest, theta)), threshold);
+      const auto active = [&](float x) {
+        return power.excess(x - largest, threshold) > power.edge;
       };
+      const auto output = power_of_output<T>(power);
+      const auto value_of = [&](float x) { return probability<T>(output, x - largest, threshold); };
       const int size = p.support_size.data ? count(active) : 0;
       if (collects(kFamily) && candidates.complete()) {
         if (p.y.data) candidates.replace(value_of);

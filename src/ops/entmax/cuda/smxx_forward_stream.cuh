@@ -209,13 +209,14 @@ void forward_stream(const ForwardParams& p) {
       power, [&](const auto&) { return theta_of_bound(power, largest, survivors.bound); }, group,
       [&](auto use) { survivors.for_each([&](Survivor s) { use(s.x - largest); }); },
       digits_wanted<T>(p));
-  const auto excess = [&](Survivor s) { return power.excess(s.x - largest, threshold.theta); };
   if (y) {
     survivors.for_each([&](Survivor s) {
-      y[s.at] = device::from_real<T>(threshold.scale * power.value(excess(s)));
+      y[s.at] = device::from_real<T>(probability<T>(power, s.x - largest, threshold));
     });
   }
-  const auto active = [&](Survivor s) { return excess(s) > power.edge; };
+  const auto active = [&](Survivor s) {
+    return power.excess(s.x - largest, threshold) > power.edge;
+  };
   if constexpr (kFamily == Family::sparsemax) {
     if (support) store_survivor_bits<T>(support, p.support.axis, survivors, active);
   }

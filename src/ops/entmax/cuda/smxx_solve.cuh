@@ -67,6 +67,13 @@ struct Sums {
 // p has a second derivative, that is smooth, steps go to the root of a parabola.
 enum class Powers { exact, smooth, sharp };
 
+// The root is theta + rest, rest being less than a step of theta's type; scale = 1 / f(theta) makes
+// the sum of all p equal to 1.
+template <class R>
+struct Threshold {
+  R theta, rest, scale;
+};
+
 // p as a function of z and theta.
 template <Family kFamily, class R, Powers kPowers = Powers::exact>
 struct Power {
@@ -74,6 +81,9 @@ struct Power {
   static constexpr bool rough = kPowers != Powers::exact;
   static constexpr bool smooth = kPowers == Powers::smooth;
   static constexpr bool near_one = kFamily == Family::near_one;
+  // Whether each element has its share of Threshold::rest: where p rises steeply from 0, a scale
+  // for all would give to the large ones what belongs to many at the edge.
+  static constexpr bool uses_rest = kFamily == Family::general || kFamily == Family::steep;
   static constexpr R edge = near_one ? R{-1} : R{0};   // of excess(): where p leaves 0
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
   // excess() is 0 where it would be negative: it is 1 at most, and the hardware clamps for nothing.
@@ -101,11 +111,20 @@ struct Power {
   }
 
   // b z - theta, or b (z - c).
-  R excess(R z, R theta) const {
+  R unclamped(R z, R theta) const {
     if constexpr (near_one) return b * (z - theta);
-    const R e = kFamily == Family::sparsemax  ? z - theta
-                : kFamily == Family::entmax15 ? fma(R{0.5}, z, -theta)
-                                              : fma(b, z, -theta);
+    if constexpr (kFamily == Family::sparsemax) return z - theta;
+    return fma(kFamily == Family::entmax15 ? R{0.5} : b, z, -theta);
+  }
+  R excess(R z, R theta) const {
+    const R e = unclamped(z, theta);
+    if constexpr (saturates) return __saturatef(e);
+    return e;
+  }
+  // The same for the root itself, which may lie between two thetas.
+  R excess(R z, const Threshold<R>& threshold) const {
+    if constexpr (!uses_rest) return excess(z, threshold.theta);
+    const R e = unclamped(z, threshold.theta) - threshold.rest;
     if constexpr (saturates) return __saturatef(e);
     return e;
   }
@@ -192,16 +211,14 @@ auto power_of_output(const Power<kFamily, float>& power) {
   }
 }
 
-// The root is theta + rest; scale = 1 / f(theta) makes the sum of all p equal to 1.
-template <class R>
-struct Threshold {
-  R theta, rest, scale;
-};
-
-// p for y. In 16 bits the rest of theta does not show.
-template <class T, Family kFamily>
-float scaled(float p, const Threshold<float>& threshold) {
-  return kFamily == Family::sparsemax || sizeof(T) == 2 ? p : p * threshold.scale;
+// p for y of type T. In 16 bits the rest of theta does not show.
+template <class T, class P, class R>
+R probability(const P& power, R z, const Threshold<R>& threshold) {
+  if constexpr (sizeof(T) == 2 && sizeof(R) == 4) {
+    return power.value(power.excess(z, threshold.theta));
+  }
+  const R p = power.value(power.excess(z, threshold));
+  return P::uses_rest ? p : p * threshold.scale;
 }
 
 template <class P, class R, class G>

@@ -12,8 +12,9 @@ cuda::OpKernel mask_kernel(DType dtype, DType arg, bool even) {
   return {.name = fmt::format("segment_mask_{}_{}", even ? "even" : name_of(arg),
                               cuda::device_type(dtype)),
           .file = "ops/segment/cuda/smxx_mask.cuh",
+          // Even ties are found by their values.
           .function = fmt::format("segment_cuda::write_mask<{}, {}, {}>", cuda::device_type(dtype),
-                                  cuda::device_type(arg), even),
+                                  cuda::device_type(even ? DType::i64 : arg), even),
           .parameters = "segment_cuda::Params",
           .threads = kThreads,
           .constants = {{"segment_cuda::kMaskTileItems", kMaskTileItems}}};

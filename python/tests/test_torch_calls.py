@@ -1,0 +1,233 @@
+"""pullback.torch: calls and backward passes that take the short way past PyTorch's dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import pullback.torch as pt  # noqa: E402
+from pullback._torch_dispatch import _KnownCalls, _unseen  # noqa: E402
+from torch_cases import CASES, Case, on_devices, random  # noqa: E402
+
+
+def test_modes_and_profilers_see_the_operators() -> None:
+    """Though calls that nobody looks at take a shorter way."""
+    x = random(4, 6).requires_grad_()
+    expected = {"pullback::entmax", "pullback::entmax_backward"}
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.add(function.name())
+            return function(*args, **kwargs or {})
+
+    seen: set[str] = set()
+    with Names():
+        pt.entmax15(x).sum().backward()
+    assert expected <= seen
+    with torch.profiler.profile() as profile:
+        pt.entmax15(x).sum().backward()
+    assert expected <= {event.key for event in profile.key_averages()}
+    assert _unseen((x, None, torch.nn.Parameter(x)))
+    with torch.inference_mode():
+        inferred = pt.entmax15(x)
+    assert inferred.is_inference() and _unseen((inferred,))
+    with torch.device("meta"):
+        assert pt.entmax15(torch.empty(4, 6)).shape == (4, 6)
+
+
+def test_calls_are_known_by_all_that_matters() -> None:
+    x, ids = random(4, 6).requires_grad_(), torch.arange(4)
+    calls = _KnownCalls()
+    calls.add((x, None, ids, ids), (1.0,), "first")
+
+    def known(*tensors: Any, options: Any = (1.0,)) -> bool:
+        return calls.find(tensors, options) is not None
+
+    other = random(4, 6, seed=1).requires_grad_()
+    assert known(other, None, twin := ids + 1, twin)
+    assert not known(other, None, twin, ids)
+    assert not known(x, None, ids, ids, options=(2.0,))
+    assert not known(x, ids, ids, None)
+    assert not known(x, None, ids, ids.int())
+    assert not known(x, None, ids[:3], ids[:3])
+    for different in (
+        x.detach(),
+        torch.nn.Parameter(x),
+        x.float(),
+        x[:, :5],
+        x.detach().t().contiguous().t().requires_grad_(),
+        x.detach().to("meta").requires_grad_(),
+        torch.complex(x, -x).conj().imag,
+    ):
+        assert not known(different, None, ids, ids)
+    with torch.autocast("cpu"):
+        assert not known(x, None, ids, ids)
+    with torch.inference_mode():
+        assert not known(x, None, ids, ids)
+    with TorchDispatchMode():
+        assert not known(x, None, ids, ids)
+    torch.func.vmap(lambda row: row.sum() if not known(row, None, ids, ids) else 1 / 0)(
+        x.unsqueeze(0)
+    )
+
+    for i in range(20):  # the first makes room for others
+        calls.add((x[:1],), (float(i),), i)
+    assert not known(x, None, ids, ids)
+    assert [calls.find((x[:1],), (float(i),))[0].prepared for i in range(12, 20)] == [
+        *range(12, 20)
+    ]
+    assert calls.find((x[:1],), (11.0,)) is None
+
+
+def test_inference_and_training_share_plans() -> None:
+    x = random(5, 3)
+    with torch.inference_mode():
+        found = pt.segment_reduce(x, "sum", offsets=torch.tensor([0, 2, 5]))
+    assert found.is_inference()
+    trained = x.clone().requires_grad_()
+    out = pt.segment_reduce(trained, "sum", offsets=torch.tensor([0, 2, 5]))
+    assert torch.equal(out, found)
+    (gradient,) = torch.autograd.grad(out.sum(), trained)
+    assert torch.equal(gradient, torch.ones_like(x))
+
+
+def test_calls_of_another_number_of_threads_have_their_own_plan() -> None:
+    x = random(64, 300)
+    expected = pt.entmax15(x)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 1):
+            torch.set_num_threads(threads)
+            assert torch.equal(pt.entmax15(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_options_may_be_tensors_that_change() -> None:
+    q, k, v = (random(1, 6, 2, 4, seed=i) for i in range(3))
+    scale = torch.tensor(0.5)
+    first = pt.attention(q, k, v, scale=scale)
+    scale.mul_(2)
+    assert torch.equal(first, pt.attention(q, k, v, scale=0.5))
+    assert torch.equal(pt.attention(q, k, v, scale=scale), pt.attention(q, k, v, scale=1.0))
+
+
+def test_what_is_saved_may_be_no_plain_tensor() -> None:
+    y = random(1, 4, 1, 8).requires_grad_()
+    negated = torch.complex(y, -y).conj().imag
+    assert negated.is_neg() and not _unseen((negated,))
+    found = torch.autograd.grad(pt.attention(negated, negated, negated).sum(), y)
+    expected = torch.autograd.grad(pt.attention(y, y, y).sum(), y)
+    torch.testing.assert_close(found, expected)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.t().contiguous(), lambda t: t.t()):
+        out = pt.entmax15(x := random(4, 6).requires_grad_())
+    (found,) = torch.autograd.grad(out.square().sum(), x)
+    (expected,) = torch.autograd.grad(pt.entmax15(x).square().sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+def plain_gradients(outputs: Any, inputs: Any, upstream: Any) -> Any:
+    """torch.autograd.grad with zeros for what is not reached."""
+    found = torch.autograd.grad(outputs, inputs, upstream, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs)]
+
+
+def test_a_backward_pass_is_known_by_all_that_matters() -> None:
+    """Passes of one kind of call that differ in what they get and need, in any order, twice."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return pt.attention(q, k, v, causal=True, return_lse=True)
+
+    def expected(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        s = torch.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        return torch.einsum("bhst,bthd->bshd", s.softmax(-1), v), s.logsumexp(-1)
+
+    values = [random(2, 6, 2, 4, seed=i) for i in range(3)]
+    d_out, d_lse = random(2, 6, 2, 4, seed=3), random(2, 2, 6, seed=4)
+    upstreams = [
+        (d_out, None),
+        (None, d_lse),
+        (d_out, d_lse),
+        (d_out.mT.contiguous().mT, None),
+        (d_out.sum().expand(d_out.shape), d_lse.mT.contiguous().mT),
+    ]
+    for _ in range(2):
+        for needs in ((1, 1, 1), (0, 1, 0), (1, 0, 1)):
+            inputs = [x.clone().requires_grad_(bool(n)) for x, n in zip(values, needs)]
+            needed = [x for x in inputs if x.requires_grad]
+            results, wanted = run(*inputs), expected(*inputs)
+            for upstream in upstreams:
+                pairs = [(a, b, g) for a, b, g in zip(results, wanted, upstream) if g is not None]
+                ours, plain, given = zip(*[pair for pair in pairs if pair[0].requires_grad])
+                torch.testing.assert_close(
+                    plain_gradients(ours, needed, given), plain_gradients(plain, needed, given)
+                )
+
+
+def test_modes_hooks_and_threads_of_a_backward_pass_alone() -> None:
+    x = random(64, 6).requires_grad_()
+    wanted = torch.autograd.grad(pt.entmax15(x).square().sum(), x)
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.add(function.name())
+            return function(*args, **kwargs or {})
+
+    seen: set[str] = set()
+    out = pt.entmax15(x).square().sum()
+    with Names():
+        assert torch.equal(torch.autograd.grad(out, x, retain_graph=True)[0], wanted[0])
+    assert "pullback::entmax_backward" in seen
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(out, x, retain_graph=True)
+    assert "pullback::entmax_backward" in {event.key for event in profile.key_averages()}
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert torch.equal(torch.autograd.grad(out, x)[0], wanted[0])
+    finally:
+        torch.set_num_threads(threads)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.mT.contiguous().mT, lambda t: t):
+        out = pt.entmax15(x).square().sum()
+    torch.testing.assert_close(torch.autograd.grad(out, x), wanted)
+    (first,) = torch.autograd.grad(pt.entmax15(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        first.sum().backward()
+
+
+def test_the_same_tensor_twice() -> None:
+    x = random(2, 6, 2, 4).requires_grad_()
+    cu = torch.tensor([0, 3, 6], dtype=torch.int32)
+    copies = [x.detach().clone().requires_grad_() for _ in "qkv"]
+    for _ in range(2):
+        (found,) = torch.autograd.grad(pt.attention(x, x, x).square().sum(), x)
+        parts = torch.autograd.grad(pt.attention(*copies).square().sum(), copies)
+        torch.testing.assert_close(found, sum(parts))
+        packed = pt.attention(x[0], x[0], x[0], cu_seqlens_q=cu, cu_seqlens_k=cu)
+        (found,) = torch.autograd.grad(packed.square().sum(), x)
+        halves = pt.attention(*[x[0].unflatten(0, (2, 3))] * 3)
+        torch.testing.assert_close(found, *torch.autograd.grad(halves.square().sum(), x))
+
+
+@on_devices([c for c in CASES if c.name in ("attention-bias", "entmax-sparsemax", "segment-max")])
+def test_compiled_autograd(case: Case, device: str) -> None:
+    from torch._dynamo import compiled_autograd
+
+    torch.compiler.reset()
+    inputs = case.inputs(device)
+    wanted = torch.autograd.grad(case.f(*inputs).square().sum(), inputs)
+    for _ in range(2):
+        loss = case.f(*inputs).square().sum()
+        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            loss.backward()
+        torch.testing.assert_close([x.grad for x in inputs], list(wanted))
+        for x in inputs:
+            x.grad = None

@@ -1,0 +1,105 @@
+// Cases of attention that kernels of several tiles, and of several widths, are there for.
+#include <fmt/format.h>
+
+#include <limits>
+
+#include "ops/attention/case_setup.hpp"
+
+namespace pullback::driver::attention_setup {
+
+// Sizes of several tiles in every direction, where features meet the seams between tiles.
+void add_tiles(std::vector<Case>& cases) {
+  const Setup wide{.batch = 1,
+                   .query = 410,
+                   .key = 1130,
+                   .heads = 2,
+                   .kv_heads = 1,
+                   .head_dim = 8,
+                   .value_dim = 8,
+                   .finite_differences = false};
+  add(cases, "tiles, GQA", wide);
+  add(cases, "tiles, causal, dropout", wide, {{"causal", "bottom-right"}, {"dropout", "0.2"}});
+  add(cases, "tiles, window, softcap", wide,
+      {{"window", "200,150"}, {"corner", "bottom-right"}, {"softcap", "3"}});
+  Setup setup = wide;
+  setup.bias = {1, 2, 410, 1};
+  setup.d_lse = true;
+  add(cases, "tiles, bias summed over keys", setup, {{"causal", "top-left"}});
+  setup.bias = {1, 1, 1, 1130};
+  add(cases, "tiles, bias summed over queries", setup);
+  setup.bias = {1, 2, 410, 1130};
+  add(cases, "tiles, whole bias", setup, {{"window", "300,-1"}});
+  const auto hide_some = [](TensorMap& inputs, const Setup&, Random& random) {
+    const HostTensor& bias = inputs["bias"];
+    for (std::int64_t i = 0; i < bias.numel(); ++i) {
+      if (random.chance(0.2)) bias.set(i, -std::numeric_limits<double>::infinity());
+    }
+  };
+  // Rows of the bias in pieces of 16 bytes.
+  for (const std::int64_t head_dim : {32, 64, 96, 128, 192, 256}) {
+    setup = {.query = 200,
+             .key = 264,
+             .bias = {2, 2, 200, 264},
+             .finite_differences = false,
+             .dtypes = {DType::bf16, DType::f16}};
+    setup.head_dim = setup.value_dim = head_dim;
+    setup.change = hide_some;
+    add(cases, fmt::format("tiles, bias in pieces, D {}", head_dim), setup);
+  }
+  setup.value_dim = 40;
+  add(cases, "tiles, bias in pieces, causal", setup, {{"causal", "top-left"}});
+  // So many heads that d_bias is summed over launches.
+  for (const std::int64_t head_dim : {8, 64, 96, 128, 192, 256}) {
+    setup = {.batch = 3,
+             .query = 20,
+             .key = 264,
+             .heads = 44,
+             .kv_heads = 44,
+             .head_dim = head_dim,
+             .value_dim = 8,
+             .bias = {1, 44, 20, 264},
+             .finite_differences = false,
+             .dtypes = {DType::bf16, DType::f16},
+             .change = hide_some};
+    add(cases, fmt::format("tiles, bias summed over batch, D {}", head_dim), setup);
+  }
+  add(cases, "tiles, bias summed over batch, causal", setup, {{"causal", "bottom-right"}});
+  setup = wide;
+  setup.cu_q = {0, 7, 300, 300, 410};
+  setup.cu_k = {0, 600, 601, 900, 1130};
+  add(cases, "tiles, varlen", setup, {{"causal", "bottom-right"}});
+  setup = wide;
+  setup.query = 1130;
+  setup.key = 410;
+  add(cases, "tiles, more queries than keys", setup, {{"causal", "bottom-right"}});
+}
+
+// Features that have kernels of their own for each width of the heads.
+void add_widths(std::vector<Case>& cases) {
+  for (const std::int64_t head_dim : {64, 96, 128, 192, 256}) {
+    const auto name = [&](std::string_view features) {
+      return fmt::format("{}, D {}", features, head_dim);
+    };
+    Setup setup{.batch = 1,
+                .query = 40,
+                .key = 136,
+                .head_dim = head_dim,
+                .value_dim = head_dim,
+                .d_lse = true,
+                .finite_differences = false,
+                .dtypes = {DType::f32, DType::bf16, DType::f16}};
+    const OptionMap dropout = {{"dropout", "0.2"}, {"seed", "3"}};
+    add(cases, name("dropout"), setup, dropout);
+    for (const std::int64_t block : {32, 64}) {
+      const Setup blocks = with_blocks(setup, {.block = block, .heads = 2});
+      OptionMap options = {{"block", fmt::format("{}", block)}};
+      add(cases, name(fmt::format("blocks of {}", block)), blocks, options);
+      options.insert(dropout.begin(), dropout.end());
+      add(cases, name(fmt::format("blocks of {}, dropout", block)), blocks, options);
+    }
+    setup.bias = {1, 1, 1, 136};
+    add(cases, name("bias of keys"), setup);
+  }
+}
+
+}  // namespace pullback::driver::attention_setup
