@@ -1,4 +1,4 @@
-// Thread block clusters (sm_90): barriers, and stores into another block's shared memory. Before
+// Thread block clusters (sm_90): barriers, and access to another block's shared memory. Before
 // sm_90 a block is a cluster of its own.
 #pragma once
 
@@ -46,11 +46,20 @@ inline void cluster_arrive() {
 inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // The address in block `rank` of what `local` is in this one, for load_remote and store_remote.
-inline uint32_t remote_address(const void* local, uint32_t rank) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
+inline uint32_t remote_address(uint32_t local, uint32_t rank) {
   uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
   return remote;
+}
+inline uint32_t remote_address(const void* local, uint32_t rank) {
+  return remote_address(static_cast<uint32_t>(__cvta_generic_to_shared(local)), rank);
+}
+
+inline void load_remote(float (&value)[4], uint32_t address) {
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
+               : "r"(address)
+               : "memory");
 }
 
 inline uint32_t load_remote(uint32_t address) {
@@ -75,6 +84,7 @@ inline uint32_t cluster_size() { return 1; }
 inline uint32_t cluster_index() { return blockIdx.x; }
 inline uint32_t cluster_count() { return gridDim.x; }
 inline void cluster_barrier() { __syncthreads(); }
+inline uint32_t remote_address(uint32_t local, uint32_t) { return local; }
 inline uint32_t remote_address(const void* local, uint32_t) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(local));
 }
@@ -82,6 +92,12 @@ inline uint32_t load_remote(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
+}
+inline void load_remote(float (&value)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
+               : "r"(address)
+               : "memory");
 }
 inline void store_remote(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");

@@ -15,28 +15,43 @@ constexpr std::int64_t kSquare = 16;
 // The order in which the owners, tiles of keys, go over their tiles of queries. They add to d_q of
 // a tile in turns, by ascending keys (cuda/smxx_backward.cuh), and rarely wait if they come when
 // the turn before is over. When that is, a simple play of the run tells: owners start in order, so
-// many at a time, take a step for each tile, and end a turn a step later. Waits can only be for
-// owners that started before, so that no order can lock them.
+// many at a time, their blocks share the tiles, take a step for each, begin a turn in the middle of
+// it and end it two steps later, as late as some do. Waits can only be for owners that started
+// before, so that no order can lock them.
 void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> first,
-                     std::int64_t query_tiles, int at_a_time) {
+                     std::int64_t query_tiles, OwnersAtWork at_work) {
   std::vector<std::int64_t> over(static_cast<std::size_t>(query_tiles), 0);
   std::priority_queue<std::int64_t, std::vector<std::int64_t>, std::greater<>> free_at;
-  for (int i = 0; i < at_a_time; ++i) free_at.push(0);
+  for (int i = 0; i < at_work.owners; ++i) free_at.push(0);
   const auto over_of = [&](const SeenTile& tile) -> std::int64_t& {
     return over[static_cast<std::size_t>(tile.tile)];
   };
-  for (std::size_t owner = 0; owner + 1 < first.size(); ++owner) {
-    const auto list = tiles.subspan(static_cast<std::size_t>(first[owner] - first[0]),
-                                    static_cast<std::size_t>(first[owner + 1] - first[owner]));
-    std::ranges::stable_sort(list, {}, over_of);
-    std::int64_t now = free_at.top();
+  constexpr std::int64_t kStep = 2, kTurn = 4;
+  const std::size_t blocks = static_cast<std::size_t>(at_work.blocks);
+  std::vector<SeenTile> seen;
+  for (std::size_t list = 0; list + 1 < first.size(); list += blocks) {
+    const std::int64_t begin = first[list] - first[0], end = first[list + blocks] - first[0];
+    const auto own =
+        tiles.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
+    seen.assign(own.begin(), own.end());
+    std::ranges::stable_sort(seen, {}, over_of);
+    const std::int64_t start = free_at.top();
     free_at.pop();
-    for (const SeenTile& tile : list) {
-      now = std::max(now, over_of(tile)) + 1;
-      over_of(tile) = now + 1;
+    std::int64_t last = start;
+    auto to = own.begin();
+    for (std::size_t block = 0; block < blocks; ++block) {
+      const auto list_begin = to;
+      std::int64_t now = start;
+      for (std::size_t i = block; i < seen.size(); i += blocks) {
+        const std::int64_t turn = std::max(now + kStep / 2, over_of(seen[i]));
+        over_of(seen[i]) = turn + kTurn;
+        now = turn + kStep / 2;
+        *to++ = seen[i];
+      }
+      std::reverse(list_begin, to);  // the kernel begins at the end
+      last = std::max(last, now);
     }
-    free_at.push(now);
-    std::ranges::reverse(list);  // the kernel begins at the end
+    free_at.push(last);
   }
 }
 
@@ -45,7 +60,7 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 }  // namespace
 
 BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo& device, Pass pass,
-                         int query_tile, int key_tile, int at_a_time) {
+                         int query_tile, int key_tile, OwnersAtWork at_work) {
   if (!problem.blocks.given()) return;
   const AttentionSizes sizes = sizes_of(problem);
   const BlockLayout& layout = *problem.blocks.layout;
@@ -76,7 +91,7 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
   for (std::int64_t plane = 0; plane < planes; ++plane) {
     const std::size_t plane_begin = tiles.size();
     for (std::int64_t owner = 0; owner < owners; ++owner) {
-      first.push_back(static_cast<std::int64_t>(tiles.size()));
+      std::int64_t list = static_cast<std::int64_t>(tiles.size());
       const std::int64_t begin = owner * owner_tile;
       const std::int64_t end = std::min(begin + owner_tile, owner_length);
       for (std::int64_t position = begin; position < end; position += kSquare) {
@@ -108,14 +123,19 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
         const std::int32_t turn = forward ? 0 : counts[at(plane * query_tiles + tile)]++;
         tiles.push_back({static_cast<std::int32_t>(tile), found, turn, 0});
       }
+      const std::int64_t count = static_cast<std::int64_t>(tiles.size()) - list;
+      for (int part = 0; part < at_work.blocks; ++part) {
+        first.push_back(list);
+        list += ceil_div(count - part, at_work.blocks);
+      }
     }
     first.push_back(static_cast<std::int64_t>(tiles.size()));
     if (forward) continue;
     for (std::size_t i = plane_begin; i < tiles.size(); ++i) {
       tiles[i].turns = counts[at(plane * query_tiles + tiles[i].tile)];
     }
-    order_for_turns(std::span(tiles).subspan(plane_begin), std::span(first).last(at(owners + 1)),
-                    query_tiles, at_a_time);
+    order_for_turns(std::span(tiles).subspan(plane_begin),
+                    std::span(first).last(at(owners * at_work.blocks + 1)), query_tiles, at_work);
   }
 
   const std::int64_t heads = batches > 0 ? planes / batches : 0;
@@ -126,7 +146,7 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
       .counts = memory_.add(std::span<const std::int32_t>(counts)),
       .rows = layout.rows(),
       .row_words = row_words,
-      .owners = owners,
+      .lists = owners * at_work.blocks,
       .query_tiles = query_tiles,
       .batch = static_cast<std::int32_t>(batches > 1 ? heads : 0),
       .head = heads > 1 ? 1 : 0,

@@ -7,12 +7,17 @@
 
 namespace pullback::attention {
 
+// Backward: how many owners of a plane work side by side, and with how many blocks each, which
+// share the tiles of its list.
+struct OwnersAtWork {
+  int owners = 1, blocks = 1;
+};
+
 class BlockTables {
  public:
   // The owners of lists are tiles of queries in the forward pass, and tiles of keys backward.
-  // at_a_time: how many owners of a plane work side by side backward.
   BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo& device, Pass pass,
-              int query_tile, int key_tile, int at_a_time = 1);
+              int query_tile, int key_tile, OwnersAtWork at_work = {});
 
   // All null without a block mask.
   const SeenBlocksTable& get() const { return table_; }

@@ -304,6 +304,20 @@ void add_blocks(std::vector<Case>& cases) {
         with_blocks(wide, {.block = block, .heads = 2, .density = 0.2}),
         with_size(block, {{"causal", "bottom-right"}}));
   }
+  // Lists of as many tiles as several thread blocks share on a GPU.
+  wide.query = 2100;
+  wide.key = 150;
+  wide.kv_heads = 1;
+  for (const std::int64_t head_dim : {64, 128}) {
+    wide.head_dim = wide.value_dim = head_dim;
+    for (const std::int64_t block : {64, 128}) {
+      add(cases, fmt::format("long lists, blocks of {}, D {}", block, head_dim),
+          with_blocks(wide, {.block = block, .heads = 2, .density = 0.8}), with_size(block));
+    }
+  }
+  wide.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 5); };
+  add(cases, "long lists, NaN in keys",
+      with_blocks(wide, {.block = 64, .heads = 2, .density = 0.8}), with_size(64));
 }
 
 }  // namespace

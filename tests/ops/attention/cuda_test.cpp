@@ -152,22 +152,14 @@ TEST_F(attention_cuda, gradients_of_131072_tokens) {
 
 // What several blocks add up: d_q, d_k and d_v of groups, and d_bias over each of its dimensions.
 TEST_F(attention_cuda, sums_have_the_same_bits_a_thousand_times) {
-  const auto expect_same = [](const std::vector<std::int64_t>& bias, DType dtype, int runs) {
-    const attention_setup::Setup setup{.batch = 2,
-                                       .query = 70,
-                                       .key = 140,
-                                       .heads = 8,
-                                       .kv_heads = 2,
-                                       .head_dim = 64,
-                                       .value_dim = 64,
-                                       .bias = bias};
+  const auto expect_same = [](const attention_setup::Setup& setup, const OptionMap& options,
+                              DType dtype, int runs) {
     Random random(2);
-    const Request request{
-        .op = "attention",
-        .inputs = attention_setup::inputs_of(setup, dtype, random),
-        .options = {{"dropout", "0.1"}, {"seed", "3"}, {"causal", "bottom-right"}},
-        .device = Device::cuda(),
-        .variant = {}};
+    const Request request{.op = "attention",
+                          .inputs = attention_setup::inputs_of(setup, dtype, random),
+                          .options = options,
+                          .device = Device::cuda(),
+                          .variant = {}};
     const TensorMap expected = evaluate(request);
     const auto session = find_driver(request.op).prepare(request);
     for (int run = 0; run < runs && !HasFailure(); ++run) {
@@ -179,12 +171,31 @@ TEST_F(attention_cuda, sums_have_the_same_bits_a_thousand_times) {
       }
     }
   };
-  expect_same({1, 8, 70, 140}, DType::bf16, 1000);
+  const attention_setup::Setup setup{.batch = 2,
+                                     .query = 70,
+                                     .key = 140,
+                                     .heads = 8,
+                                     .kv_heads = 2,
+                                     .head_dim = 64,
+                                     .value_dim = 64};
+  const OptionMap options = {{"dropout", "0.1"}, {"seed", "3"}, {"causal", "bottom-right"}};
+  const auto with_bias = [&](const std::vector<std::int64_t>& bias) {
+    attention_setup::Setup changed = setup;
+    changed.bias = bias;
+    return changed;
+  };
+  expect_same(with_bias({1, 8, 70, 140}), options, DType::bf16, 1000);
   for (const DType dtype : {DType::bf16, DType::f32}) {
-    expect_same({2, 8, 70, 140}, dtype, 50);
-    expect_same({2, 1, 1, 140}, dtype, 50);
-    expect_same({1, 1, 1, 1}, dtype, 50);
+    expect_same(with_bias({2, 8, 70, 140}), options, dtype, 50);
+    expect_same(with_bias({2, 1, 1, 140}), options, dtype, 50);
+    expect_same(with_bias({1, 1, 1, 1}), options, dtype, 50);
   }
+  // Heads of which thread blocks share a tile of keys.
+  attention_setup::Setup wide = setup;
+  wide.query = 4100;
+  expect_same(
+      attention_setup::with_blocks(wide, {.block = 64, .batches = 2, .heads = 8, .density = 0.7}),
+      {{"block", "64"}}, DType::bf16, 50);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "ops/attention/cuda/backward_body.hpp"
 #include "ops/attention/cuda/backward_tuning.cuh"
+#include "ops/attention/cuda/masked_work.hpp"
 
 namespace pullback::attention {
 namespace {
@@ -139,7 +140,14 @@ class TileBackward final : public BackwardBody {
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width,
                const BackwardTiles& tiles)
-      : BackwardBody(problem, device, tiles.queries, tiles.keys, tiles.blocks), tiles_(tiles) {
+      : TileBackward(problem, device, arch, width, tiles,
+                     masked_work(problem, cuda::device_info(device.index), tiles, width)) {}
+
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width,
+               const BackwardTiles& tiles, const MaskedWork& masked)
+      : BackwardBody(problem, device, tiles.queries, tiles.keys, masked.owners),
+        tiles_(tiles),
+        masked_(masked) {
     vectors_ = true;
     for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
                                    &problem.d_k, &problem.d_v}) {
@@ -198,7 +206,8 @@ class TileBackward final : public BackwardBody {
         const TileKernel found =
             tile_kernel(dtype, width, features, arch, has_small_blocks(problem));
         Kernel kernel(found.kernel, device_, found.shared_bytes);
-        set_grid(kernel, slice_pairs_ * params_.k_tiles);
+        set_grid(kernel, slice_pairs_ * params_.k_tiles * masked_.owners.blocks);
+        kernel.shape.cluster = static_cast<unsigned>(masked_.owners.blocks);
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
       };
@@ -218,7 +227,10 @@ class TileBackward final : public BackwardBody {
       const std::int64_t flight = std::int64_t{device_.multiprocessors} * tiles_.blocks;
       const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
       params_.pair_group = static_cast<std::int32_t>(
-          std::min(pairs_, std::max(kPairGroup, ceil_div(2 * flight * params_.k_tiles, steps))));
+          problem.blocks.given()
+              ? masked_.pair_group
+              : std::min(pairs_,
+                         std::max(kPairGroup, ceil_div(2 * flight * params_.k_tiles, steps))));
     }
   }
 
@@ -316,7 +328,8 @@ class TileBackward final : public BackwardBody {
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
       if (bias_plan_ == BiasPlan::stepped) params.bias_step = step_of(first);
       Kernel slice = kernel;
-      slice.shape.grid[0] = static_cast<unsigned>(params.pairs * params.k_tiles);
+      slice.shape.grid[0] =
+          static_cast<unsigned>(params.pairs * params.k_tiles * masked_.owners.blocks);
       slice.launch(stream, params);
     }
   }
@@ -327,6 +340,7 @@ class TileBackward final : public BackwardBody {
   }
 
   BackwardTiles tiles_;
+  MaskedWork masked_;
   std::int64_t slice_pairs_ = 0;
   std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0, bias_sum_bytes_ = 0;
   bool bias_vectors_ = false, d_bias_vectors_ = false;

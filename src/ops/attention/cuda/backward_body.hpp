@@ -35,13 +35,12 @@ inline void set_grid(BackwardKernel& kernel, std::int64_t blocks) {
 
 class BackwardBody : public cuda::CudaBody<AttentionTensors> {
  protected:
-  // blocks: of keys on a multiprocessor, if they take turns.
   BackwardBody(const AttentionProblem& problem, const Device& device, int queries, int keys,
-               int blocks = 1)
+               OwnersAtWork at_work = {})
       : CudaBody(device),
         sizes_(sizes_of(problem)),
         sequences_(problem, device_, queries, keys),
-        blocks_(problem, device_, Pass::backward, queries, keys, blocks_of_a_pair(blocks)),
+        blocks_(problem, device_, Pass::backward, queries, keys, at_work),
         planes_((sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads),
         pairs_(planes_ / std::max<std::int64_t>(sizes_.group, 1)) {
     params_.problem = problem_params(problem);
@@ -90,16 +89,6 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
     set(params.d_v, tensors.d_v);
     set(params.d_bias, tensors.d_bias);
     return params;
-  }
-
-  // Pairs whose tiles of keys are in flight together: their q, d_out and sums stay in the cache.
-  static constexpr std::int64_t kPairGroup = 16;
-
-  // Of those in flight.
-  int blocks_of_a_pair(int blocks) const {
-    const std::int64_t pairs = (sizes_.varlen ? 1 : sizes_.batch) * sizes_.kv_heads;
-    const std::int64_t together = std::clamp<std::int64_t>(pairs, 1, kPairGroup);
-    return static_cast<int>(ceil_div(std::int64_t{device_.multiprocessors} * blocks, together));
   }
 
   AttentionSizes sizes_;

@@ -27,9 +27,11 @@ struct SeenBlocksTable {
   // [planes, R, row_words]: bit c % 32 of word c / 32 is block column c. Null: no block mask.
   const uint32_t* bits;
   const SeenTile* tiles;
-  const int64_t* first;   // [planes, owners + 1]: where the list of an owner begins in `tiles`
+  const int64_t* first;   // [planes, lists + 1]: where a list begins in `tiles`
   const int32_t* counts;  // backward: [planes, tiles of queries], how many tiles of keys they meet
-  int64_t rows, row_words, owners, query_tiles;
+  int64_t rows, row_words;
+  int64_t lists;  // of a plane: one of each owner, or backward one for each block of its cluster
+  int64_t query_tiles;
   int32_t batch, head;     // planes between batch items and between heads, or 0
   uint32_t squares_magic;  // ⌈2^32 / (squares of a block's side)⌉, or 0 for one
 

@@ -5,9 +5,10 @@
 //   dV  += P^T dO         dK  += dS^T Q              dQ += dS K
 //
 // A block owns a tile of keys of one key/value head: dV and dK stay in registers over all query
-// heads of the group. Scores are transposed, so that P^T and dS^T are made by the lanes that need
-// them as operands: with split 1 of the two products after them, from registers; else through
-// shared memory, for the warps that sum another part of the width.
+// heads of the group; with a block mask two blocks of a cluster (sm_90) share a tile and the
+// queries that see it, and add their sums. Scores are transposed, so that P^T and dS^T are made by
+// the lanes that need them as operands: with split 1 of the two products after them, from
+// registers; else through shared memory, for the warps that sum another part of the width.
 //
 // dQ is a sum over blocks, which take turns: a tile of queries is added to in the order of the key
 // tiles, so that the bits are the same every run. The first block stores its part, the last one
@@ -26,11 +27,6 @@
 #include "ops/attention/cuda/smxx_backward_turns.cuh"
 
 namespace pullback::attention {
-
-template <bool kValue>
-struct Constant {
-  static constexpr bool value = kValue;
-};
 
 template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
           int kFeatures>
@@ -425,18 +421,21 @@ struct BackwardBlock {
     }
     __syncthreads();
     if (steps().exists(0)) sum_steps();
-    store_keys();
+    const bool in_cluster = listed() && cluster_size() > 1;
+    if (in_cluster) add_in_cluster<kThreads>(d_k, d_v, k_tile);
+    store_keys(!in_cluster || cluster_rank() == 0, !in_cluster || cluster_rank() == 1);
+    if (in_cluster) cluster_barrier();
   }
 
-  void store_keys() const {
+  void store_keys(bool keys, bool values) const {
     const int limit = place.extent < kKeys ? place.extent : kKeys;
     const int64_t row = place.k_begin + place.tile * kKeys;
     const int column = own * kOwnN * 8;
-    if (p.d_k.data != nullptr) {
+    if (keys && p.d_k.data != nullptr) {
       store_sum<true>(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
                       p.problem.scale);
     }
-    if (p.d_v.data != nullptr) {
+    if (values && p.d_v.data != nullptr) {
       store_sum<true>(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v,
                       1.0f);
     }
@@ -590,7 +589,7 @@ void backward(const BackwardParams& p) {
   __shared__ BlockPlace place;
   using Block = BackwardBlock<T, kWidth, kKeys, kQueries, kSplit, kStages, kQueryRows, kFeatures>;
   if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<kKeys, kQueries>(p);
+    const BlockPlace found = block_place<kKeys, kQueries, Block::listed()>(p);
     if (threadIdx.x == 0) place = found;
   }
   __syncthreads();

@@ -10,6 +10,12 @@ namespace pullback::attention {
 
 using namespace device;
 
+// For an argument that is known when compiling.
+template <bool kValue>
+struct Constant {
+  static constexpr bool value = kValue;
+};
+
 // The rows that a lane hands to load_matrices. In a tile whose rows are the rows of A (or, loaded
 // transposed, the depth of B), 16 x 16 elements come in the order of A's registers (or of two B's).
 // kSwapped: whose rows are the columns of B (or, loaded transposed, the depth of A).

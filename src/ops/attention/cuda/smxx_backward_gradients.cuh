@@ -1,7 +1,9 @@
 // Writes gradients from sums that lie in the fragments of products.
 #pragma once
 
+#include "device/cluster.cuh"
 #include "device/mma.cuh"
+#include "device/shared.cuh"
 #include "ops/attention/cuda/smxx_backward_scores.cuh"
 
 namespace pullback::attention {
@@ -20,6 +22,36 @@ inline void transpose_four(uint32_t (&words)[4], int lane) {
       (odd ? low : high) = got;
     }
   }
+}
+
+// By the two blocks of a cluster, which hold parts of the same sums, when they need their keys and
+// values, from `local` on, no more: block 0 gets all of d_k and block 1 of d_v. Neither may end
+// before the next cluster_barrier.
+template <int kThreads, int kM, int kN>
+void add_in_cluster(float (&d_k)[kM][kN][4], float (&d_v)[kM][kN][4], uint32_t local) {
+  const uint32_t rank = device::cluster_rank(), own = local + threadIdx.x * 16;
+  const auto store = [own](const float(&sum)[kM][kN][4]) {
+#pragma unroll
+    for (int i = 0; i < kM * kN; ++i) {
+      const float(&piece)[4] = sum[i / kN][i % kN];
+      const uint32_t words[4] = {__float_as_uint(piece[0]), __float_as_uint(piece[1]),
+                                 __float_as_uint(piece[2]), __float_as_uint(piece[3])};
+      device::store_shared(own + i * (kThreads * 16), words);
+    }
+  };
+  const auto add = [other = device::remote_address(own, rank ^ 1)](float(&sum)[kM][kN][4]) {
+#pragma unroll
+    for (int i = 0; i < kM * kN; ++i) {
+      float piece[4];
+      device::load_remote(piece, other + i * (kThreads * 16));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[i / kN][i % kN][e] += piece[e];
+    }
+  };
+  __syncthreads();
+  rank == 0 ? store(d_v) : store(d_k);
+  device::cluster_barrier();
+  rank == 0 ? add(d_k) : add(d_v);
 }
 
 // factor · sum of 16 · kM rows and 8 · kN columns goes to the rows from `row` on below `limit` and

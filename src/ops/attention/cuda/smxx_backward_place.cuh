@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/async_copy.cuh"
+#include "device/cluster.cuh"
 #include "ops/attention/cuda/smxx_backward_tiles.cuh"
 #include "ops/attention/cuda/smxx_backward_turns.cuh"
 
@@ -54,12 +55,14 @@ struct BlockPlace {
   }
 };
 
-template <int kKeys, int kQueries>
+// kListed: with a block mask; the blocks of a cluster share a tile of keys.
+template <int kKeys, int kQueries, bool kListed>
 BlockPlace block_place(const BackwardParams& p) {
+  const uint32_t index = kListed ? device::cluster_index() : blockIdx.x;
   // 32 bits: a grid has no more blocks, and divisions are what a block begins with.
   const uint32_t of_group = static_cast<uint32_t>(p.k_tiles) * static_cast<uint32_t>(p.pair_group);
-  const uint32_t group_begin = blockIdx.x / of_group * static_cast<uint32_t>(p.pair_group);
-  const uint32_t in_group = blockIdx.x % of_group;
+  const uint32_t group_begin = index / of_group * static_cast<uint32_t>(p.pair_group);
+  const uint32_t in_group = index % of_group;
   const uint32_t left = static_cast<uint32_t>(p.pairs) - group_begin;
   const uint32_t group =
       left < static_cast<uint32_t>(p.pair_group) ? left : static_cast<uint32_t>(p.pair_group);
@@ -136,8 +139,8 @@ struct BackwardSteps {
   const int64_t* list_of(int head_of_group) const {
     const SeenBlocksTable& blocks = p.problem.blocks;
     const int64_t head = block.keys.head * p.problem.group + head_of_group;
-    return blocks.first + blocks.plane(block.keys.batch, head) * (blocks.owners + 1) +
-           block.keys.tile;
+    return blocks.first + blocks.plane(block.keys.batch, head) * (blocks.lists + 1) +
+           block.keys.tile * device::cluster_size() + device::cluster_rank();
   }
   void copy_seen(Step& step) const {
     SeenTile* const to = &step;

@@ -320,7 +320,7 @@ struct SplitBlock
     }
     __syncthreads();
     if (this->steps().exists(0)) sum_steps();
-    this->store_keys();
+    this->store_keys(true, true);
   }
 
   void sum_steps() {
@@ -384,7 +384,7 @@ void split_backward(const BackwardParams& p) {
   __shared__ BlockPlace place;
   __shared__ typename Block::Place units;
   if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<kKeys, kQueries>(p);
+    const BlockPlace found = block_place<kKeys, kQueries, Block::listed()>(p);
     if (threadIdx.x == 0) place = found;
   }
   __syncthreads();

@@ -122,8 +122,7 @@ struct KeyTiles {
   }
   // Tile `owner` of the queries of a batch item and head.
   KeyTiles(const SeenBlocksTable& blocks, int64_t batch, int64_t head, int64_t owner) {
-    const int64_t* const at =
-        blocks.first + blocks.plane(batch, head) * (blocks.owners + 1) + owner;
+    const int64_t* const at = blocks.first + blocks.plane(batch, head) * (blocks.lists + 1) + owner;
     listed = blocks.tiles + at[0];
     parts = static_cast<int32_t>(at[1] - at[0]);
     count = (parts + kParts - 1) / kParts;
