@@ -358,8 +358,7 @@ class TorchOp:
         upstream, saved = gradients[: len(self.upstream)], ctx.saved_tensors
         # With the layouts that `prepared` stands for, these settle what is None.
         kind = needed, upstream[-1] is None
-        repeat = prepared and prepared.repeats.get(kind)
-        if repeat:
+        if prepared is not None and (repeat := prepared.repeats.get(kind)):
             known, spread = repeat
             found = self._backward_calls.repeat(known, (*upstream, *saved))
             if found is not None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
 from pullback import BlockLayout, sparsity  # noqa: E402
+from pullback._native import NONDETERMINISTIC  # noqa: E402
 from torch_cases import DENSE, DEVICES, random  # noqa: E402
 
 # ---------------------------------------------------------------- attention
@@ -114,11 +115,22 @@ def test_autocast_casts_products_only() -> None:
 
 def test_deterministic_algorithms_win() -> None:
     q = random(1, 8, 2, 8)
-    torch.use_deterministic_algorithms(True)
+
+    class Flags(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            names = [argument.name for argument in function._schema.arguments]
+            flags.append(args[names.index("flags")])
+            return function(*args, **kwargs or {})
+
+    flags: list[int] = []
     try:
-        assert pt.attention(q, q, q, deterministic=False).shape == q.shape
+        for wanted in (False, True):
+            torch.use_deterministic_algorithms(wanted)
+            with Flags():
+                pt.attention(q, q, q, deterministic=False)
     finally:
         torch.use_deterministic_algorithms(False)
+    assert flags == [NONDETERMINISTIC, 0]
 
 
 # ---------------------------------------------------------------- the others

@@ -283,6 +283,25 @@ void many_rows(std::vector<Case>& cases) {
         });
     add("many columns, some special", {50, 20}, {{"alpha", alpha}, {"axis", "0"}}, special);
   }
+  // Enough columns to look for the few of them in the support; and more than a few.
+  for (const char* alpha : {"1.5", "2"}) {
+    const OptionMap options{{"alpha", alpha}, {"axis", "0"}};
+    add("wide columns", {520, 1030}, options, normal(1));
+    add("wide columns, dense", {520, 1030}, options, normal(0.01));
+    cases.back().full_only = true;
+    // A column that begins with minus infinity, or is nothing else; offsets that differ.
+    add("wide columns, minus infinity", {520, 1030}, options, [](std::int64_t i, Random& random) {
+      const std::int64_t column = i % 1030, position = i / 1030;
+      const bool hidden = column == 300 || (column == 7 && position < 400);
+      return hidden ? -kInfinity : static_cast<double>(column) + random.normal();
+    });
+    add("wide columns, a NaN", {520, 1030}, options, [](std::int64_t i, Random& random) {
+      return i == 400 * 1030 + 17 ? kNaN : random.normal();
+    });
+    cases.back().full_only = true;
+  }
+  add("wide columns", {520, 1030}, {{"alpha", "1.3"}, {"axis", "0"}}, normal(1));
+  cases.back().dtypes = {DType::f32};  // whose reference takes seconds
   add("many rows", {50, 21}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
   add("many rows", {50, 700}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
   cases.push_back(no_differences(make_case("many rows, mask", {{"alpha", "1.5"}}, {50, 20},

@@ -18,7 +18,7 @@ const std::vector<std::string> kReduces = {"sum",  "mean",      "max",    "min",
                                            "prod", "logsumexp", "softmax"};
 
 enum class Form { offsets_i64, offsets_i32, ids_i64, ids_i32, unsorted };
-enum class Values { normal, integers, near_one, relu };
+enum class Values { normal, integers, near_one, relu, wide, special };
 
 using Lengths = std::vector<std::int64_t>;
 
@@ -53,6 +53,12 @@ HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t columns, V
     // Long products of normal numbers vanish; these wander around 1.
     if (values == Values::near_one) {
       value = std::exp(0.02 * value) * (random.chance(0.5) ? -1 : 1);
+    }
+    // Further from each other than one shift of exponents serves.
+    if (values == Values::wide) value *= 40;
+    if (values == Values::special && random.chance(0.02)) {
+      const double specials[] = {-kInfinity, kInfinity, kNaN, 0};
+      value = specials[random.integer(0, 3)];
     }
     tensor.set(i, value);
   }
@@ -266,8 +272,23 @@ std::vector<Case> segment_cases() {
     add(make_case("power law", reduce, {power_law(4000, 2000, random), 17}));
     add(make_case("power law D=1", reduce, {power_law(9000, 4000, random), 1}));
   }
+  Random random(9);
+  const Lengths blocks = power_law(6000, 900, random);  // of one column: several blocks of a scan
+  for (const std::string& reduce : kReduces) {
+    add(make_case("special D=1", reduce, {blocks, 1}, {}, Values::special));
+    cases.back().finite_differences = false;
+    for (const std::string empty : {"zero", "nan"}) {
+      add(make_case("empty " + empty + " D=1", reduce, {mixed, 1}, {{"empty", empty}}));
+    }
+    if (reduce == "logsumexp" || reduce == "softmax") {
+      add(make_case("wide D=1", reduce, {blocks, 1}, {}, Values::wide));
+    }
+  }
   for (const std::string reduce : {"max", "min"}) {
     for (const std::string ties : {"first", "last", "even"}) {
+      add(make_case(ties + " special D=1", reduce, {blocks, 1}, {{"ties", ties}, {"saved", "none"}},
+                    Values::special));
+      cases.back().finite_differences = false;
       for (const std::string saved : {"arg", "mask", "none"}) {
         const OptionMap options = {{"ties", ties}, {"saved", saved}};
         const std::string name = ties + " " + saved;
@@ -351,15 +372,16 @@ std::vector<Case> segment_bench() {
     const Lengths mean4096(static_cast<std::size_t>(size.rows / 4096), 4096);
     const Lengths skewed = power_law(size.rows, size.rows / 8, random);
     const std::string name = size.name;
-    for (const std::string reduce : {"sum", "max"}) {
-      add(name + " mean 8", reduce, {mean8, size.columns});
-      add(name + " mean 4096", reduce, {mean4096, size.columns});
-      add(name + " power law", reduce, {skewed, size.columns});
+    const std::pair<const char*, Lengths> kinds[] = {
+        {" mean 8", mean8}, {" mean 4096", mean4096}, {" power law", skewed}};
+    for (const auto& [kind, lengths] : kinds) {
+      for (const std::string reduce : {"sum", "mean", "max", "logsumexp", "softmax"}) {
+        add(name + kind, reduce, {lengths, size.columns});
+        if (reduce != "softmax") cases.back().same_inputs = name + kind;
+      }
     }
   }
   const Lengths mean8(1 << 16, 8);
-  add("D=128 mean 8", "logsumexp", {mean8, 128});
-  add("D=128 mean 8", "softmax", {mean8, 128});
   add("D=128 mean 8 recompute", "max", {mean8, 128}, {{"saved", "none"}});
   add("D=128 mean 8 unsorted", "sum", {mean8, 128, Form::unsorted});
   return cases;

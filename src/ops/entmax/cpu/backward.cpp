@@ -10,6 +10,7 @@
 
 #include "cpu/ahead-inl.hpp"
 #include "cpu/simd-inl.hpp"
+#include "ops/entmax/cpu/backward_columns-inl.hpp"
 #include "ops/entmax/cpu/backward_short-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
@@ -484,8 +485,31 @@ void BackwardTileOf(const BackwardTile& tile) {
   if (stream) hwy::FlushStream();
 }
 
+// False when others have to do it.
+template <class T>
+bool SparseGradientsServe(const BackwardTile& tile) {
+  if (!tile.sparse_columns || !tile.y || tile.d_alpha || !tile.d_x) return false;
+  if (entmax::family_of(tile.alpha) == Family::sparsemax) {
+    return SparseGradients<Family::sparsemax, T>(tile).Compute();
+  }
+  if (entmax::family_of(tile.alpha) == Family::entmax15) {
+    return SparseGradients<Family::entmax15, T>(tile).Compute();
+  }
+  return SparseGradients<Family::general, T>(tile).Compute();
+}
+
 void RunBackwardTile(const BackwardTile& tile) {
-  dispatch_floating(tile.dtype, [&]<class T>() { BackwardTileOf<T>(tile); });
+  dispatch_floating(tile.dtype, [&]<class T>() {
+    if (SparseGradientsServe<T>(tile)) {
+      if (tile.stream) hwy::FlushStream();
+    } else if (tile.sparse_columns) {
+      for (std::int64_t r = 0; r < tile.rows; r += tile.packed_rows) {
+        BackwardTileOf<T>(tile.template part<T>(r));
+      }
+    } else {
+      BackwardTileOf<T>(tile);
+    }
+  });
 }
 
 }  // namespace pullback::HWY_NAMESPACE
@@ -526,6 +550,8 @@ class BackwardPlan final : public RowPlan {
           task.scratch + packed_d_x_,
           task.scratch + weights_,
           has_stripe_ && tensors.y != nullptr ? task.scratch + stripe_ : nullptr,
+          sparse_columns_,
+          packed_rows_,
       };
       HWY_DYNAMIC_DISPATCH(RunBackwardTile)(tile);
     });
@@ -533,7 +559,9 @@ class BackwardPlan final : public RowPlan {
 
  private:
   BackwardPlan(const EntmaxProblem& problem, const Device& device, Walk walk)
-      : RowPlan(problem, device, walk, packs(walk)) {
+      : RowPlan(problem, device, walk, packs(walk),
+                sparse_columns(problem, walk) ? kSparseColumns : 0),
+        sparse_columns_(sparse_columns(problem, walk)) {
     const auto bytes = static_cast<std::int64_t>(size_of(problem.x.dtype));
     ScratchLayout slot;
     if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
@@ -547,14 +575,33 @@ class BackwardPlan final : public RowPlan {
           length_, any || family == Family::steep || problem.x.dtype == DType::f64));
     }
     constexpr std::int64_t kMostLanes = 16;
-    const std::int64_t width = (walk_.tile_rows() / kMostLanes + 1) * kMostLanes;
+    const std::int64_t width = (packed_rows_ / kMostLanes + 1) * kMostLanes;
     const std::int64_t stripe_bytes =
         2 * width * length_ *
         static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype)));
     has_stripe_ = packs(walk_) && walk_.adjacent(kY) && walk_.adjacent(kDY) &&
                   walk_.adjacent(kDX) && stripe_bytes <= kMostStripeBytes;
-    if (has_stripe_) stripe_ = slot.add(stripe_bytes);
+    if (has_stripe_) {
+      stripe_ = slot.add(
+          std::max(stripe_bytes, sparse_columns_ ? sparse_bytes(problem) : std::int64_t{0}));
+    }
     finish(slot, problem.d_x, packs(walk_));
+  }
+
+  // Whether the support of rows in columns may be a small part of them.
+  static bool sparse_columns(const EntmaxProblem& problem, const Walk& walk) {
+    constexpr std::int64_t kLeastLength = 512, kLeastTiles = 4;  // for several threads
+    return problem.alpha >= 1.125 && problem.alpha <= 2 && !problem.alpha_per_row.given() &&
+           !problem.offsets.given() && packs(walk) && walk.adjacent(kY) && walk.adjacent(kDY) &&
+           walk.adjacent(kDX) && row_length(problem) >= kLeastLength &&
+           walk.inner() >= kLeastTiles * kSparseColumns &&
+           sparse_bytes(problem) <= kMostStripeBytes;
+  }
+  // As SparseGradients cuts it: pairs of vectors, and a place of each.
+  static std::int64_t sparse_bytes(const EntmaxProblem& problem) {
+    const auto real = static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype)));
+    const std::int64_t kept = most_kept(row_length(problem)) + kColumnsChunk + 1;
+    return kept * kSparseColumns * (2 * real + static_cast<std::int64_t>(sizeof(std::uint32_t)));
   }
 
   static bool packs(const Walk& walk) {
@@ -562,7 +609,7 @@ class BackwardPlan final : public RowPlan {
   }
 
   std::size_t packed_y_ = 0, packed_d_y_ = 0, packed_d_x_ = 0, weights_ = 0, stripe_ = 0;
-  bool has_stripe_ = false;
+  bool has_stripe_ = false, sparse_columns_ = false;
 };
 
 }  // namespace

@@ -217,7 +217,8 @@ template <class T>
 void ForwardTileOf(const ForwardTile& tile) {
   using Statistic = Real<T>;
   const auto stripe = [&](const auto& power) { return StripeInLanes<T>(tile, power); };
-  if (tile.stripe != nullptr && !tile.support_size && WithPowerOfLanes<Real<T>>(tile, stripe)) {
+  if (tile.stripe != nullptr && !tile.support && !tile.support_size &&
+      WithPowerOfLanes<Real<T>>(tile, stripe)) {
     if (tile.stream) hwy::FlushStream();
     return;
   }
@@ -348,9 +349,8 @@ class ForwardPlan final : public RowPlan {
     if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
     add_support_bits(slot, problem.support, kSupport);
     elements_ = slot.add(vector_scratch_bytes(length_, in_double));
-    has_stripe_ = !problem.mask.given() && !problem.support.given() && !walk_.contiguous(kX) &&
-                  walk_.adjacent(kX) && walk_.adjacent(kY) &&
-                  stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
+    has_stripe_ = !problem.mask.given() && !walk_.contiguous(kX) && walk_.adjacent(kX) &&
+                  walk_.adjacent(kY) && stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
     has_batch_ = !problem.alpha_per_row.given() && family_of(problem.alpha) == Family::general;
     if (has_batch_) {

@@ -27,6 +27,8 @@ inline constexpr std::int64_t kTileElements = 32768;  // in place: makes the cos
 // page walk and a DRAM page; within this much scratch.
 inline constexpr std::int64_t kPackedLineBytes = 256;
 inline constexpr std::int64_t kPackedTileBytes = std::int64_t{4} << 20;
+// Such rows side by side in a tile of which little has to be kept.
+inline constexpr std::int64_t kSparseColumns = 256;
 inline constexpr std::int64_t kMostStripeBytes = 4 * kPackedTileBytes;  // beyond, rows are packed
 
 // One tensor's part of a tile: the first element of its first row, and the steps in elements.
@@ -145,8 +147,9 @@ class Walk {
     return rank_ > 0 && tensors_[which].steps.outer[static_cast<std::size_t>(rank_) - 1] == 1;
   }
 
- private:
   std::int64_t inner() const { return rank_ > 0 ? sizes_[rank_ - 1] : 1; }
+
+ private:
   std::int64_t tiles_in_inner() const { return (inner() + tile_rows_ - 1) / tile_rows_; }
 
   std::vector<WalkTensor> tensors_;
@@ -211,7 +214,9 @@ struct RowTile {
 // What forward and backward share: tiles × ragged rows as one list of tasks.
 class RowPlan : public PlanBody<EntmaxTensors> {
  protected:
-  RowPlan(const EntmaxProblem& problem, const Device& device, Walk walk, bool packs)
+  // Tiles are of `columns` rows, unless that is 0, and cut for rows that have to be packed.
+  RowPlan(const EntmaxProblem& problem, const Device& device, Walk walk, bool packs,
+          std::int64_t columns = 0)
       : problem_(problem),
         threads_(device.threads),
         walk_(std::move(walk)),
@@ -221,7 +226,11 @@ class RowPlan : public PlanBody<EntmaxTensors> {
     const std::int64_t length = std::max<std::int64_t>(length_, 1);
     const std::int64_t packed =
         std::min(kPackedLineBytes / bytes, kPackedTileBytes / (length * bytes));
-    walk_.set_tile_rows(packs ? packed : groups_ >= 0 ? 1 : kTileElements / length);
+    walk_.set_tile_rows(columns > 0    ? columns
+                        : packs        ? packed
+                        : groups_ >= 0 ? 1
+                                       : kTileElements / length);
+    packed_rows_ = packs ? std::clamp<std::int64_t>(packed, 1, walk_.tile_rows()) : 0;
     pitch_ = packed_pitch(length_, bytes);
     if (groups_ >= 0) offsets_at_ = layout_.add((groups_ + 1) * 8);
     slots_at_ = layout_.bytes();
@@ -249,7 +258,7 @@ class RowPlan : public PlanBody<EntmaxTensors> {
   }
 
   std::int64_t tile_elements(std::int64_t element_bytes) const {
-    return walk_.tile_rows() * pitch_ * element_bytes;
+    return packed_rows_ * pitch_ * element_bytes;
   }
 
   // Rows of one ragged group (the only one, where rows are not ragged) in one tile.
@@ -314,6 +323,7 @@ class RowPlan : public PlanBody<EntmaxTensors> {
   Threads threads_;
   Walk walk_;
   std::int64_t length_, groups_, pitch_ = 0;
+  std::int64_t packed_rows_ = 0;  // the most that are packed together
 
  private:
   void clear(const RowTensor& output, std::int64_t rows, std::int64_t length) const {

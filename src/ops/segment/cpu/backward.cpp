@@ -14,8 +14,11 @@
 #define HWY_TARGET_INCLUDE "ops/segment/cpu/backward.cpp"
 #include <hwy/foreach_target.h>
 
+#include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
+#include "ops/segment/cpu/product-inl.hpp"
 #include "ops/segment/cpu/saved-inl.hpp"
+#include "ops/segment/cpu/spread-inl.hpp"
 #include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -80,7 +83,7 @@ class Backward {
   void First(std::int64_t tile, const Task& task) const {
     Output output = MakeOutput(task);
     if (WritesRuns(task)) {
-      WriteRuns(tile, output);
+      WriteRuns(tile, task, output);
       return;
     }
     run_.walk(
@@ -89,15 +92,68 @@ class Backward {
           if (!folds_) {
             WriteRows(piece, task.state, task, output);
           } else if (piece.whole) {
-            FoldPiece(piece, task.state, task);
-            Resolve(task.state, task);
-            WriteRows(piece, task.state, task, output);
+            Single(piece, task, output);
           } else {
             FoldPiece(piece, Slot(tile, piece.head, task.column), task);
           }
         },
-        [](std::int64_t) {});
+        [](std::int64_t) {},
+        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
     output.Flush();
+  }
+
+  // Segments [begin, end), all whole or empty. False when others have to do it.
+  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    if constexpr (std::is_same_v<T, R>) {
+      if (!folds_) return false;
+      if (problem_.x.shape[1] > 1) {
+        if (rule_ != Rule::softmax || segments_.permuted() || out_.column_stride != 1 ||
+            d_out_.column_stride != 1 || d_x_.matrix().column_stride != 1) {
+          return false;
+        }
+        d_x_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
+                       : SoftmaxOfRows<false>(begin, end, task, output);
+        return true;
+      }
+      if (!d_x_.stages()) return false;
+      if (rule_ == Rule::softmax && out_.row_stride == 1 && d_out_.row_stride == 1) {
+        SoftmaxGradientOfColumn(segments_, begin, end, reinterpret_cast<const R*>(out_.data),
+                                reinterpret_cast<const R*>(d_out_.data), task, output,
+                                [&](const Piece& piece) { Single(piece, task, output); });
+        return true;
+      }
+      if (rule_ == Rule::place && x_.row_stride == 1) {
+        WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
+          ExtremeGradientOfColumn<ExtremeRule<R, kMax, kLast>>(
+              segments_, begin, end, reinterpret_cast<const R*>(x_.data), out_, d_out_, output,
+              [&](const Piece& piece) { Single(piece, task, output); });
+        });
+        return true;
+      }
+    }
+    return false;
+  }
+
+  template <bool kStream>
+  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    ForSegments(
+        segments_, begin, end,
+        [&](const Piece& piece) {
+          output.Open(piece);
+          const auto [y, g] = SoftmaxBlocks(piece.begin, piece.end - piece.begin, task);
+          SoftmaxGradientOfFewRows<kStream>(y, g, task.columns, [&](std::int64_t r) HWY_ATTR {
+            return output.Row(piece.begin + r);
+          });
+          return true;
+        },
+        [&](const Piece& piece) { Single(piece, task, output); }, [](std::int64_t) {});
+  }
+
+  HWY_NOINLINE void Single(const Piece& piece, const Task& task, Output& output) const {
+    // A product of all rows is no help within a segment.
+    if (rule_ != Rule::product) FoldPiece(piece, task.state, task);
+    Resolve(task.state, task);
+    WriteRows(piece, task.state, task, output);
   }
 
   void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
@@ -130,33 +186,23 @@ class Backward {
 
   // First or last row whose x equals out; of NaN the first.
   void FoldPlaces(const Piece& piece, const State& state, const Task& task) const {
-    const hn::ScalableTag<R> d;
-    const hn::RebindToSigned<decltype(d)> di;
     const bool last = problem_.ties == Ties::last;
     ReadRow(out_, piece.segment, task.column, task.columns, task.value);
     I* HWY_RESTRICT places = state.places();
     std::fill_n(places, padded(task.columns), I{-1});
-    ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
-      const Block<R> block = XBlock(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* row = block.row(r);
-        const auto place = hn::Set(di, static_cast<I>(first + r - piece.begin));
-        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto value = hn::LoadU(d, task.value + c);
-          const auto x = lanes.Read(d, row + c);
-          const auto before = hn::LoadU(di, places + c);
-          auto open = hn::RebindMask(d, hn::Lt(before, hn::Zero(di)));
-          if (last) open = hn::Or(open, hn::Not(hn::IsNaN(x)));
-          const auto take = hn::And(Ties(x, value), open);
-          hn::StoreU(hn::IfThenElse(hn::RebindMask(di, take), place, before), di, places + c);
-        });
-      }
+    if (problem_.x.shape[1] == 1) {
+      ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
+        if (places[0] >= 0 && (!last || std::isnan(task.value[0]))) return;
+        const R* run = ReadRun(x_, segments_, row, rows, task.block);
+        const std::int64_t place = PlaceOfValue(run, rows, task.value[0], last);
+        if (place >= 0) places[0] = static_cast<I>(row - piece.begin + place);
+      });
+      return;
+    }
+    ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
+      FindPlaces(XBlock(row, rows, task), static_cast<I>(row - piece.begin), task.columns,
+                 task.value, last, places);
     });
-  }
-
-  template <class V>
-  static HWY_INLINE auto Ties(V a, V b) {
-    return hn::Or(hn::Eq(a, b), hn::And(hn::IsNaN(a), hn::IsNaN(b)));
   }
 
   void FoldCounts(const Piece& piece, const State& state, const Task& task) const {
@@ -177,7 +223,7 @@ class Backward {
       for (std::int64_t r = 0; r < rows; ++r) {
         const R* row = block.row(r);
         ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto equal = Ties(lanes.Read(d, row + c), hn::LoadU(d, task.value + c));
+          const auto equal = Tied(lanes.Read(d, row + c), hn::LoadU(d, task.value + c));
           const auto before = hn::LoadU(di, counts + c);
           // A mask is -1 in each lane that it holds for.
           hn::StoreU(hn::Sub(before, hn::VecFromMask(di, hn::RebindMask(di, equal))), di,
@@ -190,6 +236,14 @@ class Backward {
   void FoldDot(const Piece& piece, const State& state, const Task& task) const {
     const hn::ScalableTag<R> d;
     std::fill_n(state.a, padded(task.columns), R{0});
+    if (problem_.x.shape[1] == 1) {
+      ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
+        const R* y = ReadRun(out_, segments_, row, rows, task.block);
+        const R* g = ReadRun(d_out_, segments_, row, rows, task.block2);
+        state.a[0] += DotOfRuns(y, g, rows);
+      });
+      return;
+    }
     ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
       const auto [y, g] = SoftmaxBlocks(first, rows, task);
       for (std::int64_t r = 0; r < rows; ++r) {
@@ -312,13 +366,9 @@ class Backward {
 
   void Last(std::int64_t tile, const Task& task) const {
     Output output = MakeOutput(task);
-    run_.walk(
-        tile,
-        [&](const Piece& piece) {
-          if (piece.whole) return;
-          WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
-        },
-        [](std::int64_t) {});
+    run_.walk_ends(tile, [&](const Piece& piece) {
+      WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
+    });
     output.Flush();
   }
 
@@ -327,32 +377,56 @@ class Backward {
   // writes where the next one is still to come, or where the stage has room to spare.
   bool WritesRuns(const Task& task) const {
     return problem_.x.shape[1] == 1 && std::is_same_v<T, R> && d_x_.stages() && !folds_ &&
-           (rule_ == Rule::spread || rule_ == Rule::place) && task.columns == 1;
+           (rule_ == Rule::spread || rule_ == Rule::place ||
+            (rule_ == Rule::power && x_.row_stride == 1)) &&
+           task.columns == 1;
   }
 
-  void WriteRuns(std::int64_t tile, Output& output) const {
-    // So few at a time that memory takes their lines while the next ones are made.
-    constexpr std::int64_t kSegments = 64;
+  // So few at a time that memory takes their lines while the next ones are made.
+  static constexpr std::int64_t kSegments = 64;
+
+  void WriteRuns(std::int64_t tile, const Task& task, Output& output) const {
+    constexpr std::int64_t kMostPowers = kBlockElements - kStagePad;
     const auto write = [&](std::int64_t begin, std::int64_t end, std::int64_t row,
                            const auto& end_of) {
-      for (std::int64_t s = begin; s < end; s += kSegments) {
-        const std::int64_t stop = std::min(end, s + kSegments), next = end_of(stop - 1);
+      for (std::int64_t s = begin; s < end;) {
+        std::int64_t stop = std::min(end, s + kSegments);
+        if (rule_ == Rule::power) {  // has room for the rows of a block
+          while (stop > s + 1 && end_of(stop - 1) - row > kMostPowers) stop = s + (stop - s) / 2;
+        }
+        const std::int64_t next = end_of(stop - 1);
+        if (rule_ == Rule::power && next - row > kMostPowers) {
+          WriteRows(Piece{s, row, next, true, false}, task.state, task, output);
+          row = next;
+          s = stop;
+          continue;
+        }
         output.Open(Piece{s, row, next, true, false});
         R* to = output.Run(row, nullptr);
         LinesAhead ahead(d_out_.at(s, 0));
         if (d_out_.row_stride == 1) ahead.StepTo(d_out_.at(stop, 0));
-        if (rule_ == Rule::spread) {
-          SpreadRuns(s, stop, row, end_of, to);
+        const auto gradient_of = [&](std::int64_t k) { return ToReal(*d_out_.at(k, 0)); };
+        if (rule_ == Rule::power) {
+          LinesAhead lse_ahead(out_.at(s, 0));
+          if (out_.row_stride == 1) lse_ahead.StepTo(out_.at(stop, 0));
+          const auto lse_of = [&](std::int64_t k) { return ToReal(*out_.at(k, 0)); };
+          SpreadPowers(s, stop, row, end_of, lse_of, gradient_of,
+                       reinterpret_cast<const R*>(x_.data) + row, task, to);
+        } else if (rule_ == Rule::spread) {
+          SpreadGradients(s, stop, row, end_of, gradient_of, to);
         } else if (problem_.arg.dtype == DType::i64) {
           const auto arg = saved_.template Arg<std::int64_t>();
           LinesAhead args_ahead(arg.at(s, 0));
           if (arg.row_stride == 1) args_ahead.StepTo(arg.at(stop, 0));
-          PlaceRuns(s, stop, row, end_of, to, [&](std::int64_t k) { return *arg.at(k, 0); });
+          PlaceInRows<R>(
+              s, stop, row, end_of, to, [&](std::int64_t k) { return *arg.at(k, 0); }, gradient_of);
         } else {
-          PlaceRuns(s, stop, row, end_of, to, [&](std::int64_t k) { return saved_.Row(k); });
+          PlaceInRows<R>(
+              s, stop, row, end_of, to, [&](std::int64_t k) { return saved_.Row(k); }, gradient_of);
         }
         output.DrainLines();
         row = next;
+        s = stop;
       }
     };
     run_.walk(
@@ -378,43 +452,18 @@ class Backward {
   }
 
   // Rows from `row` on, in the segments [begin, end), to `to`: the gradient of their segment.
-  template <class End>
-  void SpreadRuns(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of,
-                  R* to) const {
-    const hn::ScalableTag<R> d;
-    const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-    const bool mean = problem_.reduce == SegmentReduce::mean;
-    for (std::int64_t s = begin; s < end; ++s) {
-      const std::int64_t rows = end_of(s) - row;
-      R gradient = ToReal(*d_out_.at(s, 0));
-      if (mean) gradient /= static_cast<R>(segments_.end(s) - segments_.begin(s));
-      const auto value = hn::Set(d, gradient);
-      if (rows > 0) Store(d, value, to);
-      if (rows > step) {
-        for (std::int64_t k = 1; k < kFewVectors; ++k) Store(d, value, to + k * step);
-        for (std::int64_t i = kFewVectors * step; i < rows; i += step) Store(d, value, to + i);
-      }
-      row += rows;
-      to += rows;
-    }
-  }
-
-  // The same of zeros, but for the row chosen(s) of x if that is in segment s.
-  template <class End, class Chosen>
-  void PlaceRuns(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of,
-                 R* HWY_RESTRICT to, const Chosen& chosen) const {
-    const hn::ScalableTag<R> d;
-    const std::int64_t rows = end_of(end - 1) - row;
-    for (std::int64_t i = 0; i < rows; i += static_cast<std::int64_t>(hn::Lanes(d))) {
-      Store(d, hn::Zero(d), to + i);
-    }
-    R nowhere;
-    for (std::int64_t s = begin, first = row; s < end; ++s) {
-      const std::int64_t next = end_of(s), place = chosen(s);
-      // Without a branch, as it is a guess whether a segment has rows.
-      R* at = place >= first && place < next ? to + (place - row) : &nowhere;
-      *at = ToReal(*d_out_.at(s, 0));
-      first = next;
+  template <class End, class Gradient>
+  void SpreadGradients(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of,
+                       const Gradient& gradient_of, R* to) const {
+    if (problem_.reduce == SegmentReduce::mean) {
+      R gradients[kSegments];
+      for (std::int64_t s = begin; s < end; ++s) gradients[s - begin] = gradient_of(s);
+      DivideByRows(SegmentEnds(segments_, begin), end - begin, gradients);
+      SpreadToRows<1, R>(begin, end, row, end_of,
+                         [&](std::int64_t s, int) { return gradients[s - begin]; }, {to});
+    } else {
+      SpreadToRows<1, R>(begin, end, row, end_of,
+                         [&](std::int64_t s, int) { return gradient_of(s); }, {to});
     }
   }
 
@@ -451,7 +500,7 @@ class Backward {
       case Rule::equal:
         ReadRow(out_, piece.segment, task.column, task.columns, task.value);
         map.template operator()<1>(x, [&](auto at, auto value) {
-          return hn::IfThenElseZero(Ties(value, at.At(task.value)), at.At(task.gradient));
+          return hn::IfThenElseZero(Tied(value, at.At(task.value)), at.At(task.gradient));
         });
         break;
       case Rule::power:
@@ -461,7 +510,7 @@ class Backward {
         });
         break;
       case Rule::product:
-        WriteProducts(piece, state, task, output);
+        WriteProducts(x_, segments_, piece, state, task, output);
         break;
       case Rule::softmax:
         map.template operator()<2>(
@@ -507,47 +556,6 @@ class Backward {
     for (std::int64_t c = 0; c < task.columns; ++c) {
       if (task.value[c] == -kInf<R>) task.value[c] = 0;
     }
-  }
-
-  void WriteProducts(const Piece& piece, const State& state, const Task& task,
-                     Output& output) const {
-    const hn::ScalableTag<R> d;
-    const std::int64_t columns = task.columns;
-    // From the last row up: products[r] = product of all rows after r.
-    R* HWY_RESTRICT running = task.value;
-    std::copy_n(state.b, columns, running);
-    const std::int64_t step = task.block_rows;
-    for (std::int64_t end = piece.end; end > piece.begin;) {
-      const std::int64_t first = piece.begin + (end - 1 - piece.begin) / step * step;
-      const Block<R> block = XBlock(first, end - first, task);
-      for (std::int64_t r = block.rows; r-- > 0;) {
-        const R* row = block.row(r);
-        R* HWY_RESTRICT after = task.products + (first + r - piece.begin) * columns;
-        ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-          const auto product = hn::LoadU(d, running + c);
-          lanes.Write(d, product, after + c);
-          Store(d, hn::Mul(product, lanes.Read(d, row + c)), running + c);
-        });
-      }
-      end = first;
-    }
-    std::copy_n(state.a, columns, running);
-    output.Open(piece);
-    ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
-      const Block<R> block = XBlock(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* row = block.row(r);
-        const R* after = task.products + (first + r - piece.begin) * columns;
-        R* HWY_RESTRICT to = output.Row(first + r);
-        ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-          const auto before = hn::LoadU(d, running + c);
-          const auto others = hn::Mul(before, lanes.Read(d, after + c));
-          Store(d, hn::Mul(before, lanes.Read(d, row + c)), running + c);
-          lanes.Write(d, hn::Mul(others, hn::LoadU(d, task.gradient + c)), to + c);
-        });
-        output.Done(first + r);
-      }
-    });
   }
 
   // Rows of the sorted order that are in no segment.

@@ -9,7 +9,10 @@
 
 #include <bit>
 
+#include "ops/segment/cpu/extreme-inl.hpp"
+#include "ops/segment/cpu/product-inl.hpp"
 #include "ops/segment/cpu/rows-inl.hpp"
+#include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -63,15 +66,46 @@ HWY_INLINE R SumOfRun(const R* from, std::int64_t count) {
 }
 
 template <class R>
-R ProductOfRun(const R* from, std::int64_t count) {
-  // Four chains, in double: one rounding in all.
-  double products[4] = {1, 1, 1, 1};
+R DotOfRuns(const R* HWY_RESTRICT a, const R* HWY_RESTRICT b, std::int64_t count) {
+  const hn::ScalableTag<R> d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  LinesAhead a_ahead = RowsAhead(Block<R>{a, 1, count}, 1);
+  LinesAhead b_ahead = RowsAhead(Block<R>{b, 1, count}, 1);
+  auto even = hn::Zero(d), odd = hn::Zero(d);
   std::int64_t i = 0;
-  for (; i + 4 <= count; i += 4) {
-    for (std::int64_t k = 0; k < 4; ++k) products[k] *= static_cast<double>(from[i + k]);
+  for (; i + 2 * step <= count; i += 2 * step) {
+    for (int k = 0; k < 2; ++k) {
+      a_ahead.Step();
+      b_ahead.Step();
+    }
+    even = hn::MulAdd(hn::LoadU(d, a + i), hn::LoadU(d, b + i), even);
+    odd = hn::MulAdd(hn::LoadU(d, a + i + step), hn::LoadU(d, b + i + step), odd);
   }
-  for (; i < count; ++i) products[0] *= static_cast<double>(from[i]);
-  return static_cast<R>((products[0] * products[1]) * (products[2] * products[3]));
+  for (; i < count; i += step) {
+    const auto left = static_cast<std::size_t>(std::min(step, count - i));
+    even = hn::MulAdd(LoadFirst(d, a + i, left), LoadFirst(d, b + i, left), even);
+  }
+  return hn::GetLane(hn::SumOfLanes(d, hn::Add(even, odd)));
+}
+
+// The first or last place of a value, of NaN the first; -1 if it is nowhere.
+template <class R>
+std::int64_t PlaceOfValue(const R* HWY_RESTRICT from, std::int64_t count, R value, bool last) {
+  const hn::ScalableTag<R> d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  const auto wanted = hn::Set(d, value);
+  const bool nan = std::isnan(value);
+  std::int64_t place = -1;
+  for (std::int64_t i = 0; i < count; i += step) {
+    const auto left = static_cast<std::size_t>(std::min(step, count - i));
+    const auto v = LoadFirst(d, from + i, left);
+    const auto equal = hn::And(nan ? hn::IsNaN(v) : hn::Eq(v, wanted), hn::FirstN(d, left));
+    if (HWY_LIKELY(hn::AllFalse(d, equal))) continue;
+    const unsigned bits = BitsOf(d, equal);
+    if (!last || nan) return i + std::countr_zero(bits);
+    place = i + std::bit_width(bits) - 1;
+  }
+  return place;
 }
 
 // Place of the extreme: the first or last of equal ones, of NaN the first.
@@ -176,18 +210,72 @@ HWY_INLINE std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t 
 template <class R>
 void LogSumOfRun(const R* HWY_RESTRICT from, std::int64_t count, const LogSum<R>& state) {
   const hn::ScalableTag<R> d;
-  const auto best =
-      FoldToLanes(d, from, count, -kInf<R>, [](auto a, auto b) { return hn::Max(b, a); });
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
+  auto best = hn::Set(d, -kInf<R>);
+  auto total = hn::Zero(d);  // finite only if all are
+  const std::int64_t whole = count / step * step;
+  const auto left = static_cast<std::size_t>(count - whole);
+  for (std::int64_t i = 0; i < whole; i += step) {
+    const auto v = hn::LoadU(d, from + i);
+    ahead.Step();
+    best = hn::Max(v, best);
+    total = hn::Add(total, v);
+  }
+  const auto rest = LoadFirst(d, from + whole, left, -kInf<R>);
+  best = hn::Max(rest, best);
+  total = hn::Add(total, LoadFirst(d, from + whole, left));
   state.largest[0] = hn::GetLane(hn::MaxOfLanes(d, best));
   const auto shift = Shift(d, hn::Set(d, state.largest[0]));
-  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-  auto sum = hn::Zero(d);
-  for (std::int64_t i = 0; i < count; i += step) {
-    const auto left = static_cast<std::size_t>(std::min(step, count - i));
-    const auto v = LoadFirst(d, from + i, left, -kInf<R>);
-    sum = hn::Add(sum, ExpOf(d, hn::Sub(v, shift)));
+  auto sum = ExpOf(d, hn::Sub(rest, shift));
+  if (hn::AllTrue(d, hn::IsFinite(total))) {
+    for (std::int64_t i = 0; i < whole; i += step) {
+      sum = hn::Add(sum, ExpOfNonPositive(d, hn::Sub(hn::LoadU(d, from + i), shift)));
+    }
+  } else {
+    for (std::int64_t i = 0; i < whole; i += step) {
+      sum = hn::Add(sum, ExpOf(d, hn::Sub(hn::LoadU(d, from + i), shift)));
+    }
   }
   state.sum[0] = hn::GetLane(hn::SumOfLanes(d, sum));
+}
+
+// A piece of a tensor with one column, to the state that forward keeps of it.
+template <class T, class R>
+void FoldRun(const SegmentProblem& problem, const Matrix<const T>& x, const Segments& segments,
+             const Piece& piece, const State<R>& state, const Task<R>& task) {
+  ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
+    const R* run = ReadRun(x, segments, row, rows, task.block);
+    const bool first = row == piece.begin;
+    switch (problem.reduce) {
+      case SegmentReduce::sum:
+      case SegmentReduce::mean:
+        state.a[0] = SumOfRun(run, rows) + (first ? R{0} : state.a[0]);
+        break;
+      case SegmentReduce::prod:
+        state.a[0] = ProductOfRun(run, rows) * (first ? R{1} : state.a[0]);
+        state.b[0] = 0;
+        break;
+      case SegmentReduce::max:
+      case SegmentReduce::min: {
+        const std::int64_t place = WithExtreme(problem, [&]<bool kMax, bool kLast>() {
+          return PlaceOfExtreme<kMax, kLast>(run, rows);
+        });
+        if (first || Beats(problem, run[place], state.a[0])) {
+          state.a[0] = run[place];
+          state.places()[0] = static_cast<Int<R>>(row - piece.begin + place);
+        }
+        break;
+      }
+      case SegmentReduce::logsumexp:
+      case SegmentReduce::softmax: {
+        const LogSum<R> later{task.vector, task.vector + 1};
+        LogSumOfRun(run, rows, first ? state.log_sum() : later);
+        if (!first) MergeLogSum(state.log_sum(), later, 1);
+        break;
+      }
+    }
+  });
 }
 
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE

@@ -209,6 +209,32 @@ bool Beats(const SegmentProblem& problem, R value, R best) {
   return problem.reduce == SegmentReduce::max ? value > best : value < best;
 }
 
+// Bit c of the bytes at `to` says holds(c); the bits past the last column are 0.
+template <class F>
+void StoreBits(std::int64_t columns, std::uint8_t* to, std::int64_t stride, const F& holds) {
+  for (std::int64_t c = 0; c < columns; c += 8) {
+    unsigned bits = 0;
+    for (std::int64_t k = 0; k < std::min<std::int64_t>(8, columns - c); ++k) {
+      bits |= static_cast<unsigned>(holds(c + k)) << k;
+    }
+    to[c / 8 * stride] = static_cast<std::uint8_t>(bits);
+  }
+}
+
+template <class R>
+void MaskOfEqual(const R* HWY_RESTRICT x, const R* HWY_RESTRICT value, std::int64_t columns,
+                 std::uint8_t* to, std::int64_t stride) {
+  StoreBits(columns, to, stride, [&](std::int64_t c) {
+    return x[c] == value[c] || (std::isnan(x[c]) && std::isnan(value[c]));
+  });
+}
+
+template <class I>
+void MaskOfPlace(I row, const I* HWY_RESTRICT place, std::int64_t columns, std::uint8_t* to,
+                 std::int64_t stride) {
+  StoreBits(columns, to, stride, [&](std::int64_t c) { return place[c] == row; });
+}
+
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 

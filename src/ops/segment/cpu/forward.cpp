@@ -13,6 +13,7 @@
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
 #include "ops/segment/cpu/scan-inl.hpp"
+#include "ops/segment/cpu/spread-inl.hpp"
 #include "ops/segment/cpu/task-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -76,17 +77,23 @@ class Forward {
     run_.walk(
         tile,
         [&](const Piece& piece) {
-          const State state = piece.whole ? task.state : Slot(tile, piece.head, task.column);
-          FoldPiece(piece, state, task);
-          if (!piece.whole) return;
-          if (Extremal()) Widen(piece, state, task);
-          Finish(piece.segment, state, task);
-          if (rows) WriteRows(piece, state, task, output);
+          if (piece.whole) {
+            Whole(piece, task, output, rows);
+          } else {
+            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
+          }
         },
         [&](std::int64_t s) { WriteEmpty(s, task); },
-        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task); });
+        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
     output.Flush();
     FinishStreams();
+  }
+
+  HWY_INLINE void Whole(const Piece& piece, const Task& task, Output& output, bool rows) const {
+    FoldPiece(piece, task.state, task);
+    if (Extremal()) Widen(piece, task.state, task);
+    Finish(piece.segment, task.state, task);
+    if (rows) WriteRows(piece, task.state, task, output);
   }
 
   // The rows of the extremes, in the sorted order, to task.wide.
@@ -98,7 +105,7 @@ class Forward {
 
   void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
     const std::int64_t columns = task.columns;
-    if (columns == 1) return FoldRun(piece, state, task);
+    if (columns == 1) return FoldRun(problem_, x_, segments_, piece, state, task);
     switch (problem_.reduce) {
       case SegmentReduce::prod:
         std::fill_n(state.a, padded(columns), R{1});
@@ -134,8 +141,9 @@ class Forward {
   }
 
   // Segments [begin, end), all whole or empty, of tensors that are used in place. Short ones leave
-  // no time for anything but the sum or the extreme. False when others have to do it.
-  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task) const {
+  // no time for anything but the reduction. False when others have to do it.
+  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task,
+                 [[maybe_unused]] Output& output) const {
     const bool sums =
         problem_.reduce == SegmentReduce::sum || problem_.reduce == SegmentReduce::mean;
     if constexpr (std::is_same_v<T, R>) {
@@ -143,33 +151,51 @@ class Forward {
       if (problem_.x.shape[1] == 1) {
         if (x_.row_stride != 1 || segments_.permuted()) return false;
         if (sums) {
-          FoldColumn<SumRule<R>>(begin, end, task);
+          FoldColumn<SumRule<R>>(begin, end, task, 0);
         } else if (Extremal()) {
           WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-            FoldColumn<ExtremeRule<R, kMax, kLast>>(begin, end, task);
+            FoldColumn<ExtremeRule<R, kMax, kLast>>(begin, end, task, -1);
           });
+        } else if (problem_.reduce == SegmentReduce::prod) {
+          FoldColumn<ProductRule<R>>(begin, end, task, 0);
+        } else if (problem_.reduce == SegmentReduce::logsumexp) {
+          FoldColumn<LogSumRule<R>>(begin, end, task, std::exp(EmptyValue()));
+        } else if (problem_.reduce == SegmentReduce::softmax && rows_out_.stages()) {
+          SoftmaxOfColumn(segments_, begin, end, reinterpret_cast<const R*>(x_.data), task, output,
+                          [&](const Piece& piece) { Whole(piece, task, output, true); });
+        } else {
+          return false;
         }
-        return sums || Extremal();
+        return true;
       }
       if (x_.column_stride != 1 || out_.column_stride != 1) return false;
       if (sums) {
-        SumRows(begin, end, task);
+        SumsOfRows(begin, end, task, output);
       } else if (Extremal()) {
-        return ExtremesOfRows(begin, end, task);
+        return ExtremesOfRows(begin, end, task, output);
+      } else if (problem_.reduce == SegmentReduce::logsumexp) {
+        streams_out_ ? LogSumsOfRows<true>(begin, end, task, output)
+                     : LogSumsOfRows<false>(begin, end, task, output);
+      } else if (problem_.reduce == SegmentReduce::softmax) {
+        rows_out_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
+                            : SoftmaxOfRows<false>(begin, end, task, output);
+      } else {
+        return false;
       }
-      return sums;
+      return true;
     }
     return false;
   }
 
   // False when arg is not of the kind that short segments are quick with.
-  bool ExtremesOfRows(std::int64_t begin, std::int64_t end, const Task& task) const {
+  bool ExtremesOfRows(std::int64_t begin, std::int64_t end, const Task& task,
+                      Output& output) const {
     const bool arg = run_.tensors.arg != nullptr;
     const auto fold = [&]<class A>(const Matrix<A>& matrix) {
       if (arg && (matrix.column_stride != 1 || streams_arg_ != streams_out_)) return false;
       WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-        streams_out_ ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, matrix)
-                     : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, matrix);
+        streams_out_ ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, output, matrix)
+                     : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, output, matrix);
       });
       return true;
     };
@@ -177,68 +203,92 @@ class Forward {
     return problem_.arg.dtype == DType::i32 && fold(ArgMatrix<std::int32_t>());
   }
 
+  // ForSegments, where few are done by few(block, piece).
+  template <class Few>
+  void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+               const Few& few) const {
+    const bool rows = problem_.reduce == SegmentReduce::softmax;
+    ForSegments(
+        segments_, begin, end,
+        [&](const Piece& piece) {
+          const auto* x = reinterpret_cast<const R*>(x_.at(piece.begin, task.column));
+          return few(Block<R>{x, x_.row_stride, piece.end - piece.begin}, piece);
+        },
+        [&](const Piece& piece) { Whole(piece, task, output, rows); },
+        [&](std::int64_t s) { WriteEmpty(s, task); });
+  }
+  R* OutAt(const Piece& piece, const Task& task) const {
+    return reinterpret_cast<R*>(out_.at(piece.segment, task.column));
+  }
+
   template <bool kMax, bool kLast, bool kStream, class A>
-  void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task,
+  void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
                         const Matrix<A>& arg) const {
-    std::int64_t row = segments_.begin(begin);
-    for (std::int64_t s = begin; s < end; ++s) {
-      const std::int64_t next = segments_.end(s), rows = next - row;
-      const Block<R> block{reinterpret_cast<const R*>(x_.at(row, task.column)), x_.row_stride,
-                           rows};
-      auto* to = reinterpret_cast<R*>(out_.at(s, task.column));
-      A* to_arg = arg.data == nullptr ? nullptr : arg.at(s, task.column);
-      if (rows == 0) {
-        WriteEmpty(s, task);
-      } else if (rows > kFewRows ||
-                 !ExtremeOfFewRows<kMax, kLast, kStream>(block, task.columns, row, to, to_arg)) {
-        const Piece piece{s, row, next, true, false};
-        FoldPiece(piece, task.state, task);
-        Widen(piece, task.state, task);
-        Finish(s, task.state, task);
-      }
-      row = next;
-    }
+    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+      A* to_arg = arg.data == nullptr ? nullptr : arg.at(piece.segment, task.column);
+      return ExtremeOfFewRows<kMax, kLast, kStream>(block, task.columns, piece.begin,
+                                                    OutAt(piece, task), to_arg);
+    });
   }
 
-  // Segments of so few rows that their lines may be read out of order.
-  static constexpr std::int64_t kFewRows = 64;
-
-  void SumRows(std::int64_t begin, std::int64_t end, const Task& task) const {
-    std::int64_t row = segments_.begin(begin);
-    for (std::int64_t s = begin; s < end; ++s) {
-      const std::int64_t next = segments_.end(s), rows = next - row;
-      if (rows == 0) {
-        WriteEmpty(s, task);
-      } else if (rows <= kFewRows) {
-        const R divisor = problem_.reduce == SegmentReduce::mean ? static_cast<R>(rows) : R{1};
-        auto* to = reinterpret_cast<R*>(out_.at(s, task.column));
-        const auto sum = [&](const auto& source) {
-          streams_out_ ? SumFewRows<true>(source, rows, task.columns, divisor, to)
-                       : SumFewRows<false>(source, rows, task.columns, divisor, to);
-        };
-        segments_.permuted()
-            ? sum(GatheredRows<R>(x_, segments_, row, task.column, task.columns))
-            : sum(AdjacentRows<R>({x_.at(row, task.column), x_.row_stride, rows}, task.columns));
-      } else {
-        FoldPiece(Piece{s, row, next, true, false}, task.state, task);
-        Finish(s, task.state, task);
-      }
-      row = next;
-    }
+  template <bool kStream>
+  void LogSumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+      return LogSumOfFewRows<kStream>(block, task.columns, OutAt(piece, task));
+    });
   }
 
+  template <bool kStream>
+  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+      output.Open(piece);
+      return SoftmaxOfFewRows<kStream>(block, task.columns, task.run, [&](std::int64_t r) HWY_ATTR {
+        return output.Row(piece.begin + r);
+      });
+    });
+  }
+
+  void SumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    if (segments_.permuted()) {
+      SumsOfRowsAs(begin, end, task, output, [&](const Block<R>&, const Piece& piece) {
+        return GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns);
+      });
+    } else {
+      SumsOfRowsAs(begin, end, task, output, [&](const Block<R>& block, const Piece&) {
+        return AdjacentRows<R>(block, task.columns);
+      });
+    }
+  }
+  template <class Source>
+  void SumsOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+                    const Source& source) const {
+    const bool mean = problem_.reduce == SegmentReduce::mean;
+    const auto sum = [&]<bool kStream>() {
+      FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+        SumFewRows<kStream>(source(block, piece), block.rows, task.columns,
+                            mean ? static_cast<R>(block.rows) : R{1}, OutAt(piece, task));
+        return true;
+      });
+    };
+    streams_out_ ? sum.template operator()<true>() : sum.template operator()<false>();
+  }
+
+  // `empty_b` belongs to EmptyValue() in the state of segments without rows.
   template <class Rule>
-  void FoldColumn(std::int64_t begin, std::int64_t end, const Task& task) const {
+  void FoldColumn(std::int64_t begin, std::int64_t end, const Task& task,
+                  typename Rule::B empty_b) const {
     using Scan = ColumnScan<R, Rule>;
+    using B = typename Rule::B;
     constexpr std::int64_t kLong = Scan::kRows;  // better folded on its own
-    Scan scan(problem_.reduce == SegmentReduce::mean, EmptyValue());
+    Scan scan({EmptyValue(), empty_b});
     const std::int64_t last_row = segments_.begin(end);
     for (std::int64_t s = begin, row = segments_.begin(begin); s < end;) {
       const std::int64_t first = segments_.begin(s), next = segments_.end(s);
       if (next - row >= kLong) {
-        FoldRun(Piece{s, row, next, false, false}, task.state, task);
-        const auto place = static_cast<Int<R>>(row - first + task.state.places()[0]);
-        scan.Add({task.state.a[0], place}, row > first, next - first);
+        FoldRun(problem_, x_, segments_, Piece{s, row, next, false, false}, task.state, task);
+        Folded<R, B> folded{task.state.a[0], reinterpret_cast<const B*>(task.state.b)[0]};
+        if (Rule::kPlaces) folded.b += static_cast<B>(row - first);
+        scan.Add(folded, row > first);
         row = next;
         ++s;
       } else {
@@ -253,9 +303,14 @@ class Forward {
       const std::int64_t written = s - scan.waiting;
       const std::int64_t count = (s == end ? s : s / Scan::kGroup * Scan::kGroup) - written;
       if (count <= 0) continue;
-      WriteColumn(out_, written, scan.values, count, streams_out_);
-      if (run_.tensors.arg != nullptr) WritePlaces(written, scan.places, count);
-      scan.Written(count);
+      if (problem_.reduce == SegmentReduce::mean)
+        DivideByRows(SegmentEnds(segments_, written), count, scan.a);
+      if constexpr (Rule::kTwo && !Rule::kPlaces) Rule::Finish(scan.a, scan.b, count);
+      WriteColumn(out_, written, scan.a, count, streams_out_);
+      if constexpr (Rule::kPlaces) {
+        if (run_.tensors.arg != nullptr) WritePlaces(written, scan.b, count);
+      }
+      scan.Used(count);
     }
   }
 
@@ -281,41 +336,6 @@ class Forward {
     } else {
       write(std::int64_t{-1}, begin_of);
     }
-  }
-
-  // FoldPiece for one column.
-  void FoldRun(const Piece& piece, const State& state, const Task& task) const {
-    ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
-      const R* run = ReadRun(x_, segments_, row, rows, task.block);
-      const bool first = row == piece.begin;
-      switch (problem_.reduce) {
-        case SegmentReduce::sum:
-        case SegmentReduce::mean:
-          state.a[0] = SumOfRun(run, rows) + (first ? R{0} : state.a[0]);
-          break;
-        case SegmentReduce::prod:
-          state.a[0] = ProductOfRun(run, rows) * (first ? R{1} : state.a[0]);
-          break;
-        case SegmentReduce::max:
-        case SegmentReduce::min: {
-          const std::int64_t place = WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-            return PlaceOfExtreme<kMax, kLast>(run, rows);
-          });
-          if (first || Beats(problem_, run[place], state.a[0])) {
-            state.a[0] = run[place];
-            state.places()[0] = static_cast<Int<R>>(row - piece.begin + place);
-          }
-          break;
-        }
-        case SegmentReduce::logsumexp:
-        case SegmentReduce::softmax: {
-          const LogSum<R> later{task.vector, task.vector + 1};
-          LogSumOfRun(run, rows, first ? state.log_sum() : later);
-          if (!first) MergeLogSum(state.log_sum(), later, 1);
-          break;
-        }
-      }
-    });
   }
 
   // --- 2 ---
@@ -461,12 +481,9 @@ class Forward {
 
   void FinishRows(std::int64_t tile, const Task& task) const {
     Output output = MakeOutput(task);
-    run_.walk(
-        tile,
-        [&](const Piece& piece) {
-          if (!piece.whole) WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
-        },
-        [](std::int64_t) {});
+    run_.walk_ends(tile, [&](const Piece& piece) {
+      WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
+    });
     output.Flush();
   }
 
@@ -483,14 +500,7 @@ class Forward {
   void WriteSoftmax(const Piece& piece, const State& state, const Task& task,
                     Output& output) const {
     const hn::ScalableTag<R> d;
-    // Nobody reads the state again: it becomes the shift and the reciprocal of the sum.
-    ForColumns<R>(task.columns, [&](auto, std::int64_t c) {
-      const auto sum = hn::LoadU(d, state.b + c);
-      auto inverse = hn::Div(hn::Set(d, R{1}), sum);
-      inverse = hn::IfThenElse(hn::Lt(sum, hn::Set(d, kInf<R>)), inverse, hn::Set(d, NaN()));
-      Store(d, hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), inverse), state.b + c);
-      Store(d, Shift(d, hn::LoadU(d, state.a + c)), state.a + c);
-    });
+    FinishSoftmax(state.log_sum(), task.columns);  // nobody reads the state again
     MapRows<kStream, 1>(
         piece, segments_, task.column, task.columns,
         MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output, task.run,
@@ -500,8 +510,6 @@ class Forward {
           return hn::Mul(ExpOfNonPositive(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
         });
   }
-
-  static R NaN() { return std::numeric_limits<R>::quiet_NaN(); }
 
   void WriteMask(const Piece& piece, const State& state, const Task& task) const {
     const Matrix<std::uint8_t> mask(problem_.arg_mask, Mask());
@@ -522,31 +530,6 @@ class Forward {
         }
       }
     });
-  }
-
-  // Bit c of the bytes at `to` says holds(c); the bits past the last column are 0.
-  template <class F>
-  static void StoreBits(std::int64_t columns, std::uint8_t* to, std::int64_t stride,
-                        const F& holds) {
-    for (std::int64_t c = 0; c < columns; c += 8) {
-      unsigned bits = 0;
-      for (std::int64_t k = 0; k < std::min<std::int64_t>(8, columns - c); ++k) {
-        bits |= static_cast<unsigned>(holds(c + k)) << k;
-      }
-      to[c / 8 * stride] = static_cast<std::uint8_t>(bits);
-    }
-  }
-
-  static void MaskOfEqual(const R* HWY_RESTRICT x, const R* HWY_RESTRICT value,
-                          std::int64_t columns, std::uint8_t* to, std::int64_t stride) {
-    StoreBits(columns, to, stride, [&](std::int64_t c) {
-      return x[c] == value[c] || (std::isnan(x[c]) && std::isnan(value[c]));
-    });
-  }
-
-  static void MaskOfPlace(Int<R> row, const Int<R>* HWY_RESTRICT place, std::int64_t columns,
-                          std::uint8_t* to, std::int64_t stride) {
-    StoreBits(columns, to, stride, [&](std::int64_t c) { return place[c] == row; });
   }
 
   // Rows of the sorted order that are in no segment.

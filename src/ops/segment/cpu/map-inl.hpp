@@ -230,16 +230,19 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
   const hn::ScalableTag<R> d;
   const bool one_column = columns == 1 && !segments.permuted();
   const std::int64_t step = kInputs == 0 ? piece.end - piece.begin : block_rows(columns);
-  output.Open(piece);
   if (one_column) {
     ForRuns(piece, [&](std::int64_t first, std::int64_t rows) {
+      output.Open(Piece{piece.segment, first, first + rows, false, false});
       const R* in[2] = {};
       for (int i = 0; i < kInputs; ++i) {
         in[i] = ReadRun(*inputs.matrix[i], segments, first, rows, inputs.scratch[i]);
       }
       R* HWY_RESTRICT to = output.Run(first, scratch);
       const Int<R> run_key = key(first);
+      LinesAhead ahead[2] = {RowsAhead(Block<R>{in[0], 1, rows}, 1),
+                             RowsAhead(Block<R>{in[1], 1, rows}, 1)};
       ForColumns<R>(rows, [&](auto lanes, std::int64_t c) {
+        for (int i = 0; i < kInputs; ++i) ahead[i].Step();
         const Lanes<R, true> at{c, run_key};
         if constexpr (kInputs == 0) lanes.Write(d, f(at), to + c);
         if constexpr (kInputs == 1) lanes.Write(d, f(at, lanes.Read(d, in[0] + c)), to + c);
@@ -248,9 +251,11 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
         }
       });
       output.RunDone(first, rows, to);
+      output.DrainLines();
     });
     return;
   }
+  output.Open(piece);
   ForBlocks(piece, step, [&](std::int64_t first, std::int64_t rows) {
     Block<R> block[2] = {};
     for (int i = 0; i < kInputs; ++i) {

@@ -144,9 +144,15 @@ struct Run {
       on_piece(Piece{stop.segment, row, stop.row, whole, row > begin});
     }
   }
-  template <class OnPiece, class OnEmpty>
-  void walk(std::int64_t tile, const OnPiece& on_piece, const OnEmpty& on_empty) const {
-    walk(tile, on_piece, on_empty, [](std::int64_t, std::int64_t) { return false; });
+  // Calls on_piece(Piece) for the head and the tail of a tile.
+  template <class OnPiece>
+  void walk_ends(std::int64_t tile, const OnPiece& on_piece) const {
+    walk(
+        tile,
+        [&](const Piece& piece) {
+          if (!piece.whole) on_piece(piece);
+        },
+        [](std::int64_t) {}, [](std::int64_t, std::int64_t) { return true; });
   }
 
   // Calls on_piece(tile, Piece) for the pieces, in order, of the segment that is this tile's tail,

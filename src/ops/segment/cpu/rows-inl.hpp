@@ -254,49 +254,28 @@ HWY_INLINE void ForRuns(const Piece& piece, const F& f) {
   }
 }
 
-// --- Folding rows into columns ---
+// Segments of so few rows that their lines may be read out of order.
+inline constexpr std::int64_t kFewRows = 64;
 
-// exp of x <= 0, and 0 for -inf; meaningless for others. In f32 within 2 ulp, and 0 below -87: with
-// n = round(x / ln 2) and r = x - n ln 2, exp(r) = 1 + r + r^2 p(r) where p is a minimax fit on
-// |r| <= ln 2 / 2 with an error of 2^-28, and 2^n goes to the exponent.
-template <class D>
-HWY_INLINE hn::Vec<D> ExpOfNonPositive(D d, hn::Vec<D> x) {
-  if constexpr (sizeof(hn::TFromD<D>) == 8) {
-    return hn::Exp(d, x);
-  } else {
-    const hn::RebindToSigned<D> di;
-    const auto magic = hn::Set(d, 12582912.0f);  // 1.5 * 2^23 leaves n in the lowest bits
-    const auto shifted = hn::MulAdd(x, hn::Set(d, 1.44269504f), magic);
-    const auto n = hn::Sub(shifted, magic);
-    // ln 2 in two parts, the first with so few bits that its product with n is exact.
-    auto r = hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x);
-    r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), r);
-    auto p = hn::MulAdd(hn::Set(d, 1.38145476e-3f), r, hn::Set(d, 8.36874824e-3f));
-    p = hn::MulAdd(p, r, hn::Set(d, 4.16683927e-2f));
-    p = hn::MulAdd(p, r, hn::Set(d, 1.66665196e-1f));
-    p = hn::MulAdd(p, r, hn::Set(d, 4.99999940e-1f));
-    p = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0f)));
-    const auto power =
-        hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::BitCast(di, shifted))));
-    return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, -87.0f)), power);
+// Calls few(piece) for those of the segments [begin, end) that have few rows, many(piece) for those
+// that have more or for which that was false, and empty(segment) for the others.
+template <class Few, class Many, class Empty>
+HWY_INLINE void ForSegments(const Segments& segments, std::int64_t begin, std::int64_t end,
+                            const Few& few, const Many& many, const Empty& empty) {
+  std::int64_t row = segments.begin(begin);
+  for (std::int64_t s = begin; s < end; ++s) {
+    const Piece piece{s, row, segments.end(s), true, false};
+    const std::int64_t rows = piece.end - row;
+    if (rows == 0) {
+      empty(s);
+    } else if (rows > kFewRows || !few(piece)) {
+      many(piece);
+    }
+    row = piece.end;
   }
 }
 
-// exp, infinite above all finite results, NaN of NaN (Highway's gives 0 for that).
-template <class D>
-HWY_INLINE hn::Vec<D> ExpOf(D d, hn::Vec<D> x) {
-  using R = hn::TFromD<D>;
-  const auto limit = hn::Set(d, sizeof(R) == 8 ? R{709} : R{88});
-  const auto overflow = hn::Mul(x, hn::Set(d, kInf<R>));
-  return hn::IfThenElse(hn::Lt(x, limit), ExpOfNonPositive(d, x), overflow);
-}
-
-template <class D>
-HWY_INLINE hn::Vec<D> LogOf(D d, hn::Vec<D> x) {
-  using R = hn::TFromD<D>;
-  const auto log = hn::IfThenElse(hn::Lt(x, hn::Set(d, kInf<R>)), hn::Log(d, x), x);
-  return hn::IfThenElse(hn::Eq(x, hn::Zero(d)), hn::Set(d, -kInf<R>), log);
-}
+// --- Folding rows into columns ---
 
 // total[c] = op(total[c], block[r][c]) over the rows from `first` on.
 template <class R, class Op>
@@ -322,39 +301,6 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
     ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
       Store(d, op(hn::LoadU(d, total + c), lanes.Read(d, row + c)), total + c);
     });
-  }
-}
-
-// total[c] *= block[0][c] * block[1][c] * …, rounded once a block: a product of n factors in f32
-// would carry the roundings of all n.
-template <class R>
-void MultiplyRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT total) {
-  if constexpr (sizeof(R) == 8) {
-    FoldRows(block, 0, columns, total, [](auto a, auto b) { return hn::Mul(a, b); });
-  } else {
-#if HWY_TARGET == HWY_SCALAR
-    for (std::int64_t c = 0; c < columns; ++c) {
-      double product = static_cast<double>(total[c]);
-      for (std::int64_t r = 0; r < block.rows; ++r) product *= static_cast<double>(block.row(r)[c]);
-      total[c] = static_cast<R>(product);
-    }
-#else
-    const hn::ScalableTag<R> d;
-    const hn::Half<decltype(d)> half;
-    const hn::Rebind<double, decltype(half)> wide;
-    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-      const auto before = hn::LoadU(d, total + c);
-      auto low = hn::PromoteTo(wide, hn::LowerHalf(half, before));
-      auto high = hn::PromoteTo(wide, hn::UpperHalf(half, before));
-      const R* from = block.data + c;
-      for (std::int64_t r = 0; r < block.rows; ++r, from += block.stride) {
-        const auto v = lanes.Read(d, from);
-        low = hn::Mul(low, hn::PromoteTo(wide, hn::LowerHalf(half, v)));
-        high = hn::Mul(high, hn::PromoteTo(wide, hn::UpperHalf(half, v)));
-      }
-      Store(d, hn::Combine(d, hn::DemoteTo(half, high), hn::DemoteTo(half, low)), total + c);
-    });
-#endif
   }
 }
 
@@ -435,86 +381,6 @@ HWY_INLINE void SumFewRows(Rows rows, std::int64_t count, std::int64_t columns, 
       sum = hn::Add(sum, lanes.Read(d, rows.Row(r) + c + k));
     }
     lanes.Write(d, hn::Div(sum, parts), to + c + k);
-  });
-}
-
-// sum exp(x - Shift(largest)), the running state of logsumexp and softmax. The shift is finite, so
-// that infinities and NaN come out of the sum as they should.
-template <class R>
-struct LogSum {
-  R *largest, *sum;
-};
-
-template <class D>
-HWY_INLINE hn::Vec<D> Shift(D d, hn::Vec<D> largest) {
-  const auto infinity = hn::Set(d, kInf<hn::TFromD<D>>);
-  return hn::IfThenElseZero(hn::Lt(hn::Abs(largest), infinity), largest);
-}
-
-// `first` starts the state.
-template <class R>
-void AddLogSum(const LogSum<R>& state, const Block<R>& block, bool first, std::int64_t columns) {
-  const hn::ScalableTag<R> d;
-  const std::int64_t stride = block.stride;
-  LinesAhead ahead = RowsAhead(block, columns);
-  ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-    const auto before = first ? hn::Set(d, -kInf<R>) : hn::LoadU(d, state.largest + c);
-    auto largest = before;
-    auto total = hn::Zero(d);  // finite only if all are
-    const R* from = block.data + c;
-    std::int64_t r = 0;
-    for (; r + 4 <= block.rows; r += 4, from += 4 * stride) {
-      const auto a = lanes.Read(d, from), b = lanes.Read(d, from + stride);
-      const auto e = lanes.Read(d, from + 2 * stride), f = lanes.Read(d, from + 3 * stride);
-      largest = hn::Max(hn::Max(hn::Max(a, b), hn::Max(e, f)), largest);
-      total = hn::Add(total, hn::Add(hn::Add(a, b), hn::Add(e, f)));
-    }
-    for (; r < block.rows; ++r, from += stride) {
-      const auto a = lanes.Read(d, from);
-      largest = hn::Max(a, largest);
-      total = hn::Add(total, a);
-    }
-    const auto shift = Shift(d, largest);
-    auto sum = hn::Zero(d);
-    if (!first) sum = hn::Mul(hn::LoadU(d, state.sum + c), ExpOf(d, hn::Sub(before, shift)));
-    from = block.data + c;
-    if (hn::AllTrue(d, hn::IsFinite(total))) {
-      for (r = 0; r < block.rows; ++r, from += stride) {
-        ahead.Step();
-        sum = hn::Add(sum, ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from), shift)));
-      }
-    } else {
-      for (r = 0; r < block.rows; ++r, from += stride) {
-        sum = hn::Add(sum, ExpOf(d, hn::Sub(lanes.Read(d, from), shift)));
-      }
-    }
-    Store(d, largest, state.largest + c);
-    Store(d, sum, state.sum + c);
-  });
-}
-
-// Adds the state of later rows.
-template <class R>
-void MergeLogSum(const LogSum<R>& state, const LogSum<R>& later, std::int64_t columns) {
-  const hn::ScalableTag<R> d;
-  ForColumns<R>(columns, [&](auto, std::int64_t c) {
-    const auto a = hn::LoadU(d, state.largest + c), b = hn::LoadU(d, later.largest + c);
-    const auto largest = hn::Max(a, b);
-    const auto shift = Shift(d, largest);
-    const auto sum = hn::Add(hn::Mul(hn::LoadU(d, state.sum + c), ExpOf(d, hn::Sub(a, shift))),
-                             hn::Mul(hn::LoadU(d, later.sum + c), ExpOf(d, hn::Sub(b, shift))));
-    Store(d, largest, state.largest + c);
-    Store(d, sum, state.sum + c);
-  });
-}
-
-// Turns the state into log sum exp x, in `largest`.
-template <class R>
-void FinishLogSum(const LogSum<R>& state, std::int64_t columns) {
-  const hn::ScalableTag<R> d;
-  ForColumns<R>(columns, [&](auto, std::int64_t c) {
-    const auto shift = Shift(d, hn::LoadU(d, state.largest + c));
-    Store(d, hn::Add(shift, LogOf(d, hn::LoadU(d, state.sum + c))), state.largest + c);
   });
 }
 

@@ -44,6 +44,34 @@ inline bool Folds(const SegmentProblem& problem, SegmentSaved saved) {
   return problem.reduce == SegmentReduce::prod || problem.reduce == SegmentReduce::softmax;
 }
 
+template <class V>
+HWY_INLINE auto Tied(V a, V b) {
+  return hn::Or(hn::Eq(a, b), hn::And(hn::IsNaN(a), hn::IsNaN(b)));
+}
+
+// places[c] = `place` + the first or last row of the block whose element c is value[c], of NaN the
+// first, unless one was found before. `place` is that of the block's first row.
+template <class R>
+void FindPlaces(const Block<R>& block, Int<R> place, std::int64_t columns,
+                const R* HWY_RESTRICT value, bool last, Int<R>* HWY_RESTRICT places) {
+  const hn::ScalableTag<R> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  LinesAhead ahead = RowsAhead(block, columns);
+  for (std::int64_t r = 0; r < block.rows; ++r) {
+    const R* row = block.row(r);
+    const auto place_of_row = hn::Set(di, static_cast<Int<R>>(place + r));
+    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      ahead.Step();
+      const auto x = lanes.Read(d, row + c);
+      const auto before = hn::LoadU(di, places + c);
+      auto open = hn::RebindMask(d, hn::Lt(before, hn::Zero(di)));
+      if (last) open = hn::Or(open, hn::Not(hn::IsNaN(x)));
+      const auto take = hn::And(Tied(x, hn::LoadU(d, value + c)), open);
+      hn::StoreU(hn::IfThenElse(hn::RebindMask(di, take), place_of_row, before), di, places + c);
+    });
+  }
+}
+
 template <class R>
 class Saved {
   using I = Int<R>;

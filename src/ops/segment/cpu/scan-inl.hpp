@@ -17,32 +17,147 @@
 #include <bit>
 
 #include "ops/segment/cpu/extreme-inl.hpp"
-#include "ops/segment/cpu/rows-inl.hpp"
+#include "ops/segment/cpu/softmax-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
-// Result of some rows of a segment; for extremes also the row, counted from the segment's first.
-template <class R>
-struct RunResult {
-  R value;
-  Int<R> place;
+// What some rows of a segment are folded to, as in State of task-inl.hpp.
+template <class R, class B>
+struct Folded {
+  R a;
+  B b;
 };
+
+// How rows are walked. Powers are rows of which exp(row - shift) was taken for a shift of the
+// block. What is ordinary is up to the rule; else it has to be any.
+enum class Walk { powers, ordinary, any };
+
+// A rule takes a row into each lane's state (a, b), or begins anew with it where `starts` holds,
+// and it joins states. Rows are Ordinary() if their sum is.
 
 template <class R>
 struct SumRule {
-  static constexpr bool kPlaces = false;
-  static void Join(RunResult<R>& result, const RunResult<R>& later) { result.value += later.value; }
+  using B = Int<R>;
+  static constexpr bool kTwo = false, kPlaces = false, kPowers = false;
+
+  template <class D>
+  static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
+    return true;
+  }
+  template <Walk, class D, class DB>
+  static HWY_INLINE void Step(D, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
+                              hn::Vec<D>& a, hn::Vec<DB>&) {
+    a = hn::IfThenElse(starts, x, hn::Add(a, x));
+  }
+  template <class D, class DB>
+  static HWY_INLINE void JoinLanes(D, hn::Vec<D>& a, hn::Vec<DB>&, hn::Vec<D> later_a,
+                                   hn::Vec<DB>) {
+    a = hn::Add(a, later_a);
+  }
 };
 
+// b = row.
 template <class R, bool kMax, bool kLast>
 struct ExtremeRule {
-  static constexpr bool kPlaces = true, kIsMax = kMax, kIsLast = kLast;
-  static void Join(RunResult<R>& result, const RunResult<R>& later) {
-    const R value = later.value, best = result.value;
-    const bool beats = (kMax ? value > best : value < best) || (kLast && value == best) ||
-                       (std::isnan(value) && !std::isnan(best));
-    if (beats) result = later;
+  using B = Int<R>;
+  static constexpr bool kTwo = true, kPlaces = true, kPowers = false;
+
+  template <class D>
+  static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
+    return hn::AllFalse(d, hn::IsNaN(sum));
+  }
+  template <Walk kWalk, class D, class DB>
+  static HWY_INLINE void Step(D, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<DB> row, hn::Vec<D>& a,
+                              hn::Vec<DB>& b) {
+    auto beats = hn::Or(starts, Beats<kMax, kLast>(x, a));
+    if constexpr (kWalk == Walk::any) beats = hn::Or(beats, hn::AndNot(hn::IsNaN(a), hn::IsNaN(x)));
+    a = hn::IfThenElse(beats, x, a);
+    b = hn::IfThenElse(hn::RebindMask(DB(), beats), row, b);
+  }
+  template <class D, class DB>
+  static HWY_INLINE void JoinLanes(D d, hn::Vec<D>& a, hn::Vec<DB>& b, hn::Vec<D> later_a,
+                                   hn::Vec<DB> later_b) {
+    Step<Walk::any, D, DB>(d, later_a, hn::FirstN(d, 0), later_b, a, b);
+  }
+};
+
+// The product is a + b: b has what the roundings of a lose, as far as there is a fused
+// multiply-add.
+template <class R>
+struct ProductRule {
+  using B = R;
+  static constexpr bool kTwo = true, kPlaces = false, kPowers = false;
+
+  template <class D>
+  static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
+    return true;
+  }
+  template <Walk, class D, class DB>
+  static HWY_INLINE void Step(D d, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
+                              hn::Vec<D>& a, hn::Vec<D>& b) {
+    JoinLanes<D, DB>(d, a, b, x, hn::Zero(d));
+    a = hn::IfThenElse(starts, x, a);
+    b = hn::IfThenZeroElse(starts, b);
+  }
+  template <class D, class DB>
+  static HWY_INLINE void JoinLanes(D, hn::Vec<D>& a, hn::Vec<D>& b, hn::Vec<D> later_a,
+                                   hn::Vec<D> later_b) {
+    const auto product = hn::Mul(a, later_a);
+    const auto lost = hn::MulSub(a, later_a, product);
+    b = hn::MulAdd(b, later_a, hn::MulAdd(a, later_b, lost));
+    a = product;
+  }
+  static void Finish(R* HWY_RESTRICT a, const R* HWY_RESTRICT b, std::int64_t count) {
+    const hn::ScalableTag<R> d;
+    ForColumns<R>(count, [&](auto lanes, std::int64_t k) {
+      const auto product = lanes.Read(d, a + k);
+      // Of infinities nothing is lost, but b is NaN.
+      const auto lost = hn::IfThenElseZero(hn::IsFinite(product), lanes.Read(d, b + k));
+      lanes.Write(d, hn::Add(product, lost), a + k);
+    });
+  }
+};
+
+// (a, b) = LogSum.
+template <class R>
+struct LogSumRule {
+  using B = R;
+  static constexpr bool kTwo = true, kPlaces = false, kPowers = true;
+
+  template <class D>
+  static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
+    return hn::AllTrue(d, hn::IsFinite(sum));
+  }
+  template <Walk kWalk, class D, class DB>
+  static HWY_INLINE void Step(D d, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
+                              hn::Vec<D>& a, hn::Vec<D>& b) {
+    const auto one = hn::Set(d, R{1});
+    if constexpr (kWalk == Walk::powers) {
+      b = hn::IfThenElse(starts, x, hn::Add(b, x));  // and a is the shift already
+    } else if constexpr (kWalk == Walk::any) {
+      a = hn::IfThenElse(starts, hn::Set(d, -kInf<R>), a);
+      b = hn::IfThenZeroElse(starts, b);
+      JoinLogSum(d, a, b, x, one);
+    } else {
+      // One exponential: of the two that a sum needs, one is exp(0).
+      const auto less = hn::Sub(x, a);
+      const auto power = ExpOfNonPositive(d, hn::Neg(hn::Abs(less)));
+      const auto rises = hn::Gt(less, hn::Zero(d));
+      const auto sum = hn::IfThenElse(rises, hn::MulAdd(b, power, one), hn::Add(b, power));
+      a = hn::IfThenElse(starts, x, hn::Max(a, x));
+      b = hn::IfThenElse(starts, one, sum);
+    }
+  }
+  static void Finish(R* a, R* b, std::int64_t count) { FinishLogSum(LogSum<R>{a, b}, count); }
+  template <class D, class DB>
+  static HWY_INLINE void JoinLanes(D d, hn::Vec<D>& a, hn::Vec<D>& b, hn::Vec<D> later_a,
+                                   hn::Vec<D> later_b) {
+    if (hn::AllTrue(d, hn::Eq(a, later_a))) {  // powers of one shift
+      b = hn::Add(b, later_b);
+    } else {
+      JoinLogSum(d, a, b, later_a, later_b);
+    }
   }
 };
 
@@ -57,6 +172,15 @@ struct SegmentEnds {
   HWY_INLINE std::int64_t operator[](std::int64_t k) const {
     return in_place != nullptr ? in_place[k] : segments.end(first + k);
   }
+  // Calls f(end_of), where end_of(k) is the same without a look at where they are.
+  template <class F>
+  HWY_INLINE void Visit(const F& f) const {
+    if (in_place != nullptr) {
+      f([from = in_place](std::int64_t k) { return from[k]; });
+    } else {
+      f([this](std::int64_t k) { return segments.end(first + k); });
+    }
+  }
 
   const Segments& segments;
   std::int64_t first;
@@ -66,8 +190,10 @@ struct SegmentEnds {
 template <class R, class Rule>
 class ColumnScan {
   using I = Int<R>;
+  using B = typename Rule::B;
   using D = hn::ScalableTag<R>;
   using DI = hn::RebindToSigned<D>;
+  using DB = hn::ScalableTag<B>;
   static constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
   static constexpr int kLaneBits = std::countr_zero(hn::MaxLanes(D())), kChunkBits = 6;
   static constexpr std::int64_t kChunk = 1 << kChunkBits;
@@ -77,41 +203,49 @@ class ColumnScan {
   static constexpr std::int64_t kGroup = 64;  // results that fill lines, whatever their type
   static constexpr std::int64_t kMostWaiting = kGroup + kRows;
 
-  ColumnScan(bool mean, R empty) : mean_(mean), empty_(empty) {
+  // `empty` is what segments without rows are folded to.
+  explicit ColumnScan(Folded<R, B> empty) : empty_(empty) {
     ClearMarks();
     slots_[kRows] = kRows;
-    states_[kRows] = 0;
-    rows_[kRows] = 0;
+    states_a_[kRows] = 0;
+    states_b_[kRows] = 0;
   }
 
-  // Results, in the order of the segments, that wait to be written; places are -1 for no rows.
+  // What the segments are folded to, in their order, until it is used. Places are those in the
+  // segment.
   std::int64_t waiting = 0;
-  R values[kMostWaiting + kGroup];
-  I places[kMostWaiting + kGroup];
+  R a[kMostWaiting + kGroup];
+  B b[kMostWaiting + kGroup];
 
-  void Written(std::int64_t count) {
+  void Used(std::int64_t count) {
     waiting -= count;
     if (waiting == 0) return;
     // All there may be: copies of a fixed size are quicker.
-    std::copy_n(values + count, kGroup, values);
-    if (Rule::kPlaces) std::copy_n(places + count, kGroup, places);
+    std::copy_n(a + count, kGroup, a);
+    if (Rule::kTwo) std::copy_n(b + count, kGroup, b);
   }
 
   // Takes rows [row, row + rows), kRows at most, which are at x, and the segments that end there:
   // `count` ones have these ends, and the first begins at ends[-1], maybe before `row`. Returns how
-  // many those are, and sets `rows` to what was taken.
+  // many those are, and sets `rows` to what was taken. `fetch`: x is in memory.
   std::int64_t Take(const R* HWY_RESTRICT x, std::int64_t row, std::int64_t& rows,
-                    const SegmentEnds& ends, std::int64_t count) {
+                    const SegmentEnds& ends, std::int64_t count, bool fetch = true) {
     const R* const from = x;
     LinesAhead ahead(from);
+    if (!fetch) ahead.Skip(from + kRows);
     const std::int64_t taken = FindSlots(row, rows, ends, std::min(count, kRows), from, ahead);
     if (taken == kRows) rows = ends[taken - 1] - row;
-    if (rows < kRows) {
-      std::copy_n(from, rows, padded_);
-      std::fill_n(padded_ + rows, kRows - rows, R{0});
-      x = padded_;
+    has_powers_ = Rule::kPowers && TakePowers(from, rows);
+    if (has_powers_) {
+      WalkAs<Walk::powers>(own_, from, ahead);
+    } else {
+      if (rows < kRows) {
+        std::copy_n(from, rows, own_);
+        std::fill_n(own_ + rows, kRows - rows, R{0});
+        x = own_;
+      }
+      if (!WalkAs<Walk::ordinary>(x, from, ahead)) WalkAs<Walk::any>(x, from, ahead);
     }
-    if (!Walk<false>(x, from, ahead)) Walk<true>(x, from, ahead);
     ClearMarks();
     FindResults(row, ends, taken, count, from, ahead);
     ahead.StepTo(from + rows);
@@ -121,14 +255,18 @@ class ColumnScan {
     return taken;
   }
 
-  // The result of the rest of a segment of `rows` rows, or if not `begun` of all of it.
-  void Add(RunResult<R> result, bool begun, std::int64_t rows) {
+  // The powers of the rows that were last taken, all with the same shift; or null.
+  const R* powers() const { return has_powers_ ? own_ : nullptr; }
+
+  // All of a segment, or if it has `begun` the rest of it.
+  void Add(const Folded<R, B>& folded, bool begun) {
     if (begun) {
-      Rule::Join(open_, result);
-      result = open_;
+      Join(open_, folded);
+    } else {
+      open_ = folded;
     }
-    values[waiting] = Finished(result.value, rows);
-    places[waiting++] = result.place;
+    a[waiting] = open_.a;
+    b[waiting++] = open_.b;
   }
 
  private:
@@ -137,8 +275,18 @@ class ColumnScan {
     for (std::int64_t i = 0; i < kRows; i += kLanes) hn::StoreU(hn::Zero(di), di, marks_ + i);
   }
 
-  R Finished(R value, std::int64_t rows) const {
-    return mean_ ? value / static_cast<R>(rows) : value;
+  static void Join(Folded<R, B>& folded, const Folded<R, B>& later) {
+    if constexpr (!Rule::kTwo) {
+      folded.a += later.a;
+    } else {
+      const D d;
+      const DB db;
+      auto joined_a = hn::Set(d, folded.a);
+      auto joined_b = hn::Set(db, folded.b);
+      Rule::template JoinLanes<D, DB>(d, joined_a, joined_b, hn::Set(d, later.a),
+                                      hn::Set(db, later.b));
+      folded = {hn::GetLane(joined_a), hn::GetLane(joined_b)};
+    }
   }
 
   // The first vector of ends[k], ..., from `row` on, of which `count` may be read.
@@ -243,16 +391,57 @@ class ColumnScan {
   static HWY_INLINE void LoadRows(D d, const R* x, hn::Vec<D>* rows) { rows[0] = hn::LoadU(d, x); }
 #endif
 
-  // The states after all rows. False, and they mean nothing, if there is a NaN that kNan had to be
-  // set for.
-  template <bool kNan>
-  bool Walk(const R* HWY_RESTRICT x, const R* from, LinesAhead& ahead) {
+  // exp(x - shift_) to own_, where shift_ is the largest x; 0 behind the rows. False if some x is
+  // so far from it that the difference has an error to speak of.
+  HWY_NOINLINE bool TakePowers(const R* HWY_RESTRICT x, std::int64_t rows) {
+    const D d;
+    const auto farthest = hn::Set(d, R{16});
+    const std::int64_t whole = rows / kLanes * kLanes;
+    const auto rest = hn::FirstN(d, static_cast<std::size_t>(rows - whole));
+    const auto last = hn::IfThenElse(
+        rest, LoadFirst(d, x + whole, static_cast<std::size_t>(rows - whole)), hn::Set(d, x[0]));
+    auto largest = last, least = last;
+    auto total = last, total2 = last;  // finite only if all are
+    std::int64_t i = 0;
+    for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
+      const auto v = hn::LoadU(d, x + i), w = hn::LoadU(d, x + i + kLanes);
+      largest = hn::Max(largest, hn::Max(v, w));
+      least = hn::Min(least, hn::Min(v, w));
+      total = hn::Add(total, v);
+      total2 = hn::Add(total2, w);
+    }
+    if (i < whole) {
+      const auto v = hn::LoadU(d, x + i);
+      largest = hn::Max(largest, v);
+      least = hn::Min(least, v);
+      total = hn::Add(total, v);
+    }
+    total = hn::Add(total, total2);
+    shift_ = hn::GetLane(hn::MaxOfLanes(d, largest));
+    const auto shift = hn::Set(d, shift_);
+    const auto near = hn::And(hn::Le(hn::Sub(shift, least), farthest), hn::IsFinite(total));
+    if (!hn::AllTrue(d, near)) return false;
+    for (i = 0; i < whole; i += kLanes) {
+      hn::StoreU(ExpOfNonPositive(d, hn::Sub(hn::LoadU(d, x + i), shift)), d, own_ + i);
+    }
+    if (whole == kRows) return true;
+    hn::StoreU(hn::IfThenElseZero(rest, ExpOfNonPositive(d, hn::Sub(last, shift))), d,
+               own_ + whole);
+    for (i = whole + kLanes; i < kRows; i += kLanes) hn::StoreU(hn::Zero(d), d, own_ + i);
+    return true;
+  }
+
+  // The states after all rows. False, and they mean nothing, if the rows are not so.
+  template <Walk kWalk>
+  bool WalkAs(const R* HWY_RESTRICT x, const R* from, LinesAhead& ahead) {
     const D d;
     const DI di;
-    R* HWY_RESTRICT states = states_;
-    I* HWY_RESTRICT rows = rows_;
-    auto state = hn::Zero(d), sum = hn::Zero(d);  // a sum with a NaN is NaN
-    auto where = hn::Zero(di), row = hn::ShiftLeft<kChunkBits>(hn::Iota(di, 0));
+    const DB db;
+    R* HWY_RESTRICT states_a = states_a_;
+    B* HWY_RESTRICT states_b = states_b_;
+    auto state_a = hn::Set(d, shift_), sum = hn::Zero(d);
+    auto state_b = hn::Zero(db);
+    auto row = hn::ShiftLeft<kChunkBits>(hn::Iota(di, 0));
     auto starts = hn::FirstN(d, hn::Lanes(d));
     for (std::int64_t r = 0; r < kChunk; r += kStep) {
       hn::Vec<D> next[kStep];
@@ -260,25 +449,15 @@ class ColumnScan {
       ahead.StepTo(from + kRows / 4 + (r + kStep) * kLanes / 2);
       for (std::int64_t i = 0; i < kStep; ++i) {
         const std::int64_t slot = (r + i) * kLanes;
-        if constexpr (Rule::kPlaces) {
-          auto beats = hn::Or(starts, Beats<Rule::kIsMax, Rule::kIsLast>(next[i], state));
-          if constexpr (kNan) {
-            beats = hn::Or(beats, hn::AndNot(hn::IsNaN(state), hn::IsNaN(next[i])));
-          } else {
-            sum = hn::Add(sum, next[i]);
-          }
-          state = hn::IfThenElse(beats, next[i], state);
-          where = hn::IfThenElse(hn::RebindMask(di, beats), row, where);
-          row = hn::Add(row, hn::Set(di, I{1}));
-          hn::StoreU(where, di, rows + slot);
-        } else {
-          state = hn::IfThenElse(starts, next[i], hn::Add(state, next[i]));
-        }
-        hn::StoreU(state, d, states + slot);
+        Rule::template Step<kWalk, D, DB>(d, next[i], starts, row, state_a, state_b);
+        if constexpr (kWalk == Walk::ordinary) sum = hn::Add(sum, next[i]);
+        row = hn::Add(row, hn::Set(di, I{1}));
+        hn::StoreU(state_a, d, states_a + slot);
+        if constexpr (Rule::kTwo) hn::StoreU(state_b, db, states_b + slot);
         starts = hn::RebindMask(d, hn::MaskFromVec(hn::LoadU(di, marks_ + slot)));
       }
     }
-    return !Rule::kPlaces || kNan || hn::AllFalse(d, hn::IsNaN(sum));
+    return kWalk != Walk::ordinary || Rule::Ordinary(d, sum);
   }
 
   // Of the segments that end in the block, `taken` of `count`.
@@ -286,18 +465,21 @@ class ColumnScan {
                    std::int64_t count, const R* x, LinesAhead& ahead) {
     const D d;
     const DI di;
+    const DB db;
     std::int64_t near = 0, far = 0;
     auto number = hn::Iota(di, 0);
     for (std::int64_t k = 0; k < taken; k += kLanes) {
       const auto begin = EndsFrom(ends, k - 1, count - k + 1, row);
       const auto slot = hn::LoadU(di, slots_ + k);
       const auto none = hn::Eq(slot, hn::Set(di, I{kRows}));
-      const auto value = hn::GatherIndex(d, states_, slot);
-      hn::StoreU(hn::IfThenElse(hn::RebindMask(d, none), hn::Set(d, empty_), value), d,
-                 values + waiting + k);
-      if constexpr (Rule::kPlaces) {
-        const auto place = hn::Sub(hn::GatherIndex(di, rows_, slot), begin);
-        hn::StoreU(hn::IfThenElse(none, hn::Set(di, I{-1}), place), di, places + waiting + k);
+      const auto folded = hn::GatherIndex(d, states_a_, slot);
+      hn::StoreU(hn::IfThenElse(hn::RebindMask(d, none), hn::Set(d, empty_.a), folded), d,
+                 a + waiting + k);
+      if constexpr (Rule::kTwo) {
+        auto other = hn::GatherIndex(db, states_b_, slot);
+        if constexpr (Rule::kPlaces) other = hn::Sub(other, begin);
+        hn::StoreU(hn::IfThenElse(hn::RebindMask(db, none), hn::Set(db, empty_.b), other), db,
+                   b + waiting + k);
       }
       const auto before = hn::Sub(ChunkOf(slot), hn::ShiftRight<kChunkBits>(begin));
       const auto joined = hn::AndNot(none, hn::Ne(before, hn::Zero(di)));
@@ -311,15 +493,10 @@ class ColumnScan {
     for (std::int64_t i = 0; i < near; i += kLanes) JoinTwo(hn::LoadU(di, near_ + i));
     for (std::int64_t i = 0; i < far; ++i) {
       const I k = far_[i];
-      const RunResult<R> result =
+      const Folded<R, B> folded =
           ResultOf(static_cast<I>(ends[k - 1] - row), static_cast<I>(ends[k] - row));
-      values[waiting + k] = result.value;
-      places[waiting + k] = result.place;
-    }
-    if (!mean_) return;
-    for (std::int64_t k = 0; k < taken; ++k) {
-      R& value = values[waiting + k];
-      value = slots_[k] == kRows ? value : Finished(value, ends[k] - ends[k - 1]);
+      a[waiting + k] = folded.a;
+      b[waiting + k] = folded.b;
     }
   }
 
@@ -337,52 +514,57 @@ class ColumnScan {
   void JoinTwo(hn::Vec<DI> numbers) {
     const D d;
     const DI di;
+    const DB db;
     const auto slot = hn::GatherIndex(di, slots_, numbers);
     const auto tail = hn::Add(ChunkOf(slot), hn::Set(di, I{(kChunk - 1) * kLanes - 1}));
-    const auto first = hn::GatherIndex(d, states_, tail);
-    const auto second = hn::GatherIndex(d, states_, slot);
-    if constexpr (Rule::kPlaces) {
-      const auto beats = hn::Or(Beats<Rule::kIsMax, Rule::kIsLast>(second, first),
-                                hn::AndNot(hn::IsNaN(first), hn::IsNaN(second)));
-      const auto place = hn::GatherIndex(di, places + waiting, numbers);
-      const auto back = hn::Sub(hn::GatherIndex(di, rows_, slot), hn::GatherIndex(di, rows_, tail));
-      hn::ScatterIndex(hn::IfThenElse(beats, second, first), d, values + waiting, numbers);
-      hn::ScatterIndex(hn::Sub(place, hn::IfThenZeroElse(hn::RebindMask(di, beats), back)), di,
-                       places + waiting, numbers);
-    } else {
-      hn::ScatterIndex(hn::Add(first, second), d, values + waiting, numbers);
+    auto joined_a = hn::GatherIndex(d, states_a_, tail);
+    auto joined_b = hn::Zero(db), later_b = hn::Zero(db);
+    if constexpr (Rule::kTwo) {
+      joined_b = hn::GatherIndex(db, states_b_, tail);
+      later_b = hn::GatherIndex(db, states_b_, slot);
     }
+    Rule::template JoinLanes<D, DB>(d, joined_a, joined_b, hn::GatherIndex(d, states_a_, slot),
+                                    later_b);
+    hn::ScatterIndex(joined_a, d, a + waiting, numbers);
+    if constexpr (Rule::kPlaces) {
+      const auto place = hn::GatherIndex(db, b + waiting, numbers);
+      joined_b = hn::Add(place, hn::Sub(joined_b, later_b));
+    }
+    if constexpr (Rule::kTwo) hn::ScatterIndex(joined_b, db, b + waiting, numbers);
   }
 
   // Of rows [begin, end) of the block, and of what lies before it if `begin` does.
-  RunResult<R> ResultOf(I begin, I end) const {
+  Folded<R, B> ResultOf(I begin, I end) const {
     const I last = (end - 1) >> kChunkBits;
-    const auto in_chunk = [&](I chunk) -> RunResult<R> {
+    const auto in_chunk = [&](I chunk) -> Folded<R, B> {
       const I row = chunk == last ? end - 1 : static_cast<I>((chunk + 1) * kChunk - 1);
       const auto slot = SlotOf(static_cast<std::uint64_t>(row));
-      return {states_[slot], Rule::kPlaces ? static_cast<I>(rows_[slot] - begin) : I{0}};
+      Folded<R, B> folded{states_a_[slot], B{0}};
+      if (Rule::kTwo) folded.b = states_b_[slot];
+      if (Rule::kPlaces) folded.b -= static_cast<B>(begin);
+      return folded;
     };
     I chunk = begin >> kChunkBits;
-    RunResult<R> result = open_;
+    Folded<R, B> folded = open_;
     if (begin >= 0) {
-      result = in_chunk(chunk++);
+      folded = in_chunk(chunk++);
     } else {
       chunk = 0;
     }
-    for (; chunk <= last; ++chunk) Rule::Join(result, in_chunk(chunk));
-    return result;
+    for (; chunk <= last; ++chunk) Join(folded, in_chunk(chunk));
+    return folded;
   }
 
-  bool mean_;
-  R empty_;
-  RunResult<R> open_{};
+  Folded<R, B> empty_, open_{};
   I marks_[kRows + 1];       // by slot: -1 where a segment ends; all 0 between blocks
   I slots_[kRows + kLanes];  // of the segments' last rows; kRows if they have none
-  R states_[kRows + 1];      // by slot
-  I rows_[kRows + 1];        // likewise: of extremes, from the block's first
+  R states_a_[kRows + 1];    // by slot
+  B states_b_[kRows + 1];    // likewise; rows are counted from the block's first
   // Segments in two chunks, and others in several: each chunk ends in one of them at most.
   I near_[2 * kLanes], far_[2 * kLanes];
-  R padded_[kRows];
+  R own_[kRows];  // rows to which others were added, or powers
+  R shift_ = 0;
+  bool has_powers_ = false;
 };
 
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE

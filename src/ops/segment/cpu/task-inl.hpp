@@ -8,7 +8,7 @@
 #define PULLBACK_SEGMENT_TASK_INL_HPP
 #endif
 
-#include "ops/segment/cpu/rows-inl.hpp"
+#include "ops/segment/cpu/softmax-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {

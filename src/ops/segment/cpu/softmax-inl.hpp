@@ -1,0 +1,250 @@
+// logsumexp and softmax: exponentials, the state of rows that are folded, and all at once of a few
+// rows.
+
+#if defined(PULLBACK_SEGMENT_SOFTMAX_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_SEGMENT_SOFTMAX_INL_HPP
+#undef PULLBACK_SEGMENT_SOFTMAX_INL_HPP
+#else
+#define PULLBACK_SEGMENT_SOFTMAX_INL_HPP
+#endif
+
+#include "ops/segment/cpu/rows-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::segment_cpu::HWY_NAMESPACE {
+
+// exp of x <= 0, and 0 for -inf; meaningless for others. In f32 within 2 ulp, and 0 below -87: with
+// n = round(x / ln 2) and r = x - n ln 2, exp(r) = 1 + r + r^2 p(r) where p is a minimax fit on
+// |r| <= ln 2 / 2 with an error of 2^-28, and 2^n goes to the exponent.
+template <class D>
+HWY_INLINE hn::Vec<D> ExpOfNonPositive(D d, hn::Vec<D> x) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8) {
+    return hn::Exp(d, x);
+  } else {
+    const hn::RebindToSigned<D> di;
+    const auto magic = hn::Set(d, 12582912.0f);  // 1.5 * 2^23 leaves n in the lowest bits
+    const auto shifted = hn::MulAdd(x, hn::Set(d, 1.44269504f), magic);
+    const auto n = hn::Sub(shifted, magic);
+    // ln 2 in two parts, the first with so few bits that its product with n is exact.
+    auto r = hn::NegMulAdd(n, hn::Set(d, 0.693359375f), x);
+    r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), r);
+    auto p = hn::MulAdd(hn::Set(d, 1.38145476e-3f), r, hn::Set(d, 8.36874824e-3f));
+    p = hn::MulAdd(p, r, hn::Set(d, 4.16683927e-2f));
+    p = hn::MulAdd(p, r, hn::Set(d, 1.66665196e-1f));
+    p = hn::MulAdd(p, r, hn::Set(d, 4.99999940e-1f));
+    p = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0f)));
+    const auto power =
+        hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::BitCast(di, shifted))));
+    return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, -87.0f)), power);
+  }
+}
+
+// exp, infinite above all finite results, NaN of NaN (Highway's gives 0 for that).
+template <class D>
+HWY_INLINE hn::Vec<D> ExpOf(D d, hn::Vec<D> x) {
+  using R = hn::TFromD<D>;
+  const auto limit = hn::Set(d, sizeof(R) == 8 ? R{709} : R{88});
+  const auto overflow = hn::Mul(x, hn::Set(d, kInf<R>));
+  return hn::IfThenElse(hn::Lt(x, limit), ExpOfNonPositive(d, x), overflow);
+}
+
+template <class D>
+HWY_INLINE hn::Vec<D> LogOf(D d, hn::Vec<D> x) {
+  using R = hn::TFromD<D>;
+  const auto log = hn::IfThenElse(hn::Lt(x, hn::Set(d, kInf<R>)), hn::Log(d, x), x);
+  return hn::IfThenElse(hn::Eq(x, hn::Zero(d)), hn::Set(d, -kInf<R>), log);
+}
+
+// sum exp(x - Shift(largest)), the running state of logsumexp and softmax. The shift is finite, so
+// that infinities and NaN come out of the sum as they should.
+template <class R>
+struct LogSum {
+  R *largest, *sum;
+};
+
+template <class D>
+HWY_INLINE hn::Vec<D> Shift(D d, hn::Vec<D> largest) {
+  const auto infinity = hn::Set(d, kInf<hn::TFromD<D>>);
+  return hn::IfThenElseZero(hn::Lt(hn::Abs(largest), infinity), largest);
+}
+
+// `first` starts the state.
+template <class R>
+void AddLogSum(const LogSum<R>& state, const Block<R>& block, bool first, std::int64_t columns) {
+  const hn::ScalableTag<R> d;
+  const std::int64_t stride = block.stride;
+  LinesAhead ahead = RowsAhead(block, columns);
+  ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+    const auto before = first ? hn::Set(d, -kInf<R>) : hn::LoadU(d, state.largest + c);
+    auto largest = before;
+    auto total = hn::Zero(d);  // finite only if all are
+    const R* from = block.data + c;
+    std::int64_t r = 0;
+    for (; r + 4 <= block.rows; r += 4, from += 4 * stride) {
+      const auto a = lanes.Read(d, from), b = lanes.Read(d, from + stride);
+      const auto e = lanes.Read(d, from + 2 * stride), f = lanes.Read(d, from + 3 * stride);
+      largest = hn::Max(hn::Max(hn::Max(a, b), hn::Max(e, f)), largest);
+      total = hn::Add(total, hn::Add(hn::Add(a, b), hn::Add(e, f)));
+    }
+    for (; r < block.rows; ++r, from += stride) {
+      const auto a = lanes.Read(d, from);
+      largest = hn::Max(a, largest);
+      total = hn::Add(total, a);
+    }
+    const auto shift = Shift(d, largest);
+    auto sum = hn::Zero(d);
+    if (!first) sum = hn::Mul(hn::LoadU(d, state.sum + c), ExpOf(d, hn::Sub(before, shift)));
+    from = block.data + c;
+    if (hn::AllTrue(d, hn::IsFinite(total))) {
+      for (r = 0; r < block.rows; ++r, from += stride) {
+        ahead.Step();
+        sum = hn::Add(sum, ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from), shift)));
+      }
+    } else {
+      for (r = 0; r < block.rows; ++r, from += stride) {
+        sum = hn::Add(sum, ExpOf(d, hn::Sub(lanes.Read(d, from), shift)));
+      }
+    }
+    Store(d, largest, state.largest + c);
+    Store(d, sum, state.sum + c);
+  });
+}
+
+// Adds the state of later rows.
+template <class D>
+HWY_INLINE void JoinLogSum(D d, hn::Vec<D>& largest, hn::Vec<D>& sum, hn::Vec<D> later_largest,
+                           hn::Vec<D> later_sum) {
+  const auto before = largest;
+  largest = hn::Max(largest, later_largest);
+  const auto shift = Shift(d, largest);
+  sum = hn::Add(hn::Mul(sum, ExpOf(d, hn::Sub(before, shift))),
+                hn::Mul(later_sum, ExpOf(d, hn::Sub(later_largest, shift))));
+}
+template <class R>
+void MergeLogSum(const LogSum<R>& state, const LogSum<R>& later, std::int64_t columns) {
+  const hn::ScalableTag<R> d;
+  ForColumns<R>(columns, [&](auto, std::int64_t c) {
+    auto largest = hn::LoadU(d, state.largest + c), sum = hn::LoadU(d, state.sum + c);
+    JoinLogSum(d, largest, sum, hn::LoadU(d, later.largest + c), hn::LoadU(d, later.sum + c));
+    Store(d, largest, state.largest + c);
+    Store(d, sum, state.sum + c);
+  });
+}
+
+// Turns the state into log sum exp x, in `largest`.
+template <class R>
+void FinishLogSum(const LogSum<R>& state, std::int64_t columns) {
+  const hn::ScalableTag<R> d;
+  ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+    const auto shift = Shift(d, lanes.Read(d, state.largest + c));
+    lanes.Write(d, hn::Add(shift, LogOf(d, lanes.Read(d, state.sum + c))), state.largest + c);
+  });
+}
+
+// Turns the state into what makes softmax of a row: the shift, in `largest`, and the reciprocal of
+// the sum. Both have room for whole vectors.
+template <class R>
+void FinishSoftmax(const LogSum<R>& state, std::int64_t columns) {
+  const hn::ScalableTag<R> d;
+  const auto nan = hn::Set(d, std::numeric_limits<R>::quiet_NaN());
+  ForColumns<R>(columns, [&](auto, std::int64_t c) {
+    const auto sum = hn::LoadU(d, state.sum + c);
+    auto inverse = hn::Div(hn::Set(d, R{1}), sum);
+    inverse = hn::IfThenElse(hn::Lt(sum, hn::Set(d, kInf<R>)), inverse, nan);
+    Store(d, hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), inverse), state.sum + c);
+    Store(d, Shift(d, hn::LoadU(d, state.largest + c)), state.largest + c);
+  });
+}
+
+// --- A few rows, column by column in registers ---
+
+// Calls f(lanes, column, largest) for all columns with the largest element of each. False, and f
+// was not called for all, if an element is not finite.
+template <bool kStream, class R, class F>
+HWY_INLINE bool ForFiniteColumns(const Block<R>& block, std::int64_t columns, const F& f) {
+  const hn::ScalableTag<R> d;
+  bool finite = true;
+  ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
+    const R* from = block.data + c;
+    auto largest = lanes.Read(d, from);
+    auto total = largest;  // finite only if all are
+    for (std::int64_t r = 1; r < block.rows; ++r) {
+      const auto next = lanes.Read(d, from += block.stride);
+      largest = hn::Max(largest, next);
+      total = hn::Add(total, next);
+    }
+    finite = finite && hn::AllTrue(d, hn::IsFinite(total));
+    if (HWY_LIKELY(finite)) f(lanes, c, largest);
+  });
+  return finite;
+}
+
+// log sum exp straight to `to`.
+template <bool kStream, class R>
+bool LogSumOfFewRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT to) {
+  const hn::ScalableTag<R> d;
+  LinesAhead ahead = RowsAhead(block, columns);
+  return ForFiniteColumns<kStream>(block, columns, [&](auto lanes, std::int64_t c, auto largest) {
+    const R* from = block.data + c;
+    auto result = largest;
+    if (block.rows == 1) {
+      ahead.Step();
+    } else {
+      auto sum = hn::Zero(d);
+      for (std::int64_t r = 0; r < block.rows; ++r, from += block.stride) {
+        ahead.Step();
+        sum = hn::Add(sum, ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from), largest)));
+      }
+      result = hn::Add(result, hn::Log(d, sum));
+    }
+    lanes.Write(d, result, to + c);
+  });
+}
+
+// Softmax straight to rows to(r). `powers` has room for a vector of each row.
+template <bool kStream, class R, class To>
+bool SoftmaxOfFewRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT powers,
+                      const To& to) {
+  const hn::ScalableTag<R> d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  LinesAhead ahead = RowsAhead(block, columns);
+  return ForFiniteColumns<kStream>(block, columns, [&](auto lanes, std::int64_t c, auto largest) {
+    const R* from = block.data + c;
+    auto sum = hn::Zero(d);
+    for (std::int64_t r = 0; r < block.rows; ++r, from += block.stride) {
+      ahead.Step();
+      const auto power = ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from), largest));
+      sum = hn::Add(sum, power);
+      Store(d, power, powers + r * step);
+    }
+    const auto inverse = hn::Div(hn::Set(d, R{1}), sum);
+    for (std::int64_t r = 0; r < block.rows; ++r) {
+      lanes.Write(d, hn::Mul(hn::LoadU(d, powers + r * step), inverse), to(r) + c);
+    }
+  });
+}
+
+// y (g - sum y g), likewise.
+template <bool kStream, class R, class To>
+void SoftmaxGradientOfFewRows(const Block<R>& y, const Block<R>& g, std::int64_t columns,
+                              const To& to) {
+  const hn::ScalableTag<R> d;
+  LinesAhead y_ahead = RowsAhead(y, columns), g_ahead = RowsAhead(g, columns);
+  ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
+    auto dot = hn::Zero(d);
+    for (std::int64_t r = 0; r < y.rows; ++r) {
+      y_ahead.Step();
+      g_ahead.Step();
+      dot = hn::MulAdd(lanes.Read(d, y.row(r) + c), lanes.Read(d, g.row(r) + c), dot);
+    }
+    for (std::int64_t r = 0; r < y.rows; ++r) {
+      const auto above = hn::Sub(lanes.Read(d, g.row(r) + c), dot);
+      lanes.Write(d, hn::Mul(lanes.Read(d, y.row(r) + c), above), to(r) + c);
+    }
+  });
+}
+
+}  // namespace pullback::segment_cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif

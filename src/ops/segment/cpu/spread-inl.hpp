@@ -1,0 +1,251 @@
+// Tensors of one column whose segments are short: what a segment has one of goes to each of its
+// rows first, so that the rows can be computed without a look at the segments.
+
+#if defined(PULLBACK_SEGMENT_SPREAD_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_SEGMENT_SPREAD_INL_HPP
+#undef PULLBACK_SEGMENT_SPREAD_INL_HPP
+#else
+#define PULLBACK_SEGMENT_SPREAD_INL_HPP
+#endif
+
+#include "ops/segment/cpu/scan-inl.hpp"
+#include "ops/segment/cpu/task-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::segment_cpu::HWY_NAMESPACE {
+
+// to[i][r] = value_of(s, i) for the rows r of the segments [begin, end), the first of which begins
+// at to[i][0] and at `row`. Past the last row four vectors may be written: the end of a short
+// segment is not worth a guess.
+template <int kValues, class R, class End, class ValueOf>
+HWY_INLINE void SpreadToRows(std::int64_t begin, std::int64_t end, std::int64_t row,
+                             const End& end_of, const ValueOf& value_of, R* const (&to)[kValues]) {
+  const hn::ScalableTag<R> d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  std::int64_t at = 0;
+  for (std::int64_t s = begin; s < end; ++s) {
+    const std::int64_t next = end_of(s) - row;
+    const bool more = next - at > step;
+    for (int i = 0; i < kValues; ++i) {
+      const auto value = hn::Set(d, value_of(s, i));
+      Store(d, value, to[i] + at);
+      if (HWY_LIKELY(!more)) continue;
+      for (std::int64_t k = 1; k < kFewVectors; ++k) Store(d, value, to[i] + at + k * step);
+      for (std::int64_t r = at + kFewVectors * step; r < next; r += step) {
+        Store(d, value, to[i] + r);
+      }
+    }
+    at = next;
+  }
+}
+
+// Divides a number of each of `count` segments by the rows of that.
+template <class R>
+void DivideByRows(const SegmentEnds& ends, std::int64_t count, R* HWY_RESTRICT numbers) {
+  ends.Visit([&](const auto& end_of) {
+    // A division for all: compilers make vectors of that.
+    for (std::int64_t k = 0; k < count; ++k) {
+      const std::int64_t rows = end_of(k) - end_of(k - 1);
+      numbers[k] /= static_cast<R>(rows == 0 ? 1 : rows);
+    }
+  });
+}
+
+// Takes the segments [begin, end), all of them whole, in blocks of rows that a ColumnScan can fold:
+//   fold(row, rows, ends, most)         folds those of the next `most` segments that end within
+//                                       `rows` rows from `row` on, and returns how many those are
+//   write(segment, count, row, stop, ends)   the segments that it folded have the rows up to `stop`
+//   single(piece)                       a segment that would leave too much of a block unused
+template <std::int64_t kRows, class Fold, class Write, class Single>
+HWY_INLINE void ForBlocksOfSegments(const Segments& segments, std::int64_t begin, std::int64_t end,
+                                    const Fold& fold, const Write& write, const Single& single) {
+  const std::int64_t last_row = segments.begin(end);
+  for (std::int64_t s = begin, row = segments.begin(begin); s < end;) {
+    const std::int64_t next = segments.end(s);
+    if (next - row > kRows / 4) {
+      single(Piece{s, row, next, true, false});
+      row = next;
+      ++s;
+      continue;
+    }
+    const SegmentEnds ends(segments, s);
+    const std::int64_t count = fold(row, std::min(kRows, last_row - row), ends, end - s);
+    const std::int64_t stop = ends[count - 1];
+    write(s, count, row, stop, ends);
+    row = stop;
+    s += count;
+  }
+}
+
+// The rows from `row` on, in the segments [begin, end), to `to`: 0, but for the row chosen(s) of x
+// if that is in segment s.
+template <class R, class End, class Chosen, class Gradient>
+HWY_INLINE void PlaceInRows(std::int64_t begin, std::int64_t end, std::int64_t row,
+                            const End& end_of, R* HWY_RESTRICT to, const Chosen& chosen,
+                            const Gradient& gradient_of) {
+  const hn::ScalableTag<R> d;
+  const std::int64_t rows = end_of(end - 1) - row;
+  for (std::int64_t i = 0; i < rows; i += static_cast<std::int64_t>(hn::Lanes(d))) {
+    Store(d, hn::Zero(d), to + i);
+  }
+  R nowhere;
+  for (std::int64_t s = begin, first = row; s < end; ++s) {
+    const std::int64_t next = end_of(s), place = chosen(s);
+    // Without a branch, as it is a guess whether a segment has rows.
+    R* at = place >= first && place < next ? to + (place - row) : &nowhere;
+    *at = gradient_of(s);
+    first = next;
+  }
+}
+
+// The same rows, at x: gradient exp(x - lse).
+template <class R, class End, class Lse, class Gradient>
+HWY_INLINE void SpreadPowers(std::int64_t begin, std::int64_t end, std::int64_t row,
+                             const End& end_of, const Lse& lse_of, const Gradient& gradient_of,
+                             const R* HWY_RESTRICT x, const Task<R>& task, R* HWY_RESTRICT to) {
+  const hn::ScalableTag<R> d;
+  const auto value_of = [&](std::int64_t s, int i) {
+    if (i == 1) return gradient_of(s);
+    const R lse = lse_of(s);
+    return lse == -kInf<R> ? R{0} : lse;  // then all x are -inf too, and have no gradient
+  };
+  SpreadToRows<2, R>(begin, end, row, end_of, value_of, {task.block, task.block2});
+  const std::int64_t rows = end_of(end - 1) - row;
+  LinesAhead ahead = RowsAhead(Block<R>{x, 1, rows}, 1);
+  ForColumns<R>(rows, [&](auto lanes, std::int64_t r) {
+    ahead.Step();
+    const auto power = ExpOf(d, hn::Sub(lanes.Read(d, x + r), hn::LoadU(d, task.block + r)));
+    lanes.Write(d, hn::Mul(power, hn::LoadU(d, task.block2 + r)), to + r);
+  });
+}
+
+// Softmax of the segments [begin, end), all of them whole; single(piece) does one of them.
+template <class R, class Output, class Single>
+void SoftmaxOfColumn(const Segments& segments, std::int64_t begin, std::int64_t end, const R* x,
+                     const Task<R>& task, Output& output, const Single& single) {
+  using Scan = ColumnScan<R, LogSumRule<R>>;
+  const hn::ScalableTag<R> d;
+  Scan scan({0, 0});
+  ForBlocksOfSegments<Scan::kRows>(
+      segments, begin, end,
+      [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most) {
+        return scan.Take(x + row, row, rows, ends, most);
+      },
+      [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
+          const SegmentEnds& ends) HWY_ATTR {
+        scan.Used(count);
+        FinishSoftmax(LogSum<R>{scan.a, scan.b}, count);
+        output.Open(Piece{s, row, stop, true, false});
+        R* to = output.Run(row, nullptr);
+        ends.Visit([&](const auto& end_of) HWY_ATTR {
+          const R* HWY_RESTRICT powers = scan.powers();
+          if (powers != nullptr) {
+            SpreadToRows<1, R>(0, count, row, end_of,
+                               [&](std::int64_t k, int) { return scan.b[k]; }, {task.block});
+            ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) {
+              const auto inverse = hn::LoadU(d, task.block + r);
+              lanes.Write(d, hn::Mul(hn::LoadU(d, powers + r), inverse), to + r);
+            });
+          } else {
+            SpreadToRows<2, R>(
+                0, count, row, end_of,
+                [&](std::int64_t k, int i) { return i == 0 ? scan.b[k] : scan.a[k]; },
+                {task.block, task.block2});
+            ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) {
+              const auto inverse = hn::LoadU(d, task.block + r);
+              const auto less = hn::Sub(lanes.Read(d, x + row + r), hn::LoadU(d, task.block2 + r));
+              lanes.Write(d, hn::Mul(ExpOfNonPositive(d, less), inverse), to + r);
+            });
+          }
+        });
+        output.DrainLines();
+      },
+      single);
+}
+
+// Its gradient y (g - sum y g), likewise.
+template <class R, class Output, class Single>
+void SoftmaxGradientOfColumn(const Segments& segments, std::int64_t begin, std::int64_t end,
+                             const R* y, const R* g, const Task<R>& task, Output& output,
+                             const Single& single) {
+  using Scan = ColumnScan<R, SumRule<R>>;
+  const hn::ScalableTag<R> d;
+  Scan scan({0, 0});
+  ForBlocksOfSegments<Scan::kRows>(
+      segments, begin, end,
+      [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most)
+          HWY_ATTR {
+            LinesAhead y_ahead = RowsAhead(Block<R>{y + row, 1, rows}, 1);
+            LinesAhead g_ahead = RowsAhead(Block<R>{g + row, 1, rows}, 1);
+            ForColumns<R>(rows, [&](auto lanes, std::int64_t r) {
+              y_ahead.Step();
+              g_ahead.Step();
+              const auto product = hn::Mul(lanes.Read(d, y + row + r), lanes.Read(d, g + row + r));
+              Store(d, product, task.block + r);
+            });
+            return scan.Take(task.block, row, rows, ends, most, false);
+          },
+      [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
+          const SegmentEnds& ends) HWY_ATTR {
+        scan.Used(count);
+        ends.Visit([&](const auto& end_of) {
+          SpreadToRows<1, R>(0, count, row, end_of, [&](std::int64_t k, int) { return scan.a[k]; },
+                             {task.block});
+        });
+        output.Open(Piece{s, row, stop, true, false});
+        R* to = output.Run(row, nullptr);
+        ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) {
+          const auto dot = hn::LoadU(d, task.block + r);
+          const auto above = hn::Sub(lanes.Read(d, g + row + r), dot);
+          lanes.Write(d, hn::Mul(lanes.Read(d, y + row + r), above), to + r);
+        });
+        output.DrainLines();
+      },
+      single);
+}
+
+// The gradient of max and min with nothing saved, likewise: the places are those that forward would
+// find, if `out` is what it found.
+template <class Rule, class R, class Output, class Single>
+void ExtremeGradientOfColumn(const Segments& segments, std::int64_t begin, std::int64_t end,
+                             const R* x, const Matrix<const R>& out, const Matrix<const R>& d_out,
+                             Output& output, const Single& single) {
+  using Scan = ColumnScan<R, Rule>;
+  Scan scan({0, -1});
+  ForBlocksOfSegments<Scan::kRows>(
+      segments, begin, end,
+      [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most) {
+        return scan.Take(x + row, row, rows, ends, most);
+      },
+      [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
+          const SegmentEnds& ends) {
+        scan.Used(count);
+        ends.Visit([&](const auto& end_of) {
+          bool same = true;
+          for (std::int64_t k = 0; k < count; ++k) {
+            const R value = *out.at(s + k, 0), found = scan.a[k];
+            const bool nan = std::isnan(value) && std::isnan(found);
+            same = same && (value == found || nan || end_of(k) == end_of(k - 1));
+          }
+          if (same) {
+            output.Open(Piece{s, row, stop, true, false});
+            PlaceInRows<R>(
+                0, count, row, end_of, output.Run(row, nullptr),
+                [&](std::int64_t k) { return end_of(k - 1) + scan.b[k]; },
+                [&](std::int64_t k) { return *d_out.at(s + k, 0); });
+            output.DrainLines();
+            return;
+          }
+          for (std::int64_t k = 0; k < count; ++k) {
+            const Piece piece{s + k, end_of(k - 1), end_of(k), true, false};
+            if (piece.begin < piece.end) single(piece);
+          }
+        });
+      },
+      single);
+}
+
+}  // namespace pullback::segment_cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
