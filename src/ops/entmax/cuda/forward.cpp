@@ -134,10 +134,11 @@ struct Resident {
   int row_bytes() const { return threads() * kResidentVectors * 16; }  // of a block
 };
 constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
-// Blocks of a cluster wait for each other in every step: where few elements of a long row survive a
-// first look, smxx_forward_stream.cuh is faster.
-constexpr bool serves(const Resident& shape, Family family) {
-  return !shape.clustered || family == Family::softmax || collects(family);
+// Where few elements of a long row survive a first look, smxx_forward_stream.cuh is as fast as a
+// cluster, whose blocks wait for each other in every step.
+constexpr bool serves(const Resident& shape, Family family, DType dtype) {
+  return !shape.clustered || family == Family::softmax || collects(family) ||
+         (family == Family::entmax15 && dtype != DType::f32);
 }
 
 cuda::OpKernel resident_kernel(DType dtype, Family family, const Resident& shape) {
@@ -312,7 +313,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const std::int64_t bytes = params_.rows.length * static_cast<std::int64_t>(size_of(dtype));
     const bool clusters = device_.major == 9 || device_.major == 10;
     for (const Resident& shape : kResident) {
-      if ((shape.clustered && !clusters) || !serves(shape, family)) continue;
+      if ((shape.clustered && !clusters) || !serves(shape, family, dtype)) continue;
       int blocks = 1;
       while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.row_bytes()) {
         blocks *= 2;
@@ -409,7 +410,7 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
       }
       for (const Resident& shape : kResident) {
         if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;
-        if (!serves(shape, family)) continue;
+        if (!serves(shape, family, dtype)) continue;
         add(resident_kernel(dtype, family, shape));
       }
     }
