@@ -28,8 +28,7 @@ std::vector<std::string> compile_options(const KernelSource& kernel);
 std::shared_ptr<const Cubin> compiled(const KernelSource& kernel);
 
 // Puts the kernel into the cache unless it is there, from the environment's cache if it is there.
-// True when it was compiled. Throws
-// Error(device) also when the cache cannot be written.
+// True when it was compiled. Throws Error(device) also when the cache cannot be written.
 bool precompile(const KernelSource& kernel, const DiskCache& cache);
 
 // Compiles now, past every cache, and reads what the assembler reports. For tests and tools.

@@ -61,7 +61,7 @@ AttentionProblem problem_of(const Request& request) {
   if (options.has("scale")) problem.scale = options.number("scale", 1);
   problem.softcap = options.number("softcap", 0);
   problem.dropout = options.number("dropout", 0);
-  problem.dropout_seed = static_cast<std::uint64_t>(options.integer("seed", 0));
+  problem.dropout_seed = options.seed("seed");
   problem.deterministic = options.boolean("deterministic", true);
   problem.max_seqlen_q = options.integer("max-seqlen-q", 0);
   problem.max_seqlen_k = options.integer("max-seqlen-k", 0);

@@ -74,6 +74,13 @@ std::int64_t OptionReader::integer(std::string_view name, std::int64_t fallback)
   return value;
 }
 
+std::uint64_t OptionReader::seed(std::string_view name) {
+  const std::string* text = find(name);
+  std::uint64_t value = 0;
+  if (!text || parse(*text, value)) return value;
+  return static_cast<std::uint64_t>(integer(name, 0));
+}
+
 bool OptionReader::boolean(std::string_view name, bool fallback) {
   const int index = choice(name, {"false", "true"});
   return index < 0 ? fallback : index == 1;

@@ -107,6 +107,8 @@ class OptionReader {
   std::string text(std::string_view name, std::string_view fallback);
   double number(std::string_view name, double fallback);
   std::int64_t integer(std::string_view name, std::int64_t fallback);
+  // A generator's seed, 0 when absent: an integer of 64 bits, with a sign or without.
+  std::uint64_t seed(std::string_view name);
   bool boolean(std::string_view name, bool fallback);
   std::vector<std::int64_t> integers(std::string_view name, std::size_t count);  // "3,-1"
   // Index of the value in `choices`; -1 when the option is absent.

@@ -66,10 +66,18 @@ TEST(attention_driver, options_reach_the_problem) {
   EXPECT_FALSE(same({{"softcap", "1"}}, {}));
   EXPECT_FALSE(same({{"dropout", "0.5"}}, {}));
   EXPECT_FALSE(same({{"dropout", "0.5"}}, {{"dropout", "0.5"}, {"seed", "1"}}));
+  const auto seeded = [](const char* seed) {
+    return OptionMap{{"dropout", "0.5"}, {"seed", seed}};
+  };
+  EXPECT_TRUE(same(seeded("18446744073709551615"), seeded("-1")));
+  EXPECT_TRUE(same(seeded("9223372036854775808"), seeded("-9223372036854775808")));
+  EXPECT_FALSE(same(seeded("18446744073709551615"), seeded("1")));
   EXPECT_TRUE(same({{"deterministic", "true"}}, {}));
 }
 
 TEST(attention_driver, bad_options) {
+  EXPECT_EQ(message_of(request_with({{"dropout", "0.5"}, {"seed", "18446744073709551616"}})),
+            "attention: --seed: expected an integer, got '18446744073709551616'");
   EXPECT_EQ(message_of(request_with({{"causal", "yes"}})),
             "attention: --causal: expected top-left or bottom-right, got 'yes'");
   EXPECT_EQ(message_of(request_with({{"causal", "top-left"}, {"corner", "bottom-right"}})),
