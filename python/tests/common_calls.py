@@ -67,7 +67,7 @@ def attention(randn: Randn, device: str, dim: int) -> Iterator[Call]:
 
 def rows(randn: Randn) -> Iterator[Call]:
     for shape in ((4, 100), (300, 1001), (8, 40000), (2, 200000)):
-        for alpha in (1.0, 1.5, 2.0):
+        for alpha in (1.5, 2.0):
             for dim in (0, 1):
                 yield Call(
                     f"entmax {shape} alpha {alpha} dim {dim}",

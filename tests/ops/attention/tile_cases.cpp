@@ -62,8 +62,10 @@ void add_tiles(std::vector<Case>& cases) {
              .dtypes = {DType::bf16, DType::f16},
              .change = hide_some};
     add(cases, fmt::format("tiles, bias summed over batch, D {}", head_dim), setup);
+    cases.back().full_only = true;
   }
   add(cases, "tiles, bias summed over batch, causal", setup, {{"causal", "bottom-right"}});
+  cases.back().full_only = true;
   setup = wide;
   setup.cu_q = {0, 7, 300, 300, 410};
   setup.cu_k = {0, 600, 601, 900, 1130};
