@@ -303,8 +303,9 @@ class Forward {
       const std::int64_t written = s - scan.waiting;
       const std::int64_t count = (s == end ? s : s / Scan::kGroup * Scan::kGroup) - written;
       if (count <= 0) continue;
-      if (problem_.reduce == SegmentReduce::mean)
+      if (problem_.reduce == SegmentReduce::mean) {
         DivideByRows(SegmentEnds(segments_, written), count, scan.a);
+      }
       if constexpr (Rule::kTwo && !Rule::kPlaces) Rule::Finish(scan.a, scan.b, count);
       WriteColumn(out_, written, scan.a, count, streams_out_);
       if constexpr (Rule::kPlaces) {
