@@ -19,7 +19,7 @@ struct Case {
   // Fresh inputs, the incoming gradients among them.
   std::function<TensorMap(DType dtype, Random& random)> inputs;
   std::vector<DType> dtypes = {DType::f64, DType::f32, DType::bf16, DType::f16};
-  bool full_only = false;  // too slow for --cases quick
+  bool full_only = false;  // too slow for --cases quick, and for the tests on CPUs
   // Small integers and powers of two, whose result has no rounding: must equal the reference.
   bool exact = false;
   // Off where the function has a kink at the inputs (ties), so that differences mean nothing.
