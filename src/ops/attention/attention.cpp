@@ -200,10 +200,13 @@ Body make_checked(const AttentionProblem& problem, const Device& device, Pass pa
   return std::make_unique<IndexCheckedBody>(problem, std::move(variant));
 }
 
+constexpr FeatureSet kOfBf16 = kAllFeatures & ~features(Feature::f64, Feature::f32, Feature::f16);
+
 constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
-    {{"cpu_amx_bf16", DeviceKind::cpu, CpuIsa::amx_bf16,
-      kAllFeatures & ~features(Feature::f64, Feature::f32, Feature::f16), 20},
+    {{"cpu_amx_bf16", DeviceKind::cpu, CpuIsa::amx_bf16, kOfBf16, 20},
      make_checked<make_cpu_amx_bf16>},
+    {{"cpu_avx512_bf16", DeviceKind::cpu, CpuIsa::avx512_bf16, kOfBf16, 15},
+     make_checked<make_cpu_avx512_bf16>},
     {{"cpu", DeviceKind::cpu, CpuIsa::any, kAllFeatures, 10}, make_checked<make_cpu>},
     {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::forward},
      make_cuda_forward},

@@ -169,6 +169,7 @@ Dropout dropout_of(const AttentionProblem& problem, const AttentionTensors& tens
 
 using Body = std::unique_ptr<PlanBody<AttentionTensors>>;
 Body make_cpu(const AttentionProblem& problem, const Device& device, Pass pass);
+Body make_cpu_avx512_bf16(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_cpu_amx_bf16(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_reference(const AttentionProblem& problem, const Device& device, Pass pass);

@@ -1,3 +1,33 @@
+#include <string>
+
+#include "core/cpu_info.hpp"
 #include "support/case_test.hpp"
 
 PULLBACK_CASE_TESTS(attention)
+
+namespace pullback::testing {
+namespace {
+
+// By default bf16 runs on the best that the CPU has, which the tests above hold to the reference.
+TEST(attention_variants, each_of_bf16_agrees_with_the_reference) {
+  const std::pair<CpuIsa, std::string> variants[] = {{CpuIsa::any, "cpu"},
+                                                     {CpuIsa::avx512_bf16, "cpu_avx512_bf16"},
+                                                     {CpuIsa::amx_bf16, "cpu_amx_bf16"}};
+  for (const auto& [isa, variant] : variants) {
+    if (!cpu_has(isa)) continue;
+    SCOPED_TRACE(variant);
+    const auto run = [&](driver::Case test, std::uint64_t case_seed) {
+      test.finite_differences = false;  // they test the reference
+      expect_passed(driver::check_case(test, DType::bf16, Device::cpu(2), case_seed, variant));
+    };
+    for (const driver::Case& test : driver::attention_cases()) {
+      if (test.exact) run(test, seed());
+    }
+    for (std::uint64_t i = 0; i < 20; ++i) {
+      run(driver::attention_fuzz(seed() * 1000039 + i), seed() + i);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pullback::testing

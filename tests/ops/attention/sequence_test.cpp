@@ -218,7 +218,7 @@ TEST(attention_dropout, forward_drops_what_the_mask_says) {
 // The seed's tensor is read by each run of a plan, and is the option under another name.
 TEST(attention_dropout, each_run_reads_its_seed) {
   const std::pair<const char*, DType> variants[] = {{"cpu", DType::f32},
-                                                    {"cpu", DType::bf16},  // AMX where there is one
+                                                    {"cpu", DType::bf16},  // the best that there is
                                                     {"reference", DType::f64}};
   for (const auto& [variant, dtype] : variants) {
     driver::Random random(1);

@@ -16,7 +16,6 @@
 #include <hwy/foreach_target.h>
 
 #include <algorithm>
-#include <optional>
 
 #include "ops/attention/cpu/engine-inl.hpp"
 #include "ops/attention/cpu/scores-inl.hpp"
@@ -439,8 +438,7 @@ void RunBackward(const CpuRun& run) {
   const std::int64_t kv_heads = all_heads ? 1 : sizes.kv_heads;
   const std::int64_t blocks = all_batch ? run.blocks.uniform : run.blocks.total;
   run.threads.parallel_for(blocks * kv_heads, [&](std::int64_t i, int slot) {
-    std::optional<amx::TileScope> tiles;
-    if constexpr (std::is_same_v<Engine, AmxEngine>) tiles.emplace();
+    [[maybe_unused]] const typename Engine::Scope scope;
     BackwardTask<Engine> task(run, slot);
     const auto [first_b, chunk] = run.blocks[i / kv_heads];
     for (std::int64_t b = first_b; b < (all_batch ? sizes.batch : first_b + 1); ++b) {
@@ -459,8 +457,10 @@ void RunBackward(const CpuRun& run) {
 void Backward(const CpuRun& run) {
   if (run.layout.problem.q.dtype == DType::f64) {
     RunBackward<SimdEngine<double>>(run);
-  } else if (run.layout.amx) {
-    RunBackward<AmxEngine>(run);
+  } else if (run.layout.isa == CpuIsa::amx_bf16) {
+    RunBackward<Bf16Engine<CpuIsa::amx_bf16>>(run);
+  } else if (run.layout.isa == CpuIsa::avx512_bf16) {
+    RunBackward<Bf16Engine<CpuIsa::avx512_bf16>>(run);
   } else {
     RunBackward<SimdEngine<float>>(run);
   }

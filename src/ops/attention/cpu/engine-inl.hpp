@@ -1,6 +1,6 @@
 // The two arithmetics of the CPU kernels, with one interface: SimdEngine computes products in Real
-// on Highway, AmxEngine rounds their operands to bf16 and computes on AMX with f32 sums. The loops
-// over tiles, masks, softmax, dropout and reductions are the same code for both.
+// on Highway, Bf16Engine rounds their operands to bf16 and computes on AVX-512 BF16 or AMX with f32
+// sums. The loops over tiles, masks, softmax, dropout and reductions are the same code for both.
 //
 // For a tile of queries x keys, an engine multiplies
 //   Scores        S[q,k]  = L[q,d] · X[k,d]ᵀ         L = left(Q or d_out), X = transposed(K or V)
@@ -17,8 +17,9 @@
 #endif
 
 #include <bit>
+#include <type_traits>
 
-#include "cpu/tile_matmul_amx.hpp"
+#include "cpu/tile_matmul_bf16.hpp"
 #include "cpu/tile_pack-inl.hpp"
 #include "ops/attention/cpu/layout.hpp"
 
@@ -68,6 +69,8 @@ template <class Real_>
 class SimdEngine {
  public:
   using Real = Real_;
+  // What a task keeps while it runs.
+  struct Scope {};
 
   explicit SimdEngine(const EngineScratch<Real>& scratch) : tile_(scratch.rows) {}
 
@@ -152,63 +155,71 @@ class SimdEngine {
 };
 
 // Packed operands are bf16 in buffers that were sized for as many floats.
-class AmxEngine {
+template <CpuIsa kIsa>
+class Bf16Engine {
  public:
   using Real = float;
+  struct Nothing {};
+  using Scope = std::conditional_t<kIsa == CpuIsa::amx_bf16, bf16_tiles::AmxScope, Nothing>;
 
-  explicit AmxEngine(const EngineScratch<float>& scratch)
+  explicit Bf16Engine(const EngineScratch<float>& scratch)
       : tile_(half(scratch.rows)),
         pairs_(half(scratch.pairs)),
         left_(half(scratch.converted)),
         right_(left_ + scratch.converted_size) {}
 
-  static constexpr std::ptrdiff_t KeyMultiple() { return amx::kAmxMultiple; }
+  static constexpr std::ptrdiff_t KeyMultiple() { return bf16_tiles::kMultiple; }
 
   void PackQueries(const TileSource& source, float* left, float* columns,
                    NonFiniteRows& non_finite) const {
     Read(source, half(left), non_finite);
     if (columns == nullptr) return;
-    amx::pack_pairs(Cleared(half(left), source, non_finite), source.rows, source.columns, pairs_);
-    amx::transpose_pairs(pairs_, source.rows, source.columns, half(columns));
+    bf16_tiles::pack_pairs(Cleared(half(left), source, non_finite), source.rows, source.columns,
+                           pairs_);
+    bf16_tiles::transpose_pairs(pairs_, source.rows, source.columns, half(columns));
   }
   void PackKeys(const TileSource& source, float* transposed, float* right,
                 NonFiniteRows& non_finite) const {
     Read(source, tile_, non_finite);
     if (transposed) {
-      amx::pack_transposed_pairs(tile_, source.rows, source.columns, half(transposed));
+      bf16_tiles::pack_transposed_pairs(tile_, source.rows, source.columns, half(transposed));
     }
     if (right) {
-      amx::pack_pairs(Cleared(tile_, source, non_finite), source.rows, source.columns, half(right));
+      bf16_tiles::pack_pairs(Cleared(tile_, source, non_finite), source.rows, source.columns,
+                             half(right));
     }
   }
 
   void Scores(std::ptrdiff_t queries, std::ptrdiff_t keys, std::ptrdiff_t depth, const float* left,
               const float* transposed, float* s, std::ptrdiff_t s_row) const {
-    amx::multiply(amx::padded(queries), amx::padded(keys), amx::padded(depth), half(left),
-                  half(transposed), s, s_row, false);
+    multiply(bf16_tiles::padded(queries), bf16_tiles::padded(keys), bf16_tiles::padded(depth),
+             half(left), half(transposed), s, s_row, false);
   }
   void MultiplyRows(std::ptrdiff_t queries, std::ptrdiff_t columns, std::ptrdiff_t keys,
                     const float* p, std::ptrdiff_t p_row, const float* right, float* c,
                     std::ptrdiff_t c_row, bool add) const {
-    amx::convert_rows(p, p_row, queries, keys, left_);
-    amx::multiply(amx::padded(queries), amx::padded(columns), amx::padded(keys), left_, half(right),
-                  c, c_row, add);
+    bf16_tiles::convert_rows(p, p_row, queries, keys, left_);
+    multiply(bf16_tiles::padded(queries), bf16_tiles::padded(columns), bf16_tiles::padded(keys),
+             left_, half(right), c, c_row, add);
   }
   // Computed as C^T = Y^T P: P is then the operand in pairs of rows, which needs no transposition.
   void AddColumns(std::ptrdiff_t keys, std::ptrdiff_t columns, std::ptrdiff_t queries,
                   const float* p, std::ptrdiff_t p_row, const float* packed, float* c) const {
-    amx::convert_pairs(p, p_row, queries, keys, right_);
-    amx::multiply(amx::padded(columns), amx::padded(keys), amx::padded(queries), half(packed),
-                  right_, c, amx::padded(keys), true);
+    bf16_tiles::convert_pairs(p, p_row, queries, keys, right_);
+    multiply(bf16_tiles::padded(columns), bf16_tiles::padded(keys), bf16_tiles::padded(queries),
+             half(packed), right_, c, bf16_tiles::padded(keys), true);
   }
   static StridedTile<float> Accumulator(float* c, std::ptrdiff_t keys, std::ptrdiff_t) {
-    return {c, 1, amx::padded(keys)};
+    return {c, 1, bf16_tiles::padded(keys)};
   }
   static void ClearAccumulator(float* c, std::ptrdiff_t keys, std::ptrdiff_t columns) {
-    std::fill_n(c, amx::padded(keys) * amx::padded(columns), 0.0f);
+    std::fill_n(c, bf16_tiles::padded(keys) * bf16_tiles::padded(columns), 0.0f);
   }
 
  private:
+  static constexpr auto multiply =
+      kIsa == CpuIsa::amx_bf16 ? &bf16_tiles::multiply_amx : &bf16_tiles::multiply_avx512;
+
   static bfloat16* half(float* buffer) { return reinterpret_cast<bfloat16*>(buffer); }
   static const bfloat16* half(const float* buffer) {
     return reinterpret_cast<const bfloat16*>(buffer);
@@ -216,7 +227,7 @@ class AmxEngine {
 
   static void Read(const TileSource& source, bfloat16* tile, NonFiniteRows& non_finite) {
     non_finite.count = 0;
-    const std::ptrdiff_t row = amx::padded(source.columns);
+    const std::ptrdiff_t row = bf16_tiles::padded(source.columns);
     const bfloat16* const from = static_cast<const bfloat16*>(source.data) + source.offset;
     for (std::ptrdiff_t r = 0; r < source.rows; ++r) {
       bfloat16* const to = tile + r * row;
@@ -233,15 +244,15 @@ class AmxEngine {
       }
       if (exponent == 0x7f80u) non_finite.rows[non_finite.count++] = static_cast<std::int32_t>(r);
     }
-    std::fill(tile + source.rows * row, tile + amx::padded(source.rows) * row, bfloat16());
+    std::fill(tile + source.rows * row, tile + bf16_tiles::padded(source.rows) * row, bfloat16());
   }
 
   // `tile`, or a copy in which the listed rows are zeros.
   const bfloat16* Cleared(const bfloat16* tile, const TileSource& source,
                           const NonFiniteRows& non_finite) const {
     if (non_finite.count == 0) return tile;
-    const std::ptrdiff_t row = amx::padded(source.columns);
-    if (tile != tile_) std::copy_n(tile, amx::padded(source.rows) * row, tile_);
+    const std::ptrdiff_t row = bf16_tiles::padded(source.columns);
+    if (tile != tile_) std::copy_n(tile, bf16_tiles::padded(source.rows) * row, tile_);
     for (std::int32_t n = 0; n < non_finite.count; ++n) {
       std::fill_n(tile_ + non_finite.rows[n] * row, row, bfloat16());
     }

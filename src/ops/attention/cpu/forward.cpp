@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 
 #include "ops/attention/cpu/engine-inl.hpp"
 #include "ops/attention/cpu/scores-inl.hpp"
@@ -181,8 +180,7 @@ template <class Engine>
 void RunForward(const CpuRun& run) {
   const std::int64_t heads = run.layout.sizes.heads;
   run.threads.parallel_for(run.blocks.total * heads, [&](std::int64_t i, int slot) {
-    std::optional<amx::TileScope> tiles;
-    if constexpr (std::is_same_v<Engine, AmxEngine>) tiles.emplace();
+    [[maybe_unused]] const typename Engine::Scope scope;
     // From the last block on: under a causal mask the late queries have the most keys.
     const auto [b, block] = run.blocks[run.blocks.total - 1 - i / heads];
     ForwardTask<Engine>(run, slot).Compute(b, i % heads, block);
@@ -194,8 +192,10 @@ void RunForward(const CpuRun& run) {
 void Forward(const CpuRun& run) {
   if (run.layout.problem.q.dtype == DType::f64) {
     RunForward<SimdEngine<double>>(run);
-  } else if (run.layout.amx) {
-    RunForward<AmxEngine>(run);
+  } else if (run.layout.isa == CpuIsa::amx_bf16) {
+    RunForward<Bf16Engine<CpuIsa::amx_bf16>>(run);
+  } else if (run.layout.isa == CpuIsa::avx512_bf16) {
+    RunForward<Bf16Engine<CpuIsa::avx512_bf16>>(run);
   } else {
     RunForward<SimdEngine<float>>(run);
   }

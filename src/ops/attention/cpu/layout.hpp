@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/cpu_info.hpp"
 #include "core/threads.hpp"
 #include "core/workspace.hpp"
 #include "cpu/tile_matmul.hpp"
@@ -39,7 +40,8 @@ class Bump {
   std::size_t bytes_ = 0;
 };
 
-// Queries of a tile: a multiple of every register block (cpu/tile_matmul.hpp) and of AMX's 32.
+// Queries of a tile: a multiple of every register block (cpu/tile_matmul.hpp) and of the 32 of bf16
+// products.
 inline constexpr std::int64_t kQueryTile = 96;
 // Widths of packed tiles are rounded up to it: no vector and no AMX tile is wider.
 inline constexpr std::int64_t kWidthMultiple = 32;
@@ -52,12 +54,12 @@ constexpr std::int64_t blocks_of(std::int64_t length, std::int64_t block) {
 }
 
 struct CpuLayout {
-  CpuLayout(const AttentionProblem& problem, const Device& device, Pass pass, bool use_amx);
+  CpuLayout(const AttentionProblem& problem, const Device& device, Pass pass, CpuIsa isa);
 
   AttentionProblem problem;
   AttentionSizes sizes;
   SeenBlocks seen_blocks;
-  bool amx = false;
+  CpuIsa isa = CpuIsa::any;   // any: products in Real; else of bf16 by these instructions
   std::int64_t key_tile = 0;  // a multiple of kQueryTile
 
   // Forward: one task computes this many queries of a head. Does not change any bits.
@@ -150,9 +152,9 @@ struct EngineScratch {
     const std::int64_t width =
         padded_width(std::max(layout.sizes.head_dim, layout.sizes.value_dim));
     rows = bump.take<Real>(layout.key_tile * width);
-    pairs = layout.amx ? bump.take<Real>(kQueryTile * width) : nullptr;
+    pairs = layout.isa != CpuIsa::any ? bump.take<Real>(kQueryTile * width) : nullptr;
     converted_size = kQueryTile * layout.key_tile;
-    converted = layout.amx ? bump.take<Real>(converted_size) : nullptr;
+    converted = layout.isa != CpuIsa::any ? bump.take<Real>(converted_size) : nullptr;
   }
 };
 

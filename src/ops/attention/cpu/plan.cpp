@@ -15,11 +15,11 @@ constexpr std::int64_t kTasks = 16;
 // Key tiles are as long as lets the packed operands of a tile stay in a 2 MB L2 cache, as the
 // queries are packed once for each (docs/tuning/attention.md), but short enough to make
 // kTasks tasks.
-std::int64_t key_tile_of(const AttentionProblem& problem, const AttentionSizes& sizes, bool amx) {
+std::int64_t key_tile_of(const AttentionProblem& problem, const AttentionSizes& sizes, bool bf16) {
   const std::int64_t width = std::max(sizes.head_dim, sizes.value_dim);
   std::int64_t tile = 384;
-  if (width > (amx ? 128 : 64)) tile /= 2;
-  if (width > 128 && !amx) tile /= 2;
+  if (width > (bf16 ? 128 : 64)) tile /= 2;
+  if (width > 128 && !bf16) tile /= 2;
   if (problem.q.dtype == DType::f64) tile = 96;
   const std::int64_t heads = std::min(kTasks, sizes.batch * sizes.kv_heads);
   while (tile > 96 && heads * std::min(kTasks, blocks_of(sizes.max_key, tile)) < kTasks) tile /= 2;
@@ -40,13 +40,12 @@ constexpr std::int64_t kCopiesBytes = std::int64_t{32} << 20;
 
 }  // namespace
 
-CpuLayout::CpuLayout(const AttentionProblem& problem_, const Device& device, Pass pass,
-                     bool use_amx)
+CpuLayout::CpuLayout(const AttentionProblem& problem_, const Device& device, Pass pass, CpuIsa isa_)
     : problem(problem_),
       sizes(sizes_of(problem_)),
       seen_blocks(problem),
-      amx(use_amx),
-      key_tile(key_tile_of(problem_, sizes, use_amx)) {
+      isa(isa_),
+      key_tile(key_tile_of(problem_, sizes, isa_ != CpuIsa::any)) {
   const Threads threads(device.threads);
   const bool in_double = problem.q.dtype == DType::f64;
   const std::size_t real_bytes = in_double ? sizeof(double) : sizeof(float);
@@ -144,17 +143,28 @@ CpuRun::CpuRun(const CpuLayout& layout_, const AttentionTensors& tensors_, const
 
 namespace {
 
+const char* products_on(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::amx_bf16:
+      return "products of bf16 on AMX";
+    case CpuIsa::avx512_bf16:
+      return "products of bf16 on the vector units";
+    case CpuIsa::any:
+      break;
+  }
+  return "products on the vector units";
+}
+
 class CpuBody final : public PlanBody<AttentionTensors> {
  public:
-  CpuBody(const AttentionProblem& problem, const Device& device, Pass pass, bool amx)
-      : layout_(problem, device, pass, amx), threads_(device.threads), pass_(pass) {
+  CpuBody(const AttentionProblem& problem, const Device& device, Pass pass, CpuIsa isa)
+      : layout_(problem, device, pass, isa), threads_(device.threads), pass_(pass) {
     workspace_bytes = layout_.workspace_bytes;
     const bool in_double = problem.q.dtype == DType::f64;
     description = fmt::format(
         "tiles of {} queries x {} keys; {}; sums in {}; {}; the same bits for any number of "
         "threads",
-        kQueryTile, layout_.key_tile,
-        amx ? "products of bf16 on AMX" : "products on the vector units", in_double ? "f64" : "f32",
+        kQueryTile, layout_.key_tile, products_on(isa), in_double ? "f64" : "f32",
         pass == Pass::forward ? fmt::format("tasks of {} queries", layout_.task_queries)
                               : fmt::format("tasks of {} keys, {} partial sums of d_q",
                                             layout_.chunk_keys, layout_.chunks));
@@ -179,11 +189,15 @@ class CpuBody final : public PlanBody<AttentionTensors> {
 }  // namespace
 
 Body make_cpu(const AttentionProblem& problem, const Device& device, Pass pass) {
-  return std::make_unique<CpuBody>(problem, device, pass, false);
+  return std::make_unique<CpuBody>(problem, device, pass, CpuIsa::any);
+}
+
+Body make_cpu_avx512_bf16(const AttentionProblem& problem, const Device& device, Pass pass) {
+  return std::make_unique<CpuBody>(problem, device, pass, CpuIsa::avx512_bf16);
 }
 
 Body make_cpu_amx_bf16(const AttentionProblem& problem, const Device& device, Pass pass) {
-  return std::make_unique<CpuBody>(problem, device, pass, true);
+  return std::make_unique<CpuBody>(problem, device, pass, CpuIsa::amx_bf16);
 }
 
 }  // namespace pullback::attention

@@ -1,7 +1,12 @@
 // TDPBF16PS adds to a 16x16 f32 tile the product of a 16x32 bf16 tile and a tile of 16 pairs x 16
 // columns. A block of 32x32 sums takes four tiles, its operands two and two: each tile loaded is
 // used twice, so that loads (8 cycles) stay behind products (16 cycles).
-#include "cpu/tile_matmul_amx.hpp"
+// VDPBF16PS adds to 16 f32 sums the products of 16 pairs with 16 others: here a pair of a row, in
+// every lane, with those of 16 columns. A block of 8x32 sums takes 16 registers, which its latency
+// needs to be hidden, and ten loads for 16 products.
+#include "cpu/tile_matmul_bf16.hpp"
+
+#include <cstring>
 
 #include "pullback/error.hpp"
 
@@ -16,7 +21,7 @@
 #endif
 
 HWY_PUSH_ATTRIBUTES("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
-namespace pullback::amx {
+namespace pullback::bf16_tiles {
 namespace {
 
 // Eight tiles of 16 rows of 64 bytes.
@@ -72,6 +77,17 @@ inline void transpose_block(const bfloat16* from, std::ptrdiff_t from_row, bfloa
   for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * to_row, r[i]);
 }
 
+inline __m512bh load_pairs(const bfloat16* from) {
+  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(from));
+}
+
+// Two elements in each of 16 lanes.
+inline __m512bh repeat_pair(const bfloat16* from) {
+  int pair;
+  std::memcpy(&pair, from, sizeof(pair));
+  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+}
+
 // Elements 0, 16, 1, 17, …: the two halves of a vector as pairs.
 inline __m512i pair_order() {
   alignas(64) std::uint16_t order[32];
@@ -81,12 +97,12 @@ inline __m512i pair_order() {
 
 }  // namespace
 
-TileScope::TileScope() { load_config(); }
-TileScope::~TileScope() { release(); }
+AmxScope::AmxScope() { load_config(); }
+AmxScope::~AmxScope() { release(); }
 
-void multiply(std::ptrdiff_t rows, std::ptrdiff_t columns, std::ptrdiff_t depth,
-              const bfloat16* left, const bfloat16* right, float* c, std::ptrdiff_t c_row,
-              bool add) {
+void multiply_amx(std::ptrdiff_t rows, std::ptrdiff_t columns, std::ptrdiff_t depth,
+                  const bfloat16* left, const bfloat16* right, float* c, std::ptrdiff_t c_row,
+                  bool add) {
   const std::ptrdiff_t panel = depth * 16;
   const std::ptrdiff_t c_bytes = c_row * 4, left_bytes = depth * 2;
   for (std::ptrdiff_t column = 0; column < columns; column += 32) {
@@ -122,6 +138,42 @@ void multiply(std::ptrdiff_t rows, std::ptrdiff_t columns, std::ptrdiff_t depth,
       _tile_stored(1, c0 + 16, c_bytes);
       _tile_stored(2, c1, c_bytes);
       _tile_stored(3, c1 + 16, c_bytes);
+    }
+  }
+}
+
+void multiply_avx512(std::ptrdiff_t rows, std::ptrdiff_t columns, std::ptrdiff_t depth,
+                     const bfloat16* left, const bfloat16* right, float* c, std::ptrdiff_t c_row,
+                     bool add) {
+  constexpr int kRows = 8;
+  const std::ptrdiff_t panel = depth * 16;
+  for (std::ptrdiff_t column = 0; column < columns; column += 32) {
+    const bfloat16* const right0 = right + column / 16 * panel;
+    const bfloat16* const right1 = right0 + panel;
+    for (std::ptrdiff_t row = 0; row < rows; row += kRows) {
+      float* const to = c + row * c_row + column;
+      const bfloat16* const from = left + row * depth;
+      __m512 sums[kRows][2];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        sums[i][0] = add ? _mm512_loadu_ps(to + i * c_row) : _mm512_setzero_ps();
+        sums[i][1] = add ? _mm512_loadu_ps(to + i * c_row + 16) : _mm512_setzero_ps();
+      }
+      for (std::ptrdiff_t k = 0; k < depth; k += 2) {
+        const __m512bh columns0 = load_pairs(right0 + k * 16),
+                       columns1 = load_pairs(right1 + k * 16);
+#pragma GCC unroll 8
+        for (int i = 0; i < kRows; ++i) {
+          const __m512bh pair = repeat_pair(from + i * depth + k);
+          sums[i][0] = _mm512_dpbf16_ps(sums[i][0], pair, columns0);
+          sums[i][1] = _mm512_dpbf16_ps(sums[i][1], pair, columns1);
+        }
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        _mm512_storeu_ps(to + i * c_row, sums[i][0]);
+        _mm512_storeu_ps(to + i * c_row + 16, sums[i][1]);
+      }
     }
   }
 }
@@ -192,19 +244,25 @@ void convert_pairs(const float* x, std::ptrdiff_t x_row, std::ptrdiff_t rows,
   }
 }
 
-}  // namespace pullback::amx
+}  // namespace pullback::bf16_tiles
 HWY_POP_ATTRIBUTES
 
 #else
 
-namespace pullback::amx {
+namespace pullback::bf16_tiles {
 
-[[noreturn]] static void absent() { throw Error(ErrorCode::internal, "AMX on a CPU without it"); }
+[[noreturn]] static void absent() {
+  throw Error(ErrorCode::internal, "bf16 products on a CPU without them");
+}
 
-TileScope::TileScope() { absent(); }
-TileScope::~TileScope() = default;
-void multiply(std::ptrdiff_t, std::ptrdiff_t, std::ptrdiff_t, const bfloat16*, const bfloat16*,
-              float*, std::ptrdiff_t, bool) {
+AmxScope::AmxScope() { absent(); }
+AmxScope::~AmxScope() = default;
+void multiply_amx(std::ptrdiff_t, std::ptrdiff_t, std::ptrdiff_t, const bfloat16*, const bfloat16*,
+                  float*, std::ptrdiff_t, bool) {
+  absent();
+}
+void multiply_avx512(std::ptrdiff_t, std::ptrdiff_t, std::ptrdiff_t, const bfloat16*,
+                     const bfloat16*, float*, std::ptrdiff_t, bool) {
   absent();
 }
 void pack_pairs(const bfloat16*, std::ptrdiff_t, std::ptrdiff_t, bfloat16*) { absent(); }
@@ -217,6 +275,6 @@ void convert_pairs(const float*, std::ptrdiff_t, std::ptrdiff_t, std::ptrdiff_t,
   absent();
 }
 
-}  // namespace pullback::amx
+}  // namespace pullback::bf16_tiles
 
 #endif
