@@ -7,9 +7,11 @@ and never wait. Plans are kept by problem, since a training step repeats the sam
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from operator import itemgetter
-from typing import Any, Callable, NoReturn
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
@@ -26,7 +28,8 @@ from ._native import (
     align,
     thread_memory,
 )
-from ._torch_dispatch import KnownCall, define, differentiate, library
+from ._torch_derivation import Derivation, NoDerivation
+from ._torch_dispatch import Calls, define, differentiate, library
 from .sparsity import BlockLayout
 
 _DTYPES = {
@@ -46,7 +49,15 @@ Shape = tuple[Sequence[Any], torch.dtype]
 Shapes = Callable[[Given, Given], Sequence[Shape]]
 
 _MAX_PLANS = 4096
-_empty_like, _data_ptr = torch.empty_like, Tensor.data_ptr
+_core: Any = torch._C  # typed in part
+_data_ptr = Tensor.data_ptr
+# PyTorch's own short ways, which may go, or those that all know.
+_current_device: Callable[[], int] = getattr(_core, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream: Callable[[int], int] = getattr(
+    _core,
+    "_cuda_getCurrentRawStream",
+    lambda device: torch.cuda.current_stream(device).cuda_stream,
+)
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -65,8 +76,15 @@ def _spec(op: Op, name: str, tensor: Tensor) -> Spec:
     return Spec(dtype, tuple(tensor.shape), tensor.stride())
 
 
-# Places of inputs and outputs, and what is saved for the backward pass instead of them.
-StandIns = Sequence[tuple[int, Any]]
+def _empty(device: torch.device) -> Callable[..., Tensor]:
+    """Makes tensors of sizes, strides and dtype on a device that is the current one."""
+    guards = getattr(getattr(_core, "_dynamo", None), "guards", None)
+    short: Any = getattr(guards, f"_empty_strided_{device.type}", None)
+    return short or (
+        lambda sizes, strides, dtype: torch.empty_strided(
+            sizes, strides, dtype=dtype, device=device
+        )
+    )
 
 
 class _Prepared:
@@ -75,39 +93,47 @@ class _Prepared:
     __slots__ = (
         "allocates_workspace",
         "device",
-        "models",
+        "empty",
+        "layouts",
         "pick",
         "plan",
-        "repeats",
-        "stand_ins",
+        "slots",
         "workspace_bytes",
     )
 
     def __init__(
-        self,
-        plan: NativePlan,
-        shapes: Sequence[Shape],
-        tensors: Sequence[Any],
-        slots: Sequence[int],
-        stand_ins: StandIns,
+        self, plan: NativePlan, shapes: Sequence[Shape], device: torch.device, slots: Sequence[int]
     ) -> None:
-        first: Tensor = tensors[0]
         self.plan = plan
-        self.device = first.get_device()  # -1: the CPU
-        self.stand_ins = stand_ins
-        # Backward passes of a forward pass, by what they need and get.
-        self.repeats: dict[Any, tuple[KnownCall, Callable[[Sequence[Any]], Any]]] = {}
+        self.device = -1 if device.type == "cpu" else device.index
+        self.empty = _empty(device)
+        # Sizes, strides and dtypes of outputs and workspace.
+        self.layouts = [(tuple(shape), _row_major(shape), dtype) for shape, dtype in shapes]
         self.workspace_bytes = plan.workspace_bytes
-        # Outputs and workspace without their memory, as empty_like is quicker than new_empty.
-        self.models = [first.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-        self.allocates_workspace = self.workspace_bytes > (SMALL_WORKSPACE if first.is_cpu else 0)
+        self.allocates_workspace = self.workspace_bytes > (
+            SMALL_WORKSPACE if self.device < 0 else 0
+        )
         if self.allocates_workspace:
             size = self.workspace_bytes + WORKSPACE_ALIGNMENT
-            self.models.append(first.new_empty(size, dtype=torch.uint8))
-        for model in self.models:
-            model.untyped_storage().resize_(0)
+            self.layouts.append(((size,), (1,), torch.uint8))
         # Of the addresses of given inputs and outputs, and a last 0, those of the op's tensors.
+        self.slots = slots
         self.pick = itemgetter(*slots)
+
+    def without(self, kept: Sequence[bool]) -> _Prepared:
+        """The same for calls that give only those inputs that are kept."""
+        reduced = copy.copy(self)
+        before = [sum(kept[:i]) for i in range(len(kept))]
+        gone = len(kept) - sum(kept)
+
+        def moved(slot: int) -> int:
+            if slot < 0 or slot >= len(kept):
+                return slot if slot < 0 else slot - gone
+            return before[slot] if kept[slot] else -1
+
+        reduced.slots = [moved(slot) for slot in self.slots]
+        reduced.pick = itemgetter(*reduced.slots)
+        return reduced
 
 
 class _Kernel:
@@ -156,15 +182,18 @@ class _Kernel:
 
     def run(self, prepared: _Prepared, given: Sequence[Tensor]) -> Any:
         # The host cost of every call is here: what depends on the problem alone is in _prepare.
-        outputs = list(map(_empty_like, prepared.models))
-        addresses = [*map(_data_ptr, given), *map(_data_ptr, outputs)]
         device = prepared.device
+        if device >= 0 and _current_device() != device:
+            with torch.cuda.device(device):
+                return self.run(prepared, given)
+        outputs = [*starmap(prepared.empty, prepared.layouts)]
+        addresses = [*map(_data_ptr, given), *map(_data_ptr, outputs)]
         if prepared.allocates_workspace:
             workspace = align(addresses.pop())
         else:
             workspace = thread_memory.address if device < 0 else 0
         addresses.append(0)
-        stream = 0 if device < 0 else torch._C._cuda_getCurrentRawStream(device)
+        stream = 0 if device < 0 else _current_stream(device)
         prepared.plan.run_pointers(
             prepared.pick(addresses), stream, workspace, prepared.workspace_bytes
         )
@@ -194,9 +223,7 @@ class _Kernel:
         inputs = [name for name in self.names if given[name] is not None]
         places = {name: i for i, name in enumerate([*inputs, *names])}
         slots = [places.get(name, -1) for name in op.tensors]
-        with torch.inference_mode(False):  # as these serve calls that are differentiated, too
-            stand_ins = self.owner.stand_ins(tensors, values) if self.direction == FORWARD else ()
-        return _Prepared(plan, shapes, tensors, slots, stand_ins)
+        return _Prepared(plan, shapes, device, slots)
 
     def _named(
         self, tensors: Sequence[Any], options: Sequence[Any]
@@ -291,100 +318,26 @@ class TorchOp:
         pack = itemgetter(0) if len(outputs) == 1 else tuple
         kernel = _Kernel(self, FORWARD, self.inputs, self.options, pack)
         operator = self.operator = define(name, schema, kernel)
-        self.call = lambda tensors, options: operator(*tensors, *options)
+        self.call: Callable[..., Any] = lambda tensors, options: operator(*tensors, *options)
         if self.gradients:
-            known = [*self.inputs, *self.outputs]
-            self._read = itemgetter(*[known.index(name) for name in reads])
-            self._gradient_places = [self.inputs.index(source) for source in self.gradients]
-            self._layout_place = self.options.index("layout") if "layout" in self.options else None
-            self._define_backward(options)
-            self.call = differentiate(self.operator, kernel, self._setup, self._backward).call
+            backward_calls = self._define_backward(options)
+            self.call_backward = backward_calls.call
+            self.call = differentiate(name, operator, kernel, Derivation(self, backward_calls)).call
         if cast:
             for device in ("CPU", "CUDA"):
                 library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
 
-    def _define_backward(self, options: Sequence[str]) -> None:
+    def _define_backward(self, options: Sequence[str]) -> Calls:
         # The first gradient of an output leads: it is always given, and tells the device.
         names = [*self.upstream, *self.reads]
         first, *others = names
         tensors = [f"Tensor {first}", *[f"Tensor? {other}" for other in others]]
         schema = f"({', '.join([*tensors, *options, 'int needs'])}) -> Tensor[]"
         kernel = _Kernel(self, BACKWARD, names, [*self.options, "needs"], list)
-        operator = define(f"{self.name}_backward", schema, kernel)
+        name = f"{self.name}_backward"
+        operator = define(name, schema, kernel)
 
-        def refuse(ctx: Any, *gradients: Any) -> NoReturn:
-            raise NotImplementedError(f"{self.name}: second derivatives are not implemented")
-
-        self._backward_calls = differentiate(operator, kernel, lambda *_: None, refuse)
-        self.call_backward = self._backward_calls.call
-
-    def stand_ins(self, tensors: Sequence[Any], options: Sequence[Any]) -> StandIns:
-        """Of what the backward pass does not read, inputs leave their shapes behind."""
-        found: list[tuple[int, Any]] = []
-        for name in self.unread(dict(zip(self.options, options))) if self.unread else ():
-            if name in self.inputs:
-                place = self.inputs.index(name)
-                kept = tensors[place]
-                found.append((place, kept.new_empty(()).expand(kept.shape)))
-            else:
-                found.append((len(self.inputs) + self.outputs.index(name), None))
-        return found
-
-    def _setup(
-        self,
-        ctx: Any,
-        tensors: Sequence[Any],
-        options: Sequence[Any],
-        outputs: Sequence[Any],
-        prepared: _Prepared | None,
-    ) -> None:
-        known = [*tensors, *outputs]
-        ctx.options, ctx.prepared = options, prepared
-        if self.unread is not None:
-            stand_ins = prepared.stand_ins if prepared else self.stand_ins(tensors, options)
-            for place, stand_in in stand_ins:
-                known[place] = stand_in
-        ctx.save_for_backward(*self._read(known))
-        ctx.set_materialize_grads(False)
-        upstream = len(self.upstream)
-        if len(outputs) > upstream:
-            ctx.mark_non_differentiable(*outputs[upstream:])
-        if self._layout_place is not None and options[self._layout_place]:
-            ctx.layout = BlockLayout.find(options[self._layout_place])  # alive until then
-
-    def _backward(self, ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad
-        prepared = None if torch.compiler.is_compiling() else ctx.prepared
-        upstream, saved = gradients[: len(self.upstream)], ctx.saved_tensors
-        # With the layouts that `prepared` stands for, these settle what is None.
-        kind = needed, upstream[-1] is None
-        if prepared is not None and (repeat := prepared.repeats.get(kind)):
-            known, spread = repeat
-            found = self._backward_calls.repeat(known, (*upstream, *saved))
-            if found is not None:
-                return spread((*found, None))
-        needs, spread = self._route(needed)
-        if needs == 0 or all(given is None for given in upstream):
-            return (None,) * len(needed)
-        if upstream[0] is None:
-            out = saved[self.reads.index(self.outputs[0])]
-            upstream = (out.new_zeros(()).expand(out.shape), *upstream[1:])
-        arguments = (*upstream, *saved), (*ctx.options, needs)
-        found = self.call_backward(*arguments)
-        if prepared is not None:
-            known = self._backward_calls.find(*arguments)
-            if known is not None:
-                prepared.repeats[kind] = known, spread
-        return spread((*found, None))
-
-    def _route(self, needed: Sequence[bool]) -> tuple[int, Callable[[Sequence[Any]], Any]]:
-        """The backward pass's option `needs`, and how its results, followed by a None, become one
-        for each argument, of which the tensors are the last."""
-        before = len(needed) - len(self.inputs)
-        places = [place for place in self._gradient_places if needed[before + place]]
-        needs = sum(1 << self._gradient_places.index(place) for place in places)
-        slots = [places.index(i) if i in places else -1 for i in range(-before, len(self.inputs))]
-        return needs, itemgetter(*slots)
+        return differentiate(name, operator, kernel, NoDerivation(self.name))
 
     def _autocast(self, device: str) -> Callable[..., Any]:
         def kernel(*arguments: Any) -> Any:

@@ -164,8 +164,9 @@ def attention(
         out [B,Sq,H,Dv], or [total_q,H,Dv]. With `return_lse` also the natural logarithm
         [B,H,Sq], or [H,total_q], in float32 (float64 for float64); -inf where a query sees nothing.
     """
+    changed: dict[str, Any] = options  # type: ignore[assignment]
     layout = options.get("layout")
-    changed: dict[str, Any] = {"layout": 0 if layout is None else _identifier(layout)}
+    changed["layout"] = 0 if layout is None else _identifier(layout)
     if torch.are_deterministic_algorithms_enabled():
         changed["deterministic"] = True
     if options.get("dropout", 0) == 0:
@@ -177,8 +178,8 @@ def attention(
     else:
         seed = torch.full((), seed, dtype=torch.int64, device=q.device)
     tensors = (q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed)
-    out, lse = ops.ATTENTION.call(tensors, _attention_fields(**{**options, **changed}))
-    return (out, lse) if return_lse else out
+    result: Any = ops.ATTENTION.call(tensors, _attention_fields(**changed), not return_lse)
+    return result
 
 
 # ---------------------------------------------------------------- block-sparse
@@ -329,7 +330,8 @@ def entmax(
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = alpha.to(dtype).expand(shape)
     elif alpha == 2 and offsets is None and x.requires_grad and torch.is_grad_enabled():
-        return ops.SPARSEMAX.call((x, mask), (dim,))[0]
+        found: Tensor = ops.SPARSEMAX.call((x, mask), (dim,), True)
+        return found
     fields = _entmax_fields(2.0 if rows is not None else float(alpha), dim, check_indices)
     return ops.ENTMAX.call((x, rows, mask, offsets), fields)
 
@@ -386,7 +388,7 @@ def segment_reduce(
     fields = _segment_fields(reduce, ids is not None, **options)
     with_arg = reduce in ("max", "min") and options.get("ties", "first") != "even"
     if with_arg and x.requires_grad and torch.is_grad_enabled():
-        return _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), fields)[0]
+        return _segment(ops.SEGMENT_ARG, x, (offsets, ids, permutation), fields, True)
     return _segment(ops.SEGMENT, x, (offsets, ids, permutation), fields)
 
 
@@ -420,17 +422,23 @@ def segment_softmax(
 
 
 def _segment(
-    op: TorchOp, x: Tensor, segments: tuple[Tensor | None, ...], fields: tuple[Any, ...]
+    op: TorchOp,
+    x: Tensor,
+    segments: tuple[Tensor | None, ...],
+    fields: tuple[Any, ...],
+    first: bool = False,
 ) -> Any:
     """The op works on [N,D]; the dimensions after the first are folded into D."""
-    if x.dim() == 0:
+    rank = x.dim()
+    if rank == 2:
+        return op.call((x, *segments), fields, first)
+    if rank == 0:
         raise ValueError("segment: x: expected [N,...], got rank 0; give it a dimension of size 1")
-    flat = x if x.dim() == 2 else x.reshape(x.shape[0], -1) if x.numel() else x.flatten(1)
-    if x.dim() == 1:
+    if rank == 1:
         flat = x.unsqueeze(1)
-    results = op.call((flat, *segments), fields)
-    if x.dim() == 2:
-        return results
+    else:
+        flat = x.reshape(x.shape[0], -1) if x.numel() else x.flatten(1)
+    results = op.call((flat, *segments), fields, first)
     if isinstance(results, Tensor):
         return results.reshape(results.shape[0], *x.shape[1:])
     return tuple(result.reshape(result.shape[0], *x.shape[1:]) for result in results)

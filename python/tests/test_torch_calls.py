@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
-from pullback._torch_dispatch import _KnownCalls, _unseen  # noqa: E402
+from pullback._torch_known import KnownCalls, know, unseen  # noqa: E402
 from torch_cases import CASES, Case, on_devices, random  # noqa: E402
 
 
@@ -33,18 +36,18 @@ def test_modes_and_profilers_see_the_operators() -> None:
     with torch.profiler.profile() as profile:
         pt.entmax15(x).sum().backward()
     assert expected <= {event.key for event in profile.key_averages()}
-    assert _unseen((x, None, torch.nn.Parameter(x)))
+    assert unseen((x, None, torch.nn.Parameter(x)))
     with torch.inference_mode():
         inferred = pt.entmax15(x)
-    assert inferred.is_inference() and _unseen((inferred,))
+    assert inferred.is_inference() and unseen((inferred,))
     with torch.device("meta"):
         assert pt.entmax15(torch.empty(4, 6)).shape == (4, 6)
 
 
 def test_calls_are_known_by_all_that_matters() -> None:
     x, ids = random(4, 6).requires_grad_(), torch.arange(4)
-    calls = _KnownCalls()
-    calls.add((x, None, ids, ids), (1.0,), "first")
+    calls = KnownCalls()
+    calls.add(know((x, None, ids, ids), (1.0,), "first"))
 
     def known(*tensors: Any, options: Any = (1.0,)) -> bool:
         return calls.find(tensors, options) is not None
@@ -77,7 +80,7 @@ def test_calls_are_known_by_all_that_matters() -> None:
     )
 
     for i in range(20):  # the first makes room for others
-        calls.add((x[:1],), (float(i),), i)
+        calls.add(know((x[:1],), (float(i),), i))
     assert not known(x, None, ids, ids)
     assert [calls.find((x[:1],), (float(i),))[0].prepared for i in range(12, 20)] == [
         *range(12, 20)
@@ -121,7 +124,7 @@ def test_options_may_be_tensors_that_change() -> None:
 def test_what_is_saved_may_be_no_plain_tensor() -> None:
     y = random(1, 4, 1, 8).requires_grad_()
     negated = torch.complex(y, -y).conj().imag
-    assert negated.is_neg() and not _unseen((negated,))
+    assert negated.is_neg() and not unseen((negated,))
     found = torch.autograd.grad(pt.attention(negated, negated, negated).sum(), y)
     expected = torch.autograd.grad(pt.attention(y, y, y).sum(), y)
     torch.testing.assert_close(found, expected)
@@ -231,3 +234,32 @@ def test_compiled_autograd(case: Case, device: str) -> None:
         torch.testing.assert_close([x.grad for x in inputs], list(wanted))
         for x in inputs:
             x.grad = None
+
+
+WITHOUT_OWN_NAMES = """
+import sys, pytest, torch
+names = torch._C._dynamo.guards
+gone = {name: getattr(names, name) for name in ("TensorGuards", "_empty_strided_cpu")}
+for name in gone:
+    delattr(names, name)
+import pullback.torch
+for name, value in gone.items():
+    setattr(names, name, value)
+from pullback import _torch_known
+assert not _torch_known.available
+cases = "attention-bias or entmax-sparsemax or segment-max or dropout or second or forward_mode"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", f"({cases}) and not cuda", *sys.argv[1:]]))
+"""
+
+
+def test_without_names_of_pytorchs_own() -> None:
+    """If those go that tell which calls may leave the dispatcher out, all take the public way."""
+    tests = ["test_torch.py", "test_torch_features.py"]
+    found = subprocess.run(
+        [sys.executable, "-c", WITHOUT_OWN_NAMES, *tests],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
