@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ._options import attention_options
-from ._torch_ops import ATTENTION
+from .torch._ops import ATTENTION
 
 NAME = "pullback"
 

@@ -32,7 +32,7 @@ NativePlan(SEGMENT_PERMUTATION, FORWARD, {"ids": ids}, {"num_segments": 9}, Devi
 """
 # Plans for a GPU what PyTorch has on the CPU, and computes nothing.
 COMMON_CALLS = """
-import pullback._torch_operator as operator
+import pullback.torch._operator as operator
 from pullback._native import Device, NativePlan
 class Planned(NativePlan):
     def __init__(self, op, direction, specs, options, *device):

@@ -17,8 +17,8 @@ from torch.autograd import gradcheck  # noqa: E402
 from torch.library import opcheck  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
-from pullback import _torch_ops  # noqa: E402
-from pullback._torch_operator import TorchOp  # noqa: E402
+from pullback.torch import _ops  # noqa: E402
+from pullback.torch._operator import TorchOp  # noqa: E402
 from torch_cases import CASES, CUDA_OPS, DENSE, DEVICES, OFFSETS, Case, on_devices, random  # noqa: E402
 
 
@@ -250,7 +250,7 @@ def test_opcheck_of_the_backward_pass(name: str, device: str) -> None:
     if device == "cuda" and CUDA_OPS and name.split("-")[0] not in CUDA_OPS.split(","):
         pytest.skip("not among PULLBACK_TEST_OPS")
     op, arguments = op_arguments(device)[name]
-    owners = {o.operator: o for o in vars(_torch_ops).values() if isinstance(o, TorchOp)}
+    owners = {o.operator: o for o in vars(_ops).values() if isinstance(o, TorchOp)}
     owner = owners[op.default]
     given = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
     results = op(*given)

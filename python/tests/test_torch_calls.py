@@ -15,7 +15,7 @@ from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
-from pullback._torch_known import KnownCalls, know, unseen  # noqa: E402
+from pullback.torch._known import KnownCalls, know, unseen  # noqa: E402
 from torch_cases import CASES, Case, on_devices, random  # noqa: E402
 
 
@@ -245,10 +245,10 @@ for name in gone:
 import pullback.torch
 for name, value in gone.items():
     setattr(names, name, value)
-from pullback import _torch_known
-assert not _torch_known.available
+assert not pullback.torch._known.available
 cases = "attention-bias or entmax-sparsemax or segment-max or dropout or second or forward_mode"
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", f"({cases}) and not cuda", *sys.argv[1:]]))
+options = ["-q", "-p", "no:cacheprovider", "-k", f"({cases}) and not cuda"]
+sys.exit(pytest.main([*options, *sys.argv[1:]]))
 """
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from . import _native
-from ._native import TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_C
-from ._options import REDUCTIONS
-from ._torch_operator import Shape, TorchOp
-from .sparsity import BlockLayout
+from .. import _native
+from .._native import TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_C
+from .._options import REDUCTIONS
+from ..sparsity import BlockLayout
+from ._operator import Shape, TorchOp
 
 # ---------------------------------------------------------------- shapes of outputs
 

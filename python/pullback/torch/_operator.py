@@ -1,6 +1,6 @@
 """Makes PyTorch operators, ``torch.ops.pullback.<name>`` and ``<name>_backward``, of an op.
 
-`TorchOp` makes both from a table (_torch_ops.py): schema, kernel, fake kernel, derivative, vmap and
+`TorchOp` makes both from a table (_ops.py): schema, kernel, fake kernel, derivative, vmap and
 autocast rules. Kernels run on the current stream with outputs and workspace from torch's allocator,
 and never wait. Plans are kept by problem, since a training step repeats the same ones.
 """
@@ -16,7 +16,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from ._native import (
+from .._native import (
     BACKWARD,
     FORWARD,
     SMALL_WORKSPACE,
@@ -28,9 +28,9 @@ from ._native import (
     align,
     thread_memory,
 )
-from ._torch_derivation import Derivation, NoDerivation
-from ._torch_dispatch import Calls, define, differentiate, library
-from .sparsity import BlockLayout
+from ..sparsity import BlockLayout
+from ._derivation import Derivation, NoDerivation
+from ._dispatch import Calls, define, differentiate, library
 
 _DTYPES = {
     torch.float64: "f64",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ._native import (
+from .._native import (
     BACKWARD,
     FORWARD,
     OPS,
@@ -19,10 +19,20 @@ from ._native import (
     align,
     thread_memory,
 )
-from .sparsity import BlockLayout
+from ..sparsity import BlockLayout
 
 if TYPE_CHECKING:
+    from typing_extensions import TypedDict
+
     Array = np.ndarray[Any, Any]
+
+    class Run(TypedDict, total=False):
+        threads: int
+        variant: str
+        workspace: Array | None
+
+
+_Gradients = TypeVar("_Gradients")
 
 _DTYPE_NAMES = {
     "float64": "f64",
@@ -187,3 +197,18 @@ def wanted(needs: Iterable[str] | None, possible: Mapping[str, Any], op: str) ->
             given = [known for known, source in possible.items() if source is not None]
             raise ValueError(f"{op}: needs: expected some of {', '.join(given)}, got {name!r}")
     return names
+
+
+def gradients(
+    kind: Callable[..., _Gradients],
+    op: Op,
+    inputs: Mapping[str, Any],
+    possible: Mapping[str, Any],
+    needs: Iterable[str] | None,
+    options: Mapping[str, Any],
+    run: Mapping[str, Any],
+) -> _Gradients:
+    """The backward pass, for those of `possible` (name -> what it is the gradient of) needed."""
+    names = wanted(needs, possible, op.name)
+    results = compute(op, BACKWARD, inputs, names, options, **run)
+    return kind(**{**dict.fromkeys(possible), **dict(zip(names, results))})

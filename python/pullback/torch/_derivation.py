@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ._torch_dispatch import Calls
-from ._torch_known import KnownCall, Pick, picker
-from .sparsity import BlockLayout
+from ..sparsity import BlockLayout
+from ._dispatch import Calls
+from ._known import KnownCall, Pick, picker
 
 if TYPE_CHECKING:
-    from ._torch_operator import TorchOp
+    from ._operator import TorchOp
 
 # Of the gradients that the backward pass computes, and a last None, one for each argument.
 Spread = Callable[[Sequence[Any]], Sequence[Any]]

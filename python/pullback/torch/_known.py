@@ -32,12 +32,17 @@ def _thread_keys() -> tuple[int, int]:
     return included.raw_repr(), excluded.raw_repr()
 
 
-def _find_idle_threads() -> set[tuple[int, int]]:
-    """The keys of a thread that has none of them, as a new one, but for inference mode. Where torch
-    knows names of dimensions, autograd leaves them aside."""
+def _in_new_thread(function: Callable[[], Any]) -> Any:
+    """Under no mode or the like."""
     with ThreadPoolExecutor(1) as new_thread:
-        usual = new_thread.submit(_thread_keys).result()
-        inferring = new_thread.submit(torch.inference_mode()(_thread_keys)).result()
+        return new_thread.submit(function).result()
+
+
+def _find_idle_threads() -> set[tuple[int, int]]:
+    """The keys of a thread that has none of them, but for inference mode. Where torch knows names
+    of dimensions, autograd leaves them aside."""
+    usual = _in_new_thread(_thread_keys)
+    inferring = _in_new_thread(torch.inference_mode()(_thread_keys))
     named = _core._parse_dispatch_key("Named")
     nameless = _core.DispatchKeySet(named).raw_repr() if named is not None else 0
     return {
@@ -47,11 +52,28 @@ def _find_idle_threads() -> set[tuple[int, int]]:
     }
 
 
+def _guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """torch's own compare all that matters of tensors but their memory, in one call into C++:
+    dtype, device, shape, strides, requires_grad, and the dispatch keys that this thread makes of
+    them, which are others under any mode, transform, autocast or tracer."""
+    check: Callable[..., bool] = _core._dynamo.guards.TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+    return check
+
+
+def _try_guards() -> bool:
+    x, other = torch.empty(1), torch.empty(2)
+    check = _guards([x])
+    return check(x) and not check(other)
+
+
 try:
     _include = _core._dispatch_tls_local_include_set
     _exclude = _core._dispatch_tls_local_exclude_set
     _tensor_keys = _core._dispatch_keys
-    _guards = _core._dynamo.guards.TensorGuards
     # Those that see calls that guards know.
     modes, profiled = _core._len_torch_function_stack, _core._autograd._profiler_enabled
     # What the dispatcher's way needs.
@@ -65,7 +87,7 @@ try:
         for name in ("CPU", "CUDA")
         for others in ((f"Autograd{name}", "ADInplaceOrView"), ())
     }
-    available = True
+    available: bool = _in_new_thread(_try_guards)
 except (AttributeError, TypeError):
     available = False
 _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
@@ -109,27 +131,19 @@ class KnownCall(NamedTuple):
 def know(
     tensors: Sequence[Any], options: Sequence[Any], prepared: Any, record: Any = None
 ) -> KnownCall:
-    """torch's own guards compare all that matters of tensors but their memory, in one call into
-    C++: dtype, device, shape, strides, requires_grad, and the dispatch keys that this thread makes
-    of them, which are others under any mode, transform, autocast or tracer."""
     pick = picker([i for i, tensor in enumerate(tensors) if tensor is not None])
     given = pick(tensors)
     places: dict[int, int] = {}
     twins = [(places.setdefault(id(tensor), i), i) for i, tensor in enumerate(given)]
     firsts = picker([*places.values()])
     leaves = places_of_leaves(tensors)
-    guards = _guards(
-        *firsts(given),
-        dynamic_dims_sizes=[list(tensor.shape) for tensor in firsts(given)],
-        dynamic_dims_strides=[list(tensor.stride()) for tensor in firsts(given)],
-    )
     return KnownCall(
         options,
         tuple(map(type, tensors)),
         pick,
         [(i, j) for i, j in twins if i != j],
         firsts,
-        guards.check,
+        _guards(firsts(given)),
         torch.get_num_threads(),
         picker(leaves) if leaves else None,
         prepared,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _torch_known as known_calls
-from ._torch_known import KnownCall, KnownCalls, places_of_leaves, unseen
+from . import _known as known_calls
+from ._known import KnownCall, KnownCalls, places_of_leaves, unseen
 
 library = torch.library.Library("pullback", "DEF")
 

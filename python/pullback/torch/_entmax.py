@@ -1,0 +1,68 @@
+"""Entmax."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._options import entmax_options
+from ._fields import remembered
+from ._ops import ENTMAX, SPARSEMAX
+
+_fields = remembered(ENTMAX, entmax_options)
+
+
+def entmax(
+    x: Tensor,
+    alpha: float | Tensor = 1.5,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    check_indices: bool = False,
+) -> Tensor:
+    """p_i = [(alpha-1) x_i - tau]₊^(1/(alpha-1)) with sum p = 1 along a dimension.
+
+    Args:
+        x: of any shape.
+        alpha: 1 is softmax, 1.5 entmax15, 2 sparsemax; at least 1. A tensor has the shape of x with
+            size 1 at `dim`, or without it, or broadcasts to that, and gets its gradient.
+        dim: the dimension of size n that rows lie along.
+        mask: bool or uint8, the shape of x; hides where it is 0.
+        offsets: [G+1], ascending; `dim` then holds G rows of different lengths.
+        check_indices: reports bad offsets instead of clamping them; on the CPU.
+
+    Returns:
+        p, like x. Rows that see nothing are 0.
+    """
+    rows: Tensor | None = None
+    if isinstance(alpha, Tensor):
+        shape = list(x.shape)
+        axis = dim % x.dim()
+        if alpha.dim() == x.dim() and alpha.shape[axis] == 1:
+            alpha = alpha.squeeze(axis)
+        if offsets is None:
+            del shape[axis]
+        else:
+            shape[axis] = offsets.shape[0] - 1
+        if any(a not in (1, b) for a, b in zip(alpha.shape[::-1], shape[::-1])):
+            raise ValueError(
+                f"entmax: alpha: expected what broadcasts to {shape}, got {list(alpha.shape)}"
+            )
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        rows = alpha.to(dtype).expand(shape)
+    elif alpha == 2 and offsets is None and x.requires_grad and torch.is_grad_enabled():
+        found: Tensor = SPARSEMAX.call((x, mask), (dim,), True)
+        return found
+    fields = _fields(2.0 if rows is not None else float(alpha), dim, check_indices)
+    return ENTMAX.call((x, rows, mask, offsets), fields)
+
+
+def sparsemax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+    """The projection onto the simplex: `entmax` with alpha 2."""
+    return entmax(x, 2.0, dim, mask=mask)
+
+
+def entmax15(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+    """`entmax` with alpha 1.5."""
+    return entmax(x, 1.5, dim, mask=mask)
