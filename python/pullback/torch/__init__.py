@@ -21,8 +21,7 @@ from ._attention import attention
 from ._blocks import block_matmul, block_softmax, block_sparse_attention
 from ._entmax import entmax, entmax15, sparsemax
 from ._modules import Entmax, Entmax15, Sparsemax, SparseSelfAttention
-from ._segment import segment_permutation, segment_reduce, segment_softmax
-from ._segment import segment_reduce_arg as segment_reduce_arg
+from ._segment import segment_permutation, segment_reduce, segment_reduce_arg, segment_softmax
 
 __all__ = [
     "Entmax",
@@ -37,6 +36,7 @@ __all__ = [
     "entmax15",
     "segment_permutation",
     "segment_reduce",
+    "segment_reduce_arg",
     "segment_softmax",
     "sparsemax",
 ]
