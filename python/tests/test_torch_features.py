@@ -111,6 +111,9 @@ def test_autocast_casts_products_only() -> None:
     assert out.dtype == torch.bfloat16 and y.dtype == torch.float32
     out.sum().backward()
     assert q.grad is not None and q.grad.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.func.grad(lambda q: pt.attention(q, k, v).sum())(q.detach())
+    torch.testing.assert_close(found, q.grad, atol=0, rtol=0)
 
 
 def test_deterministic_algorithms_win() -> None:

@@ -28,6 +28,9 @@ class Kernel(Protocol):
     def run(self, prepared: Any, given: Sequence[Tensor]) -> Any:
         """Computes, of the tensors that are not None."""
 
+    def autocast(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """What autocast makes of the schema's tensors."""
+
     def fake(self, *arguments: Any) -> Any: ...
 
     def fold(self, *arguments: Any) -> tuple[int, Sequence[str]] | None:
@@ -121,9 +124,10 @@ _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambd
 
 
 def _by_dispatcher(
-    name: str, operator: Any, derivation: Derivation, count: int
+    name: str, operator: Any, kernel: Kernel, derivation: Derivation
 ) -> Callable[..., Any]:
     """`Calls.call`, also under torch.func.grad and the like, which know autograd by Functions."""
+    count = len(kernel.names)
 
     def refuse_tangents() -> NoReturn:
         raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
@@ -157,7 +161,8 @@ def _by_dispatcher(
                 refuse_tangents()
             transformed = _transforms_active()
         if transformed:
-            results = Transformed.apply(options, *tensors)
+            # What is saved has to be what the operator computes with.
+            results = Transformed.apply(options, *kernel.autocast(tensors))
         else:
             results = operator(*tensors, *options)
         return results[0] if first else results
@@ -181,7 +186,7 @@ def _differentiate_publicly(
 
     full_name = f"pullback::{name}"
     torch.library.register_autograd(full_name, backward, setup_context=setup, lib=library)
-    call = _by_dispatcher(name, operator, derivation, count)
+    call = _by_dispatcher(name, operator, kernel, derivation)
     return Calls(call, lambda tensors, options, given: None, lambda known, given: None)
 
 
@@ -191,7 +196,7 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
     count = len(kernel.names)
     calls = KnownCalls()
     keep = derivation.keep
-    call_by_dispatcher = _by_dispatcher(name, operator, derivation, count)
+    call_by_dispatcher = _by_dispatcher(name, operator, kernel, derivation)
 
     def function(forward: Callable[..., Any]) -> Callable[..., Any]:
         """A differentiable one of a first argument, and tensors that require gradients."""

@@ -136,6 +136,17 @@ class _Prepared:
         return reduced
 
 
+def _cast(values: Sequence[Any], device: str) -> Sequence[Any]:
+    """As autocast does."""
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floats and value.dtype != torch.float64 else value
+
+    return [cast(value) for value in values]
+
+
 class _Kernel:
     """One pass of an op on tensors: called with the schema's arguments, tensors first.
 
@@ -256,6 +267,11 @@ class _Kernel:
         indices = self.owner.indices
         return None if dim is None else (dim, [name for name in self.names if name not in indices])
 
+    def autocast(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        device = tensors[0].device.type
+        wanted = self.owner.cast and self.direction == FORWARD
+        return _cast(tensors, device) if wanted and torch.is_autocast_enabled(device) else tensors
+
     def fake(self, *arguments: Any) -> Any:
         count = len(self.names)
         given, options = self._named(arguments[:count], arguments[count:])
@@ -306,7 +322,7 @@ class TorchOp:
         self.gradients = dict(gradients or {})
         self.like = dict(like or {})
         self.constants = dict(constants or {})
-        self.fold, self.indices = fold, indices
+        self.fold, self.indices, self.cast = fold, indices, cast
         self.reads, self.unread, self.upstream = reads, unread, upstream
         self.options = [option.split()[1] for option in options]
 
@@ -341,13 +357,8 @@ class TorchOp:
 
     def _autocast(self, device: str) -> Callable[..., Any]:
         def kernel(*arguments: Any) -> Any:
-            dtype = torch.get_autocast_dtype(device)
-
-            def cast(value: Any) -> Any:
-                floats = isinstance(value, Tensor) and value.is_floating_point()
-                return value.to(dtype) if floats and value.dtype != torch.float64 else value
-
+            cast = _cast(arguments, device)
             with torch.autocast(device, enabled=False):
-                return self.operator(*map(cast, arguments))
+                return self.operator(*cast)
 
         return kernel
