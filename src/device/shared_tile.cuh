@@ -34,7 +34,10 @@ struct TileLayout {
 // kInterleaved: row 8 i + 2 a + e of every 32 in the tile is row 8 a + 2 i + e of the matrix, a and
 // i in 0..3. In a product with the tile's rows as columns, lane 4 g + t then has the columns
 // 8 t … 8 t + 7 of each 32, next to each other in whatever is added to the sums.
-template <class T, int kRows, int kColumns, int kThreads, bool kVectors, bool kInterleaved = false>
+//
+// kShort: code is to be short rather than fast.
+template <class T, int kRows, int kColumns, int kThreads, bool kVectors, bool kInterleaved = false,
+          bool kShort = !kVectors>
 class TileLoader {
   using Layout = TileLayout<T, kColumns>;
   // Threads side by side in a row; each takes every kAcross-th chunk of it.
@@ -68,13 +71,13 @@ class TileLoader {
     uint32_t to = tile + Layout::offset(row, chunk);
     const T* const own = first_ + (first_row + own_row) * row_step_ +
                          column * (kVectors ? int64_t{1} : element_step_);
-    // Elements come one by one anyway: there, short code and few registers count.
-#pragma unroll(kVectors ? kRows / kDown : 1)
+    // Where elements come one by one, short code and few registers count anyway.
+#pragma unroll(kShort ? 1 : kRows / kDown)
     for (int down = 0; down < kRows; down += kDown) {
       if (kRows % kDown == 0 || row + down < kRows) {
         const T* from = own + source_row(down) * row_step_;
         const bool valid = own_row + source_row(down) < rows;
-#pragma unroll(kVectors ? Layout::kChunks / kAcross : 1)
+#pragma unroll(kShort ? 1 : Layout::kChunks / kAcross)
         for (int across = 0; across < kColumns; across += kAcross * Layout::kChunk) {
           const uint32_t address = to + static_cast<uint32_t>(across / Layout::kChunk * 16);
           const int columns = valid ? columns_ - column - across : 0;

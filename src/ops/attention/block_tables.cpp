@@ -16,42 +16,67 @@ constexpr std::int64_t kSquare = 16;
 // a tile in turns, by ascending keys (cuda/smxx_backward.cuh), and rarely wait if they come when
 // the turn before is over. When that is, a simple play of the run tells: owners start in order, so
 // many at a time, their blocks share the tiles, take a step for each, begin a turn in the middle of
-// it and end it two steps later, as late as some do. Waits can only be for owners that started
-// before, so that no order can lock them.
+// it and end it later. Of the tiles whose turn before has been over for a margin, as no run is like
+// the play, they take the one that the nearest owner wants next; else the one that is over first.
+// Waits can only be for owners that started before, so that no order can lock them.
 void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> first,
                      std::int64_t query_tiles, OwnersAtWork at_work) {
-  std::vector<std::int64_t> over(static_cast<std::size_t>(query_tiles), 0);
+  const auto at = [](std::int64_t index) { return static_cast<std::size_t>(index); };
+  constexpr std::int64_t kStep = 2, kTurn = 3, kMargin = 5;
+  const std::int64_t blocks = at_work.blocks;
+  const std::int64_t lists = static_cast<std::int64_t>(first.size()) - 1;
+  // Of an owner's tile: the next owner that meets it.
+  std::vector<std::int64_t> next(tiles.size()), last_owner(at(query_tiles), lists);
+  for (std::int64_t list = lists - blocks; list >= 0; list -= blocks) {
+    for (std::int64_t i = first[at(list)] - first[0]; i < first[at(list + blocks)] - first[0];
+         ++i) {
+      next[at(i)] = std::exchange(last_owner[at(tiles[at(i)].tile)], list);
+    }
+  }
+  struct Choice {
+    std::int64_t over, next;
+    SeenTile tile;
+  };
+  const auto later = [](const Choice& a, const Choice& b) {
+    return std::pair(a.next, a.tile.tile) > std::pair(b.next, b.tile.tile);
+  };
+  std::vector<std::int64_t> over(at(query_tiles), -kMargin), now(at(blocks)), to(at(blocks));
   std::priority_queue<std::int64_t, std::vector<std::int64_t>, std::greater<>> free_at;
   for (int i = 0; i < at_work.owners; ++i) free_at.push(0);
-  const auto over_of = [&](const SeenTile& tile) -> std::int64_t& {
-    return over[static_cast<std::size_t>(tile.tile)];
-  };
-  constexpr std::int64_t kStep = 2, kTurn = 4;
-  const std::size_t blocks = static_cast<std::size_t>(at_work.blocks);
-  std::vector<SeenTile> seen;
-  for (std::size_t list = 0; list + 1 < first.size(); list += blocks) {
-    const std::int64_t begin = first[list] - first[0], end = first[list + blocks] - first[0];
-    const auto own =
-        tiles.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
-    seen.assign(own.begin(), own.end());
-    std::ranges::stable_sort(seen, {}, over_of);
-    const std::int64_t start = free_at.top();
-    free_at.pop();
-    std::int64_t last = start;
-    auto to = own.begin();
-    for (std::size_t block = 0; block < blocks; ++block) {
-      const auto list_begin = to;
-      std::int64_t now = start;
-      for (std::size_t i = block; i < seen.size(); i += blocks) {
-        const std::int64_t turn = std::max(now + kStep / 2, over_of(seen[i]));
-        over_of(seen[i]) = turn + kTurn;
-        now = turn + kStep / 2;
-        *to++ = seen[i];
-      }
-      std::reverse(list_begin, to);  // the kernel begins at the end
-      last = std::max(last, now);
+  std::vector<Choice> own;
+  for (std::int64_t list = 0; list < lists; list += blocks) {
+    const std::int64_t begin = first[at(list)] - first[0],
+                       end = first[at(list + blocks)] - first[0];
+    own.clear();
+    for (std::int64_t i = begin; i < end; ++i) {
+      own.push_back({over[at(tiles[at(i)].tile)], next[at(i)], tiles[at(i)]});
     }
-    free_at.push(last);
+    std::ranges::stable_sort(own, {}, &Choice::over);
+    std::priority_queue ready(later, std::vector<Choice>());
+    std::fill(now.begin(), now.end(), free_at.top());
+    free_at.pop();
+    // The kernel begins at the end of a list.
+    for (std::int64_t b = 0; b < blocks; ++b) to[at(b)] = first[at(list + b + 1)] - first[0];
+    auto waiting = own.begin();
+    for (std::int64_t i = begin; i < end; ++i) {
+      std::int64_t block = -1;
+      for (std::int64_t b = 0; b < blocks; ++b) {
+        const bool room = to[at(b)] > first[at(list + b)] - first[0];
+        if (room && (block < 0 || now[at(b)] < now[at(block)])) block = b;
+      }
+      std::int64_t& time = now[at(block)];
+      while (waiting != own.end() && waiting->over + kMargin <= time + kStep / 2) {
+        ready.push(*waiting++);
+      }
+      if (ready.empty()) ready.push(*waiting++);
+      const SeenTile tile = ready.top().tile;
+      ready.pop();
+      const std::int64_t turn = std::max(time + kStep / 2, over[at(tile.tile)]);
+      over[at(tile.tile)] = turn + kTurn;
+      time = turn + kStep / 2;
+      tiles[at(--to[at(block)])] = tile;
+    }
+    free_at.push(*std::ranges::max_element(now));
   }
 }
 

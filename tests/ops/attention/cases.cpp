@@ -36,14 +36,14 @@ void expand_d_out(TensorMap& inputs, const Setup& s, Random&) {
   inputs["d_out"] = broadcast(one, {s.batch, s.query, s.heads, s.value_dim});
 }
 
-// The last `hidden` keys get the value in k and v: NaN there must go nowhere when nobody sees them.
-void poison_keys(TensorMap& inputs, std::int64_t hidden) {
+// The last `hidden` keys get the value in k and v, which must go nowhere when nobody sees them.
+void poison_keys(TensorMap& inputs, std::int64_t hidden, double poison = kNaN) {
   for (const char* name : {"k", "v"}) {
     const HostTensor& tensor = inputs[name];
     const auto& shape = tensor.spec().shape;
     const std::int64_t row = shape[2] * shape[3];
     for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-      if (i / row % shape[1] >= shape[1] - hidden) tensor.set(i, kNaN);
+      if (i / row % shape[1] >= shape[1] - hidden) tensor.set(i, poison);
     }
   }
 }
@@ -148,6 +148,12 @@ void add_biases(std::vector<Case>& cases) {
     poison_keys(inputs, 13);
   };
   add(cases, "NaN in keys that the bias masks", setup);
+  setup = {.key = 72, .bias = {2, 2, 33, 72}, .finite_differences = false, .dtypes = {DType::bf16}};
+  setup.change = [](TensorMap& inputs, const Setup&, Random&) {
+    mask_by_bias(inputs, 13);
+    poison_keys(inputs, 13, 3e38);
+  };
+  add(cases, "products beyond f32 that the bias masks", setup);
   setup = {.query = 40, .key = 70};
   setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 30); };
   add(cases, "NaN in keys that causal masks", setup, {{"causal", "top-left"}});

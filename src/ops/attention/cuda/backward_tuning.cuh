@@ -21,6 +21,11 @@ struct BackwardTiles {
   static constexpr bool one_barrier(int split, int stages, bool bias) {
     return !bias && stages > (split > 1 ? 2 : 1);
   }
+  // Where a step has two barriers its statistics are needed up to the first one: one place will do,
+  // but in f32, which reads units there later on.
+  static constexpr int stats_stages(int element_bytes, int split, int stages, bool bias) {
+    return element_bytes == 4 || one_barrier(split, stages, bias) ? stages : 1;
+  }
   // Rows of q, d_out, k, v; p and ds; statistics; a bias of 16 bits.
   constexpr int shared_bytes(int width, int element_bytes, bool bias) const;
 };
@@ -29,10 +34,11 @@ struct BackwardTiles {
 inline constexpr int stats_bytes(int queries) { return queries * 8 + 16; }
 
 constexpr int BackwardTiles::shared_bytes(int width, int element_bytes, bool bias) const {
+  const int stats = stats_bytes(queries) * stats_stages(element_bytes, split, stages, bias);
   return (2 * width * keys + 2 * width * queries * stages +
           (split > 1 ? 2 : 1) * (one_barrier(split, stages, bias) ? 2 : 1) * keys * queries) *
              element_bytes +
-         (stats_bytes(queries) * stages + 127) / 128 * 128 + (bias ? 2 * keys * queries : 0);
+         (stats + 127) / 128 * 128 + (bias ? 2 * keys * queries : 0);
 }
 
 // The same tiles for kernels with a bias, which takes room of a stage. Where 8 warps have too few
@@ -46,8 +52,8 @@ inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arc
     tiles.split = 2, tiles.query_rows = 4, tiles.blocks = 128 / tiles.keys;
   }
   if (tiles.stages > 2) tiles.stages = 2;
-  if (tiles.shared_bytes(width, 2, true) > max_shared_bytes(arch)) tiles.stages = 1;
   if (tiles.blocks > 2) tiles.blocks = 2;
+  if (tiles.shared_bytes(width, 2, true) * tiles.blocks > shared) tiles.stages = 1;
   return tiles;
 }
 
@@ -57,7 +63,10 @@ inline constexpr BackwardTiles with_bias(BackwardTiles tiles, int width, int arc
 inline constexpr BackwardTiles backward_tiles(int width, int arch, bool small_blocks) {
   const int shared = max_shared_bytes(arch);
   if (small_blocks && width <= 64) return {64, 64, 1, 1, shared < 200 * 1024 ? 2 : 4, 2};
-  if (small_blocks && width == 128 && shared >= 163 * 1024) return {64, 64, 2, 1, 2, 2};
+  if (small_blocks && width == 128 && shared >= 163 * 1024) {
+    // Of 228 KiB two blocks leave nothing.
+    return {64, 64, 2, shared > 200 * 1024 ? 2 : 1, 2, 2};
+  }
   if (width <= 64) return {128, 64, 1, 2, shared >= 163 * 1024 ? 2 : 1, 2};
   if (shared >= 163 * 1024) {
     const int stages = shared > 200 * 1024 ? 3 : 2;

@@ -60,8 +60,11 @@ struct BackwardBlock {
   static constexpr bool kOneBarrier =
       sizeof(T) == 2 && BackwardTiles::one_barrier(kSplit, kStages, has_bias(kFeatures));
   static constexpr int kScoreTiles = kOneBarrier ? 2 : 1;
+  static constexpr int kStatsStages =
+      BackwardTiles::stats_stages(sizeof(T), kSplit, kStages, has_bias(kFeatures));
 
-  static constexpr bool kMayDrop = kFeatures == kDropout || is_general(kFeatures);
+  // Whose fence ends a turn: one barrier leaves no time to tell another thread.
+  static constexpr int kTurnThread = has_blocks(kFeatures) && !kOneBarrier ? kThreads / 2 : 0;
   const BackwardParams& p;
   const Dropout dropout;
   const int lane, warp, key_row, own;  // key_row: the warp's first key; own: its share
@@ -77,7 +80,7 @@ struct BackwardBlock {
 
   BackwardBlock(const BackwardParams& params, BlockPlace& shared_place, uint32_t shared)
       : p(params),
-        dropout(kMayDrop ? params.problem.dropout.for_warp() : Dropout()),
+        dropout(may_drop(kFeatures) ? params.problem.dropout.for_warp() : Dropout()),
         lane(static_cast<int>(threadIdx.x % 32)),
         warp(static_cast<int>(threadIdx.x / 32)),
         key_row(warp / kSplit * 32),
@@ -88,7 +91,7 @@ struct BackwardBlock {
         d_out_tiles(q_tiles + kStages * kQueryBytes),
         ds_tiles(d_out_tiles + kStages * kQueryBytes),
         stats_tiles(ds_tiles + (kSplit > 1 ? 2 : 1) * kScoreTiles * kScoreBytes),
-        bias_tile(stats_tiles + (kStages * sizeof(Stats) + 127) / 128 * 128),
+        bias_tile(stats_tiles + (kStatsStages * sizeof(Stats) + 127) / 128 * 128),
         block(shared_place),
         place(shared_place.keys),
         ds_tile(ds_tiles),
@@ -99,38 +102,35 @@ struct BackwardBlock {
             int columns) const {
     const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
                           first * rows.row + head * rows.head;
-    if (!is_general(kFeatures) || p.vectors) {
-      TileLoader<T, kRows, kWidth, kThreads, true, kInterleaved>(from, rows.row, rows.element,
-                                                                 columns)
+    const auto load_by = [&](auto vectors) {
+      TileLoader<T, kRows, kWidth, kThreads, vectors.value, kInterleaved, is_general(kFeatures)>(
+          from, rows.row, rows.element, columns)
           .load(tile, 0, count);
-    } else {
-      TileLoader<T, kRows, kWidth, kThreads, false, kInterleaved>(from, rows.row, rows.element,
-                                                                  columns)
-          .load(tile, 0, count);
-    }
+    };
+    !is_general(kFeatures) || p.vectors ? load_by(Constant<true>()) : load_by(Constant<false>());
   }
 
   static constexpr bool listed() { return has_blocks(kFeatures); }
   BackwardSteps<listed()> steps() const { return {p, block}; }
-  int head_of(const Step& step) const { return place.head * p.problem.group + step.head_of_group; }
-  int64_t tile_of(const Step& step) const {
-    const int64_t plane = block.pair * p.problem.group + step.head_of_group;
-    return plane * p.q_tiles + place.first_tile + step.tile;
-  }
+  static int64_t tile_of(const Step& step) { return step.first_tile + step.tile; }
 
   void load_step(const Step& step, uint32_t stage) const {
-    const int head = head_of(step), first = step.tile * kQueries, left = place.q_length - first;
+    const int first = step.tile * kQueries, left = place.q_length - first;
     const int64_t row = place.q_begin + first;
-    load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, head, row, left, p.problem.head_dim);
-    load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, head, row, left,
+    load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, step.head, row, left,
+                          p.problem.head_dim);
+    load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, step.head, row, left,
                           p.problem.value_dim);
-    const uint32_t byte = threadIdx.x * 16;
-    if (byte < sizeof(Stats)) {
-      const auto* const stats = static_cast<const Stats*>(p.stats) + tile_of(step);
-      async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + byte,
-                         reinterpret_cast<const char*>(stats) + byte, 16);
-    }
+    if constexpr (kStatsStages == kStages) load_stats(step, stage);
     async_commit();
+  }
+
+  void load_stats(const Step& step, uint32_t stage) const {
+    const uint32_t byte = threadIdx.x * 16;
+    if (byte >= sizeof(Stats)) return;
+    const auto* const from = static_cast<const Stats*>(p.stats) + tile_of(step);
+    async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + byte,
+                       reinterpret_cast<const char*>(from) + byte, 16);
   }
 
   // The warp's queries of a chunk, from the tile's first one on.
@@ -138,7 +138,7 @@ struct BackwardBlock {
 
   KeyScores scores_of(const Step& step, int chunk, uint32_t stats) const {
     const int first = first_of(chunk);
-    return KeyScores(p, dropout, place, head_of(step), place.tile * kKeys + key_row,
+    return KeyScores(p, dropout, place, step.head, place.tile * kKeys + key_row,
                      step.tile * kQueries + first, step.squares >> (first / 16 * 8 + key_row / 16),
                      stats + first * 8, lane);
   }
@@ -170,8 +170,7 @@ struct BackwardBlock {
   // Where the sums of d_bias over launches lie: of a tile, and of the warp's 32 keys and a chunk of
   // queries in it.
   float* bias_sums_of(const Step& step) const {
-    const int64_t head = head_of(step);
-    const int64_t tile = (head * p.q_tiles + step.tile) * p.k_tiles + place.tile;
+    const int64_t tile = (int64_t{step.head} * p.q_tiles + step.tile) * p.k_tiles + place.tile;
     return p.bias_sums + tile * (kKeys * kQueries);
   }
   float* bias_sums_of(const Step& step, int chunk) const {
@@ -198,7 +197,7 @@ struct BackwardBlock {
     if (kFeatures == kBiasSum && p.bias_step != BiasStep::first) {
       prefetch_bytes<kThreads>(bias_sums_of(step), kKeys * kQueries * 4);
     }
-    prefetch_bias<T, kKeys, kQueries, kThreads>(p, place, head_of(step), step.tile);
+    prefetch_bias<T, kKeys, kQueries, kThreads>(p, place, step.head, step.tile);
   }
 
   // sum[m][n] = rows [key_row, + 32) of `keys` times rows [first, + 8 · kN) of `queries`.
@@ -327,11 +326,9 @@ struct BackwardBlock {
         static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head + first * rows.row;
     const GradientStore<T, kInterleaved> store{rows, base, row, limit, column, columns, factor};
     if constexpr (sizeof(T) == 4) {
-      store.elements(sum, lane);
-    } else if constexpr (is_general(kFeatures)) {
-      store.pieces<false>(sum, lane, p.vectors != 0);
+      store.template elements<!is_general(kFeatures)>(sum, lane);
     } else {
-      store.pieces<true>(sum, lane, true);
+      store.template pieces<!is_general(kFeatures)>(sum, lane, p.vectors != 0);
     }
   }
 
@@ -405,12 +402,11 @@ struct BackwardBlock {
       }
       return;
     }
-    const int head = head_of(step);
     const int first_row = step.tile * kQueries;
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
     const int rows = static_cast<int>(all - first_row < kQueries ? all - first_row : kQueries);
-    store_sum<false>(p.d_q, head, place.q_begin + first_row, first_query, rows, first_column,
+    store_sum<false>(p.d_q, step.head, place.q_begin + first_row, first_query, rows, first_column,
                      p.problem.head_dim, sum, p.problem.scale);
   }
 
@@ -447,11 +443,12 @@ struct BackwardBlock {
     wait_for_previous_kernel();  // for statistics and turns
     if (threadIdx.x == 0) steps().find(1);
     if constexpr (has_bias(kFeatures)) load_bias(block.steps[0]);
+    if constexpr (kStatsStages < kStages) load_stats(block.steps[0], 0);
     load_step(block.steps[0], 0);
     async_wait<0>();
     __syncthreads();
     // NaN or infinity in the keys and values must not reach every query.
-    if (not_finite<T, kThreads>(k_tile, 2 * kKeyBytes)) block.finite_keys = false;
+    if (has_extremes<T, kThreads>(k_tile, 2 * kKeyBytes)) block.finite_keys = false;
     __syncthreads();
     if (kOneBarrier && steps().exists(1)) load_step(steps().at(1), 1);
     for (uint32_t number = 0;; ++number) {
@@ -476,7 +473,7 @@ struct BackwardBlock {
 
       const uint32_t q_tile = q_tiles + stage * kQueryBytes;
       const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
-      const uint32_t stats = stats_tiles + stage * sizeof(Stats);
+      const uint32_t stats = stats_tiles + stage % kStatsStages * sizeof(Stats);
       const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
       const bool only_v =
           p.d_q.data == nullptr && p.d_k.data == nullptr && p.d_bias.data == nullptr;
@@ -534,13 +531,17 @@ struct BackwardBlock {
       if (kOneBarrier && steps().exists(number + 2)) {
         load_step(steps().at(number + 2), (number + 2) % kStages);
       }
-      if (threadIdx.x == 0 && p.d_q.data != nullptr) block.swap_turn(turn);
+      if (threadIdx.x == kTurnThread && p.d_q.data != nullptr) block.swap_turn(turn);
+      if constexpr (kStatsStages < kStages) {
+        if (more) load_stats(next, 0);
+        async_commit();
+      }
       if constexpr (has_bias(kFeatures)) {
         if (more) load_bias(next);
         async_commit();
       }
       if constexpr (kFeatures == kBias) {
-        store_bias<T, kKeys, kQueries, kWarps>(p, place, head_of(step), step.tile, ds_tile);
+        store_bias<T, kKeys, kQueries, kWarps>(p, place, step.head, step.tile, ds_tile);
       }
       if constexpr (kSplit > 1) {
         if (whole(step) || suspicious || seen_of<32, kQueries>(step, key_row, 0) != Seen::none) {

@@ -70,29 +70,31 @@ uint32_t finite_or_zero(uint32_t pair) {
 // What weighs nothing, rather than little, is -0 in the tiles of p and ds.
 inline constexpr uint32_t kUnseenBits = 0x8000u;
 
-// sum + 0 · pair: NaN, and so not 0, once a pair held NaN or infinity.
+// sum + 0 · pair, or in bf16 sum + 2^67 · pair: not finite once a pair held NaN, infinity or, in
+// bf16, 2^61 or more.
 template <class T>
-uint32_t add_no_number(uint32_t sum, uint32_t pair) {
+uint32_t add_extreme(uint32_t sum, uint32_t pair) {
   if constexpr (kExponent<T> == kExponent<f16>) {
     asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
   } else {
-    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0));
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(pair), "r"(0x61006100));
   }
   return sum;
 }
 
-// Whether the thread's share of some shared memory holds NaN or infinity.
+// Whether the thread's share of some shared memory holds NaN, infinity or what may become that in
+// a product: then what is not seen has to be told from what is.
 template <class T, int kThreads>
-bool not_finite(uint32_t first, uint32_t bytes) {
+bool has_extremes(uint32_t first, uint32_t bytes) {
   uint32_t sum = 0;
 #pragma unroll 8
   for (uint32_t at = threadIdx.x * 16; at < bytes; at += kThreads * 16) {
     uint32_t words[4];
     load_shared(words, first + at);
 #pragma unroll
-    for (const uint32_t pair : words) sum = add_no_number<T>(sum, pair);
+    for (const uint32_t pair : words) sum = add_extreme<T>(sum, pair);
   }
-  return (sum & 0x7fff7fffu) != 0;
+  return low_not_finite<T>(sum) || high_not_finite<T>(sum);
 }
 
 // All threads of the block: NaN and infinity in rows [first, first + count) of a tile become 0.

@@ -100,8 +100,8 @@ struct GradientStore {
     }
   }
 
-  // f32.
-  template <int kM, int kN>
+  // f32. kVectors: `columns` are whole pieces of 16 bytes, aligned.
+  template <bool kVectors, int kM, int kN>
   void elements(const float (&sum)[kM][kN][4], int lane) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -109,24 +109,21 @@ struct GradientStore {
       for (int half = 0; half < 2; ++half) {
         const int r = row_of(m, half, lane);
         if (r >= limit) continue;
+        const int64_t step = kVectors ? 1 : rows.element;
+        int first = column + lane % 4 * 2;
+        T* to = base + r * rows.row + first * step;
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          store_pair(base + r * rows.row, column + 8 * n + lane % 4 * 2,
-                     factor * sum[m][n][2 * half], factor * sum[m][n][2 * half + 1]);
+        for (int n = 0; n < kN; ++n, first += 8, to += 8 * step) {
+          const float a = factor * sum[m][n][2 * half], b = factor * sum[m][n][2 * half + 1];
+          if constexpr (kVectors) {
+            if (first < columns) *reinterpret_cast<float2*>(to) = {a, b};
+          } else {
+            if (first < columns) to[0] = a;
+            if (first + 1 < columns) to[step] = b;
+          }
         }
       }
     }
-  }
-
- private:
-  void store_pair(float* to_row, int first, float a, float b) const {
-    float* const to = to_row + first * rows.element;
-    if (rows.element == 1 && first + 1 < columns && reinterpret_cast<uint64_t>(to) % 8 == 0) {
-      *reinterpret_cast<float2*>(to) = {a, b};
-      return;
-    }
-    if (first < columns) to[0] = a;
-    if (first + 1 < columns) to[rows.element] = b;
   }
 };
 

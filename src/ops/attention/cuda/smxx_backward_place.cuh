@@ -12,6 +12,8 @@ namespace pullback::attention {
 // One query head and one tile of queries, of which SeenTile knows more with a block mask.
 struct BackwardStep : SeenTile {
   int head_of_group;
+  int head;            // query head
+  int64_t first_tile;  // of the head and sequence among the tiles of queries of all planes
   // With a block mask: its place in the list of the head's tiles, and where that begins.
   int at;
   int64_t list;
@@ -97,7 +99,7 @@ struct BackwardSteps {
       device::async_commit();
       device::async_wait<0>();
     } else {
-      step.head_of_group = block.queries.begin < block.queries.end ? 0 : p.problem.group;
+      set_head(step, block.queries.begin < block.queries.end ? 0 : p.problem.group);
       step.tile = block.queries.end - 1;
     }
   }
@@ -105,23 +107,32 @@ struct BackwardSteps {
   void find(uint32_t number) const {
     const Step& before = at(number - 1);
     Step& step = block.steps[number % 4u];
-    step.head_of_group = before.head_of_group;
-    if (!exists(before)) return;
+    if (!exists(before)) {
+      step.head_of_group = before.head_of_group;
+      return;
+    }
     if constexpr (kListed) {
       if (before.at == 0) return begin_list(step, before.head_of_group + 1);
+      set_head(step, before.head_of_group);
       step.at = before.at - 1;
       step.list = before.list;
       copy_seen(step);
     } else {
-      ++step.head_of_group;
+      set_head(step, before.head_of_group + 1);
       step.tile = before.tile;
       if (exists(step) || before.tile == block.queries.begin) return;
-      step.head_of_group = 0;
+      set_head(step, 0);
       --step.tile;
     }
   }
 
  private:
+  void set_head(Step& step, int head_of_group) const {
+    step.head_of_group = head_of_group;
+    step.head = block.keys.head * p.problem.group + head_of_group;
+    step.first_tile =
+        (block.pair * p.problem.group + head_of_group) * p.q_tiles + block.keys.first_tile;
+  }
   // The end of the first list that is not empty, from that of `head_of_group` on; past the group:
   // none.
   void begin_list(Step& step, int head_of_group) const {
@@ -132,7 +143,7 @@ struct BackwardSteps {
       step.at = static_cast<int>(first[1] - first[0]) - 1;
       if (step.at >= 0) break;
     }
-    step.head_of_group = head_of_group;
+    set_head(step, head_of_group);
     if (head_of_group < end) copy_seen(step);
   }
   // Where the list of a head's tiles begins and ends.

@@ -439,14 +439,14 @@ struct BiasWriter {
     const BackwardParams& p = scores.p;
     const int first_key = scores.key + first_key_of_row(scores.lane);
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int c = 0; c < 2; ++c) {
+      const int i = scores.query + 8 * n + scores.lane % 4 * 2 + c;
+      if (i >= scores.place.q_length) continue;
+      T* to = static_cast<T*>(p.d_bias.data) + scores.place.batch * p.d_bias.batch +
+              scores.head * p.d_bias.head + i * p.d_bias.query + first_key * p.d_bias.key;
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int i = scores.query + 8 * n + scores.lane % 4 * 2 + c, j = first_key + 2 * w;
-        if (i >= scores.place.q_length || j >= scores.place.k_length) continue;
-        static_cast<T*>(
-            p.d_bias.data)[scores.place.batch * p.d_bias.batch + scores.head * p.d_bias.head +
-                           i * p.d_bias.query + j * p.d_bias.key] = value[w / 2][w % 2 * 2 + c];
+      for (int w = 0; w < 4; ++w, to += 2 * p.d_bias.key) {
+        if (first_key + 2 * w < scores.place.k_length) *to = value[w / 2][w % 2 * 2 + c];
       }
     }
   }

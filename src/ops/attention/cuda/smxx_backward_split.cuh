@@ -89,7 +89,8 @@ struct SplitBlock
   }
 
   void split_keys(uint32_t tile, float unit) const {
-    split_tile<kKeys, kWidth, kThreads>(tile, inverse_of(unit));
+    // Once a block: short code.
+    split_tile<kKeys, kWidth, kThreads, 16>(tile, inverse_of(unit));
   }
   void split_queries(int stage) const {
     split_tile<kQueries, kWidth, kThreads>(q_tiles + stage * kQueryBytes,
@@ -99,7 +100,7 @@ struct SplitBlock
   }
 
   KeyScores scores_of(const Step& step, int first, uint32_t stats) const {
-    return KeyScores(p, this->dropout, place, this->head_of(step), place.tile * kKeys + key_row,
+    return KeyScores(p, this->dropout, place, step.head, place.tile * kKeys + key_row,
                      step.tile * kQueries + first, step.squares >> (first / 16 * 8 + key_row / 16),
                      stats + first * 8, lane);
   }
@@ -260,7 +261,7 @@ struct SplitBlock
       multiply_plane_rows(d_k, a, q_rows, first, own * kOwnN, {unit, unit});
     };
     const bool wants_v = p.d_v.data != nullptr, wants_k = p.d_k.data != nullptr;
-    if (wants_v && wants_k) {  // one block, for the compiler to mix
+    if (!is_general(kFeatures) && wants_v && wants_k) {  // one block, for the compiler to mix
 #pragma unroll
       for (int first = 0; first < kQueries; first += 16) {
         add_values(first);
@@ -337,13 +338,13 @@ struct SplitBlock
     find_key_units();
     split_keys(k_tile, units.k_unit);
     split_keys(v_tile, units.v_unit);
-    split_queries(0);
-    __syncthreads();
     for (int number = 0;; ++number) {
       const Step& step = this->steps().at(number);
       const Step& next = this->steps().at(number + 1);
       const int stage = kStages > 1 ? number % 2 : 0;
       const bool more = this->steps().exists(number + 1);
+      split_queries(stage);
+      __syncthreads();
       if (threadIdx.x == 0) this->steps().find(number + 2);
       if (kStages > 1 && more) this->load_step(next, stage ^ 1);
 
@@ -367,8 +368,6 @@ struct SplitBlock
       if (p.d_q.data != nullptr) sum_queries(step);
       if (!more) break;
       async_wait<0>();
-      __syncthreads();
-      split_queries(kStages > 1 ? stage ^ 1 : 0);
       __syncthreads();
     }
     __syncthreads();

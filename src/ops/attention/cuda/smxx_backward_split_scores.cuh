@@ -79,8 +79,9 @@ struct SplitScores : Scores<float, kN, kFeatures> {
     for (int n = 0; n < kN; ++n) {
       float row[4];  // lse, delta of two queries
       load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
+      const float* bias_at = bias + (lane_query + 8 * n) * p.bias.query + lane_key * p.bias.key;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
+      for (int w = 0; w < 4; ++w, bias_at += 2 * p.bias.key) {
         const int m = w / 2;
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
@@ -98,7 +99,7 @@ struct SplitScores : Scores<float, kN, kFeatures> {
           const float raw = s[m][n][e] * s_unit;
           float d_chance = d_p[m][n][e] * d_p_unit;
           float addend = 0, slope = 1, score;
-          if (biased && seen) addend = bias[i * p.bias.query + j * p.bias.key];
+          if (biased && seen) addend = bias_at[c * p.bias.query];
           if (capped) {
             const float t = tanhf(raw * problem.inner_scale);
             slope = 1 - t * t;

@@ -96,12 +96,16 @@ struct TileSplitter {
   }
 };
 
-// All threads of the block, between barriers.
-template <int kRows, int kColumns, int kThreads>
+// All threads of the block, between barriers. So many rows at a time.
+template <int kRows, int kColumns, int kThreads, int kPart = kRows>
 void split_tile(uint32_t tile, float inverse_unit) {
-  TileSplitter<kRows, kColumns, kThreads> splitter;
-  splitter.load(tile);
-  splitter.store(tile, inverse_unit);
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += kPart) {
+    const uint32_t part = tile + static_cast<uint32_t>(row * kColumns * 4);
+    TileSplitter<kPart, kColumns, kThreads> splitter;
+    splitter.load(part);
+    splitter.store(part, inverse_unit);
+  }
 }
 
 // --- Products ---
