@@ -1,57 +1,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
-#include <functional>
-#include <limits>
 #include <utility>
 
-#include "driver/case.hpp"
+#include "ops/entmax/case_setup.hpp"
 
 namespace pullback::driver {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-using Shape = std::vector<std::int64_t>;
-using Logit = std::function<double(std::int64_t flat, Random&)>;
-
-HostTensor tensor_from(DType dtype, const Shape& shape, Random& random, const Logit& value) {
-  HostTensor tensor(TensorSpec::contiguous(dtype, shape));
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, value(i, random));
-  return tensor;
-}
-
-Logit normal(double sigma, double offset = 0) {
-  return [=](std::int64_t, Random& random) { return offset + sigma * random.normal(); };
-}
-
-Logit listed(std::vector<double> values) {
-  return [values = std::move(values)](std::int64_t i, Random&) {
-    return values[static_cast<std::size_t>(i) % values.size()];
-  };
-}
-
-// Adds optional inputs to x and d_y.
-using More = std::function<void(TensorMap& inputs, DType dtype, Random& random)>;
-
-Case make_case(std::string name, OptionMap options, const Shape& shape, const Logit& logit,
-               const More& more = {}) {
-  Case test;
-  test.op = "entmax";
-  test.name = std::move(name);
-  test.options = std::move(options);
-  test.inputs = [=](DType dtype, Random& random) {
-    TensorMap inputs;
-    inputs["x"] = tensor_from(dtype, shape, random, logit);
-    inputs["d_y"] = tensor_from(dtype, shape, random, normal(1));
-    if (more) more(inputs, dtype, random);
-    return inputs;
-  };
-  return test;
-}
+using namespace entmax_setup;
 
 Case exact_case(std::string name, std::vector<double> logits, std::int64_t length) {
   const auto rows = static_cast<std::int64_t>(logits.size()) / length;
@@ -65,41 +23,6 @@ Case exact_case(std::string name, std::vector<double> logits, std::int64_t lengt
     return tensors;
   };
   test.exact = true;
-  test.finite_differences = false;
-  return test;
-}
-
-More mask_of(const Shape& shape, double visible) {
-  return [=](TensorMap& inputs, DType, Random& random) {
-    inputs["mask"] = tensor_from(DType::boolean, shape, random, [=](std::int64_t, Random& r) {
-      return r.chance(visible) ? 1.0 : 0.0;
-    });
-  };
-}
-
-More alphas_of(const Shape& shape, std::vector<double> alphas) {
-  return [=](TensorMap& inputs, DType dtype, Random& random) {
-    inputs["alpha"] = tensor_from(accumulation_dtype(dtype), shape, random, listed(alphas));
-  };
-}
-
-More offsets_of(DType dtype, std::vector<double> offsets) {
-  return [=](TensorMap& inputs, DType, Random& random) {
-    inputs["offsets"] =
-        tensor_from(dtype, {static_cast<std::int64_t>(offsets.size())}, random, listed(offsets));
-  };
-}
-
-More both(const More& first, const More& second) {
-  return [=](TensorMap& inputs, DType dtype, Random& random) {
-    first(inputs, dtype, random);
-    second(inputs, dtype, random);
-  };
-}
-
-// Differences mean nothing where the slope of p is infinite at the edge of the support, and alpha
-// cannot be moved below 1.
-Case no_differences(Case test) {
   test.finite_differences = false;
   return test;
 }
@@ -248,136 +171,20 @@ void alphas(std::vector<Case>& cases) {
     cases.push_back(no_differences(make_case(fmt::format("equal elements alpha {}", alpha),
                                              {{"alpha", alpha}}, {17, 294}, listed({2}))));
   }
+  // Neighbouring rows of which one has a small support and one a large.
+  for (const char* alpha : {"1.2", "1.3", "1.4", "1.7", "1.9"}) {
+    for (const std::int64_t length : {128, 512, 1000, 2048, 4096, 8192}) {
+      cases.push_back(make_case(fmt::format("two kinds of rows alpha {} V {}", alpha, length),
+                                {{"alpha", alpha}}, {7, length},
+                                [=](std::int64_t i, Random& random) {
+                                  return random.normal() * (i / length % 2 == 0 ? 2 : 0.05);
+                                }));
+    }
+  }
   for (const char* alpha : {"1", "1.0001", "1.01", "1.2", "1.5", "2", "3"}) {
     cases.push_back(
         no_differences(make_case(fmt::format("d_alpha of alpha {}", alpha),
                                  {{"alpha", alpha}, {"d-alpha", "true"}}, {4, 130}, normal(1))));
-  }
-}
-
-// Many short rows, and long ones in neighbouring columns: they share vectors.
-void many_rows(std::vector<Case>& cases) {
-  const auto add = [&](const std::string& name, const Shape& shape, OptionMap options,
-                       const Logit& logit) {
-    std::string full = fmt::format("{} {}x{}", name, shape[0], shape[1]);
-    for (const auto& [key, value] : options) full += fmt::format(" {} {}", key, value);
-    cases.push_back(no_differences(make_case(full, std::move(options), shape, logit)));
-  };
-  for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "2"}) {
-    for (std::int64_t length : {1, 5, 32, 127, 128}) {
-      add("many rows", {41, length}, {{"alpha", alpha}}, normal(1));
-    }
-    add("many columns", {300, 70}, {{"alpha", alpha}, {"axis", "0"}}, normal(0.3));
-    add("many columns", {2000, 33}, {{"alpha", alpha}, {"axis", "0"}}, normal(1));
-    cases.back().full_only = true;
-    // The NaN and the empty row among others, which keep their values.
-    const Logit special = [](std::int64_t i, Random& random) {
-      if (i == 20 * 20) return kNaN;
-      return i / 20 == 3 || random.chance(0.1) ? -kInfinity : random.normal();
-    };
-    add("many rows, some special", {50, 20}, {{"alpha", alpha}}, special);
-    // Several rows share a warp: one without an answer must not keep the others waiting.
-    add("many rows, a NaN beside large elements", {50, 64}, {{"alpha", alpha}},
-        [](std::int64_t i, Random& random) {
-          return i == 20 * 64 ? kNaN : i / 64 == 20 ? 50 : random.normal();
-        });
-    add("many columns, some special", {50, 20}, {{"alpha", alpha}, {"axis", "0"}}, special);
-  }
-  // Enough columns to look for the few of them in the support; and more than a few.
-  for (const char* alpha : {"1.5", "2"}) {
-    const OptionMap options{{"alpha", alpha}, {"axis", "0"}};
-    add("wide columns", {520, 1030}, options, normal(1));
-    add("wide columns, dense", {520, 1030}, options, normal(0.01));
-    cases.back().full_only = true;
-    // A column that begins with minus infinity, or is nothing else; offsets that differ.
-    add("wide columns, minus infinity", {520, 1030}, options, [](std::int64_t i, Random& random) {
-      const std::int64_t column = i % 1030, position = i / 1030;
-      const bool hidden = column == 300 || (column == 7 && position < 400);
-      return hidden ? -kInfinity : static_cast<double>(column) + random.normal();
-    });
-    add("wide columns, a NaN", {520, 1030}, options, [](std::int64_t i, Random& random) {
-      return i == 400 * 1030 + 17 ? kNaN : random.normal();
-    });
-    cases.back().full_only = true;
-  }
-  add("wide columns", {520, 1030}, {{"alpha", "1.3"}, {"axis", "0"}}, normal(1));
-  cases.back().dtypes = {DType::f32};  // whose reference takes seconds
-  add("many rows", {50, 21}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
-  add("many rows", {50, 700}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
-  cases.push_back(no_differences(make_case("many rows, mask", {{"alpha", "1.5"}}, {50, 20},
-                                           normal(1), mask_of({50, 20}, 0.7))));
-  // Softmax goes through rows in blocks: some hold nothing but minus infinity.
-  add("a block of minus infinity", {2, 12000}, {{"alpha", "1"}},
-      [](std::int64_t i, Random& random) {
-        return i < 4096 || (i > 8000 && i < 21000) ? -kInfinity : random.normal();
-      });
-}
-
-// Rows that no warp holds: each way through the long ones, with and without ends beside the
-// vectors.
-void long_rows(std::vector<Case>& cases) {
-  const auto add = [&](const Shape& shape, OptionMap options, double sigma) {
-    std::string name = fmt::format("long rows {}x{} sigma {}", shape[0], shape[1], sigma);
-    for (const auto& [key, value] : options) name += fmt::format(" {} {}", key, value);
-    cases.push_back(no_differences(make_case(name, std::move(options), shape, normal(sigma))));
-    cases.back().full_only = shape[0] * shape[1] > 200000;
-  };
-  for (const char* alpha : {"1", "1.3", "1.5", "2", "3"}) {
-    add({1, 60001}, {{"alpha", alpha}}, 0.02);
-    add({17, 9001}, {{"alpha", alpha}}, 1);
-    add({17, 20000}, {{"alpha", alpha}}, 0.02);
-    add({17, 70001}, {{"alpha", alpha}}, 0.3);
-  }
-  // Rows that a block of the CUDA kernel holds, or a cluster of blocks.
-  const Logit special = [](std::int64_t i, Random& random) {
-    if (i == 20100) return kNaN;
-    return i / 20000 == 2 || random.chance(0.1) ? -kInfinity : random.normal();
-  };
-  for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "1.9", "2"}) {
-    add({3, 20000}, {{"alpha", alpha}}, 0.02);
-    add({1, 131072}, {{"alpha", alpha}}, 0.3);
-    cases.push_back(no_differences(make_case(fmt::format("long rows, some special alpha {}", alpha),
-                                             {{"alpha", alpha}}, {4, 20000}, special)));
-  }
-  // 16-bit rows whose values are all positive, all negative, or neither; also more of them than a
-  // GPU holds at a time.
-  const auto add_signs = [&](const char* alpha, std::int64_t rows, std::int64_t length) {
-    cases.push_back(no_differences(
-        make_case(fmt::format("long rows {}x{} of either sign alpha {}", rows, length, alpha),
-                  {{"alpha", alpha}}, {rows, length}, [=](std::int64_t i, Random& random) {
-                    return random.normal() + 6 * static_cast<double>(i / length % 3 - 1);
-                  })));
-    cases.back().dtypes = {DType::bf16, DType::f16};
-  };
-  for (const char* alpha : {"1.05", "1.3", "1.5", "1.7"}) {
-    add_signs(alpha, 3, 8200);
-    add_signs(alpha, 3, 65600);
-  }
-  add_signs("1.5", 300, 8200);
-  add_signs("1.5", 80, 65600);
-  // Between these, each capacity of lanes, warps and blocks of the CUDA kernels; the last is past
-  // them all.
-  for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "2"}) {
-    for (const std::int64_t length : {200, 496, 800, 1600, 3200, 6400, 12000, 24000, 48000}) {
-      add({5, length}, {{"alpha", alpha}}, 0.3);
-      cases.back().dtypes = {DType::f32, DType::bf16, DType::f16};
-    }
-    add({2, 280000}, {{"alpha", alpha}}, 1);
-  }
-  cases.push_back(no_differences(make_case("long rows, alpha per row", {}, {3, 6000}, normal(1),
-                                           alphas_of({3}, {1.05, 1.5, 2}))));
-  add({5, 200}, {{"saved", "support"}}, 0.3);
-  add({3, 40000}, {{"saved", "support"}}, 1e-5);
-  add({3, 40000}, {{"saved", "support"}}, 1);
-  for (double sigma : {1e-5, 1.0}) {
-    // Several rows, or one, a warp of the CUDA kernel; 384 does not fit that.
-    for (std::int64_t length : {128, 384, 512, 4096}) {
-      add({37, length}, {{"saved", "support"}}, sigma);
-    }
-    add({1, 60001}, {{"saved", "support"}}, sigma);
-    add({17, 9000}, {{"saved", "support"}}, sigma);
-    add({17, 12800}, {{"saved", "support"}}, sigma);
-    add({17, 20001}, {{"saved", "support"}}, sigma);
   }
 }
 
