@@ -63,14 +63,14 @@ class MaskChunk {
   struct Taken {
     int count;
     int at[kTakenBits];  // in the range
-    R d_y[kTakenBits];
+    T d_y[kTakenBits];   // 0 from `count` on
   };
+  // All loads are under way before the first is waited for, by lanes that do not part.
   Taken take() const {
     Taken taken{bits_of_lane(), {}, {}};
     Piece left = bits_;
 #pragma unroll
     for (int k = 0; k < kTakenBits; ++k) {
-      if (k >= taken.count) break;
       int word = 3;
 #pragma unroll
       for (int i = 2; i >= 0; --i) word = left.word[i] != 0 ? i : word;
@@ -82,7 +82,11 @@ class MaskChunk {
         left.word[i] &= left.word[i] - 1;
       }
       taken.at[k] = first_piece_ * kLength + lane() * 128 + word * 32 + bit;
-      taken.d_y[k] = to_real(row_.d_y[taken.at[k]]);
+      uint16_t bits = 0;
+      asm volatile("{.reg .pred p; setp.lt.s32 p, %2, %3; @p ld.global.u16 %0, [%1];}"
+                   : "+h"(bits)
+                   : "l"(row_.d_y + taken.at[k]), "r"(k), "r"(taken.count));
+      taken.d_y[k] = T{bits};
     }
     return taken;
   }
@@ -95,7 +99,7 @@ class MaskChunk {
     __syncwarp();
 #pragma unroll
     for (int k = 0; k < kTakenBits; ++k) {
-      if (k < taken.count) row_.d_x[taken.at[k]] = from_real<T>(taken.d_y[k] - mean);
+      if (k < taken.count) row_.d_x[taken.at[k]] = from_real<T>(to_real(taken.d_y[k]) - mean);
     }
   }
 
@@ -237,14 +241,15 @@ void backward_mask_rows(const BackwardParams& p) {
   };
   // Where pieces of 16 bytes hold eight elements and chunks several rows, most pieces near a bit
   // are looked at in vain.
-  const bool scatters = sizeof(T) == 2 && rows_of_chunk > 1;
-  if (scatters && nans == 0 && chunk.can_take()) {
-    const typename Chunk::Taken taken = chunk.take();
-    Sums<R> sums;
-    sums.s = static_cast<R>(taken.count);
+  if constexpr (sizeof(T) == 2) {
+    if (rows_of_chunk > 1 && nans == 0 && chunk.can_take()) {
+      const typename Chunk::Taken taken = chunk.take();
+      Sums<R> sums;
+      sums.s = static_cast<R>(taken.count);
 #pragma unroll
-    for (int k = 0; k < Chunk::kTakenBits; ++k) sums.s_d_y += taken.d_y[k];
-    return chunk.write(taken, mean_of_row(sums));
+      for (int k = 0; k < Chunk::kTakenBits; ++k) sums.s_d_y += to_real(taken.d_y[k]);
+      return chunk.write(taken, mean_of_row(sums));
+    }
   }
   const R mean = mean_of_row(chunk.collect_of_lane());
   chunk.write([&](int element) { return __shfl_sync(kAllLanes, mean, element / 128); },
