@@ -14,19 +14,12 @@ float warp_sum_of_fractions(float u) {
 
 // A warp as a group whose threads add up numbers in [0, kMost].
 template <int kMost>
-struct WarpOfFractions {
+struct WarpOfFractions : SumsOneByOne<WarpOfFractions<kMost>> {
+  using SumsOneByOne<WarpOfFractions>::sum;
   static constexpr int kThreads = device::kWarpSize;
 
   bool all(bool done) const { return done; }
   void sum(float& a) const { a = warp_sum_of_fractions<kMost>(a); }
-  void sum(float& a, float& b) const {
-    sum(a);
-    sum(b);
-  }
-  void sum(float& a, float& b, float& c) const {
-    sum(a, b);
-    sum(c);
-  }
 };
 
 // How close to 1 the f of a few elements comes, and what a step leaves of it.
@@ -105,16 +98,20 @@ float warp_bound(const P& power, const float (&z)[kCount]) {
   }
 }
 
-// One step from Jensen's bound.
+struct Estimate {
+  float theta, bound;  // of the threshold; below it
+};
+// Jensen's bound and, where steps are Newton's, one of them from there.
 template <class P, class G, int kCount>
-float estimate(const P& power, const float (&z)[kCount], G& group) {
+Estimate estimate(const P& power, const float (&z)[kCount], G& group) {
   const float theta = bound_of_mean(power, z, group);
+  if constexpr (P::smooth) return {theta, theta - kBoundSlack<P>};
   const auto all = [&](auto use) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) use(z[i]);
   };
   const Sums<float> sums = evaluate<P, float, float>(power, theta, group, all);
-  return after_step(power, theta, power.step(sums, sums.f - 1));
+  return {after_step(power, theta, power.step(sums, sums.f - 1)), theta - kBoundSlack<P>};
 }
 
 inline float bound_slack(float largest, float edge) {

@@ -88,17 +88,6 @@ void forward_lanes(const ForwardParams& p) {
     finish(largest + log_of(sum), size);
   } else {
     const Power<kFamily, float> power(p.alpha);
-    __shared__ KeptPowers<T, kFamily, kLanesWarps * device::kWarpSize, kCount> kept;
-    const auto all_kept = [&](auto use) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if constexpr (kByLastPowers<T, kFamily>) {
-          use(z[i], kept[i]);
-        } else {
-          use(z[i]);
-        }
-      }
-    };
     float tops[kPerWord<T>];
     unpack(top, tops, T{});
 #pragma unroll
@@ -108,31 +97,38 @@ void forward_lanes(const ForwardParams& p) {
       const float start = kVectors == 1 ? power.start : lower_bound(power, tops, group);
       threshold = {rise_of_sparsemax(start, group, all), 0, 1};
     } else {
+      constexpr int kLength = device::kVectorLength<T>;
       const auto start_of = [&](const auto& rough) {
         if constexpr (kVectors == 1) {
-          return rough.start;
+          return Estimate{rough.start, rough.start};
         } else if constexpr (kFamily == Family::general) {
-          constexpr int kLength = device::kVectorLength<T>;
           const float bound = bound_of_mean(rough, tops, group);
-          return theta_by_sample(rough, bound, tops, kLength, group, [&](auto use) {
+          const auto sample = [&](auto use) {
 #pragma unroll
             for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
-          });
+          };
+          return Estimate{theta_by_sample(rough, bound, tops, kLength, group, sample),
+                          bound - kBoundSlack<decltype(power)>};
         } else {
-          return lower_bound(power, tops, group);
+          const float bound = lower_bound(power, tops, group);
+          return Estimate{bound, bound};
         }
       };
-      threshold = solve<float>(power, start_of, group, all_kept, digits_wanted<T>(p));
+      const int digits = digits_wanted<T>(p);
+      if constexpr (kByLastPowers<T, kFamily>) {
+        __shared__ Kept<T, kFamily, kLanesWarps * device::kWarpSize, kLanes, kCount> kept;
+        Notes<kLanes, kCount> notes(kept);
+        const bool closes = p.tau.data && !p.support_size.data;
+        threshold = power.with_rough([&](const auto& rough) {
+          return solve_and_store<T>(rough, z, notes, group, start_of, digits, closes, store);
+        });
+      } else {
+        const auto theta_of = [&](const auto& rough) { return start_of(rough).theta; };
+        threshold = solve<float>(power, theta_of, group, all, digits);
+      }
     }
     const auto active = [&](float v) { return power.excess(v, threshold) > power.edge; };
-    if constexpr (kByLastPowers<T, kFamily>) {
-      power.with_rough([&](const auto& rough) {
-        store([&](int i) {
-          return rough.value_after_step(rough.excess(z[i], threshold.theta), kept[i],
-                                        threshold.step);
-        });
-      });
-    } else {
+    if constexpr (!kByLastPowers<T, kFamily>) {
       store([&](int i) { return probability<T>(power, z[i], threshold); });
     }
     if constexpr (kFamily == Family::sparsemax) {

@@ -5,6 +5,7 @@
 // of each lane alone, leaves one to four of them.
 #pragma once
 
+#include "device/shared.cuh"
 #include "ops/entmax/cuda/forward_params.cuh"
 #include "ops/entmax/cuda/smxx_bounds.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
@@ -69,16 +70,161 @@ void load_held(Packed<T> (&held)[kVectors], const T* x, int length, int thread) 
   }
 }
 
-// The powers that value_after_step() takes, of all threads: in shared memory, as registers are what
-// bounds the number of warps. T and kFamily without them: nothing.
-template <class T, Family kFamily, int kThreads, int kCount>
-struct KeptPowers {
+// What the threads keep of their kCount elements, in shared memory, as registers are what bounds
+// the number of warps: the powers that value_after_step() takes, or, where few elements are above a
+// first bound, a list of these. kLanes threads share a row or a warp's part of it, and keep the
+// same. T and kFamily without such: nothing.
+template <class T, Family kFamily, int kThreads, int kLanes, int kCount>
+struct Kept {
   static constexpr bool kUsed = kByLastPowers<T, kFamily>;
+  // Neighbouring rows of a warp are in different banks.
+  static constexpr int kOfRow = (kCount + (kLanes < device::kWarpSize ? 1 : 0)) * kLanes;
 
-  alignas(16) float of[kUsed ? kCount / 4 : 1][kUsed ? kThreads : 1][4];
-
-  float& operator[](int i) { return of[i / 4][threadIdx.x][i % 4]; }
+  alignas(16) float of[kUsed ? kThreads / kLanes : 1][kUsed ? kOfRow : 4];
 };
+
+template <int kLanes, int kCount>
+class Notes {
+ public:
+  template <class Memory>
+  explicit Notes(Memory& memory)
+      : powers_(memory.of[threadIdx.x / kLanes]),
+        first_(device::shared_address(powers_) + lane() * 4) {}
+
+  float& power(int i) { return powers_[(i / 4 * kLanes + lane()) * 4 + i % 4]; }
+
+  // The list: elements of z above `bound`, one under the other. Some that count for nothing fill
+  // the last four.
+  void collect(const float (&z)[kCount], float bound) {
+    bound_ = bound;
+    end_ = next_ = first_;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (z[i] > bound) add(z[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      if ((end_ - first_) % (4 * kStep) != 0) add(-device::infinity<float>());
+    }
+  }
+  template <class Use>
+  void for_each(const Use& use) const {
+#pragma unroll 1
+    for (uint32_t at = first_; at != end_; at += 4 * kStep) {
+      float z[4];
+      load(z, at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) use(z[i]);
+    }
+  }
+  template <class ValueOf>
+  void replace(const ValueOf& value_of) const {
+#pragma unroll 1
+    for (uint32_t at = first_; at != end_; at += 4 * kStep) {
+      float z[4];
+      load(z, at);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) store(at + i * kStep, value_of(z[i]));
+    }
+  }
+  // What replaced the next of all elements; 0 below the bound.
+  float look_up(float z) {
+    float value = 0;
+    if (z > bound_) {
+      value = __uint_as_float(device::load_shared_word(next_));
+      next_ += kStep;
+    }
+    return value;
+  }
+
+ private:
+  static constexpr uint32_t kStep = kLanes * 4;
+
+  static int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+  static void store(uint32_t at, float z) { device::store_shared(at, __float_as_uint(z)); }
+  static void load(float (&z)[4], uint32_t at) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) z[i] = __uint_as_float(device::load_shared_word(at + i * kStep));
+  }
+  void add(float z) {
+    store(end_, z);
+    end_ += kStep;
+  }
+
+  float* powers_;
+  uint32_t first_, end_ = 0, next_ = 0;
+  float bound_ = 0;
+};
+
+// Where less than a kListed-th of a row's elements is above a bound, steps take less by a list.
+inline constexpr int kListed = 4;
+
+// The threshold of a row of a 16-bit type and its y, of rough powers. start_of(power): an Estimate;
+// store(value_of): y from an element's index. `digits` are wanted of p. `closes`: only for tau, and
+// z is not needed any more; then, where p is smooth, y comes along with one more step; else from
+// the powers of the last evaluation.
+template <class T, class P, int kLanes, int kCount, class G, class StartOf, class Store>
+Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLanes, kCount>& notes,
+                                 G& group, const StartOf& start_of, int digits, bool closes,
+                                 const Store& store) {
+  constexpr int kLength = device::kVectorLength<T>;
+  const Estimate start = start_of(power);
+  const auto all = [&](auto use) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) use(z[i], notes.power(i));
+  };
+  const auto store_by_series = [&](const Threshold<float>& found) {
+    store([&](int i) {
+      return power.value_after_step(power.excess(z[i], found.theta), notes.power(i), found.step);
+    });
+  };
+  if constexpr (P::smooth) {
+    const float tolerance = power.tolerance(closes ? kDigits<T> : digits);
+    Threshold<float> found = rise<float>(power, start.theta, group, all, tolerance);
+    if (closes) {
+      Sums<float> sums;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float e = power.excess(z[i], found.theta);
+        const float of_slope = power.slope(e);
+        z[i] = of_slope * e;
+        sums.f += z[i];
+        sums.slope += of_slope;
+      }
+      store([&](int i) { return z[i]; });
+      group.sum(sums.f, sums.slope);
+      // So little is left that Newton's step on f squares it away.
+      found.rest = quotient(sums.f - 1, power.descent(sums.slope));
+    } else {
+      store_by_series(found);
+    }
+    return found;
+  } else {
+    bool listed = false;
+    if constexpr (kCount > kLength) {
+      // The first element of each vector tells how many are above the bound, of a group of lanes.
+      const float bound = start.bound * power.inverse;  // of z
+      const unsigned lanes = (0xffffffffu >> (32 - kLanes)) << (lane_index() / kLanes * kLanes);
+      int above = 0;
+#pragma unroll
+      for (int i = 0; i < kCount; i += kLength) {
+        above += __popc(__ballot_sync(device::kAllLanes, z[i] > bound) & lanes);
+      }
+      listed = above * kListed < kCount / kLength * kLanes;
+      if (listed) notes.collect(z, bound);
+    }
+    const auto elements = [&](auto use) { listed ? notes.for_each(use) : all(use); };
+    const Threshold<float> found =
+        rise<float>(power, start.theta, group, elements, power.tolerance(digits));
+    if (listed) {
+      notes.replace([&](float v) { return power.value(power.excess(v, found.theta)); });
+      store([&](int i) { return notes.look_up(z[i]); });
+    } else {
+      store_by_series(found);
+    }
+    return found;
+  }
+}
 
 template <class T, Family kFamily, int kWarps, int kVectors>
 void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[kVectors],
@@ -173,17 +319,12 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
     const Power<kFamily, float> power(p.alpha);
 #pragma unroll
     for (int w = 0; w < kTops; ++w) tops[w] -= largest;
-    constexpr int kBlock = (kWarps == 1 ? kSingleWarps : kWarps) * device::kWarpSize;
-    __shared__ KeptPowers<T, kFamily, kBlock, kCount> kept;
     const auto all = [&](auto use) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if constexpr (kByLastPowers<T, kFamily>) {
-          use(z[i], kept[i]);
-        } else {
-          use(z[i]);
-        }
-      }
+      for (int i = 0; i < kCount; ++i) use(z[i]);
+    };
+    const auto store = [&](auto value_of) {
+      if (T* y = y_of_row()) store_held<T, kThreads, kVectors>(y, length, thread, value_of);
     };
     Threshold<float> threshold;
     if constexpr (kFamily == Family::sparsemax) {
@@ -194,34 +335,40 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
           return warp_bound(power, tops);
         } else {
           WarpOfFractions<kTops> warp;
-          const float theta = estimate(rough, tops, warp);
+          Estimate found = estimate(rough, tops, warp);
           const auto sample = [&](auto use) {
 #pragma unroll
             for (int j = 0; j < kVectors; ++j) use(z[j * kLength]);
           };
           if constexpr (kWarps == 1) {
-            return theta_by_sample(rough, theta, tops, kLength, group, sample);
+            found.theta = theta_by_sample(rough, found.theta, tops, kLength, group, sample);
           } else {
             const float own[] = {max_in_word<T>(largest_word) - largest};
-            return theta_by_sample(rough, theta, own, kLength, group, sample);
+            found.theta = theta_by_sample(rough, found.theta, own, kLength, group, sample);
+          }
+          if constexpr (kByLastPowers<T, kFamily>) {
+            return found;
+          } else {
+            return found.theta;
           }
         }
       };
-      threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
-    }
-    const auto active = [&](float v) { return power.excess(v, threshold) > power.edge; };
-    if (T* y = y_of_row()) {
       if constexpr (kByLastPowers<T, kFamily>) {
-        power.with_rough([&](const auto& rough) {
-          store_held<T, kThreads, kVectors>(y, length, thread, [&](int i) {
-            return rough.value_after_step(rough.excess(z[i], threshold.theta), kept[i],
-                                          threshold.step);
-          });
+        constexpr int kBlock = (kWarps == 1 ? kSingleWarps : kWarps) * device::kWarpSize;
+        __shared__ Kept<T, kFamily, kBlock, device::kWarpSize, kCount> kept;
+        Notes<device::kWarpSize, kCount> notes(kept);
+        const bool closes = p.tau.data && !p.support_size.data;
+        threshold = power.with_rough([&](const auto& rough) {
+          return solve_and_store<T>(rough, z, notes, group, start_of, digits_wanted<T>(p), closes,
+                                    store);
         });
       } else {
-        store_held<T, kThreads, kVectors>(
-            y, length, thread, [&](int i) { return probability<T>(power, z[i], threshold); });
+        threshold = solve<float>(power, start_of, group, all, digits_wanted<T>(p));
       }
+    }
+    const auto active = [&](float v) { return power.excess(v, threshold) > power.edge; };
+    if constexpr (!kByLastPowers<T, kFamily>) {
+      store([&](int i) { return probability<T>(power, z[i], threshold); });
     }
     if constexpr (kFamily == Family::sparsemax) {
       if (uint8_t* support = support_of_row()) {

@@ -188,7 +188,7 @@ void forward_resident(const ForwardParams& p) {
     } else {
       const float lowest = theta_of_bound(power, largest, bound);
       const auto start_of = [&](const auto& rough) {
-        if constexpr (kFamily != Family::general) {
+        if constexpr (kFamily != Family::general && !(kFamily == Family::entmax15 && kClustered)) {
           return lowest;
         } else {
           const float own[] = {max_in_word<T>(held.top()) - largest};
@@ -216,13 +216,32 @@ void forward_resident(const ForwardParams& p) {
       };
       const auto output = power_of_output<T>(power);
       const auto value_of = [&](float x) { return probability<T>(output, x - largest, threshold); };
-      candidates.collect(held, bound, largest);
-      const bool settled = candidates.complete();
+      // A cluster's lists begin half way from the bound to where the sample says that the threshold
+      // is; should that have been too far, all begins again from the bound.
+      constexpr bool kTries = kLists && kClustered && kFamily == Family::general;
+      float begin_of_steps = lowest, begin_of_list = lowest;
+      if constexpr (kTries) {
+        begin_of_steps = power.with_rough(start_of);
+        begin_of_list = lowest + max(begin_of_steps - lowest, 0.0f) / 2;
+        candidates.collect(held, bound_of_theta(power, largest, begin_of_list), largest);
+      } else {
+        candidates.collect(held, bound, largest);
+      }
+      bool settled = candidates.complete();
       const auto each = [&](auto use) { candidates.for_each(largest, use); };
       if constexpr (kLists) {
         // Threads go either way.
         const auto any = [&](auto use) { settled ? each(use) : every(use); };
-        settle(group, start_of, any);
+        if constexpr (kTries) {
+          for (bool first = true;; first = false) {
+            settle(
+                group, [&](const auto&) { return begin_of_steps; }, any);
+            if (!first || threshold.theta >= begin_of_list) break;
+            settled = false;
+          }
+        } else {
+          settle(group, start_of, any);
+        }
       } else {
         if (settled) {
           if constexpr (kCounts) {

@@ -248,10 +248,27 @@ class Group {
   uint32_t exchanges_ = 0, gathers_ = 0;
 };
 
+// Sums of several values by a group's sum of one.
+template <class G>
+struct SumsOneByOne {
+  void sum(float& a, float& b) const {
+    group().sum(a);
+    group().sum(b);
+  }
+  void sum(float& a, float& b, float& c) const {
+    sum(a, b);
+    group().sum(c);
+  }
+
+ private:
+  const G& group() const { return static_cast<const G&>(*this); }
+};
+
 // kLanes neighbouring lanes, a power of two: several rows share a warp, and wait for each other.
 template <int kLanes>
-class LaneGroup {
+class LaneGroup : public SumsOneByOne<LaneGroup<kLanes>> {
  public:
+  using SumsOneByOne<LaneGroup>::sum;
   static constexpr int kThreads = kLanes;
 
   int thread() const { return lane_index() % kLanes; }
@@ -267,14 +284,6 @@ class LaneGroup {
   }
   void sum(float& a) const {
     a = combine(a, [](float x, float y) { return x + y; });
-  }
-  void sum(float& a, float& b) const {
-    sum(a);
-    sum(b);
-  }
-  void sum(float& a, float& b, float& c) const {
-    sum(a, b);
-    sum(c);
   }
   void sum_count_min(float& sum, int& count_of_all, float& least) const {
     this->sum(sum);

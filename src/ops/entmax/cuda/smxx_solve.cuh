@@ -187,7 +187,8 @@ struct Power {
     if constexpr (sizeof(R) == 4) {
       const auto wanted = static_cast<R>(digits);
       if constexpr (kFamily != Family::general) return exp2_of(-min(10.0f, wanted / 2 + 1));
-      if constexpr (smooth) return exp2_of(-0.75f - 5 * max(b, 0.3f) - 0.27f * (wanted - 8));
+      if constexpr (smooth)
+        return exp2_of(-0.75f - 5 * max(b, 0.3f) - 0.27f * (min(wanted, 22.0f) - 8));
       return exp2_of(-b * min(wanted + 1, 23.0f));
     }
     if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
@@ -311,6 +312,7 @@ inline constexpr int kAllDigits = sizeof(R) == 8 ? 53 : 24;
 template <class P, class R>
 R after_step(const P&, R theta, R step) {
   const R next = theta + step;
+  if constexpr (P::family == Family::entmax15) return max(next, P::start);
   return P::rough ? min(max(next, P::start), theta / 8) : next;
 }
 
@@ -346,9 +348,8 @@ Threshold<R> rise(const P& power, R theta, G& group, const Elements& for_each, R
         result.theta = root;
         // Sums that round up would never come closer to 1.
         bool moves = magnitude(step) > 4 * kEpsilon<R> * magnitude(root);
-        R error = f_minus_1;
+        const R error = magnitude(f_minus_1);
         if constexpr (P::rough) {
-          error = magnitude(error);
           // An error this small that does not shrink is that of the sums.
           moves = moves && (error < last_error || error > 0x1p-11f);
           last_error = error;
@@ -385,7 +386,7 @@ float theta_by_sample(const P& power, float theta, const float (&tops)[kTops], f
 #pragma unroll
   for (int i = 0; i < kTops; ++i) power.add(sums, power.excess(tops[i], theta));
   sum_over<P>(sums, group);
-  return after_step(power, theta, power.step(sums, sums.f - 1));
+  return min(after_step(power, theta, power.step(sums, sums.f - 1)), theta / 8);
 }
 
 // Michelot's steps for sparsemax in f32. When the least active element stays above the next theta,

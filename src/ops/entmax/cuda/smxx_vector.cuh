@@ -88,13 +88,18 @@ float max_in_word(uint32_t word) {
   return kPerWord<T> == 1 ? x[0] : max_or_nan(x[0], x[kPerWord<T> - 1]);
 }
 
+template <class T>
+inline constexpr int kDigits = sizeof(T) == 4 ? 24
+                               : kIsBf16<T>   ? 8
+                                              : 11;
+
 // Of p. y shows no more than its own type's; what else a row has is f32. Where p has a third
 // derivative theta is closer than p by the slope of f and the curvature that the steps mind.
 template <class T, class Params>
 int digits_wanted(const Params& p) {
   if (sizeof(T) == 4 || p.support_size.data) return 24;
   if (p.tau.data) return p.alpha < 4.0 / 3 ? 18 : 24;
-  return kIsBf16<T> ? 8 : 11;
+  return kDigits<T>;
 }
 
 // Minus infinity in all elements.
