@@ -223,6 +223,7 @@ void add_widths(std::vector<Case>& cases, const std::string& reduce, const std::
     };
     add("D=1", {lengths, 1});
     add("D=5", {lengths, 5});
+    add("D=16", {lengths, 16});
     add("D=64", {lengths, 64});
     add("D=64 unsorted", {lengths, 64, Form::unsorted});
     add("D=264", {lengths, 264});
@@ -279,6 +280,13 @@ std::vector<Case> segment_cases() {
     cases.back().finite_differences = false;
     for (const std::string empty : {"zero", "nan"}) {
       add(make_case("empty " + empty + " D=1", reduce, {mixed, 1}, {{"empty", empty}}));
+    }
+    for (std::int64_t columns : {4, 8, 16, 32}) {
+      const std::string name = " D=" + std::to_string(columns);
+      add(make_case("narrow" + name, reduce, {blocks, columns, Form::offsets_i32, 40, 90}));
+      if (reduce == "prod" || reduce == "softmax") continue;
+      add(make_case("special" + name, reduce, {blocks, columns}, {}, Values::special));
+      cases.back().finite_differences = false;
     }
     if (reduce == "logsumexp" || reduce == "softmax") {
       add(make_case("wide D=1", reduce, {blocks, 1}, {}, Values::wide));

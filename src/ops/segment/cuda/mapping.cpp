@@ -39,6 +39,15 @@ cuda::OpKernel rows_kernel(const MapOp& op, DType dtype, Access access) {
   if (access == Access::wide && dtype != DType::f64) kernel.blocks = op.blocks;
   return kernel;
 }
+cuda::OpKernel narrow_kernel(const MapOp& op, DType dtype) {
+  const int vector = vector_length(dtype);
+  cuda::OpKernel kernel =
+      kernel_of(op, "map_narrow", dtype, "ops/segment/cuda/smxx_map_rows.cuh",
+                fmt::format("segment_cuda::map_narrow<{}, {}, {}>",
+                            type_of(op, dtype, vector, true), cuda::device_type(dtype), vector));
+  kernel.blocks = op.narrow_blocks;
+  return kernel;
+}
 cuda::OpKernel column_kernel(const MapOp& op, DType dtype) {
   return kernel_of(op, "map_column", dtype, "ops/segment/cuda/smxx_map_column.cuh",
                    fmt::format("segment_cuda::map_column<{}, {}, {}>", type_of(op, dtype, 1, true),
@@ -63,34 +72,59 @@ cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
 }  // namespace
 
 MapOp spread_map(bool mean, DType dtype) {
-  return {mean ? "mean" : "sum", fmt::format("Spread<{{T}}, {{V}}, {}>", mean), bytes(dtype), 4,
-          size_of(dtype) == 4 ? 5 : 4};
+  return {.name = mean ? "mean" : "sum",
+          .type = fmt::format("Spread<{{T}}, {{V}}, {}>", mean),
+          .segment_bytes = bytes(dtype),
+          .chunk_blocks = size_of(dtype) == 4 ? 5 : 4,
+          .narrow_blocks = mean ? 0 : 4};
 }
 MapOp arg_map(DType arg, DType dtype) {
-  int chunk_blocks = 3;
+  MapOp op{.name = fmt::format("arg_{}", name_of(arg)),
+           .type = fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
+           .segment_bytes = size_of(arg) == 8 ? 16 : 2 * real_bytes(dtype),
+           .blocks = arg == DType::i32 ? 4 : 3,
+           .chunk_blocks = 3};
   if (size_of(dtype) == 4) {
-    chunk_blocks = arg == DType::i32 ? 5 : 4;
+    op.chunk_blocks = arg == DType::i32 ? 5 : 4;
   } else if (dtype == DType::bf16 && arg != DType::u8) {
-    chunk_blocks = 4;
+    op.chunk_blocks = 4;
   }
-  return {fmt::format("arg_{}", name_of(arg)),
-          fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
-          arg == DType::u8 ? 2 * real_bytes(dtype) : 16, size_of(arg) == 4 ? 4 : 3, chunk_blocks};
+  op.narrow_blocks = op.blocks - (size_of(dtype) == 2 && arg != DType::u8 ? 1 : 0);
+  return op;
 }
 MapOp mask_map(bool even, DType dtype) {
-  return {even ? "mask_even" : "mask", fmt::format("ByMask<{{T}}, {{V}}, {}>", even), bytes(dtype),
-          2, even && dtype == DType::f16 ? 3 : 4};
+  return {.name = even ? "mask_even" : "mask",
+          .type = fmt::format("ByMask<{{T}}, {{V}}, {}>", even),
+          .segment_bytes = bytes(dtype),
+          .blocks = 2,
+          .chunk_blocks = even && dtype == DType::f16 ? 3 : 4,
+          .narrow_blocks = even ? 0 : 2};
 }
-MapOp ties_map(DType dtype) { return {"ties", "ByTies<{T}, {V}>", 2 * bytes(dtype), 2}; }
+MapOp ties_map(DType dtype) {
+  return {
+      .name = "ties", .type = "ByTies<{T}, {V}>", .segment_bytes = 2 * bytes(dtype), .blocks = 2};
+}
 MapOp exponential_map(DType dtype) {
-  return {"logsumexp", "ByExponential<{T}, {V}>", 2 * real_bytes(dtype), 3,
-          size_of(dtype) == 4 ? 4 : 0};
+  return {.name = "logsumexp",
+          .type = "ByExponential<{T}, {V}>",
+          .segment_bytes = 2 * real_bytes(dtype),
+          .blocks = 3,
+          .chunk_blocks = size_of(dtype) == 4 ? 4 : 0,
+          .narrow_blocks = 3};
 }
 MapOp softmax_map(DType dtype) {
-  return {"softmax", "Softmax<{T}, {V}>", 2 * real_bytes(dtype), 2};
+  return {.name = "softmax",
+          .type = "Softmax<{T}, {V}>",
+          .segment_bytes = 2 * real_bytes(dtype),
+          .blocks = 2,
+          .narrow_blocks = 2};
 }
 MapOp softmax_gradient_map(DType dtype) {
-  return {"softmax_gradient", "SoftmaxGradient<{T}, {V}>", real_bytes(dtype), 2};
+  return {.name = "softmax_gradient",
+          .type = "SoftmaxGradient<{T}, {V}>",
+          .segment_bytes = real_bytes(dtype),
+          .blocks = 2,
+          .narrow_blocks = 2};
 }
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
@@ -114,7 +148,11 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
     any_ = {rows_kernel(op, dtype, Access::any), device};
     any_tiling_ = rows_tiling(problem, 1);
     if (wide) {
-      wide_ = {rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide), device};
+      const bool narrow =
+          op.narrow_blocks > 0 && !perm && problem.x.shape[1] * bytes(dtype) <= kNarrowMostBytes;
+      wide_ = {narrow ? narrow_kernel(op, dtype)
+                      : rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide),
+               device};
       wide_tiling_ = rows_tiling(problem, vector_length(dtype));
     }
   }
@@ -143,6 +181,7 @@ std::vector<cuda::KernelSource> Mapping::kernels(const MapOp& op, DType dtype, i
   if (dtype != DType::f64) {
     add(stream_kernel(op, dtype));
     add(rows_kernel(op, dtype, Access::wide));
+    if (op.narrow_blocks > 0) add(narrow_kernel(op, dtype));
     add(rows_kernel(op, dtype, Access::wide_permuted));
   }
   return all;

@@ -63,8 +63,31 @@ cuda::OpKernel stream_kernel(const ReduceOp& op, DType dtype) {
   kernel.blocks = op.state_bytes > 4 ? 6 : 8;  // with 8, the larger states would spill
   return kernel;
 }
+cuda::OpKernel narrow_kernel(const ReduceOp& op, DType dtype) {
+  cuda::OpKernel kernel =
+      kernel_of(op, "reduce_narrow", "ops/segment/cuda/smxx_reduce_narrow.cuh",
+                fmt::format("segment_cuda::reduce_narrow<segment_cuda::{}, {}, {}, {}>", op.type,
+                            element(dtype), op.out, op.state_bytes),
+                dtype);
+  kernel.threads = kStreamThreads;
+  kernel.blocks = 3;  // as shared memory allows
+  return kernel;
+}
 bool streams(const ReduceOp& op, DType dtype) {
   return op.wide && op.input == "x" && dtype != DType::f64;
+}
+
+// Binary logarithm of the 16-byte pieces of a row, where smxx_reduce_narrow.cuh can read such rows.
+std::optional<int> narrow_lane_bits(const SegmentProblem& problem) {
+  const TensorSpec &x = problem.x, &offsets = problem.offsets;
+  const auto row_bytes = static_cast<std::uint64_t>(x.shape[1]) * size_of(x.dtype);
+  const bool dense = x.strides[1] == 1 && (x.shape[0] == 1 || x.strides[0] == x.shape[1]) &&
+                     !permuted(problem) &&
+                     (!offsets.given() || offsets.shape[0] == 1 || offsets.strides[0] == 1);
+  if (!dense || row_bytes < 16 || row_bytes > kNarrowMostBytes || !std::has_single_bit(row_bytes)) {
+    return {};
+  }
+  return std::bit_width(row_bytes / 16) - 1;
 }
 
 // Columns of a block of combine(): few, so that a giant segment has many threads, unless there are
@@ -201,6 +224,11 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
                reduce_bytes(op, dtype, vector_length(dtype))};
       wide_tiling_ = long_rows_tiling(problem, vector_length(dtype), setup.resident(*wide_));
       setup.allow(wide_tiling_);
+      narrow_lane_bits_ = narrow_lane_bits(problem);
+      if (streams(op, dtype) && narrow_lane_bits_) {
+        narrow_ = {narrow_kernel(op, dtype), device, kNarrowBytes};
+        setup.allow_stream(*narrow_);
+      }
     }
   }
   setup.allow(any_tiling_);
@@ -210,6 +238,7 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
   std::int64_t most_tiles = tiles_of(problem, any_tiling_);
   if (wide_) most_tiles = std::max(most_tiles, tiles_of(problem, wide_tiling_));
   if (stream_) most_tiles = std::max(most_tiles, setup.shares(*stream_));
+  if (narrow_) most_tiles = std::max(most_tiles, setup.shares(*narrow_));
   slot_columns_ = (columns + 7) / 8 * 8;
   slots_at_ = layout.take(static_cast<std::size_t>(most_tiles * 2 * slot_columns_) *
                           static_cast<std::size_t>(op.state_bytes));
@@ -224,6 +253,12 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
     return;
   }
   const bool wide = wide_ && in_vectors(p);
+  if (wide && narrow_) {
+    p.lane_bits = *narrow_lane_bits_;
+    p.row_alignment = kNarrowChunkPieces >> p.lane_bits;
+    setup.stream(launcher, *narrow_, p, StreamKind::narrow);
+    return;
+  }
   const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
   p = setup.tiled(launcher, p, shape);
   launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
@@ -243,7 +278,10 @@ std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dty
     add(rows_kernel(op, dtype, Access::wide));
     add(rows_kernel(op, dtype, Access::wide_permuted));
   }
-  if (streams(op, dtype)) add(stream_kernel(op, dtype));
+  if (streams(op, dtype)) {
+    add(stream_kernel(op, dtype));
+    add(narrow_kernel(op, dtype));
+  }
   for (const int width : kCombineWidths) add(combine_kernel(op, dtype, width));
   return all;
 }

@@ -85,14 +85,18 @@ Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t 
   Tiling tiling = rows_tiling(problem, vector);
   const std::int64_t items = problem.x.shape[0] + problem.num_segments + 2;
   const std::int64_t walkers = kThreads >> tiling.lane_bits;
-  for (std::int64_t wave = kWaves;; ++wave) {
+  // Tiles that fill the device a whole number of times, once if they have room for so many rows.
+  for (std::int64_t wave = 1;; ++wave) {
     const std::int64_t tiles = std::max<std::int64_t>(
         1, wave * resident / std::max<std::int64_t>(1, tiling.column_blocks));
-    const std::int64_t rows = (items + tiles * walkers - 1) / (tiles * walkers);
+    const std::int64_t most_items = (items + tiles - 1) / tiles + kSnapRows;
+    const std::int64_t rows = (most_items + walkers - 1) / walkers;
     if (rows > most_walker_rows(tiling.lane_bits)) continue;
     tiling.walker_rows = static_cast<int>(std::max<std::int64_t>(
         kFewestWalkerRows, (rows + kWalkerStep - 1) / kWalkerStep * kWalkerStep));
-    tiling.items = tile_items(tiling.lane_bits, tiling.walker_rows);
+    const int capacity = tile_items(tiling.lane_bits, tiling.walker_rows);
+    tiling.snap = std::min(kSnapRows, capacity / 2);
+    tiling.items = capacity - tiling.snap;
     return tiling;
   }
 }
@@ -201,10 +205,12 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
   p.end_items = 1;
   p.tiles = tiles_of(problem_, tiling);
   p.row_alignment = tiling.alignment;
+  p.snap_rows = tiling.snap;
   p.lane_bits = tiling.lane_bits;
   p.walker_rows = tiling.walker_rows;
   const Tiling before = std::exchange(launcher.tiling, tiling);
-  bool found = before.items == tiling.items && before.alignment == tiling.alignment;
+  bool found = before.items == tiling.items && before.alignment == tiling.alignment &&
+               before.snap == tiling.snap;
   if (!launcher.proven) {
     prove(launcher, p);
     found = !problem_.ids.given();
@@ -216,8 +222,12 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
 void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params,
                    StreamKind kind) const {
   Params p = bound_params;
-  p.row_alignment = stream_chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
-  p.end_items = kind == StreamKind::chunks ? kMapEndItems : kStreamEndItems;
+  if (kind == StreamKind::narrow) {
+    p.end_items = kNarrowEndItems;
+  } else {
+    p.row_alignment = stream_chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
+    p.end_items = kind == StreamKind::chunks ? kMapEndItems : kStreamEndItems;
+  }
   const std::int64_t items = p.rows + (p.segments + 2) * p.end_items;
   p.tiles = shares(kernel);
   const std::int64_t blocks = p.tiles / kStreamWarps;
@@ -232,7 +242,7 @@ void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound
   }
   launcher.launch(kernel, p, blocks, 1);
   launcher.overlapping = overlapping_;
-  if (kind != StreamKind::reduction) return;
+  if (kind == StreamKind::map || kind == StreamKind::chunks) return;
   p.proof = Proof::again;
   if (proven) p.disorder_count = 0;
   launcher.launch(kernel, p, blocks, 1);

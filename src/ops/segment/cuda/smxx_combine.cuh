@@ -73,9 +73,9 @@ struct Combiner {
   PlacedState<Op> sums[kParts][kColumns];
   SlotRun runs[kTiles];
 
-  void combine(const Params& p, const Segments& segments, int first_tile) {
+  void combine(const Params& p, const Segments& segments, int first_tile, int64_t columns_block) {
     const int thread = threadIdx.x, part = thread / kColumns, lane = thread % kColumns;
-    const int64_t column = column_block(p) * kColumns + lane;
+    const int64_t column = columns_block * kColumns + lane;
     const bool active = column < p.columns;
     const auto done = [&](const SlotRun& run, const PlacedState<Op>& sum) {
       const typename Op::State state[1] = {sum.state};
@@ -119,7 +119,7 @@ template <class Op, class Out, int kColumns>
 void combine(const Params& p) {
   using Block = Combiner<Op, Out, kThreads, kColumns>;
   __shared__ Block block;
-  block.combine(p, make_segments(p), static_cast<int>(blockIdx.x) * Block::kTiles);
+  block.combine(p, make_segments(p), static_cast<int>(blockIdx.x) * Block::kTiles, column_block(p));
 }
 
 }  // namespace pullback::segment_cuda

@@ -64,4 +64,106 @@ void map_rows(const Params& p) {
   }
 }
 
+// The same for narrow rows, which groups of lanes take side by side, so that a warp reads and
+// writes neighbouring memory.
+template <class Map, class T, int kVector>
+void map_narrow(const Params& p) {
+  using Segment = typename Map::Segment;
+  constexpr int kBatch = Map::kBatch;
+  using TileEnds = Ends<kMostTileRows>;
+  __shared__ TileEnds ends;
+  __shared__ uint16_t ends_before[TileEnds::kWords];  // of each word of bits
+  __shared__ bool is_dense;
+
+  const Segments segments = make_segments(p);
+  const Tile tile = make_tile(p, blockIdx.x);
+  const int walkers = kThreads >> p.lane_bits;
+  const int walker = static_cast<int>(threadIdx.x) >> p.lane_bits;
+  const int64_t column = (threadIdx.x & ((1 << p.lane_bits) - 1)) * kVector;
+  ends.mark(segments, tile, [](int64_t) {});
+  if (threadIdx.x < device::kWarpSize) {
+    constexpr int kEach = TileEnds::kWords / device::kWarpSize;
+    const int first = static_cast<int>(threadIdx.x) * kEach;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) count += __popc(ends.bits[first + i]);
+    int sum = count;
+#pragma unroll
+    for (int step = 1; step < device::kWarpSize; step *= 2) {
+      const int before = __shfl_up_sync(device::kAllLanes, sum, step);
+      if (threadIdx.x >= step) sum += before;
+    }
+    if (threadIdx.x == device::kWarpSize - 1) is_dense = sum == tile.stop - tile.first;
+    sum -= count;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      ends_before[first + i] = static_cast<uint16_t>(sum);
+      sum += __popc(ends.bits[first + i]);
+    }
+  }
+  __syncthreads();
+  if (column >= p.columns) return;
+
+  // Where no segment of the tile is empty, it is enough to count those that have ended.
+  const bool dense = is_dense;
+  const auto segment_at = [&](int at) {
+    const uint32_t word = static_cast<uint32_t>(at) / 32;
+    if (dense) {
+      return tile.first + ends_before[word] + __popc(ends.bits[word] & ((1u << (at % 32)) - 1));
+    }
+    return ends.segment_to(tile, ends.next(at));
+  };
+  const auto counted = [&](int64_t row) {
+    return static_cast<int>(clamped(row - tile.origin, 0, kMostTileRows));
+  };
+  const int stop = counted(tile.row_stop), low = counted(tile.lowest);
+  const int high = counted(tile.highest) < stop ? counted(tile.highest) : stop;
+  const auto inside = [&](int at) { return at >= low && at < high; };
+  const int64_t begin = tile.origin + counted(tile.row) + walker;
+  const int64_t step = walkers * p.d_x.row_stride;
+  T* d_x = static_cast<T*>(p.d_x.data) + begin * p.d_x.row_stride + column;
+  Segment segment{};
+  int end = -1;  // last row of this segment
+#pragma unroll 1
+  for (int row = counted(tile.row) + walker; row < stop; row += kBatch * walkers) {
+    typename Map::Row data[kBatch];
+    const auto store = [&](int k, const Values<T, kVector>& values) {
+      store_once(d_x + k * step, values);
+    };
+    const auto value = [&](const Segment& of, int k) {
+      const int at = row + k * walkers;
+      return Map::values(of, data[k], {static_cast<uint32_t>(at), tile.origin + at});
+    };
+    const int last = row + (kBatch - 1) * walkers;
+    if (last <= end && last < stop) {
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) data[k].load(p, tile.origin + row + k * walkers, column);
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) store(k, value(segment, k));
+    } else {
+      typename Map::Raw raw[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int at = row + k * walkers;
+        if (!inside(at)) continue;
+        raw[k].load(p, segments, segment_at(at), column);
+        data[k].load(p, tile.origin + at, column);
+      }
+      end = inside(last) ? ends.next(last) : -1;
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const int at = row + k * walkers;
+        if (at >= stop) continue;
+        Values<T, kVector> values{};
+        if (inside(at)) {
+          segment = Map::of(raw[k], segments, tile);
+          values = value(segment, k);
+        }
+        store(k, values);
+      }
+    }
+    d_x += kBatch * step;
+  }
+}
+
 }  // namespace pullback::segment_cuda

@@ -75,7 +75,7 @@ struct ByArg {
   static constexpr int kBatch = 2;
   static constexpr uint32_t kNone = 0xffffffffu;
   static constexpr bool kByRow = kPermuted && sizeof(Arg) > 1;
-  using Chosen = Select<kByRow, int64_t, uint32_t>;
+  using Chosen = Select<kByRow, Arg, uint32_t>;
   struct Raw {
     Values<T, kCount> g;
     Values<Arg, kCount> arg;
@@ -96,10 +96,10 @@ struct ByArg {
     Segment segment{raw.g, {}};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const auto arg = static_cast<int64_t>(raw.arg.element[i]);
       if constexpr (kByRow) {
-        segment.chosen[i] = arg;
+        segment.chosen[i] = raw.arg.element[i];
       } else {
+        const auto arg = static_cast<int64_t>(raw.arg.element[i]);
         const bool none = sizeof(Arg) == 1 && arg == kNoPlace;
         const auto place =
             static_cast<uint64_t>((sizeof(Arg) == 1 ? raw.begin : 0) + arg - tile.origin);
@@ -112,7 +112,7 @@ struct ByArg {
     return values_of<T, kCount>([&](int i) {
       bool chosen = false;
       if constexpr (kByRow) {
-        chosen = segment.chosen[i] == at.row;
+        chosen = segment.chosen[i] == static_cast<Arg>(at.row);
       } else {
         chosen = segment.chosen[i] == at.place;
       }

@@ -317,6 +317,19 @@ typename Op::State gathered(typename Op::State state) {
   }
 }
 
+// Puts together states whose rows lie among each other.
+template <class Op>
+void unite(typename Op::State& a, const typename Op::State& b) {
+  if constexpr (Op::kPlaces) {
+    const bool swapped = static_cast<uint32_t>(b.place) < static_cast<uint32_t>(a.place);
+    const typename Op::State early = swapped ? b : a, late = swapped ? a : b;
+    a = early;
+    Op::append(a, late);
+  } else {
+    Op::append(a, b);
+  }
+}
+
 // The state of a run that begins with the row at `place`.
 template <class Op>
 typename Op::State begin_run(int place) {

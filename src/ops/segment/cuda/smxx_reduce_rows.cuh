@@ -328,7 +328,7 @@ void reduce_rows(const Params& p) {
       finish<Op, Out>(p, segments, j, column, earlier, tile.origin);
     }
   }
-  if (walker == walkers - 1) {
+  if (walker == walkers - 1 && segments.begin(tile.stop) < tile.row_stop) {
     State sum[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sum[i] = Op::start();

@@ -98,7 +98,7 @@ void reduce_stream(const Params& p) {
 
   Segments segments;
   if (!begin_stream(p, segments)) {
-    combiner.combine(p, segments, static_cast<int>(blockIdx.x) * kStreamThreads);
+    combiner.combine(p, segments, static_cast<int>(blockIdx.x) * kStreamThreads, 0);
     return;
   }
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
@@ -176,7 +176,7 @@ void reduce_stream(const Params& p) {
   steps.report();
   if (p.proof != Proof::again || !arrive<false>(p, false).last) return;
   for (int tile = 0; tile < p.tiles; tile += kStreamThreads) {
-    combiner.combine(p, segments, tile);
+    combiner.combine(p, segments, tile, 0);
     __syncthreads();
   }
 }

@@ -89,10 +89,15 @@ void find_starts_at(const Segments& segments, int end_items, const int64_t (&ite
     }
   }
 }
-inline TileStart find_start(const Segments& segments, int end_items, int64_t item) {
+// With the rows of its first segment that lie before it, where these are snap_rows at most.
+inline TileStart find_start(const Params& p, const Segments& segments, int64_t item) {
   TileStart start[1];
   bool inside[1];
-  find_starts_at(segments, end_items, {item}, start, inside);
+  find_starts_at(segments, p.end_items, {item}, start, inside);
+  if (p.snap_rows > 0 && inside[0]) {
+    const int64_t begin = clamped(segments.begin(start[0].segment), 0, segments.rows);
+    if (start[0].row - begin <= p.snap_rows) start[0].row = begin;
+  }
   return start[0];
 }
 
@@ -102,7 +107,7 @@ inline void find_starts(const Params& p, const Segments& segments, int64_t threa
   const bool first_lane = threadIdx.x % device::kWarpSize == 0;
   for (int64_t tile = thread / device::kWarpSize; tile <= p.tiles;
        tile += threads / device::kWarpSize) {
-    const TileStart start = find_start(segments, p.end_items, tile * p.tile_items);
+    const TileStart start = find_start(p, segments, tile * p.tile_items);
     if (first_lane) p.starts[tile] = start;
   }
   if (thread == 0) p.starts[p.tiles + 1] = {segments.begin(1), segments.end(segments.count)};

@@ -81,6 +81,7 @@ inline bool begin_stream(const Params& p, Segments& segments) {
 
 // What a warp walks along: the rows of its share and the segments of the list that end there.
 // Inside a share rows are counted from `base`, segments from `first_group`, a multiple of 32.
+// kChunkRows 0: chunks have p.row_alignment rows.
 template <int kChunkRows>
 struct Walk {
   static constexpr int kMostEnds = kStreamEndGroups * device::kWarpSize;
@@ -88,6 +89,7 @@ struct Walk {
 
   const Params& p;
   const Segments& segments;
+  const int chunk_bits = 31 - __clz(kChunkRows != 0 ? kChunkRows : p.row_alignment);
   int64_t* ends;
   const char* next_end;  // this lane's of the next group to ask for
   uint32_t own_end;      // this lane's of the first group, in shared memory
@@ -116,7 +118,7 @@ struct Walk {
     const TileStart from = bounds[0], to = bounds[1];
     if (lane < 2) p.starts[share + lane] = bounds[lane];
     constexpr int64_t kMost = 1 << 28;  // far more than fit into any share of a device
-    base = from.row & -static_cast<int64_t>(kChunkRows);
+    base = from.row & -(int64_t{1} << chunk_bits);
     row = static_cast<int>(from.row - base);
     row_stop = static_cast<int>(clamped(to.row - base, row, kMost));
     rows = static_cast<int>(clamped(p.rows - base, 0, kMost));
@@ -139,10 +141,10 @@ struct Walk {
   template <class Request>
   void advance(const Request& request) {
     __syncwarp();
-    const int chunk = static_cast<int>(static_cast<uint32_t>(row) / kChunkRows);
+    const int chunk = row >> chunk_bits;
 #pragma unroll 1
     for (; chunks < chunk + kStreamChunks; ++chunks) {
-      if (chunks * kChunkRows < row_stop) request(chunks);
+      if (chunks << chunk_bits < row_stop) request(chunks);
       commit_copies();
     }
 #pragma unroll 1
@@ -152,7 +154,7 @@ struct Walk {
     }
     wait_copies<kStreamPending>();
     __syncwarp();
-    const int arrived = (chunk + kStreamChunks - kStreamPending) * kChunkRows;
+    const int arrived = (chunk + kStreamChunks - kStreamPending) << chunk_bits;
     window = arrived < row_stop ? arrived : row_stop;
   }
   void request_ends() {

@@ -38,6 +38,7 @@ enum class Access { wide, wide_permuted, any };
 struct Tiling {
   std::int64_t items = 0;  // rows and segment ends of a tile
   int alignment = 1;
+  int snap = 0;  // Params::snap_rows
   int lane_bits = 0;
   int walker_rows = 0;
   std::int64_t column_blocks = 1;
@@ -80,9 +81,9 @@ Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t 
 Tiling column_tiling(int bytes);
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
 
-// Kernels for x of one column, by their files: smxx_reduce_stream.cuh, smxx_map_stream.cuh,
-// smxx_map_chunks.cuh.
-enum class StreamKind { reduction, map, chunks };
+// Kernels that stream, by their files: for x of one column smxx_reduce_stream.cuh,
+// smxx_map_stream.cuh and smxx_map_chunks.cuh, for narrow rows smxx_reduce_narrow.cuh.
+enum class StreamKind { reduction, map, chunks, narrow };
 
 class Setup {
  public:
@@ -148,7 +149,8 @@ class Reduction {
 
  private:
   SegmentProblem problem_;
-  std::optional<Kernel> wide_, stream_;
+  std::optional<Kernel> wide_, stream_, narrow_;
+  std::optional<int> narrow_lane_bits_;
   Kernel any_, combine_;
   Tiling wide_tiling_, any_tiling_;
   int combine_columns_;
@@ -165,6 +167,9 @@ struct MapOp {
   // The same of smxx_map_chunks.cuh, which needs no reduction before it; 0: x of one column goes by
   // smxx_map_stream.cuh.
   int chunk_blocks = 0;
+  // The same of map_narrow; 0: narrow rows go by map_rows, as what a segment gives is costly to
+  // make.
+  int narrow_blocks = 0;
 };
 
 MapOp spread_map(bool mean, DType dtype);

@@ -28,8 +28,7 @@ constexpr int reduce_rows_bytes(int piece_bytes, int states_bytes) {
          kMostTileRows * 2 + kMostTileRows / 8 + 64;
 }
 constexpr int most_walker_rows(int lane_bits) { return kMostTileRows / tile_items(lane_bits, 1); }
-// Reductions take tiles that fill the device a whole number of times, this often or oftener.
-inline constexpr int kWaves = 2;
+inline constexpr int kSnapRows = 16;  // Params::snap_rows of reductions
 inline constexpr int kWalkerStep = 4;
 inline constexpr int kFewestWalkerRows = 16;
 constexpr int product_tile_items(int lane_bits) { return (kThreads >> lane_bits) * kProductRows; }
@@ -55,6 +54,15 @@ inline constexpr int kStreamWarpRows = 256;  // the same of those that the lanes
 inline constexpr int kStreamEndItems = 16;   // rows that the end of a segment costs as much as
 constexpr int stream_chunk_rows(int element_bytes) { return 32 * 16 / element_bytes; }
 inline constexpr int kLeastShare = 1024;  // rows and segment ends of a warp
+// The same of narrow rows (smxx_reduce_narrow.cuh).
+inline constexpr int kNarrowMostBytes = 128;  // of a row
+inline constexpr int kNarrowLanePieces = 4;   // of 16 bytes, of a chunk
+inline constexpr int kNarrowGroupRows = 32;   // of a segment, at most, that a group of lanes walks
+inline constexpr int kNarrowEndItems = 8;     // rows that the end of a segment costs as much as
+inline constexpr int kNarrowCombineColumns = 8;
+inline constexpr int kNarrowChunkPieces = kNarrowLanePieces * 32;
+inline constexpr int kNarrowBytes =  // of shared memory
+    kStreamWarps * (kStreamChunks * kNarrowChunkPieces * 16 + kStreamEndGroups * 32 * 8);
 // Maps of one column by chunks (smxx_chunks.cuh).
 inline constexpr int kMapLaneBytes = 64;  // of rows of a chunk
 inline constexpr int kMapEndItems = 4;    // rows that the end of a segment costs as much as
