@@ -8,7 +8,8 @@
 The text is that of examples/data, and the loss the contrastive one of the model's training: a line
 has to pick the line that follows it among all others. Compares the gradients of all parameters,
 then trains in f32 and under bf16 autocast and prints the curves. Fails if they differ by more than
-rounding explains: in bf16, by more than twice what it does to eager attention.
+rounding explains: in bf16, by more than twice what it does to eager attention and a rounding of the
+loss.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def main() -> None:
     print(f"bf16: from the f32 curve, eager {noise:.1e}, pullback {distance(ours_bf16, eager):.1e}")
     if gradients > 1e-3 or distance(ours, eager) > 1e-3:
         raise SystemExit("f32: not the same as eager attention")
-    if distance(ours_bf16, eager) > 2 * noise + 1e-3:
+    # That noise is one draw, and may be small: a rounding of the loss to bf16 is no error.
+    if distance(ours_bf16, eager) > 2 * noise + torch.finfo(torch.bfloat16).eps / 2 * max(eager):
         raise SystemExit("bf16: further from f32 than eager attention explains")
     if arguments.steps > 1 and max(ours[-1] - ours[0], ours_bf16[-1] - ours_bf16[0]) >= 0:
         raise SystemExit("the loss did not fall")
