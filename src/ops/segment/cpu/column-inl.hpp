@@ -206,38 +206,86 @@ HWY_INLINE std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t 
   return kLast ? std::bit_width(bits) - 1 : std::countr_zero(bits);
 }
 
+// The largest of a run, and whether all are finite.
+template <class R>
+R LargestOfRun(const R* HWY_RESTRICT from, std::int64_t count, bool& finite) {
+  const hn::ScalableTag<R> d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
+  auto best = hn::Set(d, -kInf<R>), best2 = best;
+  auto total = hn::Zero(d), total2 = total;  // finite only if all are
+  std::int64_t i = 0;
+  for (; i + 2 * step <= count; i += 2 * step) {
+    const auto v = hn::LoadU(d, from + i), w = hn::LoadU(d, from + i + step);
+    ahead.Step();
+    ahead.Step();
+    best = hn::Max(v, best);
+    best2 = hn::Max(w, best2);
+    total = hn::Add(total, v);
+    total2 = hn::Add(total2, w);
+  }
+  for (; i < count; i += step) {
+    const auto left = static_cast<std::size_t>(std::min(step, count - i));
+    best = hn::Max(LoadFirst(d, from + i, left, -kInf<R>), best);
+    total = hn::Add(total, LoadFirst(d, from + i, left));
+  }
+  finite = hn::AllTrue(d, hn::IsFinite(hn::Add(total, total2)));
+  return hn::GetLane(hn::MaxOfLanes(d, hn::Max(best, best2)));
+}
+
 // The LogSum of a run.
 template <class R>
 void LogSumOfRun(const R* HWY_RESTRICT from, std::int64_t count, const LogSum<R>& state) {
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-  LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
-  auto best = hn::Set(d, -kInf<R>);
-  auto total = hn::Zero(d);  // finite only if all are
-  const std::int64_t whole = count / step * step;
-  const auto left = static_cast<std::size_t>(count - whole);
-  for (std::int64_t i = 0; i < whole; i += step) {
-    const auto v = hn::LoadU(d, from + i);
-    ahead.Step();
-    best = hn::Max(v, best);
-    total = hn::Add(total, v);
-  }
-  const auto rest = LoadFirst(d, from + whole, left, -kInf<R>);
-  best = hn::Max(rest, best);
-  total = hn::Add(total, LoadFirst(d, from + whole, left));
-  state.largest[0] = hn::GetLane(hn::MaxOfLanes(d, best));
+  bool finite;
+  state.largest[0] = LargestOfRun(from, count, finite);
   const auto shift = Shift(d, hn::Set(d, state.largest[0]));
+  const std::int64_t whole = count / step * step;
+  const auto rest = LoadFirst(d, from + whole, static_cast<std::size_t>(count - whole), -kInf<R>);
   auto sum = ExpOf(d, hn::Sub(rest, shift));
-  if (hn::AllTrue(d, hn::IsFinite(total))) {
-    for (std::int64_t i = 0; i < whole; i += step) {
-      sum = hn::Add(sum, ExpOfNonPositive(d, hn::Sub(hn::LoadU(d, from + i), shift)));
+  if (finite) {
+    // One of the powers is 1, beside which exp(-87) is nothing.
+    const auto least = hn::Set(d, R{-87});
+    auto sum2 = hn::Zero(d);
+    std::int64_t i = 0;
+    for (; i + 2 * step <= whole; i += 2 * step) {
+      const auto v = hn::Sub(hn::LoadU(d, from + i), shift);
+      const auto w = hn::Sub(hn::LoadU(d, from + i + step), shift);
+      sum = hn::Add(sum, ExpOfNear(d, hn::Max(v, least)));
+      sum2 = hn::Add(sum2, ExpOfNear(d, hn::Max(w, least)));
     }
+    if (i < whole) {
+      sum2 = hn::Add(sum2, ExpOfNonPositive(d, hn::Sub(hn::LoadU(d, from + i), shift)));
+    }
+    sum = hn::Add(sum, sum2);
   } else {
     for (std::int64_t i = 0; i < whole; i += step) {
       sum = hn::Add(sum, ExpOf(d, hn::Sub(hn::LoadU(d, from + i), shift)));
     }
   }
   state.sum[0] = hn::GetLane(hn::SumOfLanes(d, sum));
+}
+
+// Softmax of a run, to open(). False, and that was not called, if an element is not finite.
+template <class R, class Open>
+bool SoftmaxOfRun(const R* HWY_RESTRICT from, std::int64_t count, const Open& open) {
+  const hn::ScalableTag<R> d;
+  bool finite;
+  const auto largest = hn::Set(d, LargestOfRun(from, count, finite));
+  if (!finite) return false;
+  R* HWY_RESTRICT to = open();
+  auto sum = hn::Zero(d);
+  ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
+    const auto power = ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from + i), largest));
+    sum = hn::Add(sum, lanes.First(d, power));
+    lanes.Write(d, power, to + i);
+  });
+  const auto inverse = hn::Div(hn::Set(d, R{1}), hn::SumOfLanes(d, sum));
+  ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
+    lanes.Write(d, hn::Mul(lanes.Read(d, to + i), inverse), to + i);
+  });
+  return true;
 }
 
 // A piece of a tensor with one column, to the state that forward keeps of it.

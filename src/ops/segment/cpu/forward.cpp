@@ -161,8 +161,18 @@ class Forward {
         } else if (problem_.reduce == SegmentReduce::logsumexp) {
           FoldColumn<LogSumRule<R>>(begin, end, task, std::exp(EmptyValue()));
         } else if (problem_.reduce == SegmentReduce::softmax && rows_out_.stages()) {
-          SoftmaxOfColumn(segments_, begin, end, reinterpret_cast<const R*>(x_.data), task, output,
-                          [&](const Piece& piece) { Whole(piece, task, output, true); });
+          const auto* x = reinterpret_cast<const R*>(x_.data);
+          SoftmaxOfColumn(segments_, begin, end, x, task, output, [&](const Piece& piece) {
+            const auto open = [&] {
+              output.Open(piece);
+              return output.Run(piece.begin, nullptr);
+            };
+            if (SoftmaxOfRun(x + piece.begin, piece.end - piece.begin, open)) {
+              output.DrainLines();
+            } else {
+              Whole(piece, task, output, true);
+            }
+          });
         } else {
           return false;
         }

@@ -59,6 +59,11 @@ struct AllLanes {
       Store(d, value, to);
     }
   }
+  // `value`, with 0 in lanes that are none of f's.
+  template <class D>
+  HWY_INLINE hn::Vec<D> First(D, hn::Vec<D> value) const {
+    return value;
+  }
 };
 struct FirstLanes {
   std::size_t count;
@@ -69,6 +74,10 @@ struct FirstLanes {
   template <class D, class T>
   HWY_INLINE void Write(D d, hn::Vec<D> value, T* to) const {
     StoreFirst(d, value, to, count);
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> First(D d, hn::Vec<D> value) const {
+    return hn::IfThenElseZero(hn::FirstN(d, count), value);
   }
 };
 

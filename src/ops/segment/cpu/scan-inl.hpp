@@ -16,150 +16,10 @@
 
 #include <bit>
 
-#include "ops/segment/cpu/extreme-inl.hpp"
-#include "ops/segment/cpu/softmax-inl.hpp"
+#include "ops/segment/cpu/scan_rules-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
-
-// What some rows of a segment are folded to, as in State of task-inl.hpp.
-template <class R, class B>
-struct Folded {
-  R a;
-  B b;
-};
-
-// How rows are walked. Powers are rows of which exp(row - shift) was taken for a shift of the
-// block. What is ordinary is up to the rule; else it has to be any.
-enum class Walk { powers, ordinary, any };
-
-// A rule takes a row into each lane's state (a, b), or begins anew with it where `starts` holds,
-// and it joins states. Rows are Ordinary() if their sum is.
-
-template <class R>
-struct SumRule {
-  using B = Int<R>;
-  static constexpr bool kTwo = false, kPlaces = false, kPowers = false;
-
-  template <class D>
-  static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
-    return true;
-  }
-  template <Walk, class D, class DB>
-  static HWY_INLINE void Step(D, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
-                              hn::Vec<D>& a, hn::Vec<DB>&) {
-    a = hn::IfThenElse(starts, x, hn::Add(a, x));
-  }
-  template <class D, class DB>
-  static HWY_INLINE void JoinLanes(D, hn::Vec<D>& a, hn::Vec<DB>&, hn::Vec<D> later_a,
-                                   hn::Vec<DB>) {
-    a = hn::Add(a, later_a);
-  }
-};
-
-// b = row.
-template <class R, bool kMax, bool kLast>
-struct ExtremeRule {
-  using B = Int<R>;
-  static constexpr bool kTwo = true, kPlaces = true, kPowers = false;
-
-  template <class D>
-  static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
-    return hn::AllFalse(d, hn::IsNaN(sum));
-  }
-  template <Walk kWalk, class D, class DB>
-  static HWY_INLINE void Step(D, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<DB> row, hn::Vec<D>& a,
-                              hn::Vec<DB>& b) {
-    auto beats = hn::Or(starts, Beats<kMax, kLast>(x, a));
-    if constexpr (kWalk == Walk::any) beats = hn::Or(beats, hn::AndNot(hn::IsNaN(a), hn::IsNaN(x)));
-    a = hn::IfThenElse(beats, x, a);
-    b = hn::IfThenElse(hn::RebindMask(DB(), beats), row, b);
-  }
-  template <class D, class DB>
-  static HWY_INLINE void JoinLanes(D d, hn::Vec<D>& a, hn::Vec<DB>& b, hn::Vec<D> later_a,
-                                   hn::Vec<DB> later_b) {
-    Step<Walk::any, D, DB>(d, later_a, hn::FirstN(d, 0), later_b, a, b);
-  }
-};
-
-// The product is a + b: b has what the roundings of a lose, as far as there is a fused
-// multiply-add.
-template <class R>
-struct ProductRule {
-  using B = R;
-  static constexpr bool kTwo = true, kPlaces = false, kPowers = false;
-
-  template <class D>
-  static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
-    return true;
-  }
-  template <Walk, class D, class DB>
-  static HWY_INLINE void Step(D d, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
-                              hn::Vec<D>& a, hn::Vec<D>& b) {
-    JoinLanes<D, DB>(d, a, b, x, hn::Zero(d));
-    a = hn::IfThenElse(starts, x, a);
-    b = hn::IfThenZeroElse(starts, b);
-  }
-  template <class D, class DB>
-  static HWY_INLINE void JoinLanes(D, hn::Vec<D>& a, hn::Vec<D>& b, hn::Vec<D> later_a,
-                                   hn::Vec<D> later_b) {
-    const auto product = hn::Mul(a, later_a);
-    const auto lost = hn::MulSub(a, later_a, product);
-    b = hn::MulAdd(b, later_a, hn::MulAdd(a, later_b, lost));
-    a = product;
-  }
-  static void Finish(R* HWY_RESTRICT a, const R* HWY_RESTRICT b, std::int64_t count) {
-    const hn::ScalableTag<R> d;
-    ForColumns<R>(count, [&](auto lanes, std::int64_t k) {
-      const auto product = lanes.Read(d, a + k);
-      // Of infinities nothing is lost, but b is NaN.
-      const auto lost = hn::IfThenElseZero(hn::IsFinite(product), lanes.Read(d, b + k));
-      lanes.Write(d, hn::Add(product, lost), a + k);
-    });
-  }
-};
-
-// (a, b) = LogSum.
-template <class R>
-struct LogSumRule {
-  using B = R;
-  static constexpr bool kTwo = true, kPlaces = false, kPowers = true;
-
-  template <class D>
-  static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
-    return hn::AllTrue(d, hn::IsFinite(sum));
-  }
-  template <Walk kWalk, class D, class DB>
-  static HWY_INLINE void Step(D d, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
-                              hn::Vec<D>& a, hn::Vec<D>& b) {
-    const auto one = hn::Set(d, R{1});
-    if constexpr (kWalk == Walk::powers) {
-      b = hn::IfThenElse(starts, x, hn::Add(b, x));  // and a is the shift already
-    } else if constexpr (kWalk == Walk::any) {
-      a = hn::IfThenElse(starts, hn::Set(d, -kInf<R>), a);
-      b = hn::IfThenZeroElse(starts, b);
-      JoinLogSum(d, a, b, x, one);
-    } else {
-      // One exponential: of the two that a sum needs, one is exp(0).
-      const auto less = hn::Sub(x, a);
-      const auto power = ExpOfNonPositive(d, hn::Neg(hn::Abs(less)));
-      const auto rises = hn::Gt(less, hn::Zero(d));
-      const auto sum = hn::IfThenElse(rises, hn::MulAdd(b, power, one), hn::Add(b, power));
-      a = hn::IfThenElse(starts, x, hn::Max(a, x));
-      b = hn::IfThenElse(starts, one, sum);
-    }
-  }
-  static void Finish(R* a, R* b, std::int64_t count) { FinishLogSum(LogSum<R>{a, b}, count); }
-  template <class D, class DB>
-  static HWY_INLINE void JoinLanes(D d, hn::Vec<D>& a, hn::Vec<D>& b, hn::Vec<D> later_a,
-                                   hn::Vec<D> later_b) {
-    if (hn::AllTrue(d, hn::Eq(a, later_a))) {  // powers of one shift
-      b = hn::Add(b, later_b);
-    } else {
-      JoinLogSum(d, a, b, later_a, later_b);
-    }
-  }
-};
 
 // Where segments end.
 struct SegmentEnds {
@@ -205,7 +65,6 @@ class ColumnScan {
 
   // `empty` is what segments without rows are folded to.
   explicit ColumnScan(Folded<R, B> empty) : empty_(empty) {
-    ClearMarks();
     slots_[kRows] = kRows;
     states_a_[kRows] = 0;
     states_b_[kRows] = 0;
@@ -214,8 +73,8 @@ class ColumnScan {
   // What the segments are folded to, in their order, until it is used. Places are those in the
   // segment.
   std::int64_t waiting = 0;
-  R a[kMostWaiting + kGroup];
-  B b[kMostWaiting + kGroup];
+  HWY_ALIGN R a[kMostWaiting + kGroup];
+  HWY_ALIGN B b[kMostWaiting + kGroup];
 
   void Used(std::int64_t count) {
     waiting -= count;
@@ -233,7 +92,9 @@ class ColumnScan {
     const R* const from = x;
     LinesAhead ahead(from);
     if (!fetch) ahead.Skip(from + kRows);
-    const std::int64_t taken = FindSlots(row, rows, ends, std::min(count, kRows), from, ahead);
+    ClearMarks();
+    const std::int64_t taken = Mark(row, rows, ends, std::min(count, kRows), from, ahead);
+    GatherMarks();
     if (taken == kRows) rows = ends[taken - 1] - row;
     has_powers_ = Rule::kPowers && TakePowers(from, rows);
     if (has_powers_) {
@@ -246,13 +107,51 @@ class ColumnScan {
       }
       if (!WalkAs<Walk::ordinary>(x, from, ahead)) WalkAs<Walk::any>(x, from, ahead);
     }
-    ClearMarks();
-    FindResults(row, ends, taken, count, from, ahead);
+    if (has_powers_) {
+      FindResults<true>(row, ends, taken, count, from, ahead);
+    } else {
+      FindResults<false>(row, ends, taken, count, from, ahead);
+    }
     ahead.StepTo(from + rows);
     const auto open = static_cast<I>(ends[taken - 1] - row);
     if (open < rows) open_ = ResultOf(open, static_cast<I>(rows));
     waiting += taken;
     return taken;
+  }
+
+  // Calls f(lanes, r, values) for the `rows` rows of the `taken` segments that were last taken,
+  // each with the value of its segment. False, and f was not called, if a segment has no rows.
+  template <class F>
+  HWY_INLINE bool Spread([[maybe_unused]] std::int64_t rows, [[maybe_unused]] std::int64_t taken,
+                         [[maybe_unused]] const R* HWY_RESTRICT values,
+                         [[maybe_unused]] const F& f) const {
+#if HWY_TARGET == HWY_SCALAR
+    return false;
+#else
+    if constexpr (sizeof(R) == 8) {
+      return false;
+    } else {
+      if (marked_ != taken) return false;
+      const D d;
+      const DI di;
+      const hn::Rebind<std::uint8_t, D> du8;
+      const std::uint8_t* HWY_RESTRICT marks = marks_ + kChunk;
+      ForColumns<R>(rows, [&](auto lanes, std::int64_t r) HWY_ATTR {
+        // How many segments ended before, in the vector.
+        const auto ends = hn::LoadU(du8, marks + r);
+        auto rank = hn::ShiftLeftBytes<1>(du8, ends);
+        rank = hn::Add(rank, hn::ShiftLeftBytes<1>(du8, rank));
+        rank = hn::Add(rank, hn::ShiftLeftBytes<2>(du8, rank));
+        if constexpr (kLanes > 4) rank = hn::Add(rank, hn::ShiftLeftBytes<4>(du8, rank));
+        if constexpr (kLanes > 8) rank = hn::Add(rank, hn::ShiftLeftBytes<8>(du8, rank));
+        const auto index = hn::IndicesFromVec(d, hn::PromoteTo(di, rank));
+        f(lanes, r, hn::TableLookupLanes(hn::LoadU(d, values), index));
+        const std::uint64_t bits = bits_[r >> kChunkBits] >> (r & (kChunk - 1));
+        values += std::popcount(bits & ((std::uint64_t{1} << kLanes) - 1));
+      });
+      return true;
+    }
+#endif
   }
 
   // The powers of the rows that were last taken, all with the same shift; or null.
@@ -270,10 +169,10 @@ class ColumnScan {
   }
 
  private:
-  void ClearMarks() {
-    const DI di;
-    for (std::int64_t i = 0; i < kRows; i += kLanes) hn::StoreU(hn::Zero(di), di, marks_ + i);
-  }
+  // Rows whose marks fit into a lane, and how often.
+  static constexpr std::int64_t kWordRows = 8 * sizeof(I), kWords = kChunk / kWordRows;
+
+  void ClearMarks() { std::fill_n(marks_, kChunk + kRows, std::uint8_t{0}); }
 
   static void Join(Folded<R, B>& folded, const Folded<R, B>& later) {
     if constexpr (!Rule::kTwo) {
@@ -313,34 +212,47 @@ class ColumnScan {
     return hn::LoadU(di, buffer);
   }
 
-  // How many of `most` segments end in rows [row, row + rows); marks there, and the slots of those
-  // that have rows.
-  std::int64_t FindSlots(std::int64_t row, std::int64_t rows, const SegmentEnds& ends,
-                         std::int64_t most, const R* x, LinesAhead& ahead) {
-    const DI di;
+  // How many of `most` segments end in rows [row, row + rows); marks there.
+  std::int64_t Mark(std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most,
+                    const R* x, LinesAhead& ahead) {
+    constexpr std::int64_t kAtOnce = 8;
+    const std::int64_t stop = row + rows;
+    std::uint8_t* HWY_RESTRICT marks = marks_ + kChunk - 1;
+    std::int64_t k = 0;
     LinesAhead ends_ahead(ends.in_place);
-    const auto stop = hn::Set(di, static_cast<I>(rows));
-    I* HWY_RESTRICT slots = slots_;
-    I* HWY_RESTRICT marks = marks_;
-    for (std::int64_t k = 0; k < most; k += kLanes) {
-      const auto begin = EndsFrom(ends, k - 1, most - k + 1, row);
-      const auto end = EndsFrom(ends, k, most - k, row);
-      const auto inside = hn::AndNot(
-          hn::Gt(end, stop), hn::FirstN(di, static_cast<std::size_t>(std::min(most - k, kLanes))));
-      const auto last = hn::Sub(end, hn::Set(di, I{1}));
-      const auto in_chunk = hn::And(last, hn::Set(di, I{kChunk - 1}));
-      const auto slot =
-          hn::Add(hn::ShiftLeft<kLaneBits>(in_chunk), hn::ShiftRight<kChunkBits>(last));
-      const auto kept =
-          hn::IfThenElse(hn::And(inside, hn::Ne(begin, end)), slot, hn::Set(di, I{kRows}));
-      hn::StoreU(kept, di, slots + k);
-      hn::ScatterIndex(hn::Set(di, I{-1}), di, marks, kept);
-      ahead.StepTo(x + std::min(2 * k, kRows / 4));
-      if (ends.in_place != nullptr) ends_ahead.StepTo(ends.in_place + k + kLanes);
-      const auto found = static_cast<std::int64_t>(hn::CountTrue(di, inside));
-      if (found < kLanes) return k + found;
+    ends.Visit([&](const auto& end_of) {
+      for (; k + kAtOnce <= most && end_of(k + kAtOnce - 1) <= stop; k += kAtOnce) {
+        for (std::int64_t i = 0; i < kAtOnce; ++i) marks[end_of(k + i) - row] = 1;
+        if (ends.in_place != nullptr) ends_ahead.Step();
+        ahead.StepTo(x + std::min(2 * k, kRows / 4));
+      }
+      for (; k < most && end_of(k) <= stop; ++k) marks[end_of(k) - row] = 1;
+    });
+    return k;
+  }
+
+  // Marks of a chunk become bits, one chunk a lane.
+  void GatherMarks() {
+    marked_ = 0;
+    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+      const std::uint8_t* marks = marks_ + (lane + 1) * kChunk;
+      std::uint64_t bits = 0;
+#if HWY_TARGET == HWY_SCALAR
+      for (std::int64_t i = 0; i < kChunk; ++i) bits |= std::uint64_t{marks[i]} << i;
+#else
+      const hn::CappedTag<std::uint8_t, kChunk> d;
+      std::uint8_t bytes[8];
+      for (std::size_t i = 0; i < kChunk; i += hn::Lanes(d)) {
+        hn::StoreMaskBits(d, hn::Ne(hn::LoadU(d, marks + i), hn::Zero(d)), bytes + i / 8);
+      }
+      std::memcpy(&bits, bytes, sizeof(bits));
+#endif
+      bits_[lane] = bits;
+      marked_ += std::popcount(bits);
+      for (std::int64_t word = 0; word < kWords; ++word) {
+        words_[word * kLanes + lane] = static_cast<I>(bits >> (word * kWordRows));
+      }
     }
-    return most;
   }
 
   // Where the state after a row of the block is kept: lanes side by side.
@@ -422,11 +334,10 @@ class ColumnScan {
     const auto near = hn::And(hn::Le(hn::Sub(shift, least), farthest), hn::IsFinite(total));
     if (!hn::AllTrue(d, near)) return false;
     for (i = 0; i < whole; i += kLanes) {
-      hn::StoreU(ExpOfNonPositive(d, hn::Sub(hn::LoadU(d, x + i), shift)), d, own_ + i);
+      hn::StoreU(ExpOfNear(d, hn::Sub(hn::LoadU(d, x + i), shift)), d, own_ + i);
     }
     if (whole == kRows) return true;
-    hn::StoreU(hn::IfThenElseZero(rest, ExpOfNonPositive(d, hn::Sub(last, shift))), d,
-               own_ + whole);
+    hn::StoreU(hn::IfThenElseZero(rest, ExpOfNear(d, hn::Sub(last, shift))), d, own_ + whole);
     for (i = whole + kLanes; i < kRows; i += kLanes) hn::StoreU(hn::Zero(d), d, own_ + i);
     return true;
   }
@@ -443,24 +354,30 @@ class ColumnScan {
     auto state_b = hn::Zero(db);
     auto row = hn::ShiftLeft<kChunkBits>(hn::Iota(di, 0));
     auto starts = hn::FirstN(d, hn::Lanes(d));
-    for (std::int64_t r = 0; r < kChunk; r += kStep) {
-      hn::Vec<D> next[kStep];
-      LoadRows(d, x + r, next);
-      ahead.StepTo(from + kRows / 4 + (r + kStep) * kLanes / 2);
-      for (std::int64_t i = 0; i < kStep; ++i) {
-        const std::int64_t slot = (r + i) * kLanes;
-        Rule::template Step<kWalk, D, DB>(d, next[i], starts, row, state_a, state_b);
-        if constexpr (kWalk == Walk::ordinary) sum = hn::Add(sum, next[i]);
-        row = hn::Add(row, hn::Set(di, I{1}));
-        hn::StoreU(state_a, d, states_a + slot);
-        if constexpr (Rule::kTwo) hn::StoreU(state_b, db, states_b + slot);
-        starts = hn::RebindMask(d, hn::MaskFromVec(hn::LoadU(di, marks_ + slot)));
+    for (std::int64_t word = 0; word < kWords; ++word) {
+      const auto marks = hn::LoadU(di, words_ + word * kLanes);
+      auto bit = hn::Set(di, I{1});
+      for (std::int64_t r = word * kWordRows; r < (word + 1) * kWordRows; r += kStep) {
+        hn::Vec<D> next[kStep];
+        LoadRows(d, x + r, next);
+        ahead.StepTo(from + kRows / 4 + (r + kStep) * kLanes / 2);
+        for (std::int64_t i = 0; i < kStep; ++i) {
+          const std::int64_t slot = (r + i) * kLanes;
+          Rule::template Step<kWalk, D, DB>(d, next[i], starts, row, state_a, state_b);
+          if constexpr (kWalk == Walk::ordinary) sum = hn::Add(sum, next[i]);
+          row = hn::Add(row, hn::Set(di, I{1}));
+          if constexpr (kWalk != Walk::powers) hn::StoreU(state_a, d, states_a + slot);
+          if constexpr (Rule::kTwo) hn::StoreU(state_b, db, states_b + slot);
+          starts = hn::RebindMask(d, hn::TestBit(marks, bit));
+          bit = hn::Add(bit, bit);
+        }
       }
     }
     return kWalk != Walk::ordinary || Rule::Ordinary(d, sum);
   }
 
-  // Of the segments that end in the block, `taken` of `count`.
+  // Of the segments that end in the block, `taken` of `count`. With powers all have the same `a`.
+  template <bool kPowers>
   void FindResults(std::int64_t row, const SegmentEnds& ends, std::int64_t taken,
                    std::int64_t count, const R* x, LinesAhead& ahead) {
     const D d;
@@ -470,9 +387,18 @@ class ColumnScan {
     auto number = hn::Iota(di, 0);
     for (std::int64_t k = 0; k < taken; k += kLanes) {
       const auto begin = EndsFrom(ends, k - 1, count - k + 1, row);
-      const auto slot = hn::LoadU(di, slots_ + k);
-      const auto none = hn::Eq(slot, hn::Set(di, I{kRows}));
-      const auto folded = hn::GatherIndex(d, states_a_, slot);
+      const auto end = EndsFrom(ends, k, count - k, row);
+      const auto inside = hn::FirstN(di, static_cast<std::size_t>(std::min(taken - k, kLanes)));
+      const auto last = hn::Sub(end, hn::Set(di, I{1}));
+      const auto in_chunk = hn::And(last, hn::Set(di, I{kChunk - 1}));
+      const auto any = hn::And(inside, hn::Ne(begin, end));
+      const auto none = hn::Not(any);
+      const auto slot = hn::IfThenElse(
+          any, hn::Add(hn::ShiftLeft<kLaneBits>(in_chunk), hn::ShiftRight<kChunkBits>(last)),
+          hn::Set(di, I{kRows}));
+      hn::StoreU(slot, di, slots_ + k);
+      auto folded = hn::Set(d, shift_);
+      if constexpr (!kPowers) folded = hn::GatherIndex(d, states_a_, slot);
       hn::StoreU(hn::IfThenElse(hn::RebindMask(d, none), hn::Set(d, empty_.a), folded), d,
                  a + waiting + k);
       if constexpr (Rule::kTwo) {
@@ -490,7 +416,7 @@ class ColumnScan {
       ahead.StepTo(x + kRows * 3 / 4 + std::min(2 * k, kRows / 4));
     }
     hn::StoreU(hn::Set(di, I{kRows}), di, near_ + near);  // a segment that nobody asks for
-    for (std::int64_t i = 0; i < near; i += kLanes) JoinTwo(hn::LoadU(di, near_ + i));
+    for (std::int64_t i = 0; i < near; i += kLanes) JoinTwo<kPowers>(hn::LoadU(di, near_ + i));
     for (std::int64_t i = 0; i < far; ++i) {
       const I k = far_[i];
       const Folded<R, B> folded =
@@ -511,12 +437,19 @@ class ColumnScan {
   }
 
   // Of segments in two chunks FindResults has left the result of the second one.
+  template <bool kPowers>
   void JoinTwo(hn::Vec<DI> numbers) {
     const D d;
     const DI di;
     const DB db;
     const auto slot = hn::GatherIndex(di, slots_, numbers);
     const auto tail = hn::Add(ChunkOf(slot), hn::Set(di, I{(kChunk - 1) * kLanes - 1}));
+    if constexpr (kPowers) {
+      const auto sum =
+          hn::Add(hn::GatherIndex(db, states_b_, tail), hn::GatherIndex(db, states_b_, slot));
+      hn::ScatterIndex(sum, db, b + waiting, numbers);
+      return;
+    }
     auto joined_a = hn::GatherIndex(d, states_a_, tail);
     auto joined_b = hn::Zero(db), later_b = hn::Zero(db);
     if constexpr (Rule::kTwo) {
@@ -539,7 +472,7 @@ class ColumnScan {
     const auto in_chunk = [&](I chunk) -> Folded<R, B> {
       const I row = chunk == last ? end - 1 : static_cast<I>((chunk + 1) * kChunk - 1);
       const auto slot = SlotOf(static_cast<std::uint64_t>(row));
-      Folded<R, B> folded{states_a_[slot], B{0}};
+      Folded<R, B> folded{has_powers_ ? shift_ : states_a_[slot], B{0}};
       if (Rule::kTwo) folded.b = states_b_[slot];
       if (Rule::kPlaces) folded.b -= static_cast<B>(begin);
       return folded;
@@ -556,13 +489,19 @@ class ColumnScan {
   }
 
   Folded<R, B> empty_, open_{};
-  I marks_[kRows + 1];       // by slot: -1 where a segment ends; all 0 between blocks
-  I slots_[kRows + kLanes];  // of the segments' last rows; kRows if they have none
-  R states_a_[kRows + 1];    // by slot
-  B states_b_[kRows + 1];    // likewise; rows are counted from the block's first
+  // Of row r: marks_[kChunk + r], 1 where a segment ends. The byte before is for segments without
+  // rows that end where the block begins.
+  HWY_ALIGN std::uint8_t marks_[kChunk + kRows];
+  std::uint64_t bits_[kLanes];          // the same as bits, of each chunk
+  HWY_ALIGN I words_[kWords * kLanes];  // and word by word, for all chunks
+  std::int64_t marked_ = 0;             // how many there are
+  HWY_ALIGN I slots_[kRows + kLanes];   // of the segments' last rows; kRows if they have none
+  // Aligned, as a vector in two lines takes twice the time.
+  HWY_ALIGN R states_a_[kRows + 1];  // by slot
+  HWY_ALIGN B states_b_[kRows + 1];  // likewise; rows are counted from the block's first
   // Segments in two chunks, and others in several: each chunk ends in one of them at most.
   I near_[2 * kLanes], far_[2 * kLanes];
-  R own_[kRows];  // rows to which others were added, or powers
+  HWY_ALIGN R own_[kRows];  // rows to which others were added, or powers
   R shift_ = 0;
   bool has_powers_ = false;
 };

@@ -13,11 +13,11 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
-// exp of x <= 0, and 0 for -inf; meaningless for others. In f32 within 2 ulp, and 0 below -87: with
-// n = round(x / ln 2) and r = x - n ln 2, exp(r) = 1 + r + r^2 p(r) where p is a minimax fit on
-// |r| <= ln 2 / 2 with an error of 2^-28, and 2^n goes to the exponent.
+// exp of -87 <= x <= 0; meaningless for others. In f32 within 2 ulp: with n = round(x / ln 2) and
+// r = x - n ln 2, exp(r) = 1 + r + r^2 p(r) where p is a minimax fit on |r| <= ln 2 / 2 with an
+// error of 2^-28, and 2^n goes to the exponent.
 template <class D>
-HWY_INLINE hn::Vec<D> ExpOfNonPositive(D d, hn::Vec<D> x) {
+HWY_INLINE hn::Vec<D> ExpOfNear(D d, hn::Vec<D> x) {
   if constexpr (sizeof(hn::TFromD<D>) == 8) {
     return hn::Exp(d, x);
   } else {
@@ -33,10 +33,16 @@ HWY_INLINE hn::Vec<D> ExpOfNonPositive(D d, hn::Vec<D> x) {
     p = hn::MulAdd(p, r, hn::Set(d, 1.66665196e-1f));
     p = hn::MulAdd(p, r, hn::Set(d, 4.99999940e-1f));
     p = hn::MulAdd(p, hn::Mul(r, r), hn::Add(r, hn::Set(d, 1.0f)));
-    const auto power =
-        hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::BitCast(di, shifted))));
-    return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, -87.0f)), power);
+    return hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::BitCast(di, shifted))));
   }
+}
+
+// exp of x <= 0, in f32 0 below -87; meaningless for others.
+template <class D>
+HWY_INLINE hn::Vec<D> ExpOfNonPositive(D d, hn::Vec<D> x) {
+  const auto power = ExpOfNear(d, x);
+  if constexpr (sizeof(hn::TFromD<D>) == 8) return power;
+  return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, hn::TFromD<D>{-87})), power);
 }
 
 // exp, infinite above all finite results, NaN of NaN (Highway's gives 0 for that).

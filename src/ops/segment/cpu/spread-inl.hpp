@@ -42,13 +42,29 @@ HWY_INLINE void SpreadToRows(std::int64_t begin, std::int64_t end, std::int64_t 
 // Divides a number of each of `count` segments by the rows of that.
 template <class R>
 void DivideByRows(const SegmentEnds& ends, std::int64_t count, R* HWY_RESTRICT numbers) {
-  ends.Visit([&](const auto& end_of) {
-    // A division for all: compilers make vectors of that.
-    for (std::int64_t k = 0; k < count; ++k) {
-      const std::int64_t rows = end_of(k) - end_of(k - 1);
-      numbers[k] /= static_cast<R>(rows == 0 ? 1 : rows);
+  std::int64_t k = 0;
+  if (ends.in_place != nullptr) {
+    // By way of double, which is exact: compilers make no vectors of conversions to float.
+    const hn::ScalableTag<std::int64_t> wide;
+    const hn::ScalableTag<double> d64;
+    const hn::Rebind<R, decltype(d64)> d;
+    const auto step = static_cast<std::int64_t>(hn::Lanes(wide));
+    for (; k + step <= count; k += step) {
+      const auto end = hn::LoadU(wide, ends.in_place + k);
+      const auto rows = hn::ConvertTo(d64, hn::Sub(end, hn::LoadU(wide, ends.in_place + k - 1)));
+      const auto parts = hn::Max(rows, hn::Set(d64, 1.0));
+      const auto number = hn::LoadU(d, numbers + k);
+      if constexpr (sizeof(R) == 8) {
+        hn::StoreU(hn::Div(number, parts), d, numbers + k);
+      } else {
+        hn::StoreU(hn::Div(number, hn::DemoteTo(d, parts)), d, numbers + k);
+      }
     }
-  });
+  }
+  for (; k < count; ++k) {
+    const std::int64_t rows = ends[k] - ends[k - 1];
+    numbers[k] /= static_cast<R>(rows == 0 ? 1 : rows);
+  }
 }
 
 // Takes the segments [begin, end), all of them whole, in blocks of rows that a ColumnScan can fold:
@@ -137,14 +153,20 @@ void SoftmaxOfColumn(const Segments& segments, std::int64_t begin, std::int64_t 
         FinishSoftmax(LogSum<R>{scan.a, scan.b}, count);
         output.Open(Piece{s, row, stop, true, false});
         R* to = output.Run(row, nullptr);
+        const R* HWY_RESTRICT powers = scan.powers();
+        const auto write = [&](auto lanes, std::int64_t r, auto inverse) HWY_ATTR {
+          lanes.Write(d, hn::Mul(hn::LoadU(d, powers + r), inverse), to + r);
+        };
+        if (powers != nullptr && scan.Spread(stop - row, count, scan.b, write)) {
+          output.DrainLines();
+          return;
+        }
         ends.Visit([&](const auto& end_of) HWY_ATTR {
-          const R* HWY_RESTRICT powers = scan.powers();
           if (powers != nullptr) {
             SpreadToRows<1, R>(0, count, row, end_of,
                                [&](std::int64_t k, int) { return scan.b[k]; }, {task.block});
-            ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) {
-              const auto inverse = hn::LoadU(d, task.block + r);
-              lanes.Write(d, hn::Mul(hn::LoadU(d, powers + r), inverse), to + r);
+            ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) HWY_ATTR {
+              write(lanes, r, hn::LoadU(d, task.block + r));
             });
           } else {
             SpreadToRows<2, R>(
@@ -188,17 +210,21 @@ void SoftmaxGradientOfColumn(const Segments& segments, std::int64_t begin, std::
       [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
           const SegmentEnds& ends) HWY_ATTR {
         scan.Used(count);
-        ends.Visit([&](const auto& end_of) {
-          SpreadToRows<1, R>(0, count, row, end_of, [&](std::int64_t k, int) { return scan.a[k]; },
-                             {task.block});
-        });
         output.Open(Piece{s, row, stop, true, false});
         R* to = output.Run(row, nullptr);
-        ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) {
-          const auto dot = hn::LoadU(d, task.block + r);
+        const auto write = [&](auto lanes, std::int64_t r, auto dot) HWY_ATTR {
           const auto above = hn::Sub(lanes.Read(d, g + row + r), dot);
           lanes.Write(d, hn::Mul(lanes.Read(d, y + row + r), above), to + r);
-        });
+        };
+        if (!scan.Spread(stop - row, count, scan.a, write)) {
+          ends.Visit([&](const auto& end_of) {
+            SpreadToRows<1, R>(0, count, row, end_of,
+                               [&](std::int64_t k, int) { return scan.a[k]; }, {task.block});
+          });
+          ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) HWY_ATTR {
+            write(lanes, r, hn::LoadU(d, task.block + r));
+          });
+        }
         output.DrainLines();
       },
       single);

@@ -1,0 +1,158 @@
+// What ColumnScan does with rows: one rule for each kind of reduction.
+
+#if defined(PULLBACK_SEGMENT_SCAN_RULES_INL_HPP) == defined(HWY_TARGET_TOGGLE)
+#ifdef PULLBACK_SEGMENT_SCAN_RULES_INL_HPP
+#undef PULLBACK_SEGMENT_SCAN_RULES_INL_HPP
+#else
+#define PULLBACK_SEGMENT_SCAN_RULES_INL_HPP
+#endif
+
+#include "ops/segment/cpu/extreme-inl.hpp"
+#include "ops/segment/cpu/softmax-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace pullback::segment_cpu::HWY_NAMESPACE {
+
+// What some rows of a segment are folded to, as in State of task-inl.hpp.
+template <class R, class B>
+struct Folded {
+  R a;
+  B b;
+};
+
+// How rows are walked. Powers are rows of which exp(row - shift) was taken for a shift of the
+// block. What is ordinary is up to the rule; else it has to be any.
+enum class Walk { powers, ordinary, any };
+
+// A rule takes a row into each lane's state (a, b), or begins anew with it where `starts` holds,
+// and it joins states. Rows are Ordinary() if their sum is.
+
+template <class R>
+struct SumRule {
+  using B = Int<R>;
+  static constexpr bool kTwo = false, kPlaces = false, kPowers = false;
+
+  template <class D>
+  static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
+    return true;
+  }
+  template <Walk, class D, class DB>
+  static HWY_INLINE void Step(D, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
+                              hn::Vec<D>& a, hn::Vec<DB>&) {
+    a = hn::IfThenElse(starts, x, hn::Add(a, x));
+  }
+  template <class D, class DB>
+  static HWY_INLINE void JoinLanes(D, hn::Vec<D>& a, hn::Vec<DB>&, hn::Vec<D> later_a,
+                                   hn::Vec<DB>) {
+    a = hn::Add(a, later_a);
+  }
+};
+
+// b = row.
+template <class R, bool kMax, bool kLast>
+struct ExtremeRule {
+  using B = Int<R>;
+  static constexpr bool kTwo = true, kPlaces = true, kPowers = false;
+
+  template <class D>
+  static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
+    return hn::AllFalse(d, hn::IsNaN(sum));
+  }
+  template <Walk kWalk, class D, class DB>
+  static HWY_INLINE void Step(D, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<DB> row, hn::Vec<D>& a,
+                              hn::Vec<DB>& b) {
+    auto beats = hn::Or(starts, Beats<kMax, kLast>(x, a));
+    if constexpr (kWalk == Walk::any) beats = hn::Or(beats, hn::AndNot(hn::IsNaN(a), hn::IsNaN(x)));
+    a = hn::IfThenElse(beats, x, a);
+    b = hn::IfThenElse(hn::RebindMask(DB(), beats), row, b);
+  }
+  template <class D, class DB>
+  static HWY_INLINE void JoinLanes(D d, hn::Vec<D>& a, hn::Vec<DB>& b, hn::Vec<D> later_a,
+                                   hn::Vec<DB> later_b) {
+    Step<Walk::any, D, DB>(d, later_a, hn::FirstN(d, 0), later_b, a, b);
+  }
+};
+
+// The product is a + b: b has what the roundings of a lose, as far as there is a fused
+// multiply-add.
+template <class R>
+struct ProductRule {
+  using B = R;
+  static constexpr bool kTwo = true, kPlaces = false, kPowers = false;
+
+  template <class D>
+  static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
+    return true;
+  }
+  template <Walk, class D, class DB>
+  static HWY_INLINE void Step(D d, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
+                              hn::Vec<D>& a, hn::Vec<D>& b) {
+    JoinLanes<D, DB>(d, a, b, x, hn::Zero(d));
+    a = hn::IfThenElse(starts, x, a);
+    b = hn::IfThenZeroElse(starts, b);
+  }
+  template <class D, class DB>
+  static HWY_INLINE void JoinLanes(D, hn::Vec<D>& a, hn::Vec<D>& b, hn::Vec<D> later_a,
+                                   hn::Vec<D> later_b) {
+    const auto product = hn::Mul(a, later_a);
+    const auto lost = hn::MulSub(a, later_a, product);
+    b = hn::MulAdd(b, later_a, hn::MulAdd(a, later_b, lost));
+    a = product;
+  }
+  static void Finish(R* HWY_RESTRICT a, const R* HWY_RESTRICT b, std::int64_t count) {
+    const hn::ScalableTag<R> d;
+    ForColumns<R>(count, [&](auto lanes, std::int64_t k) {
+      const auto product = lanes.Read(d, a + k);
+      // Of infinities nothing is lost, but b is NaN.
+      const auto lost = hn::IfThenElseZero(hn::IsFinite(product), lanes.Read(d, b + k));
+      lanes.Write(d, hn::Add(product, lost), a + k);
+    });
+  }
+};
+
+// (a, b) = LogSum.
+template <class R>
+struct LogSumRule {
+  using B = R;
+  static constexpr bool kTwo = true, kPlaces = false, kPowers = true;
+
+  template <class D>
+  static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
+    return hn::AllTrue(d, hn::IsFinite(sum));
+  }
+  template <Walk kWalk, class D, class DB>
+  static HWY_INLINE void Step(D d, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
+                              hn::Vec<D>& a, hn::Vec<D>& b) {
+    const auto one = hn::Set(d, R{1});
+    if constexpr (kWalk == Walk::powers) {
+      b = hn::IfThenElse(starts, x, hn::Add(b, x));  // and a is the shift already
+    } else if constexpr (kWalk == Walk::any) {
+      a = hn::IfThenElse(starts, hn::Set(d, -kInf<R>), a);
+      b = hn::IfThenZeroElse(starts, b);
+      JoinLogSum(d, a, b, x, one);
+    } else {
+      // One exponential: of the two that a sum needs, one is exp(0).
+      const auto less = hn::Sub(x, a);
+      const auto power = ExpOfNonPositive(d, hn::Neg(hn::Abs(less)));
+      const auto rises = hn::Gt(less, hn::Zero(d));
+      const auto sum = hn::IfThenElse(rises, hn::MulAdd(b, power, one), hn::Add(b, power));
+      a = hn::IfThenElse(starts, x, hn::Max(a, x));
+      b = hn::IfThenElse(starts, one, sum);
+    }
+  }
+  static void Finish(R* a, R* b, std::int64_t count) { FinishLogSum(LogSum<R>{a, b}, count); }
+  template <class D, class DB>
+  static HWY_INLINE void JoinLanes(D d, hn::Vec<D>& a, hn::Vec<D>& b, hn::Vec<D> later_a,
+                                   hn::Vec<D> later_b) {
+    if (hn::AllTrue(d, hn::Eq(a, later_a))) {  // powers of one shift
+      b = hn::Add(b, later_b);
+    } else {
+      JoinLogSum(d, a, b, later_a, later_b);
+    }
+  }
+};
+
+}  // namespace pullback::segment_cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#endif
