@@ -47,7 +47,7 @@ std::size_t Candidates(const P& power, const T* x, std::size_t length, R max, R 
   std::size_t count = 0, i = 0;
   const auto keep = [&](auto v) HWY_ATTR {
     const auto active = power.Active(d, power.Excess(d, v, at));
-    count += hn::CompressStore(v, active, d, z + count);
+    count += StoreActive(d, v, active, z + count);
   };
   for (; i + 4 * lanes <= length; i += 4 * lanes) {
     const auto z0 = hn::Sub(LoadAs(d, x + i), shift);

@@ -179,8 +179,7 @@ class RowBatch {
     const auto keep = [&](auto loaded) HWY_ATTR {
       const auto v = hn::Sub(loaded, shift);
       const auto active = power_.Active(d, power_.Excess(d, v, at));
-      hn::StoreU(hn::Compress(v, active), d, z + count);
-      count += hn::CountTrue(d, active);
+      count += StoreActive(d, v, active, z + count);
       hn::StoreMaskBits(d, active, places);
       places += kPlaceBytes;
     };
