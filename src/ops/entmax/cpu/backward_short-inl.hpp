@@ -34,17 +34,26 @@ class ShortGradients {
     LinesAhead y_ahead(tile.y.data), d_y_ahead(tile.d_y.data);
     for (std::int64_t r = 0; r < tile.rows; r += kRows) {
       const std::int64_t rows = std::min(kRows, tile.rows - r);
-      if (tile.y && tile.y.row_step == tile.length) y_ahead.StepTo(tile.y.row<T>(r + rows));
-      if (tile.d_y.row_step == tile.length) d_y_ahead.StepTo(tile.d_y.row<T>(r + rows));
-      FindMeans(tile, r, rows);
-      Write(tile, r, rows);
+      const auto step_d_y = [&](std::int64_t row) {
+        if (tile.d_y.row_step == tile.length) d_y_ahead.StepTo(tile.d_y.row<T>(row));
+      };
+      // Row by row: all lines of a group at once would have to wait for each other. From the mask
+      // there is little else to wait for.
+      if (!tile.y) step_d_y(r + rows);
+      FindMeans(tile, r, rows, [&](std::int64_t row) { step_d_y(row + 1); });
+      Write(tile, r, rows, [&](std::int64_t row) {
+        if (tile.y && tile.y.row_step == tile.length) y_ahead.StepTo(tile.y.row<T>(row + 1));
+      });
     }
   }
 
  private:
   static constexpr std::size_t kPitch = kShortLength + HWY_MAX_BYTES / sizeof(R);
 
-  void FindMeans(const entmax::BackwardTile& tile, std::int64_t r, std::int64_t rows) {
+  // Here and below, after(row) is called of every row.
+  template <class After>
+  void FindMeans(const entmax::BackwardTile& tile, std::int64_t r, std::int64_t rows,
+                 const After& after) {
     const LaneTag<R> d;
     HWY_ALIGN R sums[kLanes<R> * kLanes<R>] = {};
     HWY_ALIGN R dots[kLanes<R> * kLanes<R>] = {};
@@ -65,11 +74,14 @@ class ShortGradients {
       }
       hn::Store(sum, d, sums + k * kLanes<R>);
       hn::Store(dot, d, dots + k * kLanes<R>);
+      after(row);
     }
     hn::Store(hn::Div(SumsOfRows(dots), SumsOfRows(sums)), d, means_);
   }
 
-  void Write(const entmax::BackwardTile& tile, std::int64_t r, std::int64_t rows) {
+  template <class After>
+  void Write(const entmax::BackwardTile& tile, std::int64_t r, std::int64_t rows,
+             const After& after) {
     const LaneTag<R> d;
     // Where the rows of d_x follow each other they are streamed as one; in place they are cached.
     const bool staged = tile.stream && tile.d_x.data != tile.d_y.data;
@@ -90,6 +102,7 @@ class ShortGradients {
           StoreFirstAs(d, masked, to + i, count);
         }
       }
+      after(row);
     }
     if (!staged) return;
     const auto stream = [&](std::int64_t row, const T* from, std::size_t count) {

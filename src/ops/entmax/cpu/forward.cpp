@@ -255,15 +255,20 @@ void ForwardTileOf(const ForwardTile& tile) {
     finish(r, ForwardRow(view(r), tile.alpha_of<Statistic>(r), tile.elements));
   };
   std::int64_t r = 0;
-  if (tile.length <= kLaneLength && !packs_bits) {
+  const Family family = entmax::family_of(tile.alpha);
+  const bool short_rows =
+      tile.length <= (family == Family::general ? kPowerLaneLength : kLaneLength);
+  if (short_rows && !packs_bits) {
     WithPowerOfLanes<Statistic>(tile, [&](const auto& power) {
       constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
       const RowStep<T> step{x.row_step, y.row_step, tile.support.row_step};
       LinesAhead ahead(x.row<T>(0));
       for (; r + kRows <= tile.rows; r += kRows) {
-        if (x.row_step == tile.length) ahead.StepTo(x.row<T>(r + kRows));
         const auto finish_kth = [&](std::size_t k, const RowResult& result) {
-          finish(r + static_cast<std::int64_t>(k), result);
+          const std::int64_t row = r + static_cast<std::int64_t>(k);
+          finish(row, result);
+          // Row by row: all lines of a group at once would have to wait for each other.
+          if (x.row_step == tile.length) ahead.StepTo(x.row<T>(row + 1));
         };
         bool done;
         if constexpr (std::remove_reference_t<decltype(power)>::family == Family::softmax) {
@@ -276,14 +281,26 @@ void ForwardTileOf(const ForwardTile& tile) {
       return true;
     });
   }
-  if (tile.batch.candidates != nullptr && tile.length > kLaneLength) {
-    RowBatch<T> batch(tile.alpha, static_cast<std::size_t>(tile.length), tile.batch);
+  const auto batches = [&](auto batch) {
     for (; r < tile.rows; r += batch.rows()) {
       batch.Clear();
       const std::int64_t end = std::min(tile.rows, r + batch.most_rows());
       for (std::int64_t k = r; k < end; ++k) batch.Add(view(k));
       batch.Compute(x.row_step == tile.length);
       for (std::int64_t k = r; k < end; ++k) finish(k, batch.result(k - r));
+    }
+  };
+  if (tile.batch.candidates != nullptr && !short_rows && !packs_bits) {
+    const auto length = static_cast<std::size_t>(tile.length);
+    switch (family) {
+      case Family::entmax15:
+        batches(SparseBatch<Family::entmax15, T>(tile.alpha, length, tile.batch));
+        break;
+      case Family::sparsemax:
+        batches(SparseBatch<Family::sparsemax, T>(tile.alpha, length, tile.batch));
+        break;
+      default:
+        batches(RowBatch<T>(tile.alpha, length, tile.batch));
     }
   }
   for (; r < tile.rows; ++r) one_row(r);
@@ -352,13 +369,16 @@ class ForwardPlan final : public RowPlan {
     has_stripe_ = !problem.mask.given() && !walk_.contiguous(kX) && walk_.adjacent(kX) &&
                   walk_.adjacent(kY) && stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
-    has_batch_ = !problem.alpha_per_row.given() && family_of(problem.alpha) == Family::general;
+    const bool general = family_of(problem.alpha) == Family::general;
+    has_batch_ = !problem.alpha_per_row.given() &&
+                 (general || ((problem.alpha == 2 || problem.alpha == 1.5) &&
+                              walk_.tile_rows() >= kMostBatchRows));
     if (has_batch_) {
       batch_rows_ = static_cast<std::size_t>(std::min(walk_.tile_rows(), kMostBatchRows));
-      const auto rows = 2 * static_cast<std::int64_t>(batch_rows_);
+      const auto rows = static_cast<std::int64_t>(batch_rows_);
       const auto real = static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype)));
-      candidates_ = slot.add(rows * candidates_pitch(length_) * real);
-      places_ = slot.add(rows * places_pitch(length_));
+      candidates_ = slot.add((general ? 2 : 1) * rows * candidates_pitch(length_) * real);
+      if (general) places_ = slot.add(rows * places_pitch(length_));
     }
     finish(slot, problem.y, packs(problem, walk_));
   }

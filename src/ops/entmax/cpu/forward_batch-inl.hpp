@@ -1,8 +1,5 @@
-// The forward pass of rows of medium length, for an alpha whose powers take a logarithm. As many
-// rows as a vector has lanes are solved together: their thresholds are the lanes of a vector, so
-// that they share the latency of all that a step does besides its sums, while the candidates of
-// each row lie side by side as in the solution of a single row. y is computed where the candidates
-// are, and spread over the row by their places.
+// The forward pass of rows in batches (batch_rows-inl.hpp) for an alpha whose powers take a
+// logarithm. y is computed where the candidates are, and spread over the row by their places.
 
 #if defined(PULLBACK_ENTMAX_FORWARD_BATCH_INL_HPP) == defined(HWY_TARGET_TOGGLE)
 #ifdef PULLBACK_ENTMAX_FORWARD_BATCH_INL_HPP
@@ -13,9 +10,7 @@
 
 #include <bit>
 
-#include "cpu/ahead-inl.hpp"
-#include "ops/entmax/cpu/forward_row-inl.hpp"
-#include "ops/entmax/cpu/lanes-inl.hpp"
+#include "ops/entmax/cpu/batch_rows-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -41,19 +36,18 @@ HWY_INLINE hn::Vec<D> Spread(D d, hn::Mask<D> mask, const hn::TFromD<D>* from) {
 }
 
 template <class T>
-class RowBatch {
+class RowBatch : public BatchRows<Power<Family::general, Real<T>>, T> {
+  using Base = BatchRows<Power<Family::general, Real<T>>, T>;
+  using Base::candidates_, Base::count_, Base::empty_, Base::length_, Base::max_, Base::pitch_,
+      Base::power_, Base::result_, Base::row_, Base::rows_, Base::valid_;
+
  public:
   using R = Real<T>;
-  static_assert(kLanes<R> <= entmax::kMostBatchRows);
 
   RowBatch(double alpha, std::size_t length, const entmax::BatchScratch& scratch)
-      : power_(alpha),
-        length_(length),
-        pitch_(
-            static_cast<std::size_t>(entmax::candidates_pitch(static_cast<std::int64_t>(length)))),
+      : Base(alpha, length, scratch),
         places_pitch_(
             static_cast<std::size_t>(entmax::places_pitch(static_cast<std::int64_t>(length)))),
-        candidates_(reinterpret_cast<R*>(scratch.candidates)),
         bends_(candidates_ + scratch.rows * pitch_),
         places_(reinterpret_cast<std::uint8_t*>(scratch.places)),
         most_shift_(MostShift(alpha)) {}
@@ -64,29 +58,23 @@ class RowBatch {
     return static_cast<std::int64_t>(std::clamp<std::size_t>(kElements / length_, 1, kLanes<R>));
   }
 
-  void Clear() { rows_ = 0; }
-  void Add(const RowView<T>& row) { row_[rows_++] = row; }
-  std::int64_t rows() const { return static_cast<std::int64_t>(rows_); }
-  const RowResult& result(std::int64_t k) const { return result_[k]; }
-
   // With `prefetch`, the rows that follow the batch in memory are fetched meanwhile.
   void Compute(bool prefetch) {
     const LaneTag<R> d;
-    const auto bound = Bound();
+    const auto bound = this->Bound(most_rows() == 1);
     HWY_ALIGN R theta[kLanes<R>], rest[kLanes<R>];
     hn::Store(bound, d, theta);
-    if (prefetch && most_rows() > 1) {  // else while the maximum is sought
-      const T* end = row_[rows_ - 1].x + length_;
-      next_ = LinesAhead(
-          reinterpret_cast<const void*>(reinterpret_cast<std::uintptr_t>(end) - LinesAhead::kLead));
-      lines_ = rows_ * length_ * sizeof(T) / LinesAhead::kLine;
-    }
+    if (prefetch && most_rows() > 1) this->FetchNext();  // else while the maximum is sought
     // Where many elements survive, a part of them tells the threshold well enough to begin with.
     bool sampled = false;
     std::fill_n(sampled_, kLanes<R>, R{0});
     for (std::size_t k = 0; k < rows_; ++k) {
       if (valid_[k] == 0) continue;
-      FindCandidates(k, theta[k]);
+      std::uint8_t* places = places_ + k * places_pitch_;
+      this->FindCandidates(k, theta[k], [&](auto active) HWY_ATTR {
+        hn::StoreMaskBits(d, active, places);
+        places += kPlaceBytes;
+      });
       sampled_[k] = count_[k] >= kLeastSampled ? R{1} : R{0};
       sampled |= sampled_[k] != 0;
     }
@@ -110,7 +98,7 @@ class RowBatch {
       } else {
         result_[k] = DegenerateRow(row_[k], empty_[k]);
       }
-      for (std::size_t left = lines_ / (rows_ - k); left > 0; --left) Fetch();
+      this->FetchShare(k);
       // Not right after y of the same row, which would be loaded before it is stored.
       if (k > 0) SpreadY(k - 1);
     }
@@ -118,87 +106,12 @@ class RowBatch {
   }
 
  private:
-  // One step is mostly enough: the candidates that a better bound would drop are a few.
-  static constexpr double kBoundTolerance = 3;
   static constexpr std::size_t kSampleStride = 8, kLeastSampled = 1024;
-  static constexpr double kSampleTolerance = 0.3;                    // one step more leaves 0.02
-  static constexpr std::size_t kMaxima = kAccumulators * kLanes<R>;  // of a row
-  static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;    // of a vector
-
-  // Lower bounds of the thresholds. Also finds the maxima, and which rows have a distribution.
-  Lane<R> Bound() {
-    const LaneTag<R> d;
-    HWY_ALIGN R maxima[kLanes<R> * kMaxima];
-    HWY_ALIGN R z[kMaxima * kLanes<R>];
-    for (std::size_t k = 0; k < kLanes<R>; ++k) {
-      R* own = maxima + k * kMaxima;
-      max_[k] = k < rows_ ? MaxOfRow(row_[k].x, length_, own, most_rows() == 1)
-                          : std::numeric_limits<R>::quiet_NaN();
-      valid_[k] = std::isfinite(max_[k]) ? R{1} : R{0};
-      if (valid_[k] != 0) continue;
-      // A single element stands in, whose threshold is there from the start.
-      empty_[k] = max_[k] < 0;
-      max_[k] = 0;
-      std::fill_n(own, kMaxima, -std::numeric_limits<R>::infinity());
-      own[0] = 0;
-    }
-    RowsToLanes(maxima, static_cast<std::int64_t>(kMaxima), kMaxima, z);
-    const auto shift = hn::Load(d, max_);
-    auto sum = hn::Zero(d);  // of the largest few
-    for (std::size_t i = 0; i < kLanes<R>; ++i) {
-      auto highest = hn::Set(d, -std::numeric_limits<R>::infinity());
-      for (std::size_t k = 0; k < kAccumulators; ++k) {
-        R* at = z + (k * kLanes<R> + i) * kLanes<R>;
-        const auto v = hn::Sub(hn::Load(d, at), shift);
-        hn::Store(v, d, at);
-        highest = hn::Max(highest, v);
-      }
-      sum = hn::Add(sum, highest);
-    }
-    const auto start = SafeBound<R>(power_, MeanBound<R>(power_, sum, kLanes<R>));
-    return SafeBound<R>(power_, SolveLanes<R>(power_, start, z, kMaxima, kBoundTolerance).theta);
-  }
+  static constexpr double kSampleTolerance = 0.3;                  // one step more leaves 0.02
+  static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;  // of a vector
 
   // Whether a pass over x is the faster way to y: few candidates, whose places take as long.
   bool FromX(std::size_t k) const { return length_ >= 16384 && count_[k] * 8 < length_; }
-
-  // A line of the next batch, as long as there are some.
-  HWY_INLINE void Fetch() {
-    if (lines_ == 0) return;
-    --lines_;
-    next_.Step();
-  }
-
-  void FindCandidates(std::size_t k, R theta) {
-    const LaneTag<R> d;
-    const T* x = row_[k].x;
-    R* z = candidates_ + k * pitch_;
-    std::uint8_t* places = places_ + k * places_pitch_;
-    const auto shift = hn::Set(d, max_[k]), at = hn::Set(d, theta);
-    std::size_t count = 0;
-    const auto keep = [&](auto loaded) HWY_ATTR {
-      const auto v = hn::Sub(loaded, shift);
-      const auto active = power_.Active(d, power_.Excess(d, v, at));
-      count += StoreActive(d, v, active, z + count);
-      hn::StoreMaskBits(d, active, places);
-      places += kPlaceBytes;
-    };
-    std::size_t i = 0;
-    for (; i + 2 * kLanes<R> <= length_; i += 2 * kLanes<R>) {
-      Fetch();
-      keep(LoadAs(d, x + i));
-      keep(LoadAs(d, x + i + kLanes<R>));
-    }
-    if (i + kLanes<R> <= length_) {
-      keep(LoadAs(d, x + i));
-      i += kLanes<R>;
-    }
-    if (i < length_) {
-      keep(LoadFirstAs(d, x + i, length_ - i, -std::numeric_limits<Real<T>>::infinity()));
-    }
-    PadCandidates(z, count);
-    count_[k] = count;
-  }
 
   // With a stride, of one vector in so many.
   LaneSums<R> Evaluate(Lane<R> theta, hn::Mask<LaneTag<R>> open, std::size_t stride) {
@@ -230,7 +143,7 @@ class RowBatch {
         const std::size_t end = std::min(count, i + kSumVectors * step);
         auto part = hn::Zero(d);
         for (; i < end; i += step) {
-          Fetch();
+          this->Fetch();
           const auto both = power.Both(d, power.Excess(d, hn::LoadU(d, z + i), own));
           part = hn::Add(part, both.value);
           slopes = hn::Add(slopes, both.slope);
@@ -312,23 +225,12 @@ class RowBatch {
              });
   }
 
-  const Power<Family::general, R> power_;
-  const std::size_t length_, pitch_, places_pitch_;
-  R* const candidates_;
+  const std::size_t places_pitch_;
   R* const bends_;  // excess^(1/b - 2) of the candidates at last_theta_
   std::uint8_t* const places_;
   const R most_shift_;
-  std::size_t rows_ = 0;
-  LinesAhead next_{nullptr};
-  std::size_t lines_ = 0;  // of the next batch that are still to be fetched
-  RowView<T> row_[kLanes<R>];
-  RowResult result_[kLanes<R>];
-  HWY_ALIGN R max_[kLanes<R>];
   HWY_ALIGN R last_theta_[kLanes<R>];  // of the last evaluation
-  HWY_ALIGN R valid_[kLanes<R>];       // 1 or 0
   HWY_ALIGN R sampled_[kLanes<R>];     // 1 or 0
-  bool empty_[kLanes<R>];
-  std::size_t count_[kLanes<R>];
 };
 
 }  // namespace pullback::HWY_NAMESPACE

@@ -20,6 +20,8 @@ using entmax::RowTensor;
 
 // Up to this length, rows are computed in the lanes.
 constexpr std::int64_t kLaneLength = 128;
+// Where powers take a logarithm, which batches compute of candidates only.
+constexpr std::int64_t kPowerLaneLength = 64;
 
 // Calls f(Power) of the tile's rows, which have one alpha, not above 2; false for others.
 template <class R, class F>

@@ -11,7 +11,7 @@ struct RowResult {
   std::int64_t support_size;
 };
 
-// Rows that are solved together (forward_batch-inl.hpp): as many as the widest vector has lanes at
+// Rows that are solved together (batch_rows-inl.hpp): as many as the widest vector has lanes at
 // most.
 inline constexpr std::int64_t kMostBatchRows = 16;
 

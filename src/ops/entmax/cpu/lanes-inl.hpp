@@ -166,6 +166,13 @@ struct MaxLanesOf {
   }
 };
 
+struct MinLanesOf {
+  template <class V>
+  HWY_INLINE V operator()(V a, V b) const {
+    return hn::Min(a, b);
+  }
+};
+
 // Adds up the lanes of each of kLanes vectors; row k's sum is lane k.
 template <class R>
 HWY_INLINE Lane<R> SumsOfRows(const R* rows) {
