@@ -16,8 +16,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
-// As many lines as are used, 16 KiB later, four at a time. These come from four pages: the hardware
-// has a prefetcher for each page, which else would start anew where a page ends.
+// One line for each line that is used, 16 KiB later. The lines come from several pages in turn: the
+// hardware has a prefetcher for each, which else would start anew where a page ends.
 class LinesAhead {
  public:
   static constexpr std::uintptr_t kLine = 64;
@@ -28,34 +28,21 @@ class LinesAhead {
 
   // `step` bytes more are used.
   HWY_INLINE void Step() {
-    const std::uintptr_t before = at_;
+    constexpr std::uintptr_t kPage = 4096, kRegion = kLead, kPages = kRegion / kPage;
+    const std::uintptr_t line = at_ % kRegion / kLine;
+    const std::uintptr_t next = at_ / kRegion * kRegion + kRegion;
+    hwy::Prefetch(
+        reinterpret_cast<const char*>(next + line % kPages * kPage + line / kPages * kLine));
     at_ += step_;
-    if (before / kGroup != at_ / kGroup) Fetch(before);
   }
   // All before `to` is used.
   HWY_INLINE void StepTo(const void* to) {
-    const auto end = reinterpret_cast<std::uintptr_t>(to);
-    while (at_ / kGroup < end / kGroup) {
-      Fetch(at_);
-      at_ += kGroup;
-    }
-    if (at_ < end) at_ = end;
+    while (at_ < reinterpret_cast<std::uintptr_t>(to)) Step();
   }
   // Somebody else cares for what lies before `to`.
   HWY_INLINE void Skip(const void* to) { at_ = reinterpret_cast<std::uintptr_t>(to); }
 
  private:
-  static constexpr std::uintptr_t kPages = 4, kGroup = kPages * kLine;
-
-  // What is fetched for the lines around `at`: one line of each page.
-  static HWY_INLINE void Fetch(std::uintptr_t at) {
-    constexpr std::uintptr_t kPage = kLead / kPages;
-    const std::uintptr_t next = at / kLead * kLead + kLead + at % kLead / kGroup * kLine;
-    for (std::uintptr_t page = 0; page < kPages; ++page) {
-      hwy::Prefetch(reinterpret_cast<const char*>(next + page * kPage));
-    }
-  }
-
   std::uintptr_t at_, step_;
 };
 
