@@ -85,7 +85,8 @@ inline __m512bh load_pairs(const bfloat16* from) {
 inline __m512bh repeat_pair(const bfloat16* from) {
   int pair;
   std::memcpy(&pair, from, sizeof(pair));
-  return reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+  // Clang 16 crashes on _mm512_set1_epi32 here.
+  return reinterpret_cast<__m512bh>(_mm512_broadcastd_epi32(_mm_cvtsi32_si128(pair)));
 }
 
 // Elements 0, 16, 1, 17, …: the two halves of a vector as pairs.
