@@ -341,6 +341,43 @@ TEST(entmax_regression, null_outputs_are_not_computed) {
   rows.run(Pass::forward, {.x = rows.x.data()});
 }
 
+// Each output by itself, at lengths that take different ways.
+template <class T>
+void expect_the_same_alone(std::int64_t length, double alpha) {
+  SCOPED_TRACE(testing::Message() << length << " of alpha " << alpha);
+  driver::Random random(length);
+  std::vector<double> logits(static_cast<std::size_t>(9 * length));
+  for (double& logit : logits) logit = 2 * random.normal();
+  Rows<T> all(logits, length, alpha);
+  all.forward();
+  Rows<T> alone(logits, length, alpha);
+  alone.run(Pass::forward, {.x = alone.x.data(), .tau = alone.tau.data()});
+  alone.run(Pass::forward, {.x = alone.x.data(), .support_size = alone.size.data()});
+  EXPECT_EQ(alone.size, all.size);
+  EXPECT_EQ(alone.y, std::vector<T>(all.y.size()));
+  if (alpha == 2) {
+    alone.run(Pass::forward, {.x = alone.x.data(), .support = alone.support.data()});
+    EXPECT_EQ(alone.support, all.support);
+  }
+  alone.run(Pass::forward, {.x = alone.x.data(), .y = alone.y.data()});
+  for (std::size_t i = 0; i < all.y.size(); ++i) {
+    EXPECT_NEAR(to_double(alone.y[i]), to_double(all.y[i]), 1e-6) << i;
+  }
+  all.run(Pass::forward, {.x = all.x.data(), .y = all.y.data(), .tau = all.tau.data()});
+  for (std::size_t r = 0; r < all.tau.size(); ++r) {
+    EXPECT_NEAR(alone.tau[r], all.tau[r], 1e-5 * (1 + std::abs(all.tau[r]))) << r;
+  }
+}
+
+TEST(entmax_regression, outputs_can_be_had_alone) {
+  for (const std::int64_t length : {7, 40, 300, 5000}) {
+    for (const double alpha : {1.0, 1.3, 1.5, 2.0}) {
+      expect_the_same_alone<float>(length, alpha);
+      expect_the_same_alone<double>(length, alpha);
+    }
+  }
+}
+
 // Sums of equal numbers round alike, and where alpha nears 2 a step after one such sum may be
 // undone by the next.
 TEST(entmax_regression, steps_end_where_sums_round) {

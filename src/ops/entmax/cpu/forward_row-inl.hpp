@@ -94,9 +94,13 @@ RowResult DegenerateRow(const RowView<T>& row, bool empty) {
   return {kNaN, -1};
 }
 
+// Where a row goes that is not wanted. Not a null pointer: those have no elements to point to.
+struct Nowhere {
+  Nowhere operator+(std::size_t) const { return {}; }
+};
 struct NoStore {
-  template <class D, class T>
-  HWY_INLINE void operator()(D, hn::Vec<D>, T*) const {}
+  template <class D>
+  HWY_INLINE void operator()(D, hn::Vec<D>, Nowhere) const {}
 };
 
 // What is wanted of y, the bits of its support, and its size, which is returned.
@@ -128,7 +132,7 @@ std::int64_t WriteY(const P& power, const RowView<T>& row, R max, const Threshol
     size += hn::CountTrue(d, active);
     if (row.support) StoreBits(d, active, i, row.length, row.support);
   };
-  const auto fill = [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
+  const auto fill = [&](auto to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
     const T* x = row.x + begin;
     std::size_t i = 0;
     if (marks) {
@@ -143,14 +147,14 @@ std::int64_t WriteY(const P& power, const RowView<T>& row, R max, const Threshol
     if (i == count) return;
     const auto excess = excess_of(load_first(x + i, count - i));
     if (marks) mark(excess, begin + i);
-    if constexpr (!std::is_same_v<decltype(store), NoStore>) {
+    if constexpr (!std::is_same_v<decltype(to), Nowhere>) {
       StoreFirstAs(d, value(excess), to + i, count - i);
     }
   };
   if (row.y) {
     WriteRow(row.y, row.length, row.stream, fill);
   } else {
-    fill(static_cast<T*>(nullptr), 0, row.length, NoStore());
+    fill(Nowhere(), 0, row.length, NoStore());
   }
   return static_cast<std::int64_t>(size);
 }
