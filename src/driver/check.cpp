@@ -127,10 +127,11 @@ std::map<std::string, double> movements(const OpDriver& driver, const Request& r
   return largest;
 }
 
-void compare(const OpDriver& driver, const Request& request, const TensorMap& got,
-             const TensorMap& textbook, const TensorMap& reference, CheckReport& report) {
+CheckReport compare(const Request& request, const TensorMap& got, const Expected& all) {
+  const OpDriver& driver = find_driver(request.op);
+  CheckReport report;
   std::optional<std::map<std::string, double>> moves;  // computed where it matters: it takes long
-  for (const auto& [name, expected] : reference) {
+  for (const auto& [name, expected] : all.reference) {
     const HostTensor* found = comparable(got, name, expected, report);
     if (found == nullptr) continue;
     const HostTensor& value = *found;
@@ -143,7 +144,7 @@ void compare(const OpDriver& driver, const Request& request, const TensorMap& go
     const LargestErrors errors = largest_errors(value, expected);
     error.scale = errors.largest;
     error.error = errors.difference;
-    error.textbook = largest_errors(textbook.find(name)->second, expected).difference;
+    error.textbook = largest_errors(all.textbook.find(name)->second, expected).difference;
     // The floor: a textbook result that is right by luck must not demand the impossible of us.
     const bool gradient = is_gradient(driver, name);
     const double ratio = gradient ? kGradientErrorRatio : kOutputErrorRatio;
@@ -156,7 +157,7 @@ void compare(const OpDriver& driver, const Request& request, const TensorMap& go
     if (value.spec().dtype == DType::f16) error.allowed += 0x1p-24;  // its smallest step
     if (gradient) error.allowed += cancellation_error(driver, request, value.spec().dtype);
     if (!(error.error <= error.allowed)) {
-      if (!moves) moves = movements(driver, request, reference);
+      if (!moves) moves = movements(driver, request, all.reference);
       error.allowed += (*moves)[name];
     }
     if (!(error.error <= error.allowed)) {
@@ -168,6 +169,7 @@ void compare(const OpDriver& driver, const Request& request, const TensorMap& go
     if (!mismatch.empty()) report.failures.push_back(name + ": " + mismatch);
     report.errors.push_back(error);
   }
+  return report;
 }
 
 // sum over outputs of <output, its incoming gradient>, skipping elements not finite at the inputs.
@@ -250,15 +252,16 @@ void check_same_bits(const TensorMap& a, const TensorMap& b, std::string_view wh
 
 }  // namespace
 
-CheckReport verify_outputs(const Request& request, const TensorMap& outputs) {
-  CheckReport report;
+Expected expected_outputs(const Request& request) {
   Request textbook = request;
   textbook.device = Device::cpu(1);
   textbook.variant = "textbook";
   textbook.layout_seed = 0;
-  compare(find_driver(request.op), request, outputs, evaluate(textbook),
-          evaluate(reference_request(request)), report);
-  return report;
+  return {evaluate(textbook), evaluate(reference_request(request))};
+}
+
+CheckReport verify_outputs(const Request& request, const TensorMap& outputs) {
+  return compare(request, outputs, expected_outputs(request));
 }
 
 CheckReport verify(const Request& request) { return verify_outputs(request, evaluate(request)); }
@@ -287,29 +290,32 @@ LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected) 
   return all;
 }
 
-CheckReport check_case(const Case& test, DType dtype, const Device& device, std::uint64_t seed,
-                       const std::string& variant) {
-  const OpDriver& driver = find_driver(test.op);
-  Random random(seed);
-  Request request{.op = test.op,
-                  .inputs = test.inputs(dtype, random),
-                  .options = test.options,
-                  .device = device,
-                  .variant = variant};
-  TensorMap inputs_before;
-  for (const auto& [name, tensor] : request.inputs) inputs_before[name] = contiguous_copy(tensor);
+CaseCheck::CaseCheck(const Case& test, DType dtype, std::uint64_t seed)
+    : test_(test), dtype_(dtype), seed_(seed), random_(seed) {
+  request_.op = test.op;
+  request_.inputs = test.inputs(dtype, random_);
+  request_.options = test.options;
+  for (const auto& [name, tensor] : request_.inputs) inputs_before_[name] = contiguous_copy(tensor);
+  expected_ = expected_outputs(request_);
+}
+
+CheckReport CaseCheck::run(const Device& device, const std::string& variant) const {
+  Random random = random_;
+  Request request = request_;
+  request.device = device;
+  request.variant = variant;
 
   const TensorMap outputs = evaluate(request);
   CheckReport report;
-  if (test.exact) {
-    for (const auto& [name, expected] : evaluate(reference_request(request))) {
+  if (test_.exact) {
+    for (const auto& [name, expected] : expected_.reference) {
       const HostTensor* value = comparable(outputs, name, expected, report);
       if (value == nullptr) continue;
       const std::string mismatch = value_mismatch(*value, expected);
       if (!mismatch.empty()) report.failures.push_back(name + ": not exact: " + mismatch);
     }
   } else {
-    report = verify_outputs(request, outputs);
+    report = compare(request, outputs, expected_);
   }
 
   // The same bits again, on the CPU with other thread counts.
@@ -323,13 +329,12 @@ CheckReport check_case(const Case& test, DType dtype, const Device& device, std:
 
   // Other layouts of inputs and outputs, with guard bytes in every gap.
   Request strided = request;
-  strided.layout_seed = seed | 1;
+  strided.layout_seed = seed_ | 1;
   for (auto& [name, tensor] : strided.inputs) {
     tensor = relaid(tensor, random_layout(tensor.spec(), random));
   }
   const TensorMap strided_outputs = evaluate(strided);
-  const CheckReport strided_report = verify_outputs(strided, strided_outputs);
-  for (const auto& failure : strided_report.failures) {
+  for (const auto& failure : compare(strided, strided_outputs, expected_).failures) {
     report.failures.push_back("with other strides: " + failure);
   }
   check_guards(strided.inputs, "input", report);
@@ -337,20 +342,25 @@ CheckReport check_case(const Case& test, DType dtype, const Device& device, std:
 
   check_guards(request.inputs, "input", report);
   check_guards(outputs, "output", report);
-  for (const auto& [name, before] : inputs_before) {
+  for (const auto& [name, before] : inputs_before_) {
     if (!same_bits(before, request.inputs.find(name)->second)) {
       report.failures.push_back(fmt::format("input {}: changed", name));
     }
   }
   // The reference knows what it is the gradient of from the runs on the CPU.
-  if (cpu && dtype == DType::f64 && test.finite_differences) {
-    check_finite_differences(driver, request, outputs, random, report);
+  if (cpu && dtype_ == DType::f64 && test_.finite_differences) {
+    check_finite_differences(find_driver(test_.op), request, outputs, random, report);
   }
   for (auto& failure : report.failures) {
-    failure = fmt::format("{} '{}' {} seed {}: {}", test.op, test.name, pullback::name_of(dtype),
-                          seed, failure);
+    failure = fmt::format("{} '{}' {} seed {}: {}", test_.op, test_.name, pullback::name_of(dtype_),
+                          seed_, failure);
   }
   return report;
+}
+
+CheckReport check_case(const Case& test, DType dtype, const Device& device, std::uint64_t seed,
+                       const std::string& variant) {
+  return CaseCheck(test, dtype, seed).run(device, variant);
 }
 
 }  // namespace pullback::driver

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "driver/case.hpp"
+#include "driver/random.hpp"
 
 namespace pullback::driver {
 
@@ -28,6 +29,12 @@ struct CheckReport {
   bool passed() const { return failures.empty(); }
 };
 
+// What the outputs of a request are held to: those of the textbook computation and the reference.
+struct Expected {
+  TensorMap textbook, reference;
+};
+Expected expected_outputs(const Request& request);
+
 // Compares the outputs of `request` (run as it is) with the reference.
 CheckReport verify(const Request& request);
 // The same for outputs computed already.
@@ -40,7 +47,24 @@ struct LargestErrors {
 };
 LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected);
 
-// Everything above for one case and dtype. Failures say the seed.
+// Everything above for one case and dtype. Failures say the seed. What is expected is computed
+// once, for any number of devices and variants.
+class CaseCheck {
+ public:
+  CaseCheck(const Case& test, DType dtype, std::uint64_t seed);
+  CheckReport run(const Device& device, const std::string& variant = {}) const;
+
+ private:
+  Case test_;
+  DType dtype_;
+  std::uint64_t seed_;
+  Random random_;  // has drawn the inputs
+  Request request_;
+  TensorMap inputs_before_;  // copies: nothing may change an input
+  Expected expected_;
+};
+
+// One run of it.
 CheckReport check_case(const Case& test, DType dtype, const Device& device, std::uint64_t seed,
                        const std::string& variant = {});
 

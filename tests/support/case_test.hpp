@@ -90,7 +90,7 @@ class CpuTarget {
 };
 
 // The variant "cpu" for each instruction set that this build has and this machine can run. Cases
-// take turns with dtypes, another turn for each instruction set.
+// take turns with dtypes.
 inline void run_on_every_target(const std::vector<driver::Case>& cases,
                                 driver::Case (*fuzz)(std::uint64_t), int fuzz_count) {
   const auto targets = hwy::SupportedAndGeneratedTargets();
@@ -100,20 +100,19 @@ inline void run_on_every_target(const std::vector<driver::Case>& cases,
   const auto run = [&](driver::Case test, std::uint64_t case_seed) {
     test.finite_differences = false;  // they test the reference
     const DType dtype = test.dtypes[turn++ % test.dtypes.size()];
-    expect_passed(driver::check_case(test, dtype, Device::cpu(2), case_seed, "cpu"));
+    const driver::CaseCheck check(test, dtype, case_seed);
+    for (const std::int64_t target : targets) {
+      SCOPED_TRACE(hwy::TargetName(target));
+      const CpuTarget chosen(target);
+      expect_passed(check.run(Device::cpu(2), "cpu"));
+    }
   };
-  std::uint64_t first_turn = 0;
-  for (const std::int64_t target : targets) {
-    SCOPED_TRACE(hwy::TargetName(target));
-    const CpuTarget chosen(target);
-    turn = first_turn++;
-    for (const driver::Case& test : cases) {
-      if (!test.full_only) run(test, seed());
-    }
-    for (int i = 0; i < fuzz_count; ++i) {
-      const std::uint64_t case_seed = seed() * 1000033 + static_cast<std::uint64_t>(i);
-      run(fuzz(case_seed), case_seed);
-    }
+  for (const driver::Case& test : cases) {
+    if (!test.full_only) run(test, seed());
+  }
+  for (int i = 0; i < fuzz_count; ++i) {
+    const std::uint64_t case_seed = seed() * 1000033 + static_cast<std::uint64_t>(i);
+    run(fuzz(case_seed), case_seed);
   }
 }
 

@@ -4,7 +4,7 @@
 //   s = p^(2-alpha) on the support (p > 0), t = s / sum s
 //   d_x = s (d_y - <t, d_y>)
 //   d_alpha = sum_i d_y_i [ (p_i - t_i) / b^2 - (p_i ln p_i - t_i sum_j p_j ln p_j) / b ]
-// theta comes from sorting (alpha = 2) or bisection down to neighbouring numbers.
+// theta comes from sorting (alpha = 2), Newton's steps or bisection.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -55,17 +55,30 @@ Real sparsemax_theta(std::vector<Real> z) {
   return theta;
 }
 
+// The sum is convex in theta for b < 1: Newton's steps from below stay below, but for rounding.
+// Beyond, where its slope has no bound, by bisection down to neighbouring numbers.
 template <class Real>
-Real bisected_theta(const std::vector<Real>& z, Real b, bool near_one) {
+Real solved_theta(const std::vector<Real>& z, Real b, bool near_one) {
   const Real uniform = std::pow(static_cast<Real>(z.size()), -b);
   Real low = near_one ? 0 : -1;
   Real high = near_one ? (1 - uniform) / b : -uniform;
+  Real theta = low;
   while (true) {
-    const Real middle = low + (high - low) / 2;
-    if (!(middle > low && middle < high)) return low;
-    Real sum = 0;
-    for (Real value : z) sum += power(value, middle, b, near_one);
-    (sum >= 1 ? low : high) = middle;
+    Real sum = 0, slope = 0;  // minus the derivative of the sum
+    for (Real value : z) {
+      const Real p = power(value, theta, b, near_one);
+      sum += p;
+      if (p > 0) slope += near_one ? p / (1 + b * (value - theta)) : p / (b * (b * value - theta));
+    }
+    (sum >= 1 ? low : high) = theta;
+    Real next = low + (high - low) / 2;
+    if (b < 1) {
+      const Real newton = theta + (sum - 1) / slope;
+      if (newton == theta) return theta;
+      if (newton > low && newton < high) next = newton;
+    }
+    if (!(next > low && next < high)) return low;
+    theta = next;
   }
 }
 
@@ -95,7 +108,7 @@ Row<Real> forward_row(const std::vector<Real>& x, double alpha) {
   }
   Real theta = 0;
   if (b == 1) theta = sparsemax_theta(z);
-  if (b > 0 && b != 1) theta = bisected_theta(z, b, near_one);
+  if (b > 0 && b != 1) theta = solved_theta(z, b, near_one);
 
   Real sum = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
@@ -163,7 +176,7 @@ template <class Arithmetic>
 class ReferencePlan final : public PlanBody<EntmaxTensors> {
  public:
   ReferencePlan(const EntmaxProblem& problem, Pass pass) : problem_(problem), pass_(pass) {
-    description = "plain loops; exact threshold by sorting or bisection";
+    description = "plain loops; exact threshold by sorting, Newton's steps or bisection";
   }
 
   void run(Stream, const EntmaxTensors& tensors, Workspace) const override {

@@ -13,19 +13,20 @@ TEST(attention_variants, each_of_bf16_agrees_with_the_reference) {
   const std::pair<CpuIsa, std::string> variants[] = {{CpuIsa::any, "cpu"},
                                                      {CpuIsa::avx512_bf16, "cpu_avx512_bf16"},
                                                      {CpuIsa::amx_bf16, "cpu_amx_bf16"}};
-  for (const auto& [isa, variant] : variants) {
-    if (!cpu_has(isa)) continue;
-    SCOPED_TRACE(variant);
-    const auto run = [&](driver::Case test, std::uint64_t case_seed) {
-      test.finite_differences = false;  // they test the reference
-      expect_passed(driver::check_case(test, DType::bf16, Device::cpu(2), case_seed, variant));
-    };
-    for (const driver::Case& test : driver::attention_cases()) {
-      if (test.exact) run(test, seed());
+  const auto run = [&](driver::Case test, std::uint64_t case_seed) {
+    test.finite_differences = false;  // they test the reference
+    const driver::CaseCheck check(test, DType::bf16, case_seed);
+    for (const auto& [isa, variant] : variants) {
+      if (!cpu_has(isa)) continue;
+      SCOPED_TRACE(variant);
+      expect_passed(check.run(Device::cpu(2), variant));
     }
-    for (std::uint64_t i = 0; i < 20; ++i) {
-      run(driver::attention_fuzz(seed() * 1000039 + i), seed() + i);
-    }
+  };
+  for (const driver::Case& test : driver::attention_cases()) {
+    if (test.exact) run(test, seed());
+  }
+  for (std::uint64_t i = 0; i < 20; ++i) {
+    run(driver::attention_fuzz(seed() * 1000039 + i), seed() + i);
   }
 }
 

@@ -1,6 +1,8 @@
 // Rows by their number and length, as kernels and loops divide them.
 #include <fmt/format.h>
 
+#include <utility>
+
 #include "ops/entmax/case_setup.hpp"
 
 namespace pullback::driver::entmax_setup {
@@ -103,8 +105,10 @@ void long_rows(std::vector<Case>& cases) {
     add_signs(alpha, 3, 8200);
     add_signs(alpha, 3, 65600);
   }
-  add_signs("1.5", 300, 8200);
-  add_signs("1.5", 80, 65600);
+  for (const auto& [rows, length] : {std::pair{300, 8200}, {80, 65600}}) {
+    add_signs("1.5", rows, length);
+    cases.back().full_only = true;
+  }
   // Between these, each capacity of lanes, warps and blocks of the CUDA kernels; the last is past
   // them all.
   for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "2"}) {
