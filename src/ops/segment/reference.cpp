@@ -1,12 +1,10 @@
 // The definition of segment, forward and backward, per column of a segment:
 //   sum, mean, prod   the obvious; prod's gradient is d_out times the product of all other rows
 //   max, min          the extreme; a NaN beats everything. Gradient to the first or last of the
-//   rows
-//                     that equal it (of NaN: always the first), or an equal share to each of them
+//                     rows that equal it (of NaN: always the first), or an equal share to each
 //   logsumexp         m + log sum exp(x - m), m = max (0 when infinite); d_x = d_out exp(x - out)
-//   softmax           exp(x - m) / sum; NaN where +inf or NaN is in the segment, 0 where all is
-//   -inf;
-//                     d_x = out (d_out - sum out d_out)
+//   softmax           exp(x - m) / sum; NaN where +inf or NaN is in the segment, 0 where all
+//                     is -inf; d_x = out (d_out - sum out d_out)
 #include <cmath>
 #include <limits>
 #include <type_traits>
@@ -251,8 +249,8 @@ class ReferenceBody final : public SegmentBody {
     const auto chosen = [&](std::int64_t r) {
       const std::int64_t n = segments.readable_row(r);
       if (saved == SegmentSaved::arg) {
-        const auto value = static_cast<std::int64_t>(arg.get(s, d));
-        return value == (problem_.arg.dtype == DType::u8 ? r - begin : n);
+        const std::int64_t row = problem_.arg.dtype == DType::u8 ? r - begin : n;
+        return arg.get(s, d) == static_cast<double>(row);
       }
       if (saved == SegmentSaved::arg_mask) {
         return (static_cast<int>(mask.get(n, d / 8)) >> (d % 8) & 1) != 0;

@@ -64,6 +64,10 @@ SegmentProblem complete(const SegmentProblem& given) {
     check.that(problem.arg.dtype != DType::i32 || rows <= kI32Rows, "arg",
                "dtype i64 for 2^31 rows or more", "i32");
   }
+  // Ties are counted where they are divided by: in 32 bits.
+  check.that(!is_extreme(reduce) || problem.ties != Ties::even || x.dtype == DType::f64 ||
+                 rows <= kI32Rows,
+             "x", "fewer than 2^31 rows with ties even", fmt::format("{} rows", rows));
   if (problem.arg_mask.given()) {
     check.that(is_extreme(reduce), "arg_mask", "none, as only max and min have one", "a tensor");
     check.dtype("arg_mask", problem.arg_mask, {DType::u8});

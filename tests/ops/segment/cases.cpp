@@ -18,7 +18,7 @@ const std::vector<std::string> kReduces = {"sum",  "mean",      "max",    "min",
                                            "prod", "logsumexp", "softmax"};
 
 enum class Form { offsets_i64, offsets_i32, ids_i64, ids_i32, unsorted };
-enum class Values { normal, integers, near_one, relu, wide, special };
+enum class Values { normal, integers, near_one, relu, wide, special, special_near_one };
 
 using Lengths = std::vector<std::int64_t>;
 
@@ -51,12 +51,13 @@ HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t columns, V
     if (values == Values::integers) value = static_cast<double>(random.integer(-3, 3));
     if (values == Values::relu) value = std::max(0.0, static_cast<double>(random.integer(-6, 1)));
     // Long products of normal numbers vanish; these wander around 1.
-    if (values == Values::near_one) {
+    if (values == Values::near_one || values == Values::special_near_one) {
       value = std::exp(0.02 * value) * (random.chance(0.5) ? -1 : 1);
     }
     // Further from each other than one shift of exponents serves.
     if (values == Values::wide) value *= 40;
-    if (values == Values::special && random.chance(0.02)) {
+    const bool special = values == Values::special || values == Values::special_near_one;
+    if (special && random.chance(0.02)) {
       const double specials[] = {-kInfinity, kInfinity, kNaN, 0};
       value = specials[random.integer(0, 3)];
     }
@@ -99,8 +100,10 @@ TensorMap make_inputs(const Shape& shape, DType dtype, Random& random, Values va
 
 bool extreme(const std::string& reduce) { return reduce == "max" || reduce == "min"; }
 
-Values values_for(const std::string& reduce) {
-  return reduce == "prod" ? Values::near_one : Values::normal;
+Values values_for(const std::string& reduce, Values values) {
+  if (reduce != "prod") return values;
+  if (values == Values::special) return Values::special_near_one;
+  return values == Values::normal ? Values::near_one : values;
 }
 
 Case make_case(const std::string& name, const std::string& reduce, const Shape& shape,
@@ -111,7 +114,7 @@ Case make_case(const std::string& name, const std::string& reduce, const Shape& 
   options["reduce"] = reduce;
   options["num-segments"] = std::to_string(shape.lengths.size());
   result.options = options;
-  if (values == Values::normal) values = values_for(reduce);
+  values = values_for(reduce, values);
   const bool softmax = reduce == "softmax";
   result.inputs = [=](DType dtype, Random& random) {
     return make_inputs(shape, dtype, random, values, softmax);
@@ -269,6 +272,11 @@ std::vector<Case> segment_cases() {
     mostly_empty[4999] = 3;
     add(make_case("mostly empty", reduce, {mostly_empty, 9}));
     add(make_case("many columns", reduce, {{3, 0, 600, 1}, 1100}));
+    // Tasks have 1024 columns: the last one has a single column of many.
+    for (Form form : {Form::offsets_i64, Form::unsorted}) {
+      const std::string name = form == Form::unsorted ? "unsorted D=1025" : "D=1025";
+      add(make_case(name, reduce, {{3, 0, 70, 1, 9}, 1025, form}));
+    }
     Random random(7);
     add(make_case("power law", reduce, {power_law(4000, 2000, random), 17}));
     add(make_case("power law D=1", reduce, {power_law(9000, 4000, random), 1}));
@@ -284,7 +292,7 @@ std::vector<Case> segment_cases() {
     for (std::int64_t columns : {4, 8, 16, 32}) {
       const std::string name = " D=" + std::to_string(columns);
       add(make_case("narrow" + name, reduce, {blocks, columns, Form::offsets_i32, 40, 90}));
-      if (reduce == "prod" || reduce == "softmax") continue;
+      if (reduce == "softmax") continue;
       add(make_case("special" + name, reduce, {blocks, columns}, {}, Values::special));
       cases.back().finite_differences = false;
     }
@@ -309,6 +317,7 @@ std::vector<Case> segment_cases() {
         tied("giant", {{4, 0, 2500, 7}, 20});
         tied("giant unsorted", {{4, 0, 1300, 7}, 65, Form::unsorted});
         tied("giant D=1", {{40000, 3}, 1});
+        tied("D=1025", {{3, 0, 70, 1, 9}, 1025});
         tied("empty zero", {mixed, 8, Form::ids_i32});
         cases.back().options["empty"] = "zero";
       }

@@ -119,6 +119,42 @@ TEST(segment_bugs, offsets_that_do_not_cover_x) {
 }
 
 // .sum().backward() sends a gradient with stride 0.
+// Memory that ends where x does, so that ASan sees a read behind it; or null, without rows.
+void run_one_column(std::int64_t rows, SegmentReduce reduce, Pass pass) {
+  const std::vector<float> x(static_cast<std::size_t>(rows), 0.5f);
+  const std::vector<std::int64_t> offsets = {0, rows, rows, rows};
+  std::vector<float> out(reduce == SegmentReduce::softmax ? x.size() : 3, 7), d_x(x.size(), 7);
+  const auto out_rows = static_cast<std::int64_t>(out.size());
+  const std::vector<float> d_out(out.size(), 1);
+  SegmentProblem problem;
+  problem.x = TensorSpec::contiguous(DType::f32, {rows, 1});
+  problem.offsets = TensorSpec::contiguous(DType::i64, {4});
+  problem.out = TensorSpec::contiguous(DType::f32, {out_rows, 1});
+  problem.reduce = reduce;
+  const auto plan = make_plan(Device::cpu(1), problem, pass);
+  const driver::WorkspaceBuffer workspace(plan.workspace_bytes());
+  SegmentTensors tensors{.x = rows == 0 ? nullptr : x.data(), .offsets = offsets.data()};
+  tensors.out = out_rows == 0 ? nullptr : out.data();
+  if (pass == Pass::backward) {
+    tensors.d_out = out_rows == 0 ? nullptr : d_out.data();
+    tensors.d_x = rows == 0 ? nullptr : d_x.data();
+  }
+  plan.run({}, tensors, workspace.get());
+  for (float value : pass == Pass::forward ? out : d_x) EXPECT_NE(value, 7);
+}
+
+TEST(segment_bugs, one_column_is_read_to_its_end_at_most) {
+  for (const auto reduce :
+       {SegmentReduce::sum, SegmentReduce::mean, SegmentReduce::max, SegmentReduce::min,
+        SegmentReduce::prod, SegmentReduce::logsumexp, SegmentReduce::softmax}) {
+    for (const std::int64_t rows : {0, 1, 3, 1000}) {
+      SCOPED_TRACE(::testing::Message() << static_cast<int>(reduce) << ", " << rows << " rows");
+      run_one_column(rows, reduce, Pass::forward);
+      run_one_column(rows, reduce, Pass::backward);
+    }
+  }
+}
+
 TEST(segment_bugs, d_out_with_stride_0) {
   TensorMap inputs;
   inputs["x"] = matrix(DType::f32, 6, 40, {1});

@@ -7,28 +7,17 @@
 #define PULLBACK_ENTMAX_STREAM_INL_HPP
 #endif
 
-#include <hwy/cache_control.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
+#include "cpu/stream-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
-
-// memcpy with stores that leave the caches alone.
-HWY_INLINE void StreamBytes(std::uint8_t* to, const std::uint8_t* from, std::size_t bytes) {
-  const hn::ScalableTag<std::uint8_t> d;
-  const std::size_t lanes = hn::Lanes(d);
-  const std::size_t misaligned = reinterpret_cast<std::uintptr_t>(to) % lanes;
-  const std::size_t head = misaligned == 0 ? 0 : std::min(lanes - misaligned, bytes);
-  std::memcpy(to, from, head);
-  std::size_t i = head;
-  for (; i + lanes <= bytes; i += lanes) hn::Stream(hn::LoadU(d, from + i), d, to + i);
-  std::memcpy(to + i, from + i, bytes - i);
-}
 
 // How whole vectors of a row are stored.
 struct PlainStore {
@@ -57,8 +46,7 @@ HWY_INLINE void WriteStaged(T* row, std::size_t length, const Fill& fill) {
   for (std::size_t begin = 0; begin < length; begin += kChunk) {
     const std::size_t count = std::min(kChunk, length - begin);
     fill(chunk, begin, count);
-    StreamBytes(reinterpret_cast<std::uint8_t*>(row + begin),
-                reinterpret_cast<const std::uint8_t*>(chunk), count * sizeof(T));
+    StreamBytes(row + begin, chunk, count * sizeof(T));
   }
 }
 

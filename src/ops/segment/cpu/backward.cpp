@@ -82,7 +82,7 @@ class Backward {
 
   void First(std::int64_t tile, const Task& task) const {
     Output output = MakeOutput(task);
-    if (WritesRuns(task)) {
+    if (WritesRuns()) {
       WriteRuns(tile, task, output);
       return;
     }
@@ -375,11 +375,10 @@ class Backward {
   // Sum, mean, and max and min from arg, of one column: short segments leave no time for more than
   // a vector or four of the gradient, or for one row among zeros. Past the end of a segment that
   // writes where the next one is still to come, or where the stage has room to spare.
-  bool WritesRuns(const Task& task) const {
+  bool WritesRuns() const {
     return problem_.x.shape[1] == 1 && std::is_same_v<T, R> && d_x_.stages() && !folds_ &&
            (rule_ == Rule::spread || rule_ == Rule::place ||
-            (rule_ == Rule::power && x_.row_stride == 1)) &&
-           task.columns == 1;
+            (rule_ == Rule::power && x_.row_stride == 1));
   }
 
   // So few at a time that memory takes their lines while the next ones are made.

@@ -105,7 +105,8 @@ class Forward {
 
   void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
     const std::int64_t columns = task.columns;
-    if (columns == 1) return FoldRun(problem_, x_, segments_, piece, state, task);
+    // Not `columns`: the last task of a wide tensor may have a single one, too.
+    if (problem_.x.shape[1] == 1) return FoldRun(problem_, x_, segments_, piece, state, task);
     switch (problem_.reduce) {
       case SegmentReduce::prod:
         std::fill_n(state.a, padded(columns), R{1});
@@ -452,8 +453,7 @@ class Forward {
 
   template <class A, class To>
   static void StreamRow(const A* from, To* to, const Task& task) {
-    StreamBytes(reinterpret_cast<const std::uint8_t*>(from), reinterpret_cast<std::uint8_t*>(to),
-                task.columns * static_cast<std::int64_t>(sizeof(A)));
+    StreamBytes(to, from, static_cast<std::size_t>(task.columns) * sizeof(A));
   }
 
   template <class A>

@@ -29,7 +29,8 @@ inline bool StreamsRows(const TensorSpec& spec, const void* data) {
   const auto size = static_cast<std::int64_t>(size_of(spec.dtype));
   return data != nullptr && spec.numel() * size >= kStreamBytes && spec.strides[1] == 1 &&
          reinterpret_cast<std::uintptr_t>(data) % kLine == 0 &&
-         spec.strides[0] * size % kLine == 0 && spec.shape[1] * size % kLine == 0;
+         (spec.shape[0] == 1 || spec.strides[0] * size % kLine == 0) &&
+         spec.shape[1] * size % kLine == 0;
 }
 
 // The same of a tensor with one column.
@@ -39,25 +40,12 @@ inline bool StreamsColumn(const TensorSpec& spec, const void* data) {
          spec.strides[0] == 1;
 }
 
-inline void StreamBytes(const std::uint8_t* from, std::uint8_t* to, std::int64_t count) {
-  const hn::ScalableTag<std::uint8_t> d;
-  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-  const auto past = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(to) %
-                                              static_cast<std::uintptr_t>(step));
-  std::int64_t i = std::min(count, past == 0 ? 0 : step - past);
-  if (i > 0) std::memcpy(to, from, static_cast<std::size_t>(i));
-  for (; i + step <= count; i += step) hn::Stream(hn::LoadU(d, from + i), d, to + i);
-  if (i < count) std::memcpy(to + i, from + i, static_cast<std::size_t>(count - i));
-}
-
 // Rows [s, s + count) of a tensor with one column.
 template <class To, class A>
 void WriteColumn(const Matrix<To>& matrix, std::int64_t s, const A* from, std::int64_t count,
                  bool stream) {
   if (stream) {
-    StreamBytes(reinterpret_cast<const std::uint8_t*>(from),
-                reinterpret_cast<std::uint8_t*>(matrix.at(s, 0)),
-                count * static_cast<std::int64_t>(sizeof(A)));
+    StreamBytes(matrix.at(s, 0), from, static_cast<std::size_t>(count) * sizeof(A));
   } else {
     for (std::int64_t k = 0; k < count; ++k) *matrix.at(s + k, 0) = To(from[k]);
   }
@@ -96,6 +84,8 @@ class RowOutput {
           row_(row),
           stage_(static_cast<T*>(stage)) {}
 
+    // Of the tensor: this tile may have a single one of many, too.
+    bool one_column() const { return output_.columns_ == 1; }
     // To be called before the rows of a piece are written, in rising order.
     void Open(const Piece& piece) {
       if (!output_.stages_) return;
@@ -113,12 +103,12 @@ class RowOutput {
     // The stage's rows go home; Flush() has to follow before others read them.
     void Drain() {
       if (output_.stages_ && end_ > first_) {
-        const auto bytes = (end_ - first_) * columns_ * static_cast<std::int64_t>(sizeof(T));
-        auto* to = reinterpret_cast<std::uint8_t*>(output_.matrix_.at(first_, 0));
+        const std::size_t bytes = static_cast<std::size_t>((end_ - first_) * columns_) * sizeof(T);
+        void* const to = output_.matrix_.at(first_, 0);
         if (output_.large_) {
-          StreamBytes(reinterpret_cast<const std::uint8_t*>(stage_), to, bytes);
+          StreamBytes(to, stage_, bytes);
         } else {
-          std::memcpy(to, stage_, static_cast<std::size_t>(bytes));
+          std::memcpy(to, stage_, bytes);
         }
       }
       first_ = end_ = -1;
@@ -129,12 +119,11 @@ class RowOutput {
       if (!output_.stages_ || end_ <= first_) return;
       if (!output_.large_) return Drain();
       constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
-      auto* to = reinterpret_cast<std::uint8_t*>(output_.matrix_.at(first_, 0));
       const auto past = static_cast<std::int64_t>(
           reinterpret_cast<std::uintptr_t>(output_.matrix_.at(end_, 0)) % kLine);
       const std::int64_t whole = (end_ - first_) * kSize - past;
       if (whole <= 0) return;
-      StreamBytes(reinterpret_cast<const std::uint8_t*>(stage_), to, whole);
+      StreamBytes(output_.matrix_.at(first_, 0), stage_, static_cast<std::size_t>(whole));
       std::memmove(static_cast<void*>(stage_), stage_ + whole / kSize, kLine);
       first_ += whole / kSize;
       matrix_.data = stage_ - first_;
@@ -228,7 +217,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
              Real<T>* scratch, const Key& key, const F& f) {
   using R = Real<T>;
   const hn::ScalableTag<R> d;
-  const bool one_column = columns == 1 && !segments.permuted();
+  const bool one_column = output.one_column() && !segments.permuted();
   const std::int64_t step = kInputs == 0 ? piece.end - piece.begin : block_rows(columns);
   if (one_column) {
     ForRuns(piece, [&](std::int64_t first, std::int64_t rows) {

@@ -18,6 +18,7 @@
 
 #include "cpu/ahead-inl.hpp"
 #include "cpu/simd-inl.hpp"
+#include "cpu/stream-inl.hpp"
 #include "ops/segment/cpu/plan.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -30,6 +31,7 @@ using pullback::HWY_NAMESPACE::LoadFirst;
 using pullback::HWY_NAMESPACE::Real;
 using pullback::HWY_NAMESPACE::Store;
 using pullback::HWY_NAMESPACE::StoreFirst;
+using pullback::HWY_NAMESPACE::StreamBytes;
 
 // Integers with the lanes of R: places of rows within a piece, and counts.
 template <class R>

@@ -89,14 +89,15 @@ class ColumnScan {
   // many those are, and sets `rows` to what was taken. `fetch`: x is in memory.
   std::int64_t Take(const R* HWY_RESTRICT x, std::int64_t row, std::int64_t& rows,
                     const SegmentEnds& ends, std::int64_t count, bool fetch = true) {
-    const R* const from = x;
+    // Without rows x may be null, or the end of the tensor: nothing is read from it then.
+    const R* const from = rows > 0 ? x : own_;
     LinesAhead ahead(from);
     if (!fetch) ahead.Skip(from + kRows);
     ClearMarks();
     const std::int64_t taken = Mark(row, rows, ends, std::min(count, kRows), from, ahead);
     GatherMarks();
     if (taken == kRows) rows = ends[taken - 1] - row;
-    has_powers_ = Rule::kPowers && TakePowers(from, rows);
+    has_powers_ = Rule::kPowers && rows > 0 && TakePowers(from, rows);
     if (has_powers_) {
       WalkAs<Walk::powers>(own_, from, ahead);
     } else {
