@@ -299,7 +299,7 @@ class ReferencePlan final : public PlanBody<EntmaxTensors> {
     const bool valid = alpha >= 1 && !std::isinf(alpha);
     std::vector<Real> s(d_y.size()), d_x(d_y.size());
     std::vector<Real> y;
-    if (tensors.y) {
+    if (tensors.y || d_y.empty()) {  // a y without elements may be null
       y = load(problem_.y, tensors.y, place);
       for (std::size_t i = 0; i < s.size(); ++i) {
         s[i] = y[i] == 0    ? 0

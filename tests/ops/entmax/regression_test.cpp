@@ -341,6 +341,21 @@ TEST(entmax_regression, null_outputs_are_not_computed) {
   rows.run(Pass::forward, {.x = rows.x.data()});
 }
 
+// Without elements a tensor may be null, and y null does not mean that the support is given.
+TEST(entmax_regression, gradients_of_empty_rows_need_no_memory) {
+  for (const char* variant : {"cpu", "reference", "textbook"}) {
+    EntmaxProblem problem;
+    problem.x = TensorSpec::contiguous(DType::f32, {3, 0});
+    for (const Pass pass : {Pass::forward, Pass::backward}) {
+      const auto plan = make_plan(Device::cpu(2), problem, pass, {.variant = variant});
+      const driver::WorkspaceBuffer workspace(plan.workspace_bytes());
+      plan.run({}, {}, workspace.get());
+      float nothing = 0;
+      plan.run({}, {.d_x = &nothing}, workspace.get());
+    }
+  }
+}
+
 // Each output by itself, at lengths that take different ways.
 template <class T>
 void expect_the_same_alone(std::int64_t length, double alpha) {

@@ -383,7 +383,7 @@ bool ShortRowsServe(const BackwardTile& tile) {
       }
       return MaskWeights<R>(tile.support.row<std::uint8_t>(r));
     };
-    ShortGradients<T, decltype(weights)>(tile.length, weights).Compute(tile);
+    ShortGradients<false, T, decltype(weights)>(tile.length, weights).Compute(tile);
     return true;
   }
   return tile.y.contiguous() && WithSmoothFamily(tile.alpha, [&]<Family kFamily>() {
@@ -391,18 +391,14 @@ bool ShortRowsServe(const BackwardTile& tile) {
            const auto weights = [&](std::int64_t r) {
              return DenseWeights<kFamily, R, T>(tile.y.row<T>(r), slope);
            };
-           ShortGradients<T, decltype(weights)>(tile.length, weights).Compute(tile);
+           ShortGradients<true, T, decltype(weights)>(tile.length, weights).Compute(tile);
          });
 }
 
 template <class T>
 void BackwardTileOf(const BackwardTile& tile) {
   using Statistic = Real<T>;
-  if (StripeServes<T>(tile)) {
-    if (tile.stream) hwy::FlushStream();
-    return;
-  }
-  if (ShortRowsServe<T>(tile)) {
+  if (StripeServes<T>(tile) || ShortRowsServe<T>(tile)) {
     if (tile.stream) hwy::FlushStream();
     return;
   }
@@ -423,7 +419,8 @@ void BackwardTileOf(const BackwardTile& tile) {
                       tile.weights);
   };
   if (tile.d_x && tile.y && !tile.alpha_per_row) from_y(0, tile.rows);
-  for (std::int64_t r = 0; tile.d_x && r < tile.rows; ++r) {
+  // Without elements y may be null, and support_size, too.
+  for (std::int64_t r = 0; tile.d_x && length > 0 && r < tile.rows; ++r) {
     if (!tile.y) {
       GradientFromSupport(tile, r, d_y, d_x.row<T>(r), stream);
     } else if (tile.alpha_per_row) {

@@ -20,7 +20,7 @@ namespace pullback::HWY_NAMESPACE {
 constexpr std::int64_t kShortLength = 128;
 
 // weights_of(row) says where s of a row comes from.
-template <class T, class WeightsOf>
+template <bool kFromY, class T, class WeightsOf>
 class ShortGradients {
  public:
   using R = Real<T>;
@@ -31,19 +31,25 @@ class ShortGradients {
   // All rows of a tile whose tensors have unit stride along the axis.
   void Compute(const entmax::BackwardTile& tile) {
     constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
-    LinesAhead y_ahead(tile.y.data), d_y_ahead(tile.d_y.data);
+    [[maybe_unused]] LinesAhead y_ahead(tile.y.data);
+    LinesAhead d_y_ahead(tile.d_y.data);
     for (std::int64_t r = 0; r < tile.rows; r += kRows) {
       const std::int64_t rows = std::min(kRows, tile.rows - r);
       const auto step_d_y = [&](std::int64_t row) {
         if (tile.d_y.row_step == tile.length) d_y_ahead.StepTo(tile.d_y.row<T>(row));
       };
-      // Row by row: all lines of a group at once would have to wait for each other. From the mask
-      // there is little else to wait for.
-      if (!tile.y) step_d_y(r + rows);
-      FindMeans(tile, r, rows, [&](std::int64_t row) { step_d_y(row + 1); });
-      Write(tile, r, rows, [&](std::int64_t row) {
-        if (tile.y && tile.y.row_step == tile.length) y_ahead.StepTo(tile.y.row<T>(row + 1));
-      });
+      if constexpr (!kFromY) {  // from the mask there is little else to wait for
+        const auto nothing = [](std::int64_t) {};
+        step_d_y(r + rows);
+        FindMeans(tile, r, rows, nothing);
+        Write(tile, r, rows, nothing);
+      } else {
+        // Row by row: all lines of a group at once would have to wait for each other.
+        FindMeans(tile, r, rows, [&](std::int64_t row) { step_d_y(row + 1); });
+        Write(tile, r, rows, [&](std::int64_t row) {
+          if (tile.y.row_step == tile.length) y_ahead.StepTo(tile.y.row<T>(row + 1));
+        });
+      }
     }
   }
 

@@ -58,18 +58,6 @@ HWY_INLINE hn::Vec<D> LoadBlocks(D d, const hn::TFromD<D>* from, std::int64_t st
                        LoadBlocks(half, from, step));
   }
 }
-template <class D>
-HWY_INLINE void StoreBlocks(D d, hn::Vec<D> v, hn::TFromD<D>* to, std::int64_t step) {
-  constexpr std::size_t kBlock = 16 / sizeof(hn::TFromD<D>);
-  if constexpr (hn::MaxLanes(d) <= kBlock) {
-    hn::StoreU(v, d, to);
-  } else {
-    const hn::Half<D> half;
-    constexpr auto kHalf = static_cast<std::int64_t>(hn::MaxLanes(half) / kBlock);
-    StoreBlocks(half, hn::LowerHalf(half, v), to, step);
-    StoreBlocks(half, hn::UpperHalf(half, v), to + kHalf * step, step);
-  }
-}
 
 #endif
 
@@ -96,31 +84,6 @@ void RowsToLanes(const R* from, std::int64_t row_step, std::size_t length, R* HW
     for (std::size_t r = 0; r < kLanes<R>; ++r) {
       to[i * kLanes<R> + r] =
           from[static_cast<std::int64_t>(r) * row_step + static_cast<std::int64_t>(i)];
-    }
-  }
-}
-
-template <class R>
-void LanesToRows(const R* HWY_RESTRICT from, std::size_t length, R* to, std::int64_t row_step) {
-  [[maybe_unused]] const LaneTag<R> d;
-  std::size_t i = 0;
-#if HWY_TARGET != HWY_SCALAR
-  constexpr std::size_t kBlock = 16 / sizeof(R);
-  for (const std::size_t end = length / kBlock * kBlock; i < end; i += kBlock) {
-    Lane<R> v[kBlock];
-    for (std::size_t k = 0; k < kBlock; ++k) v[k] = hn::LoadU(d, from + (i + k) * kLanes<R>);
-    TransposeBlocks(d, v);
-    for (std::size_t k = 0; k < kBlock; ++k) {
-      StoreBlocks(d, v[k],
-                  to + static_cast<std::int64_t>(k) * row_step + static_cast<std::int64_t>(i),
-                  row_step * static_cast<std::int64_t>(kBlock));
-    }
-  }
-#endif
-  for (; i < length; ++i) {
-    for (std::size_t r = 0; r < kLanes<R>; ++r) {
-      to[static_cast<std::int64_t>(r) * row_step + static_cast<std::int64_t>(i)] =
-          from[i * kLanes<R> + r];
     }
   }
 }

@@ -81,8 +81,7 @@ class DenseWeights {
   // Of elements [i, i + count), count <= Lanes(d): y, which is zero where s is.
   template <class D>
   HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
-    if (count == hn::Lanes(d)) return LoadAs(d, y_ + i);
-    return LoadFirstAs(d, y_ + i, count, Real<T>{0});
+    return LoadSome(d, y_ + i, count);
   }
   template <class D>
   HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> y) const {
