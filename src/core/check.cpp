@@ -72,6 +72,11 @@ void Checker::product(std::string_view what, std::initializer_list<std::int64_t>
   }
 }
 
+void Checker::block(std::int64_t block) const {
+  that(block >= 16 && block <= 128 && block % 16 == 0, "block", "16 to 128, a multiple of 16",
+       fmt::format("{}", block));
+}
+
 void Checker::given(std::string_view name, const TensorSpec& spec) const {
   that(spec.given(), name, "a tensor", "none");
   sane(name, spec);
@@ -161,8 +166,9 @@ Residues residues_of(const TensorUse& use, std::uintptr_t period) {
   const auto size = static_cast<std::int64_t>(size_of(use.spec->dtype));
   std::int64_t low = 0, high = size;
   for (int dim = 0; dim < use.spec->rank; ++dim) {
+    if (use.spec->shape[dim] == 1) continue;  // whatever its stride
     const std::int64_t stride = use.spec->strides[dim] * size;
-    if (use.spec->shape[dim] == 1 || stride % static_cast<std::int64_t>(period) == 0) continue;
+    if (stride % static_cast<std::int64_t>(period) == 0) continue;
     (stride > 0 ? high : low) += stride * (use.spec->shape[dim] - 1);
   }
   const auto base = reinterpret_cast<std::uintptr_t>(use.data) + static_cast<std::uintptr_t>(low);
@@ -186,6 +192,11 @@ bool interleaved(const TensorUse& a, const TensorUse& b) {
 }
 
 }  // namespace
+
+bool finite_for(DType dtype, double value) {
+  return std::abs(value) <= (dtype == DType::f64 ? std::numeric_limits<double>::max()
+                                                 : std::numeric_limits<float>::max());
+}
 
 void check_device(std::string_view op, const Device& device) {
   constexpr int kMaxThreads = 4096;

@@ -26,6 +26,9 @@ std::string shape_text(std::span<const std::int64_t> shape);
 // Its sizes; none where it is not given.
 std::span<const std::int64_t> shape_of(const TensorSpec& spec);
 
+// Whether a number is finite where tensors of that dtype are computed: those of 16 bits in f32.
+bool finite_for(DType dtype, double value);
+
 // f(), where memory running out is an Error like any other.
 template <class F>
 decltype(auto) with_memory(std::string_view op, const F& f) {
@@ -48,6 +51,8 @@ class Checker {
   // For sizes that no single tensor has: their product, those of 0 left out, is at most 2^50.
   void product(std::string_view what, std::initializer_list<std::int64_t> sizes) const;
   void given(std::string_view name, const TensorSpec& spec) const;
+  // The side of a layout's blocks.
+  void block(std::int64_t block) const;
   void rank(std::string_view name, const TensorSpec& spec, int rank) const;
   void dtype(std::string_view name, const TensorSpec& spec,
              std::initializer_list<DType> allowed) const;

@@ -19,8 +19,7 @@ class Canvas {
   Canvas(std::string_view name, std::int64_t num_heads, std::int64_t block, std::int64_t seq_len)
       : check_(name), heads_(num_heads) {
     check_.that(num_heads >= 1, "num_heads", "1 or more", fmt::format("{}", num_heads));
-    check_.that(block >= 16 && block <= 128 && block % 16 == 0, "block",
-                "16 to 128, a multiple of 16", fmt::format("{}", block));
+    check_.block(block);
     check_.that(seq_len >= 0 && seq_len % block == 0, "seq_len",
                 fmt::format("a multiple of the block, {}", block), fmt::format("{}", seq_len),
                 "pad the sequence, and hide the padding with key_padding_mask");

@@ -105,7 +105,9 @@ HWY_INLINE void Store([[maybe_unused]] D d, hn::Vec<D> value, float16* to) {
 template <class D, class T>
 HWY_INLINE hn::Vec<D> LoadFirst(D d, const T* from, std::size_t count,
                                 hn::TFromD<D> fill = hn::TFromD<D>{0}) {
-  if constexpr (std::is_same_v<T, hn::TFromD<D>>) {
+  // Without instructions for it, Highway's MaskedLoad loads whole vectors.
+  constexpr bool kMasks = HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2;
+  if constexpr (kMasks && std::is_same_v<T, hn::TFromD<D>>) {
     const auto mask = hn::FirstN(d, count);
     return hn::IfThenElse(mask, hn::MaskedLoad(mask, d, from), hn::Set(d, fill));
   } else {

@@ -85,9 +85,10 @@ void check_cu_seqlens_specs(const Checker& check, const AttentionProblem& proble
 }
 
 void check_options(const Checker& check, const AttentionProblem& problem) {
-  check.that(!problem.scale || std::isfinite(*problem.scale), "scale", "a finite number",
+  const DType dtype = problem.q.dtype;
+  check.that(!problem.scale || finite_for(dtype, *problem.scale), "scale", "a finite number",
              fmt::format("{}", problem.scale.value_or(0)));
-  check.that(std::isfinite(problem.softcap) && problem.softcap >= 0, "softcap",
+  check.that(finite_for(dtype, problem.softcap) && problem.softcap >= 0, "softcap",
              "0 (off) or a positive finite number", fmt::format("{}", problem.softcap));
   check.that(problem.dropout >= 0 && problem.dropout < 1, "dropout", "a probability in [0, 1)",
              fmt::format("{}", problem.dropout));
@@ -129,8 +130,7 @@ void check_blocks(const Checker& check, const AttentionProblem& problem, bool va
   check.that(
       !varlen, "blocks", "none with cu_seqlens", "a block layout",
       "a packed batch has no common grid of blocks: run the sequences one by one, or padded");
-  check.that(mask.block >= 16 && mask.block <= 128 && mask.block % 16 == 0, "block",
-             "16 to 128, a multiple of 16", fmt::format("{}", mask.block));
+  check.block(mask.block);
   const AttentionSizes sizes = sizes_of(problem);
   check.that(mask.batches == 1 || mask.batches == sizes.batch, "blocks",
              fmt::format("layouts for 1 or {} batch items", sizes.batch),

@@ -72,8 +72,7 @@ BlockMatmulProblem complete(const BlockMatmulProblem& problem) {
   BlockMatmulProblem p = problem;
 
   check.that(p.layout != nullptr, "layout", "a block layout", "null");
-  check.that(p.block >= 16 && p.block <= 128 && p.block % 16 == 0, "block",
-             "16 to 128, a multiple of 16", fmt::format("{}", p.block));
+  check.block(p.block);
   check.given("a", p.a);
   check.dtype("a", p.a, {DType::f64, DType::f32, DType::bf16, DType::f16});
   check.rank("a", p.a, 4);

@@ -23,18 +23,6 @@ struct Sizes {
 
 Sizes sizes_of(const BlockMatmulProblem& problem);
 
-// The tensor over the layout: its name and spec.
-inline const TensorSpec& sparse_spec(const BlockMatmulProblem& problem) {
-  switch (problem.mode) {
-    case BlockMatmulMode::sdd:
-      return problem.c;
-    case BlockMatmulMode::dsd:
-      return problem.a;
-    default:
-      return problem.b;
-  }
-}
-
 using Body = PlanBody<BlockMatmulTensors>;
 
 std::unique_ptr<Body> make_cpu(const BlockMatmulProblem& problem, const Device& device, Pass pass);

@@ -98,9 +98,9 @@ BlockSoftmaxProblem complete(const BlockSoftmaxProblem& problem) {
   BlockSoftmaxProblem p = problem;
 
   check.that(p.layout != nullptr, "layout", "a block layout", "null");
-  check.that(p.block >= 16 && p.block <= 128 && p.block % 16 == 0, "block",
-             "16 to 128, a multiple of 16", fmt::format("{}", p.block));
-  check.that(std::isfinite(p.scale), "scale", "a finite number", fmt::format("{}", p.scale));
+  check.block(p.block);
+  check.that(finite_for(p.x.dtype, p.scale), "scale", "a finite number",
+             fmt::format("{}", p.scale));
   check.given("x", p.x);
   check.dtype("x", p.x, {DType::f64, DType::f32, DType::bf16, DType::f16});
   check.rank("x", p.x, 4);

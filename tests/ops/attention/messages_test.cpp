@@ -180,6 +180,11 @@ TEST(attention_messages, options) {
             "attention: dropout: expected a probability in [0, 1), got nan");
   EXPECT_EQ(refusal([](auto& p) { p.softcap = -1; }),
             "attention: softcap: expected 0 (off) or a positive finite number, got -1");
+  // Finite, but not in f32, in which f32 is computed.
+  EXPECT_EQ(refusal([](auto& p) { p.softcap = 1e39; }),
+            "attention: softcap: expected 0 (off) or a positive finite number, got 1e+39");
+  EXPECT_EQ(refusal([](auto& p) { p.scale = -1e39; }),
+            "attention: scale: expected a finite number, got -1e+39");
   EXPECT_EQ(refusal([&](auto& p) { p.scale = nan; }),
             "attention: scale: expected a finite number, got nan");
   EXPECT_EQ(refusal([](auto& p) { p.mask.left = -2; }),

@@ -98,7 +98,7 @@ Panel<R> RightPanel(const T* from, std::int64_t row_stride, std::int64_t column_
   // Rows that are far apart compete for the same cache sets: they are worth a copy.
   constexpr std::int64_t kNear = 1024 / sizeof(R);
   if constexpr (std::is_same_v<T, R>) {
-    if (column_stride == 1 && columns == padded && std::abs(row_stride) <= kNear) {
+    if (column_stride == 1 && columns == padded && row_stride <= kNear && row_stride >= -kNear) {
       return {from, row_stride, 1};
     }
   }

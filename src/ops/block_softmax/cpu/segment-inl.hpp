@@ -105,6 +105,7 @@ bool Streamable(const TensorSpec& spec, const void* data) {
   const std::size_t vector = hn::Lanes(SegmentTag<T>()) * sizeof(T);
   if (spec.strides[3] != 1 || reinterpret_cast<std::uintptr_t>(data) % vector != 0) return false;
   for (int dim = 0; dim < 3; ++dim) {
+    if (spec.shape[dim] == 1) continue;  // whatever its stride
     if (spec.strides[dim] * static_cast<std::int64_t>(sizeof(T)) %
             static_cast<std::int64_t>(vector) !=
         0) {
