@@ -1,8 +1,6 @@
 // attention by name: tensors and options of the command line, the case lists and the benchmarks.
 #include "pullback/attention.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <vector>
 

@@ -1,11 +1,9 @@
 #include "measure.hpp"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "core/check.hpp"
 #include "cuda_timer.hpp"
