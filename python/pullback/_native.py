@@ -143,6 +143,7 @@ _KINDS = {
     "f64": c_double,
     "f64?": POINTER(c_double),
 }
+_INTEGERS = ("i64", "i32", "u32", "u64")
 
 
 class Op:
@@ -332,6 +333,11 @@ class NativePlan:
             elif kind == "f64?":
                 value = ctypes.pointer(c_double(value))
             setattr(problem, name, value)
+            # ctypes keeps the low bits of what does not fit.
+            if kind in _INTEGERS and getattr(problem, name) != value:
+                raise ValueError(
+                    f"{op.name}: {name}: expected a number that fits {kind}, got {value}"
+                )
         chosen = _PlanOptions(0, *device, threads, 0, variant.encode())
         chosen.struct_size = ctypes.sizeof(chosen)
         handle = c_void_p()

@@ -172,7 +172,7 @@ class SegmentOptions(TypedDict, total=False):
     #: The value of a segment without rows: "identity" (the default: 0, for max -inf, for prod 1),
     #: "zero" or "nan".
     empty: Empty
-    #: S; needed where ids are given, and not used elsewhere.
+    #: S; needed where ids are given. With offsets 0, or what they say.
     num_segments: int
     #: Reports bad indices instead of clamping or dropping them; on the CPU.
     check_indices: bool

@@ -17,6 +17,9 @@ sparsemax, entmax15, entmax_bisect, sparsemax_bisect
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -227,7 +230,8 @@ def _segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None, reduce: str) -
     _refuse("segment_csr", out=out)
     if indptr.dim() > 1:
         rows = indptr.expand(*src.shape[: indptr.dim() - 1], -1)
-        return _stack([_segment_csr(x, i, None, reduce) for x, i in zip(src, rows)])
+        segments = indptr.shape[-1] - 1
+        return _each(src, rows, segments, lambda x, i: _segment_csr(x, i, None, reduce))
     return _reduce(src, reduce, indptr, None, 0)
 
 
@@ -239,7 +243,7 @@ def _segment_coo(
         dim_size = int(index[..., -1].max()) + 1 if index.numel() else 0
     if index.dim() > 1:
         rows = index.expand(*src.shape[: index.dim() - 1], -1)
-        return _stack([_segment_coo(x, i, None, dim_size, reduce) for x, i in zip(src, rows)])
+        return _each(src, rows, dim_size, lambda x, i: _segment_coo(x, i, None, dim_size, reduce))
     return _reduce(src, reduce, None, index, dim_size)
 
 
@@ -274,17 +278,38 @@ def _stack(results: list[_Result]) -> _Result:
     return torch.stack([out for out, _ in results]), torch.stack(args) if args else None
 
 
+def _each(
+    src: Tensor, rows: Tensor, segments: int, call: Callable[[Tensor, Tensor], _Result]
+) -> _Result:
+    """`call` for each item of the first dimension, of which there may be none."""
+    if src.shape[0] > 0:
+        return _stack([call(x, row) for x, row in zip(src, rows)])
+    shape = (*rows.shape[:-1], segments, *src.shape[rows.dim() :])
+    return src.new_zeros(shape), src.new_zeros(shape, dtype=torch.int64)
+
+
 # ---------------------------------------------------------------- entmax
 
 
-def sparsemax(X: Tensor, dim: int = -1, k: int | None = None) -> Tensor:
-    """The projection of rows along dim onto the simplex; `k` is not needed."""
-    return ops.sparsemax(X, dim)
+def sparsemax(
+    X: Tensor, dim: int = -1, k: int | None = None, return_support_size: bool = False
+) -> Any:
+    """The projection of rows along dim onto the simplex; `k` is not needed.
+
+    With `return_support_size` also how many of each row are not 0, with size 1 at dim.
+    """
+    return _with_support(ops.sparsemax(X, dim), dim, return_support_size)
 
 
-def entmax15(X: Tensor, dim: int = -1, k: int | None = None) -> Tensor:
-    """1.5-entmax of rows along dim; `k` is not needed."""
-    return ops.entmax15(X, dim)
+def entmax15(
+    X: Tensor, dim: int = -1, k: int | None = None, return_support_size: bool = False
+) -> Any:
+    """1.5-entmax of rows along dim, with the arguments of `sparsemax`."""
+    return _with_support(ops.entmax15(X, dim), dim, return_support_size)
+
+
+def _with_support(p: Tensor, dim: int, return_support_size: bool) -> Any:
+    return (p, (p > 0).sum(dim, keepdim=True)) if return_support_size else p
 
 
 def entmax_bisect(
@@ -295,6 +320,10 @@ def entmax_bisect(
     ensure_sum_one: bool = True,
 ) -> Tensor:
     """Entmax of rows along dim; a tensor alpha broadcasts to X with size 1 at dim."""
+    if isinstance(alpha, Tensor):
+        shape = list(X.shape)
+        shape[dim] = 1
+        alpha = alpha.expand(shape)
     return ops.entmax(X, alpha, dim)
 
 
@@ -308,23 +337,27 @@ def sparsemax_bisect(
 class Sparsemax(nn.Module):
     """`sparsemax` as a module."""
 
-    def __init__(self, dim: int = -1, k: int | None = None) -> None:
+    def __init__(
+        self, dim: int = -1, k: int | None = None, return_support_size: bool = False
+    ) -> None:
         super().__init__()
-        self.dim, self.k = dim, k
+        self.dim, self.k, self.return_support_size = dim, k, return_support_size
 
-    def forward(self, X: Tensor) -> Tensor:
-        return sparsemax(X, self.dim, self.k)
+    def forward(self, X: Tensor) -> Any:
+        return sparsemax(X, self.dim, self.k, self.return_support_size)
 
 
 class Entmax15(nn.Module):
     """`entmax15` as a module."""
 
-    def __init__(self, dim: int = -1, k: int | None = None) -> None:
+    def __init__(
+        self, dim: int = -1, k: int | None = None, return_support_size: bool = False
+    ) -> None:
         super().__init__()
-        self.dim, self.k = dim, k
+        self.dim, self.k, self.return_support_size = dim, k, return_support_size
 
-    def forward(self, X: Tensor) -> Tensor:
-        return entmax15(X, self.dim, self.k)
+    def forward(self, X: Tensor) -> Any:
+        return entmax15(X, self.dim, self.k, self.return_support_size)
 
 
 class SparsemaxBisect(nn.Module):

@@ -169,7 +169,9 @@ class SparsityConfig:
 
 @dataclass
 class DenseSparsityConfig(SparsityConfig):
-    """Every block."""
+    """Every block, in all heads alike."""
+
+    different_layout_per_head: bool = False
 
 
 @dataclass
@@ -241,12 +243,16 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 @dataclass
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A window around the diagonal, and global rows and columns (Longformer)."""
+    """A window around the diagonal, global rows and columns; all heads alike (Longformer)."""
 
+    different_layout_per_head: bool = False
     num_sliding_window_blocks: int = 3
     global_block_indices: Sequence[int] = field(default_factory=lambda: [0])
     global_block_end_indices: Sequence[int] | None = None
     attention: str = "bidirectional"
+
+    def _flags(self) -> int:
+        return super()._flags() & ~_FLAGS["different_layout_per_head"]
 
     _name = "bslongformer"
     _struct = (

@@ -56,6 +56,14 @@ class Mask(NamedTuple):
     def contiguous(self) -> Mask:
         return self
 
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple):
+            raise NotImplementedError(
+                "pullback.transformers: the model looks into its mask, which has no elements here; "
+                "use attn_implementation='eager'"
+            )
+        return tuple.__getitem__(self, index)
+
 
 def mask(
     *,
@@ -143,6 +151,7 @@ _REFUSED = {
     "cache": "paged caches are not implemented",
     "indices": "sparse attention by indices is not implemented",
     "block_indices": "sparse attention by indices is not implemented",
+    "sinks": "sinks of queries are not implemented",
 }
 
 
@@ -172,7 +181,7 @@ def attention(
     own: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "dropout": dropout}
     bias = None
     if isinstance(attention_mask, Mask):
-        own["window"] = attention_mask[:2]
+        own["window"] = (attention_mask.left, attention_mask.right)
         bias = attention_mask.padding
     elif attention_mask is not None:
         if attention_mask.dim() != 4:
@@ -204,7 +213,7 @@ def attention(
         # A sink is one more key of a row, with this score and the value 0.
         share = torch.sigmoid(lse.transpose(-1, -2) - s_aux.to(lse.dtype))
         out = (out * share.unsqueeze(-1)).to(out.dtype)
-    return out.view(query.shape[0], queries, query.shape[1], -1), None
+    return out.view(query.shape[0], queries, query.shape[1], value.shape[-1]), None
 
 
 def _sequences(options: Mapping[str, Any]) -> dict[str, Any]:

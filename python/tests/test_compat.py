@@ -98,6 +98,18 @@ def test_segment_coo() -> None:
     assert batch.shape == (2, 4)
 
 
+def test_segments_of_no_batch() -> None:
+    src = torch.ones(0, 6, 3)
+    assert compat.segment_csr(src, torch.tensor([[0, 2, 6]])).shape == (0, 2, 3)
+    assert compat.segment_coo(src, torch.zeros(0, 6, dtype=torch.int64), dim_size=4).shape == (
+        0,
+        4,
+        3,
+    )
+    out, arg = compat.segment_max_csr(src, torch.zeros(0, 3, dtype=torch.int64))
+    assert out.shape == arg.shape == (0, 2, 3) and arg.dtype == torch.int64
+
+
 def test_ties_go_to_the_first() -> None:
     src = torch.tensor([2.0, 5, 5, 5], requires_grad=True)
     out, arg = compat.segment_max_csr(src, torch.tensor([0, 4]))
@@ -121,6 +133,18 @@ def test_entmax_functions_and_modules() -> None:
     assert d_alpha.shape == alpha.shape and (d_alpha != 0).all()
     assert compat.EntmaxBisect(alpha=1.2)(x)[0].allclose(y[0])
     assert compat.EntmaxBisect(alpha=alpha)(x).equal(y)
+    # Of fewer dimensions it broadcasts from the last one on, dim's with size 1 among them.
+    heads = random(2, 2, 4, 5, seed=1)
+    one_each = torch.tensor([1.2, 2.0], dtype=torch.float64).view(2, 1, 1).requires_grad_()
+    y = compat.entmax_bisect(heads, one_each)
+    torch.testing.assert_close(y[:, 1], compat.sparsemax(heads[:, 1]))
+    (d_alpha,) = torch.autograd.grad(y.square().sum(), one_each)
+    assert d_alpha.shape == one_each.shape
+    sizes = compat.Sparsemax(dim=0, return_support_size=True)(x.T)[1]
+    assert sizes.equal((sparse > 0).sum(-1)[None])
+    assert compat.entmax15(x, return_support_size=True)[1].shape == (3, 1)
+    with pytest.raises(ValueError, match="entmax: x: expected rank 1 to 8"):
+        compat.sparsemax(x[0, 0])
     # A row of -inf, which is NaN there.
     assert (compat.entmax15(torch.full((2, 3), -torch.inf)) == 0).all()
 

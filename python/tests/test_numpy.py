@@ -215,7 +215,7 @@ CONFIGS = [
     ),
     sparsity.VariableSparsityConfig(2, num_random_blocks=1, global_block_indices=[0, 3]),
     sparsity.BigBirdSparsityConfig(2, num_random_blocks=2),
-    sparsity.BSLongformerSparsityConfig(2, global_block_indices=[1], global_block_end_indices=[3]),
+    sparsity.BSLongformerSparsityConfig(2, 16, True, 3, [1], [3]),
     sparsity.LocalSlidingWindowSparsityConfig(2),
 ]
 
@@ -281,6 +281,27 @@ def test_plan_describes_and_runs() -> None:
     one = pn.plan("entmax", "forward", {"x": x[:1]}, alpha=1.5)
     one.run({"x": x[:1].T.copy().T, "y": (first := one.empty("y"))})
     np.testing.assert_array_equal(first, y[:1])
+
+
+def test_plans_refuse_memory_that_is_not_what_was_planned() -> None:
+    x = random(0, 64, 1000).astype(np.float32)
+    plan = pn.plan("entmax", "forward", {"x": x}, alpha=1.3)
+    y = plan.empty("y")
+    # Wherever it begins.
+    plan.run({"x": x, "y": y}, np.empty(plan.workspace_bytes + 255 + 3, np.uint8)[3:])
+    np.testing.assert_array_equal(y, pn.entmax(x, 1.3))
+    backwards = np.empty(plan.workspace_bytes + 256, np.uint8)[::-1]
+    with pytest.raises(ValueError, match="entmax: workspace: expected contiguous"):
+        plan.run({"x": x, "y": y}, backwards)
+    with pytest.raises(TypeError, match="entmax has no Y"):
+        plan.run({"x": x, "Y": y})
+    packed = np.zeros(10, [("x", "f4"), ("more", "u1", 2)])["x"]
+    with pytest.raises(ValueError, match="x: expected strides of whole elements"):
+        pn.plan("entmax", "forward", {"x": packed})
+    packed[:] = random(1, 10)
+    np.testing.assert_array_equal(pn.entmax(packed), pn.entmax(packed.copy()))
+    with pytest.raises(ValueError, match="axis: expected a number that fits i32, got 4294967296"):
+        pn.entmax(x, axis=2**32)
 
 
 def test_errors_are_of_their_kind_and_explain() -> None:

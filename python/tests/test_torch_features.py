@@ -71,6 +71,8 @@ def test_dropout_follows_torchs_generator_and_is_undone_exactly() -> None:
     a, b = (pt.attention(q, k, v, dropout=0.5) for _ in range(2))
     seeded = [pt.attention(q, k, v, dropout=0.5, seed=s) for s in (7, torch.tensor(7), 8)]
     assert torch.equal(*seeded[:2]) and not torch.equal(*seeded[1:])
+    large = [pt.attention(q, k, v, dropout=0.5, seed=s) for s in (2**64 - 3, torch.tensor(-3))]
+    assert torch.equal(*large)
     torch.manual_seed(1)
     c = pt.attention(q, k, v, dropout=0.5)
     assert torch.equal(a, c) and not torch.equal(a, b)

@@ -263,6 +263,16 @@ def test_refusals(options: dict[str, Any]) -> None:
         pt.attention(torch.nn.Module(), q, q, q, **options)
 
 
+def test_a_mask_has_no_elements() -> None:
+    with pytest.raises(NotImplementedError, match="looks into its mask"):
+        pt.Mask(-1, 0, None)[:, 0]
+
+
+def test_empty_batches() -> None:
+    q = torch.randn(0, 2, 8, 4)
+    assert pt.attention(torch.nn.Module(), q, q, q, None)[0].shape == (0, 8, 2, 4)
+
+
 def test_attention_weights_are_refused_by_models() -> None:
     _, ours = models("llama", "cpu")
     with pytest.raises(NotImplementedError, match="attention weights"):

@@ -6,7 +6,8 @@ and the same options, which computes all gradients that exist, or those named in
 
 - ``threads``: as many as the process may use if 0; results do not depend on it
 - ``variant``: the name of an implementation; "reference" is double precision in plain loops
-- ``workspace``: an array to use as scratch memory, of at least `Plan.workspace_bytes`
+- ``workspace``: an array to use as scratch memory, of `Plan.workspace_bytes` if it begins at a
+  multiple of 256 bytes, and of 255 more wherever it begins
 
 `plan` tells what would run, and runs it repeatedly.
 

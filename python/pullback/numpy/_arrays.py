@@ -62,6 +62,11 @@ def _spec(op: Op, name: str, array: Array) -> Spec:
             f"{op.name}: {name}: expected dtype {', '.join(_DTYPE_NAMES)}, got {array.dtype}"
         )
     size = array.itemsize
+    if any(stride % size for stride in array.strides):
+        raise ValueError(
+            f"{op.name}: {name}: expected strides of whole elements, {size} bytes each, "
+            f"got {array.strides} bytes"
+        )
     return Spec(dtype, array.shape, tuple(stride // size for stride in array.strides))
 
 
@@ -108,6 +113,9 @@ class Plan:
     def run(self, arrays: Mapping[str, Array | None], workspace: Array | None = None) -> None:
         """Computes from and into `arrays`, by the names of the problem's tensors."""
         op = self._native.op
+        unknown = [name for name in arrays if name not in op.tensors]
+        if unknown:
+            raise TypeError(f"{op.name} has no {', '.join(unknown)}")
         pointers = []
         for name in op.tensors:
             array = arrays.get(name)
@@ -119,7 +127,11 @@ class Plan:
                     )
             pointers.append(0 if array is None else _address(array))
         if workspace is not None:
-            address, size = _address(workspace), workspace.nbytes
+            if not (workspace.flags.c_contiguous and workspace.flags.writeable):
+                raise ValueError(f"{op.name}: workspace: expected contiguous, writable memory")
+            begin = _address(workspace)
+            address = align(begin)
+            size = max(workspace.nbytes - (address - begin), 0)
         elif (size := self.workspace_bytes) <= SMALL_WORKSPACE:
             address = thread_memory.address
         else:
@@ -145,7 +157,7 @@ def plan(
         raise ValueError(f"op: expected {', '.join(OPS)}, got {op!r}")
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction: expected 'forward' or 'backward', got {direction!r}")
-    if "layout" in options:
+    if options.get("layout") is not None:
         options["layout"] = BlockLayout.of(options["layout"])
     specs = {name: _spec(OPS[op], name, np.asarray(array)) for name, array in arrays.items()}
     return Plan(

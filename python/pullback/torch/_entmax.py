@@ -24,22 +24,28 @@ def entmax(
     """p_i = [(alpha-1) x_i - tau]₊^(1/(alpha-1)) with sum p = 1 along a dimension.
 
     Args:
-        x: of any shape.
+        x: of rank 1 to 8.
         alpha: 1 is softmax, 1.5 entmax15, 2 sparsemax; at least 1. A tensor has the shape of x with
-            size 1 at `dim`, or without it, or broadcasts to that, and gets its gradient.
+            size 1 at `dim`, or broadcasts to that of x without it (with `offsets`, with G there),
+            and gets its gradient.
         dim: the dimension of size n that rows lie along.
         mask: bool or uint8, the shape of x; hides where it is 0.
         offsets: [G+1], ascending; `dim` then holds G rows of different lengths.
-        check_indices: reports bad offsets instead of clamping them; on the CPU.
+        check_indices: reports bad offsets instead of clamping them. On a GPU this waits for the
+            stream, and cannot be captured.
 
     Returns:
         p, like x. Rows that see nothing are 0.
     """
+    if x.dim() == 0:
+        raise ValueError(
+            "entmax: x: expected rank 1 to 8, got rank 0; give it a dimension of size 1"
+        )
     rows: Tensor | None = None
     if isinstance(alpha, Tensor):
         shape = list(x.shape)
         axis = dim % x.dim()
-        if alpha.dim() == x.dim() and alpha.shape[axis] == 1:
+        if offsets is None and alpha.dim() == x.dim() and alpha.shape[axis] == 1:
             alpha = alpha.squeeze(axis)
         if offsets is None:
             del shape[axis]

@@ -27,6 +27,7 @@ def remembered(op: TorchOp, make: Callable[..., dict[str, Any]]) -> Callable[...
 
     def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
         constant = _CONSTANTS.issuperset(map(type, options.values()))
+        constant = constant and _CONSTANTS.issuperset(map(type, arguments))
         if constant and not torch.compiler.is_compiling():
             return remembered(*arguments, **options)
         return fields(*arguments, **options)

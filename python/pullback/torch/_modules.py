@@ -55,6 +55,7 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask_mode: "add" adds the mask to the scores, "mul" (or "keep") hides where it
             is 0.
         attn_mask_mode: the same for the other mask.
+        max_seq_length: accepted, and not needed.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SparseSelfAttention(nn.Module):
         sparsity_config: SparsityConfig | None = None,
         key_padding_mask_mode: str = "add",
         attn_mask_mode: str = "mul",
+        max_seq_length: int = 2048,
     ) -> None:
         super().__init__()
         self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._native import (
     BACKWARD,
+    CPU,
     FORWARD,
     SMALL_WORKSPACE,
     WORKSPACE_ALIGNMENT,
@@ -229,7 +230,7 @@ class _Kernel:
         if "layout" in options:
             identifier = options["layout"]
             options["layout"] = BlockLayout.find(identifier) if identifier else None
-        kind = Device(1, 0) if device.type == "cpu" else Device(2, device.index)
+        kind = CPU if device.type == "cpu" else Device(2, device.index)
         plan = NativePlan(op, self.direction, specs, options, kind, threads)
         inputs = [name for name in self.names if given[name] is not None]
         places = {name: i for i, name in enumerate([*inputs, *names])}

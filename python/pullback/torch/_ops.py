@@ -61,7 +61,7 @@ def _segment_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> lis
 
 def _segment_arg_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
     out = _segment_shapes(given, options)[0]
-    return [out, (out[0], torch.int32)]
+    return [out, (out[0], torch.int32 if given["x"].shape[0] < 2**31 else torch.int64)]
 
 
 def _permutation_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
