@@ -13,6 +13,8 @@ wanted=$(cat docs/requirements.txt python/requirements/*.txt)
 if [ "$wanted" != "$(cat "$venv/made-for" 2>/dev/null)" ]; then
   python3 -c 'import ensurepip, venv' 2>/dev/null || need_packages python3-venv
   python3 -m venv --clear "$venv"
+  prefer_cpu_torch "$venv/bin/python"
+  export PIP_CACHE_DIR=$PWD/build/python/cache  # scripts/python_test.sh's
   "$venv/bin/python" -m pip install -q --disable-pip-version-check -r docs/requirements.txt
   echo "$wanted" >"$venv/made-for"
 fi

@@ -4,6 +4,7 @@
 # folder. With a release's WHEEL (wheel.sh) they also test the compiled kernels that it carries.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/setup.sh
 folder=${1:?usage: scripts/gpu_pack.sh FOLDER [BUILD [WHEEL]]} build=${2:-build} wheel=${3:-.}
 
 mkdir -p "$folder/bin"
@@ -22,6 +23,7 @@ cp -R "$build/tests/fake_cuda" "$folder/bin/"
 cp scripts/gpu_test.sh scripts/gpu_bench.sh scripts/gpu_{rivals,compare,torch,transformers}.py tests/cuda/budgets.json "$folder/"
 # The Python package, its tests and what runs them; PyTorch is there already.
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+python3 -m pip --version >/dev/null 2>&1 || need_packages python3-pip
 python3 -m pip install -q --no-deps --target "$folder/site" "$wheel" -C cmake.define.PULLBACK_BUILD="$PWD/$build"
 python3 -m pip install -q --target "$folder/site" "$(grep ^pytest== python/requirements/test.txt)"
 mkdir -p "$folder/python_tests"

@@ -33,7 +33,7 @@ if [ $# = 0 ]; then
 fi
 if [ -z "${PULLBACK_NVRTC:-}" ]; then
   # The wheel that PyTorch brings along.
-  wheel=$(python3 -c 'import nvidia.cu13 as m; print(list(m.__path__)[0])' 2>/dev/null)/lib
+  wheel=$("${PULLBACK_PYTHON:-python3}" -c 'import nvidia.cu13 as m; print(list(m.__path__)[0])' 2>/dev/null)/lib
   if [ -e "$wheel/libnvrtc.so.13" ]; then export PULLBACK_NVRTC=$wheel; fi
 fi
 if ! nvidia-smi -L; then
@@ -145,7 +145,11 @@ sanitize() {
 
 # The PyTorch suite on CUDA tensors.
 torch_suite() {
-  [ -d "$here/site" ] || return 0
+  if [ ! -d "$here/site" ]; then
+    echo "gpu_test.sh: no PyTorch suite here: make a folder with gpu_pack.sh" >&2
+    [ "$what" = all ] || failed=1
+    return 0
+  fi
   PYTHONPATH=$here/site run "PyTorch suite" "${PULLBACK_PYTHON:-python3}" -m pytest -q --tb=short \
     -p no:cacheprovider "$here/python_tests" -k cuda
 }

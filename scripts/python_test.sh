@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a wheel of a finished build, installs it into a fresh virtual environment, and tests it there.
 #   python_test.sh BUILD [all]
-# "all" adds PyTorch, Transformers and the example (1 GB on disk), types and style. Downloads and wheel
+# "all" adds PyTorch for the CPU, Transformers and the example (1 GB on disk), types and style. Downloads and wheel
 # stay in BUILD/python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,6 +14,7 @@ python3 -c 'import ensurepip, venv' 2>/dev/null || need_packages python3-venv
 rm -rf "$folder/venv"
 python3 -m venv "$folder/venv"
 python=$folder/venv/bin/python
+prefer_cpu_torch "$python"
 
 # With some of the kernels that a release's wheel carries.
 PYTHON=$python scripts/wheel.sh "$1" '^segment_(sort|starts)'

@@ -1,4 +1,4 @@
-# Sourced by ./demo, ./test and .ci/run: system packages and build folders.
+# Sourced by ./demo, ./test, .ci/run and the scripts that build: system packages and build folders.
 
 packages=(cmake g++ libcli11-dev libdlpack-dev libfmt-dev libgtest-dev libhwy-dev libopenblas0
           libtbb-dev libxxhash-dev ninja-build nlohmann-json3-dev pkg-config)
@@ -49,6 +49,14 @@ need_nvrtc() {
     rm "$folder"/*.whl
   fi
   export PULLBACK_NVRTC=$PWD/$folder/nvidia/cu13/lib
+}
+
+# Where pip finds PyTorch for PYTHON: PyPI's brings gigabytes of CUDA libraries, so the CPU's, unless an
+# index is configured.
+# prefer_cpu_torch PYTHON
+prefer_cpu_torch() {
+  "$1" -m pip config list | grep -qE 'index-url|find-links' ||
+    export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 }
 
 # configure FOLDER [CMAKE OPTIONS...]; quiet unless it fails.
