@@ -48,6 +48,40 @@ std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat) {
   return offset;
 }
 
+// The elements of a tensor in row-major order, from the first or another one on.
+class Walk {
+ public:
+  explicit Walk(const HostTensor& tensor, std::int64_t flat = 0)
+      : spec_(tensor.spec()),
+        size_(static_cast<std::int64_t>(size_of(spec_.dtype))),
+        at_(static_cast<std::byte*>(tensor.data())) {
+    for (int dim = spec_.rank - 1; dim >= 0; --dim) {
+      const std::int64_t count = std::max<std::int64_t>(spec_.shape[dim], 1);
+      std::int64_t& index = index_[static_cast<std::size_t>(dim)];
+      index = flat % count;
+      at_ += index * spec_.strides[dim] * size_;
+      flat /= count;
+    }
+  }
+
+  std::byte* at() const { return at_; }
+  void next() {
+    for (int dim = spec_.rank - 1; dim >= 0; --dim) {
+      std::int64_t& index = index_[static_cast<std::size_t>(dim)];
+      at_ += spec_.strides[dim] * size_;
+      if (++index < spec_.shape[dim]) return;
+      at_ -= spec_.strides[dim] * size_ * index;
+      index = 0;
+    }
+  }
+
+ private:
+  const TensorSpec& spec_;
+  std::int64_t size_;
+  std::byte* at_;
+  std::array<std::int64_t, kMaxRank> index_{};
+};
+
 }  // namespace
 
 void for_stretches(std::int64_t numel,
@@ -108,7 +142,11 @@ void HostTensor::load(std::int64_t flat, std::span<double> values) const {
     });
     return;
   }
-  for (double& value : values) value = get(flat++);
+  Walk walk(*this, flat);
+  for (double& value : values) {
+    value = load_element(spec_.dtype, walk.at(), 0);
+    walk.next();
+  }
 }
 
 void HostTensor::store(std::int64_t flat, std::span<const double> values) const {
@@ -118,24 +156,26 @@ void HostTensor::store(std::int64_t flat, std::span<const double> values) const 
     });
     return;
   }
-  for (double value : values) set(flat++, value);
+  Walk walk(*this, flat);
+  for (double value : values) {
+    store_element(spec_.dtype, walk.at(), 0, value);
+    walk.next();
+  }
 }
 
 bool HostTensor::guards_intact() const {
   if (storage_ == nullptr) return true;
-  std::vector<bool> element(storage_bytes_, false);
+  std::vector<std::uint8_t> guard(storage_bytes_, 1);
   const std::size_t size = size_of(spec_.dtype);
-  const auto base = static_cast<std::byte*>(data_) - storage_;
-  for (std::int64_t i = 0; i < numel(); ++i) {
-    const auto begin = base + offset_of(spec_, i) * static_cast<std::int64_t>(size);
-    for (std::size_t byte = 0; byte < size; ++byte) {
-      element[static_cast<std::size_t>(begin) + byte] = true;
-    }
+  Walk walk(*this);
+  for (std::int64_t count = numel(); count > 0; --count, walk.next()) {
+    std::memset(guard.data() + (walk.at() - storage_), 0, size);
   }
+  std::size_t changed = 0;
   for (std::size_t i = 0; i < storage_bytes_; ++i) {
-    if (!element[i] && storage_[i] != std::byte{kGuard}) return false;
+    changed += guard[i] & static_cast<std::uint8_t>(storage_[i] != std::byte{kGuard});
   }
-  return true;
+  return changed == 0;
 }
 
 HostTensor contiguous_copy(const HostTensor& tensor) {
@@ -184,12 +224,9 @@ TensorSpec random_layout(const TensorSpec& spec, Random& random) {
 HostTensor relaid(const HostTensor& tensor, const TensorSpec& layout) {
   HostTensor copy(layout);
   const std::size_t size = size_of(layout.dtype);
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-    std::memcpy(static_cast<std::byte*>(copy.data()) +
-                    offset_of(layout, i) * static_cast<std::int64_t>(size),
-                static_cast<const std::byte*>(tensor.data()) +
-                    offset_of(tensor.spec(), i) * static_cast<std::int64_t>(size),
-                size);
+  Walk from(tensor), to(copy);
+  for (std::int64_t count = tensor.numel(); count > 0; --count, from.next(), to.next()) {
+    std::memcpy(to.at(), from.at(), size);
   }
   return copy;
 }
@@ -197,12 +234,9 @@ HostTensor relaid(const HostTensor& tensor, const TensorSpec& layout) {
 bool same_bits(const HostTensor& a, const HostTensor& b) {
   if (a.spec().dtype != b.spec().dtype || a.spec().shape != b.spec().shape) return false;
   const std::size_t size = size_of(a.spec().dtype);
-  for (std::int64_t i = 0; i < a.numel(); ++i) {
-    const auto x = static_cast<const std::byte*>(a.data()) +
-                   offset_of(a.spec(), i) * static_cast<std::int64_t>(size);
-    const auto y = static_cast<const std::byte*>(b.data()) +
-                   offset_of(b.spec(), i) * static_cast<std::int64_t>(size);
-    if (std::memcmp(x, y, size) != 0) return false;
+  Walk x(a), y(b);
+  for (std::int64_t count = a.numel(); count > 0; --count, x.next(), y.next()) {
+    if (std::memcmp(x.at(), y.at(), size) != 0) return false;
   }
   return true;
 }
