@@ -13,8 +13,9 @@
 namespace pullback {
 
 // Both round to nearest even and keep NaN a NaN.
+// As with float, no value by default: scratch of these is not filled for nothing.
 struct bfloat16 {
-  std::uint16_t bits = 0;
+  std::uint16_t bits;
 
   bfloat16() = default;
   explicit bfloat16(float value) {
@@ -30,7 +31,7 @@ struct bfloat16 {
 };
 
 struct float16 {
-  std::uint16_t bits = 0;
+  std::uint16_t bits;
 
   float16() = default;
   explicit float16(float value);

@@ -58,27 +58,28 @@ struct RowStep {
 // y of kLanes rows of whole vectors, where each power takes tables: loaded once for all rows, which
 // they cannot be while rows are written.
 template <class T, class P>
-void WriteRowsOfPowers(const P& shared_power, const LaneRows<T>& group, const RowView<T>& first,
-                       const RowStep<T>& step) {
-  const LaneTag<T> d;
+void WriteRowsOfPowers(const P& shared_power, const LaneRows<Real<T>>& group,
+                       const RowView<T>& first, const RowStep<T>& step) {
+  using R = Real<T>;
+  const LaneTag<R> d;
   const P power = shared_power;
   const std::size_t length = first.length;
-  HWY_ALIGN T y[static_cast<std::size_t>(kLaneLength) * kLanes<T>];
+  HWY_ALIGN R y[static_cast<std::size_t>(kLaneLength) * kLanes<R>];
   RowView<T> row = first;
-  for (std::size_t k = 0; k < kLanes<T>; ++k, step(row)) {
+  for (std::size_t k = 0; k < kLanes<R>; ++k, step(row)) {
     const auto shift = hn::Set(d, group.max[k]), theta = hn::Set(d, group.theta[k]);
     const auto rest = hn::Set(d, group.rest[k]);
-    for (std::size_t i = 0; i < length; i += kLanes<T>) {
-      const auto excess = power.Excess(d, hn::Sub(hn::LoadU(d, row.x + i), shift), theta);
+    for (std::size_t i = 0; i < length; i += kLanes<R>) {
+      const auto excess = power.Excess(d, hn::Sub(Load(d, row.x + i), shift), theta);
       hn::Store(power.Value(d, hn::Sub(excess, rest)), d, y + k * length + i);
     }
   }
   row = first;
-  for (std::size_t k = 0; k < kLanes<T>; ++k, step(row)) {
+  for (std::size_t k = 0; k < kLanes<R>; ++k, step(row)) {
     WriteRow(row.y, length, row.stream,
              [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
-               const T* from = y + k * length + begin;
-               for (std::size_t i = 0; i < count; i += kLanes<T>) {
+               const R* from = y + k * length + begin;
+               for (std::size_t i = 0; i < count; i += kLanes<R>) {
                  store(d, hn::Load(d, from + i), to + i);
                }
              });
@@ -135,7 +136,7 @@ bool ShortRows(const P& power, const RowView<T>& first, const RowStep<T>& step,
   group.Solve(power, lanes, length, candidates);
   double tau[kLanes<R>];
   group.Tau(power, tau);
-  if constexpr (P::family == Family::general && std::is_same_v<T, R>) {
+  if constexpr (P::family == Family::general) {
     if (length % kLanes<R> == 0 && first.y && !first.wants_size) {
       WriteRowsOfPowers(power, group, first, step);
       for (std::size_t k = 0; k < kLanes<R>; ++k) finish(k, RowResult{tau[k], 0});
