@@ -30,7 +30,8 @@ std::vector<std::int64_t> fuzzed_offsets(std::int64_t count, std::int64_t total,
 }  // namespace
 
 Case attention_fuzz(std::uint64_t seed) {
-  static constexpr std::int64_t kHeadDims[] = {1, 3, 8, 16, 20, 33, 64, 72, 100};
+  static constexpr std::int64_t kHeadDims[] = {1,  3,   8,   16,  20,  33, 64,
+                                               72, 100, 128, 160, 192, 256};
   Random random(seed);
   const auto one_of = [&](const auto& list) {
     return list[random.integer(0, static_cast<std::int64_t>(std::size(list)) - 1)];

@@ -178,7 +178,7 @@ Case block_matmul_fuzz(std::uint64_t seed) {
                     .transpose_b = random.chance(0.5),
                     .transpose_c = random.chance(0.5),
                     .Z = random.integer(1, 2),
-                    .b = 16 * random.integer(1, 3),
+                    .b = 16 * random.integer(1, random.chance(0.2) ? 8 : 3),
                     .dense = random.integer(1, random.chance(0.2) ? 200 : 40)};
   return make_case(fmt::format("fuzz {}", seed), BlockLayout(heads, rows, columns, present), shape);
 }

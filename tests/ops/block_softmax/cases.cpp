@@ -229,7 +229,7 @@ Case block_softmax_fuzz(std::uint64_t seed) {
   Random random(seed);
   const std::int64_t heads = random.integer(1, 3), rows = random.integer(1, 5);
   const std::int64_t columns = random.integer(1, 5), Z = random.integer(1, 3);
-  const std::int64_t b = 16 * random.integer(1, 3);
+  const std::int64_t b = 16 * random.integer(1, random.chance(0.2) ? 8 : 3);
   const BlockLayout layout =
       random_blocks(heads, rows, columns, 0.2 + 0.7 * random.uniform(), random);
   Extras extras;

@@ -211,7 +211,13 @@ Case entmax_fuzz(std::uint64_t seed) {
   Shape shape;
   for (std::int64_t dim = 0; dim < rank; ++dim) shape.push_back(random.integer(1, 4));
   const auto axis = random.integer(0, rank - 1);
-  const auto length = random.chance(0.2) ? random.integer(200, 600) : random.integer(1, 70);
+  const double size = random.uniform();
+  const auto length = size < 0.03   ? random.integer(4000, 9000)
+                      : size < 0.1  ? random.integer(600, 3000)
+                      : size < 0.25 ? random.integer(70, 600)
+                                    : random.integer(1, 70);
+  // Groups of rows, and vectors of rows side by side.
+  if (rank == 2 && length <= 600) shape[1 - axis] = random.integer(1, length <= 70 ? 1100 : 90);
   shape[static_cast<std::size_t>(axis)] = length;
   OptionMap options{{"axis", std::to_string(random.chance(0.5) ? axis : axis - rank)}};
 
@@ -240,7 +246,15 @@ Case entmax_fuzz(std::uint64_t seed) {
   const std::string name =
       fmt::format("fuzz {} alpha {} length {}", seed,
                   options.contains("alpha") ? options["alpha"] : "per row", length);
-  Case test = make_case(name, options, shape, normal(sigmas[random.integer(0, 3)]), more);
+  Logit logit = normal(sigmas[random.integer(0, 3)]);
+  if (random.chance(0.15)) {
+    logit = [](std::int64_t, Random& draws) {
+      const double kind = draws.uniform();
+      if (kind < 0.002) return draws.chance(0.5) ? kNaN : kInfinity;
+      return kind < 0.2 ? -kInfinity : kind < 0.5 ? 1.0 : draws.normal();
+    };
+  }
+  Case test = make_case(name, options, shape, logit, more);
   test.finite_differences = false;
   return test;
 }

@@ -346,15 +346,20 @@ Case segment_fuzz(std::uint64_t seed) {
         names.begin()[random.integer(0, static_cast<std::int64_t>(names.size()) - 1)]);
   };
   Shape shape;
-  const std::int64_t kind = random.integer(0, 3);
-  const std::int64_t count = random.integer(0, kind == 3 ? 4 : 60);
+  // About the widths of vectors and tasks, with few rows.
+  static constexpr std::int64_t kWide[] = {127, 128, 300, 512, 1000, 1023, 1024, 1025, 1040, 2049};
+  const bool wide = random.chance(0.15);
+  const std::int64_t kind = random.integer(0, wide ? 1 : 3);
+  const std::int64_t count = random.integer(0, wide ? 6 : kind == 3 ? 4 : 60);
   for (std::int64_t s = 0; s < count; ++s) {
     shape.lengths.push_back(kind == 0   ? random.integer(0, 3)
                             : kind == 1 ? random.integer(0, 40)
                             : kind == 2 ? (random.chance(0.8) ? 0 : random.integer(1, 200))
                                         : random.integer(0, 1500));
   }
-  shape.columns = random.chance(0.3) ? random.integer(0, 3) : random.integer(1, 80);
+  shape.columns = wide                 ? kWide[random.integer(0, std::ssize(kWide) - 1)]
+                  : random.chance(0.3) ? random.integer(0, 3)
+                                       : random.integer(1, 80);
   shape.form = static_cast<Form>(random.integer(0, 4));
   if (random.chance(0.4)) shape.before = random.integer(0, 9);
   if (random.chance(0.4)) shape.after = random.integer(0, 9);
@@ -362,7 +367,8 @@ Case segment_fuzz(std::uint64_t seed) {
   OptionMap options = {{"ties", any({"first", "last", "even"})},
                        {"saved", any({"arg", "mask", "none"})},
                        {"empty", any({"identity", "zero", "nan"})}};
-  const Values values = extreme(reduce) && random.chance(0.5) ? Values::integers : Values::normal;
+  Values values = extreme(reduce) && random.chance(0.5) ? Values::integers : Values::normal;
+  if (reduce != "softmax" && random.chance(0.15)) values = Values::special;
   Case test = make_case("fuzz", reduce, shape, options, values);
   test.finite_differences = values == Values::normal;
   return test;
