@@ -1,6 +1,7 @@
 #include "driver/case.hpp"
 
 #include <array>
+#include <limits>
 
 #include "core/check.hpp"
 
@@ -39,6 +40,12 @@ HostTensor filled_tensor(DType dtype, std::initializer_list<std::int64_t> shape,
   HostTensor tensor(TensorSpec::contiguous(dtype, shape));
   for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, value);
   return tensor;
+}
+
+double lowest_finite(DType dtype) {
+  if (dtype == DType::f64) return std::numeric_limits<double>::lowest();
+  if (dtype == DType::bf16) return -0x1.fep127;
+  return dtype == DType::f16 ? -65504.0 : double{std::numeric_limits<float>::lowest()};
 }
 
 HostTensor tensor_of(DType dtype, std::initializer_list<std::int64_t> shape,

@@ -72,6 +72,7 @@ HostTensor integer_tensor(DType dtype, std::initializer_list<std::int64_t> shape
 HostTensor filled_tensor(DType dtype, std::initializer_list<std::int64_t> shape, double value);
 HostTensor tensor_of(DType dtype, std::initializer_list<std::int64_t> shape,
                      std::initializer_list<double> values);
+double lowest_finite(DType dtype);
 // A view of `tensor` with stride 0 along every dimension of size 1 of `tensor`, grown to `shape`.
 HostTensor broadcast(const HostTensor& tensor, std::initializer_list<std::int64_t> shape);
 

@@ -147,7 +147,7 @@ CheckReport compare(const Request& request, const TensorMap& got, const Expected
     error.textbook = largest_errors(all.textbook.find(name)->second, expected).difference;
     // The floor: a textbook result that is right by luck must not demand the impossible of us.
     const bool gradient = is_gradient(driver, name);
-    const double ratio = gradient ? kGradientErrorRatio : kOutputErrorRatio;
+    const double ratio = gradient ? kGradientErrorRatio : driver.output_error_ratio;
     // And the definition, computed in f64, is no more exact than f64 is.
     const double floor = value.spec().dtype == DType::f64 ? 64 : 2;
     const bool unit_term = std::ranges::count(driver.with_unit_term, name) > 0;

@@ -82,6 +82,8 @@ struct OpDriver {
     double epsilons;
   };
   std::vector<Rounded> rounded = {};
+  // Errors of outputs that pass, in those of the same formulas in the tensors' dtype.
+  double output_error_ratio = 2;
   std::unique_ptr<Session> (*prepare)(const Request& request);
   Cost (*cost)(const Request& request, Pass pass);
 };

@@ -154,6 +154,23 @@ void add_biases(std::vector<Case>& cases) {
     poison_keys(inputs, 13, 3e38);
   };
   add(cases, "products beyond f32 that the bias masks", setup);
+  // Padding on the left as masks that are added have it; row 3 sees nothing but one such key.
+  for (const double huge : {-1e9, -1e15, -kInf}) {
+    setup = {.key = 200, .bias = {2, 1, 33, 200}, .d_lse = true, .finite_differences = false};
+    setup.change = [huge](TensorMap& inputs, const Setup& s, Random&) {
+      const HostTensor& bias = inputs["bias"];
+      const double value = huge == -kInf ? lowest_finite(bias.spec().dtype) : huge;
+      for (std::int64_t i = 0; i < bias.numel(); ++i) {
+        const std::int64_t key = i % s.key, row = i / s.key % s.query;
+        if (row == 3) bias.set(i, key == 140 ? value : -kInf);
+        if (row != 3 && key < 130 + row) bias.set(i, value);
+      }
+    };
+    add(cases,
+        fmt::format("bias of {} hides keys",
+                    huge == -kInf ? "the lowest" : fmt::format("{}", huge)),
+        setup);
+  }
   setup = {.query = 40, .key = 70};
   setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 30); };
   add(cases, "NaN in keys that causal masks", setup, {{"causal", "top-left"}});
@@ -313,7 +330,7 @@ void add_blocks(std::vector<Case>& cases) {
   wide.query = 2100;
   wide.key = 150;
   wide.kv_heads = 1;
-  for (const std::int64_t head_dim : {64, 128}) {
+  for (const std::int64_t head_dim : {64, 96, 128}) {
     wide.head_dim = wide.value_dim = head_dim;
     for (const std::int64_t block : {64, 128}) {
       add(cases, fmt::format("long lists, blocks of {}, D {}", block, head_dim),

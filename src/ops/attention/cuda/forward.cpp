@@ -15,7 +15,13 @@ namespace {
 
 int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 
-constexpr std::string_view kKindNames[] = {"plain", "blocks", "dropout", "terms", "elements"};
+constexpr std::string_view kKindNames[] = {"plain",   "blocks", "large_blocks",
+                                           "dropout", "terms",  "elements"};
+
+ForwardKind blocks_kind(int width, DType dtype, std::int64_t block) {
+  const bool large = block >= kLargeBlock && has_large_blocks(width, element_bytes(dtype));
+  return large ? ForwardKind::large_blocks : ForwardKind::blocks;
+}
 
 cuda::OpKernel tile_kernel(DType dtype, int width, ForwardKind kind, int arch) {
   const std::string_view type = cuda::device_type(dtype);
@@ -56,7 +62,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
         problem.bias.given() || p.softcap > 0 || !(p.scale > kLeastScale) || (blocks && dropout);
     const ForwardKind kind = terms     ? ForwardKind::terms
                              : dropout ? ForwardKind::dropout
-                             : blocks  ? ForwardKind::blocks
+                             : blocks  ? blocks_kind(width, dtype, problem.blocks.block)
                                        : ForwardKind::plain;
     const auto tile_of = [&](ForwardKind any) {
       return forward_tile(width, element_bytes(dtype), any, arch);
@@ -188,6 +194,9 @@ std::vector<KernelSource> attention_forward_kernels(int arch) {
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     for (const int width : kHeadWidths) {
       for (const ForwardKind kind : kForwardKinds) {
+        if (kind == ForwardKind::large_blocks && !has_large_blocks(width, element_bytes(dtype))) {
+          continue;
+        }
         kernels.push_back(op_kernel<ForwardParams>(tile_kernel(dtype, width, kind, arch), arch));
       }
     }

@@ -15,9 +15,13 @@ namespace pullback::attention {
 
 using namespace device;
 
-// For 16-bit tensors log2 e, as probabilities are exp2(s - lse).
+// For 16-bit tensors without a bias log2 e, as probabilities are then exp2(s - lse). A bias may be
+// as large as a row's mask makes it: what is left of its difference from lse is exact only in the
+// units of both.
 template <class T>
-inline constexpr float kLseUnit = sizeof(T) == 2 ? 1.4426950408889634f : 1.0f;
+float lse_unit(const BackwardParams& p) {
+  return sizeof(T) == 2 && p.bias.data == nullptr ? 1.4426950408889634f : 1.0f;
+}
 
 template <class R>
 struct RowStats {
@@ -96,7 +100,7 @@ void backward_rows(const BackwardParams& p, bool vectors) {
         };
         const R lse = at(p.lse);
         if (lse != -infinity<R>()) {
-          result.lse = lse * static_cast<R>(kLseUnit<T>);
+          result.lse = lse * static_cast<R>(lse_unit<T>(p));
           result.delta = p.d_lse.data != nullptr ? sum - at(p.d_lse) : sum;
         }
         suspicious |= !(lse - lse == 0) || !(result.delta - result.delta == 0);

@@ -225,10 +225,10 @@ struct Scores {
     }
   }
 
-  // c tanh(s · scale / c) log2 e
-  float capped_score(float raw) const {
+  // c tanh(s · scale / c), for c in the unit of the result
+  float capped_score(float raw, float c) const {
     const float power = exp2_fast(raw * (p.problem.scale * 2 * kLog2E / p.problem.softcap));
-    return p.problem.softcap * kLog2E * (1 - __fdividef(2, power + 1));
+    return c * (1 - __fdividef(2, power + 1));
   }
 
   // P^T and dS^T from S^T and dP^T. kCareful: some pair of the tile is not to be seen, or some
@@ -241,10 +241,10 @@ struct Scores {
     constexpr bool kHasBias = has_bias(kFeatures);
     const bool biased = kHasBias && (!is_general(kFeatures) || p.bias.data != nullptr);
     const bool capped = is_general(kFeatures) && p.problem.softcap > 0;
-    const float factor = capped ? 1 : p.problem.scale * kLog2E;
-    // of t / c squared
-    const float steepness =
-        capped ? 1 / (p.problem.softcap * kLog2E * p.problem.softcap * kLog2E) : 0;
+    // Scores are in the unit of lse (lse_unit()).
+    const float unit = biased ? 1 : kLog2E, cap = p.problem.softcap * unit;
+    const float factor = capped ? 1 : p.problem.scale * unit;
+    const float steepness = capped ? 1 / (cap * cap) : 0;  // of t / c squared
     const float keep_scale = p.problem.keep_scale;
     const int lane_key = key + first_key_of_row(lane), lane_query = query + lane % 4 * 2;
 #pragma unroll
@@ -255,7 +255,7 @@ struct Scores {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
-          for (float& score : s[m][n]) score = capped_score(score);
+          for (float& score : s[m][n]) score = capped_score(score, cap);
         }
       }
       float gradient[2][4];
@@ -271,7 +271,9 @@ struct Scores {
           const float lse = row[2 * c], delta = row[2 * c + 1], addend = addends[w][c];
           const int e = 2 * half + c;
           float exponent = s[m][n][e] * factor - lse;
-          if constexpr (kHasBias) exponent += addend * kLog2E;
+          if constexpr (kHasBias) {
+            exponent = (s[m][n][e] * factor + addend - lse) * (biased ? kLog2E : 1);
+          }
           bool seen = true;
           if constexpr (kCareful) {
             const int i = lane_query + 8 * n + c, j = lane_key + 2 * w;

@@ -36,6 +36,12 @@ float quotient(float a, float b) {
   return sizeof(T) == 4 ? a / b : __fdividef(a, b);
 }
 
+// Whether weights are exp2(score · unit − product) for this product of a maximum and the unit:
+// what its rounding makes them wrong by must not be more than sums and lse make good. Else the
+// maximum is taken from the scores first: a bias may be a mask of −3e38. Products that large are
+// left to redo_row().
+inline bool has_shift(float product) { return fabsf(product) < 0x1p24f; }
+
 // State of the softmax of a warp's rows, and their outputs.
 template <int kRowTiles, int kColumnTiles>
 struct RunningRows {
@@ -58,8 +64,9 @@ struct RunningRows {
     }
   }
 
-  // Scores become weights; `unit` is what they are to be multiplied by.
-  template <int kKeyTiles>
+  // Scores become weights; `unit` is what they are to be multiplied by. Unless kHuge, weights of
+  // rows whose maximum has no shift come to nothing.
+  template <bool kHuge, int kKeyTiles>
   void take(float (&s)[kRowTiles][kKeyTiles][4], float unit) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -75,12 +82,18 @@ struct RunningRows {
       }
       const bool rises = (largest[0] - maximum[m][0]) * unit > kSlack ||
                          (largest[1] - maximum[m][1]) * unit > kSlack;
-      if (__any_sync(kAllLanes, rises)) raise(m, largest, unit);
+      const bool huge =
+          kHuge && (!has_shift(maximum[m][0] * unit) || !has_shift(maximum[m][1] * unit));
+      if (__any_sync(kAllLanes, rises || huge)) {
+        raise(m, largest, unit);
+        if (kHuge) subtract_huge(s[m], m, unit);
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // A row that has seen nothing but −inf: any finite number keeps the weights 0.
-        const float shift =
-            maximum[m][half] == -infinity<float>() ? 0 : __fmul_rn(maximum[m][half], unit);
+        // Of a row that has seen nothing but −inf any finite number keeps the weights 0.
+        const bool none =
+            kHuge ? !has_shift(maximum[m][half] * unit) : maximum[m][half] == -infinity<float>();
+        const float shift = none ? 0 : __fmul_rn(maximum[m][half], unit);
         float added = 0;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
@@ -92,6 +105,22 @@ struct RunningRows {
           }
         }
         sum[m][half] += added;
+      }
+    }
+  }
+
+  // Scores of rows whose maximum has no shift, less that maximum. A row that has seen nothing but
+  // −inf keeps it.
+  template <int kKeyTiles>
+  void subtract_huge(float (&s)[kKeyTiles][4], int m, float unit) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float own = maximum[m][half];
+      const float less = has_shift(own * unit) || own == -infinity<float>() ? 0 : own;
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) s[n][2 * half + e] -= less;
       }
     }
   }
@@ -174,11 +203,11 @@ T* remembered(T* const& kept) {
 template <class T, ForwardTile kTile, ForwardKind kKind>
 void forward(const ForwardParams& params) {
   constexpr bool kDropout = kKind >= ForwardKind::dropout, kTerms = kKind >= ForwardKind::terms;
-  constexpr bool kBlocks = kTerms || kKind == ForwardKind::blocks;
+  constexpr bool kBlocks = kTerms || is_blocks(kKind);
   constexpr bool kVectors = kKind < ForwardKind::elements;
   // A loop without masks for the tiles that need none: faster, but twice the code.
   constexpr bool kWholeTiles =
-      sizeof(T) == 2 && kKind != ForwardKind::blocks && kKind != ForwardKind::elements;
+      sizeof(T) == 2 && !is_blocks(kKind) && kKind != ForwardKind::elements;
   constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   constexpr int kPartKeys = kBlocks ? part_keys(kTile) : kKeys, kParts = kKeys / kPartKeys;
   constexpr int kThreads = kTile.warps * 32;
@@ -364,7 +393,7 @@ void forward(const ForwardParams& params) {
             if (squares(part) != kAllSquares) hide_squares(s, first_n, end_n, squares(part), lane);
           }
         }
-        state.take(s, unit);
+        state.template take<kTerms>(s, unit);
         if constexpr (kDropout) {
           static_assert(kParts == 1);
           if (p.dropout.active()) {
@@ -442,7 +471,7 @@ void forward(const ForwardParams& params) {
       // The weights' shift was rounded: by how much, the fused product tells. A row that sees one
       // key has its score exactly.
       const float shift = __fmul_rn(largest, unit);
-      const float rounding = __fmaf_rn(largest, unit, -shift);
+      const float rounding = has_shift(shift) ? __fmaf_rn(largest, unit, -shift) : 0;
       const float more = sum == exp2_fast(rounding) ? 0 : kLn2 * (log2_fast(sum) - rounding);
       remembered(first_lse)[(warp.first_row + row) * params.lse.row] =
           sum == 0 ? -infinity<float>() : largest * scale + more;
@@ -454,7 +483,17 @@ void forward(const ForwardParams& params) {
       q_rows, warp.rows, p.value_dim, kVectors);
   unsigned any = 0;
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) any |= bad[m][0] | bad[m][1];
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (!kTerms) {
+        const float largest = state.maximum[m][half];
+        const bool lost = !has_shift(largest * unit) && largest != -infinity<float>();
+        bad[m][half] |= __ballot_sync(kAllLanes, lost);
+      }
+      any |= bad[m][half];
+    }
+  }
   if (any == 0) return;
   __syncwarp();
 #pragma unroll

@@ -46,22 +46,33 @@ inline constexpr float kLeastScale = 1e-30f;
 
 // What a kernel can do; the more, the more registers it takes.
 enum class ForwardKind {
-  plain,     // scale above 0, rows in 16-byte pieces
-  blocks,    // plain, and a block mask
-  dropout,   // plain, and dropout
-  terms,     // all of these, with any scale, softcap and bias
-  elements,  // terms, with any strides and alignment
+  plain,         // scale above 0, rows in 16-byte pieces
+  blocks,        // plain, and a block mask
+  large_blocks,  // the same in larger tiles, where there are such
+  dropout,       // plain, and dropout
+  terms,         // all of these, with any scale, softcap and bias
+  elements,      // terms, with any strides and alignment
 };
-inline constexpr ForwardKind kForwardKinds[] = {ForwardKind::plain, ForwardKind::blocks,
-                                                ForwardKind::dropout, ForwardKind::terms,
-                                                ForwardKind::elements};
+inline constexpr ForwardKind kForwardKinds[] = {ForwardKind::plain,        ForwardKind::blocks,
+                                                ForwardKind::large_blocks, ForwardKind::dropout,
+                                                ForwardKind::terms,        ForwardKind::elements};
+constexpr bool is_blocks(ForwardKind kind) {
+  return kind == ForwardKind::blocks || kind == ForwardKind::large_blocks;
+}
+// Blocks from this size on leave no more tiles empty when these have as many queries.
+inline constexpr int kLargeBlock = 128;
 
-// `rows` are the same for all kinds but `blocks`.
+constexpr bool has_large_blocks(int width, int element_bytes) {
+  return element_bytes == 2 && width <= 128;
+}
+
+// `rows` are the same for all kinds without a block mask.
 inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardKind kind,
                                           int arch) {
   const bool small = max_shared_bytes(arch) < 163 * 1024;
   const bool large = max_shared_bytes(arch) > 163 * 1024;
-  const bool plain = kind == ForwardKind::plain, terms = kind == ForwardKind::terms;
+  const bool plain = kind == ForwardKind::plain || kind == ForwardKind::large_blocks;
+  const bool terms = kind == ForwardKind::terms;
   if (element_bytes == 4) {
     if (width <= 128) return {width, 128, 32, 4, 2, small || (width > 64 && arch == 80) ? 1 : 2};
     if (small && width == 256) return {width, 32, 32, 2, 2, 1};
