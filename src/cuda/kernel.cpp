@@ -23,16 +23,14 @@ CUkernel loaded(const KernelSource& source) {
   const std::shared_ptr<const Cubin> cubin = compiled(source);
   const Driver& functions = driver();
   const std::lock_guard lock(mutex);
-  CUkernel& kernel = kernels[key];
-  if (!kernel) {
-    CUlibrary library = nullptr;
-    check(functions.cuLibraryLoadData(&library, cubin->data(), nullptr, nullptr, 0, nullptr,
-                                      nullptr, 0),
-          "cuLibraryLoadData");
-    check(functions.cuLibraryGetKernel(&kernel, library, source.entry.c_str()),
-          "cuLibraryGetKernel");
-  }
-  return kernel;
+  if (const auto it = kernels.find(key); it != kernels.end()) return it->second;
+  CUlibrary library = nullptr;
+  check(functions.cuLibraryLoadData(&library, cubin->data(), nullptr, nullptr, 0, nullptr, nullptr,
+                                    0),
+        "cuLibraryLoadData");
+  CUkernel kernel = nullptr;
+  check(functions.cuLibraryGetKernel(&kernel, library, source.entry.c_str()), "cuLibraryGetKernel");
+  return kernels[key] = kernel;
 }
 
 LaunchConfig launch_config(const Kernel& kernel, const LaunchShape& shape, void* stream,

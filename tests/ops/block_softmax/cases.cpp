@@ -186,6 +186,19 @@ std::vector<Case> block_softmax_cases() {
     for (std::int64_t i = 0; i < x.numel(); ++i) x.set(i, 3e4 + x.get(i) * 16);
   }));
   cases.back().finite_differences = false;  // the step drowns in 3e4
+  // As masks hold them; of row 20 all scores, which weigh the same.
+  for (const char* scale : {"1", "-0.5"}) {
+    cases.push_back(changed(make_case(fmt::format("scores as low as they go, scale {}", scale),
+                                      mixed, 1, 16, {}, {{"scale", scale}}),
+                            [](TensorMap& inputs, DType dtype) {
+                              const HostTensor& x = inputs["x"];
+                              for (std::int64_t i = 0; i < x.numel(); ++i) {
+                                const bool whole = i / 16 % 16 == 4;
+                                if (whole || i % 3 == 0) x.set(i, lowest_finite(dtype));
+                              }
+                            }));
+    cases.back().finite_differences = false;
+  }
   cases.push_back(changed(
       make_case("exact: even rows of 16", layout_from(1, 2, 2, {1, 0, 0, 1}), 2, 16, {1, 1}),
       [](TensorMap& inputs, DType) {

@@ -41,10 +41,13 @@ Real<T> factor_of_elements(Real<T> scale) {
   }
 }
 // 2^((x − m) c) of an element and the row's maximum; exact products need no difference first.
+// Where that of the maximum overflows, elements that are not equal to it are so far away that any c
+// makes 0 of them.
 template <class T>
 Real<T> power_of_element(Real<T> x, Real<T> maximum, Real<T> factor) {
   if constexpr (kExactProducts<T>) {
-    return power(fma(x, factor, -(maximum * factor)));
+    const float c = fabsf(maximum * factor) < infinity<float>() ? factor : 1;
+    return power(fma(x, c, -(maximum * c)));
   } else {
     return power((x - maximum) * factor);
   }
