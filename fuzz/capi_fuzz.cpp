@@ -287,6 +287,7 @@ void segment(Caller& c) {
     const DLDataType type_of_arg = c.chance(3) ? DLDataType{kDLUInt, 8, 1} : c.index();
     p.arg = c.tensor({segments, columns}, type_of_arg);
   }
+  if (c.chance(4)) p.lse = c.tensor({segments, columns}, {kDLFloat, 32, 1});
   if (c.chance(4)) p.arg_mask = c.tensor({rows, (columns & 0xffff) / 8 + 1}, {kDLUInt, 8, 1});
   p.d_out = c.tensor(out, type);
   p.d_x = c.output({rows, columns}, type);
@@ -301,6 +302,7 @@ void segment(Caller& c) {
   t.out = memory("out");
   t.arg = memory("arg");
   t.arg_mask = memory("arg_mask");
+  t.lse = memory("lse");
   t.d_out = memory("d_out");
   t.d_x = memory("d_x");
   c.run(pullback_segment_run, plan.get(), t);

@@ -36,6 +36,8 @@ struct SegmentProblem {
                         //   most 255 rows: longer ones are an Error of run, but on a GPU, which
                         //   stores no place past 254 and gives that column no gradient
   TensorSpec arg_mask;  // u8 [N, ceil(D/8)]: bit d%8 of byte d/8 says that x[n,d] gets gradient
+  // What logsumexp of 16-bit x may save; without it, backward reduces x anew.
+  TensorSpec lse;  // f32 [S,D]: out before it was rounded
 
   TensorSpec d_out;  // like out; any strides
   TensorSpec d_x;    // like x
@@ -43,12 +45,13 @@ struct SegmentProblem {
   friend bool operator==(const SegmentProblem&, const SegmentProblem&) = default;
 };
 
-// Forward reads x and the segments, writes out and the non-null of arg, arg_mask. Backward reads
+// Forward reads x and the segments, writes out and the non-null of arg, arg_mask, lse. Backward
+// reads
 // d_out, the segments and
 //   sum, mean            nothing more
 //   max, min             arg or arg_mask; or else x and out
 //   prod                 x
-//   logsumexp            x and, but in 16 bits, out
+//   logsumexp            x and out; in 16 bits x and, if not null, lse
 //   softmax              out
 // and writes d_x.
 struct SegmentTensors {
@@ -59,6 +62,7 @@ struct SegmentTensors {
   void* out = nullptr;
   void* arg = nullptr;
   void* arg_mask = nullptr;
+  void* lse = nullptr;
   const void* d_out = nullptr;
   void* d_x = nullptr;
 };

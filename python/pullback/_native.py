@@ -245,6 +245,7 @@ SEGMENT = Op(
     ("ties", "i32", 0),
     ("empty", "i32", 0),
     ("flags", "u32", 0),
+    *_tensors("lse"),
 )
 SEGMENT_PERMUTATION = Op(
     "segment_permutation",

@@ -221,6 +221,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "entmax-sparsemax": (ops.sparsemax, (x, None, 0)),
         "segment": (ops.segment, (x, offsets, None, None, 0, 5, 0, 0, 0)),
         "segment-arg": (ops.segment_arg, (x, offsets, None, None, 0, 2, 0, 0, 0)),
+        "segment-lse": (ops.segment_lse, (x.detach().bfloat16(), offsets, None, None, 0, 5, 0, 0, 0)),
         "segment-permutation": (ops.segment_permutation, (ids, 3)),
         "block_softmax": (ops.block_softmax, (blocks, None, padding, None, d, b, 0, 1, 0.5)),
         "block_matmul": (ops.block_matmul, (one, dense, d, b, 1, 0)),

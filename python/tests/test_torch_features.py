@@ -193,6 +193,20 @@ def test_segment_arg_and_ties() -> None:
         assert found.flatten().tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logsumexp_saves_more_than_its_result(dtype: torch.dtype) -> None:
+    x = (random(40, 6) + 30).to(dtype).requires_grad_()
+    offsets = torch.tensor([0, 15, 15, 40])
+    out = pt.segment_reduce(x, "logsumexp", offsets=offsets)
+    assert out.dtype == dtype
+    saved = {t.dtype for t in out.grad_fn.saved_tensors if t is not None}
+    assert torch.float32 in saved
+    d_out = torch.ones_like(out)
+    (found,) = torch.autograd.grad(out, x, d_out)
+    exact = torch.cat([torch.softmax(part.double(), 0) for part in x.detach().split([15, 25])])
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=1e-7)
+
+
 def test_sums_do_not_keep_their_input_alive() -> None:
     x = random(100, 8).requires_grad_()
     for reduce in ("sum", "mean", "max", "softmax"):

@@ -26,6 +26,7 @@ struct SegmentOp {
     PULLBACK_TENSOR(arg_mask);
     PULLBACK_TENSOR(d_out);
     PULLBACK_TENSOR(d_x);
+    PULLBACK_TENSOR(lse);
   }
 
   static void read_options(const CProblem& given, Problem& problem) {

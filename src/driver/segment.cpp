@@ -110,6 +110,14 @@ SegmentProblem problem_of(const Request& request, const Options& options) {
   return problem;
 }
 
+bool saves_lse(const SegmentProblem& problem, const Options& options) {
+  return problem.reduce == SegmentReduce::logsumexp && size_of(problem.x.dtype) == 2 &&
+         options.saved != Saved::none;
+}
+TensorSpec lse_spec(const SegmentProblem& problem) {
+  return TensorSpec::contiguous(DType::f32, {problem.num_segments, problem.x.shape[1]});
+}
+
 class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
  public:
   explicit SegmentSession(const Request& request) : OpSession(request) {
@@ -138,6 +146,10 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
         problem.arg_mask = TensorSpec::contiguous(DType::u8, {rows, (columns + 7) / 8});
         tensors_.arg_mask = memory_.output(make_output(problem.arg_mask, request, "arg_mask"));
       }
+    }
+    if (saves_lse(problem, options)) {
+      problem.lse = lse_spec(problem);
+      tensors_.lse = memory_.output(make_output(problem.lse, request, "lse"));
     }
     if (request.backward) tensors_.d_x = output("d_x", problem.d_x);
     make_plans(problem);
@@ -180,7 +192,8 @@ const OpDriver kDriver{
          {"ties", "first|last|even", "who gets the gradient of max and min (first)"},
          {"empty", "identity|zero|nan", "value of a segment without rows (identity)"},
          {"num-segments", "S", "with ids; default: rows of d_out, else largest id + 1"},
-         {"saved", "arg|mask|none", "what backward of max and min uses (arg)"},
+         {"saved", "arg|mask|none",
+          "what backward of max and min uses (arg); none: nor lse of 16-bit x, unrounded"},
          {"arg-dtype", "i64|i32|u8|none",
           "dtype of arg; u8 is the place in a short segment; none: it is not computed (i64)"},
          {"check-indices", "true|false", "report the first bad offset or id (false)"}},
@@ -206,10 +219,17 @@ Cost cost(const Request& request, Pass pass) {
                                ? static_cast<double>(problem.num_segments) * columns *
                                      static_cast<double>(size_of(options.arg_dtype))
                                : 0;
+  TensorSpec lse;  // what logsumexp reads beside x
+  if (options.reduce == SegmentReduce::logsumexp) {
+    lse = saves_lse(problem, options)     ? lse_spec(problem)
+          : size_of(problem.x.dtype) == 2 ? TensorSpec{}
+                                          : problem.out;
+  }
   const double mask_bytes = rows * static_cast<double>((problem.x.shape[1] + 7) / 8);
   if (pass == Pass::forward) {
     bytes += compulsory_bytes({&problem.x, &problem.out}) + arg_bytes;
     if (extreme && options.saved == Saved::mask) bytes += mask_bytes;
+    if (saves_lse(problem, options)) bytes += compulsory_bytes({&lse});
     return {.flops = 0, .bytes = bytes};
   }
   bytes += compulsory_bytes({&problem.d_out, &problem.d_x});
@@ -221,10 +241,10 @@ Cost cost(const Request& request, Pass pass) {
       options.reduce == SegmentReduce::logsumexp) {
     bytes += compulsory_bytes({&problem.x});
   }
-  if (recompute || options.reduce == SegmentReduce::softmax ||
-      options.reduce == SegmentReduce::logsumexp) {
+  if (recompute || options.reduce == SegmentReduce::softmax) {
     bytes += compulsory_bytes({&problem.out});
   }
+  bytes += compulsory_bytes({&lse});
   return {.flops = 0, .bytes = bytes};
 }
 

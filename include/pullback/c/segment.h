@@ -46,16 +46,18 @@ typedef struct pullback_segment_problem {
   int32_t ties;                /* PULLBACK_TIES_FIRST ... */
   int32_t empty;               /* PULLBACK_EMPTY_IDENTITY ... */
   uint32_t flags;              /* PULLBACK_CHECK_INDICES */
+  const DLTensor* lse;         /* logsumexp of 16-bit x, optional: f32 [S,D], out before it was
+                                  rounded; without it backward reduces x anew */
 } pullback_segment_problem;
 #define PULLBACK_SEGMENT_PROBLEM_INIT                                                          \
   {                                                                                            \
     sizeof(pullback_segment_problem), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, \
-        PULLBACK_SEGMENT_SUM, PULLBACK_TIES_FIRST, PULLBACK_EMPTY_IDENTITY, 0                  \
+        PULLBACK_SEGMENT_SUM, PULLBACK_TIES_FIRST, PULLBACK_EMPTY_IDENTITY, 0, NULL            \
   }
 
-/* Forward reads x and the segments, writes out and the non-NULL of arg, arg_mask. Backward reads
- * d_out, the segments and, for max and min, arg or arg_mask or else x and out; for prod x; for
- * logsumexp x and, but in 16 bits, out; for softmax out. It writes d_x. */
+/* Forward reads x and the segments, writes out and the non-NULL of arg, arg_mask, lse. Backward
+ * reads d_out, the segments and, for max and min, arg or arg_mask or else x and out; for prod x;
+ * for logsumexp x and out, in 16 bits x and lse unless NULL; for softmax out. It writes d_x. */
 typedef struct pullback_segment_tensors {
   size_t struct_size;
   const void* x;
@@ -67,9 +69,10 @@ typedef struct pullback_segment_tensors {
   void* arg_mask;
   const void* d_out;
   void* d_x;
+  void* lse;
 } pullback_segment_tensors;
 #define PULLBACK_SEGMENT_TENSORS_INIT \
-  { sizeof(pullback_segment_tensors), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(pullback_segment_tensors), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 PULLBACK_API pullback_status pullback_segment_plan(const pullback_segment_problem* problem,
                                                    pullback_pass pass,

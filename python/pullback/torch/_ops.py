@@ -64,6 +64,11 @@ def _segment_arg_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) ->
     return [out, (out[0], torch.int32 if given["x"].shape[0] < 2**31 else torch.int64)]
 
 
+def _segment_lse_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
+    out = _segment_shapes(given, options)[0]
+    return [out, (out[0], torch.float32)]
+
+
 def _permutation_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
     offsets = (options["num_segments"] + 1,)
     return [((given["ids"].shape[0],), torch.int64), (offsets, torch.int64)]
@@ -233,6 +238,20 @@ SEGMENT_ARG = TorchOp(
     shapes=_segment_arg_shapes,
     reads=("x", "offsets", "ids", "permutation", "arg"),
     unread=lambda options: ("x",),
+    gradients={"x": "d_x"},
+    fold=_columns,
+    indices=_SEGMENT_INDICES,
+)
+# logsumexp of 16 bits with what its backward pass would sum anew.
+SEGMENT_LSE = TorchOp(
+    "segment_lse",
+    _native.SEGMENT,
+    inputs=_SEGMENT_INPUTS,
+    options=_SEGMENT_OPTIONS,
+    outputs=("out", "lse"),
+    upstream=("d_out",),
+    shapes=_segment_lse_shapes,
+    reads=("x", "offsets", "ids", "permutation", "lse"),
     gradients={"x": "d_x"},
     fold=_columns,
     indices=_SEGMENT_INDICES,

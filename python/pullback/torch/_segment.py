@@ -10,7 +10,7 @@ from torch import Tensor
 from .._options import Reduce, SegmentOptions, segment_options
 from ._fields import remembered
 from ._operator import TorchOp
-from ._ops import SEGMENT, SEGMENT_ARG, SEGMENT_PERMUTATION
+from ._ops import SEGMENT, SEGMENT_ARG, SEGMENT_LSE, SEGMENT_PERMUTATION
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,9 +55,14 @@ def segment_reduce(
         [S,...], like x; [N,...] for "softmax".
     """
     fields = _fields(reduce, ids is not None, **options)
-    with_arg = reduce in ("max", "min") and options.get("ties", "first") != "even"
-    if with_arg and x.requires_grad and torch.is_grad_enabled():
-        return _segment(SEGMENT_ARG, x, (offsets, ids, permutation), fields, True)
+    if x.requires_grad and torch.is_grad_enabled():
+        saving = None
+        if reduce in ("max", "min") and options.get("ties", "first") != "even":
+            saving = SEGMENT_ARG
+        elif reduce == "logsumexp" and x.dtype in (torch.bfloat16, torch.float16):
+            saving = SEGMENT_LSE
+        if saving is not None:
+            return _segment(saving, x, (offsets, ids, permutation), fields, True)
     return _segment(SEGMENT, x, (offsets, ids, permutation), fields)
 
 

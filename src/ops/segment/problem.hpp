@@ -23,13 +23,14 @@ enum class SegmentFeature {
   ties_even,
   arg,
   arg_mask,
+  lse,
   permutation,
   checked_indices,
 };
 
-inline constexpr std::array<std::string_view, 13> kSegmentFeatureNames = {
-    "sum",         "mean",        "max", "min",      "prod",        "logsumexp",    "softmax",
-    "ties = last", "ties = even", "arg", "arg_mask", "permutation", "check_indices"};
+inline constexpr std::array<std::string_view, 14> kSegmentFeatureNames = {
+    "sum",         "mean",        "max", "min",      "prod", "logsumexp",   "softmax",
+    "ties = last", "ties = even", "arg", "arg_mask", "lse",  "permutation", "check_indices"};
 
 inline bool is_extreme(SegmentReduce reduce) {
   return reduce == SegmentReduce::max || reduce == SegmentReduce::min;
@@ -44,10 +45,13 @@ inline SegmentSaved saved_of(const SegmentProblem& problem, const SegmentTensors
   return tensors.arg_mask != nullptr ? SegmentSaved::arg_mask : SegmentSaved::nothing;
 }
 
-// Backward of logsumexp is d_out * exp(x - out). A 16-bit out is too coarse to stand in an
-// exponent, so for those dtypes backward sums anew and does not read it.
-inline bool uses_saved_lse(const SegmentProblem& problem) {
+// Backward of logsumexp is d_out * exp(x - lse). A 16-bit out is too coarse to stand in an
+// exponent: for those dtypes that is lse where it was saved, and else summed anew.
+inline bool out_is_lse(const SegmentProblem& problem) {
   return accumulation_dtype(problem.x.dtype) == problem.x.dtype;
+}
+inline bool has_lse(const SegmentProblem& problem, const SegmentTensors& tensors) {
+  return out_is_lse(problem) || tensors.lse != nullptr;
 }
 
 // A compact arg (u8) counts places from 0; this one means that the segment is empty.

@@ -128,6 +128,7 @@ class ReferenceBody final : public SegmentBody {
   void forward(const SegmentTensors& tensors, const Segments& segments) const {
     const View x(problem_.x, tensors.x), out(problem_.out, tensors.out);
     const View arg(problem_.arg, tensors.arg), mask(problem_.arg_mask, tensors.arg_mask);
+    const View lse(problem_.lse, tensors.lse);
     const bool softmax = problem_.reduce == SegmentReduce::softmax;
     if (softmax && out) fill_rows(out, 0);
     if (mask) fill_rows(mask, 0);
@@ -140,6 +141,7 @@ class ReferenceBody final : public SegmentBody {
           continue;
         }
         if (out) out.set(round(reduced(column, begin, end)), s, d);
+        if (lse) lse.set(reduced(column, begin, end), s, d);
         if (!arg && !mask) continue;
         const std::int64_t best = extreme_place(column, begin, end);
         if (arg) arg.set(static_cast<double>(saved_arg(segments, begin, best)), s, d);
@@ -206,13 +208,15 @@ class ReferenceBody final : public SegmentBody {
   void smooth_backward(const SegmentTensors& tensors, const Segments& segments, std::int64_t s,
                        std::int64_t d, const View& d_x, Real* suffix) const {
     const View x(problem_.x, tensors.x), out(problem_.out, tensors.out);
+    const View saved_lse(problem_.lse, tensors.lse);
     const Column column{segments, x, d};
     const std::int64_t begin = segments.begin(s), end = segments.end(s);
     const auto g = static_cast<Real>(View(problem_.d_out, tensors.d_out).get(s, d));
     Real lse = 0;
     if (problem_.reduce == SegmentReduce::logsumexp) {
-      lse = uses_saved_lse(problem_) ? static_cast<Real>(out.get(s, d))
-                                     : log_sum(column, begin, end).log();
+      lse = out_is_lse(problem_) ? static_cast<Real>(out.get(s, d))
+            : saved_lse          ? static_cast<Real>(saved_lse.get(s, d))
+                                 : log_sum(column, begin, end).log();
       if (lse == -kInfinity) lse = 0;
     }
     if (problem_.reduce == SegmentReduce::prod) {

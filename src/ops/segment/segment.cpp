@@ -74,6 +74,13 @@ SegmentProblem complete(const SegmentProblem& given) {
     check.shape("arg_mask", problem.arg_mask, {rows, (columns + 7) / 8});
     check.writable("arg_mask", problem.arg_mask);
   }
+  if (problem.lse.given()) {
+    check.that(reduce == SegmentReduce::logsumexp && !out_is_lse(problem), "lse",
+               "none, as only logsumexp of bf16 and f16 has one beside out", "a tensor");
+    check.dtype("lse", problem.lse, {DType::f32});
+    check.shape("lse", problem.lse, {segments, columns});
+    check.writable("lse", problem.lse);
+  }
   return problem;
 }
 
@@ -90,6 +97,7 @@ FeatureSet needs_of(const SegmentProblem& problem) {
   }
   if (problem.arg.given()) needs |= features(F::arg);
   if (problem.arg_mask.given()) needs |= features(F::arg_mask);
+  if (problem.lse.given()) needs |= features(F::lse);
   if (problem.permutation.given()) needs |= features(F::permutation);
   if (problem.check_indices) needs |= features(F::checked_indices);
   return needs;
@@ -107,6 +115,7 @@ TensorUses uses_of(const SegmentProblem& problem, const SegmentTensors& tensors,
     uses.write("out", problem.out, tensors.out);
     uses.write("arg", problem.arg, tensors.arg);
     uses.write("arg_mask", problem.arg_mask, tensors.arg_mask);
+    uses.write("lse", problem.lse, tensors.lse);
     return uses;
   }
   const bool gradient = tensors.d_x != nullptr;
@@ -115,11 +124,12 @@ TensorUses uses_of(const SegmentProblem& problem, const SegmentTensors& tensors,
   const bool reads_x = recompute || problem.reduce == SegmentReduce::prod ||
                        problem.reduce == SegmentReduce::logsumexp;
   const bool reads_out = recompute || problem.reduce == SegmentReduce::softmax ||
-                         (problem.reduce == SegmentReduce::logsumexp && uses_saved_lse(problem));
+                         (problem.reduce == SegmentReduce::logsumexp && out_is_lse(problem));
   uses.read("x", problem.x, tensors.x, gradient && reads_x);
   uses.read("out", problem.out, tensors.out, gradient && reads_out);
   uses.read("arg", problem.arg, tensors.arg, false);
   uses.read("arg_mask", problem.arg_mask, tensors.arg_mask, false);
+  uses.read("lse", problem.lse, tensors.lse, false);
   uses.read("d_out", problem.d_out, tensors.d_out, gradient);
   uses.write("d_x", problem.d_x, tensors.d_x);
   return uses;

@@ -35,6 +35,8 @@ struct OneRun {
   SegmentProblem problem;
   HostTensor x, index, permutation, d_out;
   Saved saved = Saved::arg;
+  DType arg_dtype = DType::i64;
+  bool wants_arg = true;
   testing::MaskLayout mask_layout;
   HostTensor out, arg, mask, d_x;
 
@@ -50,12 +52,12 @@ struct OneRun {
     SegmentTensors tensors;
     if (extreme) {
       const std::int64_t columns = x.spec().shape[1];
-      full.arg = TensorSpec::contiguous(DType::i64, {full.num_segments, columns});
+      full.arg = TensorSpec::contiguous(arg_dtype, {full.num_segments, columns});
       const std::int64_t rows = x.spec().shape[0];
       full.arg_mask = mask_layout.spec(rows, columns);
       arg = HostTensor(full.arg);
       mask = HostTensor(mask_layout.spec(rows + mask_layout.shift, columns));
-      tensors.arg = memory.output(arg);
+      tensors.arg = wants_arg ? memory.output(arg) : nullptr;
       tensors.arg_mask = mask_layout.begin(memory.output(mask), full.arg_mask);
     }
     out = HostTensor(full.out);
@@ -188,6 +190,24 @@ TEST_F(segment_cuda, mask_of_any_stride_and_alignment) {
     expect_same_as_reference({0, 7, 7, 40, 1900, 3000}, 3000, 1, 0, DType::i64, {}, DType::f32,
                              layout);
   }
+}
+
+TEST_F(segment_cuda, mask_of_segments_that_are_too_long_for_an_arg_that_is_not_wanted) {
+  OneRun run;
+  run.problem.reduce = SegmentReduce::max;
+  run.index = index_tensor({0, 700, 1000}, DType::i64);
+  run.x = HostTensor(TensorSpec::contiguous(DType::f32, {1000, 3}));
+  for (std::int64_t i = 0; i < run.x.numel(); ++i) run.x.set(i, static_cast<double>(i * 7 % 1999));
+  run.d_out = HostTensor(TensorSpec::contiguous(DType::f32, {2, 3}));
+  for (std::int64_t i = 0; i < run.d_out.numel(); ++i) run.d_out.set(i, static_cast<double>(i + 1));
+  run.saved = Saved::mask;
+  run.arg_dtype = DType::u8;
+  run.wants_arg = false;
+  OneRun expected = run;
+  run(Device::cuda(), {});
+  expected(Device::cpu(1), "reference");
+  expect_near(run.mask, expected.mask, "arg_mask");
+  expect_near(run.d_x, expected.d_x, "d_x");
 }
 
 TEST_F(segment_cuda, hostile_permutation_is_read_as_row_0_and_written_nowhere) {

@@ -114,6 +114,21 @@ TEST(segment_messages, outputs) {
   problem.arg = {};
   problem.arg_mask = TensorSpec::contiguous(DType::u8, {6, 4});
   EXPECT_EQ(message(problem), "segment: arg_mask: expected shape [6, 1], got [6, 4]");
+  problem.arg_mask = {};
+  problem.reduce = SegmentReduce::logsumexp;
+  problem.lse = TensorSpec::contiguous(DType::f32, {3, 4});
+  EXPECT_EQ(message(problem),
+            "segment: lse: expected none, as only logsumexp of bf16 and f16 has one beside out, "
+            "got a tensor");
+  problem = good();
+  problem.reduce = SegmentReduce::logsumexp;
+  problem.x.dtype = DType::bf16;
+  if (problem.d_out.given()) problem.d_out.dtype = DType::bf16;
+  problem.lse = TensorSpec::contiguous(DType::bf16, {3, 4});
+  EXPECT_EQ(message(problem),
+            "segment: lse: expected dtype f32, got bf16; convert the tensor first");
+  problem.lse = TensorSpec::contiguous(DType::f32, {4, 3});
+  EXPECT_EQ(message(problem), "segment: lse: expected shape [3, 4], got [4, 3]");
 }
 
 TEST(segment_messages, permutation_plan) {

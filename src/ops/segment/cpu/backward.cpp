@@ -39,11 +39,13 @@ class Backward {
         segments_(run.segments),
         x_(problem_.x, run.tensors.x),
         out_(problem_.out, run.tensors.out),
+        lse_(out_is_lse(problem_) ? Matrix<const R>(problem_.out, run.tensors.out)
+                                  : Matrix<const R>(problem_.lse, run.tensors.lse)),
         d_out_(problem_.d_out, run.tensors.d_out),
         d_x_(problem_.d_x, run.tensors.d_x, run.segments),
         saved_(problem_, run.tensors, run.segments),
         rule_(RuleOf(problem_, saved_.kind)),
-        folds_(Folds(problem_, saved_.kind)) {}
+        folds_(Folds(problem_, run.tensors)) {}
 
   void All() const {
     ForTasksFirst<R>(run_, [&](std::int64_t tile, const Task& task) { First(tile, task); });
@@ -406,9 +408,9 @@ class Backward {
         if (d_out_.row_stride == 1) ahead.StepTo(d_out_.at(stop, 0));
         const auto gradient_of = [&](std::int64_t k) { return ToReal(*d_out_.at(k, 0)); };
         if (rule_ == Rule::power) {
-          LinesAhead lse_ahead(out_.at(s, 0));
-          if (out_.row_stride == 1) lse_ahead.StepTo(out_.at(stop, 0));
-          const auto lse_of = [&](std::int64_t k) { return ToReal(*out_.at(k, 0)); };
+          LinesAhead lse_ahead(lse_.at(s, 0));
+          if (lse_.row_stride == 1) lse_ahead.StepTo(lse_.at(stop, 0));
+          const auto lse_of = [&](std::int64_t k) { return *lse_.at(k, 0); };
           SpreadPowers(s, stop, row, end_of, lse_of, gradient_of,
                        reinterpret_cast<const R*>(x_.data) + row, task, to);
         } else if (rule_ == Rule::spread) {
@@ -549,7 +551,7 @@ class Backward {
     if (folds_) {
       std::copy_n(state.a, task.columns, task.value);
     } else {
-      ReadRow(out_, piece.segment, task.column, task.columns, task.value);
+      ReadRow(lse_, piece.segment, task.column, task.columns, task.value);
     }
     // All x are -inf then: exp(-inf - 0) is the gradient 0 that they should get.
     for (std::int64_t c = 0; c < task.columns; ++c) {
@@ -568,6 +570,7 @@ class Backward {
   const Segments& segments_;
   Matrix<const T> x_;
   Matrix<const T> out_;
+  Matrix<const R> lse_;  // of logsumexp, unless it folds
   Matrix<const T> d_out_;
   RowOutput<T> d_x_;
   Saved<R> saved_;

@@ -33,6 +33,7 @@ class Forward {
         segments_(run.segments),
         x_(problem_.x, run.tensors.x),
         out_(problem_.out, run.tensors.out),
+        lse_(problem_.lse, run.tensors.lse),
         rows_out_(problem_.out, run.tensors.out, run.segments),
         streams_out_(std::is_same_v<T, R> && Streams(problem_.out, run.tensors.out)),
         streams_arg_(run.tensors.arg != nullptr && Streams(problem_.arg, run.tensors.arg)) {}
@@ -415,6 +416,7 @@ class Forward {
     } else if (out_.data != nullptr) {
       WriteRow(out_, s, task.column, task.columns, state.a);
     }
+    if (lse_.data != nullptr) WriteRow(lse_, s, task.column, task.columns, state.a);
     if (run_.tensors.arg == nullptr) return;
     const std::int64_t begin = segments_.begin(s);
     if (problem_.arg.dtype == DType::u8) {
@@ -473,10 +475,9 @@ class Forward {
 
   void WriteEmpty(std::int64_t s, const Task& task) const {
     if (problem_.reduce == SegmentReduce::softmax) return;
-    if (out_.data != nullptr) {
-      std::fill_n(task.vector, padded(task.columns), EmptyValue());
-      WriteRow(out_, s, task.column, task.columns, task.vector);
-    }
+    std::fill_n(task.vector, padded(task.columns), EmptyValue());
+    if (out_.data != nullptr) WriteRow(out_, s, task.column, task.columns, task.vector);
+    if (lse_.data != nullptr) WriteRow(lse_, s, task.column, task.columns, task.vector);
     if (run_.tensors.arg == nullptr) return;
     std::fill_n(task.wide, task.columns, std::int64_t{0});
     if (problem_.arg.dtype == DType::u8) {
@@ -569,6 +570,7 @@ class Forward {
   const Segments& segments_;
   Matrix<const T> x_;
   Matrix<T> out_;
+  Matrix<R> lse_;
   RowOutput<T> rows_out_;  // out of softmax
   bool streams_out_, streams_arg_;
 };

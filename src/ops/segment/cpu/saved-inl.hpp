@@ -36,11 +36,11 @@ inline Rule RuleOf(const SegmentProblem& problem, SegmentSaved saved) {
 }
 
 // Whether rows have to be reduced before d_x is written.
-inline bool Folds(const SegmentProblem& problem, SegmentSaved saved) {
+inline bool Folds(const SegmentProblem& problem, const SegmentTensors& tensors) {
   if (is_extreme(problem.reduce)) {
-    return problem.ties == Ties::even || saved == SegmentSaved::nothing;
+    return problem.ties == Ties::even || saved_of(problem, tensors) == SegmentSaved::nothing;
   }
-  if (problem.reduce == SegmentReduce::logsumexp) return !uses_saved_lse(problem);
+  if (problem.reduce == SegmentReduce::logsumexp) return !has_lse(problem, tensors);
   return problem.reduce == SegmentReduce::prod || problem.reduce == SegmentReduce::softmax;
 }
 

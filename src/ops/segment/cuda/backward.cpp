@@ -88,7 +88,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
     out_ = matrix(problem.out, element, length);
     d_out_ = matrix(problem.d_out, element, length);
     d_x_ = matrix(problem.d_x, element, length);
-    own_ = matrix(problem.num_segments, problem.x.shape[1]);
+    own_ = matrix(problem.num_segments, problem.x.shape[1], length);
     const auto map = [&](const MapOp& op, Specs rows) {
       map_.emplace(problem, device_, op, rows, setup_);
     };
@@ -102,9 +102,10 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
         break;
       case SegmentReduce::logsumexp:
         map(exponential_map(dtype), {&problem.x, &problem.d_x});
-        if (!uses_saved_lse(problem)) {
-          reduction_.emplace(problem, device_, logsumexp_real(dtype), Specs{&problem.x}, setup_,
-                             layout_);
+        lse_ = out_is_lse(problem) ? out_ : matrix(problem.lse, real, length);
+        if (!out_is_lse(problem)) {
+          reduction_.emplace(problem, device_, reduce_op(problem.reduce, dtype), Specs{&problem.x},
+                             setup_, layout_);
           statistic_at_ = layout_.take(cells * real);
         }
         break;
@@ -192,10 +193,12 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
         return;
       case SegmentReduce::logsumexp:
         p.x = bound(x_, tensors.x);
-        if (reduction_) {
-          reduce(*reduction_, statistic_at_);
+        if (has_lse(problem_, tensors)) {
+          p.statistic = bound(lse_, reduction_ ? tensors.lse : tensors.out);
         } else {
-          p.statistic = bound(out_, tensors.out);
+          p.result2 = own(statistic_at_);
+          reduction_->enqueue(setup_, launcher, p);
+          p.statistic = std::exchange(p.result2, {});
         }
         map(*map_);
         return;
@@ -242,7 +245,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
   std::optional<Reduction> reduction_;
   std::optional<ProductStage> product_;
   Extremes extremes_;
-  Matrix x_{}, out_{}, d_out_{}, d_x_{}, own_{}, arg_{}, mask_{};
+  Matrix x_{}, out_{}, lse_{}, d_out_{}, d_x_{}, own_{}, arg_{}, mask_{};
   DType own_arg_dtype_ = DType::i64;
   std::size_t statistic_at_ = 0;
 };

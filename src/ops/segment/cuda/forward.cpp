@@ -56,7 +56,7 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     x_ = matrix(problem.x, element, length);
     out_ = matrix(problem.out, element, length);
     const auto cells = static_cast<std::size_t>(problem.num_segments * problem.x.shape[1]);
-    own_ = matrix(problem.num_segments, problem.x.shape[1]);
+    own_ = matrix(problem.num_segments, problem.x.shape[1], length);
     if (softmax) {
       map_.emplace(problem, device_, softmax_map(dtype), Specs{&problem.x, &problem.out}, setup_);
       const std::size_t real = size_of(accumulation_dtype(dtype));
@@ -66,16 +66,20 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     if (problem.arg.given()) {
       arg_ = matrix(problem.arg, size_of(problem.arg.dtype), length);
       arg_dtype_ = problem.arg.dtype;
+      // u8 counts too few places for what the caller does not see.
+      own_arg_dtype_ = arg_dtype_ == DType::u8 ? DType::i64 : arg_dtype_;
     }
+    lse_ = matrix(problem.lse, size_of(accumulation_dtype(dtype)), length);
     if (mask) {
       mask_matrix_ = matrix(problem.arg_mask, 1, 1);
       setup_.allow(kMaskTiling);
       mask_ = {mask_kernel(dtype, arg_dtype_, even), device_};
+      own_mask_ = {mask_kernel(dtype, own_arg_dtype_, even), device_};
       // What the mask is made from, where the caller does not want it.
       if (even) {
         own_out_at_ = layout_.take(cells * element);
       } else {
-        own_arg_at_ = layout_.take(cells * size_of(arg_dtype_));
+        own_arg_at_ = layout_.take(cells * size_of(own_arg_dtype_));
       }
     }
     setup_.reserve(layout_);
@@ -89,25 +93,31 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
  private:
   void enqueue(Stream stream, const SegmentTensors& tensors, Workspace workspace) const override {
     const bool softmax = problem_.reduce == SegmentReduce::softmax;
-    if (tensors.out == nullptr && tensors.arg == nullptr && tensors.arg_mask == nullptr) return;
+    if (tensors.out == nullptr && tensors.arg == nullptr && tensors.arg_mask == nullptr &&
+        tensors.lse == nullptr) {
+      return;
+    }
     if (problem_.x.shape[1] == 0) return;
     Launcher launcher = setup_.begin(stream, tensors, workspace.data);
     Params p = launcher.params;
     p.x = bound(x_, tensors.x);
     p.empty_value = empty_value(problem_);
     p.mean = problem_.reduce == SegmentReduce::mean;
-    p.arg_type = arg_dtype_ == DType::i64   ? ArgType::i64
-                 : arg_dtype_ == DType::i32 ? ArgType::i32
-                                            : ArgType::u8;
+    const bool own_arg = tensors.arg == nullptr;
+    const DType arg_dtype = own_arg ? own_arg_dtype_ : arg_dtype_;
+    p.arg_type = arg_dtype == DType::i64   ? ArgType::i64
+                 : arg_dtype == DType::i32 ? ArgType::i32
+                                           : ArgType::u8;
     const auto own = [&](std::size_t at) { return bound(own_, launcher.workspace + at); };
     if (softmax) {
       p.result = own(statistic_at_);
       p.result2 = own(statistic2_at_);
     } else {
       p.result = bound(out_, tensors.out);
+      p.result2 = bound(lse_, tensors.lse);
     }
     const bool mask = tensors.arg_mask != nullptr;
-    if (tensors.arg != nullptr) {
+    if (!own_arg) {
       p.arg = bound(arg_, tensors.arg);
     } else if (mask && keeps_place_ && problem_.ties != Ties::even) {
       p.arg = own(own_arg_at_);
@@ -126,7 +136,7 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
       Params q = setup_.tiled(launcher, p, kMaskTiling);
       q.out = p.result;
       q.mask = bound(mask_matrix_, tensors.arg_mask);
-      launcher.launch(mask_, q, q.tiles, 1);
+      launcher.launch(own_arg ? own_mask_ : mask_, q, q.tiles, 1);
     }
   }
 
@@ -135,9 +145,9 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
   Setup setup_;
   std::optional<Reduction> reduction_;
   std::optional<Mapping> map_;
-  Kernel mask_;
-  Matrix x_{}, out_{}, arg_{}, mask_matrix_{}, own_{};
-  DType arg_dtype_ = DType::i64;
+  Kernel mask_, own_mask_;  // from an arg of the caller, or of the workspace
+  Matrix x_{}, out_{}, lse_{}, arg_{}, mask_matrix_{}, own_{};
+  DType arg_dtype_ = DType::i64, own_arg_dtype_ = DType::i64;
   bool keeps_place_ = false;
   std::size_t statistic_at_ = 0, statistic2_at_ = 0, own_out_at_ = 0, own_arg_at_ = 0;
 };

@@ -190,13 +190,6 @@ ReduceOp row_product_sum(DType dtype) {
   return op;
 }
 
-ReduceOp logsumexp_real(DType dtype) {
-  ReduceOp op = reduce_op(SegmentReduce::logsumexp, dtype);
-  op.name = "logsumexp_real";
-  op.out = real(dtype);
-  return op;
-}
-
 Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device,
                      const ReduceOp& op, Specs inputs, Setup& setup, Layout& layout)
     : problem_(problem) {
@@ -304,7 +297,6 @@ std::vector<KernelSource> segment_reduction_kernels(int arch) {
       ops.push_back(extreme_place(reduce, true, dtype));
       ops.push_back(extreme_count(reduce, dtype));
     }
-    if (size_of(dtype) == 2) ops.push_back(logsumexp_real(dtype));
     for (const ReduceOp& op : ops) {
       for (KernelSource& kernel : Reduction::kernels(op, dtype, arch)) {
         all.push_back(std::move(kernel));

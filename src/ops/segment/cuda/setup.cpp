@@ -50,12 +50,12 @@ Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, std::size_t vec
   return result;
 }
 
-Matrix matrix(std::int64_t rows, std::int64_t columns) {
+Matrix matrix(std::int64_t rows, std::int64_t columns, std::size_t vector_length) {
   const TensorSpec spec = TensorSpec::contiguous(DType::u8, {rows, columns});
   return {.data = nullptr,
           .row_stride = spec.strides[0],
           .column_stride = 1,
-          .vectors = columns % 8 == 0};
+          .vectors = columns % static_cast<std::int64_t>(vector_length) == 0};
 }
 
 Matrix bound(Matrix matrix, const void* data) {

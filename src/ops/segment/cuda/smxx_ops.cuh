@@ -345,6 +345,12 @@ inline constexpr bool kStoresPair = false;
 template <class R>
 inline constexpr bool kStoresPair<SoftmaxSum<R>> = true;
 
+// Whether what is stored in 16 bits may be wanted unrounded, too: lse.
+template <class Op, class Out>
+inline constexpr bool kStoresReal = false;
+template <class R, class Out>
+inline constexpr bool kStoresReal<ExponentialSum<R>, Out> = sizeof(Out) == 2;
+
 // --- Storing ---
 
 // More than one column at a time only where the host has seen that rows are made of aligned pieces.
@@ -413,6 +419,14 @@ void finish(const Params& p, const Segments& segments, int64_t j, int64_t column
     for (int i = 0; i < kCount; ++i) values.element[i] = state[i].sum;
     store_row(p.result2, s, column, values);
   }
+  if constexpr (kStoresReal<Op, Out>) {
+    if (p.result2.data != nullptr) {
+      Values<Real<Out>, kCount> values;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values.element[i] = Op::value(state[i]);
+      store_row(p.result2, s, column, values);
+    }
+  }
   if (Op::kPlaces && p.arg.data != nullptr) {
     int64_t arg[kCount];
     const int64_t begin = p.arg_type == ArgType::u8 ? segments.begin(j) : 0;
@@ -440,6 +454,10 @@ void finish_empty(const Params& p, int64_t j, int64_t column) {
     store_row(p.result, s, column, Values<Out, 1>{{device::from_real<Out>(value)}});
   }
   if constexpr (kStoresPair<Op>) store_row(p.result2, s, column, Values<Out, 1>{});
+  if constexpr (kStoresReal<Op, Out>) {
+    const auto value = static_cast<Real<Out>>(p.empty_value);
+    if (p.result2.data != nullptr) store_row(p.result2, s, column, Values<Real<Out>, 1>{{value}});
+  }
   if (Op::kPlaces && p.arg.data != nullptr) {
     const int64_t arg[1] = {p.arg_type == ArgType::u8 ? kNoPlace : -1};
     store_arg(p, s, column, arg);

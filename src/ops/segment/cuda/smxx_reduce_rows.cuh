@@ -328,7 +328,10 @@ void reduce_rows(const Params& p) {
       finish<Op, Out>(p, segments, j, column, earlier, tile.origin);
     }
   }
-  if (walker == walkers - 1 && segments.begin(tile.stop) < tile.row_stop) {
+  // The list ends with the rows past the last offset.
+  const bool left_open =
+      tile.stop <= segments.count + 1 && segments.begin(tile.stop) < tile.row_stop;
+  if (walker == walkers - 1 && left_open) {
     State sum[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sum[i] = Op::start();

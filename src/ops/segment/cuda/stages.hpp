@@ -63,7 +63,7 @@ struct Launcher {
 
 Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, std::size_t vector_length);
 // A contiguous matrix of the workspace.
-Matrix matrix(std::int64_t rows, std::int64_t columns);
+Matrix matrix(std::int64_t rows, std::int64_t columns, std::size_t vector_length);
 Matrix bound(Matrix matrix, const void* data);
 // Whether all bound matrices are made of 16-byte pieces.
 bool in_vectors(const Params& p);
@@ -133,7 +133,6 @@ ReduceOp extreme_place(SegmentReduce reduce, bool last, DType dtype);
 ReduceOp extreme_count(SegmentReduce reduce, DType dtype);
 ReduceOp mask_count(DType dtype);
 ReduceOp row_product_sum(DType dtype);
-ReduceOp logsumexp_real(DType dtype);
 
 class Reduction {
  public:
