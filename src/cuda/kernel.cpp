@@ -4,6 +4,8 @@
 
 #include <map>
 #include <mutex>
+#include <system_error>
+#include <utility>
 
 #include "cuda/compiler.hpp"
 #include "pullback/error.hpp"
@@ -12,26 +14,49 @@ namespace pullback::cuda {
 namespace {
 
 // Libraries stay loaded for the life of the process: a plan may outlive any owner we could name.
+struct LoadedKernels {
+  std::mutex mutex;
+  std::map<std::string, CUkernel> by_key;
+
+  // Null: none. The mutex is held.
+  CUkernel find(const std::string& key) const {
+    const auto it = by_key.find(key);
+    return it != by_key.end() ? it->second : nullptr;
+  }
+};
+LoadedKernels& loaded_kernels() {
+  static LoadedKernels kernels;
+  return kernels;
+}
+
+bool is_loaded(const KernelSource& source) {
+  LoadedKernels& kernels = loaded_kernels();
+  const std::string key = key_text(source);
+  const std::lock_guard lock(kernels.mutex);
+  return kernels.find(key) != nullptr;
+}
+
 CUkernel loaded(const KernelSource& source) {
-  static std::mutex mutex;
-  static std::map<std::string, CUkernel> kernels;
+  LoadedKernels& kernels = loaded_kernels();
   const std::string key = key_text(source);
   {
-    const std::lock_guard lock(mutex);
-    if (const auto it = kernels.find(key); it != kernels.end()) return it->second;
+    const std::lock_guard lock(kernels.mutex);
+    if (CUkernel kernel = kernels.find(key)) return kernel;
   }
   const std::shared_ptr<const Cubin> cubin = compiled(source);
   const Driver& functions = driver();
-  const std::lock_guard lock(mutex);
-  if (const auto it = kernels.find(key); it != kernels.end()) return it->second;
+  const std::lock_guard lock(kernels.mutex);
+  if (CUkernel kernel = kernels.find(key)) return kernel;
   CUlibrary library = nullptr;
   check(functions.cuLibraryLoadData(&library, cubin->data(), nullptr, nullptr, 0, nullptr, nullptr,
                                     0),
         "cuLibraryLoadData");
   CUkernel kernel = nullptr;
   check(functions.cuLibraryGetKernel(&kernel, library, source.entry.c_str()), "cuLibraryGetKernel");
-  return kernels[key] = kernel;
+  return kernels.by_key[key] = kernel;
 }
+
+thread_local LoadScope* current_scope = nullptr;
 
 LaunchConfig launch_config(const Kernel& kernel, const LaunchShape& shape, void* stream,
                            LaunchAttribute (&attributes)[2]) {
@@ -84,6 +109,29 @@ std::shared_ptr<const Kernel> Kernel::load(const KernelSource& source, const Dev
           "cuKernelSetAttribute");
   }
   return kernel;
+}
+
+LoadScope::LoadScope() : outer_(std::exchange(current_scope, this)) {}
+LoadScope::~LoadScope() { current_scope = outer_; }
+
+void LoadScope::finish() {
+  for (const LoadingKernel& kernel : loading_) kernel.get();
+}
+
+LoadingKernel load_beside(const KernelSource& source, const DeviceInfo& device, int shared_bytes) {
+  const auto load = [source, &device, shared_bytes] {
+    return Kernel::load(source, device, shared_bytes);
+  };
+  if (current_scope != nullptr && !is_loaded(source)) {
+    try {
+      current_scope->loading_.push_back(std::async(std::launch::async, load).share());
+      return current_scope->loading_.back();
+    } catch (const std::system_error&) {  // no more threads
+    }
+  }
+  std::promise<std::shared_ptr<const Kernel>> now;
+  now.set_value(load());
+  return now.get_future().share();
 }
 
 int Kernel::blocks_per_multiprocessor(const DeviceInfo& device, int block_size) const {

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <array>
+#include <future>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "cuda/driver.hpp"
 #include "cuda/kernel_key.hpp"
@@ -38,6 +40,30 @@ class Kernel {
   CUkernel handle_ = nullptr;
   int shared_bytes_ = 0;
 };
+
+// Kernels of a plan are compiled side by side, as that takes long: each is on its way until it is
+// asked for.
+using LoadingKernel = std::shared_future<std::shared_ptr<const Kernel>>;
+
+// While one lives, what its thread loads goes on in threads of their own.
+class LoadScope {
+ public:
+  LoadScope();
+  ~LoadScope();
+  LoadScope(const LoadScope&) = delete;
+  LoadScope& operator=(const LoadScope&) = delete;
+  // When all are there; throws what the first of them that failed has thrown.
+  void finish();
+
+ private:
+  friend LoadingKernel load_beside(const KernelSource&, const DeviceInfo&, int);
+  std::vector<LoadingKernel> loading_;
+  LoadScope* outer_;
+};
+
+// Kernel::load, at once where no scope is. `device` is one of device_info().
+LoadingKernel load_beside(const KernelSource& source, const DeviceInfo& device,
+                          int shared_bytes = 0);
 
 // `parameters` is the kernel's only argument, a struct passed by value. The device's context must
 // be current (DeviceGuard).

@@ -51,34 +51,35 @@ KernelSource op_kernel(const OpKernel& kernel, int arch) {
   return op_kernel(kernel, arch, sizeof(Parameters));
 }
 
-// A kernel loaded at plan time with the shape it is launched in.
+// A kernel loaded at plan time with the shape it is launched in. Where its occupancy is asked for,
+// it has to be there: a plan names all of its kernels first.
 template <class Parameters>
 class PlannedKernel {
  public:
   PlannedKernel() = default;
   PlannedKernel(const OpKernel& kernel, const DeviceInfo& device, int shared_bytes = 0)
-      : kernel_(Kernel::load(op_kernel<Parameters>(kernel, compile_arch(device)), device,
-                             shared_bytes)) {
+      : kernel_(load_beside(op_kernel<Parameters>(kernel, compile_arch(device)), device,
+                            shared_bytes)) {
     shape.block = static_cast<unsigned>(kernel.threads);
   }
 
   // For the size of a grid: blocks that one multiprocessor holds at a time.
   int blocks_per_multiprocessor(const DeviceInfo& device) const {
-    return kernel_->blocks_per_multiprocessor(device, static_cast<int>(shape.block));
+    return kernel_.get()->blocks_per_multiprocessor(device, static_cast<int>(shape.block));
   }
   // Clusters of `shape` that the device holds at a time; blocks, where shape.cluster is 1.
   int clusters_on_device(const DeviceInfo& device) const {
-    return kernel_->clusters_on_device(device, shape);
+    return kernel_.get()->clusters_on_device(device, shape);
   }
   // The device's context must be current: CudaBody sees to it.
   void launch(Stream stream, const Parameters& parameters) const {
-    cuda::launch(*kernel_, shape, stream.handle, &parameters);
+    cuda::launch(*kernel_.get(), shape, stream.handle, &parameters);
   }
 
   LaunchShape shape;
 
  private:
-  std::shared_ptr<const Kernel> kernel_;
+  LoadingKernel kernel_;
 };
 
 // A CUDA variant's PlanBody. The constructor of the derived class loads kernels and prepares their
@@ -98,6 +99,15 @@ class CudaBody : public PlanBody<Tensors> {
 
   const DeviceInfo& device_;
 };
+
+// A plan's body with its kernels.
+template <class Body, class... Arguments>
+std::unique_ptr<Body> make_body(Arguments&&... arguments) {
+  LoadScope scope;
+  auto body = std::make_unique<Body>(std::forward<Arguments>(arguments)...);
+  scope.finish();
+  return body;
+}
 
 // Whether 16-byte loads and stores may begin at all of these; null pointers do not count.
 inline bool vector_aligned(std::initializer_list<const void*> pointers) {

@@ -358,7 +358,7 @@ Body make_cuda_backward(const AttentionProblem& problem, const Device& device, P
                      (dtype == DType::f32 &&
                       split_tiles(TileBackward::tensor_core_width(problem), arch).keys == 0);
   if (plain) return make_plain_backward(problem, device);
-  return std::make_unique<TileBackward>(problem, device, arch);
+  return cuda::make_body<TileBackward>(problem, device, arch);
 }
 
 }  // namespace pullback::attention

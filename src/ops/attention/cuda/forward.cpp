@@ -181,7 +181,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
 }  // namespace
 
 Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass) {
-  return std::make_unique<Forward>(problem, device);
+  return cuda::make_body<Forward>(problem, device);
 }
 
 }  // namespace pullback::attention

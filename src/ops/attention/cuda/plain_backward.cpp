@@ -65,7 +65,7 @@ class PlainBackward final : public BackwardBody {
 }  // namespace
 
 Body make_plain_backward(const AttentionProblem& problem, const Device& device) {
-  return std::make_unique<PlainBackward>(problem, device);
+  return cuda::make_body<PlainBackward>(problem, device);
 }
 
 }  // namespace pullback::attention

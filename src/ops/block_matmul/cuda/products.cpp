@@ -322,7 +322,7 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
 
 std::unique_ptr<Body> make_cuda(const BlockMatmulProblem& problem, const Device& device,
                                 Pass pass) {
-  return std::make_unique<Cuda>(problem, device, pass);
+  return cuda::make_body<Cuda>(problem, device, pass);
 }
 
 }  // namespace pullback::block_matmul

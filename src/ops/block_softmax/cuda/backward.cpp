@@ -297,7 +297,7 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
 }  // namespace
 
 std::unique_ptr<Body> make_cuda_backward(const BlockSoftmaxProblem& problem, const Device& device) {
-  return std::make_unique<Backward>(problem, device);
+  return cuda::make_body<Backward>(problem, device);
 }
 
 }  // namespace pullback::block_softmax

@@ -167,7 +167,7 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
 }  // namespace
 
 std::unique_ptr<Body> make_cuda_forward(const BlockSoftmaxProblem& problem, const Device& device) {
-  return std::make_unique<Forward>(problem, device);
+  return cuda::make_body<Forward>(problem, device);
 }
 
 }  // namespace pullback::block_softmax

@@ -308,7 +308,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
 }  // namespace
 
 Body make_cuda_backward(const EntmaxProblem& problem, const Device& device) {
-  return std::make_unique<CudaBackward>(problem, device);
+  return cuda::make_body<CudaBackward>(problem, device);
 }
 
 }  // namespace pullback::entmax

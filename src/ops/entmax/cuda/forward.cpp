@@ -56,6 +56,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     load_any(dtype, family, ragged);
     how_ = fmt::format("{} threads a row, which is read in every step", 32 * any_warps_);
     if (!ragged && !each && !problem.mask.given()) load_fast(dtype, family);
+    set_any_grid(ragged);
     description = fmt::format("{}; sums in {}, in a fixed order: the same bits every run", how_,
                               name_of(accumulation_dtype(dtype)));
   }
@@ -66,6 +67,10 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const std::int64_t length = ragged && rows.groups > 0 ? rows.length / rows.groups : rows.length;
     any_warps_ = length > kWarpLength ? kAnyWarps : 1;
     any_ = {any_kernel(dtype, family, any_warps_), device_};
+  }
+
+  void set_any_grid(bool ragged) {
+    const Rows& rows = params_.rows;
     const std::int64_t tasks = rows.count * (rows.groups + (ragged ? 1 : 0));
     const std::int64_t blocks = (tasks + kAnyWarps / any_warps_ - 1) / (kAnyWarps / any_warps_);
     const std::int64_t resident =
@@ -173,7 +178,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
 }  // namespace
 
 Body make_cuda_forward(const EntmaxProblem& problem, const Device& device) {
-  return std::make_unique<Forward>(problem, device);
+  return cuda::make_body<Forward>(problem, device);
 }
 
 }  // namespace pullback::entmax

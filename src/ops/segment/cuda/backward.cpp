@@ -258,7 +258,7 @@ namespace pullback {
 std::unique_ptr<SegmentBody> make_segment_cuda(const SegmentProblem& problem, const Device& device,
                                                Pass pass) {
   if (pass == Pass::forward) return segment_cuda::make_forward(problem, device);
-  return std::make_unique<segment_cuda::Backward>(problem, device);
+  return cuda::make_body<segment_cuda::Backward>(problem, device);
 }
 
 }  // namespace pullback

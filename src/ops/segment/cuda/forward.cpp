@@ -155,7 +155,7 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
 }  // namespace
 
 std::unique_ptr<SegmentBody> make_forward(const SegmentProblem& problem, const Device& device) {
-  return std::make_unique<Forward>(problem, device);
+  return cuda::make_body<Forward>(problem, device);
 }
 
 }  // namespace pullback::segment_cuda

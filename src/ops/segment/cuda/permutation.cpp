@@ -101,7 +101,7 @@ namespace pullback {
 
 std::unique_ptr<PlanBody<SegmentPermutationTensors>> make_permutation_cuda(
     const SegmentPermutationProblem& problem, const Device& device) {
-  return std::make_unique<segment_cuda::Permutation>(problem, device);
+  return cuda::make_body<segment_cuda::Permutation>(problem, device);
 }
 
 }  // namespace pullback

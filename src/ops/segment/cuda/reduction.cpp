@@ -202,6 +202,8 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     const auto length = static_cast<std::size_t>(vector_length(dtype));
     wide &= matrix(*input, size_of(dtype), length).vectors != 0;
   }
+  combine_columns_ = combine_width(columns, problem.num_segments);
+  combine_ = {combine_kernel(op, dtype, combine_columns_), device};
   if (column) {
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.state_bytes);
@@ -211,22 +213,20 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     }
   } else {
     any_ = {rows_kernel(op, dtype, Access::any), device, reduce_bytes(op, dtype, 1)};
-    any_tiling_ = long_rows_tiling(problem, 1, setup.resident(any_));
     if (wide) {
       wide_ = {rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide), device,
                reduce_bytes(op, dtype, vector_length(dtype))};
-      wide_tiling_ = long_rows_tiling(problem, vector_length(dtype), setup.resident(*wide_));
-      setup.allow(wide_tiling_);
       narrow_lane_bits_ = narrow_lane_bits(problem);
       if (streams(op, dtype) && narrow_lane_bits_) {
         narrow_ = {narrow_kernel(op, dtype), device, kNarrowBytes};
         setup.allow_stream(*narrow_);
       }
+      wide_tiling_ = long_rows_tiling(problem, vector_length(dtype), setup.resident(*wide_));
+      setup.allow(wide_tiling_);
     }
+    any_tiling_ = long_rows_tiling(problem, 1, setup.resident(any_));
   }
   setup.allow(any_tiling_);
-  combine_columns_ = combine_width(columns, problem.num_segments);
-  combine_ = {combine_kernel(op, dtype, combine_columns_), device};
 
   std::int64_t most_tiles = tiles_of(problem, any_tiling_);
   if (wide_) most_tiles = std::max(most_tiles, tiles_of(problem, wide_tiling_));
