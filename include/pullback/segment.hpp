@@ -45,9 +45,8 @@ struct SegmentProblem {
   friend bool operator==(const SegmentProblem&, const SegmentProblem&) = default;
 };
 
-// Forward reads x and the segments, writes out and the non-null of arg, arg_mask, lse. Backward
-// reads
-// d_out, the segments and
+// Forward reads x and the segments, writes out and the non-null of arg, arg_mask, lse.
+// Backward reads d_out, the segments and
 //   sum, mean            nothing more
 //   max, min             arg or arg_mask; or else x and out
 //   prod                 x
