@@ -105,7 +105,7 @@ pool() {
   while read -r line; do printf '%s\0%s\0' $((number++)) "$line"; done |
     xargs -0 -r -n 2 -P "$jobs" bash -c 'one "${@: -2}" "${@:1:$#-2}"' _ "$@"
   passed=$(cat "$logs"/* | sed -nE 's/^\[  PASSED  \] ([0-9]+) tests?\./\1/p' | awk '{ n += $1 } END { print n + 0 }')
-  if ls "$logs" | grep -q bad; then
+  if compgen -G "$logs/*.bad" >/dev/null; then
     echo "FAILED  $name, $((SECONDS - start)) s: $passed tests passed"
     cat "$logs"/*.bad | head -80
     failed=1

@@ -52,11 +52,15 @@ need_nvrtc() {
 }
 
 # Where pip finds PyTorch for PYTHON: PyPI's brings gigabytes of CUDA libraries, so the CPU's, unless an
-# index is configured.
+# index is configured, or that one does not answer: pip would ask it for every package, five times each.
 # prefer_cpu_torch PYTHON
 prefer_cpu_torch() {
-  "$1" -m pip config list | grep -qE 'index-url|find-links' ||
-    export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+  local index=https://download.pytorch.org/whl/cpu config
+  config=$("$1" -m pip config list)
+  [[ ! $config =~ index-url|find-links ]] || return 0
+  if "$1" -c "import urllib.request as r; r.urlopen('$index/torch/', timeout=20)" 2>/dev/null; then
+    export PIP_EXTRA_INDEX_URL=$index
+  fi
 }
 
 # configure FOLDER [CMAKE OPTIONS...]; quiet unless it fails.
