@@ -203,6 +203,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     dense = random(1, 2, 32, 4, device=device).requires_grad_()
     d, b = DENSE.identifier, 16
     one = blocks[:1].detach().requires_grad_()
+    half = x.detach().bfloat16().requires_grad_()
     packed = [t.detach()[0].requires_grad_() for t in (q, k[:, :5], v[:, :5])]
     return {
         "attention": (
@@ -221,7 +222,7 @@ def op_arguments(device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "entmax-sparsemax": (ops.sparsemax, (x, None, 0)),
         "segment": (ops.segment, (x, offsets, None, None, 0, 5, 0, 0, 0)),
         "segment-arg": (ops.segment_arg, (x, offsets, None, None, 0, 2, 0, 0, 0)),
-        "segment-lse": (ops.segment_lse, (x.detach().bfloat16(), offsets, None, None, 0, 5, 0, 0, 0)),
+        "segment-lse": (ops.segment_lse, (half, offsets, None, None, 0, 5, 0, 0, 0)),
         "segment-permutation": (ops.segment_permutation, (ids, 3)),
         "block_softmax": (ops.block_softmax, (blocks, None, padding, None, d, b, 0, 1, 0.5)),
         "block_matmul": (ops.block_matmul, (one, dense, d, b, 1, 0)),
