@@ -5,7 +5,6 @@
 #include <map>
 #include <mutex>
 #include <system_error>
-#include <utility>
 
 #include "cuda/compiler.hpp"
 #include "pullback/error.hpp"
@@ -111,8 +110,8 @@ std::shared_ptr<const Kernel> Kernel::load(const KernelSource& source, const Dev
   return kernel;
 }
 
-LoadScope::LoadScope() : outer_(std::exchange(current_scope, this)) {}
-LoadScope::~LoadScope() { current_scope = outer_; }
+LoadScope::LoadScope() { current_scope = this; }
+LoadScope::~LoadScope() { current_scope = nullptr; }
 
 void LoadScope::finish() {
   for (const LoadingKernel& kernel : loading_) kernel.get();

@@ -45,7 +45,7 @@ class Kernel {
 // asked for.
 using LoadingKernel = std::shared_future<std::shared_ptr<const Kernel>>;
 
-// While one lives, what its thread loads goes on in threads of their own.
+// While one lives, what its thread loads goes on in threads of their own. One at a time.
 class LoadScope {
  public:
   LoadScope();
@@ -58,7 +58,6 @@ class LoadScope {
  private:
   friend LoadingKernel load_beside(const KernelSource&, const DeviceInfo&, int);
   std::vector<LoadingKernel> loading_;
-  LoadScope* outer_;
 };
 
 // Kernel::load, at once where no scope is. `device` is one of device_info().

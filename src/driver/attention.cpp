@@ -179,7 +179,7 @@ const OpDriver& driver() {
                   {"max-seqlen-k", "N", "bound on the lengths in cu_seqlens_k; 0 = unknown"}},
       .cotangents = {{"out", "d_out"}, {"lse", "d_lse"}},
       .gradients = {{"q", "d_q"}, {"k", "d_k"}, {"v", "d_v"}, {"bias", "d_bias"}},
-      .output_error_ratio = 3,  // f32 is two f16 each on tensor cores
+      .splits_f32_on_cuda = true,
       .prepare = prepare,
       .cost = cost};
   return instance;

@@ -82,8 +82,8 @@ struct OpDriver {
     double epsilons;
   };
   std::vector<Rounded> rounded = {};
-  // Errors of outputs that pass, in those of the same formulas in the tensors' dtype.
-  double output_error_ratio = 2;
+  // Whether GPUs make f32 of two f16 each: outputs are then held to the bound of gradients.
+  bool splits_f32_on_cuda = false;
   std::unique_ptr<Session> (*prepare)(const Request& request);
   Cost (*cost)(const Request& request, Pass pass);
 };

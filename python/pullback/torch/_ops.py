@@ -203,6 +203,7 @@ SPARSEMAX = TorchOp(
 )
 _SEGMENT_INDICES = ("offsets", "ids", "permutation")
 _SEGMENT_INPUTS = ("x", *[f"{name}?" for name in _SEGMENT_INDICES])
+_SEGMENT_READS = ("x", *_SEGMENT_INDICES)
 _SEGMENT_OPTIONS = ("SymInt num_segments", "int reduce", "int ties", "int empty", "int flags")
 
 
@@ -213,48 +214,42 @@ def _segment_unread(options: Mapping[str, Any]) -> Sequence[str]:
     return ("x",) if reduce == "softmax" else ()
 
 
+# What the forms of segment share; they differ in what they save.
+_SEGMENT: dict[str, Any] = {
+    "inputs": _SEGMENT_INPUTS,
+    "options": _SEGMENT_OPTIONS,
+    "upstream": ("d_out",),
+    "gradients": {"x": "d_x"},
+    "fold": _columns,
+    "indices": _SEGMENT_INDICES,
+}
 SEGMENT = TorchOp(
     "segment",
     _native.SEGMENT,
-    inputs=_SEGMENT_INPUTS,
-    options=_SEGMENT_OPTIONS,
     outputs=("out",),
-    upstream=("d_out",),
     shapes=_segment_shapes,
-    reads=("x", "offsets", "ids", "permutation", "out"),
+    reads=(*_SEGMENT_READS, "out"),
     unread=_segment_unread,
-    gradients={"x": "d_x"},
-    fold=_columns,
-    indices=_SEGMENT_INDICES,
+    **_SEGMENT,
 )
 # max and min with the row that won, which is all that their backward pass needs.
 SEGMENT_ARG = TorchOp(
     "segment_arg",
     _native.SEGMENT,
-    inputs=_SEGMENT_INPUTS,
-    options=_SEGMENT_OPTIONS,
     outputs=("out", "arg"),
-    upstream=("d_out",),
     shapes=_segment_arg_shapes,
-    reads=("x", "offsets", "ids", "permutation", "arg"),
+    reads=(*_SEGMENT_READS, "arg"),
     unread=lambda options: ("x",),
-    gradients={"x": "d_x"},
-    fold=_columns,
-    indices=_SEGMENT_INDICES,
+    **_SEGMENT,
 )
 # logsumexp of 16 bits with what its backward pass would sum anew.
 SEGMENT_LSE = TorchOp(
     "segment_lse",
     _native.SEGMENT,
-    inputs=_SEGMENT_INPUTS,
-    options=_SEGMENT_OPTIONS,
     outputs=("out", "lse"),
-    upstream=("d_out",),
     shapes=_segment_lse_shapes,
-    reads=("x", "offsets", "ids", "permutation", "lse"),
-    gradients={"x": "d_x"},
-    fold=_columns,
-    indices=_SEGMENT_INDICES,
+    reads=(*_SEGMENT_READS, "lse"),
+    **_SEGMENT,
 )
 SEGMENT_PERMUTATION = TorchOp(
     "segment_permutation",

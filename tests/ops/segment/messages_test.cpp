@@ -123,7 +123,6 @@ TEST(segment_messages, outputs) {
   problem = good();
   problem.reduce = SegmentReduce::logsumexp;
   problem.x.dtype = DType::bf16;
-  if (problem.d_out.given()) problem.d_out.dtype = DType::bf16;
   problem.lse = TensorSpec::contiguous(DType::bf16, {3, 4});
   EXPECT_EQ(message(problem),
             "segment: lse: expected dtype f32, got bf16; convert the tensor first");
