@@ -35,9 +35,9 @@ struct TileLayout {
 // i in 0..3. In a product with the tile's rows as columns, lane 4 g + t then has the columns
 // 8 t … 8 t + 7 of each 32, next to each other in whatever is added to the sums.
 //
-// kShort: code is to be short rather than fast.
+// kShort: code is to be short rather than fast. kPartial: the last piece of a row may be cut off.
 template <class T, int kRows, int kColumns, int kThreads, bool kVectors, bool kInterleaved = false,
-          bool kShort = !kVectors>
+          bool kShort = !kVectors, bool kPartial = false>
 class TileLoader {
   using Layout = TileLayout<T, kColumns>;
   // Threads side by side in a row; each takes every kAcross-th chunk of it.
@@ -81,7 +81,10 @@ class TileLoader {
         for (int across = 0; across < kColumns; across += kAcross * Layout::kChunk) {
           const uint32_t address = to + static_cast<uint32_t>(across / Layout::kChunk * 16);
           const int columns = valid ? columns_ - column - across : 0;
-          if constexpr (kVectors) {
+          if constexpr (kVectors && kPartial) {
+            const int taken = columns < 0 ? 0 : columns < Layout::kChunk ? columns : Layout::kChunk;
+            async_copy_padded(address, from + across, taken * static_cast<int>(sizeof(T)));
+          } else if constexpr (kVectors) {
             async_copy_or_zero(address, from + across, columns > 0);
           } else {
             gather(address, from + across * element_step_, columns);

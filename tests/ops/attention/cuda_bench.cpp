@@ -94,6 +94,10 @@ std::vector<Case> attention_cuda_bench() {
     add_one(fmt::format("B2 H16 S4096 D{} causal", head_dim), setup, {{"causal", "bottom-right"}});
   }
   setup.dtypes = {DType::bf16};
+  for (const std::int64_t head_dim : {64, 128}) {
+    setup.head_dim = setup.value_dim = head_dim;
+    add_one(fmt::format("B2 H16 S4096 D{} softcap 50", head_dim), setup, {{"softcap", "50"}});
+  }
   for (const std::int64_t head_dim : {32, 64, 128}) {
     const std::int64_t heads = head_dim == 32 ? 8 : 16;
     setup.heads = setup.kv_heads = heads;

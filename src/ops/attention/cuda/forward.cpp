@@ -15,11 +15,12 @@ namespace {
 
 int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 
-constexpr std::string_view kKindNames[] = {"plain",   "blocks", "large_blocks",
-                                           "dropout", "terms",  "elements"};
+constexpr std::string_view kKindNames[] = {"plain", "blocks", "large_blocks", "dropout",
+                                           "bias",  "terms",  "elements"};
 
 ForwardKind blocks_kind(int width, DType dtype, std::int64_t block) {
-  const bool large = block >= kLargeBlock && has_large_blocks(width, element_bytes(dtype));
+  const bool large =
+      block >= kLargeBlock && has_kind(ForwardKind::large_blocks, width, element_bytes(dtype));
   return large ? ForwardKind::large_blocks : ForwardKind::blocks;
 }
 
@@ -56,14 +57,21 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const int width = head_width(static_cast<int>(sizes_.head_dim),  //
                                  static_cast<int>(sizes_.value_dim));
     params_.problem = problem_params(problem);
+    params_.bias = plane(problem.bias);
+    const Plane& bias = params_.bias;
+    params_.bias_vectors =
+        bias.key == 1 &&
+        (bias.batch | bias.head | bias.query) % static_cast<std::int64_t>(16 / size_of(dtype)) == 0;
     const Problem& p = params_.problem;
     const bool blocks = problem.blocks.given(), dropout = p.dropout.active();
-    const bool terms =
-        problem.bias.given() || p.softcap > 0 || !(p.scale > kLeastScale) || (blocks && dropout);
-    const ForwardKind kind = terms     ? ForwardKind::terms
-                             : dropout ? ForwardKind::dropout
-                             : blocks  ? blocks_kind(width, dtype, problem.blocks.block)
-                                       : ForwardKind::plain;
+    const bool only_bias = params_.bias_vectors != 0 && !blocks && !dropout &&
+                           has_kind(ForwardKind::bias, width, element_bytes(dtype));
+    const bool any_term = p.softcap > 0 || !(p.scale > kLeastScale) || (blocks && dropout);
+    const ForwardKind kind = any_term || (problem.bias.given() && !only_bias) ? ForwardKind::terms
+                             : problem.bias.given()                           ? ForwardKind::bias
+                             : dropout                                        ? ForwardKind::dropout
+                             : blocks ? blocks_kind(width, dtype, problem.blocks.block)
+                                      : ForwardKind::plain;
     const auto tile_of = [&](ForwardKind any) {
       return forward_tile(width, element_bytes(dtype), any, arch);
     };
@@ -76,12 +84,6 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params_.v = head_rows(problem.v);
     params_.out = head_rows(problem.out);
     params_.lse = row_values(problem.lse);
-    params_.bias = plane(problem.bias);
-    const Plane& bias = params_.bias;
-    params_.bias_vectors =
-        bias.key == 1 &&
-        (bias.batch | bias.head | bias.query) % static_cast<std::int64_t>(16 / size_of(dtype)) == 0;
-
     sequences_.emplace(problem, device_, rows, rows);
     workspace_bytes = sequences_->workspace_bytes();
     const std::int64_t pairs = (sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads;
@@ -111,9 +113,10 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       const std::int64_t own_tiles =
           sizes_.varlen ? tiles : (sizes_.total_query + own.rows - 1) / own.rows;
       to.emplace(problem, device_, tile_kernel(dtype, width, any, arch),
-                 own.shared_bytes(element_bytes(dtype)), own_tiles, pairs, own.rows,
-                 part_keys(own));
+                 own.shared_bytes(element_bytes(dtype), stages_bias(any, element_bytes(dtype))),
+                 own_tiles, pairs, own.rows, part_keys(own));
     };
+    only_aligned_bias_ = kind == ForwardKind::bias;
     if (vectors_) load(by_vectors_, kind);
     load(by_elements_, ForwardKind::elements);
     description = fmt::format(
@@ -162,9 +165,10 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params.out.data = tensors.out;
     params.lse.data = tensors.lse;
     params.bias.data = const_cast<void*>(tensors.bias);
-    if (!cuda::vector_aligned({tensors.bias})) params.bias_vectors = 0;
-    const bool vectors =
-        vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.out});
+    const bool bias_aligned = cuda::vector_aligned({tensors.bias});
+    if (!bias_aligned) params.bias_vectors = 0;
+    const bool vectors = vectors_ && (bias_aligned || !only_aligned_bias_) &&
+                         cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.out});
     const Tiles& tiles = vectors ? *by_vectors_ : *by_elements_;
     params.q_tiles = tiles.q_tiles;
     params.problem.blocks = tiles.blocks.get();
@@ -175,7 +179,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   ForwardParams params_{};
   std::optional<SequenceLister> sequences_;
   std::optional<Tiles> by_vectors_, by_elements_;
-  bool vectors_ = false, empty_ = false;
+  bool vectors_ = false, only_aligned_bias_ = false, empty_ = false;
 };
 
 }  // namespace
@@ -194,9 +198,7 @@ std::vector<KernelSource> attention_forward_kernels(int arch) {
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
     for (const int width : kHeadWidths) {
       for (const ForwardKind kind : kForwardKinds) {
-        if (kind == ForwardKind::large_blocks && !has_large_blocks(width, element_bytes(dtype))) {
-          continue;
-        }
+        if (!has_kind(kind, width, element_bytes(dtype))) continue;
         kernels.push_back(op_kernel<ForwardParams>(tile_kernel(dtype, width, kind, arch), arch));
       }
     }

@@ -211,19 +211,33 @@ struct BiasBlock {
   }
 };
 
+// Where the d_bias of a (batch, head), or a part of its sums, goes.
 template <class T>
-void store_bias(const BackwardParams& p, int part, int64_t batch, int64_t head, int64_t query,
-                int64_t key, float value) {
-  const BiasShape& own = p.bias_shape;
-  if (p.bias_parts == 1) {
-    static_cast<T*>(p.d_bias.data)[batch * p.d_bias.batch + head * p.d_bias.head +
-                                   query * p.d_bias.query + key * p.d_bias.key] =
-        from_real<T>(value);
-    return;
+struct BiasStore {
+  T* d_bias;
+  float* sums;  // rather than to d_bias, unless null
+  int64_t query_step, key_step;
+
+  BiasStore(const BackwardParams& p, int part, int64_t batch, int64_t head)
+      : d_bias(static_cast<T*>(p.d_bias.data) + batch * p.d_bias.batch + head * p.d_bias.head),
+        sums(nullptr),
+        query_step(p.d_bias.query),
+        key_step(p.d_bias.key) {
+    const BiasShape& own = p.bias_shape;
+    if (p.bias_parts == 1) return;
+    sums = p.bias_sums + ((part * own.batch + batch) * own.head + head) * (own.query * own.key);
+    query_step = own.key, key_step = 1;
   }
-  const int64_t index = ((batch * own.head + head) * own.query + query) * own.key + key;
-  p.bias_sums[part * (own.batch * own.head * own.query * own.key) + index] = value;
-}
+
+  void operator()(int64_t query, int64_t key, float value) const {
+    const int64_t at = query * query_step + key * key_step;
+    if (sums == nullptr) {
+      d_bias[at] = from_real<T>(value);
+    } else {
+      sums[at] = value;
+    }
+  }
+};
 
 template <class T, int kWidth, int kKeys, int kQueries, int kSide, int kStatsRows>
 void bias_gradient(const BackwardParams& p) {
@@ -258,6 +272,7 @@ void bias_gradient(const BackwardParams& p) {
               static_cast<int>(key_tile + n % keys));
   }
 
+  const BiasStore<T> store(p, part, batch, head);
   const int64_t first_query = query_tile * kQueries, first_key = key_tile * kKeys;
   if (all_keys || all_queries) {
     float* const folded = reinterpret_cast<float*>(shared);
@@ -265,8 +280,8 @@ void bias_gradient(const BackwardParams& p) {
     const int length = all_keys ? all_queries ? 1 : kQueries : kKeys;
     const int64_t left = all_keys ? own.query - first_query : own.key - first_key;
     for (int r = static_cast<int>(threadIdx.x); r < length && r < left; r += Block::kThreads) {
-      store_bias<T>(p, part, batch, head, all_keys ? first_query + r : first_query,
-                    all_keys ? first_key : first_key + r, folded[r]);
+      store(all_keys ? first_query + r : first_query, all_keys ? first_key : first_key + r,
+            folded[r]);
     }
     return;
   }
@@ -282,9 +297,7 @@ void bias_gradient(const BackwardParams& p) {
               first_query + block.query_row + chunk * 32 + 8 * n + block.lane % 4 * 2 + e % 2;
           const int64_t j =
               first_key + block.key_row + 4 * m + e / 2 * 2 + first_key_of_row(block.lane);
-          if (i < own.query && j < own.key) {
-            store_bias<T>(p, part, batch, head, i, j, block.sum[chunk][m][n][e]);
-          }
+          if (i < own.query && j < own.key) store(i, j, block.sum[chunk][m][n][e]);
         }
       }
     }

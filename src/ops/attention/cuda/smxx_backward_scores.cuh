@@ -92,10 +92,16 @@ void store_eight(T* row, int64_t step, int j, int keys, bool vectors, const uint
     store_words(row + j, words);
     return;
   }
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    if (j + 2 * w < keys) row[(j + 2 * w) * step].bits = static_cast<uint16_t>(words[w]);
-    if (j + 2 * w + 1 < keys) row[(j + 2 * w + 1) * step].bits = words[w] >> 16;
+  // Short code, as it stands in many places: one element after the other leaves at the low end.
+  uint64_t low = words[0] | static_cast<uint64_t>(words[1]) << 32;
+  uint64_t high = words[2] | static_cast<uint64_t>(words[3]) << 32;
+  T* to = row + j * step;
+  const int count = keys - j < 8 ? keys - j : 8;
+#pragma unroll 1
+  for (int e = 0; e < count; ++e, to += step) {
+    to->bits = static_cast<uint16_t>(low);
+    low = low >> 16 | high << 48;
+    high >>= 16;
   }
 }
 

@@ -280,7 +280,7 @@ struct SplitBlock
   void query_product(float (&sum)[kDqM][kDqN][4], int first_query, int first_eight) const {
     const PlaneRows<kQueries, true> ds_rows(ds_tile, lane);
     const PlaneRows<kWidth, false> k_rows(k_tile, lane);
-#pragma unroll
+#pragma unroll 2
     for (int key = 0; key < kKeys; key += 16) {
       PlaneMatrices a[kDqM];
       float unit[kDqM];

@@ -79,59 +79,70 @@ struct SplitScores : Scores<float, kN, kFeatures> {
     for (int n = 0; n < kN; ++n) {
       float row[4];  // lse, delta of two queries
       load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
-      const float* bias_at = bias + (lane_query + 8 * n) * p.bias.query + lane_key * p.bias.key;
+      const float* const bias_at =
+          bias + (lane_query + 8 * n) * p.bias.query + lane_key * p.bias.key;
+      // What only some problems have comes first, one after the other: the rest has no branches.
+      float score[2][4], slope[2][4], addend[2][4];
+      const auto for_each = [&](const auto& visit) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w, bias_at += 2 * p.bias.key) {
-        const int m = w / 2;
+        for (int w = 0; w < 4; ++w) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const float lse = row[2 * c], delta = row[2 * c + 1];
-          const int e = w % 2 * 2 + c;
-          const int i = lane_query + 8 * n + c, j = lane_key + 2 * w;
-          bool seen = true;
-          if constexpr (kCareful) {
-            seen = i < place.q_length && j < place.k_length && j - i >= place.lowest &&
-                   j - i <= place.highest && lse != infinity<float>();
-            if constexpr (has_blocks(kFeatures)) {
-              seen = seen && (squares >> (n / 2 * 8 + lane / 16) & 1) != 0;
-            }
-          }
-          const float raw = s[m][n][e] * s_unit;
-          float d_chance = d_p[m][n][e] * d_p_unit;
-          float addend = 0, slope = 1, score;
-          if (biased && seen) addend = bias_at[c * p.bias.query];
-          if (capped) {
-            const float t = tanhf(raw * problem.inner_scale);
-            slope = 1 - t * t;
-            score = __fmaf_rn(t, problem.softcap, addend);
-          } else {
-            score = biased ? __fmaf_rn(raw, problem.scale, addend) : __fmul_rn(raw, problem.scale);
-          }
-          if constexpr (kCareful) {
-            // −inf is not seen, NaN is
-            seen = seen && addend != -infinity<float>() && score != -infinity<float>();
-          }
-          const float chance = exp2_fast((score - lse) * kLog2E);
-          float weight = chance;
-          if (drops) {
-            const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
-            weight = keep ? chance * problem.keep_scale : -0.0f;
-            d_chance = keep ? d_chance * problem.keep_scale : 0.0f;
-          }
-          float d_s = chance * (d_chance - delta);
-          if constexpr (kCareful) {
-            weight = seen ? weight : -0.0f;
-            d_s = seen ? d_s : -0.0f;
-          }
-          if constexpr (kIsGeneral) {
-            writer.add(m, n, e, d_s);
-            // What is not seen stays so.
-            if (seen) d_s *= slope;
-          }
-          s[m][n][e] = weight;
-          d_p[m][n][e] = d_s;
+          for (int c = 0; c < 2; ++c) visit(w / 2, w % 2 * 2 + c, w, c);
         }
+      };
+      for_each([&](int m, int e, int, int) {
+        score[m][e] = s[m][n][e] * s_unit;
+        slope[m][e] = 1, addend[m][e] = 0;
+      });
+      if (capped) {
+        for_each([&](int m, int e, int, int) {
+          score[m][e] = tanhf(score[m][e] * problem.inner_scale);
+          slope[m][e] = 1 - score[m][e] * score[m][e];
+        });
       }
+      const float factor = capped ? problem.softcap : problem.scale;
+      if (biased) {
+        for_each([&](int m, int e, int w, int c) {
+          const bool inside =
+              lane_query + 8 * n + c < place.q_length && lane_key + 2 * w < place.k_length;
+          if (inside) addend[m][e] = bias_at[c * p.bias.query + 2 * w * p.bias.key];
+        });
+      }
+      for_each([&](int m, int e, int w, int c) {
+        const float lse = row[2 * c], delta = row[2 * c + 1];
+        const int i = lane_query + 8 * n + c, j = lane_key + 2 * w;
+        bool seen = true;
+        const float logit = kIsGeneral ? __fmaf_rn(score[m][e], factor, addend[m][e])
+                                       : __fmul_rn(score[m][e], factor);
+        if constexpr (kCareful) {
+          // −inf is not seen, NaN is; an lse of inf is of a row that sees nothing.
+          seen = i < place.q_length && j < place.k_length && j - i >= place.lowest &&
+                 j - i <= place.highest && lse != infinity<float>() &&
+                 addend[m][e] != -infinity<float>() && logit != -infinity<float>();
+          if constexpr (has_blocks(kFeatures)) {
+            seen = seen && (squares >> (n / 2 * 8 + lane / 16) & 1) != 0;
+          }
+        }
+        const float chance = exp2_fast((logit - lse) * kLog2E);
+        float weight = chance, d_chance = d_p[m][n][e] * d_p_unit;
+        if (drops) {
+          const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
+          weight = keep ? chance * problem.keep_scale : -0.0f;
+          d_chance = keep ? d_chance * problem.keep_scale : 0.0f;
+        }
+        float d_s = chance * (d_chance - delta);
+        if constexpr (kCareful) {
+          weight = seen ? weight : -0.0f;
+          d_s = seen ? d_s : -0.0f;
+        }
+        if constexpr (kIsGeneral) {
+          writer.add(m, n, e, d_s);
+          // What is not seen stays so.
+          if (seen) d_s *= slope[m][e];
+        }
+        s[m][n][e] = weight;
+        d_p[m][n][e] = d_s;
+      });
       if constexpr (kIsGeneral) writer.finish(n);
     }
   }

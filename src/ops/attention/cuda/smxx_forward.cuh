@@ -7,11 +7,12 @@
 // block's warps share tiles of keys and values, K 0, V 0, K 1, V 1, …, which pass through a ring of
 // slots in shared memory, filled by asynchronous copies while earlier tiles are worked on.
 //
-// Without softcap and bias (kTerms false, scale > 0) scores stay what the product gives, and the
-// scale goes into the exponential.
+// Without softcap and bias (scale > 0) scores stay what the product gives, and the scale goes into
+// the exponential.
 #pragma once
 
 #include "ops/attention/cuda/smxx_clear.cuh"
+#include "ops/attention/cuda/smxx_forward_bias.cuh"
 #include "ops/attention/cuda/smxx_forward_planes.cuh"
 #include "ops/attention/cuda/smxx_plain_row.cuh"
 #include "ops/attention/cuda/smxx_scores.cuh"
@@ -202,7 +203,9 @@ T* remembered(T* const& kept) {
 
 template <class T, ForwardTile kTile, ForwardKind kKind>
 void forward(const ForwardParams& params) {
-  constexpr bool kDropout = kKind >= ForwardKind::dropout, kTerms = kKind >= ForwardKind::terms;
+  constexpr bool kTerms = kKind >= ForwardKind::terms, kBias = kKind >= ForwardKind::bias;
+  constexpr bool kStagedBias = stages_bias(kKind, sizeof(T));
+  constexpr bool kDropout = kKind == ForwardKind::dropout || kTerms;
   constexpr bool kBlocks = kTerms || is_blocks(kKind);
   constexpr bool kVectors = kKind < ForwardKind::elements;
   // A loop without masks for the tiles that need none: faster, but twice the code.
@@ -216,6 +219,8 @@ void forward(const ForwardParams& params) {
   extern __shared__ __align__(128) char shared[];
   const uint32_t q_tile = shared_address(shared);
   const uint32_t ring = q_tile + kTile.rows * Layout::kRowBytes;
+  using Bias = StagedBias<T, kTile.rows, kKeys, kThreads>;
+  const uint32_t bias_tile = ring + kSlots * kKeys * Layout::kRowBytes;
 
   constexpr bool kAnew =
       kKind != ForwardKind::plain || kTile.width == 96 || sizeof(T) == 4 || __CUDA_ARCH__ < 900;
@@ -238,14 +243,19 @@ void forward(const ForwardParams& params) {
            head * rows_of.head;
   };
   using KeyLoader = TileLoader<T, kPartKeys, kWidth, kThreads, kVectors, true>;
-  // Where K and V begin, and the tile's rows of out and lse; in shared memory, as registers are
-  // short. A barrier comes before they are read.
-  __shared__ const T* first_rows[3];
+  // Where K and V begin, and the tile's rows of out, the bias and lse; in shared memory, as
+  // registers are short. A barrier comes before they are read.
+  __shared__ const T* first_rows[kBias ? 4 : 3];
   __shared__ float* first_lse;
   if (threadIdx.x == 0) {
     first_rows[0] = first_of(params.k, sequence.k_begin, kv_head);
     first_rows[1] = first_of(params.v, sequence.k_begin, kv_head);
     first_rows[2] = first_of(params.out, sequence.q_begin + tile.first, tile.head);
+    if constexpr (kBias) {
+      const Plane& bias = params.bias;
+      first_rows[3] = static_cast<const T*>(bias.data) + tile.batch * bias.batch +
+                      tile.head * bias.head + tile.first * bias.query;
+    }
     first_lse = static_cast<float*>(params.lse.data) + tile.batch * params.lse.batch +
                 tile.head * params.lse.head + (sequence.q_begin + tile.first) * params.lse.row;
   }
@@ -253,7 +263,8 @@ void forward(const ForwardParams& params) {
   const Tiles key_tiles = kBlocks && p.blocks.given()
                               ? Tiles(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
                               : Tiles(band, first_query, first_query + rows - 1);
-  // Item 2 n is the n-th tile of K, 2 n + 1 that of V.
+  const bool with_bias = kBias && (!kTerms || params.bias.data != nullptr);
+  // Item 2 n is the n-th tile of K, 2 n + 1 that of V and of the bias.
   const auto load_item = [&](int item) {
     if (item < 2 * key_tiles.count) {
       const uint32_t slot = ring + item % kSlots * (kKeys * Layout::kRowBytes);
@@ -265,6 +276,13 @@ void forward(const ForwardParams& params) {
       for (int part = 0; part < kParts; ++part) {
         const int key = key_tiles.key(item / 2, part);
         loader.load(slot + part * (kPartKeys * Layout::kRowBytes), key, band.keys - key);
+      }
+      if constexpr (kStagedBias) {
+        if (with_bias && is_value) {
+          const int key = key_tiles.key(item / 2, 0);
+          Bias::template load<kTerms>(bias_tile, remembered(first_rows[3]) + key * params.bias.key,
+                                      params.bias, rows, band.keys - key, params.bias_vectors != 0);
+        }
       }
     }
     async_commit();
@@ -305,24 +323,26 @@ void forward(const ForwardParams& params) {
   };
   const KeySpan unmasked = seen_by_all(band, first_query, first_query + rows - 1);
   // From scores to logits.
-  const bool with_bias = kTerms && params.bias.data != nullptr;
   const float score_scale = kTerms ? score_unit(p) : p.scale;
-  const float scale = kTerms && (with_bias || !(score_scale > kLeastScale)) ? 1.0f : score_scale;
+  const float scale = with_bias || (kTerms && !(score_scale > kLeastScale)) ? 1.0f : score_scale;
   const float unit = scale * kLog2E;
 
-  // One tile ahead, where registers allow it.
-  constexpr bool kAhead = sizeof(T) == 2 && kWidth < 256;
-  BiasTile<T, kRowTiles, kKeys / 8> bias_tile;
-  const auto load_bias = [&](int n) {
-    if (!with_bias || n >= key_tiles.count) return;
-    const Warp warp(first_query, rows);
-    const auto [batch, head] = fresh_pair();
-    const T* const first = static_cast<const T*>(params.bias.data) + batch * params.bias.batch +
-                           head * params.bias.head;
-    bias_tile.load(params, first, warp.query, first_query + rows, key_tiles.key(n, 0), band.keys,
-                   warp.lane);
+  const auto add_terms = [&](float(&s)[kRowTiles][kKeys / 8][4], int n, const Warp& warp) {
+    if (kTerms && p.softcap > 0) take_tanh<T>(s, p.inner_scale);
+    if constexpr (kStagedBias) {
+      if (with_bias) add_bias(s, score_scale, Bias(bias_tile, warp.first_row, warp.lane));
+    } else if constexpr (kTerms) {
+      const int key = key_tiles.key(n, 0);
+      const float* const first =
+          remembered(first_rows[3]) + warp.first_row * params.bias.query + key * params.bias.key;
+      if (with_bias) {
+        add_bias(s, score_scale,
+                 DirectBias{first, params.bias.query, params.bias.key, warp.rows, band.keys - key,
+                            params.bias_vectors != 0, warp.lane});
+      }
+    }
+    if (kTerms && !with_bias && scale != score_scale) scale_scores(s, score_scale);
   };
-  if (kAhead) load_bias(0);
 
   // f32 is split in planes of f16, tile by tile.
   constexpr bool kPlanes = sizeof(T) == 4;
@@ -377,11 +397,7 @@ void forward(const ForwardParams& params) {
       }
       if (works) {
         const int lane = thread_number<kAnew>() % 32;
-        if constexpr (kTerms) {
-          if (!kAhead) load_bias(n);
-          add_terms<T>(s, p, with_bias, bias_tile);
-          if (kAhead) load_bias(n + 1);
-        }
+        if constexpr (kBias) add_terms(s, n, Warp(first_query, rows));
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           constexpr int kTiles = kPartKeys / 8;
@@ -393,7 +409,7 @@ void forward(const ForwardParams& params) {
             if (squares(part) != kAllSquares) hide_squares(s, first_n, end_n, squares(part), lane);
           }
         }
-        state.template take<kTerms>(s, unit);
+        state.template take<kBias>(s, unit);
         if constexpr (kDropout) {
           static_assert(kParts == 1);
           if (p.dropout.active()) {
@@ -407,8 +423,6 @@ void forward(const ForwardParams& params) {
         } else {
           value_product<T, kWidth>(state.out, s, v_tile, lane);
         }
-      } else if (kAhead) {
-        load_bias(n + 1);
       }
     }
   }
@@ -486,7 +500,7 @@ void forward(const ForwardParams& params) {
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (!kTerms) {
+      if constexpr (!kBias) {
         const float largest = state.maximum[m][half];
         const bool lost = !has_shift(largest * unit) && largest != -infinity<float>();
         bad[m][half] |= __ballot_sync(kAllLanes, lost);

@@ -211,7 +211,7 @@ void multiply_plane_columns(float (&sum)[kM][kN][4], const ARows& a_rows, int a_
       for (float& x : sum[m][n]) x = 0;
     }
   }
-#pragma unroll
+#pragma unroll 2
   for (int depth = 0; depth < kColumns / 8; depth += 2) {
     PlaneMatrices a[kM];
 #pragma unroll

@@ -1,12 +1,13 @@
 // Scores of a warp: kRowTiles · 16 queries by kKeys keys, in the fragments of device/mma.cuh, and
 // what is done to them on the way from the product to the softmax.
 //
-//   s = scale · q·k;  s = c tanh(s / c);  s = s + bias;  −inf where the query does not see the key
+//   s = scale · q·k;  s = c tanh(s / c);  −inf where the query does not see the key
 #pragma once
 
 #include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "device/shared_tile.cuh"
+#include "device/warp.cuh"
 #include "ops/attention/cuda/smxx_tiles.cuh"
 #include "ops/attention/cuda/tuning.hpp"
 
@@ -158,75 +159,7 @@ constexpr int row_at(int m, int half) { return m * 16 + half * 8; }
 inline int first_key_of(int lane) { return lane % 4 * 8; }
 constexpr int key_at(int n, int e) { return n / 4 * 32 + n % 4 * 2 + e; }
 
-// --- Softcap and bias ---
-
-// The bias of a lane's scores in a tile, fetched before it is needed. The warp's rows begin at
-// `query`, the tile at `tile_key`; what lies outside the sequence is not read. `first` is that of
-// the (batch, head).
-template <class T, int kRowTiles, int kKeyTiles>
-struct BiasTile {
-  static constexpr int kPacked = 4 / static_cast<int>(sizeof(T));  // elements of a word
-  // Of the lane's keys in their order. Words stay as they come: taking elements out would wait.
-  uint32_t word[kRowTiles][2][kKeyTiles * 2 / kPacked];
-
-  void load(const ForwardParams& params, const T* first, int query, int queries, int tile_key,
-            int keys, int lane) {
-    const Plane& bias = params.bias;
-    const int key = tile_key + first_key_of(lane);
-    const int first_row = query + first_row_of(lane);
-    const auto row_of = [&](int m, int half) {
-      const int i = first_row + row_at(m, half);
-      return first + (i < queries ? i : 0) * bias.query + key * bias.key;
-    };
-    constexpr int kWords = kKeyTiles * 2 / kPacked;
-    if (params.bias_vectors && tile_key + kKeyTiles * 8 <= keys) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const T* const row = row_of(m, half);
-#pragma unroll
-          for (int w = 0; w < kWords; w += 4) {
-            const int at = w * kPacked;
-            uint32_t(&to)[kWords] = word[m][half];
-            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(to[w]), "=r"(to[w + 1]), "=r"(to[w + 2]), "=r"(to[w + 3])
-                         : "l"(row + at / 8 * 32 + at % 8));
-          }
-        }
-      }
-      return;
-    }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const T* const row = row_of(m, half);
-#pragma unroll
-        for (int at = 0; at < kKeyTiles * 2; ++at) {
-          const int offset = at / 8 * 32 + at % 8;
-          const T element = key + offset < keys ? row[offset * bias.key] : T{};
-          uint32_t& to = word[m][half][at / kPacked];
-          if constexpr (sizeof(T) == 4) {
-            to = __float_as_uint(element);
-          } else {
-            to = at % 2 == 0 ? element.bits : to | static_cast<uint32_t>(element.bits) << 16;
-          }
-        }
-      }
-    }
-  }
-
-  float at(int m, int half, int n, int e) const {
-    const int at = n / 4 * 8 + n % 4 * 2 + e;
-    const uint32_t own = word[m][half][at / kPacked];
-    if constexpr (sizeof(T) == 4) {
-      return __uint_as_float(own);
-    } else {
-      return to_real(T{static_cast<uint16_t>(own >> at % 2 * 16)});
-    }
-  }
-};
+// --- Softcap ---
 
 // What makes logits of the products, or of their tanh.
 inline float score_unit(const Problem& p) { return p.softcap > 0 ? p.softcap : p.scale; }
@@ -251,42 +184,41 @@ inline float tanh_of_small(float x) {
   return x * ratio;
 }
 
-// Scores of the product become logits, but for score_unit() where there is no bias and that is
-// above kLeastScale. What lies outside the sequence gets arbitrary ones.
+// s = tanh(inner_scale · s)
 template <class T, int kRowTiles, int kKeyTiles>
-void add_terms(float (&s)[kRowTiles][kKeyTiles][4], const Problem& p, bool with_bias,
-               const BiasTile<T, kRowTiles, kKeyTiles>& bias) {
+void take_tanh(float (&s)[kRowTiles][kKeyTiles][4], float inner_scale) {
   const auto for_each = [&](const auto& change) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[m][n][i] = change(s[m][n][i], m, n, i);
+        for (float& x : s[m][n]) x = change(x);
       }
     }
   };
-  if (p.softcap > 0) {
-    float largest = 0;
-    for_each([&](float x, int, int, int) {
-      largest = fmaxf(largest, fabsf(x));
-      return x;
-    });
-    if (sizeof(T) == 2 && __all_sync(kAllLanes, largest * p.inner_scale <= 1)) {
-      for_each([&](float x, int, int, int) { return tanh_of_small(x * p.inner_scale); });
-    } else {
-      for_each([&](float x, int, int, int) { return tanh_of<T>(x * p.inner_scale); });
-    }
+  float largest = 0;
+  for_each([&](float x) {
+    x *= inner_scale;
+    largest = fmaxf(largest, fabsf(x));
+    return x;
+  });
+  if (sizeof(T) == 2 && __all_sync(kAllLanes, largest <= 1)) {
+    for_each([](float x) { return tanh_of_small(x); });
+  } else {
+    for_each([](float x) { return tanh_of<T>(x); });
   }
-  const float unit = score_unit(p);
-  if (with_bias) {
-    for_each([&](float x, int m, int n, int i) {
-      const float b = bias.at(m, i / 2, n, i % 2);
-      // −inf hides the key whatever q and k hold.
-      return b == -infinity<float>() ? b : x * unit + b;
-    });
-  } else if (!(unit > kLeastScale)) {
-    for_each([&](float x, int, int, int) { return x * unit; });
+}
+
+template <int kRowTiles, int kKeyTiles>
+void scale_scores(float (&s)[kRowTiles][kKeyTiles][4], float factor) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+      for (float& x : s[m][n]) x *= factor;
+    }
   }
 }
 

@@ -26,13 +26,13 @@ inline constexpr int max_shared_bytes(int arch) {
 }
 
 // The forward pass on tensor cores: a thread block takes `rows` queries, `keys` keys at a time, and
-// has `slots` tiles of keys or values in shared memory.
+// has `slots` tiles of keys or values in shared memory, and one of a bias.
 struct ForwardTile {
   int width, rows, keys, warps, slots;
   int blocks;  // that a multiprocessor is to hold
 
-  constexpr int shared_bytes(int element_bytes) const {
-    return (rows + slots * keys) * width * element_bytes;
+  constexpr int shared_bytes(int element_bytes, bool staged_bias) const {
+    return ((rows + slots * keys) * width + (staged_bias ? rows * keys : 0)) * element_bytes;
   }
 };
 
@@ -50,20 +50,26 @@ enum class ForwardKind {
   blocks,        // plain, and a block mask
   large_blocks,  // the same in larger tiles, where there are such
   dropout,       // plain, and dropout
+  bias,          // plain, and a bias in 16-byte pieces
   terms,         // all of these, with any scale, softcap and bias
   elements,      // terms, with any strides and alignment
 };
-inline constexpr ForwardKind kForwardKinds[] = {ForwardKind::plain,        ForwardKind::blocks,
-                                                ForwardKind::large_blocks, ForwardKind::dropout,
-                                                ForwardKind::terms,        ForwardKind::elements};
+inline constexpr ForwardKind kForwardKinds[] = {
+    ForwardKind::plain, ForwardKind::blocks, ForwardKind::large_blocks, ForwardKind::dropout,
+    ForwardKind::bias,  ForwardKind::terms,  ForwardKind::elements};
 constexpr bool is_blocks(ForwardKind kind) {
   return kind == ForwardKind::blocks || kind == ForwardKind::large_blocks;
 }
 // Blocks from this size on leave no more tiles empty when these have as many queries.
 inline constexpr int kLargeBlock = 128;
 
-constexpr bool has_large_blocks(int width, int element_bytes) {
-  return element_bytes == 2 && width <= 128;
+constexpr bool has_kind(ForwardKind kind, int width, int element_bytes) {
+  if (kind == ForwardKind::large_blocks) return element_bytes == 2 && width <= 128;
+  return kind != ForwardKind::bias || element_bytes == 2;
+}
+// Whether tiles of a bias pass through shared memory.
+constexpr bool stages_bias(ForwardKind kind, int element_bytes) {
+  return kind >= ForwardKind::bias && element_bytes == 2;
 }
 
 // `rows` are the same for all kinds without a block mask.
@@ -71,7 +77,8 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
                                           int arch) {
   const bool small = max_shared_bytes(arch) < 163 * 1024;
   const bool large = max_shared_bytes(arch) > 163 * 1024;
-  const bool plain = kind == ForwardKind::plain || kind == ForwardKind::large_blocks;
+  const bool plain = kind == ForwardKind::plain || kind == ForwardKind::large_blocks ||
+                     (kind == ForwardKind::bias && large);
   const bool terms = kind == ForwardKind::terms;
   if (element_bytes == 4) {
     if (width <= 128) return {width, 128, 32, 4, 2, small || (width > 64 && arch == 80) ? 1 : 2};
