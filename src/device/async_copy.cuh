@@ -21,6 +21,13 @@ inline void async_copy_padded(uint32_t to_shared, const void* from_global, int b
                : "memory");
 }
 
+// The same through the first-level cache: for what the block reads again soon.
+inline void async_copy_padded_cached(uint32_t to_shared, const void* from_global, int bytes) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_shared),
+               "l"(from_global), "r"(bytes)
+               : "memory");
+}
+
 // All 16 bytes, or none.
 inline void async_copy_or_zero(uint32_t to_shared, const void* from_global, bool valid) {
   async_copy_padded(to_shared, from_global, valid ? 16 : 0);

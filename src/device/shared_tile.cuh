@@ -35,9 +35,10 @@ struct TileLayout {
 // i in 0..3. In a product with the tile's rows as columns, lane 4 g + t then has the columns
 // 8 t … 8 t + 7 of each 32, next to each other in whatever is added to the sums.
 //
-// kShort: code is to be short rather than fast. kPartial: the last piece of a row may be cut off.
+// kShort: code is to be short rather than fast. kPlane: the last piece of a row may be cut off, and
+// all rows may be the same one, which the first-level cache then keeps.
 template <class T, int kRows, int kColumns, int kThreads, bool kVectors, bool kInterleaved = false,
-          bool kShort = !kVectors, bool kPartial = false>
+          bool kShort = !kVectors, bool kPlane = false>
 class TileLoader {
   using Layout = TileLayout<T, kColumns>;
   // Threads side by side in a row; each takes every kAcross-th chunk of it.
@@ -81,9 +82,14 @@ class TileLoader {
         for (int across = 0; across < kColumns; across += kAcross * Layout::kChunk) {
           const uint32_t address = to + static_cast<uint32_t>(across / Layout::kChunk * 16);
           const int columns = valid ? columns_ - column - across : 0;
-          if constexpr (kVectors && kPartial) {
+          if constexpr (kVectors && kPlane) {
             const int taken = columns < 0 ? 0 : columns < Layout::kChunk ? columns : Layout::kChunk;
-            async_copy_padded(address, from + across, taken * static_cast<int>(sizeof(T)));
+            const int bytes = taken * static_cast<int>(sizeof(T));
+            if (row_step_ == 0) {
+              async_copy_padded_cached(address, from + across, bytes);
+            } else {
+              async_copy_padded(address, from + across, bytes);
+            }
           } else if constexpr (kVectors) {
             async_copy_or_zero(address, from + across, columns > 0);
           } else {

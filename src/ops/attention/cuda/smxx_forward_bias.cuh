@@ -51,8 +51,8 @@ struct StagedBias {
   }
 
  private:
-  // Element by element, lanes side by side in a row. Scores are not held meanwhile: there are
-  // registers for as many loads at a time as hide their way.
+  // Element by element, lanes side by side in a row, as many loads at a time as registers are free
+  // while no scores are held.
   static void gather(uint32_t tile, const T* from, const Plane& bias, int rows, int keys) {
     constexpr int kDown = kThreads / kKeys, kEach = kRows / kDown;
     constexpr int kBatch = kEach < 16 ? kEach : 16, kBatchRows = kBatch * kDown;
