@@ -131,6 +131,15 @@ def test_dropout_repeats_by_seed() -> None:
     assert (a == b).all() and not (a == c).all()
 
 
+def test_entmax_is_of_alpha_one_and_a_half_by_default() -> None:
+    x = random(1, 3, 20)
+    y, d_y = pn.entmax(x), random(2, 3, 20)
+    np.testing.assert_array_equal(y, pn.entmax(x, 1.5))
+    np.testing.assert_array_equal(
+        pn.entmax_backward(d_y, y).d_x, pn.entmax_backward(d_y, y, 1.5).d_x
+    )
+
+
 @given(st.integers(1, 5), st.integers(1, 40), st.sampled_from([1.0, 1.3, 1.5, 2.0, 3.0]))
 def test_entmax_solves_its_equation(rows: int, columns: int, alpha: float) -> None:
     x = random(rows * columns, rows, columns) * 3

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def entmax(
     x: Array,
-    alpha: float | Array = 2.0,
+    alpha: float | Array = 1.5,
     axis: int = -1,
     *,
     mask: Array | None = None,
@@ -56,7 +56,7 @@ class EntmaxGradients(NamedTuple):
 def entmax_backward(
     d_y: Array,
     y: Array,
-    alpha: float | Array = 2.0,
+    alpha: float | Array = 1.5,
     axis: int = -1,
     *,
     mask: Array | None = None,

@@ -11,6 +11,7 @@
 // the exponential.
 #pragma once
 
+#include "device/memory.cuh"
 #include "ops/attention/cuda/smxx_clear.cuh"
 #include "ops/attention/cuda/smxx_forward_bias.cuh"
 #include "ops/attention/cuda/smxx_forward_planes.cuh"

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "device/float.cuh"
-#include "device/memory.cuh"
 #include "device/shared_tile.cuh"
 #include "ops/attention/cuda/smxx_scores.cuh"
 
@@ -15,7 +14,6 @@ namespace pullback::attention {
 template <class T, int kRows, int kKeys, int kThreads>
 struct StagedBias {
   using Layout = TileLayout<T, kKeys>;
-  static constexpr uint32_t kBytes = kRows * Layout::kRowBytes;
 
   // Copies a tile, from the queries' first row and the tile's first key on; `rows` of queries and
   // `keys` are left there. kElements: `vectors` says whether pieces of 8 keys are aligned.
@@ -32,17 +30,15 @@ struct StagedBias {
         .load(tile, 0, rows);
   }
 
-  uint32_t lane_row;  // of the tile, the warp's first row and the lane's place in it
-  int lane;
+  uint32_t lane_row, lane_chunk;  // of the warp's first row, in bytes; and the lane's place in it
 
-  StagedBias(uint32_t tile, int warp_row, int lane_number)
-      : lane_row(tile + (warp_row + first_row_of(lane_number)) * Layout::kRowBytes),
-        lane(lane_number) {}
+  StagedBias(uint32_t tile, int warp_row, int lane)
+      : lane_row(tile + (warp_row + first_row_of(lane)) * Layout::kRowBytes),
+        lane_chunk((lane % 4 ^ Layout::swizzle(first_row_of(lane))) * 16) {}
 
   void get(float (&value)[8], int m, int half, int group) const {
-    const int chunk = (group * 4 + lane % 4) ^ Layout::swizzle(first_row_of(lane));
     uint32_t word[4];
-    load_shared(word, lane_row + row_at(m, half) * Layout::kRowBytes + chunk * 16);
+    load_shared(word, lane_row + row_at(m, half) * Layout::kRowBytes + (lane_chunk ^ group * 64));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       value[2 * w] = to_real(T{static_cast<uint16_t>(word[w])});

@@ -4,7 +4,6 @@
 //   s = scale · q·k;  s = c tanh(s / c);  −inf where the query does not see the key
 #pragma once
 
-#include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "device/shared_tile.cuh"
 #include "device/warp.cuh"
