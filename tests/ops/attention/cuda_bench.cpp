@@ -107,6 +107,30 @@ std::vector<Case> attention_cuda_bench() {
       add_one(fmt::format("B2 H{0} S4096 D{1} bias [{2},{0},S,S]", heads, head_dim, batch), setup);
     }
   }
+  for (const std::int64_t head_dim : {64, 128}) {
+    setup.head_dim = setup.value_dim = head_dim;
+    setup.query = setup.key = 4096;
+    setup.bias = {2, 1, 1, 4096};
+    add_one(fmt::format("B2 H16 S4096 D{} bias [2,1,1,S]", head_dim), setup);
+    // Rows that do not begin at 16 bytes.
+    setup.query = setup.key = 4095;
+    setup.bias = {1, 16, 4095, 4095};
+    add_one(fmt::format("B2 H16 S4095 D{} bias [1,16,S,S]", head_dim), setup);
+  }
+  // Images of 197 patches, and windows of 49.
+  struct Vision {
+    std::int64_t batch, length, heads, head_dim;
+  };
+  for (const auto& [batch, length, heads, head_dim] :
+       {Vision{64, 197, 12, 64}, Vision{4096, 49, 3, 32}}) {
+    setup.batch = batch;
+    setup.query = setup.key = length;
+    setup.heads = setup.kv_heads = heads;
+    setup.head_dim = setup.value_dim = head_dim;
+    setup.bias = {1, heads, length, length};
+    add_one(fmt::format("B{} H{} S{} D{} bias [1,{},S,S]", batch, heads, length, head_dim, heads),
+            setup);
+  }
   setup = {.batch = 8200,
            .query = 128,
            .key = 128,

@@ -113,11 +113,6 @@ cuda::OpKernel bias_helper(DType dtype, std::string_view what) {
           .threads = kRowThreads};
 }
 
-// Whether 8 keys of 16 bits, from a multiple of 8 on, are 16 aligned bytes if the first ones are.
-bool has_vector_keys(const Plane& plane) {
-  return plane.key == 1 && plane.batch % 8 == 0 && plane.head % 8 == 0 && plane.query % 8 == 0;
-}
-
 // --- f16, bf16, f32 ---
 
 class TileBackward final : public BackwardBody {
@@ -154,8 +149,8 @@ class TileBackward final : public BackwardBody {
       vectors_ = vectors_ && (!spec->given() || has_vector_rows(*spec));
     }
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
-    bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(params_.bias);
-    d_bias_vectors_ = has_vector_keys(params_.d_bias);
+    bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(problem.bias);
+    d_bias_vectors_ = has_vector_keys(problem.d_bias);
     const std::int64_t planes_tiles = planes_ * params_.q_tiles;
     stats_bytes_ = aligned(planes_tiles * stats_bytes(tiles_.queries));
     turn_bytes_ = aligned(planes_tiles * 4);

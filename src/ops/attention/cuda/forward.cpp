@@ -57,21 +57,18 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const int width = head_width(static_cast<int>(sizes_.head_dim),  //
                                  static_cast<int>(sizes_.value_dim));
     params_.problem = problem_params(problem);
-    params_.bias = plane(problem.bias);
-    const Plane& bias = params_.bias;
-    params_.bias_vectors =
-        bias.key == 1 &&
-        (bias.batch | bias.head | bias.query) % static_cast<std::int64_t>(16 / size_of(dtype)) == 0;
     const Problem& p = params_.problem;
+    const bool bias = problem.bias.given(), bias_vectors = has_vector_keys(problem.bias);
     const bool blocks = problem.blocks.given(), dropout = p.dropout.active();
-    const bool only_bias = params_.bias_vectors != 0 && !blocks && !dropout &&
-                           has_kind(ForwardKind::bias, width, element_bytes(dtype));
-    const bool any_term = p.softcap > 0 || !(p.scale > kLeastScale) || (blocks && dropout);
-    const ForwardKind kind = any_term || (problem.bias.given() && !only_bias) ? ForwardKind::terms
-                             : problem.bias.given()                           ? ForwardKind::bias
-                             : dropout                                        ? ForwardKind::dropout
-                             : blocks ? blocks_kind(width, dtype, problem.blocks.block)
-                                      : ForwardKind::plain;
+    // Kernels of their own have a scale, and one of these at most.
+    const bool terms =
+        p.softcap > 0 || !(p.scale > kLeastScale) || bias + blocks + dropout > 1 ||
+        (bias && !(bias_vectors && has_kind(ForwardKind::bias, width, element_bytes(dtype))));
+    const ForwardKind kind = terms     ? ForwardKind::terms
+                             : bias    ? ForwardKind::bias
+                             : dropout ? ForwardKind::dropout
+                             : blocks  ? blocks_kind(width, dtype, problem.blocks.block)
+                                       : ForwardKind::plain;
     const auto tile_of = [&](ForwardKind any) {
       return forward_tile(width, element_bytes(dtype), any, arch);
     };
@@ -84,6 +81,9 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params_.v = head_rows(problem.v);
     params_.out = head_rows(problem.out);
     params_.lse = row_values(problem.lse);
+    params_.bias = plane(problem.bias);
+    params_.bias_vectors = bias_vectors;
+
     sequences_.emplace(problem, device_, rows, rows);
     workspace_bytes = sequences_->workspace_bytes();
     const std::int64_t pairs = (sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads;

@@ -73,6 +73,13 @@ bool has_vector_rows(const TensorSpec& spec) {
          strides.batch % vector == 0 && strides.row % vector == 0 && strides.head % vector == 0;
 }
 
+bool has_vector_keys(const TensorSpec& bias) {
+  const BiasStrides strides = bias_strides(bias);
+  const auto vector = static_cast<std::int64_t>(16 / size_of(bias.dtype));
+  return strides.key == 1 && strides.batch % vector == 0 && strides.head % vector == 0 &&
+         strides.query % vector == 0;
+}
+
 SequenceLister::SequenceLister(const AttentionProblem& problem, const cuda::DeviceInfo& device,
                                int q_tile, int k_tile) {
   const AttentionSizes sizes = sizes_of(problem);

@@ -19,6 +19,9 @@ Plane plane(const TensorSpec& spec);
 
 // Whether all rows of the tensor are made of 16-byte pieces, aligned if the first one is.
 bool has_vector_rows(const TensorSpec& spec);
+// Whether whole pieces of 16 bytes of a bias's rows, from the first key on, are aligned if the
+// first one is. A row may end within one.
+bool has_vector_keys(const TensorSpec& bias);
 
 // Does nothing unless varlen.
 class SequenceLister {
