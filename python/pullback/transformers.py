@@ -208,8 +208,10 @@ def attention(
         bias = position_bias if bias is None else position_bias + bias
     if bias is not None:
         bias = bias.to(q.dtype)
-    out, lse = _attention(q, k, v, bias=bias, return_lse=True, **own)
-    if s_aux is not None:
+    if s_aux is None:
+        out = _attention(q, k, v, bias=bias, **own)
+    else:
+        out, lse = _attention(q, k, v, bias=bias, return_lse=True, **own)
         # A sink is one more key of a row, with this score and the value 0.
         share = torch.sigmoid(lse.transpose(-1, -2) - s_aux.to(lse.dtype))
         out = (out * share.unsqueeze(-1)).to(out.dtype)

@@ -88,6 +88,59 @@ def test_calls_are_known_by_all_that_matters() -> None:
     assert calls.find((x[:1],), (11.0,)) is None
 
 
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+def test_calls_under_autocast_take_the_short_way(
+    given: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where some tensors are cast already, and where none is."""
+    leaves = [random(1, 8, 2, 8, seed=i, dtype=torch.float32).requires_grad_() for i in range(3)]
+
+    def step() -> list[Tensor]:
+        q, k, v = leaves
+        with torch.autocast("cpu", torch.bfloat16):
+            out = pt.attention(q.to(given), k.to(given), v)
+        assert out.dtype == torch.bfloat16
+        return [out, *torch.autograd.grad(out.sum(), leaves)]
+
+    with torch.profiler.profile() as profile:
+        expected = step()
+    assert "pullback::attention" in {event.key for event in profile.key_averages()}
+
+    def find(self: KnownCalls, tensors: Any, options: Any) -> Any:
+        result = original(self, tensors, options)
+        found.append(result is not None)
+        return result
+
+    found: list[bool] = []
+    original = KnownCalls.find
+    monkeypatch.setattr(KnownCalls, "find", find)
+    step()
+    found.clear()
+    torch.testing.assert_close(step(), expected, atol=0, rtol=0)
+    assert found == [True]
+    monkeypatch.undo()
+
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.float16):
+            assert pt.attention(*leaves).dtype == torch.float16
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+            assert pt.attention(*leaves).dtype == torch.float32
+
+
+def test_tracers_see_the_casts_of_autocast_once() -> None:
+    q = random(1, 8, 2, 8, dtype=torch.float32)
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(function.name())
+            return function(*args, **kwargs or {})
+
+    seen: list[str] = []
+    with torch.autocast("cpu", torch.bfloat16), Names():
+        pt.attention(q, q, q)
+    assert seen == ["aten::_to_copy"] * 3 + ["pullback::attention"]
+
+
 def test_inference_and_training_share_plans() -> None:
     x = random(5, 3)
     with torch.inference_mode():

@@ -28,8 +28,11 @@ class Kernel(Protocol):
     def run(self, prepared: Any, given: Sequence[Tensor]) -> Any:
         """Computes, of the tensors that are not None."""
 
+    def casts(self, tensors: Sequence[Any]) -> bool:
+        """Whether autocast is to change any of the schema's tensors."""
+
     def autocast(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """What autocast makes of the schema's tensors."""
+        """What it makes of them."""
 
     def fake(self, *arguments: Any) -> Any: ...
 
@@ -249,6 +252,10 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
             and modes() == 0
             and not profiled()
         ):
+            if kernel.casts(tensors):
+                if not unseen(tensors):
+                    return call_by_dispatcher(tensors, options, first)
+                tensors = kernel.autocast(tensors)
             found = calls.find(tensors, options)
             if found is None and unseen(tensors):
                 found = learn(tensors, options)

@@ -39,16 +39,18 @@ def _in_new_thread(function: Callable[[], Any]) -> Any:
 
 
 def _find_idle_threads() -> set[tuple[int, int]]:
-    """The keys of a thread that has none of them, but for inference mode. Where torch knows names
-    of dimensions, autograd leaves them aside."""
+    """The keys of a thread that has none of them, but for inference mode, and for autocast, which
+    callers look after. Where torch knows names of dimensions, autograd leaves them aside."""
     usual = _in_new_thread(_thread_keys)
     inferring = _in_new_thread(torch.inference_mode()(_thread_keys))
     named = _core._parse_dispatch_key("Named")
     nameless = _core.DispatchKeySet(named).raw_repr() if named is not None else 0
+    on_cpu, on_cuda = _keys("AutocastCPU").raw_repr(), _keys("AutocastCUDA").raw_repr()
     return {
-        (included, excluded | others)
+        (included, (excluded | others) & ~casting)
         for included, excluded in (usual, inferring)
         for others in (0, nameless)
+        for casting in (0, on_cpu, on_cuda, on_cpu | on_cuda)
     }
 
 
@@ -94,7 +96,8 @@ _PLAIN_TYPES = {Tensor, torch.nn.Parameter}
 
 
 def unseen(tensors: Sequence[Any]) -> bool:
-    """Whether an operator's call on these tensors would pass the dispatcher so."""
+    """Whether an operator's call on these tensors, cast as autocast does, would pass the dispatcher
+    so."""
     if _thread_keys() not in _IDLE_THREADS:
         return False
     for tensor in tensors:

@@ -137,15 +137,19 @@ class _Prepared:
         return reduced
 
 
+def _is_castable(value: Any, dtype: torch.dtype) -> bool:
+    """Whether autocast to `dtype` changes it."""
+    return (
+        isinstance(value, Tensor)
+        and value.dtype not in (dtype, torch.float64)
+        and value.is_floating_point()
+    )
+
+
 def _cast(values: Sequence[Any], device: str) -> Sequence[Any]:
     """As autocast does."""
     dtype = torch.get_autocast_dtype(device)
-
-    def cast(value: Any) -> Any:
-        floats = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(dtype) if floats and value.dtype != torch.float64 else value
-
-    return [cast(value) for value in values]
+    return [value.to(dtype) if _is_castable(value, dtype) else value for value in values]
 
 
 class _Kernel:
@@ -268,10 +272,17 @@ class _Kernel:
         indices = self.owner.indices
         return None if dim is None else (dim, [name for name in self.names if name not in indices])
 
-    def autocast(self, tensors: Sequence[Any]) -> Sequence[Any]:
+    def casts(self, tensors: Sequence[Any]) -> bool:
+        if not self.owner.cast or self.direction != FORWARD:
+            return False
         device = tensors[0].device.type
-        wanted = self.owner.cast and self.direction == FORWARD
-        return _cast(tensors, device) if wanted and torch.is_autocast_enabled(device) else tensors
+        if not torch.is_autocast_enabled(device):
+            return False
+        dtype = torch.get_autocast_dtype(device)
+        return any([_is_castable(tensor, dtype) for tensor in tensors])
+
+    def autocast(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        return _cast(tensors, tensors[0].device.type) if self.casts(tensors) else tensors
 
     def fake(self, *arguments: Any) -> Any:
         count = len(self.names)
