@@ -1,7 +1,9 @@
 #include "ops/attention/block_tables.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <functional>
+#include <limits>
 #include <queue>
 #include <span>
 #include <utility>
@@ -12,25 +14,170 @@ namespace {
 
 constexpr std::int64_t kSquare = 16;
 
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
+
+// Lists of tiles, one after the other: number i from first[i] on.
+struct Lists {
+  std::vector<SeenTile> tiles;
+  std::vector<std::int64_t> first = {0};
+
+  std::int64_t count() const { return static_cast<std::int64_t>(first.size()) - 1; }
+  std::int64_t length(std::int64_t list) const { return first[at(list + 1)] - first[at(list)]; }
+  void end() { first.push_back(static_cast<std::int64_t>(tiles.size())); }
+};
+
+// What is seen where: of a tile, the listed ones are those of the other side.
+struct Sides {
+  std::int64_t owners, owner_tile, owner_length;
+  std::int64_t listed, listed_tile;
+};
+
+// For each plane and tile of the owners' side, the tiles that it meets, in ascending order.
+Lists seen_tiles(const AttentionProblem& problem, Pass pass, const Sides& sides) {
+  const AttentionSizes sizes = sizes_of(problem);
+  const BlockLayout& layout = *problem.blocks.layout;
+  const std::int64_t block = problem.blocks.block, side = block / kSquare;
+  const bool forward = pass == Pass::forward;
+  const BandMask& mask = problem.mask;
+  const Sequence whole{0, sizes.total_query, 0, sizes.total_key};
+  Lists lists;
+  std::vector<std::uint32_t> squares(at(sides.listed), 0);
+  for (std::int64_t plane = 0; plane < layout.heads(); ++plane) {
+    for (std::int64_t owner = 0; owner < sides.owners; ++owner) {
+      const std::int64_t begin = owner * sides.owner_tile;
+      const std::int64_t end = std::min(begin + sides.owner_tile, sides.owner_length);
+      for (std::int64_t position = begin; position < end; position += kSquare) {
+        const std::int64_t own = (position - begin) / kSquare;
+        const auto blocks =
+            forward ? layout.row(plane, position / block) : layout.column(plane, position / block);
+        for (const auto& entry : blocks) {
+          const std::int64_t square = (forward ? entry.column : entry.row) * side;
+          for (std::int64_t s = square; s < square + side; ++s) {
+            const std::int64_t tile = s * kSquare / sides.listed_tile;
+            if (tile < sides.listed) {
+              squares[at(tile)] |= 1u << (8 * (s * kSquare % sides.listed_tile / kSquare) + own);
+            }
+          }
+        }
+      }
+      // What the band hides from all of the owner is left out.
+      const Range seen = forward ? Range{visible_keys(mask, whole, begin).begin,
+                                         visible_keys(mask, whole, end - 1).end}
+                                 : Range{seeing_queries(mask, whole, begin).begin,
+                                         seeing_queries(mask, whole, end - 1).end};
+      for (std::int64_t tile = 0; tile < sides.listed; ++tile) {
+        const std::uint32_t found = std::exchange(squares[at(tile)], 0);
+        if (found != 0 && tile * sides.listed_tile < seen.end &&
+            (tile + 1) * sides.listed_tile > seen.begin) {
+          lists.tiles.push_back({static_cast<std::int32_t>(tile), found, 0, 0, 0});
+        }
+      }
+      lists.end();
+    }
+  }
+  return lists;
+}
+
+// What is longer than `longest` is cut into pieces of about `piece`.
+struct Cut {
+  std::int64_t longest, piece;
+
+  std::int64_t pieces(std::int64_t length) const {
+    return length > longest ? ceil_div(length, piece) : 1;
+  }
+};
+
+// The owners, in the order in which they begin: those with long lists first, so that none is alone
+// at the end; several share lists that are too long in some plane.
+std::vector<SeenOwner> plan_owners(const Lists& seen, std::int64_t tiles, const Cut& cut,
+                                   bool last_first) {
+  std::vector<std::int64_t> most(at(tiles), 0);
+  for (std::int64_t list = 0; list < seen.count(); ++list) {
+    std::int64_t& length = most[at(list % tiles)];
+    length = std::max(length, seen.length(list));
+  }
+  std::vector<SeenOwner> owners;
+  std::int32_t shared = 0;
+  for (std::int64_t i = 0; i < tiles; ++i) {
+    const std::int64_t tile = last_first ? tiles - 1 - i : i;
+    const auto parts = static_cast<std::int32_t>(cut.pieces(most[at(tile)]));
+    for (std::int32_t part = 0; part < parts; ++part) {
+      owners.push_back({static_cast<std::int32_t>(tile), part, parts, shared});
+    }
+    shared += parts > 1;
+  }
+  // By powers of two: neighbours see much of the same and stay together.
+  std::ranges::stable_sort(owners, std::greater<>(), [&](const SeenOwner& owner) {
+    return std::bit_width(static_cast<std::uint64_t>(most[at(owner.tile)] / owner.parts));
+  });
+  return owners;
+}
+
+// The lists of a plane's owners, each cut into those of its blocks.
+void add_lists(Lists& to, const Lists& seen, std::int64_t first_list,
+               std::span<const SeenOwner> owners, int blocks) {
+  for (const SeenOwner& owner : owners) {
+    const std::int64_t list = first_list + owner.tile, length = seen.length(list);
+    const auto begin = seen.tiles.begin() + seen.first[at(list)];
+    const auto place = [&](std::int64_t part) { return begin + length * part / owner.parts; };
+    const std::int64_t from = static_cast<std::int64_t>(to.tiles.size());
+    to.tiles.insert(to.tiles.end(), place(owner.part), place(owner.part + 1));
+    const std::int64_t count = static_cast<std::int64_t>(to.tiles.size()) - from;
+    std::int64_t end = from;
+    for (int block = 0; block < blocks; ++block) {
+      end += ceil_div(count - block, blocks);
+      to.first.push_back(end);
+    }
+  }
+}
+
+// Gives the tiles of a plane their lines and turns, in the order of the owners. The lines behind
+// the tiles' first ones go to `more`.
+void take_turns(std::span<SeenTile> tiles, std::span<std::int32_t> counts, const Cut& cut,
+                std::vector<SeenLine>& more) {
+  const auto query_tiles = static_cast<std::int64_t>(counts.size());
+  for (SeenTile& tile : tiles) tile.line = counts[at(tile.tile)]++;
+  // Of a tile: the turns of a line, and the number of the second one.
+  std::vector<std::int64_t> turns(counts.begin(), counts.end()), second(at(query_tiles));
+  for (std::int64_t tile = 0; tile < query_tiles; ++tile) {
+    const std::int64_t count = counts[at(tile)], lines = cut.pieces(count);
+    if (lines == 1) continue;
+    turns[at(tile)] = ceil_div(count, lines);
+    second[at(tile)] = query_tiles + static_cast<std::int64_t>(more.size());
+    for (std::int64_t line = 1; line * turns[at(tile)] < count; ++line) {
+      const std::int64_t before = line == 1 ? tile : second[at(tile)] + line - 2;
+      more.push_back({static_cast<std::int32_t>(before), static_cast<std::int32_t>(turns[at(tile)]),
+                      (line + 1) * turns[at(tile)] >= count});
+    }
+  }
+  for (SeenTile& tile : tiles) {
+    const std::int64_t each = turns[at(tile.tile)], line = tile.line / each;
+    const std::int64_t turn = tile.line % each, left = counts[at(tile.tile)] - line * each;
+    tile.line = static_cast<std::int32_t>(line == 0 ? tile.tile : second[at(tile.tile)] + line - 1);
+    tile.turn = static_cast<std::uint16_t>(turn);
+    tile.turns = static_cast<std::uint16_t>(std::min(each, left));
+  }
+}
+
 // The order in which the owners, tiles of keys, go over their tiles of queries. They add to d_q of
-// a tile in turns, by ascending keys (cuda/smxx_backward.cuh), and rarely wait if they come when
+// a tile in turns, in their own order (cuda/smxx_backward.cuh), and rarely wait if they come when
 // the turn before is over. When that is, a simple play of the run tells: owners start in order, so
 // many at a time, their blocks share the tiles, take a step for each, begin a turn in the middle of
 // it and end it later. Of the tiles whose turn before has been over for a margin, as no run is like
 // the play, they take the one that the nearest owner wants next; else the one that is over first.
 // Waits can only be for owners that started before, so that no order can lock them.
 void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> first,
-                     std::int64_t query_tiles, OwnersAtWork at_work) {
-  const auto at = [](std::int64_t index) { return static_cast<std::size_t>(index); };
+                     std::int64_t lines, OwnersAtWork at_work) {
   constexpr std::int64_t kStep = 2, kTurn = 3, kMargin = 5;
   const std::int64_t blocks = at_work.blocks;
   const std::int64_t lists = static_cast<std::int64_t>(first.size()) - 1;
   // Of an owner's tile: the next owner that meets it.
-  std::vector<std::int64_t> next(tiles.size()), last_owner(at(query_tiles), lists);
+  std::vector<std::int64_t> next(tiles.size()), last_owner(at(lines), lists);
   for (std::int64_t list = lists - blocks; list >= 0; list -= blocks) {
     for (std::int64_t i = first[at(list)] - first[0]; i < first[at(list + blocks)] - first[0];
          ++i) {
-      next[at(i)] = std::exchange(last_owner[at(tiles[at(i)].tile)], list);
+      next[at(i)] = std::exchange(last_owner[at(tiles[at(i)].line)], list);
     }
   }
   struct Choice {
@@ -40,7 +187,7 @@ void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> fi
   const auto later = [](const Choice& a, const Choice& b) {
     return std::pair(a.next, a.tile.tile) > std::pair(b.next, b.tile.tile);
   };
-  std::vector<std::int64_t> over(at(query_tiles), -kMargin), now(at(blocks)), to(at(blocks));
+  std::vector<std::int64_t> over(at(lines), -kMargin), now(at(blocks)), to(at(blocks));
   std::priority_queue<std::int64_t, std::vector<std::int64_t>, std::greater<>> free_at;
   for (int i = 0; i < at_work.owners; ++i) free_at.push(0);
   std::vector<Choice> own;
@@ -49,7 +196,7 @@ void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> fi
                        end = first[at(list + blocks)] - first[0];
     own.clear();
     for (std::int64_t i = begin; i < end; ++i) {
-      own.push_back({over[at(tiles[at(i)].tile)], next[at(i)], tiles[at(i)]});
+      own.push_back({over[at(tiles[at(i)].line)], next[at(i)], tiles[at(i)]});
     }
     std::ranges::stable_sort(own, {}, &Choice::over);
     std::priority_queue ready(later, std::vector<Choice>());
@@ -71,16 +218,14 @@ void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> fi
       if (ready.empty()) ready.push(*waiting++);
       const SeenTile tile = ready.top().tile;
       ready.pop();
-      const std::int64_t turn = std::max(time + kStep / 2, over[at(tile.tile)]);
-      over[at(tile.tile)] = turn + kTurn;
+      const std::int64_t turn = std::max(time + kStep / 2, over[at(tile.line)]);
+      over[at(tile.line)] = turn + kTurn;
       time = turn + kStep / 2;
       tiles[at(--to[at(block)])] = tile;
     }
     free_at.push(*std::ranges::max_element(now));
   }
 }
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
@@ -90,16 +235,13 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
   const AttentionSizes sizes = sizes_of(problem);
   const BlockLayout& layout = *problem.blocks.layout;
   const std::int64_t planes = layout.heads(), batches = problem.blocks.batches;
-  const std::int64_t block = problem.blocks.block, side = block / kSquare;
+  const std::int64_t side = problem.blocks.block / kSquare;
   const bool forward = pass == Pass::forward;
   const std::int64_t query_tiles = ceil_div(sizes.total_query, query_tile);
   const std::int64_t key_tiles = ceil_div(sizes.total_key, key_tile);
-  const std::int64_t owner_tile = forward ? query_tile : key_tile;
-  const std::int64_t listed_tile = forward ? key_tile : query_tile;
-  const std::int64_t owners = forward ? query_tiles : key_tiles;
-  const std::int64_t listed = forward ? key_tiles : query_tiles;
-  const std::int64_t owner_length = forward ? sizes.total_query : sizes.total_key;
-  const auto at = [](std::int64_t index) { return static_cast<std::size_t>(index); };
+  const Sides sides = forward
+                          ? Sides{query_tiles, query_tile, sizes.total_query, key_tiles, key_tile}
+                          : Sides{key_tiles, key_tile, sizes.total_key, query_tiles, query_tile};
 
   const std::int64_t row_words = ceil_div(layout.columns(), 32);
   std::vector<std::uint32_t> bits(at(planes * layout.rows() * row_words), 0);
@@ -108,71 +250,71 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
         1u << entry.column % 32;
   }
 
-  std::vector<SeenTile> tiles;
-  std::vector<std::int64_t> first;
+  const Lists seen = seen_tiles(problem, pass, sides);
+  // Lists and lines are cut that take about as long as all the work would if it were shared evenly;
+  // a turn takes a step and a half. How much longer, and into what pieces, is as measured.
+  constexpr std::int64_t kMostTurns = 32768;  // of 16 bits, with room
+  Cut list_cut{std::numeric_limits<std::int64_t>::max(), 1}, line_cut{kMostTurns, kMostTurns};
+  if (at_work.everywhere > 0) {
+    const std::int64_t work =
+        static_cast<std::int64_t>(seen.tiles.size()) * ceil_div(sizes.batch * sizes.heads, planes);
+    const std::int64_t each = ceil_div(work, at_work.everywhere), steps = each / at_work.blocks;
+    const std::int64_t of_head = each / (forward ? 1 : sizes.group);
+    list_cut = {std::max<std::int64_t>(of_head * (forward ? 7 : 3) / 4, 20),
+                std::max<std::int64_t>(of_head / 2, 16)};
+    line_cut = {std::clamp<std::int64_t>(steps * 4 / 3, 16, kMostTurns),
+                std::clamp<std::int64_t>(steps / 4, 12, kMostTurns)};
+  }
+  std::vector<SeenOwner> owners = plan_owners(seen, sides.owners, list_cut, forward);
+
+  Lists lists;
+  lists.first.clear();
   std::vector<std::int32_t> counts(at(forward ? 0 : planes * query_tiles), 0);
-  std::vector<std::uint32_t> squares(at(listed), 0);
-  const Sequence whole{0, sizes.total_query, 0, sizes.total_key};
+  std::vector<std::vector<SeenLine>> more(at(planes));
+  if (forward) std::ranges::reverse(owners);  // as the grid's numbers begin with the last tiles
   for (std::int64_t plane = 0; plane < planes; ++plane) {
-    const std::size_t plane_begin = tiles.size();
-    for (std::int64_t owner = 0; owner < owners; ++owner) {
-      std::int64_t list = static_cast<std::int64_t>(tiles.size());
-      const std::int64_t begin = owner * owner_tile;
-      const std::int64_t end = std::min(begin + owner_tile, owner_length);
-      for (std::int64_t position = begin; position < end; position += kSquare) {
-        const std::int64_t own = (position - begin) / kSquare;
-        const auto blocks =
-            forward ? layout.row(plane, position / block) : layout.column(plane, position / block);
-        for (const auto& entry : blocks) {
-          const std::int64_t square = (forward ? entry.column : entry.row) * side;
-          for (std::int64_t s = square; s < square + side; ++s) {
-            const std::int64_t tile = s * kSquare / listed_tile;
-            if (tile < listed) {
-              squares[at(tile)] |= 1u << (8 * (s * kSquare % listed_tile / kSquare) + own);
-            }
-          }
-        }
-      }
-      // What the band hides from all of the owner is left out.
-      const BandMask& mask = problem.mask;
-      const Range seen = forward ? Range{visible_keys(mask, whole, begin).begin,
-                                         visible_keys(mask, whole, end - 1).end}
-                                 : Range{seeing_queries(mask, whole, begin).begin,
-                                         seeing_queries(mask, whole, end - 1).end};
-      for (std::int64_t tile = 0; tile < listed; ++tile) {
-        const std::uint32_t found = std::exchange(squares[at(tile)], 0);
-        if (found == 0 || tile * listed_tile >= seen.end ||
-            (tile + 1) * listed_tile <= seen.begin) {
-          continue;
-        }
-        const std::int32_t turn = forward ? 0 : counts[at(plane * query_tiles + tile)]++;
-        tiles.push_back({static_cast<std::int32_t>(tile), found, turn, 0});
-      }
-      const std::int64_t count = static_cast<std::int64_t>(tiles.size()) - list;
-      for (int part = 0; part < at_work.blocks; ++part) {
-        first.push_back(list);
-        list += ceil_div(count - part, at_work.blocks);
-      }
-    }
-    first.push_back(static_cast<std::int64_t>(tiles.size()));
+    const std::size_t begin = lists.tiles.size(), first = lists.first.size();
+    lists.first.push_back(static_cast<std::int64_t>(begin));
+    add_lists(lists, seen, plane * sides.owners, owners, at_work.blocks);
     if (forward) continue;
-    for (std::size_t i = plane_begin; i < tiles.size(); ++i) {
-      tiles[i].turns = counts[at(plane * query_tiles + tiles[i].tile)];
-    }
-    order_for_turns(std::span(tiles).subspan(plane_begin),
-                    std::span(first).last(at(owners * at_work.blocks + 1)), query_tiles, at_work);
+    const auto own = std::span(lists.tiles).subspan(begin);
+    take_turns(own, std::span(counts).subspan(at(plane * query_tiles), at(query_tiles)), line_cut,
+               more[at(plane)]);
+    order_for_turns(own, std::span(lists.first).subspan(first),
+                    query_tiles + static_cast<std::int64_t>(more[at(plane)].size()), at_work);
+  }
+  std::size_t most_lines = 0;
+  for (const auto& lines : more) most_lines = std::max(most_lines, lines.size());
+  const std::int64_t plane_lines = query_tiles + static_cast<std::int64_t>(most_lines);
+  std::vector<SeenLine> lines;
+  for (std::int64_t plane = 0; most_lines > 0 && plane < planes; ++plane) {
+    lines.resize(at(plane * plane_lines + query_tiles), {-1, 0, 1});
+    lines.insert(lines.end(), more[at(plane)].begin(), more[at(plane)].end());
+    lines.resize(at((plane + 1) * plane_lines));
+    // Those that have a line behind them are not the last ones.
+    const auto own = std::span(lines).subspan(at(plane * plane_lines));
+    for (const SeenLine& line : more[at(plane)]) own[at(line.before)].last = 0;
+  }
+  std::int32_t shared = 0;
+  for (const SeenOwner& owner : owners) {
+    if (owner.parts > 1) shared = std::max(shared, owner.shared + 1);
   }
 
   const std::int64_t heads = batches > 0 ? planes / batches : 0;
   table_ = {
       .bits = memory_.add(std::span<const std::uint32_t>(bits)),
-      .tiles = memory_.add(std::span<const SeenTile>(tiles)),
-      .first = memory_.add(std::span<const std::int64_t>(first)),
+      .tiles = memory_.add(std::span<const SeenTile>(lists.tiles)),
+      .first = memory_.add(std::span<const std::int64_t>(lists.first)),
+      .owners = memory_.add(std::span<const SeenOwner>(owners)),
+      .line_table = memory_.add(std::span<const SeenLine>(lines)),
       .counts = memory_.add(std::span<const std::int32_t>(counts)),
       .rows = layout.rows(),
       .row_words = row_words,
-      .lists = owners * at_work.blocks,
+      .lists = static_cast<std::int64_t>(owners.size()) * at_work.blocks,
       .query_tiles = query_tiles,
+      .owner_count = static_cast<std::int32_t>(owners.size()),
+      .shared_count = shared,
+      .lines = static_cast<std::int32_t>(plane_lines),
       .batch = static_cast<std::int32_t>(batches > 1 ? heads : 0),
       .head = heads > 1 ? 1 : 0,
       .squares_magic =
@@ -183,7 +325,10 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
   memory_.resolve(table_.bits);
   memory_.resolve(table_.tiles);
   memory_.resolve(table_.first);
+  memory_.resolve(table_.owners);
+  memory_.resolve(table_.line_table);
   memory_.resolve(table_.counts);
+  if (lines.empty()) table_.line_table = nullptr;
 }
 
 }  // namespace pullback::attention

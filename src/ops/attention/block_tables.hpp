@@ -7,10 +7,13 @@
 
 namespace pullback::attention {
 
-// Backward: how many owners of a plane work side by side, and with how many blocks each, which
-// share the tiles of its list.
 struct OwnersAtWork {
+  // Backward: how many of a plane work side by side, and with how many blocks each, which share the
+  // tiles of its list.
   int owners = 1, blocks = 1;
+  // How many of all planes do: several share what takes as long as all the work would if it were
+  // shared evenly. 0: nothing is shared.
+  std::int64_t everywhere = 0;
 };
 
 class BlockTables {

@@ -76,6 +76,8 @@ struct Blocks {
   double density = 0.5;
   // Of rows, besides: block row 0 of every plane is empty.
   bool empty_row = false;
+  // Every so many block rows and columns have all blocks. 0: none.
+  std::int64_t global = 0;
 };
 
 inline Setup with_blocks(Setup setup, const Blocks& blocks) {
@@ -90,7 +92,9 @@ inline Setup with_blocks(Setup setup, const Blocks& blocks) {
         TensorSpec::contiguous(DType::u8, {blocks.batches, blocks.heads, rows, columns}));
     for (std::int64_t i = 0; i < layout.numel(); ++i) {
       const bool empty = blocks.empty_row && i / columns % rows == 0;
-      layout.set(i, !empty && random.chance(blocks.density));
+      const bool seen = blocks.global > 0 && (i / columns % rows % blocks.global == 1 ||
+                                              i % columns % blocks.global == 1);
+      layout.set(i, !empty && (seen || random.chance(blocks.density)));
     }
     inputs["layout"] = layout;
   };

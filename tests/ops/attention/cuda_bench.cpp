@@ -3,7 +3,10 @@
 // names.
 #include <fmt/format.h>
 
+#include <functional>
+
 #include "ops/attention/case_setup.hpp"
+#include "pullback/sparsity.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -59,12 +62,66 @@ void add_block_sparse(std::vector<Case>& cases) {
   }
 }
 
+// Layouts of long documents: a few rows and columns have all blocks, the others 6 to 9, or 67 with
+// Fixed.
+void add_layouts(std::vector<Case>& cases) {
+  constexpr std::int64_t kLength = 16384, kHeads = 8;
+  for (const std::int64_t head_dim : {64, 128}) {
+    for (const std::int64_t block : {64, 128}) {
+      const auto add_one = [&](std::string_view name, const std::function<BlockLayout()>& layout) {
+        Setup setup{.batch = 1,
+                    .query = kLength,
+                    .key = kLength,
+                    .heads = kHeads,
+                    .kv_heads = kHeads,
+                    .head_dim = head_dim,
+                    .value_dim = head_dim,
+                    .dtypes = {DType::bf16}};
+        setup.change = [layout](TensorMap& inputs, const Setup&, Random&) {
+          const BlockLayout blocks = layout();
+          HostTensor present(TensorSpec::contiguous(
+              DType::u8, {1, blocks.heads(), blocks.rows(), blocks.columns()}));
+          for (std::int64_t i = 0; i < present.numel(); ++i) present.set(i, 0);
+          for (const auto& entry : blocks.blocks()) {
+            present.set((entry.head * blocks.rows() + entry.row) * blocks.columns() + entry.column,
+                        1);
+          }
+          inputs["layout"] = present;
+        };
+        Case test = make_case(
+            fmt::format("B1 H{} S{} D{} {} block {}", kHeads, kLength, head_dim, name, block),
+            setup, {{"block", fmt::format("{}", block)}});
+        test.full_only = block > 64;
+        cases.push_back(std::move(test));
+      };
+      add_one("BigBird", [block] {
+        return make_layout(BigBirdSparsity{.num_heads = kHeads,
+                                           .block = block,
+                                           .different_layout_per_head = true,
+                                           .num_random_blocks = 3,
+                                           .num_sliding_window_blocks = 3,
+                                           .num_global_blocks = 1},
+                           kLength);
+      });
+      add_one("Longformer", [block] {
+        return make_layout(BSLongformerSparsity{.block = block, .num_sliding_window_blocks = 7},
+                           kLength);
+      });
+      add_one("Fixed", [block] {
+        return make_layout(
+            FixedSparsity{.block = block, .num_local_blocks = 4, .num_global_blocks = 1}, kLength);
+      });
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<Case> attention_cuda_bench() {
   std::vector<Case> cases;
   add_dense(cases);
   add_block_sparse(cases);
+  add_layouts(cases);
   const auto add_one = [&](std::string name, const Setup& setup, OptionMap options = {}) {
     add(cases, std::move(name), setup, std::move(options));
   };

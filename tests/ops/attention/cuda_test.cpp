@@ -196,6 +196,13 @@ TEST_F(attention_cuda, sums_have_the_same_bits_a_thousand_times) {
   expect_same(
       attention_setup::with_blocks(wide, {.block = 64, .batches = 2, .heads = 8, .density = 0.7}),
       {{"block", "64"}}, DType::bf16, 50);
+  // Long lists shared by several, and lines of turns.
+  wide.key = 2500;
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    expect_same(attention_setup::with_blocks(
+                    wide, {.block = 64, .heads = 8, .density = 0.02, .global = 30}),
+                {{"block", "64"}}, dtype, 50);
+  }
 }
 
 }  // namespace

@@ -151,16 +151,19 @@ class TileBackward final : public BackwardBody {
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(problem.bias);
     d_bias_vectors_ = has_vector_keys(problem.d_bias);
-    const std::int64_t planes_tiles = planes_ * params_.q_tiles;
-    stats_bytes_ = aligned(planes_tiles * stats_bytes(tiles_.queries));
-    turn_bytes_ = aligned(planes_tiles * 4);
+    const SeenBlocksTable& blocks = blocks_.get();
+    params_.lines = blocks.given() ? blocks.lines : params_.q_tiles;
+    params_.turn_count = planes_ * params_.lines + pairs_ * blocks.shared_count * std::int64_t{2};
+    stats_bytes_ = aligned(planes_ * params_.q_tiles * stats_bytes(tiles_.queries));
+    turn_bytes_ = aligned(params_.turn_count * 4);
     if (bias_elements_ > 0) plan_bias(problem, width, arch);
     plan_slices(problem, width);
-    workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + bias_sum_bytes_;
+    workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + key_sum_bytes_ +
+                      bias_sum_bytes_;
     plan_kernels(problem, width, arch);
     description = fmt::format(
-        "tensor cores{}: {} keys x {} queries at a time, sums in f32; d_q summed in the order of "
-        "the keys: the same bits every run{}{}",
+        "tensor cores{}: {} keys x {} queries at a time, sums in f32, in a fixed order: the same "
+        "bits every run{}{}",
         problem.q.dtype == DType::f32 ? ", each product as three of f16" : "", tiles_.keys,
         tiles_.queries,
         slice_pairs_ < pairs_
@@ -179,7 +182,7 @@ class TileBackward final : public BackwardBody {
     }
     const std::int64_t limit = std::max<std::int64_t>(std::int64_t{128} << 20, own / 12);
     const std::int64_t pair_bytes =
-        sizes_.group * params_.q_tiles * tiles_.queries * width * std::int64_t{4};
+        sizes_.group * params_.lines * tiles_.queries * width * std::int64_t{4};
     slice_pairs_ = pairs_;
     if (bias_plan_ == BiasPlan::stepped) {
       slice_pairs_ = sizes_.kv_heads;
@@ -188,6 +191,8 @@ class TileBackward final : public BackwardBody {
       slice_pairs_ = ceil_div(pairs_, ceil_div(pairs_, fit));
     }
     sum_bytes_ = aligned(slice_pairs_ * pair_bytes);
+    key_sum_bytes_ = aligned(slice_pairs_ * blocks_.get().shared_count * 2 * tiles_.keys * width *
+                             std::int64_t{4});
   }
 
   void plan_kernels(const AttentionProblem& problem, int width, int arch) {
@@ -201,7 +206,7 @@ class TileBackward final : public BackwardBody {
         const TileKernel found =
             tile_kernel(dtype, width, features, arch, has_small_blocks(problem));
         Kernel kernel(found.kernel, device_, found.shared_bytes);
-        set_grid(kernel, slice_pairs_ * params_.k_tiles * masked_.owners.blocks);
+        set_grid(kernel, slice_pairs_ * owners() * masked_.owners.blocks);
         kernel.shape.cluster = static_cast<unsigned>(masked_.owners.blocks);
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
@@ -299,8 +304,11 @@ class TileBackward final : public BackwardBody {
     std::byte* scratch = static_cast<std::byte*>(workspace.data) + sequence_bytes_;
     params.stats = scratch;
     params.turns = reinterpret_cast<std::int32_t*>(scratch + stats_bytes_);
-    params.sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_);
-    params.bias_sums = reinterpret_cast<float*>(scratch + stats_bytes_ + turn_bytes_ + sum_bytes_);
+    params.parts_done = params.turns + planes_ * params.lines;
+    scratch += stats_bytes_ + turn_bytes_;
+    params.sums = reinterpret_cast<float*>(scratch);
+    params.key_sums = reinterpret_cast<float*>(scratch + sum_bytes_);
+    params.bias_sums = reinterpret_cast<float*>(scratch + sum_bytes_ + key_sum_bytes_);
     params.row_vectors = row_vectors_ && cuda::vector_aligned({tensors.out, tensors.d_out});
     params.vectors =
         vectors_ && cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.d_out,
@@ -323,10 +331,14 @@ class TileBackward final : public BackwardBody {
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
       if (bias_plan_ == BiasPlan::stepped) params.bias_step = step_of(first);
       Kernel slice = kernel;
-      slice.shape.grid[0] =
-          static_cast<unsigned>(params.pairs * params.k_tiles * masked_.owners.blocks);
+      slice.shape.grid[0] = static_cast<unsigned>(params.pairs * owners() * masked_.owners.blocks);
       slice.launch(stream, params);
     }
+  }
+
+  // Of tiles of keys of a pair.
+  std::int64_t owners() const {
+    return blocks_.get().given() ? blocks_.get().owner_count : params_.k_tiles;
   }
 
   BiasStep step_of(std::int64_t first_pair) const {
@@ -337,7 +349,8 @@ class TileBackward final : public BackwardBody {
   BackwardTiles tiles_;
   MaskedWork masked_;
   std::int64_t slice_pairs_ = 0;
-  std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0, bias_sum_bytes_ = 0;
+  std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0, key_sum_bytes_ = 0;
+  std::size_t bias_sum_bytes_ = 0;
   bool bias_vectors_ = false, d_bias_vectors_ = false;
   bool vectors_ = false, row_vectors_ = false, only_vectors_ = false, clears_bias_ = false;
   BiasPlan bias_plan_ = BiasPlan::none;

@@ -39,9 +39,16 @@ struct BackwardParams {
   int64_t first_pair;
   int32_t pairs, pair_group;
 
-  void* stats;     // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
-  int32_t* turns;  // [planes, q_tiles]: key tiles whose part of d_q is in `sums`
-  float* sums;     // [planes of this launch, q_tiles, rows of a tile · width]
+  void* stats;  // [planes, q_tiles] of StatsTile: smxx_backward_rows.cuh
+  // A line is a sum of d_q with its turns: one for each tile of queries or, with a block mask,
+  // more.
+  int32_t lines;   // of a plane
+  int32_t* turns;  // [planes, lines]: key tiles whose part of d_q is in `sums`
+  float* sums;     // [planes of this launch, lines, rows of a tile · width]
+  // Of tiles of keys that several owners share.
+  int32_t* parts_done;  // [pairs, blocks.shared_count, d_k and d_v]: how many are in `key_sums`
+  float* key_sums;      // [pairs of this launch, …, keys of a tile · width]
+  int64_t turn_count;   // `turns` and `parts_done` together, which begin as zeros
 };
 
 }  // namespace pullback::attention

@@ -72,7 +72,7 @@ inline constexpr BackwardTiles backward_tiles(int width, int arch, bool small_bl
     const int stages = shared > 200 * 1024 ? 3 : 2;
     if (width == 96) return {128, 64, 2, stages, 1, 4};
     if (width == 128) return {128, 64, 2, stages, 1, 2};
-    return {64, 64, 4, width == 192 || shared > 200 * 1024 ? 2 : 1, 1, 2};
+    return {64, 64, 4, width == 192 ? stages : stages - 1, 1, 2};
   }
   if (width == 96) return {64, 64, 2, 2, 1, 2};
   if (width == 128) return {64, 64, 2, 1, 1, 2};

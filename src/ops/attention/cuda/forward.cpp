@@ -6,6 +6,8 @@
 #include <limits>
 
 #include "core/check.hpp"
+#include "core/workspace.hpp"
+#include "cuda/memory.hpp"
 #include "ops/attention/block_tables.hpp"
 #include "ops/attention/cuda/sequences.hpp"
 #include "ops/attention/cuda/tuning.hpp"
@@ -112,13 +114,22 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       const ForwardTile own = tile_of(any);
       const std::int64_t own_tiles =
           sizes_.varlen ? tiles : (sizes_.total_query + own.rows - 1) / own.rows;
+      const std::int64_t at_work =
+          is_blocks(any) ? std::int64_t{device_.multiprocessors} * own.blocks : 0;
       to.emplace(problem, device_, tile_kernel(dtype, width, any, arch),
                  own.shared_bytes(element_bytes(dtype), stages_bias(any, element_bytes(dtype))),
-                 own_tiles, pairs, own.rows, part_keys(own));
+                 own_tiles, pairs, own.rows, part_keys(own), at_work);
     };
     only_aligned_bias_ = kind == ForwardKind::bias;
     if (vectors_) load(by_vectors_, kind);
     load(by_elements_, ForwardKind::elements);
+    if (vectors_ && by_vectors_->blocks.get().shared_count > 0) {
+      shared_tiles_ = pairs * by_vectors_->blocks.get().shared_count;
+      done_bytes_ = workspace_aligned(static_cast<std::size_t>(shared_tiles_) * 4);
+      // A tile's outputs, and a maximum and a sum of each row in as many lanes as share it.
+      const std::int64_t part_bytes = std::int64_t{tile.rows} * (tile.width + 8) * 4;
+      workspace_bytes += done_bytes_ + static_cast<std::size_t>(shared_tiles_ * part_bytes);
+    }
     description = fmt::format(
         "tiles of {} queries by {} keys, head dims padded to {}, {} products on tensor cores{}; "
         "sums in f32, in a fixed order: the same bits every run",
@@ -135,11 +146,12 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
 
     Tiles(const AttentionProblem& problem, const cuda::DeviceInfo& device,
           const cuda::OpKernel& planned, int shared, std::int64_t tiles, std::int64_t pairs,
-          int rows, int keys)
+          int rows, int keys, std::int64_t at_work = 0)
         : kernel(planned, device, shared),
           q_tiles(static_cast<std::int32_t>(tiles)),
-          blocks(problem, device, Pass::forward, rows, keys) {
-      kernel.shape.grid[0] = static_cast<unsigned>(tiles * pairs);
+          blocks(problem, device, Pass::forward, rows, keys, {.everywhere = at_work}) {
+      if (blocks.get().given()) q_tiles = blocks.get().owner_count;
+      kernel.shape.grid[0] = static_cast<unsigned>(q_tiles * pairs);
     }
   };
 
@@ -172,6 +184,14 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const Tiles& tiles = vectors ? *by_vectors_ : *by_elements_;
     params.q_tiles = tiles.q_tiles;
     params.problem.blocks = tiles.blocks.get();
+    if (vectors && shared_tiles_ > 0) {
+      params.parts_done = static_cast<std::int32_t*>(workspace.data);
+      params.parts =
+          reinterpret_cast<float*>(static_cast<std::byte*>(workspace.data) + done_bytes_);
+      cuda::check(cuda::driver().cuMemsetD8Async(cuda::address(params.parts_done), 0, done_bytes_,
+                                                 static_cast<cuda::CUstream>(stream.handle)),
+                  "cuMemsetD8Async");
+    }
     tiles.kernel.launch(stream, params);
   }
 
@@ -179,6 +199,8 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   ForwardParams params_{};
   std::optional<SequenceLister> sequences_;
   std::optional<Tiles> by_vectors_, by_elements_;
+  std::int64_t shared_tiles_ = 0;  // of all pairs
+  std::size_t done_bytes_ = 0;
   bool vectors_ = false, only_aligned_bias_ = false, empty_ = false;
 };
 

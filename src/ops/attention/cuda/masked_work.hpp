@@ -11,6 +11,31 @@ namespace pullback::attention {
 // Pairs whose tiles of keys are in flight together: their q, d_out and sums stay in the cache.
 inline constexpr std::int64_t kPairGroup = 16;
 
+// How many blocks of a cluster share a tile of keys: with two, half as many tiles are in flight and
+// fewer wait for turns; with four, beginnings and ends cost more than that gains. So they do with
+// two where lists are of a few tiles, if they fill the device three times or are all short.
+inline int blocks_of_cluster(const AttentionProblem& problem, const BackwardTiles& tiles,
+                             std::int64_t flight) {
+  const AttentionSizes sizes = sizes_of(problem);
+  const BlockLayout& layout = *problem.blocks.layout;
+  const std::int64_t block = problem.blocks.block;
+  std::int64_t longest = 0;
+  for (std::int64_t head = 0; head < layout.heads(); ++head) {
+    for (std::int64_t column = 0; column < layout.columns(); ++column) {
+      const auto blocks = layout.column(head, column);
+      longest = std::max(longest, static_cast<std::int64_t>(blocks.size()));
+    }
+  }
+  // Blocks of a column, and tiles that a tile of keys meets for them, at most.
+  const std::int64_t columns = std::max<std::int64_t>(layout.heads() * layout.columns(), 1);
+  const std::int64_t mean = layout.nnz() / columns;
+  const std::int64_t listed =
+      mean * ceil_div(block, tiles.queries) * std::max<std::int64_t>(tiles.keys / block, 1);
+  const std::int64_t owners = ceil_div(sizes.total_key, tiles.keys);
+  const bool many = sizes.batch * sizes.kv_heads * owners >= 3 * flight;
+  return (listed <= 12 && many) || (listed <= 5 && longest <= 2 * mean) ? 1 : 2;
+}
+
 struct MaskedWork {
   std::int64_t pair_group;
   OwnersAtWork owners;
@@ -22,9 +47,9 @@ inline MaskedWork masked_work(const AttentionProblem& problem, const cuda::Devic
   std::int64_t pairs = (sizes.varlen ? 1 : sizes.batch) * sizes.kv_heads;
   pairs = std::clamp<std::int64_t>(pairs, 1, kPairGroup);
   const bool sixteen_bits = size_of(problem.q.dtype) == 2;
-  // Two blocks of a cluster share a tile of keys: half as many tiles are in flight, and fewer wait
-  // for turns. With four, beginnings and ends cost more than that gains.
-  const int blocks = problem.blocks.given() && sixteen_bits && device.major >= 9 ? 2 : 1;
+  const std::int64_t flight = std::int64_t{device.multiprocessors} * tiles.blocks;
+  const bool clusters = problem.blocks.given() && sixteen_bits && device.major >= 9;
+  const int blocks = clusters ? blocks_of_cluster(problem, tiles, flight) : 1;
   // Of random lists all queries are in use at a time. With tiles of few keys, which read them the
   // more often, it pays to keep to the pairs whose queries nearly fit the cache.
   if (blocks > 1 && tiles.keys <= 64) {
@@ -32,8 +57,7 @@ inline MaskedWork masked_work(const AttentionProblem& problem, const cuda::Devic
     const std::int64_t most = std::int64_t{device.l2_bytes} * 3 / 2;
     pairs = ceil_div(pairs, ceil_div(pairs * bytes, std::max(bytes, most)));
   }
-  const std::int64_t flight = std::int64_t{device.multiprocessors} * tiles.blocks;
-  return {pairs, {static_cast<int>(ceil_div(flight, pairs * blocks)), blocks}};
+  return {pairs, {static_cast<int>(ceil_div(flight, pairs * blocks)), blocks, flight / blocks}};
 }
 
 }  // namespace pullback::attention

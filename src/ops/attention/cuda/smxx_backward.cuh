@@ -12,9 +12,10 @@
 //
 // dQ is a sum over blocks, which take turns: a tile of queries is added to in the order of the key
 // tiles, so that the bits are the same every run. The first block stores its part, the last one
-// adds that to its own and writes d_q. All go from the last tile of queries to the first (with a
-// block mask in an order of block_tables.cpp), and blocks of lower index, launched earlier, have
-// lower keys: a block waits rarely, and for blocks that run or have ended.
+// adds that to its own and writes d_q. All go from the last tile of queries to the first, and
+// blocks of lower index, launched earlier, have lower keys: a block waits rarely, and for blocks
+// that run or have ended. With a block mask the orders are those of block_tables.cpp, a tile of
+// queries may have several sums, and several clusters may share a tile of keys.
 #pragma once
 
 #include "device/async_copy.cuh"
@@ -24,7 +25,7 @@
 #include "ops/attention/cuda/smxx_backward_place.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
 #include "ops/attention/cuda/smxx_backward_scores.cuh"
-#include "ops/attention/cuda/smxx_backward_turns.cuh"
+#include "ops/attention/cuda/smxx_backward_sums.cuh"
 
 namespace pullback::attention {
 
@@ -112,6 +113,7 @@ struct BackwardBlock {
 
   static constexpr bool listed() { return has_blocks(kFeatures); }
   BackwardSteps<listed()> steps() const { return {p, block}; }
+  QuerySums<kKeys, kQueries, kWidth, kThreads, listed()> sums() const { return {p, block}; }
   static int64_t tile_of(const Step& step) { return step.first_tile + step.tile; }
 
   void load_step(const Step& step, uint32_t stage) const {
@@ -332,76 +334,9 @@ struct BackwardBlock {
     }
   }
 
-  // By one thread, before the barrier ahead of the step's sums; the counter was `seen` before.
-  void begin_turn(const Step& step, int32_t seen) const {
-    int32_t number, count;
-    if constexpr (listed()) {
-      number = step.turn;
-      count = step.turns;
-    } else {
-      const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
-      number = place.tile - keys.begin;
-      count = keys.end - keys.begin;
-    }
-    int32_t* const counter = p.turns + tile_of(step);
-    if (seen < number) {
-      block.end_turn();
-      while (load_relaxed(counter) < number) {
-      }
-    }
-    const bool last = number + 1 == count;
-    block.turns[turn] = {number == 0, last, number, last ? nullptr : counter,
-                         tile_of(step) - p.first_pair * p.problem.group * p.q_tiles};
-  }
-
-  float* d_q_sums(int part) const {
-    return p.sums + block.turns[turn].sum_tile * (kQueries * kWidth) +
-           part * (kDqM * kDqN * kThreads * 4) + threadIdx.x * 4;
-  }
-
-  // What the product of the step is added to: where the blocks before are added here, their sum.
-  void begin_d_q(float (&sum)[kDqM][kDqN][4], int part = 0) const {
-    const BlockTurn& own_turn = block.turns[turn];
-    const bool loads = !own_turn.first && (own_turn.last || !kAddsInMemory);
-    const float* const sums = d_q_sums(part);
-#pragma unroll
-    for (int m = 0; m < kDqM; ++m) {
-#pragma unroll
-      for (int n = 0; n < kDqN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum[m][n][e] = 0;
-      }
-    }
-    if (!loads) return;
-#pragma unroll
-    for (int m = 0; m < kDqM; ++m) {
-#pragma unroll
-      for (int n = 0; n < kDqN; ++n) {
-        load_past_l1(sum[m][n], sums + (m * kDqN + n) * (kThreads * 4));
-      }
-    }
-  }
-
   void end_d_q(const Step& step, const float (&sum)[kDqM][kDqN][4], int first_query,
                int first_column, int part = 0) const {
-    const BlockTurn& own_turn = block.turns[turn];
-    if (!own_turn.last) {
-      float* const sums = d_q_sums(part);
-      const auto for_pieces = [&](const auto& visit) {
-#pragma unroll
-        for (int m = 0; m < kDqM; ++m) {
-#pragma unroll
-          for (int n = 0; n < kDqN; ++n) visit(sums + (m * kDqN + n) * (kThreads * 4), sum[m][n]);
-        }
-      };
-      using Piece = const float(&)[4];
-      if (kAddsInMemory && !own_turn.first) {
-        for_pieces([](float* to, Piece value) { add_in_memory(to, value); });
-      } else {
-        for_pieces([](float* to, Piece value) { store_past_l1(to, value); });
-      }
-      return;
-    }
+    if (sums().add(block.turns[turn], sum, part)) return;
     const int first_row = step.tile * kQueries;
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
@@ -419,8 +354,21 @@ struct BackwardBlock {
     if (steps().exists(0)) sum_steps();
     const bool in_cluster = listed() && cluster_size() > 1;
     if (in_cluster) add_in_cluster<kThreads>(d_k, d_v, k_tile);
-    store_keys(!in_cluster || cluster_rank() == 0, !in_cluster || cluster_rank() == 1);
+    finish_keys(!in_cluster || cluster_rank() == 0, !in_cluster || cluster_rank() == 1);
     if (in_cluster) cluster_barrier();
+  }
+
+  void finish_keys(bool keys, bool values) {
+    if constexpr (listed()) {
+      const SeenOwner owner = p.problem.blocks.owners[block.owner];
+      if (owner.parts > 1) {
+        wait_for_previous_kernel();  // also where no step did
+        if (keys && p.d_k.data != nullptr) join_key_parts<kThreads>(p, block, owner, d_k, 0);
+        if (values && p.d_v.data != nullptr) join_key_parts<kThreads>(p, block, owner, d_v, 1);
+        if (owner.part + 1 < owner.parts) return;
+      }
+    }
+    store_keys(keys, values);
   }
 
   void store_keys(bool keys, bool values) const {
@@ -480,7 +428,7 @@ struct BackwardBlock {
       const bool careful = is_general(kFeatures) || only_v || suspicious || !block.finite_keys;
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
-        turn_seen = load_relaxed(p.turns + tile_of(step));
+        turn_seen = sums().seen(step);
       }
 
       const bool all_seen = whole(step);
@@ -524,14 +472,16 @@ struct BackwardBlock {
         }
         store_scores(ds_tile, ds, first);
       }
-      if (threadIdx.x == 0 && p.d_q.data != nullptr) begin_turn(step, turn_seen);
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) {
+        sums().begin_turn(step, turn_seen, block.turns[turn]);
+      }
       if constexpr (kOneBarrier) async_wait<0>();
       __syncthreads();
       // The tile before is not needed any more, or with split 1 this one.
       if (kOneBarrier && steps().exists(number + 2)) {
         load_step(steps().at(number + 2), (number + 2) % kStages);
       }
-      if (threadIdx.x == kTurnThread && p.d_q.data != nullptr) block.swap_turn(turn);
+      if (threadIdx.x == kTurnThread && p.d_q.data != nullptr) block.swap_turn(turn, p.turns);
       if constexpr (kStatsStages < kStages) {
         if (more) load_stats(next, 0);
         async_commit();
@@ -556,11 +506,12 @@ struct BackwardBlock {
           __syncthreads();
         }
         const int dq_row = warp % kQueryRows * (16 * kDqM);
+        if constexpr (listed()) sums().take_over(block.turns[turn]);
 #pragma unroll 1
         for (int part = 0; part < kDqParts; ++part) {
           const int column = warp / kQueryRows * kDqWidth + part * (8 * kDqN);
           float sum[kDqM][kDqN][4];
-          begin_d_q(sum, part);
+          sums().begin(block.turns[turn], sum, part);
           query_product(step, sum, dq_row, column / 8);
           end_d_q(step, sum, dq_row, column, part);
         }

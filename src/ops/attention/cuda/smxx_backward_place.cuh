@@ -5,7 +5,7 @@
 #include "device/async_copy.cuh"
 #include "device/cluster.cuh"
 #include "ops/attention/cuda/smxx_backward_tiles.cuh"
-#include "ops/attention/cuda/smxx_backward_turns.cuh"
+#include "ops/attention/cuda/smxx_turns.cuh"
 
 namespace pullback::attention {
 
@@ -23,8 +23,8 @@ struct BackwardStep : SeenTile {
 struct BlockTurn {
   bool first, last;
   int32_t number;
-  int32_t* counter;  // null: nobody comes after us
-  int64_t sum_tile;
+  int64_t line;        // among those of all planes
+  int64_t taken_over;  // the line before, which this turn takes over, or -1
 };
 
 // In shared memory: registers are needed for sums.
@@ -33,6 +33,7 @@ struct BlockPlace {
   int64_t pair;
   TileRange queries, whole;  // those that see some of the keys, and those that see all
   bool finite_keys;
+  int owner;              // with a block mask: its number
   BackwardStep steps[4];  // by their number modulo 4: of a step and the next one
   BlockTurn turns[2];     // of a step, from the first thread to all
   // Of the first thread: the turn before, which is over, but the next block was not told. Or null.
@@ -49,10 +50,11 @@ struct BlockPlace {
   // The same, behind the barrier ahead of the sums of `turn`: those of the turn before have arrived
   // meanwhile, and the fence has little to wait for. It also orders what was seen of the counter
   // before the sums to come.
-  void swap_turn(int turn) {
+  void swap_turn(int turn, int32_t* counters) {
     fence_device();
     if (over != nullptr) store_relaxed(over, next);
-    over = turns[turn].counter;
+    // Nobody comes after the last one.
+    over = turns[turn].last ? nullptr : counters + turns[turn].line;
     next = turns[turn].number + 1;
   }
 };
@@ -62,7 +64,9 @@ template <int kKeys, int kQueries, bool kListed>
 BlockPlace block_place(const BackwardParams& p) {
   const uint32_t index = kListed ? device::cluster_index() : blockIdx.x;
   // 32 bits: a grid has no more blocks, and divisions are what a block begins with.
-  const uint32_t of_group = static_cast<uint32_t>(p.k_tiles) * static_cast<uint32_t>(p.pair_group);
+  const SeenBlocksTable& blocks = p.problem.blocks;
+  const auto owners = static_cast<uint32_t>(kListed ? blocks.owner_count : p.k_tiles);
+  const uint32_t of_group = owners * static_cast<uint32_t>(p.pair_group);
   const uint32_t group_begin = index / of_group * static_cast<uint32_t>(p.pair_group);
   const uint32_t in_group = index % of_group;
   const uint32_t left = static_cast<uint32_t>(p.pairs) - group_begin;
@@ -70,8 +74,12 @@ BlockPlace block_place(const BackwardParams& p) {
       left < static_cast<uint32_t>(p.pair_group) ? left : static_cast<uint32_t>(p.pair_group);
   BlockPlace place;
   place.pair = p.first_pair + group_begin + in_group % group;
-  place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group,
-                               static_cast<int>(in_group / group), kKeys);
+  int tile = static_cast<int>(in_group / group);
+  if constexpr (kListed) {
+    place.owner = tile;
+    tile = blocks.owners[tile].tile;
+  }
+  place.keys = place_of<false>(p, place.pair, p.problem.heads / p.problem.group, tile, kKeys);
   place.queries = query_tiles_of(place.keys, place.keys.tile, kKeys, kQueries);
   place.whole = whole_tiles_of(place.keys, kKeys, kQueries);
   place.over = nullptr;
@@ -151,7 +159,7 @@ struct BackwardSteps {
     const SeenBlocksTable& blocks = p.problem.blocks;
     const int64_t head = block.keys.head * p.problem.group + head_of_group;
     return blocks.first + blocks.plane(block.keys.batch, head) * (blocks.lists + 1) +
-           block.keys.tile * device::cluster_size() + device::cluster_rank();
+           block.owner * device::cluster_size() + device::cluster_rank();
   }
   void copy_seen(Step& step) const {
     SeenTile* const to = &step;

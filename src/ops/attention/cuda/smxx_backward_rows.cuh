@@ -113,7 +113,6 @@ void backward_rows(const BackwardParams& p, bool vectors) {
     stats.suspicious = suspicious;
     stats.q_unit = stats.d_out_unit = 1;
     stats.unused = 0;  // it is copied with the rest
-    if (p.turns != nullptr) p.turns[plane * p.q_tiles + tile] = 0;
   }
 }
 
@@ -187,6 +186,11 @@ void clear_unseeing(const BackwardParams& p) {
 template <class T, int kQueries, int kKeys>
 void backward_prepare(const BackwardParams& p) {
   allow_next_kernel();
+  const int64_t threads = int64_t{gridDim.x} * kRowThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kRowThreads + threadIdx.x; i < p.turn_count;
+       i += threads) {
+    p.turns[i] = 0;
+  }
   backward_rows<T, kQueries, 8>(p, p.row_vectors != 0);
   if constexpr (sizeof(T) == 4) find_query_units<kQueries>(p, p.vectors != 0);
   clear_unseeing<T, kQueries, kKeys>(p);

@@ -5,8 +5,8 @@
 #include "device/memory.cuh"
 #include "device/mma.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
-#include "ops/attention/cuda/smxx_backward_turns.cuh"
 #include "ops/attention/cuda/smxx_scores.cuh"
+#include "ops/attention/cuda/smxx_turns.cuh"
 
 namespace pullback::attention {
 

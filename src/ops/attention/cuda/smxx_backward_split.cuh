@@ -296,7 +296,8 @@ struct SplitBlock
 
   void sum_queries(const Step& step) const {
     float sum[kDqM][kDqN][4];
-    this->begin_d_q(sum);
+    if constexpr (Base::listed()) this->sums().take_over(block.turns[0]);
+    this->sums().begin(block.turns[0], sum, 0);
     if (!block.finite_keys) {
       make_planes_finite<kKeys, kWidth, kThreads>(k_tile);
       __syncthreads();
@@ -321,7 +322,7 @@ struct SplitBlock
     }
     __syncthreads();
     if (this->steps().exists(0)) sum_steps();
-    this->store_keys(true, true);
+    this->finish_keys(true, true);
   }
 
   void sum_steps() {
@@ -354,12 +355,14 @@ struct SplitBlock
           pairs_seen(place, place.tile * kKeys, step.tile * kQueries, kKeys, kQueries) != Seen::all;
       int32_t turn_seen = 0;
       if (threadIdx.x == 0 && p.d_q.data != nullptr) {
-        turn_seen = load_relaxed(p.turns + this->tile_of(step));
+        turn_seen = this->sums().seen(step);
       }
       make_scores(step, stage, careful, suspicious);
-      if (threadIdx.x == 0 && p.d_q.data != nullptr) this->begin_turn(step, turn_seen);
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) {
+        this->sums().begin_turn(step, turn_seen, block.turns[0]);
+      }
       __syncthreads();
-      if (threadIdx.x == 0 && p.d_q.data != nullptr) block.swap_turn(0);
+      if (threadIdx.x == 0 && p.d_q.data != nullptr) block.swap_turn(0, p.turns);
       sum_keys(stage, suspicious);
       if (kStages == 1 && more) {
         __syncthreads();

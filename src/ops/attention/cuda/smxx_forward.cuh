@@ -5,7 +5,8 @@
 //
 // A warp owns 16 or 32 of the queries: their scores, sums and outputs stay in its registers. The
 // block's warps share tiles of keys and values, K 0, V 0, K 1, V 1, …, which pass through a ring of
-// slots in shared memory, filled by asynchronous copies while earlier tiles are worked on.
+// slots in shared memory, filled by asynchronous copies while earlier tiles are worked on. With a
+// block mask several thread blocks may share the tile of queries.
 //
 // Without softcap and bias (scale > 0) scores stay what the product gives, and the scale goes into
 // the exponential.
@@ -14,6 +15,7 @@
 #include "device/memory.cuh"
 #include "ops/attention/cuda/smxx_clear.cuh"
 #include "ops/attention/cuda/smxx_forward_bias.cuh"
+#include "ops/attention/cuda/smxx_forward_parts.cuh"
 #include "ops/attention/cuda/smxx_forward_planes.cuh"
 #include "ops/attention/cuda/smxx_plain_row.cuh"
 #include "ops/attention/cuda/smxx_scores.cuh"
@@ -47,6 +49,7 @@ inline bool has_shift(float product) { return fabsf(product) < 0x1p24f; }
 // State of the softmax of a warp's rows, and their outputs.
 template <int kRowTiles, int kColumnTiles>
 struct RunningRows {
+  static constexpr int kRows = kRowTiles, kColumns = kColumnTiles;
   float maximum[kRowTiles][2], sum[kRowTiles][2];  // the sums of this lane's keys
   float out[kRowTiles][kColumnTiles][4];
 
@@ -190,7 +193,9 @@ void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int colum
 template <class T, int kRows, bool kBlocks>
 __noinline__ void redo_row(const ForwardParams& params, int row) {
   QueryTile tile;
-  if (!find_query_tile(params.problem, params.q_tiles, params.pair_group, kRows, tile)) return;
+  if (!find_query_tile<kBlocks>(params.problem, params.q_tiles, params.pair_group, kRows, tile)) {
+    return;
+  }
   plain_row<T, kBlocks>(params, tile.sequence, tile.batch, tile.head, tile.first + row);
 }
 
@@ -228,7 +233,7 @@ void forward(const ForwardParams& params) {
 
   const Problem& p = params.problem;
   QueryTile tile;
-  if (!find_query_tile(p, params.q_tiles, params.pair_group, kTile.rows, tile)) return;
+  if (!find_query_tile<kBlocks>(p, params.q_tiles, params.pair_group, kTile.rows, tile)) return;
   const Sequence& sequence = tile.sequence;
   const TileRows tile_rows(tile, kTile.rows);
   const int rows = tile_rows.valid;
@@ -262,7 +267,7 @@ void forward(const ForwardParams& params) {
   }
   using Tiles = KeyTiles<kPartKeys, kParts>;
   const Tiles key_tiles = kBlocks && p.blocks.given()
-                              ? Tiles(p.blocks, tile.batch, tile.head, tile.first / kTile.rows)
+                              ? Tiles(p.blocks, tile.batch, tile.head, tile.owner)
                               : Tiles(band, first_query, first_query + rows - 1);
   const bool with_bias = kBias && (!kTerms || params.bias.data != nullptr);
   // Item 2 n is the n-th tile of K, 2 n + 1 that of V and of the bias.
@@ -430,6 +435,15 @@ void forward(const ForwardParams& params) {
   async_wait<0>();
   if (key_tiles.count == 0 && !kPlanes)
     __syncthreads();  // the queries have arrived before they are replaced
+  if constexpr (is_blocks(kKind)) {
+    const SeenOwner owner = p.blocks.owners[tile.owner];
+    if (owner.parts > 1) {
+      const auto [batch, head] = fresh_pair();
+      const Warp own(first_query, rows);
+      const int thread = own.first_row / kWarpRows * 32 + own.lane;
+      if (!join_parts<kThreads>(state, params, owner, batch * p.heads + head, unit, thread)) return;
+    }
+  }
   const Warp warp(first_query, rows);
   if (warp.rows <= 0) return;
   const uint32_t q_rows = q_tile + warp.first_row * Layout::kRowBytes;

@@ -11,7 +11,10 @@ namespace pullback::attention {
 template <class T>
 void forward_plain(const ForwardParams& params) {
   QueryTile tile;
-  if (!find_query_tile(params.problem, params.q_tiles, params.pair_group, kPlainRows, tile)) return;
+  if (!find_query_tile<false>(params.problem, params.q_tiles, params.pair_group, kPlainRows,
+                              tile)) {
+    return;
+  }
   const TileRows rows(tile, kPlainRows);
   clear_rows<T>(params, tile, rows.valid, rows.extent, kPlainWarps * kWarpSize);
   for (int row = static_cast<int>(threadIdx.x) / kWarpSize; row < rows.valid; row += kPlainWarps) {

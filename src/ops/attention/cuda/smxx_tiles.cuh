@@ -9,6 +9,7 @@ namespace pullback::attention {
 
 struct QueryTile {
   int32_t batch, head;
+  int32_t owner;   // with a block mask: the number of its owner
   int64_t first;   // query, position within the sequence
   int64_t extent;  // of the sequence; rows from q_length on belong to none and are cleared
   Sequence sequence;
@@ -30,8 +31,10 @@ struct TileRows {
 
 // In a group of (batch, head) pairs the last tiles come first: a causal mask makes them the
 // longest. Groups are as large as lets their keys and values stay in the second-level cache.
-inline bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group, int rows,
-                            QueryTile& result) {
+// kBlocks: there may be a block mask, whose owners tell the tile.
+template <bool kBlocks>
+bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group, int rows,
+                     QueryTile& result) {
   const uint32_t pairs = static_cast<uint32_t>((p.sequences ? 1 : p.batch) * p.heads);
   const uint32_t group_blocks = static_cast<uint32_t>(tiles) * pair_group;
   const uint32_t group = blockIdx.x / group_blocks, within = blockIdx.x % group_blocks;
@@ -43,6 +46,8 @@ inline bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group,
   result.head = static_cast<int32_t>(pair % p.heads);
   if (p.sequences == nullptr) {
     result.batch = static_cast<int32_t>(pair / p.heads);
+    result.owner = static_cast<int32_t>(tile);
+    if (kBlocks && p.blocks.given()) tile = p.blocks.owners[tile].tile;
     result.sequence = {0, p.query, 0, p.key};
     result.extent = p.query;
   } else {
@@ -120,7 +125,7 @@ struct KeyTiles {
     const int32_t end_whole = all.end / kKeys;
     whole = end_whole > first_whole ? end_whole - first_whole : 0;
   }
-  // Tile `owner` of the queries of a batch item and head.
+  // Of an owner's list of a batch item and head.
   KeyTiles(const SeenBlocksTable& blocks, int64_t batch, int64_t head, int64_t owner) {
     const int64_t* const at = blocks.first + blocks.plane(batch, head) * (blocks.lists + 1) + owner;
     listed = blocks.tiles + at[0];

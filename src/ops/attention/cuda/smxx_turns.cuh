@@ -47,6 +47,24 @@ inline void add_in_memory(float* to, const float (&value)[4]) {
 }
 #endif
 
+// Parts of a work that blocks add up one after the other: waits until `part` of them have, and
+// tells that one more has. By all threads.
+inline void await_parts(const int32_t* done, int32_t part) {
+  if (threadIdx.x == 0) {
+    while (load_relaxed(done) < part) {
+    }
+    fence_device();
+  }
+  __syncthreads();
+}
+inline void end_part(int32_t* done, int32_t part) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    fence_device();
+    store_relaxed(done, part + 1);
+  }
+}
+
 // Into the second-level cache.
 inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 // By all threads.
