@@ -229,26 +229,16 @@ void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> fi
 
 }  // namespace
 
-BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo& device, Pass pass,
-                         int query_tile, int key_tile, OwnersAtWork at_work) {
-  if (!problem.blocks.given()) return;
+BlockLists block_lists(const AttentionProblem& problem, Pass pass, int query_tile, int key_tile,
+                       const OwnersAtWork& at_work) {
   const AttentionSizes sizes = sizes_of(problem);
-  const BlockLayout& layout = *problem.blocks.layout;
-  const std::int64_t planes = layout.heads(), batches = problem.blocks.batches;
-  const std::int64_t side = problem.blocks.block / kSquare;
+  const std::int64_t planes = problem.blocks.layout->heads();
   const bool forward = pass == Pass::forward;
   const std::int64_t query_tiles = ceil_div(sizes.total_query, query_tile);
   const std::int64_t key_tiles = ceil_div(sizes.total_key, key_tile);
   const Sides sides = forward
                           ? Sides{query_tiles, query_tile, sizes.total_query, key_tiles, key_tile}
                           : Sides{key_tiles, key_tile, sizes.total_key, query_tiles, query_tile};
-
-  const std::int64_t row_words = ceil_div(layout.columns(), 32);
-  std::vector<std::uint32_t> bits(at(planes * layout.rows() * row_words), 0);
-  for (const auto& entry : layout.blocks()) {
-    bits[at((entry.head * layout.rows() + entry.row) * row_words + entry.column / 32)] |=
-        1u << entry.column % 32;
-  }
 
   const Lists seen = seen_tiles(problem, pass, sides);
   // Lists and lines are cut that take about as long as all the work would if it were shared evenly;
@@ -265,28 +255,31 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
     line_cut = {std::clamp<std::int64_t>(steps * 4 / 3, 16, kMostTurns),
                 std::clamp<std::int64_t>(steps / 4, 12, kMostTurns)};
   }
-  std::vector<SeenOwner> owners = plan_owners(seen, sides.owners, list_cut, forward);
+  BlockLists result;
+  result.query_tiles = query_tiles;
+  result.owners = plan_owners(seen, sides.owners, list_cut, forward);
 
   Lists lists;
   lists.first.clear();
-  std::vector<std::int32_t> counts(at(forward ? 0 : planes * query_tiles), 0);
+  result.counts.resize(at(forward ? 0 : planes * query_tiles), 0);
   std::vector<std::vector<SeenLine>> more(at(planes));
-  if (forward) std::ranges::reverse(owners);  // as the grid's numbers begin with the last tiles
+  // Forward, the grid begins with the last number.
+  if (forward) std::ranges::reverse(result.owners);
   for (std::int64_t plane = 0; plane < planes; ++plane) {
     const std::size_t begin = lists.tiles.size(), first = lists.first.size();
     lists.first.push_back(static_cast<std::int64_t>(begin));
-    add_lists(lists, seen, plane * sides.owners, owners, at_work.blocks);
+    add_lists(lists, seen, plane * sides.owners, result.owners, at_work.blocks);
     if (forward) continue;
     const auto own = std::span(lists.tiles).subspan(begin);
-    take_turns(own, std::span(counts).subspan(at(plane * query_tiles), at(query_tiles)), line_cut,
-               more[at(plane)]);
+    take_turns(own, std::span(result.counts).subspan(at(plane * query_tiles), at(query_tiles)),
+               line_cut, more[at(plane)]);
     order_for_turns(own, std::span(lists.first).subspan(first),
                     query_tiles + static_cast<std::int64_t>(more[at(plane)].size()), at_work);
   }
   std::size_t most_lines = 0;
   for (const auto& lines : more) most_lines = std::max(most_lines, lines.size());
   const std::int64_t plane_lines = query_tiles + static_cast<std::int64_t>(most_lines);
-  std::vector<SeenLine> lines;
+  std::vector<SeenLine>& lines = result.line_table;
   for (std::int64_t plane = 0; most_lines > 0 && plane < planes; ++plane) {
     lines.resize(at(plane * plane_lines + query_tiles), {-1, 0, 1});
     lines.insert(lines.end(), more[at(plane)].begin(), more[at(plane)].end());
@@ -295,26 +288,44 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
     const auto own = std::span(lines).subspan(at(plane * plane_lines));
     for (const SeenLine& line : more[at(plane)]) own[at(line.before)].last = 0;
   }
-  std::int32_t shared = 0;
-  for (const SeenOwner& owner : owners) {
-    if (owner.parts > 1) shared = std::max(shared, owner.shared + 1);
+  result.lines = static_cast<std::int32_t>(plane_lines);
+  for (const SeenOwner& owner : result.owners) {
+    if (owner.parts > 1) result.shared_count = std::max(result.shared_count, owner.shared + 1);
   }
+  result.tiles = std::move(lists.tiles);
+  result.first = std::move(lists.first);
+  return result;
+}
+
+BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo& device, Pass pass,
+                         int query_tile, int key_tile, OwnersAtWork at_work) {
+  if (!problem.blocks.given()) return;
+  const BlockLayout& layout = *problem.blocks.layout;
+  const std::int64_t planes = layout.heads(), batches = problem.blocks.batches;
+  const std::int64_t side = problem.blocks.block / kSquare;
+  const std::int64_t row_words = ceil_div(layout.columns(), 32);
+  std::vector<std::uint32_t> bits(at(planes * layout.rows() * row_words), 0);
+  for (const auto& entry : layout.blocks()) {
+    bits[at((entry.head * layout.rows() + entry.row) * row_words + entry.column / 32)] |=
+        1u << entry.column % 32;
+  }
+  const BlockLists lists = block_lists(problem, pass, query_tile, key_tile, at_work);
 
   const std::int64_t heads = batches > 0 ? planes / batches : 0;
   table_ = {
       .bits = memory_.add(std::span<const std::uint32_t>(bits)),
       .tiles = memory_.add(std::span<const SeenTile>(lists.tiles)),
       .first = memory_.add(std::span<const std::int64_t>(lists.first)),
-      .owners = memory_.add(std::span<const SeenOwner>(owners)),
-      .line_table = memory_.add(std::span<const SeenLine>(lines)),
-      .counts = memory_.add(std::span<const std::int32_t>(counts)),
+      .owners = memory_.add(std::span<const SeenOwner>(lists.owners)),
+      .line_table = memory_.add(std::span<const SeenLine>(lists.line_table)),
+      .counts = memory_.add(std::span<const std::int32_t>(lists.counts)),
       .rows = layout.rows(),
       .row_words = row_words,
-      .lists = static_cast<std::int64_t>(owners.size()) * at_work.blocks,
-      .query_tiles = query_tiles,
-      .owner_count = static_cast<std::int32_t>(owners.size()),
-      .shared_count = shared,
-      .lines = static_cast<std::int32_t>(plane_lines),
+      .lists = static_cast<std::int64_t>(lists.owners.size()) * at_work.blocks,
+      .query_tiles = lists.query_tiles,
+      .owner_count = static_cast<std::int32_t>(lists.owners.size()),
+      .shared_count = lists.shared_count,
+      .lines = lists.lines,
       .batch = static_cast<std::int32_t>(batches > 1 ? heads : 0),
       .head = heads > 1 ? 1 : 0,
       .squares_magic =
@@ -328,7 +339,7 @@ BlockTables::BlockTables(const AttentionProblem& problem, const cuda::DeviceInfo
   memory_.resolve(table_.owners);
   memory_.resolve(table_.line_table);
   memory_.resolve(table_.counts);
-  if (lines.empty()) table_.line_table = nullptr;
+  if (lists.line_table.empty()) table_.line_table = nullptr;
 }
 
 }  // namespace pullback::attention

@@ -1,6 +1,8 @@
 // A block mask as tables on a device, made when a plan is.
 #pragma once
 
+#include <vector>
+
 #include "cuda/device_tables.hpp"
 #include "ops/attention/cuda/blocks.cuh"
 #include "ops/attention/problem.hpp"
@@ -15,6 +17,20 @@ struct OwnersAtWork {
   // shared evenly. 0: nothing is shared.
   std::int64_t everywhere = 0;
 };
+
+// What SeenBlocksTable says, but for its bits.
+struct BlockLists {
+  std::vector<SeenTile> tiles;
+  std::vector<std::int64_t> first;
+  std::vector<SeenOwner> owners;
+  std::vector<SeenLine> line_table;  // empty: no tile has more than one line
+  std::vector<std::int32_t> counts;
+  std::int64_t query_tiles = 0;
+  std::int32_t shared_count = 0, lines = 0;
+};
+
+BlockLists block_lists(const AttentionProblem& problem, Pass pass, int query_tile, int key_tile,
+                       const OwnersAtWork& at_work);
 
 class BlockTables {
  public:
