@@ -137,6 +137,7 @@ void add_lists(Lists& to, const Lists& seen, std::int64_t first_list,
 void take_turns(std::span<SeenTile> tiles, std::span<std::int32_t> counts, const Cut& cut,
                 std::vector<SeenLine>& more) {
   const auto query_tiles = static_cast<std::int64_t>(counts.size());
+  // For now, its place among all that meet the tile.
   for (SeenTile& tile : tiles) tile.line = counts[at(tile.tile)]++;
   // Of a tile: the turns of a line, and the number of the second one.
   std::vector<std::int64_t> turns(counts.begin(), counts.end()), second(at(query_tiles));

@@ -127,6 +127,7 @@ TEST(attention_block_tables, what_sees_each_other_has_one_owner) {
       const bool forward = pass == Pass::forward;
       const BlockLists lists = block_lists(problem, pass, query_tile, key_tile, at_work);
       auto expected = seen_squares(tables, problem, query_tile, key_tile);
+      std::set<std::tuple<std::int64_t, std::int64_t, std::int64_t>> found;
       const auto count = static_cast<std::int64_t>(lists.owners.size()) * at_work.blocks;
       ASSERT_EQ(static_cast<std::int64_t>(lists.first.size()),
                 tables.layout->heads() * (count + 1));
@@ -136,14 +137,22 @@ TEST(attention_block_tables, what_sees_each_other_has_one_owner) {
           const std::int64_t* const first = &lists.first[at(plane * (count + 1) + list)];
           for (std::int64_t i = first[0]; i < first[1]; ++i) {
             const SeenTile& tile = lists.tiles[at(i)];
-            const auto node =
-                expected.extract({plane, forward ? own : tile.tile, forward ? tile.tile : own});
+            const std::int64_t query = forward ? own : tile.tile, key = forward ? tile.tile : own;
+            ASSERT_TRUE(found.insert({plane, query, key}).second);
+            for (int bit = 0; bit < 32; ++bit) {
+              if ((tile.squares >> bit & 1) == 0) continue;
+              const int listed = bit / 8 * 16, owned = bit % 8 * 16;
+              ASSERT_TRUE(tables.layout->present(
+                  plane, (query * query_tile + (forward ? owned : listed)) / tables.block,
+                  (key * key_tile + (forward ? listed : owned)) / tables.block));
+            }
+            const auto node = expected.extract({plane, query, key});
             if (node.empty()) {  // or of pairs that the band hides
               ASSERT_NE(tables.mask.right, BandMask::kUnbounded);
               continue;
             }
-            for (const auto& [query, key] : node.mapped()) {
-              const int bit = 8 * (forward ? key : query) + (forward ? query : key);
+            for (const auto& [row, column] : node.mapped()) {
+              const int bit = 8 * (forward ? column : row) + (forward ? row : column);
               ASSERT_TRUE(tile.squares >> bit & 1);
             }
           }

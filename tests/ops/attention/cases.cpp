@@ -338,30 +338,24 @@ void add_blocks(std::vector<Case>& cases) {
     }
   }
   // Few lists are long: on a GPU thread blocks share these, and their sums of d_q are several.
-  wide.query = 1100;
-  wide.key = 2500;
+  Setup uneven = wide;
+  uneven.query = 1100, uneven.key = 2500;
   for (const std::int64_t head_dim : {20, 128}) {
-    wide.head_dim = wide.value_dim = head_dim;
+    uneven.head_dim = uneven.value_dim = head_dim;
     for (const std::int64_t block : {16, 64, 128}) {
       add(cases, fmt::format("global blocks of {}, D {}", block, head_dim),
-          with_blocks(wide, {.block = block, .heads = 2, .density = 0.05, .global = 9}),
+          with_blocks(uneven, {.block = block, .heads = 2, .density = 0.05, .global = 9}),
           with_size(block));
     }
   }
-  wide.query = 2500;
-  wide.key = 1100;
-  wide.head_dim = wide.value_dim = 64;
-  add(cases, "global blocks, GQA, causal",
-      with_blocks(wide, {.block = 64, .density = 0.02, .global = 15}),
+  uneven.query = 2500, uneven.key = 1100;
+  uneven.head_dim = uneven.value_dim = 64;
+  const Blocks few{.block = 64, .density = 0.02, .global = 15};
+  add(cases, "global blocks, GQA, causal", with_blocks(uneven, few),
       with_size(64, {{"causal", "bottom-right"}}));
-  Setup poisoned = wide;
-  poisoned.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 5); };
-  add(cases, "global blocks, NaN in keys",
-      with_blocks(poisoned, {.block = 64, .density = 0.02, .global = 15}), with_size(64));
-  wide.query = 2100;
-  wide.key = 150;
-  wide.head_dim = wide.value_dim = 128;
-  wide.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 5); };
+  wide.change =
+      uneven.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 5); };
+  add(cases, "global blocks, NaN in keys", with_blocks(uneven, few), with_size(64));
   add(cases, "long lists, NaN in keys",
       with_blocks(wide, {.block = 64, .heads = 2, .density = 0.8}), with_size(64));
 }

@@ -5,6 +5,7 @@
 
 #include <functional>
 
+#include "driver/block_layout.hpp"
 #include "ops/attention/case_setup.hpp"
 #include "pullback/sparsity.hpp"
 
@@ -78,15 +79,7 @@ void add_layouts(std::vector<Case>& cases) {
                     .value_dim = head_dim,
                     .dtypes = {DType::bf16}};
         setup.change = [layout](TensorMap& inputs, const Setup&, Random&) {
-          const BlockLayout blocks = layout();
-          HostTensor present(TensorSpec::contiguous(
-              DType::u8, {1, blocks.heads(), blocks.rows(), blocks.columns()}));
-          for (std::int64_t i = 0; i < present.numel(); ++i) present.set(i, 0);
-          for (const auto& entry : blocks.blocks()) {
-            present.set((entry.head * blocks.rows() + entry.row) * blocks.columns() + entry.column,
-                        1);
-          }
-          inputs["layout"] = present;
+          inputs["layout"] = layout_tensor(layout(), DType::u8);
         };
         Case test = make_case(
             fmt::format("B1 H{} S{} D{} {} block {}", kHeads, kLength, head_dim, name, block),

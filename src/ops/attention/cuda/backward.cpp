@@ -50,11 +50,6 @@ BackwardTiles tiles_of(DType dtype, int width, int arch, bool small_blocks = fal
   return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch, small_blocks);
 }
 
-// Of 64, or near it: smaller ones leave few tiles empty, of any size, and then larger tiles pay.
-bool has_small_blocks(const AttentionProblem& problem) {
-  return problem.blocks.given() && problem.blocks.block > 32 && problem.blocks.block <= 64;
-}
-
 struct TileKernel {
   cuda::OpKernel kernel;
   int shared_bytes;
@@ -153,6 +148,7 @@ class TileBackward final : public BackwardBody {
     d_bias_vectors_ = has_vector_keys(problem.d_bias);
     const SeenBlocksTable& blocks = blocks_.get();
     params_.lines = blocks.given() ? blocks.lines : params_.q_tiles;
+    pair_blocks_ = blocks.given() ? blocks.lists : params_.k_tiles;
     params_.turn_count = planes_ * params_.lines + pairs_ * blocks.shared_count * std::int64_t{2};
     stats_bytes_ = aligned(planes_ * params_.q_tiles * stats_bytes(tiles_.queries));
     turn_bytes_ = aligned(params_.turn_count * 4);
@@ -206,7 +202,7 @@ class TileBackward final : public BackwardBody {
         const TileKernel found =
             tile_kernel(dtype, width, features, arch, has_small_blocks(problem));
         Kernel kernel(found.kernel, device_, found.shared_bytes);
-        set_grid(kernel, slice_pairs_ * owners() * masked_.owners.blocks);
+        set_grid(kernel, slice_pairs_ * pair_blocks_);
         kernel.shape.cluster = static_cast<unsigned>(masked_.owners.blocks);
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
@@ -331,14 +327,9 @@ class TileBackward final : public BackwardBody {
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
       if (bias_plan_ == BiasPlan::stepped) params.bias_step = step_of(first);
       Kernel slice = kernel;
-      slice.shape.grid[0] = static_cast<unsigned>(params.pairs * owners() * masked_.owners.blocks);
+      slice.shape.grid[0] = static_cast<unsigned>(params.pairs * pair_blocks_);
       slice.launch(stream, params);
     }
-  }
-
-  // Of tiles of keys of a pair.
-  std::int64_t owners() const {
-    return blocks_.get().given() ? blocks_.get().owner_count : params_.k_tiles;
   }
 
   BiasStep step_of(std::int64_t first_pair) const {
@@ -348,7 +339,7 @@ class TileBackward final : public BackwardBody {
 
   BackwardTiles tiles_;
   MaskedWork masked_;
-  std::int64_t slice_pairs_ = 0;
+  std::int64_t slice_pairs_ = 0, pair_blocks_ = 0;  // thread blocks of a pair
   std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0, key_sum_bytes_ = 0;
   std::size_t bias_sum_bytes_ = 0;
   bool bias_vectors_ = false, d_bias_vectors_ = false;

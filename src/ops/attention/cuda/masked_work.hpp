@@ -11,6 +11,11 @@ namespace pullback::attention {
 // Pairs whose tiles of keys are in flight together: their q, d_out and sums stay in the cache.
 inline constexpr std::int64_t kPairGroup = 16;
 
+// Of 64, or near it: smaller ones leave few tiles empty, of any size, and then larger tiles pay.
+inline bool has_small_blocks(const AttentionProblem& problem) {
+  return problem.blocks.given() && problem.blocks.block > 32 && problem.blocks.block <= 64;
+}
+
 // How many blocks of a cluster share a tile of keys: with two, half as many tiles are in flight and
 // fewer wait for turns; with four, beginnings and ends cost more than that gains. So they do with
 // two where lists are of a few tiles, if they fill the device three times or are all short.
