@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -101,6 +102,25 @@ inline Setup with_blocks(Setup setup, const Blocks& blocks) {
   return setup;
 }
 
+// The option that says how large the layout's blocks are, beside others.
+inline OptionMap with_size(std::int64_t block, OptionMap options = {}) {
+  options["block"] = std::to_string(block);
+  return options;
+}
+
+// The last `hidden` keys get the value in k and v, which must go nowhere when nobody sees them.
+inline void poison_keys(TensorMap& inputs, std::int64_t hidden,
+                        double poison = std::numeric_limits<double>::quiet_NaN()) {
+  for (const char* name : {"k", "v"}) {
+    const HostTensor& tensor = inputs[name];
+    const auto& shape = tensor.spec().shape;
+    const std::int64_t row = shape[2] * shape[3];
+    for (std::int64_t i = 0; i < tensor.numel(); ++i) {
+      if (i / row % shape[1] >= shape[1] - hidden) tensor.set(i, poison);
+    }
+  }
+}
+
 inline Case make_case(std::string name, const Setup& setup, OptionMap options = {}) {
   Case result;
   result.op = "attention";
@@ -120,6 +140,7 @@ inline void add(std::vector<Case>& cases, std::string name, const Setup& setup,
 
 // tile_cases.cpp
 void add_tiles(std::vector<Case>& cases);
+void add_shared_lists(std::vector<Case>& cases);
 void add_widths(std::vector<Case>& cases);
 
 }  // namespace pullback::driver::attention_setup

@@ -12,7 +12,6 @@ namespace {
 using namespace attention_setup;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 // Views q, k, v of one [B,S,3,H,D] tensor.
 void pack_qkv(TensorMap& inputs, const Setup& s, Random& random) {
@@ -34,18 +33,6 @@ void pack_qkv(TensorMap& inputs, const Setup& s, Random& random) {
 void expand_d_out(TensorMap& inputs, const Setup& s, Random&) {
   const HostTensor one = filled_tensor(inputs["q"].spec().dtype, {1, 1, 1, 1}, 0.5);
   inputs["d_out"] = broadcast(one, {s.batch, s.query, s.heads, s.value_dim});
-}
-
-// The last `hidden` keys get the value in k and v, which must go nowhere when nobody sees them.
-void poison_keys(TensorMap& inputs, std::int64_t hidden, double poison = kNaN) {
-  for (const char* name : {"k", "v"}) {
-    const HostTensor& tensor = inputs[name];
-    const auto& shape = tensor.spec().shape;
-    const std::int64_t row = shape[2] * shape[3];
-    for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-      if (i / row % shape[1] >= shape[1] - hidden) tensor.set(i, poison);
-    }
-  }
 }
 
 // -inf for the last `hidden` keys (the bias's last dimension).
@@ -270,10 +257,6 @@ void add_varlen(std::vector<Case>& cases) {
 }
 
 void add_blocks(std::vector<Case>& cases) {
-  const auto with_size = [](std::int64_t block, OptionMap options = {}) {
-    options["block"] = fmt::format("{}", block);
-    return options;
-  };
   // Without d_lse the gradients of a row that sees one key cancel to 0.
   const Setup plain{.query = 70, .key = 129, .d_lse = true};
   add(cases, "blocks for all", with_blocks(plain, {}), with_size(16));
@@ -314,50 +297,18 @@ void add_blocks(std::vector<Case>& cases) {
   };
   setup.finite_differences = false;
   add(cases, "blocks, NaN in absent ones", setup, with_size(16));
-  Setup wide{.batch = 1,
-             .query = 410,
-             .key = 1130,
-             .head_dim = 8,
-             .value_dim = 8,
-             .d_lse = true,
-             .finite_differences = false};
+  const Setup wide{.batch = 1,
+                   .query = 410,
+                   .key = 1130,
+                   .head_dim = 8,
+                   .value_dim = 8,
+                   .d_lse = true,
+                   .finite_differences = false};
   for (const std::int64_t block : {16, 64, 128}) {
     add(cases, fmt::format("tiles, blocks of {}", block),
         with_blocks(wide, {.block = block, .heads = 2, .density = 0.2}),
         with_size(block, {{"causal", "bottom-right"}}));
   }
-  // Lists of as many tiles as several thread blocks share on a GPU.
-  wide.query = 2100;
-  wide.key = 150;
-  wide.kv_heads = 1;
-  for (const std::int64_t head_dim : {64, 96, 128}) {
-    wide.head_dim = wide.value_dim = head_dim;
-    for (const std::int64_t block : {64, 128}) {
-      add(cases, fmt::format("long lists, blocks of {}, D {}", block, head_dim),
-          with_blocks(wide, {.block = block, .heads = 2, .density = 0.8}), with_size(block));
-    }
-  }
-  // Few lists are long: on a GPU thread blocks share these, and their sums of d_q are several.
-  Setup uneven = wide;
-  uneven.query = 1100, uneven.key = 2500;
-  for (const std::int64_t head_dim : {20, 128}) {
-    uneven.head_dim = uneven.value_dim = head_dim;
-    for (const std::int64_t block : {16, 64, 128}) {
-      add(cases, fmt::format("global blocks of {}, D {}", block, head_dim),
-          with_blocks(uneven, {.block = block, .heads = 2, .density = 0.05, .global = 9}),
-          with_size(block));
-    }
-  }
-  uneven.query = 2500, uneven.key = 1100;
-  uneven.head_dim = uneven.value_dim = 64;
-  const Blocks few{.block = 64, .density = 0.02, .global = 15};
-  add(cases, "global blocks, GQA, causal", with_blocks(uneven, few),
-      with_size(64, {{"causal", "bottom-right"}}));
-  wide.change =
-      uneven.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 5); };
-  add(cases, "global blocks, NaN in keys", with_blocks(uneven, few), with_size(64));
-  add(cases, "long lists, NaN in keys",
-      with_blocks(wide, {.block = 64, .heads = 2, .density = 0.8}), with_size(64));
 }
 
 }  // namespace
@@ -372,6 +323,7 @@ std::vector<Case> attention_cases() {
   add_varlen(cases);
   add_tiles(cases);
   add_blocks(cases);
+  add_shared_lists(cases);
   add_widths(cases);
   return cases;
 }

@@ -76,6 +76,54 @@ void add_tiles(std::vector<Case>& cases) {
   add(cases, "tiles, more queries than keys", setup, {{"causal", "bottom-right"}});
 }
 
+// Block masks whose lists of tiles are so long that several thread blocks share them on a GPU. A
+// CPU shares nothing: there one of each kind will do.
+void add_shared_lists(std::vector<Case>& cases) {
+  const auto add_blocks = [&](const std::string& name, const Setup& setup, const Blocks& blocks,
+                              const OptionMap& options = {}) {
+    add(cases, name, with_blocks(setup, blocks), with_size(blocks.block, options));
+    cases.back().full_only = true;
+  };
+  const auto poison = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 5); };
+
+  // All lists are long.
+  Setup even{.batch = 1,
+             .query = 2100,
+             .key = 150,
+             .kv_heads = 1,
+             .d_lse = true,
+             .finite_differences = false};
+  for (const std::int64_t head_dim : {64, 96, 128}) {
+    even.head_dim = even.value_dim = head_dim;
+    for (const std::int64_t block : {64, 128}) {
+      add_blocks(fmt::format("long lists, blocks of {}, D {}", block, head_dim), even,
+                 {.block = block, .heads = 2, .density = 0.8});
+      if (block == 64 && head_dim == 64) cases.back().full_only = false;
+    }
+  }
+  even.change = poison;
+  add_blocks("long lists, NaN in keys", even, {.block = 64, .heads = 2, .density = 0.8});
+
+  // Few lists are long, and the sums of d_q are several.
+  Setup uneven = even;
+  uneven.change = {};
+  uneven.query = 1100, uneven.key = 2500;
+  for (const std::int64_t head_dim : {20, 128}) {
+    uneven.head_dim = uneven.value_dim = head_dim;
+    for (const std::int64_t block : {16, 64, 128}) {
+      add_blocks(fmt::format("global blocks of {}, D {}", block, head_dim), uneven,
+                 {.block = block, .heads = 2, .density = 0.05, .global = 9});
+    }
+  }
+  uneven.query = 2500, uneven.key = 1100;
+  uneven.head_dim = uneven.value_dim = 64;
+  const Blocks few{.block = 64, .density = 0.02, .global = 15};
+  add_blocks("global blocks, GQA, causal", uneven, few, {{"causal", "bottom-right"}});
+  cases.back().full_only = false;
+  uneven.change = poison;
+  add_blocks("global blocks, NaN in keys", uneven, few);
+}
+
 // Features that have kernels of their own for each width of the heads.
 void add_widths(std::vector<Case>& cases) {
   for (const std::int64_t head_dim : {64, 96, 128, 192, 256}) {
@@ -94,10 +142,9 @@ void add_widths(std::vector<Case>& cases) {
     add(cases, name("dropout"), setup, dropout);
     for (const std::int64_t block : {32, 64}) {
       const Setup blocks = with_blocks(setup, {.block = block, .heads = 2});
-      OptionMap options = {{"block", fmt::format("{}", block)}};
-      add(cases, name(fmt::format("blocks of {}", block)), blocks, options);
-      options.insert(dropout.begin(), dropout.end());
-      add(cases, name(fmt::format("blocks of {}, dropout", block)), blocks, options);
+      add(cases, name(fmt::format("blocks of {}", block)), blocks, with_size(block));
+      add(cases, name(fmt::format("blocks of {}, dropout", block)), blocks,
+          with_size(block, dropout));
     }
     setup.bias = {1, 1, 1, 136};
     add(cases, name("bias of keys"), setup);
