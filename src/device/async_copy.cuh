@@ -2,16 +2,24 @@
 // what it copied itself needs no barrier: async_wait is enough.
 #pragma once
 
-#include "device/types.cuh"
+#include "device/shared.cuh"
 
 namespace pullback::device {
 
-// 16 bytes; both addresses are aligned to 16. Past the first-level cache.
+// 4, 8 or 16 bytes; both addresses are aligned to as many. 16 bytes pass by the first-level cache.
+template <int kBytes = 16>
+void async_copy(uint32_t to_shared, const void* from_global) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from_global)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to_shared), "l"(from_global),
+                 "n"(kBytes)
+                 : "memory");
+  }
+}
 inline void async_copy(void* to_shared, const void* from_global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to_shared))),
-               "l"(from_global)
-               : "memory");
+  async_copy(shared_address(to_shared), from_global);
 }
 
 // The first `bytes` of 16, and zeros; what lies behind them is not read.

@@ -59,6 +59,48 @@ inline f16 from_real<f16>(float value) {
   return result;
 }
 
+// Two 16-bit floats in a word, `low` first in memory. Left to itself the compiler spends a register
+// on each.
+template <class T>
+uint32_t pack(float low, float high);
+template <>
+inline uint32_t pack<bf16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <>
+inline uint32_t pack<f16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <class T>
+void unpack(uint32_t pair, float& low, float& high);
+template <>
+inline void unpack<bf16>(uint32_t pair, float& low, float& high) {
+  low = __uint_as_float(pair << 16);
+  high = __uint_as_float(pair & 0xffff0000u);
+}
+template <>
+inline void unpack<f16>(uint32_t pair, float& low, float& high) {
+  low = to_real(f16{static_cast<uint16_t>(pair)});
+  high = to_real(f16{static_cast<uint16_t>(pair >> 16)});
+}
+
+// By the hardware's own instruction; what is below 2^-126 is 0.
+inline float exp2_approx(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+// Of a subnormal number, -inf.
+inline float log2_approx(float x) {
+  float logarithm;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(logarithm) : "f"(x));
+  return logarithm;
+}
+
 template <class R>
 R infinity() {
   return static_cast<R>(__int_as_float(0x7f800000));

@@ -37,4 +37,17 @@ void store_vector(T* to, const Vector<T>& vector) {
                : "memory");
 }
 
+// 16 bytes, whatever they hold: a compiler that sees 16-bit pieces takes them apart, and spends
+// registers and instructions on it.
+using Words = Vector<uint32_t>;
+
+template <class T>
+Words load_words(const T* from) {
+  return load_vector(reinterpret_cast<const uint32_t*>(from));
+}
+template <class T>
+void store_words(T* to, const Words& words) {
+  store_vector(reinterpret_cast<uint32_t*>(to), words);
+}
+
 }  // namespace pullback::device

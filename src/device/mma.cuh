@@ -62,28 +62,4 @@ inline void load_matrices_transposed(uint32_t (&m)[4], uint32_t row_address) {
                : "memory");
 }
 
-// Two floats, rounded to nearest even, as one register of a fragment; `low` is the element first in
-// memory.
-template <class T>
-uint32_t pack(float low, float high);
-template <>
-inline uint32_t pack<bf16>(float low, float high) {
-  uint32_t result;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  return result;
-}
-template <>
-inline uint32_t pack<f16>(float low, float high) {
-  uint32_t result;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  return result;
-}
-
-// The two elements of such a register.
-template <class T>
-void unpack(uint32_t pair, float& low, float& high) {
-  low = to_real(T{static_cast<uint16_t>(pair)});
-  high = to_real(T{static_cast<uint16_t>(pair >> 16)});
-}
-
 }  // namespace pullback::device

@@ -233,7 +233,7 @@ struct Scores {
 
   // c tanh(s · scale / c), for c in the unit of the result
   float capped_score(float raw, float c) const {
-    const float power = exp2_fast(raw * (p.problem.scale * 2 * kLog2E / p.problem.softcap));
+    const float power = exp2_approx(raw * (p.problem.scale * 2 * kLog2E / p.problem.softcap));
     return c * (1 - __fdividef(2, power + 1));
   }
 
@@ -292,7 +292,7 @@ struct Scores {
               seen = seen & ((squares >> (n / 2 * 8 + lane / 16) & 1) != 0);
             }
           }
-          float chance = exp2_fast(exponent), d_chance = d_p[m][n][e];
+          float chance = exp2_approx(exponent), d_chance = d_p[m][n][e];
           float weight = chance;
           if constexpr (may_drop(kFeatures)) {
             const bool keep = kept[c] >> (8 * n + 2 * w) & 1;

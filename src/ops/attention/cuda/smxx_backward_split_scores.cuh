@@ -123,7 +123,7 @@ struct SplitScores : Scores<float, kN, kFeatures> {
             seen = seen && (squares >> (n / 2 * 8 + lane / 16) & 1) != 0;
           }
         }
-        const float chance = exp2_fast((logit - lse) * kLog2E);
+        const float chance = exp2_approx((logit - lse) * kLog2E);
         float weight = chance, d_chance = d_p[m][n][e] * d_p_unit;
         if (drops) {
           const bool keep = kept[c] >> (8 * n + 2 * w) & 1;

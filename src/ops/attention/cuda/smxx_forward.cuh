@@ -105,7 +105,7 @@ struct RunningRows {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[m][n][2 * half + e];
-            x = exp2_fast(x * unit - shift);
+            x = exp2_approx(x * unit - shift);
             added += x;
           }
         }
@@ -136,7 +136,7 @@ struct RunningRows {
     for (int half = 0; half < 2; ++half) {
       const float raised = fmaxf(maximum[m][half], largest[half]);
       correction[half] =
-          maximum[m][half] == raised ? 1 : exp2_fast((maximum[m][half] - raised) * unit);
+          maximum[m][half] == raised ? 1 : exp2_approx((maximum[m][half] - raised) * unit);
       maximum[m][half] = raised;
       sum[m][half] *= correction[half];
     }
@@ -501,7 +501,7 @@ void forward(const ForwardParams& params) {
       // key has its score exactly.
       const float shift = __fmul_rn(largest, unit);
       const float rounding = has_shift(shift) ? __fmaf_rn(largest, unit, -shift) : 0;
-      const float more = sum == exp2_fast(rounding) ? 0 : kLn2 * (log2_fast(sum) - rounding);
+      const float more = sum == exp2_approx(rounding) ? 0 : kLn2 * (log2_fast(sum) - rounding);
       remembered(first_lse)[(warp.first_row + row) * params.lse.row] =
           sum == 0 ? -infinity<float>() : largest * scale + more;
     }

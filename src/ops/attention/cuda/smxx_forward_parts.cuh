@@ -32,7 +32,7 @@ bool join_parts(Rows& state, const ForwardParams& params, const SeenOwner& owner
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float raised = state.maximum[m][half];
-        factor[half] = largest[half] == raised ? 1 : exp2_fast((largest[half] - raised) * unit);
+        factor[half] = largest[half] == raised ? 1 : exp2_approx((largest[half] - raised) * unit);
         state.sum[m][half] += factor[half] * before[2 + half];
       }
 #pragma unroll

@@ -16,11 +16,6 @@ using namespace device;
 
 inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-inline float exp2_fast(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 inline float log2_fast(float x) {
   float result;
   asm("lg2.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
@@ -167,7 +162,7 @@ inline float score_unit(const Problem& p) { return p.softcap > 0 ? p.softcap : p
 template <class T>
 float tanh_of(float x) {
   if constexpr (sizeof(T) == 4) return tanhf(x);
-  return 1 - __fdividef(2.0f, exp2_fast(2 * kLog2E * x) + 1);
+  return 1 - __fdividef(2.0f, exp2_approx(2 * kLog2E * x) + 1);
 }
 
 // tanh for |x| <= 1, within 2^-20 of it: fitted, in x². Special functions are scarcer than

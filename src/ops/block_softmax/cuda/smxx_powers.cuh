@@ -16,12 +16,7 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 inline float factor_of_scores(float scale) { return scale * kLog2E; }
 inline double factor_of_scores(double scale) { return scale; }
 
-// Results below 2^-126 are 0 in f32.
-inline float power(float exponent) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
-  return result;
-}
+inline float power(float exponent) { return exp2_approx(exponent); }
 inline double power(double exponent) { return exp(exponent); }
 
 template <class T>
@@ -53,21 +48,8 @@ Real<T> power_of_element(Real<T> x, Real<T> maximum, Real<T> factor) {
   }
 }
 
-// 16 bytes of memory as words, whatever they hold: a compiler that sees 16-bit pieces takes them
-// apart, and spends registers and instructions on it.
-using Raw = Vector<uint32_t>;
-
 template <class T>
-Raw load_raw(const T* from) {
-  return load_vector(reinterpret_cast<const uint32_t*>(from));
-}
-template <class T>
-void store_raw(T* to, const Raw& raw) {
-  store_vector(reinterpret_cast<uint32_t*>(to), raw);
-}
-
-template <class T>
-void negate(Raw& raw) {
+void negate(Words& raw) {
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     if (sizeof(T) == 2) raw.element[w] ^= 0x80008000u;
@@ -75,28 +57,17 @@ void negate(Raw& raw) {
   }
 }
 
-inline void unpack(uint32_t word, float& low, float& high, bf16) {
-  low = __uint_as_float(word << 16);
-  high = __uint_as_float(word & 0xffff0000u);
-}
-inline void unpack(uint32_t word, float& low, float& high, f16) {
-  asm("{\n.reg .f16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\n"
-      "cvt.f32.f16 %1, high;\n}"
-      : "=f"(low), "=f"(high)
-      : "r"(word));
-}
-
 template <class T>
 struct Reals {
   Real<T> element[kVectorLength<T>];
 };
 template <class T>
-Reals<T> reals(const Raw& raw) {
+Reals<T> reals(const Words& raw) {
   Reals<T> result;
   if constexpr (sizeof(T) == 2) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      unpack(raw.element[w], result.element[2 * w], result.element[2 * w + 1], T{});
+      unpack<T>(raw.element[w], result.element[2 * w], result.element[2 * w + 1]);
     }
   } else if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -108,17 +79,6 @@ Reals<T> reals(const Raw& raw) {
                                            static_cast<int>(raw.element[2 * e]));
     }
   }
-  return result;
-}
-
-inline uint32_t pack(float low, float high, bf16) {
-  uint32_t result;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-  return result;
-}
-inline uint32_t pack(float low, float high, f16) {
-  uint32_t result;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
   return result;
 }
 
@@ -144,7 +104,7 @@ class Largest {
   static constexpr bool kPacked = sizeof(T) == 2;
 
  public:
-  void add(const Raw& raw) {
+  void add(const Words& raw) {
     if constexpr (kPacked) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) largest_ = packed_maximum(largest_, raw.element[w], T{});
@@ -157,7 +117,7 @@ class Largest {
   R value() const {
     if constexpr (kPacked) {
       R low, high;
-      unpack(largest_, low, high, T{});
+      unpack<T>(largest_, low, high);
       return larger(low, high);
     } else {
       return largest_;
@@ -167,7 +127,7 @@ class Largest {
  private:
   static auto none() {
     if constexpr (kPacked) {
-      return pack(-infinity<R>(), -infinity<R>(), T{});
+      return pack<T>(-infinity<R>(), -infinity<R>());
     } else {
       return -infinity<R>();
     }
@@ -176,11 +136,11 @@ class Largest {
 };
 
 template <class T, class R>
-Raw rounded(const R (&values)[kVectorLength<T>]) {
-  Raw raw;
+Words rounded(const R (&values)[kVectorLength<T>]) {
+  Words raw;
   if constexpr (sizeof(T) == 2) {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) raw.element[w] = pack(values[2 * w], values[2 * w + 1], T{});
+    for (int w = 0; w < 4; ++w) raw.element[w] = pack<T>(values[2 * w], values[2 * w + 1]);
   } else if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) raw.element[e] = __float_as_uint(values[e]);

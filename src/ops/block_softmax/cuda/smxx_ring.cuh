@@ -69,7 +69,7 @@ class Ring {
         begin_(begin),
         item_(cluster_index()) {
     extern __shared__ __align__(128) unsigned char memory[];
-    mine_ = reinterpret_cast<Raw*>(memory) + threadIdx.x;
+    mine_ = reinterpret_cast<Words*>(memory) + threadIdx.x;
     open();
     for (int32_t slot = 0; slot < size; ++slot) fill(slot);
   }
@@ -80,13 +80,13 @@ class Ring {
   // Until batch `batch` from the oldest has arrived.
   void wait(int32_t batch) const { async_wait(size_ - 1 - batch); }
 
-  const Raw* batch(int32_t batch) const {
+  const Words* batch(int32_t batch) const {
     int32_t slot = oldest_ + batch;
     if (slot >= size_) slot -= size_;
     return mine_ + slot * (kRingBatch * kRingThreads);
   }
   // Of what batch() returned.
-  static Raw get(const Raw* batch, int vector, int tensor) {
+  static Words get(const Words* batch, int vector, int tensor) {
     return batch[(vector * kTensors + tensor) * kRingThreads];
   }
 
@@ -110,7 +110,7 @@ class Ring {
 
   void fill(int32_t slot) {
     if (left_ > 0) {
-      Raw* const to = mine_ + slot * (kRingBatch * kRingThreads);
+      Words* const to = mine_ + slot * (kRingBatch * kRingThreads);
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < vectors_) {
@@ -146,7 +146,7 @@ class Ring {
   const Divisor& piece_;
   const int32_t size_;
   const Begin& begin_;
-  Raw* mine_;
+  Words* mine_;
   int32_t oldest_ = 0;
   // The group that is being copied: batches and vectors of this thread that are left.
   uint32_t item_;
@@ -226,8 +226,8 @@ void forward_ring(const ForwardParams& p) {
       const int32_t from_oldest = max(0, b - excess);
       ring.wait(from_oldest);
       const int32_t left = group.mine - b * kBatch;
-      const Raw* const batch = ring.batch(from_oldest);
-      Raw x[kBatch];
+      const Words* const batch = ring.batch(from_oldest);
+      Words x[kBatch];
       Largest<T> of_batch;
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
@@ -281,11 +281,11 @@ void forward_ring(const ForwardParams& p) {
       const int32_t b = n + excess < group.batches ? n + excess : n + excess - group.batches;
       const int32_t left = group.mine - b * kBatch;
       if (excess > 0) ring.wait(0);
-      const Raw* const batch = ring.batch(0);
+      const Words* const batch = ring.batch(0);
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
-          Raw x = TheRing::get(batch, v, 0);
+          Words x = TheRing::get(batch, v, 0);
           if (negative) negate<T>(x);
           const Reals<T> x_v = reals<T>(x);
           R out[kLength];
@@ -293,7 +293,7 @@ void forward_ring(const ForwardParams& p) {
           for (int e = 0; e < kLength; ++e) {
             out[e] = power_of_element<T>(x_v.element[e], shift, factor) * weight;
           }
-          store_raw(first + (b * kBatch + v) * group.step, rounded<T>(out));
+          store_words(first + (b * kBatch + v) * group.step, rounded<T>(out));
         }
       }
       ring.refill();
@@ -329,7 +329,7 @@ void backward_ring(const BackwardParams& p) {
       const int32_t from_oldest = max(0, b - excess);
       ring.wait(from_oldest);
       const int32_t left = group.mine - b * kBatch;
-      const Raw* const batch = ring.batch(from_oldest);
+      const Words* const batch = ring.batch(from_oldest);
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
@@ -357,8 +357,8 @@ void backward_ring(const BackwardParams& p) {
       const int32_t left = group.mine - b * kBatch;
       T* d_x = first + b * kBatch * group.step;
       if (excess > 0) ring.wait(0);
-      const Raw* const batch = ring.batch(0);
-      Raw y[kBatch], d_y[kBatch];
+      const Words* const batch = ring.batch(0);
+      Words y[kBatch], d_y[kBatch];
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
         if (v < left) {
@@ -377,7 +377,7 @@ void backward_ring(const BackwardParams& p) {
             const R ds = weights.element[e] * (gradients.element[e] - delta);
             out[e] = weights.element[e] == R{0} ? R{0} : scale * ds;
           }
-          store_raw(d_x, rounded<T>(out));
+          store_words(d_x, rounded<T>(out));
         }
         d_x += group.step;
       }

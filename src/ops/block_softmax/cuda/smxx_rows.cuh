@@ -39,10 +39,10 @@ void forward_rows(const ForwardParams& p) {
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     const T* const x = row_begin<const T>(p.x, place, batch, p.block) + share.begin;
     T* const y = row_begin<T>(p.y, place, batch, p.block) + share.begin;
-    Raw raw[kVectors];
+    Words raw[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (v < counts.mine) raw[v] = load_raw(after(x, v * share.advance));
+      if (v < counts.mine) raw[v] = load_words(after(x, v * share.advance));
     }
     if (!kWithTerms && scale < R{0}) {
 #pragma unroll
@@ -110,7 +110,7 @@ void forward_rows(const ForwardParams& p) {
             out[e] = power_of_element<T>(values.element[e], shift, factor) * weight;
           }
         }
-        if (v < counts.mine) store_raw(after(y, v * share.advance), rounded<T>(out));
+        if (v < counts.mine) store_words(after(y, v * share.advance), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();
@@ -133,12 +133,12 @@ void backward_rows(const BackwardParams& p) {
     const T* const y = row_begin<const T>(p.y, place, batch, p.block) + share.begin;
     const T* const d_y = row_begin<const T>(p.d_y, place, batch, p.block) + share.begin;
     T* const d_x = row_begin<T>(p.d_x, place, batch, p.block) + share.begin;
-    Raw probability[kVectors], gradient[kVectors];
+    Words probability[kVectors], gradient[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v < counts.mine) {
-        probability[v] = load_raw(after(y, v * share.advance));
-        gradient[v] = load_raw(after(d_y, v * share.advance));
+        probability[v] = load_words(after(y, v * share.advance));
+        gradient[v] = load_words(after(d_y, v * share.advance));
       }
     }
     R sum = 0;
@@ -165,7 +165,7 @@ void backward_rows(const BackwardParams& p) {
           const R ds = weights.element[e] * (gradients.element[e] - delta);
           out[e] = weights.element[e] == R{0} ? R{0} : scale * ds;
         }
-        if (v < counts.mine) store_raw(after(d_x, v * share.advance), rounded<T>(out));
+        if (v < counts.mine) store_words(after(d_x, v * share.advance), rounded<T>(out));
       }
     }
     if (place.warps > 1) __syncthreads();

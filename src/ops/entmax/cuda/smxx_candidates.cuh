@@ -21,42 +21,42 @@ template <class T>
 struct HeldRow {
   static constexpr int kLength = device::kVectorLength<T>;
 
-  Packed<T> vector[kResidentVectors];
+  Words vector[kResidentVectors];
 
-  Packed<T> fresh(int j) const {
-    Packed<T> packed;
+  Words fresh(int j) const {
+    Words packed;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      packed.word[w] = static_cast<uint32_t>(opaque(static_cast<int>(vector[j].word[w])));
+      packed.element[w] = static_cast<uint32_t>(opaque(static_cast<int>(vector[j].element[w])));
     }
     return packed;
   }
   uint32_t top() const {
-    uint32_t all = max_of(vector[0]);
+    uint32_t all = max_of<T>(vector[0]);
 #pragma unroll
-    for (int j = 1; j < kResidentVectors; ++j) all = max_of_words<T>(all, max_of(vector[j]));
+    for (int j = 1; j < kResidentVectors; ++j) all = max_of_words<T>(all, max_of<T>(vector[j]));
     return all;
   }
   template <class Use>
-  static void for_each_in(const Packed<T>& packed, const Use& use) {
+  static void for_each_in(const Words& packed, const Use& use) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       float element[kPerWord<T>];
-      unpack(packed.word[w], element, T{});
+      unpack<T>(packed.element[w], element);
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) use(element[k], w * kPerWord<T> + k);
     }
   }
   template <class ValueOf>
-  static Packed<T> map(const Packed<T>& packed, const ValueOf& value_of) {
-    Packed<T> result;
+  static Words map(const Words& packed, const ValueOf& value_of) {
+    Words result;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       float element[kPerWord<T>];
-      unpack(packed.word[w], element, T{});
+      unpack<T>(packed.element[w], element);
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) element[k] = value_of(element[k]);
-      result.word[w] = pack(element, T{});
+      result.element[w] = pack<T>(element);
     }
     return result;
   }
@@ -65,8 +65,8 @@ struct HeldRow {
   void for_each_above(float bound, const Use& use) const {
 #pragma unroll
     for (int j = 0; j < kResidentVectors; ++j) {
-      const Packed<T> packed = fresh(j);
-      if (max_in_word<T>(max_of(packed)) > bound) {
+      const Words packed = fresh(j);
+      if (max_in_word<T>(max_of<T>(packed)) > bound) {
         for_each_in(packed, [&](float x, int) { use(x); });
       }
     }
@@ -90,8 +90,8 @@ class CandidateLists {
     end_ = next_ = first_;
 #pragma unroll
     for (int j = 0; j < kResidentVectors; ++j) {
-      const Packed<float> packed = held.fresh(j);
-      if (max_in_word<float>(max_of(packed)) > bound) {
+      const Words packed = held.fresh(j);
+      if (max_in_word<float>(max_of<float>(packed)) > bound) {
         if (end_ + device::kVectorLength<float> * kStep > room_) {
           end_ = room_ + 1;
         } else {
@@ -135,11 +135,11 @@ class CandidateLists {
     }
   }
   // What replaced the elements of a vector, one vector after the other; 0 below the bound.
-  Packed<float> look_up(const Packed<float>& of_x) {
-    Packed<float> result{};
+  Words look_up(const Words& of_x) {
+    Words result{};
     HeldRow<float>::for_each_in(of_x, [&](float x, int i) {
       if (x > bound_) {
-        result.word[i] = device::load_shared_word(next_);
+        result.element[i] = device::load_shared_word(next_);
         next_ += kStep;
       }
     });
@@ -191,11 +191,11 @@ class ValueCounts {
     const uint32_t origin = device::shared_address(counts) - 4 * first_;
 #pragma unroll
     for (int j = 0; j < kResidentVectors; ++j) {
-      const Packed<T> packed = held.fresh(j);
-      if (max_in_word<T>(max_of(packed)) > bound) {
+      const Words packed = held.fresh(j);
+      if (max_in_word<T>(max_of<T>(packed)) > bound) {
 #pragma unroll
         for (int i = 0; i < device::kVectorLength<T>; ++i) {
-          const int number = number_in(packed.word[i / 2], i % 2);
+          const int number = number_in(packed.element[i / 2], i % 2);
           if (number >= first_) {
             asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(origin + 4 * number) : "memory");
           }
@@ -248,18 +248,18 @@ class ValueCounts {
     __syncthreads();
   }
   // What replaced the elements of a vector; 0 below the bound.
-  Packed<T> look_up(const Packed<T>& of_x) const {
+  Words look_up(const Words& of_x) const {
     const uint32_t origin = device::shared_address(words()) - 4 * first_;
-    Packed<T> result;
+    Words result;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       uint32_t bits[2] = {0, 0};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int number = number_in(of_x.word[w], half);
+        const int number = number_in(of_x.element[w], half);
         if (number >= first_) bits[half] = device::load_shared_word(origin + 4 * number);
       }
-      result.word[w] = bits[0] | bits[1] << 16;
+      result.element[w] = bits[0] | bits[1] << 16;
     }
     return result;
   }
@@ -294,7 +294,7 @@ struct NoCandidates {
   void for_each(float, const Use&) const {}
   template <class ValueOf>
   void replace(const ValueOf&) const {}
-  Packed<T> look_up(const Packed<T>& of_x) const { return of_x; }
+  Words look_up(const Words& of_x) const { return of_x; }
 };
 
 template <class T, int kWarps, bool kClustered, bool kCollects>

@@ -18,13 +18,13 @@ void forward_lanes(const ForwardParams& p) {
   const int thread = group.thread(), length = static_cast<int>(p.rows.length);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kLanes;
   const bool exists = row < p.rows.count;
-  Packed<T> held[kVectors];
+  Words held[kVectors];
   const T* x = static_cast<const T*>(p.x.data) + (exists ? row_offset(p.rows, p.x, row) : 0);
   load_held<T, kLanes>(held, x, exists ? length : 0, thread);
 
-  uint32_t top = max_of(held[0]);
+  uint32_t top = max_of<T>(held[0]);
 #pragma unroll
-  for (int j = 1; j < kVectors; ++j) top = max_of_words<T>(top, max_of(held[j]));
+  for (int j = 1; j < kVectors; ++j) top = max_of_words<T>(top, max_of<T>(held[j]));
   const float largest = group.max(max_in_word<T>(top));
   const bool finite = magnitude(largest) < infinity<float>();
   if (!finite) group.excuse();
@@ -35,7 +35,7 @@ void forward_lanes(const ForwardParams& p) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       float pair[kPerWord<T>];
-      unpack(held[j].word[w], pair, T{});
+      unpack<T>(held[j].element[w], pair);
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) {
         z[(j * 4 + w) * kPerWord<T> + k] = pair[k] - origin;
@@ -89,7 +89,7 @@ void forward_lanes(const ForwardParams& p) {
   } else {
     const Power<kFamily, float> power(p.alpha);
     float tops[kPerWord<T>];
-    unpack(top, tops, T{});
+    unpack<T>(top, tops);
 #pragma unroll
     for (float& of_lane : tops) of_lane -= origin;
     Threshold<float> threshold;

@@ -28,15 +28,15 @@ void store_held(T* to, int length, int thread, const ValueOf& value_of) {
   for (int j = 0; j < kVectors; ++j) {
     const int begin = vector_begin<T, kThreads>(j, thread);
     if (begin >= length) break;
-    Packed<T> packed;
+    Words packed;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       float x[kPerWord<T>];
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) x[k] = value_of(j * kLength + w * kPerWord<T> + k);
-      packed.word[w] = pack(x, T{});
+      packed.element[w] = pack<T>(x);
     }
-    store_packed(to + begin, packed);
+    store_words(to + begin, packed);
   }
 }
 
@@ -57,15 +57,15 @@ void store_held_bits(uint8_t* to, int64_t step, int length, int thread, const Ac
 }
 
 template <class T, int kThreads, int kVectors>
-void load_held(Packed<T> (&held)[kVectors], const T* x, int length, int thread) {
+void load_held(Words (&held)[kVectors], const T* x, int length, int thread) {
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int begin = vector_begin<T, kThreads>(j, thread);
     if (begin < length) {
-      held[j] = load_packed<T>(x + begin);
+      held[j] = load_words(x + begin);
     } else {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) held[j].word[w] = kHiddenWord<T>;
+      for (int w = 0; w < 4; ++w) held[j].element[w] = kHiddenWord<T>;
     }
   }
 }
@@ -227,21 +227,22 @@ Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLane
 }
 
 template <class T, Family kFamily, int kWarps, int kVectors>
-void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[kVectors],
+void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVectors],
                   Group<kWarps>& group) {
   constexpr int kThreads = kWarps * device::kWarpSize;
   constexpr int kCount = kHeld<T, kVectors>;
   constexpr int kLength = device::kVectorLength<T>;
   const int thread = group.thread();
   const int length = static_cast<int>(p.rows.length);
-  uint32_t largest_word = max_of(held[0]);
+  uint32_t largest_word = max_of<T>(held[0]);
 #pragma unroll
-  for (int j = 1; j < kVectors; ++j) largest_word = max_of_words<T>(largest_word, max_of(held[j]));
+  for (int j = 1; j < kVectors; ++j)
+    largest_word = max_of_words<T>(largest_word, max_of<T>(held[j]));
   // Every warp looks at the largest of all threads.
   constexpr int kTops = kWarps == 1 ? kPerWord<T> : kWarps;
   float tops[kTops];
   if constexpr (kWarps == 1) {
-    unpack(largest_word, tops, T{});
+    unpack<T>(largest_word, tops);
   } else {
     group.gather_max(max_in_word<T>(largest_word), tops);
   }
@@ -286,7 +287,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Packed<T> (&held)[k
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       float pair[kPerWord<T>];
-      unpack(held[j].word[w], pair, T{});
+      unpack<T>(held[j].element[w], pair);
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) {
         z[j * kLength + w * kPerWord<T> + k] = pair[k] - largest;
@@ -393,7 +394,7 @@ void forward_registers(const ForwardParams& p) {
   int64_t row = static_cast<int64_t>(blockIdx.x) * kRows;
   if constexpr (kRows > 1) row += threadIdx.x / device::kWarpSize;
   if (row >= p.rows.count) return;
-  Packed<T> held[kVectors];
+  Words held[kVectors];
   load_held<T, kWarps * device::kWarpSize>(held, x + row_offset(p.rows, p.x, row), length,
                                            group.thread());
   if constexpr (!walks_over_rows(kFamily, sizeof(T), kWarps)) {
@@ -401,7 +402,7 @@ void forward_registers(const ForwardParams& p) {
   } else {
     while (true) {
       const int64_t next_row = row + static_cast<int64_t>(gridDim.x) * kRows;
-      Packed<T> next[kVectors];
+      Words next[kVectors];
       if (next_row < p.rows.count) {
         load_held<T, kWarps * device::kWarpSize>(next, x + row_offset(p.rows, p.x, next_row),
                                                  length, group.thread());

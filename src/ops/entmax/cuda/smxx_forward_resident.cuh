@@ -26,12 +26,12 @@ void forward_resident(const ForwardParams& p) {
   using device::infinity;
   constexpr int kLength = device::kVectorLength<T>;
   constexpr int kThreads = kWarps * device::kWarpSize;
-  extern __shared__ Packed<T> coming[];  // [kResidentVectors][kThreads], each thread's own
+  extern __shared__ Words coming[];  // [kResidentVectors][kThreads], each thread's own
   constexpr int kComing = kResidentVectors * kThreads;
   constexpr bool kCollects = collects(kFamily);
   constexpr bool kLists = kCollects && sizeof(T) == 4, kCounts = kCollects && sizeof(T) == 2;
   Candidates<T, kWarps, kClustered, kCollects> candidates(
-      coming + kComing, static_cast<int>(dynamic_shared_bytes() - kComing * sizeof(Packed<T>)));
+      coming + kComing, static_cast<int>(dynamic_shared_bytes() - kComing * sizeof(Words)));
   __shared__ GroupScratch<kWarps, kClustered> scratch;
   Group<kWarps, kClustered> group(scratch);
   const auto blocks = static_cast<int>(kClustered ? device::cluster_size() : 1);
@@ -78,7 +78,7 @@ void forward_resident(const ForwardParams& p) {
         held.vector[j] = coming[j * kThreads + threadIdx.x];
       } else {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) held.vector[j].word[w] = kHiddenWord<T>;
+        for (int w = 0; w < 4; ++w) held.vector[j].element[w] = kHiddenWord<T>;
       }
     }
     prefetch(row + rows_apart);
@@ -117,12 +117,12 @@ void forward_resident(const ForwardParams& p) {
       const int wanted = left();
 #pragma unroll
       for (int j = 0; j < kResidentVectors; ++j) {
-        const Packed<T> of_x = held.fresh(j);
-        Packed<T> packed{};
-        if (max_in_word<T>(max_of(of_x)) > bound || kFamily == Family::softmax) {
+        const Words of_x = held.fresh(j);
+        Words packed{};
+        if (max_in_word<T>(max_of<T>(of_x)) > bound || kFamily == Family::softmax) {
           packed = vector_of(of_x);
         }
-        if (j * kStep < wanted) store_packed(y + j * kStep, packed);
+        if (j * kStep < wanted) store_words(y + j * kStep, packed);
       }
     };
     const auto store_bits = [&](auto active) {
@@ -150,9 +150,9 @@ void forward_resident(const ForwardParams& p) {
 #pragma unroll
       for (int j = 0; j < kResidentVectors; ++j) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) held.vector[j].word[w] = 0;
+        for (int w = 0; w < 4; ++w) held.vector[j].element[w] = 0;
       }
-      store_y([&](const Packed<T>& of_x) { return held.map(of_x, [&](float) { return fill; }); });
+      store_y([&](const Words& of_x) { return held.map(of_x, [&](float) { return fill; }); });
       store_bits([](float) { return false; });
       finish(empty ? infinity<float>() : fill, empty ? 0 : -1);
       continue;
@@ -171,7 +171,7 @@ void forward_resident(const ForwardParams& p) {
     };
     if constexpr (kFamily == Family::softmax) {
       const int size = count(group, every, [](float z) { return z > -infinity<float>(); });
-      const auto power_of_e = [&](float x) { return exp2_of((x - largest) * 1.44269504f); };
+      const auto power_of_e = [&](float x) { return exp2_approx((x - largest) * 1.44269504f); };
       float sum = 0, unused = 0;
 #pragma unroll
       for (int j = 0; j < kResidentVectors; ++j) {
@@ -181,7 +181,7 @@ void forward_resident(const ForwardParams& p) {
       }
       group.sum(sum, unused);
       const float scale = 1 / sum;
-      store_y([&](const Packed<T>& of_x) {
+      store_y([&](const Words& of_x) {
         return held.map(of_x, [&](float x) { return power_of_e(x) * scale; });
       });
       finish(largest + log_of(sum), size);
@@ -196,7 +196,7 @@ void forward_resident(const ForwardParams& p) {
 #pragma unroll
             for (int j = 0; j < kResidentVectors; ++j) {
               float first[kPerWord<T>];
-              unpack(held.fresh(j).word[0], first, T{});
+              unpack<T>(held.fresh(j).element[0], first);
               use(first[0] - largest);
             }
           });
@@ -256,9 +256,9 @@ void forward_resident(const ForwardParams& p) {
       }
       if (settled) {
         if (p.y.data) candidates.replace(value_of);
-        store_y([&](const Packed<T>& of_x) { return candidates.look_up(of_x); });
+        store_y([&](const Words& of_x) { return candidates.look_up(of_x); });
       } else {
-        store_y([&](const Packed<T>& of_x) { return held.map(of_x, value_of); });
+        store_y([&](const Words& of_x) { return held.map(of_x, value_of); });
       }
       if constexpr (kFamily == Family::sparsemax) {
         store_bits([&](float x) { return active(x - largest); });

@@ -27,24 +27,24 @@ void forward_softmax(const ForwardParams& p) {
   // Calls use(vectors, how many of them lie in the row, position of the first).
   const auto for_each_tile = [&](auto use) {
     for (int64_t at = start; at < length; at += kSoftmaxVectors * kStep) {
-      Packed<T> tile[kSoftmaxVectors];
+      Words tile[kSoftmaxVectors];
 #pragma unroll
       for (int j = 0; j < kSoftmaxVectors; ++j) {
         if (at + j * kStep < length) {
-          tile[j] = load_packed<T>(x + at + j * kStep);
+          tile[j] = load_words(x + at + j * kStep);
         } else {
 #pragma unroll
-          for (int w = 0; w < 4; ++w) tile[j].word[w] = kHiddenWord<T>;
+          for (int w = 0; w < 4; ++w) tile[j].element[w] = kHiddenWord<T>;
         }
       }
       use(tile, at);
     }
   };
-  const auto for_each_element = [](const Packed<T>& vector, auto use) {
+  const auto for_each_element = [](const Words& vector, auto use) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       float element[kPerWord<T>];
-      unpack(vector.word[w], element, T{});
+      unpack<T>(vector.element[w], element);
 #pragma unroll
       for (int k = 0; k < kPerWord<T>; ++k) use(element[k], w * kPerWord<T> + k);
     }
@@ -52,10 +52,10 @@ void forward_softmax(const ForwardParams& p) {
 
   float own = -infinity<float>();
   double sum = 0, size = 0;
-  for_each_tile([&](const Packed<T>(&tile)[kSoftmaxVectors], int64_t) {
-    uint32_t top = max_of(tile[0]);
+  for_each_tile([&](const Words(&tile)[kSoftmaxVectors], int64_t) {
+    uint32_t top = max_of<T>(tile[0]);
 #pragma unroll
-    for (int j = 1; j < kSoftmaxVectors; ++j) top = max_of_words<T>(top, max_of(tile[j]));
+    for (int j = 1; j < kSoftmaxVectors; ++j) top = max_of_words<T>(top, max_of<T>(tile[j]));
     const float largest = max_or_nan(own, max_in_word<T>(top));
     if (largest > own && own > -infinity<float>()) {
       sum *= static_cast<double>(exp_of_negative(own - largest));
@@ -98,7 +98,7 @@ void forward_softmax(const ForwardParams& p) {
   }
   if (!y) return;
   const bool degenerate = !(magnitude(largest) < infinity<float>());
-  for_each_tile([&](const Packed<T>(&tile)[kSoftmaxVectors], int64_t at) {
+  for_each_tile([&](const Words(&tile)[kSoftmaxVectors], int64_t at) {
 #pragma unroll
     for (int j = 0; j < kSoftmaxVectors; ++j) {
       if (at + j * kStep >= length) break;
@@ -106,15 +106,15 @@ void forward_softmax(const ForwardParams& p) {
       for_each_element(tile[j], [&](float v, int i) {
         value[i] = degenerate ? scale : scale * exp_of_negative(v - largest);
       });
-      Packed<T> packed;
+      Words packed;
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         float word[kPerWord<T>];
 #pragma unroll
         for (int k = 0; k < kPerWord<T>; ++k) word[k] = value[w * kPerWord<T> + k];
-        packed.word[w] = pack(word, T{});
+        packed.element[w] = pack<T>(word);
       }
-      store_packed(y + at + j * kStep, packed);
+      store_words(y + at + j * kStep, packed);
     }
   });
 }

@@ -121,21 +121,21 @@ void forward_stream(const ForwardParams& p) {
       power, lists + warp * kSurvivors * device::kWarpSize + lane);
 
   int begin = (kWarps == 1 ? 0 : warp * kTile) + lane * kLength;
-  const auto load = [&](Packed<T>(&tile)[kStreamVectors], int first) {
+  const auto load = [&](Words(&tile)[kStreamVectors], int first) {
 #pragma unroll
     for (int j = 0; j < kStreamVectors; ++j) {
       const int at = first + j * kStep;
       if (at < length) {
-        tile[j] = load_packed<T>(x + at);
+        tile[j] = load_words(x + at);
       } else {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) tile[j].word[w] = kHiddenWord<T>;
+        for (int w = 0; w < 4; ++w) tile[j].element[w] = kHiddenWord<T>;
       }
     }
   };
   float own = -infinity<float>();  // this lane's largest
   bool first = true;
-  Packed<T> tile[kStreamVectors], next[kStreamVectors];
+  Words tile[kStreamVectors], next[kStreamVectors];
   load(next, begin);
   for (; begin - lane * kLength < length; begin += kWarps * kTile) {
     uint32_t tops[kStreamVectors];
@@ -143,7 +143,7 @@ void forward_stream(const ForwardParams& p) {
     for (int j = 0; j < kStreamVectors; ++j) tile[j] = next[j];
     load(next, begin + kWarps * kTile);
 #pragma unroll
-    for (int j = 0; j < kStreamVectors; ++j) tops[j] = max_of(tile[j]);
+    for (int j = 0; j < kStreamVectors; ++j) tops[j] = max_of<T>(tile[j]);
     uint32_t top = tops[0];
 #pragma unroll
     for (int j = 1; j < kStreamVectors; ++j) top = max_of_words<T>(top, tops[j]);
@@ -161,14 +161,14 @@ void forward_stream(const ForwardParams& p) {
     for (int j = 0; j < kStreamVectors; ++j) {
       const int at = begin + j * kStep;
       if (at < length) {
-        if (y) store_packed(y + at, Packed<T>{});
+        if (y) store_words(y + at, Words{});
         if (support && at % 8 == 0) support[at / 8 * p.support.axis] = 0;
       }
       if (max_in_word<T>(tops[j]) > survivors.bound && survivors.room()) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           float element[kPerWord<T>];
-          unpack(tile[j].word[w], element, T{});
+          unpack<T>(tile[j].element[w], element);
 #pragma unroll
           for (int k = 0; k < kPerWord<T>; ++k) {
             survivors.add(element[k], at + w * kPerWord<T> + k);

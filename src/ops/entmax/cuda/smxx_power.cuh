@@ -1,16 +1,11 @@
 // x^y in float for x in (0, 1], in a fraction of powf's instructions.
 #pragma once
 
-#include "device/types.cuh"
+#include "device/float.cuh"
 
 namespace pullback::entmax {
 
-// By the hardware, subnormals to 0.
-inline float exp2_of(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
+using device::exp2_approx;
 
 // x^y as close as the rounding of log2(x) y allows, log2 of the fraction in [2/3, 4/3) by a
 // polynomial that is exact to 1e-8.
@@ -28,14 +23,10 @@ inline float power_of(float x, float y) {
   q = fma(q, t, 0.480890632f);
   q = fma(q, t, -0.721345544f);
   q = fma(q, t, 1.44269514f);
-  return exp2_of(fma(exponent, y, q * t * y));
+  return exp2_approx(fma(exponent, y, q * t * y));
 }
 
 // To some 1e-6, by the hardware's own log and exp.
-inline float rough_power_of(float x, float y) {
-  float log;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(x));
-  return exp2_of(log * y);
-}
+inline float rough_power_of(float x, float y) { return exp2_approx(device::log2_approx(x) * y); }
 
 }  // namespace pullback::entmax

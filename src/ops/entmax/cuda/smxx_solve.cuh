@@ -186,10 +186,10 @@ struct Power {
   R tolerance(int digits) const {
     if constexpr (sizeof(R) == 4) {
       const auto wanted = static_cast<R>(digits);
-      if constexpr (kFamily != Family::general) return exp2_of(-min(10.0f, wanted / 2 + 1));
+      if constexpr (kFamily != Family::general) return exp2_approx(-min(10.0f, wanted / 2 + 1));
       if constexpr (smooth)
-        return exp2_of(-0.75f - 5 * max(b, 0.3f) - 0.27f * (min(wanted, 22.0f) - 8));
-      return exp2_of(-b * min(wanted + 1, 23.0f));
+        return exp2_approx(-0.75f - 5 * max(b, 0.3f) - 0.27f * (min(wanted, 22.0f) - 8));
+      return exp2_approx(-b * min(wanted + 1, 23.0f));
     }
     if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
     return R{0x1p-26};

@@ -8,59 +8,39 @@ namespace pullback::entmax {
 
 using device::bf16;
 using device::f16;
+using device::load_words;
+using device::store_words;
+using device::Words;
 
 template <class T>
 inline constexpr bool kIsBf16 = false;
 template <>
 inline constexpr bool kIsBf16<bf16> = true;
 
-template <class T>
-struct alignas(16) Packed {
-  uint32_t word[4];
-};
-
-template <class T>
-Packed<T> load_packed(const void* from) {
-  Packed<T> result;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(result.word[0]), "=r"(result.word[1]), "=r"(result.word[2]),
-                 "=r"(result.word[3])
-               : "l"(from));
-  return result;
-}
-
-template <class T>
-void store_packed(void* to, const Packed<T>& value) {
-  asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to),
-               "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
-               : "memory");
-}
-
 // Elements of one word: one float, or two of 16 bits, the lower half first.
 template <class T>
 inline constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
 
-inline void unpack(uint32_t word, float (&to)[1], float) { to[0] = __uint_as_float(word); }
-inline void unpack(uint32_t word, float (&to)[2], bf16) {
-  to[0] = __uint_as_float(word << 16);
-  to[1] = __uint_as_float(word & 0xffff0000u);
+template <class T>
+void unpack(uint32_t word, float (&to)[kPerWord<T>]) {
+  if constexpr (sizeof(T) == 4) {
+    to[0] = __uint_as_float(word);
+  } else if constexpr (kIsBf16<T>) {
+    device::unpack<T>(word, to[0], to[1]);
+  } else {
+    // Both at once, or the compiler converts each where it is used, some twice.
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(to[0]), "=f"(to[1])
+        : "r"(word));
+  }
 }
-inline void unpack(uint32_t word, float (&to)[2], f16) {
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-      : "=f"(to[0]), "=f"(to[1])
-      : "r"(word));
-}
-
-inline uint32_t pack(const float (&from)[1], float) { return __float_as_uint(from[0]); }
-inline uint32_t pack(const float (&from)[2], bf16) {
-  uint32_t word;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(from[1]), "f"(from[0]));
-  return word;
-}
-inline uint32_t pack(const float (&from)[2], f16) {
-  uint32_t word;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(from[1]), "f"(from[0]));
-  return word;
+template <class T>
+uint32_t pack(const float (&from)[kPerWord<T>]) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(from[0]);
+  } else {
+    return device::pack<T>(from[0], from[1]);
+  }
 }
 
 // Elementwise maximum of words; NaN wins.
@@ -77,14 +57,14 @@ uint32_t max_of_words(uint32_t a, uint32_t b) {
   return result;
 }
 template <class T>
-uint32_t max_of(const Packed<T>& v) {
-  return max_of_words<T>(max_of_words<T>(v.word[0], v.word[1]),
-                         max_of_words<T>(v.word[2], v.word[3]));
+uint32_t max_of(const Words& v) {
+  return max_of_words<T>(max_of_words<T>(v.element[0], v.element[1]),
+                         max_of_words<T>(v.element[2], v.element[3]));
 }
 template <class T>
 float max_in_word(uint32_t word) {
   float x[kPerWord<T>];
-  unpack(word, x, T{});
+  unpack<T>(word, x);
   return kPerWord<T> == 1 ? x[0] : max_or_nan(x[0], x[kPerWord<T> - 1]);
 }
 

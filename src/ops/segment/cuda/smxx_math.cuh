@@ -1,12 +1,18 @@
 // Single instructions, and 16-byte pieces of rows.
 #pragma once
 
+#include "device/async_copy.cuh"
 #include "device/float.cuh"
 #include "device/memory.cuh"
+#include "device/shared.cuh"
 
 namespace pullback::segment_cuda {
 
+using device::async_commit;
+using device::async_copy;
+using device::async_wait;
 using device::Real;
+using device::shared_address;
 
 // A NaN beats everything.
 inline float larger(float a, float b) {
@@ -15,28 +21,6 @@ inline float larger(float a, float b) {
   return result;
 }
 inline double larger(double a, double b) { return a != a || a > b ? a : b; }
-
-// Two 16-bit floats in a word. Left to itself the compiler spends a register on each.
-template <class T>
-uint32_t packed(float low, float high);
-template <>
-inline uint32_t packed<device::bf16>(float low, float high) {
-  uint32_t word;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-}
-template <>
-inline uint32_t packed<device::f16>(float low, float high) {
-  uint32_t word;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-}
-inline float unpacked(device::bf16, uint32_t word, bool high) {
-  return __uint_as_float(high ? word & 0xffff0000u : word << 16);
-}
-inline float unpacked(device::f16, uint32_t word, bool high) {
-  return device::to_real(device::f16{static_cast<uint16_t>(high ? word >> 16 : word)});
-}
 
 #if __CUDA_ARCH__ >= 900
 // Whether rows of T come in pairs of columns that can be compared together.
@@ -109,14 +93,14 @@ template <class T, int kCount>
 struct alignas(alignment_of(2 * kCount)) PackedValues {
   uint32_t word[kCount / 2];
 
-  float real(int i) const { return unpacked(T{}, word[i / 2], i % 2 != 0); }
+  float real(int i) const { return device::to_real(stored(i)); }
   T stored(int i) const { return {static_cast<uint16_t>(word[i / 2] >> (i % 2 * 16))}; }
   template <class Result>
   static Result pack(const float (&values)[kCount]) {
     Result result;
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
-      result.word[i] = packed<T>(values[2 * i], values[2 * i + 1]);
+      result.word[i] = device::pack<T>(values[2 * i], values[2 * i + 1]);
     }
     return result;
   }
@@ -141,9 +125,9 @@ template <class T, int kCount>
 Values<T, kCount> load_once(const T* at) {
   if constexpr (sizeof(T) * kCount == 16) {
     union {
-      device::Vector<uint32_t> words;
+      device::Words words;
       Values<T, kCount> values;
-    } piece = {device::load_vector(reinterpret_cast<const uint32_t*>(at))};
+    } piece = {device::load_words(at)};
     return piece.values;
   } else {
     return *reinterpret_cast<const Values<T, kCount>*>(at);
@@ -154,17 +138,14 @@ void store_once(T* at, const Values<T, kCount>& values) {
   if constexpr (sizeof(T) * kCount == 16) {
     union {
       Values<T, kCount> values;
-      device::Vector<uint32_t> words;
+      device::Words words;
     } piece = {values};
-    device::store_vector(reinterpret_cast<uint32_t*>(at), piece.words);
+    device::store_words(at, piece.words);
   } else {
     *reinterpret_cast<Values<T, kCount>*>(at) = values;
   }
 }
 
-inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 // Keeps the compiler from computing the value again where it is used.
 inline uint32_t kept(uint32_t value) {
   asm volatile("" : "+r"(value));
@@ -193,36 +174,11 @@ T load_shared(uint32_t from) {
   return piece.value;
 }
 
-// Copies 4, 8 or 16 bytes to shared memory without waiting; commit_copies() closes a group of them.
-template <int kBytes>
-void copy_async(uint32_t to, const void* from) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes)
-                 : "memory");
-  }
-}
-inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kPending groups of this thread have arrived.
-template <int kPending>
-void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // Its error is below an ulp of 1 for arguments up to 0, and grows with what is above.
-inline float exponential(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504088896341f));
-  return result;
-}
+inline float exponential(float x) { return device::exp2_approx(x * 1.44269504088896341f); }
 inline double exponential(double x) { return exp(x); }
 // Off by 2e-7 at most.
-inline float logarithm(float x) {
-  float result;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result * 0.693147180559945309f;
-}
+inline float logarithm(float x) { return device::log2_approx(x) * 0.693147180559945309f; }
 inline double logarithm(double x) { return log(x); }
 
 }  // namespace pullback::segment_cuda

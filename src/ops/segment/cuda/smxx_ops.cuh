@@ -112,8 +112,9 @@ struct ExtremePlace {
       at = (at & ~above) | (static_cast<uint32_t>(k) * 0x10001u & above);
       top = Pair<T>::larger(next, top);
     }
-    low = {unpacked(T{}, top, false), static_cast<int>(at & 0xffff)};
-    high = {unpacked(T{}, top, true), static_cast<int>(at >> 16)};
+    device::unpack<T>(top, low.top, high.top);
+    low.at = static_cast<int>(at & 0xffff);
+    high.at = static_cast<int>(at >> 16);
   }
   static void take(State& a, const Peak& peak, int place) {
     const bool better = replaces(a, peak.top);

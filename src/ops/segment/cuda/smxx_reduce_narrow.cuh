@@ -35,7 +35,7 @@ struct PieceRing {
     const uint32_t to = own + static_cast<uint32_t>(chunk) % kStreamChunks * kChunkBytes;
 #pragma unroll
     for (uint32_t at = 0; at < kChunkBytes; at += kStepBytes) {
-      if (static_cast<int64_t>(at) < left) copy_async<16>(to + at, next + at);
+      if (static_cast<int64_t>(at) < left) async_copy<16>(to + at, next + at);
     }
     next += kChunkBytes;
     left -= kChunkBytes;

@@ -99,9 +99,9 @@ struct RowReader {
       const uint32_t to = slot(at);
       const auto copy = [&](int i) {
         const int64_t row = kPermuted ? row_of<true>(p, origin + at + i) : i;
-        copy_async<kBytes>(to + i * kSlotBytes, x + row * p.x.row_stride);
+        async_copy<kBytes>(to + i * kSlotBytes, x + row * p.x.row_stride);
         if constexpr (kInputs == 2) {
-          copy_async<kBytes>(to + i * kSlotBytes + kPieceBytes, y + row * p.y.row_stride);
+          async_copy<kBytes>(to + i * kSlotBytes + kPieceBytes, y + row * p.y.row_stride);
         }
       };
       if (at + kBatch <= readable) {
@@ -111,7 +111,7 @@ struct RowReader {
 #pragma unroll 1
         for (int i = 0; at + i < readable; ++i) copy(i);
       }
-      commit_copies();
+      async_commit();
       if constexpr (!kPermuted) {
         x += kBatch * p.x.row_stride;
         if constexpr (kInputs == 2) y += kBatch * p.y.row_stride;
@@ -120,7 +120,7 @@ struct RowReader {
   }
   // Waits for the batch before the last one asked for.
   void wait() const {
-    if constexpr (kRing) wait_copies<1>();
+    if constexpr (kRing) async_wait<1>();
   }
   // Row `at` + k, `at` being the first of a batch.
   Row get(int at, int k) const {

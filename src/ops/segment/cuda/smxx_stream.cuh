@@ -47,8 +47,8 @@ struct RowRing {
     const bool repeated = slot == 0 && threadIdx.x % device::kWarpSize == 0;
     constexpr uint32_t kChunkBytes = sizeof(Piece) * device::kWarpSize;
     if ((chunk + 1) * kChunkRows <= rows) {
-      copy_async<sizeof(Piece)>(own + slot * kChunkBytes, next);
-      if (repeated) copy_async<sizeof(Piece)>(own + kStreamChunks * kChunkBytes, next);
+      async_copy<sizeof(Piece)>(own + slot * kChunkBytes, next);
+      if (repeated) async_copy<sizeof(Piece)>(own + kStreamChunks * kChunkBytes, next);
     } else {
       const int row = chunk * kChunkRows + threadIdx.x % device::kWarpSize * kLaneRows;
 #pragma unroll 1
@@ -145,14 +145,14 @@ struct Walk {
 #pragma unroll 1
     for (; chunks < chunk + kStreamChunks; ++chunks) {
       if (chunks << chunk_bits < row_stop) request(chunks);
-      commit_copies();
+      async_commit();
     }
 #pragma unroll 1
     for (; groups < group() + kStreamEndGroups; ++groups) {
       request_ends();
-      commit_copies();
+      async_commit();
     }
-    wait_copies<kStreamPending>();
+    async_wait<kStreamPending>();
     __syncwarp();
     const int arrived = (chunk + kStreamChunks - kStreamPending) << chunk_bits;
     window = arrived < row_stop ? arrived : row_stop;
@@ -162,9 +162,9 @@ struct Walk {
     const uint32_t to = own_end + (groups & (kStreamEndGroups - 1)) * device::kWarpSize * 8;
     if (number < offsets) {
       if (width == 8) {
-        copy_async<8>(to, next_end);
+        async_copy<8>(to, next_end);
       } else {
-        copy_async<4>(to, next_end);
+        async_copy<4>(to, next_end);
       }
     } else if (number < stop) {
       ends[number & (kMostEnds - 1)] = segments.rows;
