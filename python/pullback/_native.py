@@ -143,6 +143,8 @@ _KINDS = {
     "f64": c_double,
     "f64?": POINTER(c_double),
 }
+# What forward passes write.
+_RESULTS = frozenset("out lse y c tau support support_size arg arg_mask".split())
 _INTEGERS = ("i64", "i32", "u32", "u64")
 
 
@@ -178,6 +180,14 @@ class Op:
         self.run.argtypes = (c_void_p, c_void_p, c_char_p, c_void_p, c_size_t)
         self.run.restype = c_int32
         self.passes = passes
+
+    def writes(self, direction: int, name: str) -> bool:
+        """Whether that pass writes the tensor, if it is given."""
+        if not self.passes:
+            return name in ("permutation", "offsets")
+        if direction == FORWARD:
+            return name in _RESULTS
+        return name.startswith("d_") and name[2:] not in _RESULTS
 
 
 class _PlanOptions(ctypes.Structure):
@@ -316,6 +326,7 @@ class NativePlan:
     ) -> None:
         """`options` are the problem's fields that are not tensors; a layout is a BlockLayout."""
         self.op = op
+        self.direction = direction
         self._handle = None
         unknown = [name for name in specs if name not in op.tensors]
         unknown += [name for name in options if name not in op.options]
@@ -326,6 +337,8 @@ class NativePlan:
         for name, kind, default in op.fields:
             value: Any = specs.get(name) if kind == "tensor" else options.get(name, default)
             if value is None:
+                if default is not None:
+                    raise ValueError(f"{op.name}: {name}: expected a number, got None")
                 continue
             if kind == "tensor":
                 value = ctypes.pointer(_dl_tensor(value, device))

@@ -79,10 +79,11 @@ def attention_options(
     layout_batches: int = 0,
     block: int = 0,
 ) -> dict[str, Any]:
-    try:
-        left, right = (-1, -1) if window is None else window
-    except (TypeError, ValueError):
-        raise ValueError(f"window: expected (left, right), got {window!r}") from None
+    left, right = window if isinstance(window, Sequence) and len(window) == 2 else (None, None)
+    if window is None:
+        left = right = -1
+    if left is None or right is None:
+        raise ValueError(f"window: expected (left, right), -1 for no bound; got {window!r}")
     if causal and right >= -1:
         right = 0
     return {
@@ -189,7 +190,7 @@ def segment_options(
     if by_ids and num_segments is None:
         raise ValueError("segment: num_segments: expected a number, as ids are given; got none")
     return {
-        "num_segments": num_segments or 0,
+        "num_segments": 0 if num_segments is None else num_segments,
         "reduce": choice("reduce", reduce, REDUCTIONS),
         "ties": choice("ties", ties, TIES),
         "empty": choice("empty", empty, EMPTIES),

@@ -73,7 +73,11 @@ def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     if mask.dtype == torch.bool:
         hidden = torch.zeros((), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, hidden, float("-inf"))
-    return mask.to(query.dtype)[(None,) * (4 - mask.dim())]
+    elif mask.dtype != query.dtype:
+        # The softmax sees differences alone: those to the largest of a row lose least in rounding.
+        largest = mask.detach().amax(-1, keepdim=True)
+        mask = (mask - largest.where(largest.isfinite(), 0)).to(query.dtype)
+    return mask[(None,) * (4 - mask.dim())]
 
 
 def _random_state(query: Tensor, dropout: float) -> Tensor:

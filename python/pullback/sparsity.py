@@ -7,7 +7,7 @@ The patterns and their parameters are DeepSpeed's; ``config.make_layout(seq_len)
 from __future__ import annotations
 
 import ctypes
-import itertools
+import hashlib
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int64, c_size_t, c_void_p
@@ -28,7 +28,6 @@ _destroy.restype = None
 _size = function("pullback_block_layout_size", c_void_p, *[POINTER(c_int64)] * 4)
 _present = function("pullback_block_layout_present", c_void_p, c_void_p, c_size_t)
 
-_identifiers = itertools.count(1)
 _alive: weakref.WeakValueDictionary[int, BlockLayout] = weakref.WeakValueDictionary()
 
 
@@ -54,9 +53,13 @@ class BlockLayout:
         sizes = [c_int64() for _ in range(4)]
         _size(handle, *map(byref, sizes))
         self.heads, self.rows, self.columns, self.nnz = (size.value for size in sizes)
-        # Names the layout where only numbers can be passed, as in torch operators. Never reused.
-        self.identifier = next(_identifiers)
-        _alive[self.identifier] = self
+        # Names the layout where only numbers can be passed, as in torch operators: a process that
+        # loads them finds an equal layout or none.
+        shape = b"%d %d %d " % (self.heads, self.rows, self.columns)
+        digest = hashlib.blake2b(shape + self.present.tobytes(), digest_size=8).digest()
+        self.identifier = int.from_bytes(digest, "little") >> 1 or 1
+        equal = _alive.setdefault(self.identifier, self)
+        self._found = None if equal is self else equal  # kept alive: it stands for this one
 
     @classmethod
     def of(cls, layout: Any) -> BlockLayout:
@@ -67,7 +70,9 @@ class BlockLayout:
     def find(identifier: int) -> BlockLayout:
         layout = _alive.get(identifier)
         if layout is None:
-            raise ValueError("the BlockLayout no longer exists: keep a reference to it")
+            raise ValueError(
+                "the BlockLayout does not exist: keep a reference to it or an equal one"
+            )
         return layout
 
     def __del__(self) -> None:

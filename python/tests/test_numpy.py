@@ -285,6 +285,12 @@ def test_plan_describes_and_runs() -> None:
         plan.run({"x": x.astype(np.float64), "y": y})
     with pytest.raises(ValueError, match="strides=.*as planned"):
         plan.run({"x": np.asfortranarray(x), "y": y})
+    fixed = y.copy()
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="entmax: y: expected writable memory"):
+        plan.run({"x": x, "y": fixed})
+    plan.run({"x": fixed, "y": y})  # inputs are read alone
+    plan.run({"x": x, "y": y})
     with pytest.raises(TypeError, match="entmax: a plan cannot be copied"):
         copy.deepcopy(plan)
     one = pn.plan("entmax", "forward", {"x": x[:1]}, alpha=1.5)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,7 +14,7 @@ from torch.autograd import gradcheck  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
-from pullback import BlockLayout, sparsity  # noqa: E402
+from pullback import sparsity  # noqa: E402
 from pullback._native import NONDETERMINISTIC  # noqa: E402
 from torch_cases import DENSE, DEVICES, random  # noqa: E402
 
@@ -215,29 +213,6 @@ def test_sums_do_not_keep_their_input_alive() -> None:
         assert x.untyped_storage().data_ptr() not in held
 
 
-def test_a_layout_that_is_gone_is_reported() -> None:
-    a = random(1, 2, 32, 4)
-    layout = BlockLayout(DENSE.present)
-    identifier = layout.identifier
-    del layout
-    with pytest.raises(ValueError, match="no longer exists"):
-        torch.ops.pullback.block_matmul(a, a, identifier, 16, 0, 2)
-
-
-def test_modules() -> None:
-    x = random(4, 6)
-    torch.testing.assert_close(pt.Sparsemax()(x), pt.entmax(x, 2.0))
-    torch.testing.assert_close(pt.Entmax15(dim=0)(x), pt.entmax15(x, 0))
-    q, k, v = (random(2, 2, 64, 4, seed=i) for i in range(3))
-    module = pt.SparseSelfAttention(sparsity.FixedSparsityConfig(num_heads=2))
-    causal = torch.ones(64, 64, dtype=torch.float64).tril()
-    out = module(q, k, v, attn_mask=causal)
-    mask = torch.from_numpy(module.get_layout(64).present).bool()
-    dense = mask.repeat_interleave(16, 1).repeat_interleave(16, 2) & causal.bool()
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
-    torch.testing.assert_close(out, expected)
-
-
 def test_tensors_of_two_devices_are_refused() -> None:
     mask = torch.ones(4, 6, dtype=torch.bool, device="meta")
     with pytest.raises(ValueError, match="mask: expected a tensor on cpu, got meta"):
@@ -284,20 +259,6 @@ def test_vmap_makes_one_call_where_it_can() -> None:
     assert shared.shape == (3, 2, 5, 2, 4)
 
 
-def test_layouts_and_modules_are_copied_and_pickled() -> None:
-    module = pt.SparseSelfAttention(sparsity.FixedSparsityConfig(num_heads=2))
-    q = random(1, 2, 64, 4)
-    expected = module(q, q, q)
-    copied = copy.deepcopy(module)
-    layout = pickle.loads(pickle.dumps(module.get_layout(64)))
-    assert (layout.present == module.get_layout(64).present).all()
-    del module
-    gc.collect()
-    assert torch.equal(copied(q, q, q), expected)
-    again = pt.block_sparse_attention(*[q.transpose(1, 2)] * 3, layout)
-    assert torch.equal(again.transpose(1, 2), expected)
-
-
 def test_forward_mode_derivatives_are_refused() -> None:
     from torch.autograd import forward_ad
 
@@ -325,14 +286,18 @@ def test_errors_of_the_library_reach_the_caller() -> None:
         pt.segment_reduce(q[0, :, 0], "sum", ids=torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"x: expected \[N,...\], got rank 0"):
         pt.segment_reduce(q[0, 0, 0, 0], "sum", offsets=torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"window: expected \(left, right\), got 3"):
+    with pytest.raises(ValueError, match=r"window: expected \(left, right\), .* got 3"):
         pt.attention(q, q, q, window=3)
     with pytest.raises(TypeError, match="layout: expected a BlockLayout, got ndarray"):
         pt.block_softmax(q, DENSE.present)
     with pytest.raises(ValueError, match=r"alpha: .* broadcasts to \[2, 4, 2\], got \[3\]"):
         pt.entmax(q, torch.ones(3))
-    with pytest.raises(ValueError, match="attn_mask_mode: expected 'add', 'mul', 'keep'"):
-        pt.SparseSelfAttention(attn_mask_mode="multiply")
+    with pytest.raises(ValueError, match="ties: expected 'first' or 'last'"):
+        pt.segment_reduce_arg(q[0, :, 0], "max", offsets=torch.tensor([0, 2]), ties="even")
+    with pytest.raises(ValueError, match=r"window: expected .* -1 for no bound; got \(None, 0\)"):
+        pt.attention(q, q, q, window=(None, 0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="entmax: axis: expected a number, got None"):
+        pt.entmax(q, 1.5, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -346,3 +311,38 @@ def test_sizes_of_zero(device: str) -> None:
         q = torch.empty(2, 0, 2, 8, requires_grad=True)
         pt.attention(q, q, q).sum().backward()
         assert q.grad is not None and q.grad.shape == q.shape
+
+
+def test_meta_tensors() -> None:
+    q = torch.empty(2, 5, 3, 8, device="meta", requires_grad=True)
+    out = pt.attention(q, q, q)
+    assert out.device.type == "meta" and out.shape == q.shape
+    y = pt.entmax15(q)
+    assert y.device.type == "meta" and y.shape == q.shape
+
+
+def test_numbers_may_be_those_of_numpy_but_not_floats() -> None:
+    q = random(1, 5, 2, 8)
+    seeded = pt.attention(q, q, q, dropout=0.5, seed=5)
+    assert torch.equal(pt.attention(q, q, q, dropout=0.5, seed=np.int64(5)), seeded)
+    with pytest.raises(TypeError):
+        pt.attention(q, q, q, dropout=0.5, seed=1.5)  # type: ignore[call-overload]
+
+
+def test_a_number_of_segments_that_the_data_gives_is_compiled() -> None:
+    def count(x: Tensor, ids: Tensor) -> Tensor:
+        return pt.segment_reduce(x, "sum", ids=ids, num_segments=int(ids.max()) + 1)
+
+    x, ids = random(6, 3), torch.tensor([0, 0, 1, 1, 3, 3])
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(count, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, ids), count(x, ids))
+
+
+def test_options_within_tuples_may_be_tensors_that_change() -> None:
+    q = random(1, 8, 2, 8)
+    left = torch.tensor(1)
+    pt.attention(q, q, q, window=(left, 0))  # type: ignore[typeddict-item]
+    left.fill_(4)
+    found = pt.attention(q, q, q, window=(left, 0))  # type: ignore[typeddict-item]
+    assert torch.equal(found, pt.attention(q, q, q, window=(4, 0)))

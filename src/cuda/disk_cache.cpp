@@ -198,7 +198,8 @@ bool DiskCache::write(const std::string& key_text, const std::vector<char>& payl
     return false;
   }
   std::error_code error;
-  fs::create_directories(fs::path(folder_).parent_path(), error);
+  // What is above it, whether or not its name ends with a slash.
+  fs::create_directories((fs::path(folder_) / "").parent_path().parent_path(), error);
   if (mkdir(folder_.c_str(), 0700) != 0 && errno != EEXIST) {
     reason = fmt::format("cannot create {}: {}", folder_, std::strerror(errno));
     return false;

@@ -20,9 +20,9 @@ struct Compilation {
 
 class Nvrtc {
  public:
-  // Found in this order: PULLBACK_NVRTC, the loader's path, CUDA_HOME and /usr/local/cuda, Python
-  // wheels beside this library or in PULLBACK_NVRTC's folder. Throws Error(device) listing where it
-  // looked.
+  // PULLBACK_NVRTC, a library or a folder, alone if it is set. Else found in this order: the
+  // loader's path, Python wheels beside this library, CUDA_HOME, CUDA_PATH and /usr/local/cuda.
+  // Throws Error(device) listing where it looked.
   static const Nvrtc& instance();
 
   const std::string& path() const { return path_; }

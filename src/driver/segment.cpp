@@ -1,5 +1,7 @@
 #include "pullback/segment.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <limits>
 
@@ -71,6 +73,18 @@ bool ascending(const TensorSpec& spec, const void* ids) {
   return true;
 }
 
+// Of sorted ids the op itself does this; sorting drops what is out of range.
+void check_ids(const SegmentProblem& problem, const void* ids) {
+  for (std::int64_t n = 0; n < problem.ids.shape[0]; ++n) {
+    const std::int64_t id = load_index(problem.ids.dtype, ids, n * problem.ids.strides[0]);
+    if (id < 0 || id >= problem.num_segments) {
+      fail(ErrorCode::invalid_argument, kOp, fmt::format("ids[{}]", n),
+           fmt::format("0 to {}", problem.num_segments - 1), fmt::format("{}", id),
+           "raise --num-segments, or leave --check-indices off to drop the row");
+    }
+  }
+}
+
 std::int64_t count_segments(const Request& request, const Options& options) {
   if (options.num_segments >= 0) return options.num_segments;
   const TensorSpec d_out = spec_of(request.inputs, "d_out");
@@ -132,6 +146,7 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
     tensors_.ids = input("ids");
     tensors_.d_out = input("d_out");
     if (problem.ids.given() && !ascending(problem.ids, data_of(request.inputs, "ids"))) {
+      if (options.check_indices) check_ids(problem, data_of(request.inputs, "ids"));
       sort_ids(problem);
     }
 

@@ -119,6 +119,19 @@ TEST_F(Cli, check_reports_what_is_wrong_and_how_to_repeat_it) {
   EXPECT_EQ(toy({"check", "toy", "--fuzz-seed", "1000003"}).status, 1);
 }
 
+TEST_F(Cli, commands_to_repeat_have_the_variant) {
+  const Environment fault("TOY_FAULT", "wrong-output");
+  const Result check = toy({"check", "--fuzz", "0", "--variant", "cpu", "--threads", "2"});
+  EXPECT_TRUE(has(check.out, "--threads 2 --variant 'cpu'")) << check.out;
+}
+
+TEST_F(Cli, output_that_cannot_be_written_is_a_failure) {
+  const Result doctor =
+      run("/bin/sh", {"-c", "exec " + std::string(TOY_TOOL) + " doctor >/dev/full"});
+  EXPECT_EQ(doctor.status, 3);
+  EXPECT_EQ(doctor.err, "pullback: cannot write to standard output: No space left on device\n");
+}
+
 TEST_F(Cli, a_case_that_throws_is_a_failure) {
   const Environment fault("TOY_FAULT", "refused");
   const Result check = toy({"check", "--fuzz", "0"});

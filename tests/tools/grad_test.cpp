@@ -198,4 +198,25 @@ TEST_F(Grad, tensors_without_elements_or_dimensions_pass_through) {
 }
 
 }  // namespace
+TEST_F(Grad, ids_in_any_order_are_checked_before_they_are_sorted) {
+  driver::write_safetensors(input_, {{"x", driver::filled_tensor(DType::f32, {3, 1}, 1)},
+                                     {"ids", driver::tensor_of(DType::i32, {3}, {1, 0, 5})},
+                                     {"d_out", driver::filled_tensor(DType::f32, {2, 1}, 1)}});
+  const Names command{"grad", "segment", "--input", input_, "--output", output_};
+  Names checked = command;
+  checked.insert(checked.end(), {"--check-indices", "true"});
+  expect_refused(run(PULLBACK_TOOL, checked), 2, "segment: ids[2]: expected 0 to 1, got 5; raise");
+  EXPECT_EQ(run(PULLBACK_TOOL, command).status, 0);
+}
+
+TEST_F(Grad, rows_without_columns_take_no_time) {
+  const std::int64_t rows = std::int64_t{1} << 40;
+  driver::write_safetensors(input_,
+                            {{"x", HostTensor(TensorSpec::contiguous(DType::f32, {rows, 0}))},
+                             {"offsets", driver::tensor_of(DType::i32, {4}, {0, 0, 0, 0})},
+                             {"d_out", HostTensor(TensorSpec::contiguous(DType::f32, {3, 0}))}});
+  const Names command{"grad", "segment", "--input", input_, "--output", output_};
+  EXPECT_EQ(run(PULLBACK_TOOL, command).status, 0);
+}
+
 }  // namespace pullback::testing

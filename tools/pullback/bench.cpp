@@ -130,9 +130,9 @@ int run_bench(const BenchOptions& options) {
             fmt::format("{} '{}' {}: {}", job.test.op, job.test.name, name_of(job.dtype), failure));
       }
       add_results(report, job.test.name, request, measurement,
-                  fmt::format("pullback bench {} --dtype {} --seed {} {} --filter {}", job.test.op,
-                              name_of(job.dtype), options.seed, text_of(device),
-                              shell_quoted(job.test.name)));
+                  fmt::format("pullback bench {} --dtype {} --seed {} {}{} --filter {}",
+                              job.test.op, name_of(job.dtype), options.seed, text_of(device),
+                              variant_text(options.variant), shell_quoted(job.test.name)));
       save(report, options);  // an interrupted run leaves what it had
     }
   }

@@ -126,7 +126,8 @@ int run_check(const CheckOptions& options) {
         worst = std::max(worst, outcome.worst);
         for (const auto& failure : outcome.failures) failures.push_back("FAILED " + failure);
         if (!outcome.failures.empty()) {
-          failures.push_back(fmt::format("  repeat: {} {}", job.repeat, text_of(device)));
+          failures.push_back(fmt::format("  repeat: {} {}{}", job.repeat, text_of(device),
+                                         variant_text(options.variant)));
         }
       }
       table.add({std::string(op), fmt::format("{}", jobs.size()), fmt::format("{}", passed),

@@ -40,5 +40,7 @@ struct DeviceOptions {
 
 // The options that choose the device: "--threads 4", "--device cuda:1".
 std::string text_of(const Device& device);
+// The same of a variant, with a space before it; nothing if none is chosen.
+std::string variant_text(const std::string& variant);
 
 }  // namespace pullback::tool

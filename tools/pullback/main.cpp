@@ -1,14 +1,17 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <new>
 
 #include "commands.hpp"
 #include "core/cpu_info.hpp"
 #include "cuda/driver.hpp"
 #include "driver/safetensors.hpp"
+#include "print.hpp"
 #include "pullback/error.hpp"
 
 namespace pullback::tool {
@@ -71,7 +74,12 @@ int run(int argc, char** argv) {
     report(fmt::format("expected a command: {} (see --help)", known));
     return kBadUsage;
   }
-  return command.run();
+  const int status = command.run();
+  if (std::fflush(stdout) != 0) {
+    report(fmt::format("cannot write to standard output: {}", std::strerror(errno)));
+    return kSystemFailure;
+  }
+  return status;
 }
 
 }  // namespace
@@ -100,6 +108,10 @@ Device DeviceOptions::get() const {
   }
   throw Error(ErrorCode::invalid_argument,
               fmt::format("--device: expected cpu, cuda or cuda:N, got '{}'", device));
+}
+
+std::string variant_text(const std::string& variant) {
+  return variant.empty() ? "" : " --variant " + shell_quoted(variant);
 }
 
 std::string text_of(const Device& device) {

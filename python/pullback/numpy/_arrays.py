@@ -120,6 +120,8 @@ class Plan:
         for name in op.tensors:
             array = arrays.get(name)
             if array is not None:
+                if op.writes(self._native.direction, name) and not array.flags.writeable:
+                    raise ValueError(f"{op.name}: {name}: expected writable memory, got read-only")
                 planned, given = self._native.spec(name), _spec(op, name, array)
                 if planned is not None and _layout(given) != _layout(planned):
                     raise ValueError(

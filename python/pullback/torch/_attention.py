@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -87,7 +88,7 @@ def attention(
     elif isinstance(seed, Tensor):
         seed = seed.to(q.device)
     else:
-        bits = (seed + 2**63) % 2**64 - 2**63  # 64 bits without a sign, as those of an int64
+        bits = (index(seed) + 2**63) % 2**64 - 2**63  # 64 bits without a sign, as those of an int64
         seed = torch.full((), bits, dtype=torch.int64, device=q.device)
     tensors = (q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed)
     result: Any = ATTENTION.call(tensors, _fields(**changed), not return_lse)

@@ -114,12 +114,18 @@ def block_sparse_attention(
     scores = block_matmul(
         heads_first[0], heads_first[1], layout, "sdd", block=block, transpose_b=True
     )
+
+    def addend(term: Tensor | None) -> Tensor | None:
+        # Autocast has changed the scores.
+        changed = scores.dtype != q.dtype and term is not None and term.dtype == q.dtype
+        return term.to(scores.dtype) if term is not None and changed else term
+
     weights = block_softmax(
         scores,
         layout,
-        rpe=rpe,
-        key_padding_mask=key_padding_mask,
-        attn_mask=attn_mask,
+        rpe=addend(rpe),
+        key_padding_mask=addend(key_padding_mask),
+        attn_mask=addend(attn_mask),
         key_padding_mode=key_padding_mode,
         attn_mask_mode=attn_mask_mode,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,

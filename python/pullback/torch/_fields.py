@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, Callable
 
@@ -11,6 +12,17 @@ from ..sparsity import BlockLayout
 from ._operator import TorchOp
 
 _CONSTANTS = {bool, int, float, str, tuple, type(None)}
+
+
+def _constant(*collections: Collection[Any]) -> bool:
+    """Whether the values, and those of tuples among them, cannot change."""
+    for values in collections:
+        if not _CONSTANTS.issuperset(map(type, values)):
+            return False
+        for value in values:
+            if type(value) is tuple and not _constant(value):
+                return False
+    return True
 
 
 def remembered(op: TorchOp, make: Callable[..., dict[str, Any]]) -> Callable[..., tuple[Any, ...]]:
@@ -26,9 +38,7 @@ def remembered(op: TorchOp, make: Callable[..., dict[str, Any]]) -> Callable[...
     remembered = lru_cache(1024)(fields)
 
     def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        constant = _CONSTANTS.issuperset(map(type, options.values()))
-        constant = constant and _CONSTANTS.issuperset(map(type, arguments))
-        if constant and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and _constant(options.values(), arguments):
             return remembered(*arguments, **options)
         return fields(*arguments, **options)
 

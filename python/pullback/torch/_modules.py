@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._options import choice
@@ -47,16 +48,20 @@ def _mask_mode(option: str, mode: str) -> Any:
 class SparseSelfAttention(nn.Module):
     """Block-sparse self-attention with the interface of DeepSpeed's module of this name.
 
-    Called with query, key and value [B,H,S,D], and optionally rpe, key_padding_mask [B,S] and
-    attn_mask [S,S]; gives [B,H,S,D]. The layout of a sequence length is made when first met.
+    Called with query and value [B,H,S,D], key of the same shape or [B,H,D,S], and optionally rpe,
+    key_padding_mask [B,S] (or [B,1,1,S]) and attn_mask [S,S] (or [1,1,S,S]) of any dtype; gives
+    [B,H,S,D].
 
     Args:
         sparsity_config: the pattern; `FixedSparsityConfig` of 4 heads when not given.
         key_padding_mask_mode: "add" adds the mask to the scores, "mul" (or "keep") hides where it
             is 0.
         attn_mask_mode: the same for the other mask.
-        max_seq_length: accepted, and not needed.
+        max_seq_length: the layout of this length is the buffer ``master_layout``; shorter sequences
+            have its first rows and columns.
     """
+
+    master_layout: Tensor
 
     def __init__(
         self,
@@ -69,13 +74,28 @@ class SparseSelfAttention(nn.Module):
         self.sparsity_config = sparsity_config or FixedSparsityConfig(num_heads=4)
         self.key_padding_mode = _mask_mode("key_padding_mask_mode", key_padding_mask_mode)
         self.attn_mask_mode = _mask_mode("attn_mask_mode", attn_mask_mode)
+        present = self.sparsity_config.make_layout(max_seq_length).present
+        self.register_buffer("master_layout", torch.from_numpy(present).long())
         self._layouts: dict[int, BlockLayout] = {}
 
     def get_layout(self, seq_len: int) -> BlockLayout:
+        """That of a sequence length, made when first met."""
         layout = self._layouts.get(seq_len)
         if layout is None:
-            layout = self._layouts[seq_len] = self.sparsity_config.make_layout(seq_len)
+            block, longest = self.sparsity_config.block, self.master_layout.shape[-1]
+            rows = seq_len // block
+            if seq_len % block != 0 or rows > longest:
+                raise ValueError(
+                    f"SparseSelfAttention: sequence length: expected a multiple of {block} up to "
+                    f"max_seq_length, {longest * block}; got {seq_len}"
+                )
+            present = self.master_layout[:, :rows, :rows].cpu().numpy()
+            layout = self._layouts[seq_len] = BlockLayout(present)
         return layout
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self._layouts.clear()
+        super()._load_from_state_dict(*arguments)
 
     def forward(
         self,
@@ -86,14 +106,23 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
+        if key.shape != query.shape:
+            key = key.transpose(2, 3)
+
+        def mask(given: Tensor | None, mode: str, rows: int) -> Tensor | None:
+            if given is None:
+                return None
+            flat = given.reshape(rows, given.shape[-1])
+            return flat.to(query.dtype) if mode == "add" else flat != 0
+
         out = block_sparse_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             self.get_layout(query.shape[2]),
-            rpe=rpe,
-            key_padding_mask=key_padding_mask,
-            attn_mask=attn_mask,
+            rpe=None if rpe is None else rpe.to(query.dtype),
+            key_padding_mask=mask(key_padding_mask, self.key_padding_mode, query.shape[0]),
+            attn_mask=mask(attn_mask, self.attn_mask_mode, query.shape[2]),
             key_padding_mode=self.key_padding_mode,
             attn_mask_mode=self.attn_mask_mode,
         )

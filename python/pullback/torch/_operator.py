@@ -49,6 +49,7 @@ Given = Mapping[str, Any]
 Shape = tuple[Sequence[Any], torch.dtype]
 Shapes = Callable[[Given, Given], Sequence[Shape]]
 
+_DEVICES = ("cpu", "cuda")
 _MAX_PLANS = 4096
 _core: Any = torch._C  # typed in part
 _data_ptr = Tensor.data_ptr
@@ -276,7 +277,7 @@ class _Kernel:
         if not self.owner.cast or self.direction != FORWARD:
             return False
         device = tensors[0].device.type
-        if not torch.is_autocast_enabled(device):
+        if device not in _DEVICES or not torch.is_autocast_enabled(device):
             return False
         dtype = torch.get_autocast_dtype(device)
         return any([_is_castable(tensor, dtype) for tensor in tensors])
@@ -352,8 +353,8 @@ class TorchOp:
             self.call_backward = backward_calls.call
             self.call = differentiate(name, operator, kernel, Derivation(self, backward_calls)).call
         if cast:
-            for device in ("CPU", "CUDA"):
-                library.impl(name, self._autocast(device.lower()), f"Autocast{device}")
+            for device in _DEVICES:
+                library.impl(name, self._autocast(device), f"Autocast{device.upper()}")
 
     def _define_backward(self, options: Sequence[str]) -> Calls:
         # The first gradient of an output leads: it is always given, and tells the device.

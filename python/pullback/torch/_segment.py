@@ -75,7 +75,14 @@ def segment_reduce_arg(
     permutation: Tensor | None = None,
     **options: Unpack[SegmentOptions],
 ) -> tuple[Tensor, Tensor]:
-    """`segment_reduce` with the int64 row of x that each value came from, -1 for empty segments."""
+    """`segment_reduce` with the int64 row of x that each value came from, -1 for empty segments.
+
+    The gradient goes to that row: ties are "first" or "last".
+    """
+    if options.get("ties") == "even":
+        raise ValueError(
+            "segment: ties: expected 'first' or 'last', as one row is saved; got 'even'"
+        )
     fields = _fields(reduce, ids is not None, **options)
     out, arg = _segment(SEGMENT_ARG, x, (offsets, ids, permutation), fields)
     return out, arg.long()

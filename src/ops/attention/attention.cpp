@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "core/check.hpp"
@@ -88,8 +89,13 @@ void check_options(const Checker& check, const AttentionProblem& problem) {
   const DType dtype = problem.q.dtype;
   check.that(!problem.scale || finite_for(dtype, *problem.scale), "scale", "a finite number",
              fmt::format("{}", problem.scale.value_or(0)));
-  check.that(finite_for(dtype, problem.softcap) && problem.softcap >= 0, "softcap",
-             "0 (off) or a positive finite number", fmt::format("{}", problem.softcap));
+  const bool wide = dtype == DType::f64;
+  const double least =
+      wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
+  const double most = wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  check.that(problem.softcap == 0 || (problem.softcap >= least && problem.softcap <= most),
+             "softcap", fmt::format("0 (off), or {:.3g} to {:.3g}", least, most),
+             fmt::format("{}", problem.softcap));
   check.that(problem.dropout >= 0 && problem.dropout < 1, "dropout", "a probability in [0, 1)",
              fmt::format("{}", problem.dropout));
   if (problem.seed.given()) {

@@ -178,11 +178,15 @@ TEST(attention_messages, options) {
             "attention: seed: expected one element, got i64 [2]");
   EXPECT_EQ(refusal([&](auto& p) { p.dropout = nan; }),
             "attention: dropout: expected a probability in [0, 1), got nan");
+  EXPECT_EQ(refusal([&](auto& p) { p.softcap = nan; }),
+            "attention: softcap: expected 0 (off), or 1.18e-38 to 3.4e+38, got nan");
   EXPECT_EQ(refusal([](auto& p) { p.softcap = -1; }),
-            "attention: softcap: expected 0 (off) or a positive finite number, got -1");
-  // Finite, but not in f32, in which f32 is computed.
+            "attention: softcap: expected 0 (off), or 1.18e-38 to 3.4e+38, got -1");
+  // Neither infinite nor 0, but not so in f32, in which f32 is computed.
   EXPECT_EQ(refusal([](auto& p) { p.softcap = 1e39; }),
-            "attention: softcap: expected 0 (off) or a positive finite number, got 1e+39");
+            "attention: softcap: expected 0 (off), or 1.18e-38 to 3.4e+38, got 1e+39");
+  EXPECT_EQ(refusal([](auto& p) { p.softcap = 1e-46; }),
+            "attention: softcap: expected 0 (off), or 1.18e-38 to 3.4e+38, got 1e-46");
   EXPECT_EQ(refusal([](auto& p) { p.scale = -1e39; }),
             "attention: scale: expected a finite number, got -1e+39");
   EXPECT_EQ(refusal([&](auto& p) { p.scale = nan; }),

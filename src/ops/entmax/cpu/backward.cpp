@@ -29,7 +29,7 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
 using entmax::BackwardTile;
-using entmax::RowTensor;
+using entmax::TensorRows;
 
 // Calls body(i, w, active, count) for vectors of elements in [begin, end), and skip(i) for groups
 // of kGroup whole vectors that have no active element. Branching on single vectors would mispredict
@@ -162,7 +162,7 @@ bool WithSmoothFamily(double alpha, const F& f) {
 
 // Rows [begin, end), of one alpha.
 template <class T>
-void GradientsFromY(const RowTensor& y, const RowTensor& d_y, const RowTensor& d_x,
+void GradientsFromY(const TensorRows& y, const TensorRows& d_y, const TensorRows& d_x,
                     std::int64_t begin, std::int64_t end, std::size_t length, double alpha,
                     bool stream, std::byte* scratch) {
   const auto write = [&]<Family kFamily, class R>() {
@@ -188,7 +188,7 @@ void GradientsFromY(const RowTensor& y, const RowTensor& d_y, const RowTensor& d
 }
 
 template <class T>
-RowTensor Packed(const RowTensor& from, const BackwardTile& tile, std::byte* scratch) {
+TensorRows Packed(const TensorRows& from, const BackwardTile& tile, std::byte* scratch) {
   if (!from || from.contiguous()) return from;
   return entmax::packed_copy<T>(from, tile.rows, tile.length, scratch, tile.pitch);
 }
@@ -245,7 +245,7 @@ void GradientOfFew(const std::uint8_t* bits, const T* d_y, T* d_x, std::size_t l
 }
 
 template <class T>
-void GradientFromSupport(const BackwardTile& tile, std::int64_t r, const RowTensor& d_y_rows,
+void GradientFromSupport(const BackwardTile& tile, std::int64_t r, const TensorRows& d_y_rows,
                          T* d_x, bool stream) {
   const auto length = static_cast<std::size_t>(tile.length);
   const T* d_y = d_y_rows.row<T>(r);
@@ -403,10 +403,10 @@ void BackwardTileOf(const BackwardTile& tile) {
     return;
   }
   const auto length = static_cast<std::size_t>(tile.length);
-  const RowTensor y = Packed<T>(tile.y, tile, tile.packed_y);
-  const RowTensor d_y = Packed<T>(tile.d_y, tile, tile.packed_d_y);
+  const TensorRows y = Packed<T>(tile.y, tile, tile.packed_y);
+  const TensorRows d_y = Packed<T>(tile.d_y, tile, tile.packed_d_y);
   const bool packs_d_x = tile.d_x && !tile.d_x.contiguous();
-  const RowTensor d_x = packs_d_x ? RowTensor{tile.packed_d_x, tile.pitch, 1} : tile.d_x;
+  const TensorRows d_x = packs_d_x ? TensorRows{tile.packed_d_x, tile.pitch, 1} : tile.d_x;
   // In place the lines are cached already.
   const bool stream = tile.stream && !packs_d_x && d_x.data != d_y.data;
   // Before d_x, which may be d_y's memory.

@@ -6,7 +6,7 @@
 namespace pullback::entmax {
 
 struct BackwardTile : RowTile {
-  RowTensor y, d_y, d_x, support_size, d_alpha;  // y or support
+  TensorRows y, d_y, d_x, support_size, d_alpha;  // y or support
   // Scratch: packed tensors, and s.
   std::byte *packed_y, *packed_d_y, *packed_d_x, *weights;
   std::byte* stripe;         // s and d_y of a stripe of columns; or null
@@ -16,7 +16,7 @@ struct BackwardTile : RowTile {
   // Rows from `begin` on, as many as can be packed.
   template <class T>
   BackwardTile part(std::int64_t begin) const {
-    const auto skip = [&](RowTensor tensor, std::size_t size) {
+    const auto skip = [&](TensorRows tensor, std::size_t size) {
       if (tensor) tensor.data += begin * tensor.row_step * static_cast<std::int64_t>(size);
       return tensor;
     };

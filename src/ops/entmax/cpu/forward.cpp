@@ -29,7 +29,7 @@ namespace pullback::HWY_NAMESPACE {
 
 using entmax::ForwardTile;
 using entmax::RowResult;
-using entmax::RowTensor;
+using entmax::TensorRows;
 
 // A block of softmax: x and exp(x) of it fit in L1.
 constexpr std::size_t kSoftmaxVectors = 256;
@@ -202,8 +202,8 @@ RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements) {
 
 // Hidden elements become -inf.
 template <class T>
-RowTensor MaskedCopy(const ForwardTile& tile) {
-  const RowTensor copy =
+TensorRows MaskedCopy(const ForwardTile& tile) {
+  const TensorRows copy =
       entmax::packed_copy<T>(tile.x, tile.rows, tile.length, tile.packed_x, tile.pitch);
   const T hidden(-std::numeric_limits<Real<T>>::infinity());
   entmax::for_each_blocked(tile.rows, tile.length, [&](std::int64_t r, std::int64_t i) {
@@ -222,12 +222,13 @@ void ForwardTileOf(const ForwardTile& tile) {
     if (tile.stream) hwy::FlushStream();
     return;
   }
-  const RowTensor x = tile.mask             ? MaskedCopy<T>(tile)
-                      : tile.x.contiguous() ? tile.x
-                                            : entmax::packed_copy<T>(tile.x, tile.rows, tile.length,
-                                                                     tile.packed_x, tile.pitch);
+  const TensorRows x =
+      tile.mask ? MaskedCopy<T>(tile)
+      : tile.x.contiguous()
+          ? tile.x
+          : entmax::packed_copy<T>(tile.x, tile.rows, tile.length, tile.packed_x, tile.pitch);
   const bool packs_y = tile.y && !tile.y.contiguous();
-  const RowTensor y = packs_y ? RowTensor{tile.packed_y, tile.pitch, 1} : tile.y;
+  const TensorRows y = packs_y ? TensorRows{tile.packed_y, tile.pitch, 1} : tile.y;
   const std::int64_t support_bytes = (tile.length + 7) / 8;
   const bool packs_bits = tile.support && !tile.support.contiguous();
   const auto view = [&](std::int64_t r) {

@@ -16,7 +16,7 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
 using entmax::ForwardTile;
-using entmax::RowTensor;
+using entmax::TensorRows;
 
 // Up to this length, rows are computed in the lanes.
 constexpr std::int64_t kLaneLength = 128;

@@ -26,7 +26,7 @@ inline std::int64_t candidates_pitch(std::int64_t length) { return (length + 47)
 inline std::int64_t places_pitch(std::int64_t length) { return length + 64; }
 
 struct ForwardTile : RowTile {
-  RowTensor x, mask, y, tau, support_size;
+  TensorRows x, mask, y, tau, support_size;
   // Scratch: packed x and y, the elements that the solver works on, and a stripe of columns with
   // its candidates (or null).
   std::byte *packed_x, *packed_y, *elements, *stripe;

@@ -43,8 +43,8 @@ void for_each_square(std::int64_t rows, std::int64_t length, const Block& block,
 }
 
 template <class T>
-RowTensor packed_copy(const RowTensor& from, std::int64_t rows, std::int64_t length,
-                      std::byte* scratch, std::int64_t pitch) {
+TensorRows packed_copy(const TensorRows& from, std::int64_t rows, std::int64_t length,
+                       std::byte* scratch, std::int64_t pitch) {
   T* to = reinterpret_cast<T*>(scratch);
   const auto move = [&](std::int64_t r, std::int64_t i) {
     to[r * pitch + i] = from.row<T>(r)[i * from.step];
@@ -70,7 +70,7 @@ RowTensor packed_copy(const RowTensor& from, std::int64_t rows, std::int64_t len
 }
 
 template <class T>
-void unpack(const RowTensor& from, std::int64_t rows, std::int64_t length, const RowTensor& to) {
+void unpack(const TensorRows& from, std::int64_t rows, std::int64_t length, const TensorRows& to) {
   const auto move = [&](std::int64_t r, std::int64_t i) {
     to.row<T>(r)[i * to.step] = from.row<T>(r)[i];
   };

@@ -53,7 +53,7 @@ struct RowTile {
   std::int64_t rows, length, pitch;
   double alpha;
   bool stream;
-  RowTensor support, alpha_per_row;
+  TensorRows support, alpha_per_row;
   std::uint8_t* bits;  // scratch for the support bits of a row that are not side by side
 
   template <class Statistic>
@@ -119,10 +119,10 @@ class RowPlan : public PlanBody<EntmaxTensors> {
     std::int64_t group, begin, length;
     std::byte* scratch;
 
-    RowTensor along_axis(std::size_t which, const void* data) const {
+    TensorRows along_axis(std::size_t which, const void* data) const {
       return walk.place(which, data, tile, begin);
     }
-    RowTensor per_row(std::size_t which, const void* data) const {
+    TensorRows per_row(std::size_t which, const void* data) const {
       return walk.place(which, data, tile, group);
     }
   };
@@ -177,7 +177,7 @@ class RowPlan : public PlanBody<EntmaxTensors> {
   std::int64_t packed_rows_ = 0;  // the most that are packed together
 
  private:
-  void clear(const RowTensor& output, std::int64_t rows, std::int64_t length) const {
+  void clear(const TensorRows& output, std::int64_t rows, std::int64_t length) const {
     dispatch_floating(problem_.x.dtype, [&]<class T>() {
       for_each_blocked(rows, length, [&](std::int64_t r, std::int64_t i) {
         output.row<T>(r)[i * output.step] = T{};

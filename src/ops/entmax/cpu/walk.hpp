@@ -15,7 +15,7 @@
 namespace pullback::entmax {
 
 // One tensor's part of a tile: the first element of its first row, and the steps in elements.
-struct RowTensor {
+struct TensorRows {
   std::byte* data = nullptr;  // null: not computed, or not given
   std::int64_t row_step = 0;
   std::int64_t step = 0;  // along the axis
@@ -115,7 +115,8 @@ class Walk {
     return tile;
   }
   // Tensor number `which` from position `along` of the axis on, in the first row of the tile.
-  RowTensor place(std::size_t which, const void* data, const Tile& tile, std::int64_t along) const {
+  TensorRows place(std::size_t which, const void* data, const Tile& tile,
+                   std::int64_t along) const {
     if (data == nullptr) return {};
     const auto& [dtype, steps] = tensors_[which];
     std::int64_t offset = along * steps.axis;

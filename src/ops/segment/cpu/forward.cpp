@@ -546,6 +546,7 @@ class Forward {
 
   // Rows of the sorted order that are in no segment.
   void ClearRows(std::int64_t begin, std::int64_t end) const {
+    if (problem_.x.shape[1] == 0) return;  // however many rows there are
     run_.threads.parallel_for(
         end - begin,
         [&](std::int64_t i, int) {
