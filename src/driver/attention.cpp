@@ -149,6 +149,17 @@ std::unique_ptr<Session> prepare(const Request& request) {
   return std::make_unique<AttentionSession>(request);
 }
 
+// Of d_bias, the scores that share an element.
+double summands(const Request& request, std::string_view gradient) {
+  if (gradient != "d_bias") return 1;
+  const auto numel = [&](std::string_view name) {
+    return static_cast<double>(request.inputs.find(name)->second.numel());
+  };
+  const TensorSpec q = spec_of(request.inputs, "q"), k = spec_of(request.inputs, "k");
+  const double scores = static_cast<double>(q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]);
+  return std::max(1.0, scores / std::max(1.0, numel("bias")));
+}
+
 const OpDriver& driver() {
   static const OpDriver instance = {
       .name = "attention",
@@ -179,6 +190,9 @@ const OpDriver& driver() {
                   {"max-seqlen-k", "N", "bound on the lengths in cu_seqlens_k; 0 = unknown"}},
       .cotangents = {{"out", "d_out"}, {"lse", "d_lse"}},
       .gradients = {{"q", "d_q"}, {"k", "d_k"}, {"v", "d_v"}, {"bias", "d_bias"}},
+      // Large scores carry epsilons of themselves, as do products of d_out and v, which cancel.
+      .rounded = {{"q", 2, true}, {"k", 2, true}, {"bias", 2, true}, {"v", 1, true}},
+      .summands = summands,
       .splits_f32_on_cuda = true,
       .prepare = prepare,
       .cost = cost};

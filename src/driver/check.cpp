@@ -91,15 +91,18 @@ const HostTensor* comparable(const TensorMap& got, const std::string& name,
 }
 
 // Gradients are differences of products with the incoming gradients: where those cancel, what is
-// left carries the rounding of sums over values as large as they were.
-double cancellation_error(const OpDriver& driver, const Request& request, DType dtype) {
+// left carries the rounding of sums over values as large as they were, which grows as a random
+// walk.
+double cancellation_error(const OpDriver& driver, const Request& request, std::string_view gradient,
+                          DType dtype) {
   double largest = 0;
   for (const NamePair& pair : driver.cotangents) {
     const auto cotangent = request.inputs.find(pair.second);
     if (cotangent == request.inputs.end()) continue;
     largest = std::max(largest, largest_finite(cotangent->second));
   }
-  return 2 * epsilon_of(accumulation_dtype(dtype)) * largest;
+  const double summands = driver.summands ? driver.summands(request, gradient) : 1;
+  return 2 * epsilon_of(accumulation_dtype(dtype)) * largest * std::sqrt(summands);
 }
 
 // How far each exact output moves when the inputs move by what the op rounds off.
@@ -110,12 +113,15 @@ std::map<std::string, double> movements(const OpDriver& driver, const Request& r
   for (std::uint64_t draw = 1; draw <= kDraws && !driver.rounded.empty(); ++draw) {
     Random random(draw);
     Request moved = reference_request(request);
-    for (const auto& [input, epsilons] : driver.rounded) {
+    for (const auto& [input, epsilons, relative] : driver.rounded) {
+      const auto found = moved.inputs.find(input);
+      if (found == moved.inputs.end()) continue;
       const DType dtype = request.inputs.find(input)->second.spec().dtype;
       const double by = epsilons * epsilon_of(accumulation_dtype(dtype));
-      HostTensor& tensor = moved.inputs.find(input)->second;
+      HostTensor& tensor = found->second;
       for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-        tensor.set(i, tensor.get(i) + (random.chance(0.5) ? by : -by));
+        const double value = tensor.get(i), step = relative ? by * std::abs(value) : by;
+        if (std::isfinite(value)) tensor.set(i, value + (random.chance(0.5) ? step : -step));
       }
     }
     for (const auto& [name, value] : evaluate(moved)) {
@@ -158,7 +164,7 @@ CheckReport compare(const Request& request, const TensorMap& got, const Expected
     error.allowed =
         ratio * error.textbook + floor * epsilon_of(value.spec().dtype) * rounded + 1e-300;
     if (value.spec().dtype == DType::f16) error.allowed += 0x1p-24;  // its smallest step
-    if (gradient) error.allowed += cancellation_error(driver, request, value.spec().dtype);
+    if (gradient) error.allowed += cancellation_error(driver, request, name, value.spec().dtype);
     if (!(error.error <= error.allowed)) {
       if (!moves) moves = movements(driver, request, all.reference);
       error.allowed += (*moves)[name];

@@ -75,13 +75,17 @@ struct OpDriver {
   std::vector<NamePair> gradients;   // input, output that is its gradient
   // Outputs one of whose terms is a number up to 1: near 0, where it cancels, its rounding remains.
   std::vector<std::string_view> with_unit_term = {};
-  // Inputs that the op adds to numbers up to 1, rounding the sums, before it takes powers of them
-  // whose slope has no bound: as if each element had been moved by so many epsilons.
+  // Inputs that the op rounds, or whose sums or products, before it takes powers of them: as if
+  // each element had been moved by so many epsilons, times itself if relative.
   struct Rounded {
     std::string_view input;
     double epsilons;
+    bool relative;
   };
   std::vector<Rounded> rounded = {};
+  // How many products an element of this gradient is the sum of, where that is far more than the
+  // input has elements; null: of few.
+  double (*summands)(const Request& request, std::string_view gradient) = nullptr;
   // Whether GPUs make f32 of two f16 each: outputs are then held to the bound of gradients.
   bool splits_f32_on_cuda = false;
   std::unique_ptr<Session> (*prepare)(const Request& request);

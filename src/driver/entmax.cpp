@@ -137,7 +137,7 @@ const OpDriver& driver() {
       .with_unit_term = {"tau"},
       // b (x - max) - theta: in the support both terms lie in [-1, 0]. Three roundings of at most
       // half an epsilon, and theta's own.
-      .rounded = {{"x", 2}},
+      .rounded = {{"x", 2, false}},
       .prepare = prepare,
       .cost = cost,
   };
