@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
+from ._checks import check_rank
 from ._native import CHECK_INDICES, NONDETERMINISTIC, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_C
 from .sparsity import BlockLayout
 
@@ -135,10 +136,20 @@ class BlockMatmulOptions(TypedDict, total=False):
     transpose_c: bool
 
 
+def softmax_block(name: str, shape: Sequence[int]) -> int:
+    """The block size, of x or y."""
+    check_rank("block_softmax", name, shape, "[Z,nnz,b,b]")
+    return shape[-1]
+
+
 def matmul_block(
     mode: str, block: int | None, a_shape: Sequence[int], b_shape: Sequence[int]
 ) -> int:
     """The block size: that of the sparse operand when not given."""
+    sparse = {"dsd": "a", "dds": "b"}.get(mode)
+    for name, shape in (("a", a_shape), ("b", b_shape)):
+        expected = "[Z,nnz,b,b]" if name == sparse else "[Z,H,rows,columns]"
+        check_rank("block_matmul", name, shape, expected)
     if block is not None:
         return block
     if mode == "sdd":

@@ -321,9 +321,7 @@ def entmax_bisect(
 ) -> Tensor:
     """Entmax of rows along dim; a tensor alpha broadcasts to X with size 1 at dim."""
     if isinstance(alpha, Tensor):
-        shape = list(X.shape)
-        shape[dim] = 1
-        alpha = alpha.expand(shape)
+        alpha = alpha[(None,) * (X.dim() - alpha.dim())]
     return ops.entmax(X, alpha, dim)
 
 

@@ -325,8 +325,13 @@ def test_errors_are_of_their_kind_and_explain() -> None:
         pn.attention(q, q[:1], q)
     with pytest.raises(ValueError, match="attention: k: expected .*got f64"):
         pn.attention(q, q.astype(np.float64), q)
-    with pytest.raises(ValueError, match="q: expected dtype float64.*got int16"):
+    with pytest.raises(ValueError, match="q: expected dtype float64, .*got int16; convert"):
         pn.attention(q.astype(np.int16), q, q)
+    expected = "offsets: expected dtype int32 or int64, got "
+    with pytest.raises(ValueError, match=f"{expected}uint32; convert"):
+        pn.segment_reduce(q[0, :, 0], offsets=np.array([0, 4], np.uint32))
+    with pytest.raises(ValueError, match=f"{expected}>i8, not in native byte order; convert"):
+        pn.segment_reduce(q[0, :, 0], offsets=np.array([0, 4], ">i8"))
     with pytest.raises(ValueError, match="corner: expected 'top_left', 'bottom_right'"):
         pn.attention(q, q, q, corner="left")
     with pytest.raises(ValueError, match="variant"):
@@ -342,6 +347,22 @@ def test_errors_are_of_their_kind_and_explain() -> None:
         pn.segment_reduce(q[0, :, 0], ids=np.arange(4))
     with pytest.raises(TypeError, match="softcaps"):
         pn.attention(q, q, q, softcaps=1.0)
+
+
+def test_other_ranks_are_refused() -> None:
+    dense = BlockLayout(np.ones((1, 1, 1), bool))
+    for rank in range(3):
+        x = np.ones((16,) * rank, np.float32)
+        for call in (
+            lambda x=x: pn.attention(x, x, x),
+            lambda x=x: pn.attention_backward(x, x, x, x, x, x),
+            lambda x=x: pn.block_softmax(x, dense),
+            lambda x=x: pn.block_softmax_backward(x, x, dense),
+            lambda x=x: pn.block_matmul(x, x, dense, "dsd"),
+            lambda x=x: pn.block_matmul_backward(x, x, x, dense, "dds"),
+        ):
+            with pytest.raises(ValueError, match=r": [qaxy]: expected \[.*got .*\["):
+                call()
 
 
 def test_sizes_of_zero() -> None:

@@ -278,8 +278,10 @@ def test_errors_of_the_library_reach_the_caller() -> None:
     q = random(2, 4, 2, 8)
     with pytest.raises(ValueError, match="attention: k: expected the batch size of q, 2"):
         pt.attention(q, q[:1], q)
-    with pytest.raises(ValueError, match="q: expected dtype torch.float64.*got torch.int16"):
+    with pytest.raises(ValueError, match="q: expected dtype float64, .*got torch.int16; convert"):
         pt.attention(q.to(torch.int16), q, q)
+    with pytest.raises(ValueError, match="offsets: expected dtype int32 or int64, got torch.int16"):
+        pt.segment_reduce(q[0, :, 0], offsets=torch.tensor([0, 4], dtype=torch.int16))
     with pytest.raises(ValueError, match="needed|one of|offsets"):
         pt.segment_reduce(q[0, :, 0], "sum")
     with pytest.raises(ValueError, match="num_segments: expected a number, as ids are given"):
@@ -292,12 +294,35 @@ def test_errors_of_the_library_reach_the_caller() -> None:
         pt.block_softmax(q, DENSE.present)
     with pytest.raises(ValueError, match=r"alpha: .* broadcasts to \[2, 4, 2\], got \[3\]"):
         pt.entmax(q, torch.ones(3))
+    with pytest.raises(ValueError, match=r"alpha: .* broadcasts to \[4\], got \[4, 4\]"):
+        pt.entmax(torch.ones(4, 4), torch.ones(4, 4))
     with pytest.raises(ValueError, match="ties: expected 'first' or 'last'"):
         pt.segment_reduce_arg(q[0, :, 0], "max", offsets=torch.tensor([0, 2]), ties="even")
     with pytest.raises(ValueError, match=r"window: expected .* -1 for no bound; got \(None, 0\)"):
         pt.attention(q, q, q, window=(None, 0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="entmax: axis: expected a number, got None"):
         pt.entmax(q, 1.5, None)  # type: ignore[arg-type]
+
+
+def test_other_ranks_are_refused() -> None:
+    ids, cu = torch.tensor(0), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="ids: expected rank 1"):
+        pt.segment_permutation(ids, 1)
+    with pytest.raises(ValueError, match="offsets: expected rank 1"):
+        pt.segment_reduce(torch.ones(2, 2), offsets=ids)
+    for rank in range(3):
+        x, good = torch.ones((16,) * rank), torch.ones(1, 1, 16, 16)
+        for call in (
+            lambda x=x: pt.attention(x, x, x),
+            lambda x=x, good=good: pt.attention(good, good, x),
+            lambda x=x: pt.attention(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu),
+            lambda x=x: pt.block_sparse_attention(x, x, x, DENSE),
+            lambda x=x: pt.block_softmax(x, DENSE),
+            lambda x=x, good=good: pt.block_matmul(good, x, DENSE, "dsd"),
+            lambda x=x: pt.block_matmul(x, x, DENSE, "sdd", block=16),
+        ):
+            with pytest.raises(ValueError, match=r": [qvabx]: expected \[.*got .*\["):
+                call()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from .._checks import unknown_dtype
 from .._native import (
     BACKWARD,
     FORWARD,
@@ -57,10 +58,10 @@ def _dtype(name: str) -> Any:
 
 def _spec(op: Op, name: str, array: Array) -> Spec:
     dtype = _DTYPE_NAMES.get(array.dtype.name)
-    if dtype is None or not array.dtype.isnative:
-        raise ValueError(
-            f"{op.name}: {name}: expected dtype {', '.join(_DTYPE_NAMES)}, got {array.dtype}"
-        )
+    if dtype is None:
+        raise unknown_dtype(op.name, name, array.dtype)
+    if not array.dtype.isnative:
+        raise unknown_dtype(op.name, name, f"{array.dtype}, not in native byte order")
     size = array.itemsize
     if any(stride % size for stride in array.strides):
         raise ValueError(

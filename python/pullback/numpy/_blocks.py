@@ -16,6 +16,7 @@ from .._options import (
     block_matmul_options,
     block_softmax_options,
     matmul_block,
+    softmax_block,
 )
 from ..sparsity import BlockLayout
 from ._arrays import compute, gradients, split
@@ -55,7 +56,7 @@ def block_softmax(
     run: dict[str, Any] = {}
     own = block_softmax_options(**split(options, run))
     inputs = {"x": x, "rpe": rpe, "key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-    own.update(layout=BlockLayout.of(layout), block=np.shape(x)[-1])
+    own.update(layout=BlockLayout.of(layout), block=softmax_block("x", np.shape(x)))
     return compute(_native.BLOCK_SOFTMAX, FORWARD, inputs, ("y",), own, **run)[0]
 
 
@@ -97,7 +98,7 @@ def block_softmax_backward(
         "y": y,
         "d_y": d_y,
     }
-    own.update(layout=BlockLayout.of(layout), block=np.shape(y)[-1])
+    own.update(layout=BlockLayout.of(layout), block=softmax_block("y", np.shape(y)))
     op = _native.BLOCK_SOFTMAX
     return gradients(BlockSoftmaxGradients, op, inputs, possible, needs, own, run)
 

@@ -31,7 +31,7 @@ def entmax(
     """p_i = [(alpha-1) x_i - tau]₊^(1/(alpha-1)) with sum p = 1 along an axis.
 
     Args:
-        x: of any shape.
+        x: of rank 1 to 8.
         alpha: 1 is softmax, 1.5 entmax15, 2 sparsemax; at least 1. An array has the shape of x
             without the axis: one alpha for each row.
         axis: the axis that rows lie along.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from .._checks import check_rank
 from .._options import (
     BlockMatmulOptions,
     BlockSoftmaxOptions,
@@ -13,6 +14,7 @@ from .._options import (
     block_matmul_options,
     block_softmax_options,
     matmul_block,
+    softmax_block,
 )
 from ..sparsity import BlockLayout
 from ._fields import identifier, remembered
@@ -48,7 +50,7 @@ def block_softmax(
     Returns:
         The probabilities, like x; 0 in rows that see nothing.
     """
-    fields = (identifier(layout), x.shape[-1], *_softmax_fields(**options))
+    fields = (identifier(layout), softmax_block("x", x.shape), *_softmax_fields(**options))
     return BLOCK_SOFTMAX.call((x, rpe, key_padding_mask, attn_mask), fields)
 
 
@@ -109,6 +111,8 @@ def block_sparse_attention(
     Returns:
         [B,S,H,Dv], by a product, a softmax and a product over the blocks.
     """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rank("block_sparse_attention", name, tensor.shape, "[B,S,H,D]")
     block = q.shape[1] // max(layout.rows, 1)
     heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     scores = block_matmul(

@@ -51,7 +51,8 @@ def entmax(
             del shape[axis]
         else:
             shape[axis] = offsets.shape[0] - 1
-        if any(a not in (1, b) for a, b in zip(alpha.shape[::-1], shape[::-1])):
+        pairs = zip(alpha.shape[::-1], shape[::-1])
+        if alpha.dim() > len(shape) or any(a not in (1, b) for a, b in pairs):
             raise ValueError(
                 f"entmax: alpha: expected what broadcasts to {shape}, got {list(alpha.shape)}"
             )

@@ -16,6 +16,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
+from .._checks import unknown_dtype
 from .._native import (
     BACKWARD,
     CPU,
@@ -73,8 +74,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def _spec(op: Op, name: str, tensor: Tensor) -> Spec:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        names = ", ".join(str(known) for known in _DTYPES)
-        raise ValueError(f"{op.name}: {name}: expected dtype {names}, got {tensor.dtype}")
+        raise unknown_dtype(op.name, name, tensor.dtype)
     return Spec(dtype, tuple(tensor.shape), tensor.stride())
 
 

@@ -22,8 +22,10 @@ def _statistic(dtype: torch.dtype) -> torch.dtype:
 
 def _attention_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
     q, v = given["q"], given["v"]
-    out = (*q.shape[:-1], v.shape[-1])
-    lse = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    # Slices leave it to the plan to refuse other ranks.
+    out = (*q.shape[:-1], *v.shape[-1:])
+    heads_first = (*q.shape[-2:-1], *q.shape[-3:-2])
+    lse = heads_first if q.dim() == 3 else (*q.shape[:1], *heads_first)
     return [(out, q.dtype), (lse, _statistic(q.dtype))]
 
 
@@ -54,7 +56,7 @@ def _sparsemax_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> l
 
 def _segment_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
     x, offsets = given["x"], given["offsets"]
-    segments = options["num_segments"] if offsets is None else offsets.shape[0] - 1
+    segments = options["num_segments"] if offsets is None else offsets.numel() - 1
     rows = x.shape[0] if REDUCTIONS[options["reduce"]] == "softmax" else segments
     return [((rows, x.shape[1]), x.dtype)]
 
@@ -71,7 +73,7 @@ def _segment_lse_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) ->
 
 def _permutation_shapes(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
     offsets = (options["num_segments"] + 1,)
-    return [((given["ids"].shape[0],), torch.int64), (offsets, torch.int64)]
+    return [((given["ids"].numel(),), torch.int64), (offsets, torch.int64)]
 
 
 def _like_x(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Shape]:
