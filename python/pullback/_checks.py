@@ -27,6 +27,13 @@ def unknown_dtype(op: str, name: str, got: Any) -> ValueError:
     )
 
 
+def expect_none(function: str, **arguments: Any) -> None:
+    """For arguments that the function has for the sake of its signature."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{function}: {name}: expected None, got a tensor")
+
+
 def check_rank(op: str, name: str, shape: Sequence[int], expected: str) -> None:
     """`expected` is a shape in words, "[B,S,H,D]"."""
     if len(shape) != expected.count(",") + 1:

@@ -76,6 +76,9 @@ def test_segment_csr() -> None:
     out = compat.segment_csr(batch, indptr[None], reduce="sum")
     assert out.shape == (3, 3, 2)
     torch.testing.assert_close(out[:, 2], batch[:, 2:].sum(1))
+    for name in ("sum", "add", "mean"):
+        named = getattr(compat, f"segment_{name}_csr")
+        assert named(src, indptr).equal(compat.segment_csr(src, indptr, reduce=name))
     with pytest.raises(ValueError, match="reduce"):
         compat.segment_csr(src, indptr, reduce="median")
     with pytest.raises(NotImplementedError, match="out"):
@@ -94,8 +97,44 @@ def test_segment_coo() -> None:
     assert (arg[2] == 5).all()
     (gradient,) = torch.autograd.grad(compat.segment_max_coo(src, index)[0].sum(), src)
     assert gradient.sum(0).tolist() == [3, 3, 3]
+    for name in ("sum", "add", "mean"):
+        named = getattr(compat, f"segment_{name}_coo")
+        assert named(src, index, dim_size=6).equal(compat.segment_coo(src, index, None, 6, name))
+    # An index of one element is that of all rows.
+    torch.testing.assert_close(compat.segment_coo(src, torch.tensor([1]))[1], src.sum(0))
     batch = compat.segment_coo(random(2, 5), torch.stack([index, index]), dim_size=4)
     assert batch.shape == (2, 4)
+
+
+def test_gathers() -> None:
+    """Each row of src as often as its segment is long, and the sums of segments as gradients."""
+    src = random(3, 4).requires_grad_()
+    indptr, index = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 0, 2, 2, 2])
+    for gathered in (
+        lambda x: compat.gather_csr(x, indptr),
+        lambda x: compat.gather_coo(x, index),
+        lambda x: compat.gather_csr(x[None], indptr[None])[0],
+        lambda x: compat.gather_coo(x[None], index[None])[0],
+    ):
+        assert torch.equal(gathered(src), src[index])
+        assert torch.autograd.gradcheck(gathered, src)
+    assert compat.gather_coo(torch.arange(3), index).tolist() == index.tolist()
+    with pytest.raises(ValueError, match=r"ids\[1\]: expected at least 2"):
+        compat.gather_coo(src, torch.tensor([2, 0, 1])).sum().backward()
+    with pytest.raises(ValueError, match="gather_csr: indptr: expected 4 offsets, .* got 2"):
+        compat.gather_csr(src, indptr[:2])
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    src = random(3, 4)
+    for call in (compat.segment_csr, compat.segment_coo, compat.gather_csr, compat.gather_coo):
+        for shape in ((), (2, 3), (3, 4, 5)):
+            with pytest.raises(ValueError, match="expected leading dimensions .* src .3, 4., and"):
+                call(src, torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"qkv: expected \[B,S,3,H,D\], got \[2, 4, 8\]"):
+        compat.flash_attn_qkvpacked_func(random(2, 4, 8))
+    with pytest.raises(ValueError, match="alpha: expected what broadcasts"):
+        compat.entmax_bisect(src, torch.ones(3, 4))
 
 
 def test_segments_of_no_batch() -> None:
