@@ -52,7 +52,7 @@ class AttentionOptions(TypedDict, total=False):
     max_seqlen_q: int
     #: The same for cu_seqlens_k.
     max_seqlen_k: int
-    #: False allows sums in no fixed order, where that is faster.
+    #: False allows sums in no fixed order. It changes nothing yet: every implementation has one.
     deterministic: bool
     #: Reports bad cu_seqlens instead of clamping them; on the CPU.
     check_indices: bool

@@ -3,8 +3,8 @@
 They are registered operators: torch.compile (with dynamic shapes), autocast, torch.func, activation
 checkpointing and CUDA graphs work. Tensors may have any strides; outputs and gradients are
 row-major. CUDA work goes to the current stream, and nothing waits but ``entmax`` with
-``check_indices``. Results are the same bits every time, unless ``deterministic=False`` allows
-others.
+``check_indices``. Results are the same bits every time; ``deterministic=False`` allows others, and
+changes nothing yet.
 
 Tensors of one call are on one device, and floating-point ones have one dtype: float64, float32,
 bfloat16 or float16. Sums run in float32 (float64 for float64), each result is rounded once. Index
