@@ -259,6 +259,18 @@ def test_vmap_makes_one_call_where_it_can() -> None:
     assert shared.shape == (3, 2, 5, 2, 4)
 
 
+def test_batches_of_gradients() -> None:
+    def f(q: Tensor) -> Tensor:
+        return pt.attention(q, q, q)
+
+    # They share what the forward pass gave, a batch of one among it.
+    q = random(1, 3, 1, 2)
+    expected = torch.autograd.functional.jacobian(f, q)
+    torch.testing.assert_close(torch.func.jacrev(f)(q), expected)
+    with pytest.raises(NotImplementedError, match="attention: batches of .* use torch.func.vmap"):
+        torch.autograd.functional.jacobian(f, q, vectorize=True)
+
+
 def test_forward_mode_derivatives_are_refused() -> None:
     from torch.autograd import forward_ad
 

@@ -59,8 +59,8 @@ def define(name: str, schema: str, kernel: Kernel) -> Any:
             if tensor is None:
                 return None
             if place is None:
-                sizes = [*tensor.shape[:dim], info.batch_size, *tensor.shape[dim:]]
-                return tensor.unsqueeze(dim).expand(sizes).flatten(dim, dim + 1)
+                # Copies, as what was an output of the forward pass may not overlap itself.
+                return torch.cat([tensor] * info.batch_size, dim)
             return tensor.movedim(place, dim).flatten(dim, dim + 1)
 
         dim, names = kernel.fold(*row(0)) or (0, ())

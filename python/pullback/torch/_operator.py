@@ -11,7 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from itertools import starmap
 from operator import itemgetter
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 import torch
 from torch import Tensor
@@ -366,6 +366,14 @@ class TorchOp:
         name = f"{self.name}_backward"
         operator = define(name, schema, kernel)
 
+        def refuse_batches(*arguments: Any) -> NoReturn:
+            raise NotImplementedError(
+                f"{self.name}: batches of gradients (is_grads_batched, vectorize=True) are not "
+                "implemented; use torch.func.vmap, or torch.func.jacrev"
+            )
+
+        # The key of the vmap before torch.func's, which takes no lists.
+        library.impl(name, refuse_batches, "Batched")
         return differentiate(name, operator, kernel, NoDerivation(self.name))
 
     def _autocast(self, device: str) -> Callable[..., Any]:
