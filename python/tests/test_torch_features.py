@@ -294,6 +294,8 @@ def test_errors_of_the_library_reach_the_caller() -> None:
         pt.attention(q.to(torch.int16), q, q)
     with pytest.raises(ValueError, match="offsets: expected dtype int32 or int64, got torch.int16"):
         pt.segment_reduce(q[0, :, 0], offsets=torch.tensor([0, 4], dtype=torch.int16))
+    with pytest.raises(RuntimeError, match="type 'Tensor' for argument 'q' .* type 'ndarray'"):
+        pt.attention(q.numpy(), q, q)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="needed|one of|offsets"):
         pt.segment_reduce(q[0, :, 0], "sum")
     with pytest.raises(ValueError, match="num_segments: expected a number, as ids are given"):
@@ -364,6 +366,17 @@ def test_numbers_may_be_those_of_numpy_but_not_floats() -> None:
     assert torch.equal(pt.attention(q, q, q, dropout=0.5, seed=np.int64(5)), seeded)
     with pytest.raises(TypeError):
         pt.attention(q, q, q, dropout=0.5, seed=1.5)  # type: ignore[call-overload]
+
+
+def test_a_refused_float_leaves_no_trace_in_what_is_remembered() -> None:
+    q = random(1, 5, 2, 8)
+    for call in (
+        lambda one: pt.entmax(q, 1.3, one),
+        lambda one: pt.attention(q, q, q, window=(one, 0)),
+    ):
+        with pytest.raises(TypeError):
+            call(1.0)
+        assert call(1).shape == q.shape
 
 
 def test_a_number_of_segments_that_the_data_gives_is_compiled() -> None:

@@ -15,12 +15,12 @@ _CONSTANTS = {bool, int, float, str, tuple, type(None)}
 
 
 def _constant(*collections: Collection[Any]) -> bool:
-    """Whether the values, and those of tuples among them, cannot change."""
+    """Whether the values cannot change; a cache tells 1.0 from 1, but not within tuples."""
     for values in collections:
         if not _CONSTANTS.issuperset(map(type, values)):
             return False
         for value in values:
-            if type(value) is tuple and not _constant(value):
+            if type(value) is tuple and not {int}.issuperset(map(type, value)):
                 return False
     return True
 
@@ -35,7 +35,7 @@ def remembered(op: TorchOp, make: Callable[..., dict[str, Any]]) -> Callable[...
         own = make(*arguments, **options)
         return tuple([own[name] for name in op.options if name in own])
 
-    remembered = lru_cache(1024)(fields)
+    remembered = lru_cache(1024, typed=True)(fields)
 
     def call(*arguments: Any, **options: Any) -> tuple[Any, ...]:
         if not torch.compiler.is_compiling() and _constant(options.values(), arguments):

@@ -274,7 +274,7 @@ class _Kernel:
         return None if dim is None else (dim, [name for name in self.names if name not in indices])
 
     def casts(self, tensors: Sequence[Any]) -> bool:
-        if not self.owner.cast or self.direction != FORWARD:
+        if not self.owner.cast or self.direction != FORWARD or not isinstance(tensors[0], Tensor):
             return False
         device = tensors[0].device.type
         if device not in _DEVICES or not torch.is_autocast_enabled(device):
