@@ -89,6 +89,10 @@ def test_sparse_self_attention_takes_what_the_original_takes() -> None:
             module.get_layout(length)
     with pytest.raises(ValueError, match="attn_mask_mode: expected 'add', 'mul', 'keep'"):
         pt.SparseSelfAttention(attn_mask_mode="multiply")
+    with pytest.raises(ValueError, match=r"query: expected \[B,H,S,D\], got \[2, 64, 4\]"):
+        module(q[0], k[0], v[0])
+    with pytest.raises(ValueError, match=r"key_padding_mask: expected shape \[2, 64\], got \[3,"):
+        module(q, k, v, key_padding_mask=torch.zeros(3, 64))
 
 
 def test_masks_of_block_sparse_attention_under_autocast() -> None:

@@ -108,7 +108,7 @@ def segment_max_coo(
 def gather_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None) -> Tensor:
     """Row i of src as each of the rows [indptr[i], indptr[i+1]), along dimension indptr.dim() - 1.
 
-    It waits for the device, as the last of indptr is the number of rows.
+    indptr begins with 0. It waits for the device, as its last element is the number of rows.
     """
     expect_none("gather_csr", out=out)
     offsets = _broadcast("gather_csr: indptr", indptr, src)

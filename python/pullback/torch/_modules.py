@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import check_rank
 from .._options import choice
 from ..sparsity import BlockLayout, FixedSparsityConfig, SparsityConfig
 from ._blocks import block_sparse_attention
@@ -106,13 +107,15 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_rank("SparseSelfAttention", name, tensor.shape, "[B,H,S,D]")
         if key.shape != query.shape:
             key = key.transpose(2, 3)
 
-        def mask(given: Tensor | None, mode: str, rows: int) -> Tensor | None:
+        def mask(given: Tensor | None, mode: str) -> Tensor | None:
             if given is None:
                 return None
-            flat = given.reshape(rows, given.shape[-1])
+            flat = given.reshape(given.shape[:-1].numel(), given.shape[-1])
             return flat.to(query.dtype) if mode == "add" else flat != 0
 
         out = block_sparse_attention(
@@ -121,8 +124,8 @@ class SparseSelfAttention(nn.Module):
             value.transpose(1, 2),
             self.get_layout(query.shape[2]),
             rpe=None if rpe is None else rpe.to(query.dtype),
-            key_padding_mask=mask(key_padding_mask, self.key_padding_mode, query.shape[0]),
-            attn_mask=mask(attn_mask, self.attn_mask_mode, query.shape[2]),
+            key_padding_mask=mask(key_padding_mask, self.key_padding_mode),
+            attn_mask=mask(attn_mask, self.attn_mask_mode),
             key_padding_mode=self.key_padding_mode,
             attn_mask_mode=self.attn_mask_mode,
         )
