@@ -131,7 +131,7 @@ TEST_F(Cli, check_reports_what_is_wrong_and_how_to_repeat_it) {
 
 TEST_F(Cli, the_seed_0_is_one_like_others) {
   const Result check = toy({"check", "toy", "--fuzz-seed", "0"});
-  EXPECT_TRUE(has(check.out, "toy       1       1")) << check.out;
+  EXPECT_TRUE(has(check.out, "toy      1       1")) << check.out;
 }
 
 TEST_F(Cli, progress_stays_on_a_line_of_the_terminal) {
