@@ -75,9 +75,7 @@ Edge<Real> edge_of_support(std::vector<Real> z, Real b) {
   std::sort(z.begin(), z.end(), std::greater<>());
   const auto sum_above = [&](Real edge, Real lift) {
     Real sum = 0;
-    for (auto i = z.begin(); i != z.end() && *i > edge; ++i) {
-      sum += std::pow(b * (*i - edge) + lift, 1 / b);
-    }
+    for (auto i = z.begin(); *i > edge; ++i) sum += std::pow(b * (*i - edge) + lift, 1 / b);
     return sum;
   };
   const Real edge =
