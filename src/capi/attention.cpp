@@ -43,11 +43,9 @@ struct AttentionOp {
     problem.mask.left = given.mask_left;
     problem.mask.right = given.mask_right;
     problem.mask.corner = choice(name, "mask_corner", given.mask_corner, Corner::bottom_right);
-    if (given.layout) {
-      problem.blocks.layout = given.layout->layout;
-      problem.blocks.batches = given.layout_batches == 0 ? 1 : given.layout_batches;
-      problem.blocks.block = given.block;
-    }
+    if (given.layout) problem.blocks.layout = given.layout->layout;
+    problem.blocks.batches = given.layout_batches == 0 ? 1 : given.layout_batches;
+    problem.blocks.block = given.block;
     problem.dropout = given.dropout;
     problem.dropout_seed = given.dropout_seed;
     problem.deterministic = !(given.flags & PULLBACK_NONDETERMINISTIC);

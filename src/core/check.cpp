@@ -191,6 +191,15 @@ bool interleaved(const TensorUse& a, const TensorUse& b) {
   return false;
 }
 
+// Whether the same index is the same element of both: strides that nobody steps along do not count.
+bool same_elements(const TensorSpec& a, const TensorSpec& b) {
+  if (a.dtype != b.dtype || a.rank != b.rank || a.shape != b.shape) return false;
+  for (int dim = 0; dim < a.rank; ++dim) {
+    if (a.shape[dim] != 1 && a.strides[dim] != b.strides[dim]) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 bool finite_for(DType dtype, double value) {
@@ -236,7 +245,7 @@ void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t
       const ByteRange b = bytes_of(other);
       if (a.end <= b.begin || b.end <= a.begin || interleaved(out, other)) continue;
       const bool in_place = (out.may_alias == other.name || other.may_alias == out.name) &&
-                            out.data == other.data && *out.spec == *other.spec;
+                            out.data == other.data && same_elements(*out.spec, *other.spec);
       if (!in_place) refuse(out, "memory of its own", fmt::format("overlap with {}", other.name));
     }
   }

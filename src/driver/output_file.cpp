@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <climits>
+#include <csignal>
 #include <system_error>
 #include <utility>
 
@@ -20,11 +22,36 @@ namespace {
                                              std::generic_category().message(error)));
 }
 
-// A symbolic link stays one; the file that it names is replaced.
+// A symbolic link stays one; the file that it names is replaced, or made if there is none.
 std::filesystem::path resolved(const std::string& path) {
+  std::filesystem::path target = path;
   std::error_code error;
-  const auto target = std::filesystem::canonical(path, error);
-  return error ? std::filesystem::path(path) : target;
+  while (std::filesystem::is_symlink(target, error)) {
+    target = target.parent_path() / std::filesystem::read_symlink(target, error);
+  }
+  return target;
+}
+
+constexpr int kEndingSignals[] = {SIGINT, SIGTERM, SIGHUP};
+
+// What an ending signal removes: a name rather than an OutputFile, since its handler may run in any
+// thread and at any time. Empty: nothing.
+char half_written[PATH_MAX];
+
+void remove_and_end(int signal) {
+  ::unlink(half_written);
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
+}
+
+// Signals that the program ignores, or has a handler for, are none of our business.
+void replace_handlers(void (*from)(int), void (*to)(int)) {
+  for (const int signal : kEndingSignals) {
+    struct sigaction current {};
+    if (::sigaction(signal, nullptr, &current) == 0 && current.sa_handler == from) {
+      std::signal(signal, to);
+    }
+  }
 }
 
 }  // namespace
@@ -34,7 +61,9 @@ void check_output_file(const std::string& path) {
     throw Error(ErrorCode::invalid_argument, "output file: expected a path, got an empty one");
   }
   struct stat status {};
-  if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) {
+  const bool exists = ::stat(path.c_str(), &status) == 0;
+  if (!exists && errno != ENOENT) refuse_output(path, errno);
+  if (exists && !S_ISREG(status.st_mode)) {
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("{}: cannot write: not a regular file", printable(path, 400)));
   }
@@ -48,17 +77,25 @@ void check_output_file(const std::string& path) {
 OutputFile::OutputFile(const std::string& path) {
   check_output_file(path);
   target_ = resolved(path);
+  struct stat status {};
+  const bool replaces = ::stat(target_.c_str(), &status) == 0;
+  const mode_t mode = replaces ? status.st_mode & 0777 : 0666;
   for (int attempt = 0; descriptor_ < 0 && attempt < 100; ++attempt) {
     temporary_ = target_.parent_path() / fmt::format(".pullback-{}-{}.tmp", ::getpid(), attempt);
-    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    descriptor_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
     if (descriptor_ < 0 && errno != EEXIST) break;
   }
   if (descriptor_ < 0) refuse_output(target_, errno);
+  half_written[temporary_.native().copy(half_written, sizeof(half_written) - 1)] = '\0';
+  replace_handlers(SIG_DFL, remove_and_end);
+  // What the umask took from it. A file system without modes has none to keep.
+  if (replaces) ::fchmod(descriptor_, mode);
 }
 
 OutputFile::~OutputFile() {
   if (descriptor_ >= 0) ::close(descriptor_);
   if (!temporary_.empty()) ::unlink(temporary_.c_str());
+  replace_handlers(remove_and_end, SIG_DFL);
 }
 
 void OutputFile::write(const void* data, std::size_t bytes) const {

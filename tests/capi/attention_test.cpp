@@ -1,5 +1,7 @@
 // Attention through the C ABI gives the very bits of the C++ API, with every option set to
 // something that changes the result.
+#include <cstring>
+#include <utility>
 #include <vector>
 
 #include "capi/c_ops.hpp"
@@ -60,6 +62,21 @@ TEST(CAttention, equals_cpp) {
         tensors.d_v = outputs.at("d_v").data();
         tensors.d_bias = outputs.at("d_bias").data();
       });
+}
+
+TEST(CAttention, blocks_need_a_layout) {
+  const HostTensor x(TensorSpec::contiguous(DType::f32, {1, 16, 1, 8}));
+  AsDLTensor as_dl_tensor;
+  pullback_attention_problem problem = PULLBACK_ATTENTION_PROBLEM_INIT;
+  problem.q = problem.k = problem.v = as_dl_tensor(x);
+  for (const auto& [batches, block] : {std::pair<std::int64_t, std::int64_t>{0, 16}, {2, 0}}) {
+    problem.layout_batches = batches;
+    problem.block = block;
+    pullback_plan* plan = nullptr;
+    EXPECT_EQ(pullback_attention_plan(&problem, PULLBACK_FORWARD, nullptr, &plan),
+              PULLBACK_INVALID_ARGUMENT);
+    EXPECT_NE(std::strstr(pullback_last_error(), "attention: layout: expected one"), nullptr);
+  }
 }
 
 TEST(CAttention, block_layout_equals_cpp) {

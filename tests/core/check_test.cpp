@@ -109,6 +109,21 @@ TEST(CheckRun, null_misaligned_overlapping_and_small) {
             "op: x: expected memory of its own, got overlap with the workspace");
 }
 
+TEST(CheckRun, in_place_whatever_the_strides_of_sizes_of_1) {
+  alignas(256) std::array<float, 256> memory{};
+  const auto x = TensorSpec::contiguous(DType::f32, {4, 1, 8});
+  auto y = x;
+  const auto run = [&] {
+    const TensorUse uses[] = {{"x", &x, &memory[0], TensorUse::read},
+                              {"y", &y, &memory[0], TensorUse::write, true, "x"}};
+    check_run("op", uses, 0, {});
+  };
+  y.strides[1] = 100;
+  EXPECT_NO_THROW(run());
+  y.strides[0] = 9;
+  EXPECT_THROW(run(), Error);
+}
+
 TEST(CheckRun, interleaved_outputs_do_not_overlap) {
   alignas(256) std::array<float, 256> memory{};
   auto part = TensorSpec::contiguous(DType::f32, {4, 8});  // of a packed [4,3,8]

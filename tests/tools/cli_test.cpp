@@ -1,4 +1,6 @@
 // The other commands: check, bench, compare, doctor, demo, and help everywhere.
+#include <pty.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
@@ -77,6 +79,14 @@ TEST_F(Cli, doctor_names_the_machine_and_what_runs) {
   EXPECT_EQ(run(PULLBACK_TOOL, {"doctor"}).status, 0);
 }
 
+TEST_F(Cli, doctor_tells_why_nothing_would_run) {
+  const Environment forced("PULLBACK_FORCE_VARIANT", "no_such");
+  const Result doctor = run(PULLBACK_TOOL, {"doctor"});
+  EXPECT_EQ(doctor.status, 0);
+  EXPECT_TRUE(has(doctor.out, "textbook, got no_such; unset PULLBACK_FORCE_VARIANT\n"))
+      << doctor.out;
+}
+
 TEST_F(Cli, the_cache_of_kernels_is_listed_verified_and_cleared) {
   const Environment folder("PULLBACK_CACHE_DIR", path("cache").c_str());
   EXPECT_TRUE(has(toy({"cache"}).out, "0 damaged"));
@@ -119,6 +129,32 @@ TEST_F(Cli, check_reports_what_is_wrong_and_how_to_repeat_it) {
   EXPECT_EQ(toy({"check", "toy", "--fuzz-seed", "1000003"}).status, 1);
 }
 
+TEST_F(Cli, the_seed_0_is_one_like_others) {
+  const Result check = toy({"check", "toy", "--fuzz-seed", "0"});
+  EXPECT_TRUE(has(check.out, "toy      1       1")) << check.out;
+}
+
+TEST_F(Cli, progress_stays_on_a_line_of_the_terminal) {
+  const winsize size{24, 40, 0, 0};
+  int terminal, end;
+  char name[64];
+  ASSERT_EQ(::openpty(&terminal, &end, name, nullptr, &size), 0);
+  const std::string tool = TOY_TOOL;
+  EXPECT_EQ(run("/bin/sh", {"-c", tool + " check --fuzz 0 2>" + name}).status, 0);
+  char bytes[4096];
+  const auto count = ::read(terminal, bytes, sizeof(bytes));
+  ASSERT_GT(count, 0);
+  ::close(terminal);
+  ::close(end);
+  std::istringstream lines(std::string(bytes, static_cast<std::size_t>(count)));
+  for (std::string line; std::getline(lines, line, '\r');) {
+    if (line.starts_with("\x1b[K")) line.erase(0, 3);
+    EXPECT_LE(std::count_if(line.begin(), line.end(), [](char c) { return (c & 0xc0) != 0x80; }),
+              39)
+        << line;
+  }
+}
+
 TEST_F(Cli, commands_to_repeat_have_the_variant) {
   const Environment fault("TOY_FAULT", "wrong-output");
   const Result check = toy({"check", "--fuzz", "0", "--variant", "cpu", "--threads", "2"});
@@ -149,7 +185,10 @@ TEST_F(Cli, bad_usage_of_the_other_commands) {
                                  {"bench", "--dtype", "f8"},
                                  {"bench", "--seconds", "0"},
                                  {"compare"},
+                                 {"bench", "--seconds", "nan"},
                                  {"compare", "a.json"},
+                                 {"compare", "a.json", "b.json", "--threshold", "nan"},
+                                 {"compile", "--match", "nothing has this"},
                                  {"demo"},
                                  {"doctor", "stray"}}) {
     const Result bad = toy(arguments);

@@ -141,6 +141,28 @@ TEST_F(Grad, an_old_output_survives_a_failed_write) {
   EXPECT_EQ(files(), (Names{"in.safetensors", "out.safetensors"}));
 }
 
+TEST_F(Grad, an_old_output_keeps_its_mode) {
+  std::ofstream(output_) << "old";
+  for (const fs::perms mode : {fs::perms{0600}, fs::perms{0666}}) {
+    fs::permissions(output_, mode);
+    EXPECT_EQ(grad({}).status, 0);
+    EXPECT_EQ(fs::status(output_).permissions(), mode);
+  }
+}
+
+TEST_F(Grad, links_are_followed_to_what_they_name) {
+  fs::create_symlink("later.safetensors", path("link"));
+  fs::create_symlink("link", output_);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(grad({}).status, 0);
+    EXPECT_TRUE(fs::is_symlink(output_) && fs::is_symlink(path("link")));
+    EXPECT_TRUE(fs::is_regular_file(path("later.safetensors")));
+  }
+  fs::remove(path("link"));
+  fs::create_symlink("out.safetensors", path("link"));
+  EXPECT_EQ(grad({}).status, 3) << "a circle";
+}
+
 TEST_F(Grad, outputs_that_are_not_files_are_refused) {
   expect_refused(run(TOY_TOOL, {"grad", "toy", "--input", input_, "--output", ""}), 2,
                  "expected a path, got an empty one");

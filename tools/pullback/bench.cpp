@@ -165,7 +165,7 @@ void add_bench(CLI::App& app, Command& command) {
   bench
       ->add_option("--seconds", options->seconds,
                    "timing of each pass (0.5; 0.1 when quick and on GPUs)")
-      ->check(CLI::Range(0.001, 600.0))
+      ->check(number_between(0.001, 600))
       ->type_name("X");
   bench->add_option("--seed", options->seed, "seed of the inputs (1)")->type_name("N");
   bench->add_option("--variant", options->variant, "implementation to time")->type_name("NAME");

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <optional>
 
 #include "commands.hpp"
 #include "driver/check.hpp"
@@ -19,7 +20,7 @@ struct CheckOptions {
   std::string cases = "quick", filter, variant;
   std::uint64_t seed = 1;
   int fuzz = -1;  // problems an op; by default few for quick and many for full
-  std::uint64_t fuzz_seed = 0;
+  std::optional<std::uint64_t> fuzz_seed;
 };
 
 struct Job {
@@ -38,8 +39,8 @@ std::vector<Job> jobs_of(const driver::CaseLists& lists, const CheckOptions& opt
     const DType dtype = test.dtypes[seed % test.dtypes.size()];
     jobs.push_back({std::move(test), dtype, seed, fmt::format("{} --fuzz-seed {}", command, seed)});
   };
-  if (options.fuzz_seed != 0) {
-    add_fuzz(options.fuzz_seed);
+  if (options.fuzz_seed) {
+    add_fuzz(*options.fuzz_seed);
     return jobs;
   }
   for (const driver::Case& test : lists.cases()) {

@@ -38,6 +38,9 @@ struct DeviceOptions {
   Device get() const;
 };
 
+// For CLI::Option::check(). CLI::Range lets NaN pass.
+std::function<std::string(const std::string&)> number_between(double low, double high);
+
 // The options that choose the device: "--threads 4", "--device cuda:1".
 std::string text_of(const Device& device);
 // The same of a variant, with a space before it; nothing if none is chosen.

@@ -106,7 +106,7 @@ void add_compare(CLI::App& app, Command& command) {
   compare
       ->add_option("--threshold", options->threshold,
                    "relative change that counts, if the p20–p80 spreads do not overlap (0.05)")
-      ->check(CLI::Range(0.0, 10.0))
+      ->check(number_between(0, 10))
       ->type_name("X");
   compare->callback(
       [options, &command] { command.run = [options] { return run_compare(*options); }; });

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <set>
 
 #include "commands.hpp"
 #include "core/cpu_info.hpp"
@@ -20,9 +21,10 @@
 namespace pullback::tool {
 namespace {
 
-// The plans of a small problem of the op: what would run, and why.
+// The plans of a small problem of the op: what would run, and why. If no case has a plan, why not.
 void describe_op(const driver::CaseLists& lists, DType dtype, const Device& device, Table& table,
-                 std::vector<std::string>& reasons) {
+                 std::vector<std::string>& reasons, std::set<std::string>& refusals) {
+  std::string refusal;
   for (const driver::Case& test : lists.cases()) {
     if (std::find(test.dtypes.begin(), test.dtypes.end(), dtype) == test.dtypes.end()) continue;
     driver::Random random(1);
@@ -34,7 +36,8 @@ void describe_op(const driver::CaseLists& lists, DType dtype, const Device& devi
     std::unique_ptr<driver::Session> session;
     try {
       session = driver::find_driver(test.op).prepare(request);
-    } catch (const Error&) {
+    } catch (const Error& error) {
+      if (refusal.empty()) refusal = error.what();
       continue;  // a case may be about a refusal
     }
     table.add({device.kind == DeviceKind::cpu ? "cpu" : "cuda", std::string(lists.op),
@@ -46,6 +49,7 @@ void describe_op(const driver::CaseLists& lists, DType dtype, const Device& devi
     }
     return;
   }
+  if (!refusal.empty()) refusals.insert(refusal);
 }
 
 int run_doctor(bool verbose) {
@@ -67,15 +71,17 @@ int run_doctor(bool verbose) {
 
   Table table({{"device"}, {"op"}, {"dtype"}, {"forward runs"}, {"backward runs"}});
   std::vector<std::string> reasons;
+  std::set<std::string> refusals;
   for (const driver::CaseLists& lists : driver::all_case_lists()) {
     for (DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
-      describe_op(lists, dtype, Device::cpu(), table, reasons);
+      describe_op(lists, dtype, Device::cpu(), table, reasons, refusals);
       if (driver::has_cuda(lists.op) && cuda::driver_problem().empty()) {
-        describe_op(lists, dtype, Device::cuda(), table, reasons);
+        describe_op(lists, dtype, Device::cuda(), table, reasons, refusals);
       }
     }
   }
   fmt::print("\n{}", table.text());
+  for (const std::string& refusal : refusals) fmt::print("{}\n", refusal);
   fmt::print(
       "Every op also has the variants reference (double precision, plain loops) and "
       "textbook, by name.\n");

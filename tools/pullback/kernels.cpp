@@ -69,14 +69,22 @@ int run_compile(const CompileOptions& options) {
   const DiskCache cache = chosen_cache(options.output);
   const std::regex match = pattern_of(options.match);
   for (int arch : archs) {
+    for (KernelSource& kernel : driver::all_kernels(arch)) {
+      if (std::regex_search(kernel.name, match)) kernels.push_back(std::move(kernel));
+    }
+  }
+  if (kernels.empty()) {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("compile: --match: no kernel for sm_{} has '{}' in its name, as "
+                            "attention_forward_bf16_64 would have bf16",
+                            fmt::join(archs, ", sm_"), options.match));
+  }
+  for (int arch : archs) {
     if (!cuda::Nvrtc::instance().supports(arch)) {
       throw Error(ErrorCode::device,
                   fmt::format("compile: NVRTC {} does not know sm_{}; leave it out of "
                               "--arch, or install a newer NVRTC",
                               cuda::Nvrtc::instance().version(), arch));
-    }
-    for (KernelSource& kernel : driver::all_kernels(arch)) {
-      if (std::regex_search(kernel.name, match)) kernels.push_back(std::move(kernel));
     }
   }
 

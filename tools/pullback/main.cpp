@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cerrno>
+#include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
@@ -108,6 +109,16 @@ Device DeviceOptions::get() const {
   }
   throw Error(ErrorCode::invalid_argument,
               fmt::format("--device: expected cpu, cuda or cuda:N, got '{}'", device));
+}
+
+std::function<std::string(const std::string&)> number_between(double low, double high) {
+  return [=](const std::string& text) -> std::string {
+    double value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    const bool number = error == std::errc() && end == text.data() + text.size();
+    if (number && value >= low && value <= high) return {};
+    return fmt::format("expected a number from {} to {}, got '{}'", low, high, text);
+  };
 }
 
 std::string variant_text(const std::string& variant) {

@@ -1,6 +1,7 @@
 #include "print.hpp"
 
 #include <fmt/format.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +15,24 @@ namespace {
 std::size_t width_of(const std::string& text) {
   return static_cast<std::size_t>(
       std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xc0) != 0x80; }));
+}
+
+// The columns of the terminal that stderr is.
+std::size_t terminal_width() {
+  winsize size{};
+  const bool known = ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+  return known ? size.ws_col : 80;
+}
+
+// As much of the beginning as fits so many columns.
+std::string shortened(const std::string& text, std::size_t columns) {
+  if (width_of(text) <= columns) return text;
+  std::size_t end = 0;
+  for (std::size_t width = 0; end < text.size(); ++end) {
+    width += (text[end] & 0xc0) != 0x80;
+    if (width == columns) break;
+  }
+  return text.substr(0, end) + "…";
 }
 
 std::string with_unit(double value, double base, const std::vector<std::string>& units) {
@@ -80,7 +99,9 @@ void Progress::next(const std::string& label) {
         elapsed * static_cast<double>(total_ - std::min(done, total_)) / static_cast<double>(done);
     left = fmt::format(" {:.0f} s left", rest);
   }
-  fmt::print(stderr, "\r\x1b[K{} {}/{}{}  {}", bar, done, total_, left, label.substr(0, 60));
+  // A line that wrapped could not be wiped; one that fills the terminal wraps on some.
+  const std::string line = fmt::format("{} {}/{}{}  {}", bar, done, total_, left, label);
+  fmt::print(stderr, "\r\x1b[K{}", shortened(line, terminal_width() - 1));
   std::fflush(stderr);
 }
 

@@ -46,8 +46,10 @@ void check_query_key_value(const Checker& check, const AttentionProblem& problem
              fmt::format("a head dim between 1 and {}", kMaxHeadDim), text(problem.q));
   check.that(problem.k.shape[rows + 2] == head_dim, "k",
              fmt::format("the head dim of q, {}", head_dim), text(problem.k));
-  const bool divides = kv_heads > 0 ? heads % kv_heads == 0 : heads == 0;
-  check.that(divides, "k", fmt::format("a number of heads that divides the {} of q", heads),
+  const bool divides = heads > 0 ? kv_heads > 0 && heads % kv_heads == 0 : kv_heads == 0;
+  check.that(divides, "k",
+             heads > 0 ? fmt::format("a number of heads that divides the {} of q", heads)
+                       : "no heads, as q has none",
              text(problem.k), "each key/value head serves the same number of query heads");
   for (int dim = 0; dim < rows + 2; ++dim) {
     check.that(problem.v.shape[dim] == problem.k.shape[dim], "v",
@@ -132,7 +134,13 @@ void check_bias(const Checker& check, AttentionProblem& problem, bool varlen) {
 
 void check_blocks(const Checker& check, const AttentionProblem& problem, bool varlen) {
   const BlockMask& mask = problem.blocks;
-  if (!mask.given()) return;
+  if (!mask.given()) {
+    check.that(
+        mask.block == 0 && mask.batches == 1, "layout",
+        fmt::format("one, as there are blocks of {} for {} batch items", mask.block, mask.batches),
+        "none", "pass the layout, or leave block and batches out");
+    return;
+  }
   check.that(
       !varlen, "blocks", "none with cu_seqlens", "a block layout",
       "a packed batch has no common grid of blocks: run the sequences one by one, or padded");

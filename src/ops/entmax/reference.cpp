@@ -4,7 +4,11 @@
 //   s = p^(2-alpha) on the support (p > 0), t = s / sum s
 //   d_x = s (d_y - <t, d_y>)
 //   d_alpha = sum_i d_y_i [ (p_i - t_i) / b^2 - (p_i ln p_i - t_i sum_j p_j ln p_j) / b ]
-// theta comes from sorting (alpha = 2), Newton's steps or bisection.
+// theta comes from sorting (alpha = 2), Newton's steps or bisection. Above alpha = 2, p is so steep
+// where an element enters the support that no number theta may make the sum 1. With e the smallest
+// z in the support and q its p, there is a q that does:  p_i = (b (z_i - e) + q^b)^(1/b). And as a
+// few s may outweigh all others by any factor, the mean <t, d_y> is told from d_y of the largest.
+// Textbooks do neither.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -53,6 +57,36 @@ Real sparsemax_theta(std::vector<Real> z) {
     if (z[k - 1] > candidate) theta = candidate;
   }
   return theta;
+}
+
+// The arithmetic of the definition, as run() chooses it.
+template <class Real>
+constexpr bool kExact = std::is_same_v<Real, long double>;
+
+template <class Real>
+struct Edge {
+  Real z, p;
+};
+
+// b > 1: the smallest element of the support. With each in turn at the threshold, the sum of those
+// above it grows: to less than 1 in the support. q by bisection down to neighbouring numbers.
+template <class Real>
+Edge<Real> edge_of_support(std::vector<Real> z, Real b) {
+  std::sort(z.begin(), z.end(), std::greater<>());
+  const auto sum_above = [&](Real edge, Real lift) {
+    Real sum = 0;
+    for (auto i = z.begin(); *i > edge; ++i) sum += std::pow(b * (*i - edge) + lift, 1 / b);
+    return sum;
+  };
+  const Real edge =
+      *(std::partition_point(z.begin(), z.end(), [&](Real e) { return sum_above(e, 0) < 1; }) - 1);
+  const auto equal = static_cast<Real>(std::count(z.begin(), z.end(), edge));
+  Real low = 0, high = 1;
+  while (true) {
+    const Real q = low + (high - low) / 2;
+    if (!(q > low && q < high)) return {edge, high};
+    (sum_above(edge, std::pow(q, b)) + equal * q < 1 ? low : high) = q;
+  }
 }
 
 // The sum is convex in theta for b < 1: Newton's steps from below stay below, but for rounding.
@@ -106,14 +140,27 @@ Row<Real> forward_row(const std::vector<Real>& x, double alpha) {
   for (Real value : x) {
     if (b * (value - max) > -1) z.push_back(value - max);
   }
+  const bool by_edge = kExact<Real> && b > 1;
+  Edge<Real> edge{};
   Real theta = 0;
-  if (b == 1) theta = sparsemax_theta(z);
-  if (b > 0 && b != 1) theta = solved_theta(z, b, near_one);
+  if (by_edge) {
+    edge = edge_of_support(z, b);
+    theta = b * edge.z - std::pow(edge.p, b);
+  } else if (b == 1) {
+    theta = sparsemax_theta(z);
+  } else if (b > 0) {
+    theta = solved_theta(z, b, near_one);
+  }
 
   Real sum = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
     const Real shifted = x[i] - max;
-    row.p[i] = b == 0 ? std::exp(shifted) : power(shifted, theta, b, near_one);
+    if (by_edge) {
+      const Real above = b * (shifted - edge.z);
+      row.p[i] = above > 0 ? std::pow(above + std::pow(edge.p, b), 1 / b) : above == 0 ? edge.p : 0;
+    } else {
+      row.p[i] = b == 0 ? std::exp(shifted) : power(shifted, theta, b, near_one);
+    }
     row.support_size += b == 0 ? shifted > static_cast<Real>(-kInfinity) : row.p[i] > 0;
     sum += row.p[i];
   }
@@ -125,15 +172,20 @@ Row<Real> forward_row(const std::vector<Real>& x, double alpha) {
 }
 
 template <class Real>
-void backward_row(const std::vector<Real>& s, const std::vector<Real>& d_y,
+void backward_row(double alpha, const std::vector<Real>& s, const std::vector<Real>& d_y,
                   std::vector<Real>& d_x) {
+  Real heaviest = 0;
+  if (kExact<Real> && alpha > 2 && !s.empty())
+    heaviest = d_y[std::max_element(s.begin(), s.end()) - s.begin()];
   Real sum = 0, dot = 0;
   for (std::size_t i = 0; i < s.size(); ++i) {
     if (s[i] == 0) continue;
     sum += s[i];
-    dot += s[i] * d_y[i];
+    dot += s[i] * (d_y[i] - heaviest);
   }
-  for (std::size_t i = 0; i < s.size(); ++i) d_x[i] = s[i] == 0 ? 0 : s[i] * (d_y[i] - dot / sum);
+  for (std::size_t i = 0; i < s.size(); ++i) {
+    d_x[i] = s[i] == 0 ? 0 : s[i] * (d_y[i] - heaviest - dot / sum);
+  }
 }
 
 // (exp(x) - 1 - x) / x^2
@@ -317,7 +369,7 @@ class ReferencePlan final : public PlanBody<EntmaxTensors> {
         s[i] = nan ? static_cast<Real>(kNaN) : static_cast<Real>(bits >> i % 8 & 1);
       }
     }
-    backward_row(s, d_y, d_x);
+    backward_row(alpha, s, d_y, d_x);
     for (std::size_t i = 0; tensors.d_x && i < d_x.size(); ++i) {
       store(problem_.d_x, tensors.d_x, place, place.begin + static_cast<std::int64_t>(i), d_x[i]);
     }

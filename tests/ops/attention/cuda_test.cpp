@@ -12,6 +12,7 @@
 #include "driver/check.hpp"
 #include "ops/attention/case_setup.hpp"
 #include "pullback/attention.hpp"
+#include "pullback/error.hpp"
 
 namespace pullback {
 namespace {
@@ -50,6 +51,17 @@ void for_long_plans(const Device& device, const auto& visit) {
         }
       }
     }
+  }
+}
+
+TEST_F(attention_cuda, more_tiles_than_a_grid_has_are_refused) {
+  AttentionProblem problem;  // their number has no bits among its lower 32
+  problem.q = TensorSpec::contiguous(DType::bf16, {std::int64_t{1} << 42, 1, 16});
+  problem.k = problem.v = problem.q;
+  problem.cu_seqlens_q = problem.cu_seqlens_k = TensorSpec::contiguous(DType::i64, {1});
+  problem.max_seqlen_q = problem.max_seqlen_k = 1024;
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    EXPECT_THROW(make_plan(Device::cuda(), problem, pass), Error);
   }
 }
 

@@ -90,6 +90,11 @@ TEST(attention_messages, q_k_v) {
             "attention: k: expected a number of heads that divides the 4 of q, got f32 "
             "[2, 6, 0, 8]; each key/value head serves the same number of query heads");
   EXPECT_EQ(refusal([](auto& p) {
+              p.q = f32({2, 5, 0, 8});
+            }),
+            "attention: k: expected no heads, as q has none, got f32 [2, 6, 2, 8]; each key/value "
+            "head serves the same number of query heads");
+  EXPECT_EQ(refusal([](auto& p) {
               p.v = f32({2, 7, 2, 10});
             }),
             "attention: v: expected the sizes of k before its head dim, as in f32 [2, 6, 2, 8], "
@@ -345,6 +350,9 @@ TEST(attention_messages, blocks) {
   EXPECT_EQ(refusal(with(1, 1, 1, 16), good_varlen()),
             "attention: blocks: expected none with cu_seqlens, got a block layout; a packed batch "
             "has no common grid of blocks: run the sequences one by one, or padded");
+  EXPECT_EQ(refusal([](auto& p) { p.blocks.block = 16; }),
+            "attention: layout: expected one, as there are blocks of 16 for 1 batch items, got "
+            "none; pass the layout, or leave block and batches out");
 }
 
 }  // namespace

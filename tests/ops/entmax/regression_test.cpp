@@ -262,6 +262,50 @@ TEST(entmax_regression, alpha_tends_to_one) {
   }
 }
 
+// Above alpha = 2, p is as steep as one likes where an element enters the support, and its s as
+// large: no threshold is near enough, and d_y less its mean cancels where it matters most.
+TEST(entmax_regression, steep_rows_are_known_to_the_last_digits) {
+  for (const double alpha : {2.5, 4.0, 10.0, 20.0, 50.0, 100.0}) {
+    for (const auto& [dtype, epsilon] : {std::pair{DType::f64, 0x1p-52}, {DType::f32, 0x1p-23}}) {
+      for (const double sigma : {0.01, 1.0}) {
+        SCOPED_TRACE(testing::Message() << alpha << " " << name_of(dtype) << " " << sigma);
+        driver::Random random(1);
+        driver::Request request{
+            .op = "entmax",
+            .inputs = {{"x", driver::normal_tensor(dtype, {30, 300}, random, sigma)},
+                       {"d_y", driver::normal_tensor(dtype, {30, 300}, random)}},
+            .options = {{"alpha", std::to_string(alpha)}},
+            .device = Device::cpu(1),
+            .variant = "cpu"};
+        const driver::TensorMap got = driver::evaluate(request);
+        request.variant = "reference";
+        const driver::TensorMap expected = driver::evaluate(request);
+        const auto errors = [&](const char* name) {
+          return driver::largest_errors(got.at(name), expected.at(name));
+        };
+        EXPECT_LE(errors("y").difference, 2 * epsilon);
+        // s of the edge knows x - max as its rounding left it.
+        EXPECT_LE(errors("d_x").difference, 32 * alpha * epsilon * errors("d_x").largest);
+      }
+    }
+  }
+}
+
+TEST(entmax_regression, steep_edges) {
+  Rows<double> at_threshold({0, -0.5, 0.25, -3}, 2, 3);
+  at_threshold.forward();
+  EXPECT_EQ(at_threshold.y, (std::vector<double>{1, 0, 1, 0}));
+  EXPECT_EQ(at_threshold.size, (std::vector<std::int32_t>{1, 1}));
+  // The second one's p to the power 1000 is no number.
+  Rows<double> far({0, -1e-5, -1e-3}, 3, 1001);
+  far.forward();
+  const double first = std::pow(1e-2, 1e-3);
+  EXPECT_NEAR(far.y[0], first, 1e-15);
+  EXPECT_NEAR(far.y[1], 1 - first, 1e-15);
+  EXPECT_EQ(far.y[2], 0);
+  EXPECT_EQ(far.size[0], 2);
+}
+
 // d_alpha against differences of the forward pass, on both sides of 1 + 1e-4 and beyond.
 TEST(entmax_regression, d_alpha_is_the_derivative) {
   const std::vector<double> logits = normal_logits(60, 0.7);

@@ -23,14 +23,18 @@ inline std::size_t aligned(std::int64_t bytes) {
 
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-inline void set_grid(BackwardKernel& kernel, std::int64_t blocks) {
+// A number of tiles that fits a grid.
+inline std::int32_t tile_count(std::int64_t tiles) {
   constexpr std::int64_t kMost = 0x7fffffff;
-  if (blocks > kMost) {
+  if (tiles > kMost) {
     fail(ErrorCode::unsupported, "attention", "q and k",
-         fmt::format("at most {} tiles of rows on a CUDA device", kMost),
-         fmt::format("{}", blocks));
+         fmt::format("at most {} tiles of rows on a CUDA device", kMost), fmt::format("{}", tiles));
   }
-  kernel.shape.grid[0] = static_cast<unsigned>(blocks);
+  return static_cast<std::int32_t>(tiles);
+}
+
+inline void set_grid(BackwardKernel& kernel, std::int64_t blocks) {
+  kernel.shape.grid[0] = static_cast<unsigned>(tile_count(blocks));
 }
 
 class BackwardBody : public cuda::CudaBody<AttentionTensors> {
@@ -63,10 +67,10 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
       bias_elements_ = problem.d_bias.numel();
     }
     params_.bias_parts = 1;
-    params_.q_tiles = static_cast<std::int32_t>(
-        sizes_.varlen ? sequences_.q_tiles() : ceil_div(sizes_.total_query, queries));
-    params_.k_tiles = static_cast<std::int32_t>(sizes_.varlen ? sequences_.k_tiles()
-                                                              : ceil_div(sizes_.total_key, keys));
+    params_.q_tiles =
+        tile_count(sizes_.varlen ? sequences_.q_tiles() : ceil_div(sizes_.total_query, queries));
+    params_.k_tiles =
+        tile_count(sizes_.varlen ? sequences_.k_tiles() : ceil_div(sizes_.total_key, keys));
     sequence_bytes_ = sequences_.workspace_bytes();
   }
 

@@ -96,11 +96,6 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       description = "nothing to compute";
       return;
     }
-    if (tiles > std::numeric_limits<std::int32_t>::max() / pairs) {
-      fail(ErrorCode::unsupported, "attention", "q",
-           fmt::format("at most 2^31 tiles of {} queries on a CUDA device", rows),
-           problem.q.to_string());
-    }
     params_.pair_group = static_cast<std::int32_t>(pair_group(pairs, dtype));
 
     if (dtype == DType::f64) {
@@ -148,8 +143,13 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
           const cuda::OpKernel& planned, int shared, std::int64_t tiles, std::int64_t pairs,
           int rows, int keys, std::int64_t at_work = 0)
         : kernel(planned, device, shared),
-          q_tiles(static_cast<std::int32_t>(tiles)),
           blocks(problem, device, Pass::forward, rows, keys, {.everywhere = at_work}) {
+      if (tiles > std::numeric_limits<std::int32_t>::max() / pairs) {
+        fail(ErrorCode::unsupported, "attention", "q",
+             fmt::format("at most 2^31 tiles of {} queries on a CUDA device", rows),
+             problem.q.to_string());
+      }
+      q_tiles = static_cast<std::int32_t>(tiles);
       if (blocks.get().given()) q_tiles = blocks.get().owner_count;
       kernel.shape.grid[0] = static_cast<unsigned>(q_tiles * pairs);
     }

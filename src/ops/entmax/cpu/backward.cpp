@@ -13,6 +13,7 @@
 #include "ops/entmax/cpu/backward_alpha-inl.hpp"
 #include "ops/entmax/cpu/backward_columns-inl.hpp"
 #include "ops/entmax/cpu/backward_short-inl.hpp"
+#include "ops/entmax/cpu/backward_steep-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
 #include "ops/entmax/cpu/weights-inl.hpp"
@@ -99,18 +100,18 @@ HWY_INLINE R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_
   return static_cast<R>(dot / total);
 }
 
-template <class R, class W, class T>
-void WriteGradient(const W& weights, R mean, const T* d_y, T* d_x, std::size_t length,
+// `mean` is an R or a SplitMean.
+template <class R, class W, class M, class T>
+void WriteGradient(const W& weights, const M& mean, const T* d_y, T* d_x, std::size_t length,
                    bool stream) {
   const hn::ScalableTag<R> d;
   const std::size_t lanes = hn::Lanes(d);
-  const auto shift = hn::Set(d, mean);
   WriteRow(d_x, length, stream,
            [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
              ForEachVector(
                  d, weights, begin, begin + count,
                  [&](std::size_t i, auto w, auto active, std::size_t n) HWY_ATTR {
-                   const auto difference = hn::Sub(LoadSome(d, d_y + i, n), shift);
+                   const auto difference = Less(d, LoadSome(d, d_y + i, n), mean);
                    const auto gradient =
                        hn::IfThenElseZero(active, hn::Mul(weights.Weight(d, w), difference));
                    if (n == lanes) {
@@ -170,8 +171,11 @@ void GradientsFromY(const TensorRows& y, const TensorRows& d_y, const TensorRows
     for (std::int64_t r = begin; r < end; ++r) {
       const DenseWeights<kFamily, R, T> weights(y.row<T>(r), slope);
       const T* g = d_y.row<T>(r);
-      if constexpr (kFamily == Family::general || kFamily == Family::steep) {
-        auto* s = reinterpret_cast<R*>(scratch);
+      auto* s = reinterpret_cast<R*>(scratch);
+      if constexpr (kFamily == Family::steep) {
+        const SplitMean mean = SteepMean(weights, g, length, s);
+        WriteGradient<R>(StoredWeights(s), mean, g, d_x.row<T>(r), length, stream);
+      } else if constexpr (kFamily == Family::general) {
         const R mean = WeightedMean<R>(weights, y.row<T>(r), g, length, s);
         WriteGradient<R>(StoredWeights(s), mean, g, d_x.row<T>(r), length, stream);
       } else {

@@ -112,6 +112,10 @@ std::int64_t WriteY(const P& power, const RowView<T>& row, R max, const Threshol
   const auto scale = hn::Set(d, threshold.scale), rest = hn::Set(d, threshold.rest);
   const auto excess_of = [&](auto v) HWY_ATTR {
     const auto excess = power.Excess(d, hn::Sub(v, shift), at);
+    // Below the edge nothing is in the support, even if the sum of the two rounds up.
+    if constexpr (P::steep) {
+      return hn::IfThenElse(hn::Lt(excess, hn::Zero(d)), excess, hn::Sub(excess, rest));
+    }
     return P::uses_rest ? hn::Sub(excess, rest) : excess;
   };
   const auto value = [&](auto excess) HWY_ATTR {
@@ -120,6 +124,7 @@ std::int64_t WriteY(const P& power, const RowView<T>& row, R max, const Threshol
     constexpr bool kCheap = P::family == Family::entmax15;
     if (!kCheap && hn::AllFalse(d, power.Active(d, excess))) return hn::Zero(d);
     const auto p = power.Value(d, excess);
+    if constexpr (P::steep) return hn::IfThenElse(hn::Eq(excess, hn::Neg(rest)), scale, p);
     return P::uses_rest ? p : hn::Mul(scale, p);
   };
   const auto load_first = [&](const T* from, std::size_t count) HWY_ATTR {

@@ -8,6 +8,9 @@
 // distributed projections), so elements below it can be dropped before the rest is looked at.
 // Near alpha = 1, theta stands for c with p = (1 + b (z - c))^(1/b), c >= 0; its step tends to
 // ln f, which for softmax is the whole way.
+// Above alpha = 2 it stands for c with p = (b (z - c))^(1/b). There p is so steep where an element
+// enters the support that no number next to c may make the sum 1: the root is told by the element
+// at the edge of the support, z = e, and its p = q:  p = (b (z - e) + q^b)^(1/b).
 
 #if defined(PULLBACK_ENTMAX_SOLVE_INL_HPP) == defined(HWY_TARGET_TOGGLE)
 #ifdef PULLBACK_ENTMAX_SOLVE_INL_HPP
@@ -81,10 +84,11 @@ template <Family kFamily, class R>
 struct Power {
   static constexpr Family family = kFamily;
   static constexpr bool near_one = kFamily == Family::near_one;
+  static constexpr bool steep = kFamily == Family::steep;
   // Where an element enters the support, in terms of Excess().
   static constexpr R edge = near_one ? R{-1} : R{0};
   // Whether y takes Threshold::rest into account at each element, and not by the scale.
-  static constexpr bool uses_rest = kFamily == Family::general || kFamily == Family::steep;
+  static constexpr bool uses_rest = kFamily == Family::general || steep;
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
 
   R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
@@ -103,11 +107,11 @@ struct Power {
         wide_b_(alpha - 1),
         powers_(1 / (alpha - 1) - (curved ? 2 : 1)) {}
 
-  // b z - theta, or b (z - c).
+  // b z - theta, or b (z - c) near one and where steep.
   template <class D>
   HWY_INLINE hn::Vec<D> Excess(D d, hn::Vec<D> z, hn::Vec<D> theta) const {
     if constexpr (kFamily == Family::sparsemax) return hn::Sub(z, theta);
-    if constexpr (near_one) return hn::Mul(hn::Set(d, b), hn::Sub(z, theta));
+    if constexpr (near_one || steep) return hn::Mul(hn::Set(d, b), hn::Sub(z, theta));
     return hn::MulSub(hn::Set(d, b), z, theta);
   }
   template <class D>
@@ -164,6 +168,7 @@ struct Power {
   // tau of the root theta + rest. The two terms may cancel: in double, and with the rest.
   double Tau(R max, R theta, R rest) const {
     const double root = static_cast<double>(theta) + static_cast<double>(rest);
+    if constexpr (steep) return wide_b_ * (max + theta) + rest;
     return wide_b_ * static_cast<double>(max) + (near_one ? wide_b_ * root - 1 : root);
   }
   // -df/dtheta.
@@ -173,7 +178,8 @@ struct Power {
     const double inverse_slope = 1 / slope;  // beside the root: the two take as long as one
     if constexpr (kFamily == Family::entmax15) return (f - std::sqrt(f)) * inverse_slope;
     if constexpr (near_one) return -f * std::expm1(-wide * std::log(f)) / wide * inverse_slope;
-    return (f - std::pow(f, 1 - wide)) * inverse_slope;
+    const double step = (f - std::pow(f, 1 - wide)) * inverse_slope;
+    return steep ? step / wide : step;
   }
 
  private:
@@ -221,9 +227,11 @@ HWY_INLINE std::size_t StoreActive(D d, hn::Vec<D> v, hn::Mask<D> active, R* to)
   return hn::CountTrue(d, active);
 }
 
-// With kCompact, drops from z the elements that are not active at theta.
+// With kCompact, drops from z the elements that are not active at theta. `lift` is added to each
+// excess, where steep.
 template <bool kCompact, class P, class R>
-PowerSums Evaluate(const P& power, R theta, R* HWY_RESTRICT z, std::size_t& count) {
+PowerSums Evaluate(const P& power, R theta, R* HWY_RESTRICT z, std::size_t& count,
+                   [[maybe_unused]] R lift = 0) {
   const hn::ScalableTag<R> d;
   const std::size_t lanes = hn::Lanes(d);
   const auto at = hn::Set(d, theta);
@@ -233,7 +241,8 @@ PowerSums Evaluate(const P& power, R theta, R* HWY_RESTRICT z, std::size_t& coun
     auto first = hn::Zero(d), second = hn::Zero(d);
     for (; begin < end; begin += lanes) {
       const auto v = hn::LoadU(d, z + begin);
-      const auto excess = power.Excess(d, v, at);
+      auto excess = power.Excess(d, v, at);
+      if constexpr (P::steep) excess = hn::Add(excess, hn::Set(d, lift));
       const auto active = power.Active(d, excess);
       if constexpr (P::family == Family::sparsemax) {
         first = hn::Add(first, hn::IfThenElseZero(active, v));
@@ -262,8 +271,9 @@ PowerSums Evaluate(const P& power, R theta, R* HWY_RESTRICT z, std::size_t& coun
   return sums;
 }
 
-// The root is theta + rest, rest being less than a step of theta's type. It matters where p is
-// steep (the elements at the edge of the support), and through scale for the sum of all p.
+// The root is theta + rest, rest being less than a step of theta's type. It matters where p grows
+// fast (the elements at the edge of the support), and through scale for the sum of all p.
+// Where steep: e, -q^b and q.
 template <class R>
 struct Threshold {
   R theta = 0;
@@ -307,39 +317,65 @@ Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double toler
 }
 
 // alpha > 2: f^b is not convex, and Newton may pass the root or creep; a bracket is kept, and
-// halved when two steps have not done so.
+// halved when two steps have not done so. Once no element lies in it, the support is known. Leaves
+// that in z, or with it elements so close to the root that no number lies between.
 template <class P, class R>
-Threshold<R> Bracket(const P& power, R low, R* z, std::size_t count) {
-  R high = -std::pow(static_cast<R>(count), -power.b);  // all elements equal: the highest theta
-  R theta = low, width_before = high - low;
-  for (int i = 0;; ++i) {
+void KeepSupport(const P& power, R low, R* z, std::size_t& count) {
+  low = std::max(low, -power.inverse);
+  R high = 0, theta = low, width_before = high - low;
+  auto at_low = count, at_high = static_cast<std::size_t>(std::count(z, z + count, R{0}));
+  for (int i = 0; at_low != at_high; ++i) {
     const PowerSums sums = Evaluate<false>(power, theta, z, count);
-    const R step = static_cast<R>(power.Step(sums.f, sums.slope));
     (sums.f >= 1 ? low : high) = theta;
-    R next = theta + step;
+    (sums.f >= 1 ? at_low : at_high) = sums.count;
+    R next = theta + static_cast<R>(power.Step(sums.f, sums.slope));
     const bool slow = i % 2 == 1 && high - low > width_before / 2;
     if (i % 2 == 1) width_before = high - low;
     if (slow || !(next > low && next < high)) next = low + (high - low) / 2;
-    if (next > low && next < high) {
-      theta = next;
-    } else if (theta == low) {
-      return {low, std::clamp(step, R{0}, high - low), R{1}, sums.count};
-    } else {
-      theta = low;  // the last one to look at: none lies between the two
-    }
+    if (!(next > low && next < high)) break;
+    theta = next;
   }
+  Evaluate<true>(power, low, z, count);
+}
+
+// With c_i = b (z_i - e) >= 0 the sum of (c_i + q^b)^(1/b) is convex in q, as a sum of norms: where
+// its tangent at 0 meets 1, q is not below the root, and Newton's steps fall to it from there.
+template <class P, class R>
+Threshold<R> FromEdge(const P& power, R low, R* z, std::size_t count) {
+  constexpr R kTiny = 4 * std::numeric_limits<R>::epsilon();
+  KeepSupport(power, low, z, count);
+  R edge = *std::min_element(z, z + count);
+  PowerSums above = Evaluate<false>(power, edge, z, count);  // those at the edge have 0
+  while (above.f >= 1 && above.count > 0) {
+    Evaluate<true>(power, edge, z, count);
+    edge = *std::min_element(z, z + count);
+    above = Evaluate<false>(power, edge, z, count);
+  }
+  R q = static_cast<R>((1 - above.f) / static_cast<double>(count - above.count));
+  R lift = std::pow(q, power.b);
+  for (R step = q; above.count > 0 && lift > 0 && step > kTiny * q;) {
+    const PowerSums sums = Evaluate<false>(power, edge, z, count, lift);
+    step = static_cast<R>((sums.f - 1) / sums.slope) / lift * q;
+    q = std::min(q, q - step);
+    lift = std::pow(q, power.b);
+  }
+  // No less than what keeps the edge in the support, if q^b is too small for a number.
+  return {edge, -std::max(lift, std::numeric_limits<R>::min()), q, count};
 }
 
 template <class P, class R>
 Threshold<R> Solve(const P& power, R low, R* z, std::size_t count) {
-  if constexpr (P::family == Family::steep) return Bracket(power, low, z, count);
+  if constexpr (P::steep) return FromEdge(power, low, z, count);
   return Rise(power, low, z, count, power.tolerance);
 }
 
 // Some number between `low` and the threshold, closer to the latter.
 template <class P, class R>
 R RoughSolve(const P& power, R low, R* z, std::size_t count) {
-  if constexpr (P::family == Family::steep) return Bracket(power, low, z, count).theta;
+  if constexpr (P::steep) {
+    const Threshold<R> threshold = FromEdge(power, low, z, count);
+    return threshold.theta + threshold.rest * power.inverse;
+  }
   return Rise(power, low, z, count, kRough).theta;
 }
 
