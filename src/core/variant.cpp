@@ -47,6 +47,9 @@ std::string refusal(const VariantInfo& variant, FeatureSet needs,
     if (arch < variant.arch) {
       return fmt::format("needs sm_{} or newer, the device is sm_{}", variant.arch, arch);
     }
+    if (variant.arch_only && arch != variant.arch) {
+      return fmt::format("needs sm_{}, the device is sm_{}", variant.arch, arch);
+    }
   }
   if (!cpu_has(variant.isa)) return fmt::format("needs {}", name_of(variant.isa));
   const FeatureSet missing = needs & ~variant.supports;

@@ -55,7 +55,11 @@ KernelSource op_kernel(const OpKernel& kernel, int arch, std::size_t parameter_b
       fmt::format("void {}(const __grid_constant__ {} parameters) {{\n  {}(parameters);\n}}\n",
                   kernel.name, kernel.parameters, kernel.function);
   source += "}\n";
-  return {.name = kernel.name, .entry = kernel.name, .source = source, .arch = arch};
+  return {.name = kernel.name,
+          .entry = kernel.name,
+          .source = source,
+          .arch = arch,
+          .arch_specific = kernel.arch_specific};
 }
 
 }  // namespace pullback::cuda

@@ -38,6 +38,8 @@ struct OpKernel {
   int blocks = 1;               // a multiprocessor holds at least: bounds the registers
   // Where the compiler would spill within that bound: one block fewer there.
   std::vector<int> fewer_blocks_on = {};
+  // For this one architecture, with what only it has: wgmma, setmaxnreg.
+  bool arch_specific = false;
   // Constants that the host computed with; the device code must agree: {"entmax::kTile", kTile}.
   std::vector<std::pair<std::string_view, std::int64_t>> constants = {};
 };

@@ -29,6 +29,12 @@ inline void barrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
+// Arrives when the calling thread's asynchronous copies (device/async_copy.cuh) so far are there.
+inline void barrier_arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
 // Waits until the phase with this parity (0 for the first) has completed.
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(

@@ -34,7 +34,7 @@ class OnDeviceToolkit : public ::testing::Test {
   static std::vector<To> run(const std::string& name, std::string_view file,
                              const std::string& body, const std::vector<From>& from,
                              std::size_t results, unsigned blocks, int threads,
-                             unsigned cluster = 1) {
+                             unsigned cluster = 1, bool arch_specific = false) {
     const DeviceInfo& device = device_info(0);
     const DeviceMemory input(device, std::as_bytes(std::span(from)));
     const DeviceMemory output(device, results * sizeof(To));
@@ -42,7 +42,8 @@ class OnDeviceToolkit : public ::testing::Test {
                                    .file = file,
                                    .function = "[](const auto& b) {\n" + body + "\n}",
                                    .parameters = kBuffers,
-                                   .threads = threads},
+                                   .threads = threads,
+                                   .arch_specific = arch_specific},
                                   device);
     kernel.shape.grid[0] = blocks;
     kernel.shape.cluster = cluster;
@@ -186,6 +187,81 @@ TEST_F(OnDeviceToolkit, bulk_copies_count_their_bytes) {
   })",
                                      from, from.size(), 4, 128);
   EXPECT_EQ(to, from);
+}
+
+// s = q kᵀ, then out = s v with s in registers: small integers, which no step rounds.
+TEST_F(OnDeviceToolkit, warpgroups_multiply) {
+  if (device_info(0).arch() != 90) GTEST_SKIP() << "needs sm_90";
+  constexpr int kQueries = 64, kKeys = 96, kColumns = 64;
+  constexpr int kInputs = (kQueries + 2 * kKeys) * kColumns;
+  std::vector<int> numbers(kInputs);
+  std::vector<std::uint16_t> from(kInputs);
+  for (int i = 0; i < kInputs; ++i) {
+    numbers[i] = (i * 7 + i / 11 + i / 64 * 3) % 5 - 2;
+    from[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(float(numbers[i])) >> 16);
+  }
+  const auto to = run<float>("wgmma", "device/wgmma.cuh", R"(
+  __shared__ alignas(1024) uint16_t tiles[256 * 64];
+  for (int i = threadIdx.x; i < 256 * 64; i += 128) {
+    const int row = i / 64, column = i % 64;
+    tiles[row * 64 + (column / 8 ^ row % 8) * 8 + column % 8] =
+        static_cast<const uint16_t*>(b.from)[i];
+  }
+  fence_async_proxy();
+  __syncthreads();
+  const uint32_t q = static_cast<uint32_t>(__cvta_generic_to_shared(tiles));
+  const uint32_t k = q + 64 * 128, v = k + 96 * 128;
+  float s[12][4] = {}, out[8][4] = {};
+  keep_in_place(s);
+  product_fence();
+  #pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    product_of_shared<bf16>(s, matrix_descriptor(q + step * 32), matrix_descriptor(k + step * 32),
+                            step > 0);
+  }
+  product_commit();
+  product_wait<0>();
+  keep_in_place(s);
+  uint32_t a[6][4];
+  #pragma unroll
+  for (int i = 0; i < 24; ++i) {
+    const float* const pair = &s[i / 4 * 2 + i % 4 / 2][i % 2 * 2];
+    a[i / 4][i % 4] = pack<bf16>(pair[0], pair[1]);
+  }
+  keep_in_place(out);
+  product_fence();
+  #pragma unroll
+  for (int step = 0; step < 6; ++step) {
+    product_of_registers<bf16>(out, a[step], matrix_descriptor(v + step * 2048));
+  }
+  product_commit();
+  product_wait<0>();
+  keep_in_place(out);
+  float* const to = static_cast<float*>(b.to);
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  #pragma unroll
+  for (int i = 0; i < 20 * 4; ++i) {
+    const int n = i / 4, at = column + i % 2, r = row + i % 4 / 2 * 8;
+    if (n < 12) to[r * 96 + n * 8 + at] = s[n % 12][i % 4];
+    if (n >= 12) to[64 * 96 + r * 64 + (n - 12) * 8 + at] = out[(n + 4) % 8][i % 4];
+  })",
+                             from, kQueries * (kKeys + kColumns), 1, 128, 1, true);
+  const int* const q = numbers.data();
+  const int* const k = q + kQueries * kColumns;
+  const int* const v = k + kKeys * kColumns;
+  std::vector<float> expected(to.size());
+  for (int i = 0; i < kQueries; ++i) {
+    for (int j = 0; j < kKeys; ++j) {
+      int sum = 0;
+      for (int d = 0; d < kColumns; ++d) sum += q[i * kColumns + d] * k[j * kColumns + d];
+      expected[i * kKeys + j] = static_cast<float>(sum);
+      for (int d = 0; d < kColumns; ++d) {
+        expected[kQueries * kKeys + i * kColumns + d] +=
+            static_cast<float>(sum * v[j * kColumns + d]);
+      }
+    }
+  }
+  EXPECT_EQ(to, expected);
 }
 
 TEST_F(OnDeviceToolkit, blocks_of_a_cluster_write_to_each_other) {
