@@ -19,6 +19,7 @@
 #include "driver/check.hpp"
 #include "driver/kernel_list.hpp"
 #include "pullback/error.hpp"
+#include "support/portable_cases.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -53,13 +54,13 @@ void on_launch(const char* source) {
 }
 
 // As check_case() does: as it is, and with other strides.
-void run(const Case& test, DType dtype, std::uint64_t seed) {
+void run(const Case& test, DType dtype, std::uint64_t seed, const std::string& variant) {
   Random random(seed);
   Request request{.op = test.op,
                   .inputs = test.inputs(dtype, random),
                   .options = test.options,
                   .device = Device::cuda(),
-                  .variant = {}};
+                  .variant = variant};
   evaluate(request);
   request.layout_seed = seed | 1;
   for (auto& [name, tensor] : request.inputs) {
@@ -68,12 +69,12 @@ void run(const Case& test, DType dtype, std::uint64_t seed) {
   evaluate(request);
 }
 
-std::string test_name(const Case& test, DType dtype) {
+std::string test_name(const Case& test, DType dtype, std::string_view suite) {
   std::string name = test.name + "_" + std::string(pullback::name_of(dtype));
   for (char& c : name) {
     if (!std::isalnum(static_cast<unsigned char>(c))) c = '_';
   }
-  return fmt::format("{0}/{0}_cuda_cases.agrees_with_reference/{1}", test.op, name);
+  return fmt::format("{0}/{0}_{1}_cases.agrees_with_reference/{2}", test.op, suite, name);
 }
 
 // The next case is always the one with the most kernels that none before it had.
@@ -116,10 +117,14 @@ int main_of() {
   for (const CaseLists& lists : all_case_lists()) {
     for (const Case& test : lists.cases()) {
       for (const DType dtype : test.dtypes) {
-        launched.clear();
-        run(test, dtype, 1);
-        for (const std::string& name : launched) missed.erase(name);
-        cases.emplace_back(test_name(test, dtype), launched);
+        const auto take = [&](std::string_view suite, const std::string& variant) {
+          launched.clear();
+          run(test, dtype, 1, variant);
+          for (const std::string& name : launched) missed.erase(name);
+          cases.emplace_back(test_name(test, dtype, suite), launched);
+        };
+        take("cuda", {});
+        if (testing::has_portable_twin(test, dtype)) take("portable", testing::kPortableVariant);
       }
     }
   }

@@ -216,15 +216,40 @@ Body make_checked(const AttentionProblem& problem, const Device& device, Pass pa
 
 constexpr FeatureSet kOfBf16 = kAllFeatures & ~features(Feature::f64, Feature::f32, Feature::f16);
 
+constexpr FeatureSet kOfHopper =
+    features(Feature::bf16, Feature::f16, Feature::varlen, Feature::grouped_heads,
+             Feature::band_mask, Feature::value_dim);
+
 constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
     {{"cpu_amx_bf16", DeviceKind::cpu, CpuIsa::amx_bf16, kOfBf16, 20},
      make_checked<make_cpu_amx_bf16>},
     {{"cpu_avx512_bf16", DeviceKind::cpu, CpuIsa::avx512_bf16, kOfBf16, 15},
      make_checked<make_cpu_avx512_bf16>},
     {{"cpu", DeviceKind::cpu, CpuIsa::any, kAllFeatures, 10}, make_checked<make_cpu>},
-    {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::forward},
+    {{.name = "cuda_sm90",
+      .backend = DeviceKind::cuda,
+      .isa = CpuIsa::any,
+      .supports = kOfHopper,
+      .priority = 20,
+      .arch = 90,
+      .arch_only = true,
+      .passes = Passes::forward},
+     make_cuda_sm90_forward},
+    {{.name = "cuda",
+      .backend = DeviceKind::cuda,
+      .isa = CpuIsa::any,
+      .supports = kAllFeatures,
+      .priority = 10,
+      .arch = 80,
+      .passes = Passes::forward},
      make_cuda_forward},
-    {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::backward},
+    {{.name = "cuda",
+      .backend = DeviceKind::cuda,
+      .isa = CpuIsa::any,
+      .supports = kAllFeatures,
+      .priority = 10,
+      .arch = 80,
+      .passes = Passes::backward},
      make_cuda_backward},
     {{"reference", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_reference>},
     {{"textbook", DeviceKind::cpu, CpuIsa::any, kAllFeatures, -1}, make_checked<make_textbook>},

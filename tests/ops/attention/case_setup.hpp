@@ -141,6 +141,7 @@ inline void add(std::vector<Case>& cases, std::string name, const Setup& setup,
 // tile_cases.cpp
 void add_tiles(std::vector<Case>& cases);
 void add_shared_lists(std::vector<Case>& cases);
+void add_units(std::vector<Case>& cases);
 void add_widths(std::vector<Case>& cases);
 
 }  // namespace pullback::driver::attention_setup

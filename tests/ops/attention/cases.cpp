@@ -324,6 +324,7 @@ std::vector<Case> attention_cases() {
   add_tiles(cases);
   add_blocks(cases);
   add_shared_lists(cases);
+  add_units(cases);
   add_widths(cases);
   return cases;
 }

@@ -124,6 +124,44 @@ void add_shared_lists(std::vector<Case>& cases) {
   add_blocks("global blocks, NaN in keys", uneven, few);
 }
 
+// So many tiles that thread blocks for Hopper take several of them, with a causal mask two of a
+// unit, of which a pair of 5 has one that is alone; and keys enough for their heads of 64. A CPU
+// has nothing of the kind.
+void add_units(std::vector<Case>& cases) {
+  Setup setup{.batch = 3,
+              .query = 600,
+              .key = 530,
+              .heads = 24,
+              .kv_heads = 8,
+              .head_dim = 128,
+              .value_dim = 128,
+              .finite_differences = false,
+              .dtypes = {DType::bf16, DType::f16}};
+  const auto add_masks = [&](const std::string& name) {
+    for (const char* mask : {"none", "top-left", "bottom-right"}) {
+      const bool causal = mask != std::string_view("none");
+      add(cases, fmt::format("{}, {}", name, causal ? mask : "no mask"), setup,
+          causal ? OptionMap{{"causal", mask}} : OptionMap{});
+      cases.back().full_only = true;
+    }
+  };
+  add_masks("units of tiles, D 128");
+  setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 3); };
+  add_masks("units of tiles, NaN in keys");
+  setup = {.batch = 1,
+           .query = 450,
+           .key = 2100,
+           .heads = 3,
+           .kv_heads = 3,
+           .head_dim = 64,
+           .value_dim = 40,
+           .finite_differences = false,
+           .dtypes = {DType::bf16, DType::f16}};
+  add_masks("many keys, D 64");
+  setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 3); };
+  add_masks("many keys, NaN");
+}
+
 // Features that have kernels of their own for each width of the heads.
 void add_widths(std::vector<Case>& cases) {
   for (const std::int64_t head_dim : {64, 96, 128, 192, 256}) {

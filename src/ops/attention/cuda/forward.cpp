@@ -1,5 +1,6 @@
-// The forward pass on CUDA: bf16, f16 and f32 on tensor cores (smxx_forward.cuh), f64 in plain
-// loops. One launch, and for varlen another one before it that lists the sequences.
+// The forward pass on CUDA: bf16, f16 and f32 on tensor cores (smxx_forward.cuh, on Hopper also
+// sm90_forward.cuh), f64 in plain loops. One launch, and for varlen another one before it that
+// lists the sequences.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -41,6 +42,17 @@ cuda::OpKernel tile_kernel(DType dtype, int width, ForwardKind kind, int arch) {
       .blocks = tile.blocks};
 }
 
+cuda::OpKernel hopper_kernel(DType dtype, int width) {
+  const std::string_view type = cuda::device_type(dtype);
+  return {.name = fmt::format("attention_forward_sm90_{}_{}", type, width),
+          .file = "ops/attention/cuda/sm90_forward.cuh",
+          .function =
+              fmt::format("attention::hopper_forward<{}, attention::hopper_tile({})>", type, width),
+          .parameters = "attention::ForwardParams",
+          .threads = hopper_tile(width).threads(),
+          .arch_specific = true};
+}
+
 cuda::OpKernel plain_kernel() {
   return {.name = "attention_forward_double",
           .file = "ops/attention/cuda/smxx_plain_forward.cuh",
@@ -52,7 +64,8 @@ cuda::OpKernel plain_kernel() {
 
 class Forward final : public cuda::CudaBody<AttentionTensors> {
  public:
-  Forward(const AttentionProblem& problem, const Device& device)
+  // hopper: with its own kernel, where that serves.
+  Forward(const AttentionProblem& problem, const Device& device, bool hopper)
       : CudaBody(device), sizes_(sizes_of(problem)) {
     const DType dtype = problem.q.dtype;
     const int arch = cuda::compile_arch(device_);
@@ -96,8 +109,6 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       description = "nothing to compute";
       return;
     }
-    params_.pair_group = static_cast<std::int32_t>(pair_group(pairs, dtype));
-
     if (dtype == DType::f64) {
       by_elements_.emplace(problem, device_, plain_kernel(), 0, tiles, pairs, rows, 64);
       description = "plain loops, a warp for each query; sums in f64";
@@ -114,10 +125,15 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       to.emplace(problem, device_, tile_kernel(dtype, width, any, arch),
                  own.shared_bytes(element_bytes(dtype), stages_bias(any, element_bytes(dtype))),
                  own_tiles, pairs, own.rows, part_keys(own), at_work);
+      to->pair_group = pair_group(pairs, dtype);
     };
     only_aligned_bias_ = kind == ForwardKind::bias;
-    if (vectors_) load(by_vectors_, kind);
     load(by_elements_, ForwardKind::elements);
+    if (hopper && vectors_ && kind == ForwardKind::plain && hopper_serves(dtype, width, rows)) {
+      load_hopper(problem, width, pairs);
+      return;
+    }
+    if (vectors_) load(by_vectors_, kind);
     if (vectors_ && by_vectors_->blocks.get().shared_count > 0) {
       shared_tiles_ = pairs * by_vectors_->blocks.get().shared_count;
       done_bytes_ = workspace_aligned(static_cast<std::size_t>(shared_tiles_) * 4);
@@ -136,7 +152,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   // A kernel with its tiles of queries, and the parts of tiles of keys that they see.
   struct Tiles {
     cuda::PlannedKernel<ForwardParams> kernel;
-    std::int32_t q_tiles;
+    std::int32_t q_tiles, pair_group = 1, units = 0, unit_tiles = 1;  // as in ForwardParams
     BlockTables blocks;
 
     Tiles(const AttentionProblem& problem, const cuda::DeviceInfo& device,
@@ -155,15 +171,53 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     }
   };
 
+  // Whether later queries see more keys than earlier ones, or fewer.
+  bool is_slanted() const {
+    const Band& band = params_.problem.band;
+    return (band.left == kFar) != (band.right == kFar);
+  }
+
   // With a causal mask the longest tiles of many heads come first, as many as share the
   // second-level cache; else the tiles of a head follow each other.
-  std::int64_t pair_group(std::int64_t pairs, DType dtype) const {
-    const Band& band = params_.problem.band;
-    if ((band.left == kFar) == (band.right == kFar)) return 1;
+  std::int32_t pair_group(std::int64_t pairs, DType dtype) const {
+    if (!is_slanted()) return 1;
     const std::int64_t bytes = sizes_.total_key * (sizes_.head_dim + sizes_.value_dim) *
                                element_bytes(dtype) / sizes_.group;
-    return std::clamp<std::int64_t>(device_.l2_bytes / 2 / std::max<std::int64_t>(bytes, 1), 1,
-                                    pairs);
+    return static_cast<std::int32_t>(std::clamp<std::int64_t>(
+        device_.l2_bytes / 2 / std::max<std::int64_t>(bytes, 1), 1, pairs));
+  }
+
+  // `rows`: of the tiles that varlen's sequences are listed in.
+  bool hopper_serves(DType dtype, int width, int rows) const {
+    const Band& band = params_.problem.band;
+    const bool masked = band.left != kFar || band.right != kFar;
+    return has_hopper_tile(width, element_bytes(dtype)) &&
+           sizes_.max_key >= hopper_least_keys(width, masked) &&
+           (!sizes_.varlen || hopper_tile(width).rows() == rows);
+  }
+
+  void load_hopper(const AttentionProblem& problem, int width, std::int64_t pairs) {
+    const HopperTile tile = hopper_tile(width);
+    const std::int64_t tiles = sizes_.varlen ? sequences_->q_tiles()
+                                             : (sizes_.total_query + tile.rows() - 1) / tile.rows();
+    by_vectors_.emplace(problem, device_, hopper_kernel(problem.q.dtype, width),
+                        tile.shared_bytes(), tiles, pairs, tile.rows(), tile.keys);
+    Tiles& own = *by_vectors_;
+    if (tile.persistent) {
+      // Two of a unit where that leaves enough units.
+      const bool paired =
+          is_slanted() && tiles >= 4 && tiles * pairs >= 2 * device_.multiprocessors;
+      own.unit_tiles = paired ? 2 : 1;
+      own.units = static_cast<std::int32_t>((tiles + paired) / own.unit_tiles * pairs);
+      own.kernel.shape.grid[0] =
+          static_cast<unsigned>(std::min(own.units, device_.multiprocessors));
+    } else {
+      own.pair_group = pair_group(pairs, problem.q.dtype);
+    }
+    description = fmt::format(
+        "tiles of {} queries by {} keys, head dims padded to {}, {} products on Hopper's tensor "
+        "cores; sums in f32, in a fixed order: the same bits every run",
+        tile.rows(), tile.keys, width, name_of(problem.q.dtype));
   }
 
   void enqueue(Stream stream, const AttentionTensors& tensors, Workspace workspace) const override {
@@ -183,6 +237,9 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
                          cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.out});
     const Tiles& tiles = vectors ? *by_vectors_ : *by_elements_;
     params.q_tiles = tiles.q_tiles;
+    params.pair_group = tiles.pair_group;
+    params.units = tiles.units;
+    params.unit_tiles = tiles.unit_tiles;
     params.problem.blocks = tiles.blocks.get();
     if (vectors && shared_tiles_ > 0) {
       params.parts_done = static_cast<std::int32_t*>(workspace.data);
@@ -207,7 +264,11 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
 }  // namespace
 
 Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass) {
-  return cuda::make_body<Forward>(problem, device);
+  return cuda::make_body<Forward>(problem, device, false);
+}
+
+Body make_cuda_sm90_forward(const AttentionProblem& problem, const Device& device, Pass) {
+  return cuda::make_body<Forward>(problem, device, true);
 }
 
 }  // namespace pullback::attention
@@ -223,6 +284,12 @@ std::vector<KernelSource> attention_forward_kernels(int arch) {
         if (!has_kind(kind, width, element_bytes(dtype))) continue;
         kernels.push_back(op_kernel<ForwardParams>(tile_kernel(dtype, width, kind, arch), arch));
       }
+    }
+  }
+  for (const DType dtype : {DType::bf16, DType::f16}) {
+    for (const int width : kHeadWidths) {
+      if (arch != 90 || !has_hopper_tile(width, element_bytes(dtype))) continue;
+      kernels.push_back(op_kernel<ForwardParams>(hopper_kernel(dtype, width), arch));
     }
   }
   return kernels;

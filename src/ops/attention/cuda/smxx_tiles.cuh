@@ -1,5 +1,5 @@
-// Who does what: from the number of a thread block to its tile of queries, and from there to the
-// tiles of keys.
+// Who does what: from the number of a thread block, or of a tile, to the tile of queries, and from
+// there to the tiles of keys.
 #pragma once
 
 #include "ops/attention/cuda/params.cuh"
@@ -34,10 +34,10 @@ struct TileRows {
 // kBlocks: there may be a block mask, whose owners tell the tile.
 template <bool kBlocks>
 bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group, int rows,
-                     QueryTile& result) {
+                     QueryTile& result, uint32_t number = blockIdx.x) {
   const uint32_t pairs = static_cast<uint32_t>((p.sequences ? 1 : p.batch) * p.heads);
   const uint32_t group_blocks = static_cast<uint32_t>(tiles) * pair_group;
-  const uint32_t group = blockIdx.x / group_blocks, within = blockIdx.x % group_blocks;
+  const uint32_t group = number / group_blocks, within = number % group_blocks;
   const uint32_t first_pair = group * pair_group;
   const uint32_t left = pairs - first_pair;
   const uint32_t members = left < pair_group ? left : pair_group;

@@ -101,4 +101,34 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
   return {width, 128, width <= 64 || (width == 96 && !terms) ? 64 : 32, 4, 2, 2};
 }
 
+// The forward pass on Hopper (sm90_forward.cuh): a warpgroup that copies, and `groups` of 64
+// queries.
+struct HopperTile {
+  int width, keys, groups;
+  int slots, query_slots;              // tiles of keys or values, and of queries, in shared memory
+  int copy_registers, work_registers;  // of a thread
+  bool persistent;                     // thread blocks take one tile of queries after the other
+
+  constexpr int rows() const { return groups * 64; }
+  constexpr int threads() const { return (groups + 1) * 128; }
+  constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
+  // With what it takes to begin at a multiple of 1024.
+  constexpr int shared_bytes() const {
+    return (query_slots * rows() + slots * keys) * panels() * 128 + 1024;
+  }
+};
+constexpr bool has_hopper_tile(int width, int element_bytes) {
+  return width >= 64 && element_bytes == 2;
+}
+constexpr HopperTile hopper_tile(int width) {
+  if (width == 64) return {width, 128, 3, 4, 1, 32, 160, false};
+  if (width <= 128) return {width, 128, 2, 4, 2, 40, 232, true};
+  return {width, width == 192 ? 96 : 64, 2, 4, 1, 40, 232, false};
+}
+// Heads of 64 are little work for what a tile begins and ends with, and tiles of 192 queries meet
+// many keys that a mask hides: shorter rows are left to the other kernels.
+constexpr int hopper_least_keys(int width, bool masked) {
+  return width > 64 ? 0 : masked ? 2048 : 1024;
+}
+
 }  // namespace pullback::attention
