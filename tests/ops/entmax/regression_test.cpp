@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/element.hpp"
+#include "cuda/driver.hpp"
 #include "driver/case.hpp"
 #include "driver/check.hpp"
 #include "driver/host_tensor.hpp"
@@ -264,7 +265,7 @@ TEST(entmax_regression, alpha_tends_to_one) {
 
 // Above alpha = 2, p is as steep as one likes where an element enters the support, and its s as
 // large: no threshold is near enough, and d_y less its mean cancels where it matters most.
-TEST(entmax_regression, steep_rows_are_known_to_the_last_digits) {
+void expect_steep_rows(const Device& device, const std::string& variant) {
   for (const double alpha : {2.5, 4.0, 10.0, 20.0, 50.0, 100.0}) {
     for (const auto& [dtype, epsilon] : {std::pair{DType::f64, 0x1p-52}, {DType::f32, 0x1p-23}}) {
       for (const double sigma : {0.01, 1.0}) {
@@ -275,9 +276,10 @@ TEST(entmax_regression, steep_rows_are_known_to_the_last_digits) {
             .inputs = {{"x", driver::normal_tensor(dtype, {30, 300}, random, sigma)},
                        {"d_y", driver::normal_tensor(dtype, {30, 300}, random)}},
             .options = {{"alpha", std::to_string(alpha)}},
-            .device = Device::cpu(1),
-            .variant = "cpu"};
+            .device = device,
+            .variant = variant};
         const driver::TensorMap got = driver::evaluate(request);
+        request.device = Device::cpu(1);
         request.variant = "reference";
         const driver::TensorMap expected = driver::evaluate(request);
         const auto errors = [&](const char* name) {
@@ -289,6 +291,14 @@ TEST(entmax_regression, steep_rows_are_known_to_the_last_digits) {
       }
     }
   }
+}
+
+TEST(entmax_regression, steep_rows_are_known_to_the_last_digits) {
+  expect_steep_rows(Device::cpu(1), "cpu");
+}
+TEST(entmax_regression, steep_rows_are_known_to_the_last_digits_on_a_gpu) {
+  if (const std::string problem = cuda::driver_problem(); !problem.empty()) GTEST_SKIP() << problem;
+  expect_steep_rows(Device::cuda(), "cuda");
 }
 
 TEST(entmax_regression, steep_edges) {

@@ -118,8 +118,13 @@ void long_rows(std::vector<Case>& cases) {
     }
     add({2, 280000}, {{"alpha", alpha}}, 1);
   }
-  cases.push_back(no_differences(make_case("long rows, alpha per row", {}, {3, 6000}, normal(1),
-                                           alphas_of({3}, {1.05, 1.5, 2}))));
+  for (const Shape& shape :
+       {Shape{7, 500}, {7, 1000}, {3, 6000}, {1, 60001}, {17, 9001}, {17, 20000}, {17, 70001}}) {
+    cases.push_back(
+        no_differences(make_case(fmt::format("rows {}x{}, alpha per row", shape[0], shape[1]), {},
+                                 shape, normal(0.3), alphas_of({shape[0]}, {1.05, 1.5, 2, 3}))));
+    cases.back().full_only = shape[0] * shape[1] > 200000;
+  }
   add({5, 200}, {{"saved", "support"}}, 0.3);
   add({3, 40000}, {{"saved", "support"}}, 1e-5);
   add({3, 40000}, {{"saved", "support"}}, 1);

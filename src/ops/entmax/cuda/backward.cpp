@@ -113,6 +113,8 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
   }
 
   void load_fast() {
+    // Whose sums cancel: any_ alone takes care of that.
+    if (!problem_.alpha_per_row.given() && problem_.alpha > 2) return;
     if (!pieces_match(params_.d_x) || !pieces_match(params_.d_y)) return;
     const std::int64_t length = params_.rows.length;
     if (length > kLongestRow) return;

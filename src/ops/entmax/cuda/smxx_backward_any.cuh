@@ -1,9 +1,11 @@
 // The backward of rows of any layout: strides, ragged rows, alpha per row, any dtype, from y or
 // from the support mask; and d_alpha. With s = y^(2-alpha), S = sum of s:
 //   d_x = s (d_y - <s, d_y> / S)
+// Above alpha = 2 a few s may outweigh all others by any factor, and d_y less the mean cancels
+// there: in double, d_y of the largest s is subtracted from all d_y first.
 //   d_alpha = [ <p,R> (<d_y,p> - b <d_y,pL>) - (sum p - b sum pL) <d_y,pR> ] / S
 // with b = alpha - 1, L = ln p, R = L^2 (e^t - 1 - t) / t^2 at t = -b L: README.md derives it.
-// Rows are read twice, the second time from the caches.
+// Rows are read two or three times, but once from the caches.
 #pragma once
 
 #include "ops/entmax/cuda/backward_slice.cuh"
@@ -39,6 +41,16 @@ struct RowThreads {
       __syncthreads();
       for (int i = 0; i < kThreads; ++i) result += scratch[i * kRows + row()];
     }
+    return result;
+  }
+  // The largest, which is not negative, likewise.
+  template <class R>
+  static R largest(R value, R* scratch) {
+    __syncthreads();
+    scratch[threadIdx.x] = value;
+    __syncthreads();
+    R result = 0;
+    for (int i = 0; i < kThreads; ++i) result = max(result, scratch[i * kRows + row()]);
     return result;
   }
 };
@@ -101,22 +113,38 @@ void backward_any(const BackwardParams& p) {
   if (!exists) place.length = 0;
   const AnyRow<T> row(p, place);
 
+  const auto d_y_at = [&](int64_t i) { return static_cast<R>(to_real(row.d_y[i * row.d_y_step])); };
+  // Of the largest s; where several threads have one, the mean of theirs.
+  R heaviest = 0;
+  if constexpr (sizeof(R) == 8) {
+    R largest = 0, of_largest = 0;
+    for (int64_t i = Threads::thread(); i < place.length; i += Threads::kThreads) {
+      const R s = row.template s<R>(i, place.alpha);
+      if (!(s > largest)) continue;
+      largest = s;
+      of_largest = d_y_at(i);
+    }
+    const bool has = largest == Threads::largest(largest, scratch) && largest > 0;
+    const R count = Threads::sum(has ? R{1} : R{0}, scratch);
+    heaviest = Threads::sum(has ? of_largest : R{0}, scratch) / max(count, R{1});
+  }
+
   CompensatedSum<R> s_sum, s_d_y_sum;
   for (int64_t i = Threads::thread(); i < place.length; i += Threads::kThreads) {
     const R s = row.template s<R>(i, place.alpha);
     if (s == 0) continue;
     s_sum.add(s);
-    s_d_y_sum.add(s * static_cast<R>(to_real(row.d_y[i * row.d_y_step])));
+    s_d_y_sum.add(s * (d_y_at(i) - heaviest));
   }
   const R s_total = Threads::sum(s_sum.total(), scratch);
-  R mean = Threads::sum(s_d_y_sum.total(), scratch) / s_total;
+  const R mean = Threads::sum(s_d_y_sum.total(), scratch) / s_total;  // less the heaviest
   for (int64_t i = Threads::thread(); i < place.length; i += Threads::kThreads) {
     const R s = row.template s<R>(i, place.alpha);
     R d_x = 0;
     if (place.nan) {
       d_x = quiet_nan<R>();
     } else if (!(s == 0)) {
-      d_x = s * (static_cast<R>(to_real(row.d_y[i * row.d_y_step])) - mean);
+      d_x = s * (d_y_at(i) - heaviest - mean);
     }
     row.d_x[i * row.d_x_step] = from_real<T>(static_cast<Real<T>>(d_x));
   }

@@ -6,6 +6,7 @@
 
 #include "ops/entmax/cuda/forward_params.cuh"
 #include "ops/entmax/cuda/smxx_bounds.cuh"
+#include "ops/entmax/cuda/smxx_steep.cuh"
 
 namespace pullback::entmax {
 
@@ -100,36 +101,46 @@ RowResult<device::Real<T>> softmax_row(const RowOfAny<T>& row, G& group, device:
           static_cast<int>(min(count, 2147483647.0))};
 }
 
-// R: the type of the arithmetic, double for the steep family.
-template <Family kFamily, class R, class T, class G>
-RowResult<device::Real<T>> sparse_row(const RowOfAny<T>& row, double alpha, G& group, R largest,
-                                      R own_largest, bool wants_size) {
+template <class T, class G>
+RowResult<device::Real<T>> steep_row(const RowOfAny<T>& row, double alpha, G& group,
+                                     device::Real<T> largest_of_row, bool wants_size) {
+  using R = device::Real<T>;
+  const auto largest = static_cast<double>(largest_of_row);
+  const auto all = [&](auto use) {
+#pragma unroll 1
+    for (int64_t i = group.thread(); i < row.length; i += G::kThreads) use(row[i] - largest);
+  };
+  const SteepThreshold threshold = SteepRow(alpha, group, all).threshold();
+  store_y(row, group,
+          [&](int64_t i) { return static_cast<R>(threshold.probability(row[i] - largest)); });
+  int count = 0;
+  if (wants_size || row.support) {
+    count = store_support(row, group, [&](R x) { return threshold.supports(x - largest); });
+  }
+  return {static_cast<R>(threshold.tau(largest)), count};
+}
+
+template <Family kFamily, class T, class G>
+RowResult<device::Real<T>> sparse_row(const RowOfAny<T>& row, double alpha, G& group,
+                                      device::Real<T> largest, device::Real<T> own_largest,
+                                      bool wants_size) {
+  using R = device::Real<T>;
   const Power<kFamily, R> power(alpha);
   const auto all = [&](auto use) {
 #pragma unroll 1
-    for (int64_t i = group.thread(); i < row.length; i += G::kThreads) {
-      use(static_cast<R>(row[i]) - largest);
-    }
+    for (int64_t i = group.thread(); i < row.length; i += G::kThreads) use(row[i] - largest);
   };
-  Threshold<R> threshold;
-  if constexpr (kFamily == Family::steep) {
-    threshold = bracket(power, row.length, group, all);
-  } else {
-    const R bound = lower_bound(power, own_largest - largest, group);
-    threshold = solve<double>(
-        power, [&](const auto&) { return bound; }, group, all, kAllDigits<R>);
-  }
-  store_y(row, group, [&](int64_t i) {
-    const R z = static_cast<R>(row[i]) - largest;
-    return static_cast<device::Real<T>>(probability<T>(power, z, threshold));
-  });
+  const R bound = lower_bound(power, own_largest - largest, group);
+  const Threshold<R> threshold = solve<double>(
+      power, [&](const auto&) { return bound; }, group, all, kAllDigits<R>);
+  store_y(row, group,
+          [&](int64_t i) { return probability<T>(power, row[i] - largest, threshold); });
   int count = 0;
   if (wants_size || row.support) {
-    count = store_support(row, group, [&](auto x) {
-      return power.excess(static_cast<R>(x) - largest, threshold) > power.edge;
-    });
+    count = store_support(row, group,
+                          [&](R x) { return power.excess(x - largest, threshold) > power.edge; });
   }
-  return {static_cast<device::Real<T>>(tau_of<decltype(power)>(alpha, largest, threshold)), count};
+  return {tau_of<decltype(power)>(alpha, largest, threshold), count};
 }
 
 template <Family kFamily, class T, class G>
@@ -139,8 +150,7 @@ RowResult<device::Real<T>> row_of_family(const RowOfAny<T>& row, double alpha, G
   if constexpr (kFamily == Family::softmax) {
     return softmax_row(row, group, largest);
   } else if constexpr (kFamily == Family::steep) {
-    return sparse_row<kFamily, double>(row, alpha, group, static_cast<double>(largest),
-                                       static_cast<double>(own), wants_size);
+    return steep_row(row, alpha, group, largest, wants_size);
   } else {
     return sparse_row<kFamily>(row, alpha, group, largest, own, wants_size);
   }

@@ -1,8 +1,8 @@
 // The threshold of a row. With b = alpha - 1 and z = x - max(x) <= 0, find theta such that
 //   f(theta) = sum_i [b z_i - theta]_+^(1/b) = 1,   -1 <= theta < 0.
 // The method is that of cpu/solve-inl.hpp: up to alpha = 2 Newton steps on f^b from a lower bound
-// rise to the root and never pass it (for alpha = 2 they are Michelot's, which are finite); above,
-// Newton within a bracket, in f64. Near alpha = 1, theta stands for c in p = (1 + b (z - c))^(1/b).
+// rise to the root and never pass it (for alpha = 2 they are Michelot's, which are finite); what is
+// above is in smxx_steep.cuh. Near alpha = 1, theta stands for c in p = (1 + b (z - c))^(1/b).
 // Where a power costs more than the rest of a step, and p has a second derivative (alpha < 1.5), a
 // step goes to the root of a parabola, which may lie beyond theirs by the cube of f - 1.
 //
@@ -85,7 +85,7 @@ struct Power {
   static constexpr bool near_one = kFamily == Family::near_one;
   // Whether each element has its share of Threshold::rest: where p rises steeply from 0, a scale
   // for all would give to the large ones what belongs to many at the edge.
-  static constexpr bool uses_rest = kFamily == Family::general || kFamily == Family::steep;
+  static constexpr bool uses_rest = kFamily == Family::general;
   static constexpr R edge = near_one ? R{-1} : R{0};   // of excess(): where p leaves 0
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
   // excess() is 0 where it would be negative: it is 1 at most, and the hardware clamps for nothing.
@@ -167,8 +167,6 @@ struct Power {
     if constexpr (rough) return rough_power_of(e, inverse - 1);
     if (!(e > edge)) return R{0};
     if constexpr (near_one) return exp_of(log1p_of(e) * (inverse - 1));
-    // Where 1/b is small, 1/b - 1 has lost digits of it.
-    if constexpr (kFamily == Family::steep) return power_of(e, inverse) / e;
     return power_of(e, inverse - 1);
   }
   R value(R e, R slope) const {
@@ -411,31 +409,6 @@ float rise_of_sparsemax(float theta, G& group, const Elements& for_each) {
       if (next > theta) theta = next;
     }
     if (group.all(done)) return theta;
-  }
-}
-
-// alpha > 2: f^b is not convex, and Newton may pass the root or creep; a bracket is kept, and
-// halved when two steps have not done so.
-template <class P, class G, class Elements>
-Threshold<double> bracket(const P& power, int64_t count, G& group, const Elements& for_each) {
-  double low = P::start;
-  double high = -pow(static_cast<double>(count), -power.b);  // all elements equal: the highest
-  double theta = low, width_before = high - low;
-  for (int i = 0;; ++i) {
-    const Sums<double> sums = evaluate<P, double, double>(power, theta, group, for_each);
-    const double step = power.step(sums, sums.f - 1);
-    (sums.f >= 1 ? low : high) = theta;
-    double next = theta + step;
-    const bool slow = i % 2 == 1 && high - low > width_before / 2;
-    if (i % 2 == 1) width_before = high - low;
-    if (slow || !(next > low && next < high)) next = low + (high - low) / 2;
-    if (next > low && next < high) {
-      theta = next;
-    } else if (theta == low) {
-      return {low, step < 0 ? 0 : step > high - low ? high - low : step, 1};
-    } else {
-      theta = low;  // the last one to look at: none lies between the two
-    }
   }
 }
 
