@@ -79,6 +79,12 @@ class BlockLayout:
         if getattr(self, "handle", None):
             _destroy(self.handle)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockLayout) and self.identifier == other.identifier
+
+    def __hash__(self) -> int:
+        return self.identifier
+
     def __reduce__(self) -> Any:  # copies have handles of their own
         return BlockLayout, (self.present,)
 

@@ -316,3 +316,12 @@ def test_without_names_of_pytorchs_own() -> None:
         timeout=600,
     )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_seeds_are_of_64_bits() -> None:
+    q = random(1, 4, 1, 8)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match="seed: expected a number that fits 64 bits"):
+            pt.attention(q, q, q, dropout=0.5, seed=seed)
+    same = [pt.attention(q, q, q, dropout=0.5, seed=seed) for seed in (-1, 2**64 - 1)]
+    assert torch.equal(*same)

@@ -32,8 +32,9 @@ def test_a_layout_is_named_by_what_it_holds() -> None:
     first, second = BlockLayout(present), BlockLayout(present)
     # The same in every process: exported programs keep it.
     assert first.identifier == second.identifier == IDENTIFIER
-    assert BlockLayout(present.transpose(0, 2, 1)).identifier != IDENTIFIER
-    assert BlockLayout(present.reshape(1, 1, 4)).identifier != IDENTIFIER
+    assert first == second and len({first, second}) == 1
+    for other in (present.transpose(0, 2, 1), present.reshape(1, 1, 4)):
+        assert BlockLayout(other) != first and BlockLayout(other).identifier != IDENTIFIER
     del first
     gc.collect()
     assert (BlockLayout.find(IDENTIFIER).present == present).all()

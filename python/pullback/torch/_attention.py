@@ -88,7 +88,10 @@ def attention(
     elif isinstance(seed, Tensor):
         seed = seed.to(q.device)
     else:
-        bits = (index(seed) + 2**63) % 2**64 - 2**63  # 64 bits without a sign, as those of an int64
+        number = index(seed)
+        if not -(2**63) <= number < 2**64:
+            raise ValueError(f"attention: seed: expected a number that fits 64 bits, got {number}")
+        bits = (number + 2**63) % 2**64 - 2**63  # 64 bits without a sign, as those of an int64
         seed = torch.full((), bits, dtype=torch.int64, device=q.device)
     tensors = (q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seed)
     result: Any = ATTENTION.call(tensors, _fields(**changed), not return_lse)
