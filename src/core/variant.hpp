@@ -33,10 +33,10 @@ struct VariantInfo {
   FeatureSet supports;
   // The highest one that can serve wins. Negative: only when asked for by name.
   int priority;
-  int arch = 0;            // CUDA: the least compute capability, 90 for sm_90
-  bool arch_only = false;  // no newer one either
+  int arch = 0;  // CUDA: the least compute capability, 90 for sm_90
   // Rows of one name may serve a pass each.
   Passes passes = Passes::both;
+  bool arch_only = false;  // no newer architecture either
 };
 
 template <class Problem, class Tensors>
