@@ -49,14 +49,18 @@ inline uint64_t matrix_descriptor(uint32_t address, uint32_t panel_bytes = 16) {
   ", 0;\n"                                               \
   "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " " rest ";\n}"
 
-#define PULLBACK_SHARED(T, type, columns, sums, list, a, b, adds)                                \
-  template <>                                                                                    \
-  inline void product_of_shared<T>(float(&d)[columns / 8][4], uint64_t a_at, uint64_t b_at,      \
-                                   int adds_to) {                                                \
-    asm volatile(PULLBACK_PRODUCT(#columns, type, adds, list ", " a ", " b ", adds, 1, 1, 0, 0") \
-                 : sums(d)                                                                       \
-                 : "l"(a_at), "l"(b_at), "r"(adds_to));                                          \
+#define PULLBACK_IN_SHARED(function, T, type, columns, sums, list, a, b, adds, transposed)        \
+  template <>                                                                                     \
+  inline void function<T>(float(&d)[columns / 8][4], uint64_t a_at, uint64_t b_at, int adds_to) { \
+    asm volatile(                                                                                 \
+        PULLBACK_PRODUCT(#columns, type, adds, list ", " a ", " b ", adds, 1, 1, " transposed)    \
+        : sums(d)                                                                                 \
+        : "l"(a_at), "l"(b_at), "r"(adds_to));                                                    \
   }
+#define PULLBACK_SHARED(T, type, columns, sums, list, a, b, adds) \
+  PULLBACK_IN_SHARED(product_of_shared, T, type, columns, sums, list, a, b, adds, "0, 0")
+#define PULLBACK_TRANSPOSED(T, type, columns, sums, list, a, b, adds) \
+  PULLBACK_IN_SHARED(product_of_transposed, T, type, columns, sums, list, a, b, adds, "1, 1")
 #define PULLBACK_REGISTERS(T, type, columns, sums, list, a, b, adds)                              \
   template <>                                                                                     \
   inline void product_of_registers<T>(float(&d)[columns / 8][4], const uint32_t(&a_words)[4],     \
@@ -70,6 +74,8 @@ inline uint64_t matrix_descriptor(uint32_t address, uint32_t panel_bytes = 16) {
   PULLBACK_SHARED(T, type, 64, PULLBACK_SUMS_32, PULLBACK_LIST_32, "%32", "%33", "%34")        \
   PULLBACK_SHARED(T, type, 96, PULLBACK_SUMS_48, PULLBACK_LIST_48, "%48", "%49", "%50")        \
   PULLBACK_SHARED(T, type, 128, PULLBACK_SUMS_64, PULLBACK_LIST_64, "%64", "%65", "%66")       \
+  PULLBACK_TRANSPOSED(T, type, 32, PULLBACK_SUMS_16, PULLBACK_LIST_16, "%16", "%17", "%18")    \
+  PULLBACK_TRANSPOSED(T, type, 64, PULLBACK_SUMS_32, PULLBACK_LIST_32, "%32", "%33", "%34")    \
   PULLBACK_REGISTERS(T, type, 32, PULLBACK_SUMS_16, PULLBACK_LIST_16, "{%16, %17, %18, %19}",  \
                      "%20", "%21")                                                             \
   PULLBACK_REGISTERS(T, type, 64, PULLBACK_SUMS_32, PULLBACK_LIST_32, "{%32, %33, %34, %35}",  \
@@ -80,6 +86,9 @@ inline uint64_t matrix_descriptor(uint32_t address, uint32_t panel_bytes = 16) {
 // d = a · bᵀ, or d += a · bᵀ where adds; rows of b are columns of the product.
 template <class T, int kTiles>
 void product_of_shared(float (&d)[kTiles][4], uint64_t a, uint64_t b, int adds);
+// d = aᵀ · b, or d += aᵀ · b where adds; columns of a are rows of the product.
+template <class T, int kTiles>
+void product_of_transposed(float (&d)[kTiles][4], uint64_t a, uint64_t b, int adds);
 // d += a · b, a in registers.
 template <class T, int kTiles>
 void product_of_registers(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b);
@@ -89,7 +98,9 @@ PULLBACK_PRODUCTS(f16, "f16")
 
 #undef PULLBACK_PRODUCTS
 #undef PULLBACK_REGISTERS
+#undef PULLBACK_TRANSPOSED
 #undef PULLBACK_SHARED
+#undef PULLBACK_IN_SHARED
 #undef PULLBACK_PRODUCT
 #undef PULLBACK_LIST_64
 #undef PULLBACK_LIST_48

@@ -218,7 +218,7 @@ constexpr FeatureSet kOfBf16 = kAllFeatures & ~features(Feature::f64, Feature::f
 
 constexpr FeatureSet kOfHopper =
     features(Feature::bf16, Feature::f16, Feature::varlen, Feature::grouped_heads,
-             Feature::band_mask, Feature::value_dim);
+             Feature::band_mask, Feature::d_lse, Feature::value_dim);
 
 constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
     {{"cpu_amx_bf16", DeviceKind::cpu, CpuIsa::amx_bf16, kOfBf16, 20},
@@ -229,6 +229,9 @@ constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
     {{"cuda_sm90", DeviceKind::cuda, CpuIsa::any, kOfHopper, 20, 90, Passes::forward,
       /*arch_only=*/true},
      make_cuda_sm90_forward},
+    {{"cuda_sm90", DeviceKind::cuda, CpuIsa::any, kOfHopper, 20, 90, Passes::backward,
+      /*arch_only=*/true},
+     make_cuda_sm90_backward},
     {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::forward},
      make_cuda_forward},
     {{"cuda", DeviceKind::cuda, CpuIsa::any, kAllFeatures, 10, 80, Passes::backward},

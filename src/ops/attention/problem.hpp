@@ -174,6 +174,7 @@ Body make_cpu_amx_bf16(const AttentionProblem& problem, const Device& device, Pa
 Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_cuda_sm90_forward(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_reference(const AttentionProblem& problem, const Device& device, Pass pass);
+Body make_cuda_sm90_backward(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass pass);
 Body make_textbook(const AttentionProblem& problem, const Device& device, Pass pass);
 

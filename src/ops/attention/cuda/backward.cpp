@@ -4,8 +4,7 @@
 
 #include <algorithm>
 
-#include "ops/attention/cuda/backward_body.hpp"
-#include "ops/attention/cuda/backward_tuning.cuh"
+#include "ops/attention/cuda/backward_kernels.hpp"
 #include "ops/attention/cuda/masked_work.hpp"
 
 namespace pullback::attention {
@@ -13,107 +12,12 @@ namespace {
 
 using Params = BackwardParams;
 using Kernel = BackwardKernel;
-constexpr std::string_view kParams = kBackwardParams;
-
-// --- Kernels ---
-
-// smxx_backward_scores.cuh has them by the same numbers.
-enum class Features { plain, dropout, blocks, general, general_blocks, bias, bias_sum };
-constexpr Features kFeatures[] = {Features::plain,   Features::dropout,        Features::blocks,
-                                  Features::general, Features::general_blocks, Features::bias,
-                                  Features::bias_sum};
-constexpr std::string_view kFeatureSuffix[] = {
-    "", "_dropout", "_blocks", "_general", "_general_blocks", "_biased", "_bias_sum"};
-
-// Only f16 and bf16 have these.
-constexpr bool has_own_bias(Features features) {
-  return features == Features::bias || features == Features::bias_sum;
-}
-
-constexpr bool has_blocks(Features features) {
-  return features == Features::blocks || features == Features::general_blocks;
-}
-
-cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
-  const std::string_view type = cuda::device_type(dtype);
-  return {
-      .name = fmt::format("attention_backward_prepare_{}_{}_{}", type, tiles.queries, tiles.keys),
-      .file = "ops/attention/cuda/smxx_backward_rows.cuh",
-      .function =
-          fmt::format("attention::backward_prepare<{}, {}, {}>", type, tiles.queries, tiles.keys),
-      .parameters = kParams,
-      .threads = kRowThreads,
-      .blocks = 4};
-}
-
-BackwardTiles tiles_of(DType dtype, int width, int arch, bool small_blocks = false) {
-  return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch, small_blocks);
-}
-
-struct TileKernel {
-  cuda::OpKernel kernel;
-  int shared_bytes;
-};
-
-TileKernel tile_kernel(DType dtype, int width, Features features, int arch,
-                       bool small_blocks = false) {
-  const std::string_view type = cuda::device_type(dtype);
-  const bool split = dtype == DType::f32, bias = !split && features >= Features::general;
-  BackwardTiles tiles = tiles_of(dtype, width, arch, small_blocks);
-  const bool own = small_blocks && tiles.keys != tiles_of(dtype, width, arch).keys;
-  const bool written = features == Features::bias, sums = features == Features::bias_sum;
-  if (bias) tiles = with_bias(tiles, width, arch, written, sums);
-  const int feature = static_cast<int>(features);
-  return {{.name = fmt::format("attention_backward_{}_{}{}{}", type, width, kFeatureSuffix[feature],
-                               own ? "_small" : ""),
-           .file = split ? "ops/attention/cuda/smxx_backward_split.cuh"
-                         : "ops/attention/cuda/smxx_backward.cuh",
-           .function = fmt::format("attention::{}{}, {}, {}, {}, {}, {}, {}>",
-                                   split ? "split_backward<" : fmt::format("backward<{}, ", type),
-                                   width, tiles.keys, tiles.queries, tiles.split, tiles.stages,
-                                   tiles.query_rows, feature),
-           .parameters = kParams,
-           .threads = tiles.threads(),
-           .blocks = tiles.blocks},
-          tiles.shared_bytes(width, static_cast<int>(size_of(dtype)), bias)};
-}
-
-// f32: a block for each element of the bias.
-cuda::OpKernel bias_kernel(DType dtype, int width, int arch) {
-  const std::string_view type = cuda::device_type(dtype);
-  const int stats_rows = tiles_of(dtype, width, arch).queries;
-  if (dtype == DType::f32) {
-    return {.name = fmt::format("attention_backward_bias_{}_{}", type, stats_rows),
-            .file = "ops/attention/cuda/smxx_backward_plain.cuh",
-            .function = fmt::format("attention::plain_bias<{}, {}>", type, stats_rows),
-            .parameters = kParams,
-            .threads = kPlainThreads};
-  }
-  const BiasTiles tiles = bias_tiles(width, arch);
-  return {.name = fmt::format("attention_backward_bias_{}_{}", type, width),
-          .file = "ops/attention/cuda/smxx_backward_bias.cuh",
-          .function = fmt::format("attention::bias_gradient<{}, {}, {}, {}, {}, {}>", type, width,
-                                  tiles.keys, tiles.queries, tiles.side, stats_rows),
-          .parameters = kParams,
-          .threads = tiles.threads()};
-}
-
-// `what` is clear_bias or combine_bias.
-cuda::OpKernel bias_helper(DType dtype, std::string_view what) {
-  const std::string_view type = cuda::device_type(dtype);
-  return {.name = fmt::format("attention_backward_{}_{}", what, type),
-          .file = "ops/attention/cuda/smxx_backward_bias.cuh",
-          .function = fmt::format("attention::{}<{}>", what, type),
-          .parameters = kParams,
-          .threads = kRowThreads};
-}
-
-// --- f16, bf16, f32 ---
 
 class TileBackward final : public BackwardBody {
  public:
-  TileBackward(const AttentionProblem& problem, const Device& device, int arch)
-      : TileBackward(problem, device, arch, tensor_core_width(problem),
+  // hopper: with its own kernel, where that serves.
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper)
+      : TileBackward(problem, device, arch, hopper, tensor_core_width(problem),
                      tiles_of(problem.q.dtype, tensor_core_width(problem), arch,
                               has_small_blocks(problem))) {}
 
@@ -128,13 +32,13 @@ class TileBackward final : public BackwardBody {
   // kernel.
   enum class BiasPlan { none, written, stepped, summed };
 
-  TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width,
-               const BackwardTiles& tiles)
-      : TileBackward(problem, device, arch, width, tiles,
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
+               int width, const BackwardTiles& tiles)
+      : TileBackward(problem, device, arch, hopper, width, tiles,
                      masked_work(problem, cuda::device_info(device.index), tiles, width)) {}
 
-  TileBackward(const AttentionProblem& problem, const Device& device, int arch, int width,
-               const BackwardTiles& tiles, const MaskedWork& masked)
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
+               int width, const BackwardTiles& tiles, const MaskedWork& masked)
       : BackwardBody(problem, device, tiles.queries, tiles.keys, masked.owners),
         tiles_(tiles),
         masked_(masked) {
@@ -156,10 +60,11 @@ class TileBackward final : public BackwardBody {
     plan_slices(problem, width);
     workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + key_sum_bytes_ +
                       bias_sum_bytes_;
-    plan_kernels(problem, width, arch);
+    plan_kernels(problem, width, arch, hopper);
     description = fmt::format(
-        "tensor cores{}: {} keys x {} queries at a time, sums in f32, in a fixed order: the same "
+        "{}tensor cores{}: {} keys x {} queries at a time, sums in f32, in a fixed order: the same "
         "bits every run{}{}",
+        only_all_ ? "Hopper's " : "",
         problem.q.dtype == DType::f32 ? ", each product as three of f16" : "", tiles_.keys,
         tiles_.queries,
         slice_pairs_ < pairs_
@@ -191,36 +96,45 @@ class TileBackward final : public BackwardBody {
                              std::int64_t{4});
   }
 
-  void plan_kernels(const AttentionProblem& problem, int width, int arch) {
+  void plan_kernels(const AttentionProblem& problem, int width, int arch, bool hopper) {
     const DType dtype = problem.q.dtype;
     if (planes_ > 0 && params_.q_tiles > 0) {
       prepare_ = {prepare_kernel(dtype, tiles_), device_};
       set_grid(prepare_, planes_ * params_.q_tiles);
     }
     if (pairs_ > 0 && params_.k_tiles > 0) {
-      const auto load = [&](Features features) {
-        const TileKernel found =
-            tile_kernel(dtype, width, features, arch, has_small_blocks(problem));
+      const auto load = [&](const TileKernel& found) {
         Kernel kernel(found.kernel, device_, found.shared_bytes);
         set_grid(kernel, slice_pairs_ * pair_blocks_);
         kernel.shape.cluster = static_cast<unsigned>(masked_.owners.blocks);
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
         return kernel;
       };
-      general_ = load(problem.blocks.given() ? Features::general_blocks : Features::general);
+      const auto kernel_of = [&](Features features) {
+        return tile_kernel(dtype, width, features, arch, has_small_blocks(problem));
+      };
+      general_ =
+          load(kernel_of(problem.blocks.given() ? Features::general_blocks : Features::general));
       // One kind of terms, or none, in pieces of 16 bytes.
       const bool terms[] = {problem.bias.given(), problem.dropout > 0, problem.blocks.given()};
       only_vectors_ = vectors_ && (bias_vectors_ || !problem.bias.given()) &&
                       problem.softcap == 0 && std::count(terms, terms + 3, true) <= 1;
-      if (only_vectors_) {
-        aligned_ = load(problem.bias.given()
-                            ? bias_plan_ == BiasPlan::stepped ? Features::bias_sum : Features::bias
-                        : problem.blocks.given() ? Features::blocks
-                        : problem.dropout > 0    ? Features::dropout
-                                                 : Features::plain);
+      only_all_ = hopper && only_vectors_ && std::count(terms, terms + 3, true) == 0 &&
+                  problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
+                  has_hopper_backward_tile(width, static_cast<int>(size_of(dtype)));
+      if (only_all_) {
+        aligned_ = load(hopper_backward_kernel(dtype, width));
+      } else if (only_vectors_) {
+        aligned_ = load(
+            kernel_of(problem.bias.given()
+                          ? bias_plan_ == BiasPlan::stepped ? Features::bias_sum : Features::bias
+                      : problem.blocks.given() ? Features::blocks
+                      : problem.dropout > 0    ? Features::dropout
+                                               : Features::plain));
       }
       // Tiles of a head that follow each other start two steps apart, so that turns come in time.
-      const std::int64_t flight = std::int64_t{device_.multiprocessors} * tiles_.blocks;
+      const std::int64_t flight =
+          std::int64_t{device_.multiprocessors} * (only_all_ ? 1 : tiles_.blocks);
       const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
       params_.pair_group = static_cast<std::int32_t>(
           problem.blocks.given()
@@ -321,7 +235,8 @@ class TileBackward final : public BackwardBody {
     const bool any = tensors.d_q || tensors.d_k || tensors.d_v || params.d_bias.data;
     if (!any || pairs_ == 0 || params.k_tiles == 0) return;
     const bool vectors = params.vectors && (tensors.bias == nullptr || params.bias_vectors);
-    const Kernel& kernel = only_vectors_ && vectors ? aligned_ : general_;
+    const bool all = tensors.d_q && tensors.d_k && tensors.d_v;
+    const Kernel& kernel = only_vectors_ && vectors && (all || !only_all_) ? aligned_ : general_;
     for (std::int64_t first = 0; first < pairs_; first += slice_pairs_) {
       params.first_pair = first;
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
@@ -343,12 +258,19 @@ class TileBackward final : public BackwardBody {
   std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0, key_sum_bytes_ = 0;
   std::size_t bias_sum_bytes_ = 0;
   bool bias_vectors_ = false, d_bias_vectors_ = false;
-  bool vectors_ = false, row_vectors_ = false, only_vectors_ = false, clears_bias_ = false;
+  bool vectors_ = false, row_vectors_ = false, clears_bias_ = false;
+  // Of aligned_: rows in pieces of 16 bytes; all three gradients.
+  bool only_vectors_ = false, only_all_ = false;
   BiasPlan bias_plan_ = BiasPlan::none;
   Kernel prepare_, aligned_, general_, bias_, clear_bias_, combine_bias_;
 };
 
 }  // namespace
+
+Body make_cuda_sm90_backward(const AttentionProblem& problem, const Device& device, Pass) {
+  const int arch = cuda::compile_arch(cuda::device_info(device.index));
+  return cuda::make_body<TileBackward>(problem, device, arch, true);
+}
 
 Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass) {
   const int arch = cuda::compile_arch(cuda::device_info(device.index));
@@ -357,7 +279,7 @@ Body make_cuda_backward(const AttentionProblem& problem, const Device& device, P
                      (dtype == DType::f32 &&
                       split_tiles(TileBackward::tensor_core_width(problem), arch).keys == 0);
   if (plain) return make_plain_backward(problem, device);
-  return cuda::make_body<TileBackward>(problem, device, arch);
+  return cuda::make_body<TileBackward>(problem, device, arch, false);
 }
 
 }  // namespace pullback::attention
@@ -388,6 +310,9 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
         }
       }
       add(bias_kernel(dtype, width, arch));
+      if (arch == 90 && has_hopper_backward_tile(width, static_cast<int>(size_of(dtype)))) {
+        add(hopper_backward_kernel(dtype, width).kernel);
+      }
     }
     add(bias_helper(dtype, "clear_bias"));
     if (dtype != DType::f32) add(bias_helper(dtype, "combine_bias"));

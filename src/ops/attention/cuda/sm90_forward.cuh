@@ -13,63 +13,15 @@
 
 #include "device/bulk.cuh"
 #include "device/warpgroup.cuh"
-#include "device/wgmma.cuh"
+#include "ops/attention/cuda/sm90_products.cuh"
 #include "ops/attention/cuda/smxx_clear.cuh"
 #include "ops/attention/cuda/smxx_forward_rows.cuh"
 #include "ops/attention/cuda/tuning.hpp"
 
 namespace pullback::attention {
 
-// Columns of a panel, and bytes of its rows.
-inline constexpr int kPanel = 64, kPanelRow = 128;
 // Named barriers: of each warpgroup, and of the two turns.
 inline constexpr int kFirstGroup = 1, kFirstTurn = 4;
-
-// Scores of the warpgroup's queries and a tile of keys.
-template <class T, int kWidth, int kRows, int kKeys>
-void ask_for_scores(float (&s)[kKeys / 8][4], uint32_t q_tile, uint32_t k_tile) {
-#pragma unroll
-  for (int step = 0; step < kWidth / 16; ++step) {
-    const uint32_t panel = step / (kPanel / 16), within = step % (kPanel / 16) * 32;
-    product_of_shared<T>(s, matrix_descriptor(q_tile + panel * (kRows * kPanelRow) + within),
-                         matrix_descriptor(k_tile + panel * (kKeys * kPanelRow) + within),
-                         step > 0);
-  }
-}
-
-// Adds to the outputs, by as many columns at a time as a product takes.
-template <class T, int kFirst = 0, int kColumnTiles, int kKeyTiles>
-void ask_for_outputs(float (&out)[kColumnTiles][4], const uint32_t (&weights)[kKeyTiles / 2][4],
-                     uint32_t rows, int step) {
-  constexpr int kLeft = kColumnTiles - kFirst, kTiles = kLeft >= 16 ? 16 : kLeft >= 8 ? 8 : 4;
-  constexpr int kPanelBytes = kKeyTiles * 8 * kPanelRow;
-  product_of_registers<T>(reinterpret_cast<float(&)[kTiles][4]>(out[kFirst]), weights[step],
-                          matrix_descriptor(rows + kFirst / 8 * kPanelBytes, kPanelBytes));
-  if constexpr (kLeft > kTiles) {
-    ask_for_outputs<T, kFirst + kTiles, kColumnTiles, kKeyTiles>(out, weights, rows, step);
-  }
-}
-template <class T, int kColumnTiles, int kKeys>
-void ask_for_outputs(float (&out)[kColumnTiles][4], const uint32_t (&weights)[kKeys / 16][4],
-                     uint32_t v_tile) {
-#pragma unroll
-  for (int step = 0; step < kKeys / 16; ++step) {
-    ask_for_outputs<T, 0, kColumnTiles, kKeys / 8>(out, weights, v_tile + step * (16 * kPanelRow),
-                                                   step);
-  }
-}
-
-template <class T, int kTiles>
-void pack_weights(uint32_t (&weights)[kTiles / 2][4], const float (&s)[kTiles][4]) {
-#pragma unroll
-  for (int step = 0; step < kTiles / 2; ++step) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float* const pair = &s[2 * step + e / 2][e % 2 * 2];
-      weights[step][e] = pack<T>(pair[0], pair[1]);
-    }
-  }
-}
 
 // Two warpgroups ask for their products by turns: the one makes weights while the other's products
 // keep the tensor cores busy. Three need no order.

@@ -1,0 +1,115 @@
+// The kernels of the backward pass on tensor cores.
+#pragma once
+
+#include <fmt/format.h>
+
+#include "ops/attention/cuda/backward_body.hpp"
+#include "ops/attention/cuda/sm90_backward_tuning.cuh"
+
+namespace pullback::attention {
+
+// smxx_backward_scores.cuh has them by the same numbers.
+enum class Features { plain, dropout, blocks, general, general_blocks, bias, bias_sum };
+inline constexpr Features kFeatures[] = {
+    Features::plain,          Features::dropout, Features::blocks,  Features::general,
+    Features::general_blocks, Features::bias,    Features::bias_sum};
+inline constexpr std::string_view kFeatureSuffix[] = {
+    "", "_dropout", "_blocks", "_general", "_general_blocks", "_biased", "_bias_sum"};
+
+// Only f16 and bf16 have these.
+constexpr bool has_own_bias(Features features) {
+  return features == Features::bias || features == Features::bias_sum;
+}
+
+constexpr bool has_blocks(Features features) {
+  return features == Features::blocks || features == Features::general_blocks;
+}
+
+inline cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
+  const std::string_view type = cuda::device_type(dtype);
+  return {
+      .name = fmt::format("attention_backward_prepare_{}_{}_{}", type, tiles.queries, tiles.keys),
+      .file = "ops/attention/cuda/smxx_backward_rows.cuh",
+      .function =
+          fmt::format("attention::backward_prepare<{}, {}, {}>", type, tiles.queries, tiles.keys),
+      .parameters = kBackwardParams,
+      .threads = kRowThreads,
+      .blocks = 4};
+}
+
+inline BackwardTiles tiles_of(DType dtype, int width, int arch, bool small_blocks = false) {
+  return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch, small_blocks);
+}
+
+struct TileKernel {
+  cuda::OpKernel kernel;
+  int shared_bytes;
+};
+
+inline TileKernel tile_kernel(DType dtype, int width, Features features, int arch,
+                              bool small_blocks = false) {
+  const std::string_view type = cuda::device_type(dtype);
+  const bool split = dtype == DType::f32, bias = !split && features >= Features::general;
+  BackwardTiles tiles = tiles_of(dtype, width, arch, small_blocks);
+  const bool own = small_blocks && tiles.keys != tiles_of(dtype, width, arch).keys;
+  const bool written = features == Features::bias, sums = features == Features::bias_sum;
+  if (bias) tiles = with_bias(tiles, width, arch, written, sums);
+  const int feature = static_cast<int>(features);
+  return {{.name = fmt::format("attention_backward_{}_{}{}{}", type, width, kFeatureSuffix[feature],
+                               own ? "_small" : ""),
+           .file = split ? "ops/attention/cuda/smxx_backward_split.cuh"
+                         : "ops/attention/cuda/smxx_backward.cuh",
+           .function = fmt::format("attention::{}{}, {}, {}, {}, {}, {}, {}>",
+                                   split ? "split_backward<" : fmt::format("backward<{}, ", type),
+                                   width, tiles.keys, tiles.queries, tiles.split, tiles.stages,
+                                   tiles.query_rows, feature),
+           .parameters = kBackwardParams,
+           .threads = tiles.threads(),
+           .blocks = tiles.blocks},
+          tiles.shared_bytes(width, static_cast<int>(size_of(dtype)), bias)};
+}
+
+inline TileKernel hopper_backward_kernel(DType dtype, int width) {
+  const std::string_view type = cuda::device_type(dtype);
+  const HopperBackwardTile tile = hopper_backward_tile(width);
+  return {{.name = fmt::format("attention_backward_sm90_{}_{}", type, width),
+           .file = "ops/attention/cuda/sm90_backward.cuh",
+           .function = fmt::format(
+               "attention::hopper_backward<{}, attention::hopper_backward_tile({})>", type, width),
+           .parameters = kBackwardParams,
+           .threads = tile.threads(),
+           .arch_specific = true},
+          tile.shared_bytes()};
+}
+
+// f32: a block for each element of the bias.
+inline cuda::OpKernel bias_kernel(DType dtype, int width, int arch) {
+  const std::string_view type = cuda::device_type(dtype);
+  const int stats_rows = tiles_of(dtype, width, arch).queries;
+  if (dtype == DType::f32) {
+    return {.name = fmt::format("attention_backward_bias_{}_{}", type, stats_rows),
+            .file = "ops/attention/cuda/smxx_backward_plain.cuh",
+            .function = fmt::format("attention::plain_bias<{}, {}>", type, stats_rows),
+            .parameters = kBackwardParams,
+            .threads = kPlainThreads};
+  }
+  const BiasTiles tiles = bias_tiles(width, arch);
+  return {.name = fmt::format("attention_backward_bias_{}_{}", type, width),
+          .file = "ops/attention/cuda/smxx_backward_bias.cuh",
+          .function = fmt::format("attention::bias_gradient<{}, {}, {}, {}, {}, {}>", type, width,
+                                  tiles.keys, tiles.queries, tiles.side, stats_rows),
+          .parameters = kBackwardParams,
+          .threads = tiles.threads()};
+}
+
+// `what` is clear_bias or combine_bias.
+inline cuda::OpKernel bias_helper(DType dtype, std::string_view what) {
+  const std::string_view type = cuda::device_type(dtype);
+  return {.name = fmt::format("attention_backward_{}_{}", what, type),
+          .file = "ops/attention/cuda/smxx_backward_bias.cuh",
+          .function = fmt::format("attention::{}<{}>", what, type),
+          .parameters = kBackwardParams,
+          .threads = kRowThreads};
+}
+
+}  // namespace pullback::attention
