@@ -14,13 +14,18 @@
 
 namespace pullback::device {
 
-// How a product finds a matrix: 8 rows are 1024 bytes, permuted by 128; of a transposed one 64
-// further columns are `panel_bytes` further on.
-inline uint64_t matrix_descriptor(uint32_t address, uint32_t panel_bytes = 16) {
-  constexpr uint64_t kPermuted128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32;
-  return kPermuted128 | kEightRows | uint64_t{(panel_bytes & 0x3ffff) >> 4} << 16 |
-         (address & 0x3ffff) >> 4;
-}
+// How products find their parts of a matrix: 8 rows are 1024 bytes, permuted by 128; of a
+// transposed one 64 further columns are `panel_bytes` further on.
+struct MatrixAddress {
+  uint32_t low, high;
+
+  explicit MatrixAddress(uint32_t address, uint32_t panel_bytes = 16)
+      : low(address >> 4 | panel_bytes >> 4 << 16), high(1u << 30 | 1024 >> 4) {}
+  // So many bytes further on: an addition, as shared memory ends before its 14 bits do.
+  uint64_t at(uint32_t bytes) const {
+    return static_cast<uint64_t>(high) << 32 | (low + (bytes >> 4));
+  }
+};
 
 // Instructions name each of their registers, hence macros.
 #define PULLBACK_SUMS_4(d, n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])

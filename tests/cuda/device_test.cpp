@@ -216,7 +216,7 @@ TEST_F(OnDeviceToolkit, warpgroups_multiply) {
   product_fence();
   #pragma unroll
   for (int step = 0; step < 4; ++step) {
-    product_of_shared<bf16>(s, matrix_descriptor(q + step * 32), matrix_descriptor(k + step * 32),
+    product_of_shared<bf16>(s, MatrixAddress(q).at(step * 32), MatrixAddress(k).at(step * 32),
                             step > 0);
   }
   product_commit();
@@ -232,7 +232,7 @@ TEST_F(OnDeviceToolkit, warpgroups_multiply) {
   product_fence();
   #pragma unroll
   for (int step = 0; step < 6; ++step) {
-    product_of_registers<bf16>(out, a[step], matrix_descriptor(v + step * 2048));
+    product_of_registers<bf16>(out, a[step], MatrixAddress(v).at(step * 2048));
   }
   product_commit();
   product_wait<0>();
@@ -262,6 +262,86 @@ TEST_F(OnDeviceToolkit, warpgroups_multiply) {
     }
   }
   EXPECT_EQ(to, expected);
+}
+
+// d = aᵀ b, of all of b's 64 columns and of the last 32: small integers, which no step rounds.
+TEST_F(OnDeviceToolkit, warpgroups_multiply_transposed) {
+  if (device_info(0).arch() != 90) GTEST_SKIP() << "needs sm_90";
+  constexpr int kRows = 32, kColumns = 64;
+  std::vector<int> numbers(2 * kRows * kColumns);
+  std::vector<std::uint16_t> from(numbers.size());
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    numbers[i] = static_cast<int>((i * 7 + i / 11 + i / 64 * 3) % 5) - 2;
+    from[i] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(float(numbers[i])) >> 16);
+  }
+  const auto to = run<float>("wgmma_transposed", "device/wgmma.cuh", R"(
+  __shared__ alignas(1024) uint16_t tiles[64 * 64];
+  for (int i = threadIdx.x; i < 64 * 64; i += 128) {
+    const int row = i / 64, column = i % 64;
+    tiles[row * 64 + (column / 8 ^ row % 8) * 8 + column % 8] =
+        static_cast<const uint16_t*>(b.from)[i];
+  }
+  fence_async_proxy();
+  __syncthreads();
+  const uint32_t rows = static_cast<uint32_t>(__cvta_generic_to_shared(tiles));
+  const uint32_t columns = rows + 32 * 128;
+  float all[8][4] = {}, half[4][4] = {};
+  keep_in_place(all);
+  keep_in_place(half);
+  product_fence();
+  #pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    const uint64_t a = MatrixAddress(rows).at(step * 2048);
+    product_of_transposed<bf16>(all, a, MatrixAddress(columns).at(step * 2048), step > 0);
+    product_of_transposed<bf16>(half, a, MatrixAddress(columns + 64).at(step * 2048), step > 0);
+  }
+  product_commit();
+  product_wait<0>();
+  keep_in_place(all);
+  keep_in_place(half);
+  float* const to = static_cast<float*>(b.to);
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  #pragma unroll
+  for (int i = 0; i < 12 * 4; ++i) {
+    const int n = i / 4, at = n * 8 + column + i % 2, r = row + i % 4 / 2 * 8;
+    to[r * 96 + at] = n < 8 ? all[n % 8][i % 4] : half[n % 4][i % 4];
+  })",
+                             from, kColumns * 96, 1, 128, 1, true);
+  std::vector<float> expected(to.size());
+  for (int i = 0; i < kColumns; ++i) {
+    for (int at = 0; at < 96; ++at) {
+      const int j = at < kColumns ? at : at - 32;
+      for (int r = 0; r < kRows; ++r) {
+        expected[i * 96 + at] +=
+            static_cast<float>(numbers[r * kColumns + i] * numbers[(kRows + r) * kColumns + j]);
+      }
+    }
+  }
+  EXPECT_EQ(to, expected);
+}
+
+TEST_F(OnDeviceToolkit, bulk_copies_store_and_add) {
+  if (device_info(0).major < 9) GTEST_SKIP() << "needs sm_90";
+  std::vector<float> from(2048);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<float>(i) - 1000;
+  const auto to = run<float>("bulk_out", "device/bulk_out.cuh", R"(
+  __shared__ alignas(16) float buffer[2048];
+  for (int i = threadIdx.x; i < 2048; i += 128) buffer[i] = static_cast<const float*>(b.from)[i];
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float* const to = static_cast<float*>(b.to);
+    bulk_store(to, shared_address(buffer), sizeof(buffer));
+    bulk_commit();
+    bulk_wait();
+    bulk_add(to, shared_address(buffer), sizeof(buffer));
+    bulk_add(to, shared_address(buffer), sizeof(buffer));
+    bulk_commit();
+    bulk_wait_read();
+    bulk_wait();
+  })",
+                             from, 2048, 1, 128);
+  for (std::size_t i = 0; i < to.size(); ++i) EXPECT_EQ(to[i], 3 * from[i]);
 }
 
 TEST_F(OnDeviceToolkit, blocks_of_a_cluster_write_to_each_other) {

@@ -50,6 +50,15 @@ class TileBackward final : public BackwardBody {
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(problem.bias);
     d_bias_vectors_ = has_vector_keys(problem.d_bias);
+    // One kind of terms, or none, in pieces of 16 bytes.
+    const bool terms[] = {problem.bias.given(), problem.dropout > 0, problem.blocks.given()};
+    only_vectors_ = vectors_ && (bias_vectors_ || !problem.bias.given()) && problem.softcap == 0 &&
+                    std::count(terms, terms + 3, true) <= 1;
+    only_all_ = hopper && only_vectors_ && std::count(terms, terms + 3, true) == 0 &&
+                problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
+                has_hopper_backward_tile(width, static_cast<int>(size_of(problem.q.dtype))) &&
+                hopper_backward_pays(width, sizes_.max_query, pairs_ * params_.k_tiles,
+                                     device_.multiprocessors);
     const SeenBlocksTable& blocks = blocks_.get();
     params_.lines = blocks.given() ? blocks.lines : params_.q_tiles;
     pair_blocks_ = blocks.given() ? blocks.lists : params_.k_tiles;
@@ -60,7 +69,7 @@ class TileBackward final : public BackwardBody {
     plan_slices(problem, width);
     workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + key_sum_bytes_ +
                       bias_sum_bytes_;
-    plan_kernels(problem, width, arch, hopper);
+    plan_kernels(problem, width, arch);
     description = fmt::format(
         "{}tensor cores{}: {} keys x {} queries at a time, sums in f32, in a fixed order: the same "
         "bits every run{}{}",
@@ -82,8 +91,9 @@ class TileBackward final : public BackwardBody {
       own += spec->numel() * static_cast<std::int64_t>(size_of(spec->dtype));
     }
     const std::int64_t limit = std::max<std::int64_t>(std::int64_t{128} << 20, own / 12);
+    const int sum_width = only_all_ ? hopper_backward_tile(width).sum_width() : width;
     const std::int64_t pair_bytes =
-        sizes_.group * params_.lines * tiles_.queries * width * std::int64_t{4};
+        sizes_.group * params_.lines * tiles_.queries * sum_width * std::int64_t{4};
     slice_pairs_ = pairs_;
     if (bias_plan_ == BiasPlan::stepped) {
       slice_pairs_ = sizes_.kv_heads;
@@ -96,7 +106,7 @@ class TileBackward final : public BackwardBody {
                              std::int64_t{4});
   }
 
-  void plan_kernels(const AttentionProblem& problem, int width, int arch, bool hopper) {
+  void plan_kernels(const AttentionProblem& problem, int width, int arch) {
     const DType dtype = problem.q.dtype;
     if (planes_ > 0 && params_.q_tiles > 0) {
       prepare_ = {prepare_kernel(dtype, tiles_), device_};
@@ -115,13 +125,6 @@ class TileBackward final : public BackwardBody {
       };
       general_ =
           load(kernel_of(problem.blocks.given() ? Features::general_blocks : Features::general));
-      // One kind of terms, or none, in pieces of 16 bytes.
-      const bool terms[] = {problem.bias.given(), problem.dropout > 0, problem.blocks.given()};
-      only_vectors_ = vectors_ && (bias_vectors_ || !problem.bias.given()) &&
-                      problem.softcap == 0 && std::count(terms, terms + 3, true) <= 1;
-      only_all_ = hopper && only_vectors_ && std::count(terms, terms + 3, true) == 0 &&
-                  problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
-                  has_hopper_backward_tile(width, static_cast<int>(size_of(dtype)));
       if (only_all_) {
         aligned_ = load(hopper_backward_kernel(dtype, width));
       } else if (only_vectors_) {

@@ -41,7 +41,8 @@ struct HopperBackward {
   static constexpr int kWidth = kTile.width, kPanels = kTile.panels();
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kGroups = kTile.groups;
   static constexpr int kStages = kTile.stages;
-  static constexpr int kOwnKeys = kKeys / kGroups, kOwnWidth = kWidth / kGroups;
+  static constexpr int kSumWidth = kTile.sum_width();
+  static constexpr int kOwnKeys = kKeys / kGroups, kOwnWidth = kSumWidth / kGroups;
   static constexpr int kTiles = kWidth / 8, kQueryTiles = kQueries / 8, kOwnTiles = kOwnWidth / 8;
   static constexpr int kWorkers = kGroups * kWarpgroupSize;
   static constexpr int kCopiers = kWarpgroupSize / 2;  // threads
@@ -54,7 +55,7 @@ struct HopperBackward {
   static constexpr uint32_t kKeyBytes = kPanels * kKeys * kPanelRow;
   static constexpr uint32_t kQueryBytes = kPanels * kQueries * kPanelRow;
   static constexpr uint32_t kScoreBytes = kKeys * kPanelRow;
-  static constexpr uint32_t kSumBytes = kQueries * kWidth * 4;
+  static constexpr uint32_t kSumBytes = kQueries * kSumWidth * 4;
 
   struct Shared {
     BlockPlace place;
@@ -170,7 +171,7 @@ struct HopperBackward {
   }
   float* sums_of(const Turn& turn) const {
     const int64_t line = turn.line - p.first_pair * p.problem.group * p.lines;
-    return p.sums + line * (kQueries * kWidth);
+    return p.sums + line * (kQueries * kSumWidth);
   }
 
   // Of two steps each takes one: turns, and the writes that they wait for, take longer than a step.
@@ -209,57 +210,78 @@ struct HopperBackward {
   };
 
   // What a thread has of S^T and dP^T: [n][2 · half + c] is key lane / 4 + 8 · half of the warp's
-  // 16 and query 8 · n + lane % 4 · 2 + c. Bit 4 · n + 2 · half + c of what this returns: seen.
-  uint32_t seen_pairs(const float (&s)[kQueryTiles][4], const Worker& worker, int tile,
-                      uint32_t stats) const {
-    const int first_key = place.tile * kKeys + worker.row + worker.lane / 4;
-    const int first_query = tile * kQueries + worker.lane % 4 * 2;
-    const float factor = p.problem.scale * kLog2E;
-    uint32_t seen = 0;
+  // 16 and query 8 · n + lane % 4 · 2 + c. Of each half the queries that see the key, by 8 · n + c.
+  struct SeenQueries {
+    int begin[2];
+    uint32_t count[2];
+
+    bool covers(int n, int e) const {
+      return static_cast<uint32_t>(8 * n + e % 2 - begin[e / 2]) < count[e / 2];
+    }
+  };
+  SeenQueries seen_queries(const Worker& worker, int tile) const {
+    const int first = tile * kQueries + worker.lane % 4 * 2;
+    SeenQueries seen;
 #pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float row[4];
-      load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + worker.lane % 4 * 16));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = first_query + 8 * n + e % 2, j = first_key + e / 2 * 8;
-        // -inf is not seen, NaN is; an lse of inf is of a row that sees nothing.
-        const bool sees = (i < place.q_length) & (j < place.k_length) & (j - i >= place.lowest) &
-                          (j - i <= place.highest) & (s[n][e] * factor != -infinity<float>()) &
-                          (row[e % 2 * 2] != infinity<float>());
-        seen |= (sees ? 1u : 0u) << (4 * n + e);
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int key = place.tile * kKeys + worker.row + worker.lane / 4 + 8 * half;
+      const int begin = key - place.highest, end = key - place.lowest + 1;
+      const int last = key >= place.k_length ? begin : end < place.q_length ? end : place.q_length;
+      seen.begin[half] = begin - first;
+      seen.count[half] = last > begin ? last - begin : 0;
     }
     return seen;
   }
 
-  // P^T, then dS^T, in place of S^T. kCareful: what is not seen is -0.
-  template <bool kCareful>
-  void make_chances(float (&s)[kQueryTiles][4], uint32_t stats, int lane, uint32_t seen) const {
+  // Each in place and in a branch without another side: with two sides the compiler lacks registers
+  // for the products that run meanwhile.
+  void hide_unseen(float (&s)[kQueryTiles][4], const SeenQueries& seen) const {
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = seen.covers(n, e) ? s[n][e] : -infinity<float>();
+    }
+  }
+  // Unseen chances become -0, which others are not. (Of a row whose lse is NaN they are not 0.)
+  void mark_unseen(float (&s)[kQueryTiles][4], const SeenQueries& seen) const {
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = seen.covers(n, e) && s[n][e] != 0 ? s[n][e] : -0.0f;
+    }
+  }
+  // The same gradients become -0.
+  void mark_unseen(Words& gradients, const Words& chances) const {
+#pragma unroll
+    for (int step = 0; step < kQueryTiles / 2; ++step) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        uint32_t& word = gradients[step][e];
+        if ((chances[step][e] & 0xffffu) == kUnseenBits) word = (word & ~0xffffu) | kUnseenBits;
+        if (chances[step][e] >> 16 == kUnseenBits) word = (word & 0xffffu) | kUnseenBits << 16;
+      }
+    }
+  }
+
+  // P^T, then dS^T, in place of S^T.
+  void make_chances(float (&s)[kQueryTiles][4], uint32_t stats, int lane) const {
     const float factor = p.problem.scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float row[4];  // lse, delta of two queries
       load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float chance = exp2_approx(s[n][e] * factor - row[e % 2 * 2]);
-        s[n][e] = !kCareful || (seen >> (4 * n + e) & 1) != 0 ? chance : -0.0f;
-      }
+      for (int e = 0; e < 4; ++e) s[n][e] = exp2_approx(s[n][e] * factor - row[e % 2 * 2]);
     }
   }
-  template <bool kCareful>
   void make_gradients(float (&s)[kQueryTiles][4], const float (&d_p)[kQueryTiles][4],
-                      uint32_t stats, int lane, uint32_t seen) const {
+                      uint32_t stats, int lane) const {
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {
       float row[4];
       load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float d_s = s[n][e] * (d_p[n][e] - row[e % 2 * 2 + 1]);
-        s[n][e] = !kCareful || (seen >> (4 * n + e) & 1) != 0 ? d_s : -0.0f;
-      }
+      for (int e = 0; e < 4; ++e) s[n][e] *= d_p[n][e] - row[e % 2 * 2 + 1];
     }
   }
 
@@ -361,10 +383,9 @@ struct HopperBackward {
     fence_async_proxy();
     const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
     const bool whole = tile >= block.whole.begin && tile < block.whole.end;
-    const bool careful = suspicious || !finite_keys ||
-                         (!whole && pairs_seen(place, place.tile * kKeys + worker.group * kOwnKeys,
-                                               tile * kQueries, kOwnKeys, kQueries) != Seen::all);
-
+    const bool partly = !whole && pairs_seen(place, place.tile * kKeys + worker.group * kOwnKeys,
+                                             tile * kQueries, kOwnKeys, kQueries) != Seen::all;
+    const bool marked = suspicious || !finite_keys;
     float s[kQueryTiles][4] = {}, d_p[kQueryTiles][4] = {};
     Words chances, gradients;
     product_fence();
@@ -374,33 +395,25 @@ struct HopperBackward {
     product_commit();
     product_wait<1>();
     keep_in_place(s);
-    uint32_t seen = ~0u;
-    if (careful) {
-      seen = seen_pairs(s, worker, tile, stats);
-      make_chances<true>(s, stats, lane, seen);
-    } else {
-      make_chances<false>(s, stats, lane, seen);
-    }
+    if (partly) hide_unseen(s, seen_queries(worker, tile));
+    make_chances(s, stats, lane);
+    if (marked) mark_unseen(s, seen_queries(worker, tile));
     pack_weights<T>(chances, s);
-    product_wait<0>();
-    keep_in_place(d_p);
-    if (careful) {
-      make_gradients<true>(s, d_p, stats, lane, seen);
-    } else {
-      make_gradients<false>(s, d_p, stats, lane, seen);
-    }
-    pack_weights<T>(gradients, s);
     if (suspicious) {
-      keep_in_place(d_v);
+      product_wait<0>();
       clean_rows(d_v, chances, ds_tile, q_tile, d_out_tile, worker);
     }
-    store_scores(ds_tile, gradients, worker);
-    fence_async_proxy();
     keep_in_place(d_v);
-    keep_in_place(d_k);
     product_fence();
     ask_for_outputs<T, kTiles, kQueries>(d_v, chances, d_out_tile);
     product_commit();
+    product_wait<1>();
+    keep_in_place(d_p);
+    make_gradients(s, d_p, stats, lane);
+    pack_weights<T>(gradients, s);
+    if (marked) mark_unseen(gradients, chances);
+    store_scores(ds_tile, gradients, worker);
+    fence_async_proxy();
     named_wait(kBothGroups, kWorkers);  // dS of both is there
     auto& d_q = reinterpret_cast<float(&)[kOwnTiles][4]>(s);
     const Turn turn = turn_of(tile, head_of_group);
@@ -414,6 +427,7 @@ struct HopperBackward {
       for (int n = 0; n < kOwnTiles; ++n) load_past_l1(d_q[n], sums + n * (kWarpgroupSize * 4));
     }
     keep_in_place(d_q);
+    keep_in_place(d_k);
     product_fence();
     ask_for_queries(d_q, ds_tile, keys_of_d_q, worker.group, turn.adds_sums());
     product_commit();
@@ -425,18 +439,13 @@ struct HopperBackward {
     if (turn.last) {
       store_queries(tile, head_of(head_of_group), d_q, worker);
     } else {
-#pragma unroll
-      for (int n = 0; n < kOwnTiles; ++n) {
-        const uint32_t piece[4] = {__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
-                                   __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])};
-        store_shared(sums_tile + (sums_thread + n * kWarpgroupSize) * 16, piece);
-      }
-      fence_async_proxy();
+      hand_over(d_q, sums_thread);
     }
     barrier_arrive(&shared.sums_full[number % kAdders]);
     product_wait<0>();
     keep_in_place(d_v);
     keep_in_place(d_k);
+    __syncwarp();  // all lanes have read their statistics
     if (lane == 0) barrier_arrive(&shared.empty[stage]);
   }
 
@@ -444,12 +453,24 @@ struct HopperBackward {
   __forceinline__ void ask_for_queries(float (&d_q)[kOwnTiles][4], uint32_t ds_tile, uint32_t keys,
                                        int group, bool adds) const {
     const uint32_t column = group * kOwnWidth;
-    const uint32_t from = keys + column / kPanel * (kKeys * kPanelRow) + column % kPanel * 2;
+    const MatrixAddress rows(ds_tile);
+    const MatrixAddress columns(keys + column / kPanel * (kKeys * kPanelRow) + column % kPanel * 2);
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      product_of_transposed<T>(d_q, matrix_descriptor(ds_tile + step * (16 * kPanelRow)),
-                               matrix_descriptor(from + step * (16 * kPanelRow)), step > 0 || adds);
+      product_of_transposed<T>(d_q, rows.at(step * (16 * kPanelRow)),
+                               columns.at(step * (16 * kPanelRow)), step > 0 || adds);
     }
+  }
+
+  // To the warps that add them up.
+  void hand_over(const float (&d_q)[kOwnTiles][4], int sums_thread) const {
+#pragma unroll
+    for (int n = 0; n < kOwnTiles; ++n) {
+      const uint32_t piece[4] = {__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
+                                 __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])};
+      store_shared(sums_tile + (sums_thread + n * kWarpgroupSize) * 16, piece);
+    }
+    fence_async_proxy();
   }
 
   void store_queries(int tile, int head, const float (&d_q)[kOwnTiles][4],

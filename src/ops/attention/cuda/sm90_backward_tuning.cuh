@@ -16,19 +16,27 @@ struct HopperBackwardTile {
 
   static constexpr int threads() { return (groups + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
+  constexpr int sum_width() const { return panels() * 64; }   // of d_q's sums, half for each group
   // Keys, values and keys made finite; queries and d_out; dS; d_q; statistics. With what it takes
   // to begin at a multiple of 1024.
   constexpr int shared_bytes() const {
     return (3 * keys + 2 * stages * queries) * panels() * 128 + 2 * keys * 128 +
-           queries * width * 4 + stages * stats_bytes(queries) + 1024;
+           queries * sum_width() * 4 + stages * stats_bytes(queries) + 1024;
   }
 };
 constexpr bool has_hopper_backward_tile(int width, int element_bytes) {
-  return (width == 64 || width == 128) && element_bytes == 2;
+  return width >= 64 && width <= 128 && element_bytes == 2;
+}
+// Heads of 64 with few queries are little work for what a thread block begins and ends with: where
+// there are many blocks, other kernels have two of a multiprocessor.
+constexpr bool hopper_backward_pays(int width, int64_t queries, int64_t blocks,
+                                    int multiprocessors) {
+  return width > 64 || queries > 256 || blocks <= 2 * multiprocessors;
 }
 constexpr HopperBackwardTile hopper_backward_tile(int width) {
-  return width == 64 ? HopperBackwardTile{width, 3, 40, 232}
-                     : HopperBackwardTile{width, 2, 24, 240};
+  if (width == 64) return {width, 3, 40, 232};
+  if (width == 96) return {width, 2, 56, 224};
+  return {width, 2, 24, 240};
 }
 
 }  // namespace pullback::attention
