@@ -399,21 +399,21 @@ struct HopperBackward {
     make_chances(s, stats, lane);
     if (marked) mark_unseen(s, seen_queries(worker, tile));
     pack_weights<T>(chances, s);
-    if (suspicious) {
-      product_wait<0>();
-      clean_rows(d_v, chances, ds_tile, q_tile, d_out_tile, worker);
-    }
-    keep_in_place(d_v);
-    product_fence();
-    ask_for_outputs<T, kTiles, kQueries>(d_v, chances, d_out_tile);
-    product_commit();
-    product_wait<1>();
+    product_wait<0>();
     keep_in_place(d_p);
     make_gradients(s, d_p, stats, lane);
     pack_weights<T>(gradients, s);
     if (marked) mark_unseen(gradients, chances);
+    if (suspicious) {
+      keep_in_place(d_v);
+      clean_rows(d_v, chances, ds_tile, q_tile, d_out_tile, worker);
+    }
     store_scores(ds_tile, gradients, worker);
     fence_async_proxy();
+    keep_in_place(d_v);
+    product_fence();
+    ask_for_outputs<T, kTiles, kQueries>(d_v, chances, d_out_tile);
+    product_commit();
     named_wait(kBothGroups, kWorkers);  // dS of both is there
     auto& d_q = reinterpret_cast<float(&)[kOwnTiles][4]>(s);
     const Turn turn = turn_of(tile, head_of_group);
