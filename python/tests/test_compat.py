@@ -36,15 +36,23 @@ def test_flash_attn_func() -> None:
         compat.flash_attn_func(q, k, v, alibi_slopes=torch.ones(4))
 
 
-def test_flash_attn_varlen_func_and_qkvpacked() -> None:
+def test_flash_attn_varlen_func_and_packed() -> None:
     qkv = random(10, 3, 2, 8)
+    q, k, v = qkv.unbind(1)
+    kv = qkv[:, 1:]
     cu = torch.tensor([0, 4, 10], dtype=torch.int32)
-    out = compat.flash_attn_varlen_func(*qkv.unbind(1), cu, cu, 6, 6, causal=True)
-    parts = [
-        compat.flash_attn_qkvpacked_func(qkv[None, a:b], causal=True)[0]
-        for a, b in ((0, 4), (4, 10))
-    ]
-    torch.testing.assert_close(out, torch.cat(parts))
+    out = compat.flash_attn_varlen_func(q, k, v, cu, cu, 6, 6, causal=True)
+    for packed in (
+        lambda a, b: compat.flash_attn_qkvpacked_func(qkv[None, a:b], 0.0, None, True),
+        lambda a, b: compat.flash_attn_kvpacked_func(q[None, a:b], kv[None, a:b], causal=True),
+    ):
+        parts = [packed(a, b)[0] for a, b in ((0, 4), (4, 10))]
+        torch.testing.assert_close(out, torch.cat(parts))
+    for same in (
+        compat.flash_attn_varlen_qkvpacked_func(qkv, cu, 6, causal=True),
+        compat.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 6, 6, 0.0, None, True),
+    ):
+        assert torch.equal(out, same)
 
 
 def test_rows_that_see_nothing_give_zeros_and_no_gradient() -> None:
@@ -133,6 +141,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
                 call(src, torch.zeros(shape, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"qkv: expected \[B,S,3,H,D\], got \[2, 4, 8\]"):
         compat.flash_attn_qkvpacked_func(random(2, 4, 8))
+    with pytest.raises(ValueError, match=r"kv: expected \[total,2,H,D\], got \[4, 3, 2, 8\]"):
+        cu = torch.tensor([0, 4])
+        compat.flash_attn_varlen_kvpacked_func(src, random(4, 3, 2, 8), cu, cu, 4, 4)
     with pytest.raises(ValueError, match="alpha: expected what broadcasts"):
         compat.entmax_bisect(src, torch.ones(3, 4))
 

@@ -2,7 +2,7 @@
 
 Change the import, keep the code. What differs from the originals:
 
-flash_attn_func, flash_attn_varlen_func
+flash_attn_func, flash_attn_varlen_func, and both with _qkvpacked and _kvpacked
     Any dtype, on the CPU too, head dims of q and v may differ; lse is -inf (not +inf) for rows
     that see nothing. The third value with return_attn_probs is None. Refused are block_table (paged
     KV) and alibi_slopes: `pullback.torch.attention` takes them as a bias, and gives its gradient.
@@ -29,7 +29,14 @@ from ._entmax import (
     sparsemax,
     sparsemax_bisect,
 )
-from ._flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
+from ._flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from ._torch_scatter import (
     gather_coo,
     gather_csr,
@@ -55,8 +62,11 @@ __all__ = [
     "entmax15",
     "entmax_bisect",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "gather_coo",
     "gather_csr",
     "segment_add_coo",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .. import torch as ops
@@ -41,38 +43,6 @@ def flash_attn_func(
         deterministic=deterministic,
     )
     return (out, lse, None) if return_attn_probs else out
-
-
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, None]:
-    """`flash_attn_func` on qkv [B,S,3,H,D]; returns out [B,S,H,D]."""
-    if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ValueError(
-            f"flash_attn_qkvpacked_func: qkv: expected [B,S,3,H,D], got {list(qkv.shape)}"
-        )
-    q, k, v = qkv.unbind(2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p=dropout_p,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
-        return_attn_probs=return_attn_probs,
-    )
 
 
 def flash_attn_varlen_func(
@@ -117,3 +87,48 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
     )
     return (out, lse, None) if return_attn_probs else out
+
+
+def _unpacked(function: str, name: str, packed: Tensor, shape: str, count: int) -> Any:
+    if packed.dim() != shape.count(",") + 1 or packed.shape[-3] != count:
+        raise ValueError(f"{function}: {name}: expected {shape}, got {list(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
+    """`flash_attn_func` on qkv [B,S,3,H,D], with its options from dropout_p on."""
+    q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "[B,S,3,H,D]", 3)
+    return flash_attn_func(q, k, v, *options, **named)
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
+    """`flash_attn_func` on kv [B,Sk,2,Hkv,D], with its options from dropout_p on."""
+    k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, "[B,S,2,H,D]", 2)
+    return flash_attn_func(q, k, v, *options, **named)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
+) -> Any:
+    """`flash_attn_varlen_func` on qkv [total,3,H,D], with its options from dropout_p on."""
+    q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "[total,3,H,D]", 3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *options: Any,
+    **named: Any,
+) -> Any:
+    """`flash_attn_varlen_func` on kv [total_k,2,Hkv,D], with its options from dropout_p on."""
+    k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, "[total,2,H,D]", 2)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **named
+    )
