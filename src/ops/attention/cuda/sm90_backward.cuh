@@ -46,7 +46,7 @@ struct HopperBackward {
   static constexpr int kTiles = kWidth / 8, kQueryTiles = kQueries / 8, kOwnTiles = kOwnWidth / 8;
   static constexpr int kWorkers = kGroups * kWarpgroupSize;
   static constexpr int kCopiers = kWarpgroupSize / 2;  // threads
-  static constexpr int kAdders = 2;                    // warps
+  static constexpr int kAdders = 2;                    // warps, of which one thread works
 
   using Stats = StatsTile<float, kQueries>;
   using Panel = TileLayout<T, kPanel>;
@@ -370,6 +370,8 @@ struct HopperBackward {
     store(p.d_v, p.problem.value_dim, d_v, 1.0f);
   }
 
+  // Both warpgroups meet once a step, when dS is there. d_v and d_k come in beside dQ and its way
+  // out; before the next step all have.
   __forceinline__ void take_step(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4],
                                  const Worker& worker, int tile, int head_of_group, int number,
                                  bool finite_keys, uint32_t keys_of_d_q) const {
@@ -517,10 +519,8 @@ void hopper_backward(const BackwardParams& p) {
     give_registers<kTile.copy_registers>();
     if (threadIdx.x < Backward::kCopiers) {
       backward.copy();
-    } else {
-      if (threadIdx.x % 32 == 0) {
-        backward.add_queries(static_cast<int>(threadIdx.x) / 32 - Backward::kCopiers / 32);
-      }
+    } else if (threadIdx.x % 32 == 0) {
+      backward.add_queries(static_cast<int>(threadIdx.x) / 32 - Backward::kCopiers / 32);
     }
   } else {
     take_registers<kTile.work_registers>();
