@@ -85,6 +85,8 @@ def attention_options(
         left = right = -1
     if left is None or right is None:
         raise ValueError(f"window: expected (left, right), -1 for no bound; got {window!r}")
+    if isinstance(causal, str):
+        raise ValueError(f"causal: expected True or False, got {causal!r}; its corner is `corner`")
     if causal and right >= -1:
         right = 0
     return {

@@ -334,6 +334,8 @@ def test_errors_are_of_their_kind_and_explain() -> None:
         pn.segment_reduce(q[0, :, 0], offsets=np.array([0, 4], ">i8"))
     with pytest.raises(ValueError, match="corner: expected 'top_left', 'bottom_right'"):
         pn.attention(q, q, q, corner="left")
+    with pytest.raises(ValueError, match="causal: expected True or False, got 'top_left'"):
+        pn.attention(q, q, q, causal="top_left")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="variant"):
         pn.attention(q, q, q, variant="nonesuch")
     # Not on this CPU, or not for f32.
