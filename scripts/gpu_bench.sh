@@ -36,8 +36,5 @@ PROBLEMS
 done
 "$pullback" bench --device cuda --json "$output/bench.json" --html "$output/bench.html" "$@" |
   tee "$output/bench.txt"
-# What attention's block masks are held to: dense problems by their variant, which on Hopper is not the default.
-"$pullback" bench attention --device cuda --variant cuda --no-compare --filter "B1 H8 S16384 D" \
-  --json "$output/portable.json" >/dev/null
 "$python" "$here/gpu_rivals.py" --json "$output/rivals.json" || echo "no rivals: see above" >&2
 "$python" "$here/gpu_compare.py" "$output" | tee "$output/comparison.txt"

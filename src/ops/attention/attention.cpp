@@ -218,7 +218,7 @@ constexpr FeatureSet kOfBf16 = kAllFeatures & ~features(Feature::f64, Feature::f
 
 constexpr FeatureSet kOfHopper =
     features(Feature::bf16, Feature::f16, Feature::varlen, Feature::grouped_heads,
-             Feature::band_mask, Feature::d_lse, Feature::value_dim);
+             Feature::band_mask, Feature::block_layout, Feature::d_lse, Feature::value_dim);
 
 constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
     {{"cpu_amx_bf16", DeviceKind::cpu, CpuIsa::amx_bf16, kOfBf16, 20},

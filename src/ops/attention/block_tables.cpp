@@ -230,6 +230,22 @@ void order_for_turns(std::span<SeenTile> tiles, std::span<const std::int64_t> fi
 
 }  // namespace
 
+bool prefers_pairs(const AttentionProblem& problem) {
+  constexpr std::int64_t kTile = 64;
+  constexpr std::size_t kLeastKeys = 16;  // tiles of a tile of queries; shorter lists fill nothing
+  if (problem.blocks.block >= 2 * kTile) return true;
+  const AttentionSizes sizes = sizes_of(problem);
+  const auto seen = [&](std::int64_t queries) {
+    const Sides sides{ceil_div(sizes.total_query, queries), queries, sizes.total_query,
+                      ceil_div(sizes.total_key, kTile), kTile};
+    return seen_tiles(problem, Pass::forward, sides);
+  };
+  const Lists apart = seen(kTile);
+  if (apart.tiles.size() < kLeastKeys * static_cast<std::size_t>(apart.count())) return false;
+  // As measured on Hopper: half of them if neighbours see the same.
+  return seen(2 * kTile).tiles.size() * 5 < apart.tiles.size() * 3;
+}
+
 BlockLists block_lists(const AttentionProblem& problem, Pass pass, int query_tile, int key_tile,
                        const OwnersAtWork& at_work) {
   const AttentionSizes sizes = sizes_of(problem);

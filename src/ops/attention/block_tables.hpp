@@ -29,6 +29,10 @@ struct BlockLists {
   std::int32_t shared_count = 0, lines = 0;
 };
 
+// Forward, for a kernel that takes tiles of 64 queries or of 128: whether neighbours see so much,
+// and so much the same, that two of 64 had better be one.
+bool prefers_pairs(const AttentionProblem& problem);
+
 BlockLists block_lists(const AttentionProblem& problem, Pass pass, int query_tile, int key_tile,
                        const OwnersAtWork& at_work);
 

@@ -122,6 +122,27 @@ void add_shared_lists(std::vector<Case>& cases) {
   cases.back().full_only = false;
   uneven.change = poison;
   add_blocks("global blocks, NaN in keys", uneven, few);
+
+  // Neighbouring rows and columns see other blocks, with gaps of any length.
+  Setup scattered{.batch = 2,
+                  .query = 460,
+                  .key = 2100,
+                  .heads = 4,
+                  .finite_differences = false,
+                  .dtypes = {DType::bf16, DType::f16}};
+  for (const std::int64_t head_dim : {64, 80, 128, 192, 256}) {
+    scattered.head_dim = scattered.value_dim = head_dim;
+    for (const std::int64_t block : {16, 48, 64, 128}) {
+      add_blocks(fmt::format("scattered blocks of {}, D {}", block, head_dim), scattered,
+                 {.block = block, .heads = 4, .density = block < 64 ? 0.02 : 0.2});
+    }
+  }
+  scattered.query = 2100;
+  scattered.head_dim = 72, scattered.value_dim = 128;
+  const Blocks scarce{.block = 64, .batches = 2, .heads = 4, .density = 0.1, .empty_row = true};
+  add_blocks("scattered blocks, causal, Dv 128", scattered, scarce, {{"causal", "bottom-right"}});
+  scattered.change = poison;
+  add_blocks("scattered blocks, NaN in keys", scattered, scarce, {{"window", "500,300"}});
 }
 
 // So many tiles that thread blocks for Hopper take several of them, with a causal mask two of a

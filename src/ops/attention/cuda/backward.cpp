@@ -17,9 +17,9 @@ class TileBackward final : public BackwardBody {
  public:
   // hopper: with its own kernel, where that serves.
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper)
-      : TileBackward(problem, device, arch, hopper, tensor_core_width(problem),
-                     tiles_of(problem.q.dtype, tensor_core_width(problem), arch,
-                              has_small_blocks(problem))) {}
+      : TileBackward(problem, device, arch,
+                     hopper && hopper_serves(problem, cuda::device_info(device.index)),
+                     tensor_core_width(problem)) {}
 
   static int tensor_core_width(const AttentionProblem& problem) {
     const int width = head_width(static_cast<int>(sizes_of(problem).head_dim),
@@ -33,20 +33,31 @@ class TileBackward final : public BackwardBody {
   enum class BiasPlan { none, written, stepped, summed };
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
+               int width)
+      : TileBackward(problem, device, arch, hopper, width,
+                     tiles_of(problem.q.dtype, width, arch,
+                              has_small_blocks(problem, hopper) &&
+                                  (!hopper || has_small_hopper_tile(width)))) {}
+
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
                int width, const BackwardTiles& tiles)
-      : TileBackward(problem, device, arch, hopper, width, tiles,
-                     masked_work(problem, cuda::device_info(device.index), tiles, width)) {}
+      : TileBackward(
+            problem, device, arch, hopper, width, tiles,
+            masked_work(problem, cuda::device_info(device.index), tiles, width, hopper,
+                        hopper ? hopper_tile_of(problem, tiles, width).resident : tiles.blocks)) {}
+
+  static HopperBackwardTile hopper_tile_of(const AttentionProblem& problem,
+                                           const BackwardTiles& tiles, int width) {
+    return hopper_backward_tile(width, problem.blocks.given(), tiles.keys < 128);
+  }
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
                int width, const BackwardTiles& tiles, const MaskedWork& masked)
       : BackwardBody(problem, device, tiles.queries, tiles.keys, masked.owners),
         tiles_(tiles),
-        masked_(masked) {
-    vectors_ = true;
-    for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
-                                   &problem.d_k, &problem.d_v}) {
-      vectors_ = vectors_ && (!spec->given() || has_vector_rows(*spec));
-    }
+        masked_(masked),
+        only_all_(hopper) {
+    vectors_ = all_have_vector_rows(problem);
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(problem.bias);
     d_bias_vectors_ = has_vector_keys(problem.d_bias);
@@ -54,11 +65,6 @@ class TileBackward final : public BackwardBody {
     const bool terms[] = {problem.bias.given(), problem.dropout > 0, problem.blocks.given()};
     only_vectors_ = vectors_ && (bias_vectors_ || !problem.bias.given()) && problem.softcap == 0 &&
                     std::count(terms, terms + 3, true) <= 1;
-    only_all_ = hopper && only_vectors_ && std::count(terms, terms + 3, true) == 0 &&
-                problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
-                has_hopper_backward_tile(width, static_cast<int>(size_of(problem.q.dtype))) &&
-                hopper_backward_pays(width, sizes_.max_query, pairs_ * params_.k_tiles,
-                                     device_.multiprocessors);
     const SeenBlocksTable& blocks = blocks_.get();
     params_.lines = blocks.given() ? blocks.lines : params_.q_tiles;
     pair_blocks_ = blocks.given() ? blocks.lists : params_.k_tiles;
@@ -82,6 +88,28 @@ class TileBackward final : public BackwardBody {
         bias_plan_ == BiasPlan::summed ? "; d_bias from scores made once more" : "");
   }
 
+  static bool all_have_vector_rows(const AttentionProblem& problem) {
+    for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
+                                   &problem.d_k, &problem.d_v}) {
+      if (spec->given() && !has_vector_rows(*spec)) return false;
+    }
+    return true;
+  }
+
+  static bool hopper_serves(const AttentionProblem& problem, const cuda::DeviceInfo& device) {
+    const AttentionSizes sizes = sizes_of(problem);
+    const int width = tensor_core_width(problem);
+    const std::int64_t pairs = (sizes.varlen ? 1 : sizes.batch) * sizes.kv_heads;
+    const std::int64_t k_tiles =
+        ceil_div(sizes.total_key, hopper_backward_tile(width, false, false).keys) +
+        (sizes.varlen ? sizes.batch : 0);
+    return has_hopper_backward_tile(width, static_cast<int>(size_of(problem.q.dtype))) &&
+           hopper_backward_pays(width, sizes.max_query, pairs * k_tiles, device.multiprocessors) &&
+           problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
+           all_have_vector_rows(problem) && !problem.bias.given() && problem.dropout == 0 &&
+           problem.softcap == 0;
+  }
+
   // The f32 sums of d_q: of as many heads at a time as fit 128 MiB or a twelfth of the tensors' own
   // bytes.
   void plan_slices(const AttentionProblem& problem, int width) {
@@ -91,7 +119,7 @@ class TileBackward final : public BackwardBody {
       own += spec->numel() * static_cast<std::int64_t>(size_of(spec->dtype));
     }
     const std::int64_t limit = std::max<std::int64_t>(std::int64_t{128} << 20, own / 12);
-    const int sum_width = only_all_ ? hopper_backward_tile(width).sum_width() : width;
+    const int sum_width = only_all_ ? hopper_tile_of(problem, tiles_, width).sum_width() : width;
     const std::int64_t pair_bytes =
         sizes_.group * params_.lines * tiles_.queries * sum_width * std::int64_t{4};
     slice_pairs_ = pairs_;
@@ -121,12 +149,14 @@ class TileBackward final : public BackwardBody {
         return kernel;
       };
       const auto kernel_of = [&](Features features) {
-        return tile_kernel(dtype, width, features, arch, has_small_blocks(problem));
+        return tile_kernel(dtype, width, features, arch,
+                           tiles_.keys != tiles_of(dtype, width, arch).keys);
       };
       general_ =
           load(kernel_of(problem.blocks.given() ? Features::general_blocks : Features::general));
       if (only_all_) {
-        aligned_ = load(hopper_backward_kernel(dtype, width));
+        aligned_ =
+            load(hopper_backward_kernel(dtype, width, problem.blocks.given(), tiles_.keys < 128));
       } else if (only_vectors_) {
         aligned_ = load(
             kernel_of(problem.bias.given()
@@ -137,7 +167,8 @@ class TileBackward final : public BackwardBody {
       }
       // Tiles of a head that follow each other start two steps apart, so that turns come in time.
       const std::int64_t flight =
-          std::int64_t{device_.multiprocessors} * (only_all_ ? 1 : tiles_.blocks);
+          std::int64_t{device_.multiprocessors} *
+          (only_all_ ? hopper_tile_of(problem, tiles_, width).resident : tiles_.blocks);
       const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
       params_.pair_group = static_cast<std::int32_t>(
           problem.blocks.given()
@@ -314,7 +345,12 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
       }
       add(bias_kernel(dtype, width, arch));
       if (arch == 90 && has_hopper_backward_tile(width, static_cast<int>(size_of(dtype)))) {
-        add(hopper_backward_kernel(dtype, width).kernel);
+        for (const bool blocks : {false, true}) {
+          add(hopper_backward_kernel(dtype, width, blocks, false).kernel);
+        }
+        if (has_small_hopper_tile(width)) {
+          add(hopper_backward_kernel(dtype, width, true, true).kernel);
+        }
       }
     }
     add(bias_helper(dtype, "clear_bias"));

@@ -69,15 +69,18 @@ inline TileKernel tile_kernel(DType dtype, int width, Features features, int arc
           tiles.shared_bytes(width, static_cast<int>(size_of(dtype)), bias)};
 }
 
-inline TileKernel hopper_backward_kernel(DType dtype, int width) {
+inline TileKernel hopper_backward_kernel(DType dtype, int width, bool blocks, bool small_blocks) {
   const std::string_view type = cuda::device_type(dtype);
-  const HopperBackwardTile tile = hopper_backward_tile(width);
-  return {{.name = fmt::format("attention_backward_sm90_{}_{}", type, width),
+  const HopperBackwardTile tile = hopper_backward_tile(width, blocks, small_blocks);
+  return {{.name = fmt::format("attention_backward_sm90_{}_{}{}{}", type, width,
+                               blocks ? "_blocks" : "", small_blocks ? "_small" : ""),
            .file = "ops/attention/cuda/sm90_backward.cuh",
            .function = fmt::format(
-               "attention::hopper_backward<{}, attention::hopper_backward_tile({})>", type, width),
+               "attention::hopper_backward<{}, attention::hopper_backward_tile({}, {}, {})>", type,
+               width, blocks, small_blocks),
            .parameters = kBackwardParams,
            .threads = tile.threads(),
+           .blocks = tile.resident,
            .arch_specific = true},
           tile.shared_bytes()};
 }

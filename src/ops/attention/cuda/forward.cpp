@@ -21,9 +21,18 @@ int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 constexpr std::string_view kKindNames[] = {"plain", "blocks", "large_blocks", "dropout",
                                            "bias",  "terms",  "elements"};
 
-ForwardKind blocks_kind(int width, DType dtype, std::int64_t block) {
-  const bool large =
-      block >= kLargeBlock && has_kind(ForwardKind::large_blocks, width, element_bytes(dtype));
+bool has_hopper_kernel(DType dtype, int width, ForwardKind kind) {
+  const int bytes = element_bytes(dtype);
+  return is_blocks(kind) ? has_hopper_blocks_tile(width, bytes)
+                         : kind == ForwardKind::plain && has_hopper_tile(width, bytes);
+}
+
+ForwardKind blocks_kind(const AttentionProblem& problem, int width, bool hopper) {
+  const DType dtype = problem.q.dtype;
+  const bool large = hopper && has_hopper_kernel(dtype, width, ForwardKind::blocks)
+                         ? prefers_pairs(problem)
+                         : problem.blocks.block >= kLargeBlock &&
+                               has_kind(ForwardKind::large_blocks, width, element_bytes(dtype));
   return large ? ForwardKind::large_blocks : ForwardKind::blocks;
 }
 
@@ -42,14 +51,23 @@ cuda::OpKernel tile_kernel(DType dtype, int width, ForwardKind kind, int arch) {
       .blocks = tile.blocks};
 }
 
-cuda::OpKernel hopper_kernel(DType dtype, int width) {
+HopperTile hopper_tile_of(int width, ForwardKind kind) {
+  return is_blocks(kind) ? hopper_blocks_tile(width, kind == ForwardKind::large_blocks)
+                         : hopper_tile(width);
+}
+
+cuda::OpKernel hopper_kernel(DType dtype, int width, ForwardKind kind) {
   const std::string_view type = cuda::device_type(dtype);
-  return {.name = fmt::format("attention_forward_sm90_{}_{}", type, width),
+  const std::string tile = is_blocks(kind) ? fmt::format("hopper_blocks_tile({}, {})", width,
+                                                         kind == ForwardKind::large_blocks)
+                                           : fmt::format("hopper_tile({})", width);
+  return {.name = fmt::format("attention_forward_sm90_{}_{}_{}", type, width,
+                              kKindNames[static_cast<int>(kind)]),
           .file = "ops/attention/cuda/sm90_forward.cuh",
-          .function =
-              fmt::format("attention::hopper_forward<{}, attention::hopper_tile({})>", type, width),
+          .function = fmt::format("attention::hopper_forward<{}, attention::{}>", type, tile),
           .parameters = "attention::ForwardParams",
-          .threads = hopper_tile(width).threads(),
+          .threads = hopper_tile_of(width, kind).threads(),
+          .blocks = hopper_tile_of(width, kind).resident,
           .arch_specific = true};
 }
 
@@ -82,7 +100,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const ForwardKind kind = terms     ? ForwardKind::terms
                              : bias    ? ForwardKind::bias
                              : dropout ? ForwardKind::dropout
-                             : blocks  ? blocks_kind(width, dtype, problem.blocks.block)
+                             : blocks  ? blocks_kind(problem, width, hopper)
                                        : ForwardKind::plain;
     const auto tile_of = [&](ForwardKind any) {
       return forward_tile(width, element_bytes(dtype), any, arch);
@@ -129,17 +147,13 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     };
     only_aligned_bias_ = kind == ForwardKind::bias;
     load(by_elements_, ForwardKind::elements);
-    if (hopper && vectors_ && kind == ForwardKind::plain && hopper_serves(dtype, width, rows)) {
-      load_hopper(problem, width, pairs);
+    if (hopper && vectors_ && hopper_serves(dtype, width, kind, rows)) {
+      load_hopper(problem, width, kind, pairs);
       return;
     }
-    if (vectors_) load(by_vectors_, kind);
-    if (vectors_ && by_vectors_->blocks.get().shared_count > 0) {
-      shared_tiles_ = pairs * by_vectors_->blocks.get().shared_count;
-      done_bytes_ = workspace_aligned(static_cast<std::size_t>(shared_tiles_) * 4);
-      // A tile's outputs, and a maximum and a sum of each row in as many lanes as share it.
-      const std::int64_t part_bytes = std::int64_t{tile.rows} * (tile.width + 8) * 4;
-      workspace_bytes += done_bytes_ + static_cast<std::size_t>(shared_tiles_ * part_bytes);
+    if (vectors_) {
+      load(by_vectors_, kind);
+      plan_parts(pairs, tile.rows, width);
     }
     description = fmt::format(
         "tiles of {} queries by {} keys, head dims padded to {}, {} products on tensor cores{}; "
@@ -188,21 +202,25 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   }
 
   // `rows`: of the tiles that varlen's sequences are listed in.
-  bool hopper_serves(DType dtype, int width, int rows) const {
+  bool hopper_serves(DType dtype, int width, ForwardKind kind, int rows) const {
     const Band& band = params_.problem.band;
     const bool masked = band.left != kFar || band.right != kFar;
-    return has_hopper_tile(width, element_bytes(dtype)) &&
-           sizes_.max_key >= hopper_least_keys(width, masked) &&
+    return has_hopper_kernel(dtype, width, kind) &&
+           (is_blocks(kind) || sizes_.max_key >= hopper_least_keys(width, masked)) &&
            (!sizes_.varlen || hopper_tile(width).rows() == rows);
   }
 
-  void load_hopper(const AttentionProblem& problem, int width, std::int64_t pairs) {
-    const HopperTile tile = hopper_tile(width);
+  void load_hopper(const AttentionProblem& problem, int width, ForwardKind kind,
+                   std::int64_t pairs) {
+    const HopperTile tile = hopper_tile_of(width, kind);
     const std::int64_t tiles = sizes_.varlen ? sequences_->q_tiles()
                                              : (sizes_.total_query + tile.rows() - 1) / tile.rows();
-    by_vectors_.emplace(problem, device_, hopper_kernel(problem.q.dtype, width),
-                        tile.shared_bytes(), tiles, pairs, tile.rows(), tile.keys);
+    by_vectors_.emplace(
+        problem, device_, hopper_kernel(problem.q.dtype, width, kind), tile.shared_bytes(), tiles,
+        pairs, tile.rows(), tile.part_keys(),
+        is_blocks(kind) ? std::int64_t{device_.multiprocessors} * tile.resident : 0);
     Tiles& own = *by_vectors_;
+    plan_parts(pairs, tile.rows(), width);
     if (tile.persistent) {
       // Two of a unit where that leaves enough units.
       const bool paired =
@@ -218,6 +236,16 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
         "tiles of {} queries by {} keys, head dims padded to {}, {} products on Hopper's tensor "
         "cores; sums in f32, in a fixed order: the same bits every run",
         tile.rows(), tile.keys, width, name_of(problem.q.dtype));
+  }
+
+  // What a block mask's tiles need that several thread blocks share.
+  void plan_parts(std::int64_t pairs, int rows, int width) {
+    shared_tiles_ = pairs * by_vectors_->blocks.get().shared_count;
+    if (shared_tiles_ == 0) return;
+    done_bytes_ = workspace_aligned(static_cast<std::size_t>(shared_tiles_) * 4);
+    // A tile's outputs, and a maximum and a sum of each row in as many lanes as share it.
+    const std::int64_t part_bytes = std::int64_t{rows} * (width + 8) * 4;
+    workspace_bytes += done_bytes_ + static_cast<std::size_t>(shared_tiles_ * part_bytes);
   }
 
   void enqueue(Stream stream, const AttentionTensors& tensors, Workspace workspace) const override {
@@ -288,8 +316,10 @@ std::vector<KernelSource> attention_forward_kernels(int arch) {
   }
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const int width : kHeadWidths) {
-      if (arch != 90 || !has_hopper_tile(width, element_bytes(dtype))) continue;
-      kernels.push_back(op_kernel<ForwardParams>(hopper_kernel(dtype, width), arch));
+      for (const ForwardKind kind : kForwardKinds) {
+        if (arch != 90 || !has_hopper_kernel(dtype, width, kind)) continue;
+        kernels.push_back(op_kernel<ForwardParams>(hopper_kernel(dtype, width, kind), arch));
+      }
     }
   }
   return kernels;

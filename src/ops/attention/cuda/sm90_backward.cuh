@@ -1,14 +1,15 @@
 // Gradients of attention on Hopper's tensor cores: the formulas, and the order of the sums, of
-// smxx_backward.cuh, without bias, softcap, dropout and block mask, and always all of d_q, d_k,
-// d_v.
+// smxx_backward.cuh, without bias, softcap and dropout, and always all of d_q, d_k, d_v.
 //
-// A thread block owns 128 keys of a key/value head and takes 64 queries a step. The first warpgroup
-// has two warps that copy queries, d_out and statistics, and two that add the step's part of d_q to
-// those of other blocks when its turn comes. The other warpgroups have 64 keys each:
+// A thread block owns 128 keys (or 64) of a key/value head and takes 64 queries a step. The first
+// warpgroup has two warps that copy queries, d_out and statistics, and two that add the step's part
+// of d_q to those of other blocks when its turn comes. The other warpgroups have 64 keys each:
 //
 //   S^T = K Q^T, dP^T = V dO^T    64 keys x 64 queries, both from shared memory
 //   dV += P^T dO, dK += dS^T Q    P and dS from the registers that they were made in
 //   dQ = dS K                     of all 128 keys, half of the width each
+//
+// With a block mask a warpgroup whose keys none of the step's queries see has dS of 0.
 //
 // Shared memory: keys, values, and keys without NaN and infinity for dQ, if there are such; a ring
 // of queries and d_out; two tiles dS^T [key][query]; dQ, as the threads hold it; a ring of
@@ -18,12 +19,14 @@
 #include "device/bulk.cuh"
 #include "device/bulk_out.cuh"
 #include "device/warpgroup.cuh"
+#include "ops/attention/cuda/sm90_backward_scores.cuh"
 #include "ops/attention/cuda/sm90_backward_tuning.cuh"
 #include "ops/attention/cuda/sm90_products.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
 #include "ops/attention/cuda/smxx_backward_gradients.cuh"
 #include "ops/attention/cuda/smxx_backward_place.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
+#include "ops/attention/cuda/smxx_backward_sums.cuh"
 
 namespace pullback::attention {
 
@@ -39,8 +42,9 @@ inline int32_t load_acquire(const int32_t* from) {
 template <class T, HopperBackwardTile kTile>
 struct HopperBackward {
   static constexpr int kWidth = kTile.width, kPanels = kTile.panels();
-  static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kGroups = kTile.groups;
+  static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kGroups = kTile.groups();
   static constexpr int kStages = kTile.stages;
+  static constexpr bool kBlocks = kTile.blocks;
   static constexpr int kSumWidth = kTile.sum_width();
   static constexpr int kOwnKeys = kKeys / kGroups, kOwnWidth = kSumWidth / kGroups;
   static constexpr int kTiles = kWidth / 8, kQueryTiles = kQueries / 8, kOwnTiles = kOwnWidth / 8;
@@ -49,7 +53,6 @@ struct HopperBackward {
   static constexpr int kAdders = 2;                    // warps, of which one thread works
 
   using Stats = StatsTile<float, kQueries>;
-  using Panel = TileLayout<T, kPanel>;
   using Words = uint32_t[kQueryTiles / 2][4];  // P^T or dS^T, as operands
 
   static constexpr uint32_t kKeyBytes = kPanels * kKeys * kPanelRow;
@@ -61,6 +64,7 @@ struct HopperBackward {
     BlockPlace place;
     bool finite_keys;
     uint64_t keys_full, full[kStages], empty[kStages], sums_full[kAdders], sums_empty;
+    SeenTile steps[kStages];  // with a block mask
   };
 
   const BackwardParams& p;
@@ -88,15 +92,31 @@ struct HopperBackward {
         sums_tile(ds_tiles + 2 * kScoreBytes),
         stats_tiles(sums_tile + kSumBytes) {}
 
-  // Calls work(tile of queries, head of the group, number) for the steps of this thread block, as
-  // BackwardSteps has them.
+  // Calls work(tile of queries, of which a block mask knows more, head of the group, number) for
+  // the steps of this thread block, in the order that BackwardSteps has.
   template <class Work>
   void for_each_step(const Work& work) const {
     int number = 0;
+    if constexpr (kBlocks) {
+      const SeenBlocksTable& table = p.problem.blocks;
 #pragma unroll 1
-    for (int tile = end_query_tile - 1; tile >= first_query_tile; --tile) {
+      for (int head = 0; head < group_heads; ++head) {
+        const int64_t* const list =
+            table.first + table.plane(place.batch, head_of(head)) * (table.lists + 1) + block.owner;
+        const SeenTile* const begin = table.tiles + list[0];
 #pragma unroll 1
-      for (int head = 0; head < group_heads; ++head, ++number) work(tile, head, number);
+        for (const SeenTile* at = table.tiles + list[1]; at != begin; ++number) {
+          work(*--at, head, number);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int tile = end_query_tile - 1; tile >= first_query_tile; --tile) {
+#pragma unroll 1
+        for (int head = 0; head < group_heads; ++head, ++number) {
+          work(SeenTile{tile, 0, 0, 0, 0}, head, number);
+        }
+      }
     }
   }
   int head_of(int head_of_group) const { return place.head * p.problem.group + head_of_group; }
@@ -127,8 +147,8 @@ struct HopperBackward {
     load<kKeys>(v_tile, p.v, place.head, place.k_begin + key, place.k_length - key, value_dim);
     barrier_arrive_after_copies(&shared.keys_full);
     wait_for_previous_kernel();  // for statistics
-    for_each_step([&](int tile, int head_of_group, int number) {
-      const int stage = number % kStages, round = number / kStages;
+    for_each_step([&](const SeenTile& step, int head_of_group, int number) {
+      const int stage = number % kStages, round = number / kStages, tile = step.tile;
       if (round > 0) barrier_wait(&shared.empty[stage], (round - 1) & 1);
       const int query = tile * kQueries, left = place.q_length - query;
       const int head = head_of(head_of_group);
@@ -144,6 +164,7 @@ struct HopperBackward {
         async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + byte,
                            reinterpret_cast<const char*>(from) + byte, true);
       }
+      if (kBlocks && threadIdx.x == 0) async_copy(&shared.steps[stage], &step);
       barrier_arrive_after_copies(&shared.full[stage]);
     });
     async_wait<0>();
@@ -156,38 +177,56 @@ struct HopperBackward {
     int number;
     bool last;
     int64_t line;  // among those of all planes
+    // The line before, which this turn takes over, or -1; and how many turns that has.
+    int64_t taken_over;
+    int turns_before;
 
+    // Whether there are such that the step itself adds to.
     bool adds_sums() const { return last && number > 0; }
   };
-  Turn turn_of(int tile, int head_of_group) const {
-    const TileRange keys = key_tiles_of(place, tile, kKeys, kQueries);
-    const int number = place.tile - keys.begin;
-    return {number, number + 1 == keys.end - keys.begin,
-            (block.pair * p.problem.group + head_of_group) * p.lines + place.first_tile + tile};
-  }
-  void await(const Turn& turn) const {
-    while (load_acquire(p.turns + turn.line) < turn.number) {
+  Turn turn_of(const SeenTile& step, int head_of_group) const {
+    const int64_t head_lines = (block.pair * p.problem.group + head_of_group) * p.lines;
+    if constexpr (kBlocks) {
+      Turn turn{step.turn, step.turn + 1 == step.turns, head_lines + step.line, -1, 0};
+      const SeenBlocksTable& table = p.problem.blocks;
+      if (table.line_table != nullptr && turn.last) {
+        const SeenLine line =
+            table.line_table[table.plane(place.batch, head_of(head_of_group)) * table.lines +
+                             step.line];
+        turn.last = line.last != 0;
+        if (line.before >= 0) turn.taken_over = head_lines + line.before;
+        turn.turns_before = line.before_turns;
+      }
+      return turn;
+    } else {
+      const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
+      const int number = place.tile - keys.begin;
+      return {number, number + 1 == keys.end - keys.begin,
+              head_lines + place.first_tile + step.tile, -1, 0};
     }
   }
-  float* sums_of(const Turn& turn) const {
-    const int64_t line = turn.line - p.first_pair * p.problem.group * p.lines;
-    return p.sums + line * (kQueries * kSumWidth);
+  void await(int64_t line, int turns) const {
+    while (load_acquire(p.turns + line) < turns) {
+    }
+  }
+  float* sums_of(int64_t line) const {
+    return p.sums + (line - p.first_pair * p.problem.group * p.lines) * (kQueries * kSumWidth);
   }
 
   // Of two steps each takes one: turns, and the writes that they wait for, take longer than a step.
   // By one thread.
   void add_queries(int adder) const {
     wait_for_previous_kernel();  // for turns
-    for_each_step([&](int tile, int head_of_group, int number) {
+    for_each_step([&](const SeenTile& step, int head_of_group, int number) {
       if (number % kAdders != adder) return;
-      const Turn turn = turn_of(tile, head_of_group);
+      const Turn turn = turn_of(step, head_of_group);
       if (!turn.last) {
-        await(turn);
+        await(turn.line, turn.number);
         fence_async_proxy();
       }
       barrier_wait(&shared.sums_full[adder], number / kAdders & 1);
       if (!turn.last) {
-        float* const sums = sums_of(turn);
+        float* const sums = sums_of(turn.line);
         turn.number == 0 ? bulk_store(sums, sums_tile, kSumBytes)
                          : bulk_add(sums, sums_tile, kSumBytes);
         bulk_commit();
@@ -209,94 +248,11 @@ struct HopperBackward {
     int thread;            // of both warpgroups
   };
 
-  // What a thread has of S^T and dP^T: [n][2 · half + c] is key lane / 4 + 8 · half of the warp's
-  // 16 and query 8 · n + lane % 4 · 2 + c. Of each half the queries that see the key, by 8 · n + c.
-  struct SeenQueries {
-    int begin[2];
-    uint32_t count[2];
-
-    bool covers(int n, int e) const {
-      return static_cast<uint32_t>(8 * n + e % 2 - begin[e / 2]) < count[e / 2];
-    }
-  };
   SeenQueries seen_queries(const Worker& worker, int tile) const {
-    const int first = tile * kQueries + worker.lane % 4 * 2;
-    SeenQueries seen;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = place.tile * kKeys + worker.row + worker.lane / 4 + 8 * half;
-      const int begin = key - place.highest, end = key - place.lowest + 1;
-      const int last = key >= place.k_length ? begin : end < place.q_length ? end : place.q_length;
-      seen.begin[half] = begin - first;
-      seen.count[half] = last > begin ? last - begin : 0;
-    }
-    return seen;
+    return SeenQueries(place, place.tile * kKeys + worker.row, tile * kQueries, worker.lane);
   }
-
-  // Each in place and in a branch without another side: with two sides the compiler lacks registers
-  // for the products that run meanwhile.
-  void hide_unseen(float (&s)[kQueryTiles][4], const SeenQueries& seen) const {
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = seen.covers(n, e) ? s[n][e] : -infinity<float>();
-    }
-  }
-  // Unseen chances become -0, which others are not. (Of a row whose lse is NaN they are not 0.)
-  void mark_unseen(float (&s)[kQueryTiles][4], const SeenQueries& seen) const {
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = seen.covers(n, e) && s[n][e] != 0 ? s[n][e] : -0.0f;
-    }
-  }
-  // The same gradients become -0.
-  void mark_unseen(Words& gradients, const Words& chances) const {
-#pragma unroll
-    for (int step = 0; step < kQueryTiles / 2; ++step) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        uint32_t& word = gradients[step][e];
-        if ((chances[step][e] & 0xffffu) == kUnseenBits) word = (word & ~0xffffu) | kUnseenBits;
-        if (chances[step][e] >> 16 == kUnseenBits) word = (word & 0xffffu) | kUnseenBits << 16;
-      }
-    }
-  }
-
-  // P^T, then dS^T, in place of S^T.
-  void make_chances(float (&s)[kQueryTiles][4], uint32_t stats, int lane) const {
-    const float factor = p.problem.scale * kLog2E;
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float row[4];  // lse, delta of two queries
-      load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = exp2_approx(s[n][e] * factor - row[e % 2 * 2]);
-    }
-  }
-  void make_gradients(float (&s)[kQueryTiles][4], const float (&d_p)[kQueryTiles][4],
-                      uint32_t stats, int lane) const {
-#pragma unroll
-    for (int n = 0; n < kQueryTiles; ++n) {
-      float row[4];
-      load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] *= d_p[n][e] - row[e % 2 * 2 + 1];
-    }
-  }
-
-  // To the warp's rows of a tile [key][query].
   void store_scores(uint32_t tile, const Words& words, const Worker& worker) const {
-    const int own_row = worker.row + worker.lane / 4;
-#pragma unroll
-    for (int step = 0; step < kQueryTiles / 2; ++step) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        store_shared(tile + Panel::offset(own_row + e % 2 * 8, 2 * step + e / 2) +
-                         static_cast<uint32_t>(worker.lane % 4 * 4),
-                     words[step][e]);
-      }
-    }
+    store_operands<T>(tile, words, worker.row + worker.lane / 4, worker.lane % 4);
   }
 
   // By both warpgroups. NaN and infinity become 0.
@@ -335,6 +291,9 @@ struct HopperBackward {
           reinterpret_cast<float(&)[1][kPanelTiles][4]>(d_v[panel * kPanelTiles]), ds_tile,
           worker.row, d_out_tile + panel * (kQueries * kPanelRow), 0, kQueries, 0, worker.lane);
     }
+    make_finite(q_tile, d_out_tile, worker);
+  }
+  void make_finite(uint32_t q_tile, uint32_t d_out_tile, const Worker& worker) const {
     named_wait(kBothGroups, kWorkers);  // the scores of both are made
     copy_finite(q_tile, q_tile, kQueryBytes, worker.thread);
     copy_finite(d_out_tile, d_out_tile, kQueryBytes, worker.thread);
@@ -346,14 +305,17 @@ struct HopperBackward {
     const int thread = static_cast<int>(threadIdx.x) - kWarpgroupSize;
     const Worker worker{group, thread % 32, thread / 32 * 16, thread};
     float d_k[kTiles][4] = {}, d_v[kTiles][4] = {};
-    if (first_query_tile < end_query_tile) {
+    if (kBlocks || first_query_tile < end_query_tile) {
       barrier_wait(&shared.keys_full, 0);
       const bool finite_keys = uniform(check_keys(worker)) != 0;
       fence_async_proxy();
       const uint32_t keys_of_d_q = finite_keys ? k_tile : finite_k_tile;
-      for_each_step([&](int tile, int head_of_group, int number) {
-        take_step(d_k, d_v, worker, tile, head_of_group, number, finite_keys, keys_of_d_q);
+      for_each_step([&](const SeenTile& step, int head_of_group, int number) {
+        take_step(d_k, d_v, worker, step, head_of_group, number, finite_keys, keys_of_d_q);
       });
+    }
+    if constexpr (kBlocks) {
+      if (!join_keys(d_k, d_v)) return;
     }
     const int limit = place.extent < kKeys ? place.extent : kKeys;
     const auto store = [&](const HeadRows& rows, int columns, const float(&sum)[kTiles][4],
@@ -370,11 +332,26 @@ struct HopperBackward {
     store(p.d_v, p.problem.value_dim, d_v, 1.0f);
   }
 
+  // With a block mask: whether this owner of the keys is the last one, which has the sums.
+  bool join_keys(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4]) const {
+    struct Workers {
+      int number() const { return static_cast<int>(threadIdx.x) - kWarpgroupSize; }
+      void meet() const { named_wait(kBothGroups, kWorkers); }
+    };
+    const SeenOwner owner = p.problem.blocks.owners[block.owner];
+    if (owner.parts == 1) return true;
+    wait_for_previous_kernel();  // also where no step did
+    using Sum = float(&)[1][kTiles][4];
+    join_key_parts<kWorkers>(p, block, owner, reinterpret_cast<Sum>(d_k), 0, Workers());
+    join_key_parts<kWorkers>(p, block, owner, reinterpret_cast<Sum>(d_v), 1, Workers());
+    return owner.part + 1 == owner.parts;
+  }
+
   // Both warpgroups meet once a step, when dS is there. d_v and d_k come in beside dQ and its way
   // out; before the next step all have.
   __forceinline__ void take_step(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4],
-                                 const Worker& worker, int tile, int head_of_group, int number,
-                                 bool finite_keys, uint32_t keys_of_d_q) const {
+                                 const Worker& worker, const SeenTile& listed, int head_of_group,
+                                 int number, bool finite_keys, uint32_t keys_of_d_q) const {
     const int stage = number % kStages, lane = worker.lane;
     const uint32_t q_tile = q_tiles + stage * kQueryBytes;
     const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
@@ -383,13 +360,32 @@ struct HopperBackward {
     const uint32_t own_keys = worker.group * (kOwnKeys * kPanelRow);
     barrier_wait(&shared.full[stage], number / kStages & 1);
     fence_async_proxy();
+    int tile = listed.tile;
+    uint32_t squares = 0, of_group = 0;
+    if constexpr (kBlocks) {
+      const SeenTile step = load_step(stage);
+      tile = step.tile;
+      squares = step.squares >> worker.row / 16;
+      of_group = step.squares >> worker.group * (kOwnKeys / 16);
+    }
     const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
+    float s[kQueryTiles][4] = {}, d_p[kQueryTiles][4] = {};
+    Words chances, gradients;
+    if constexpr (kBlocks) {
+      constexpr uint32_t kOwnSquares = all_squares(kQueries, kOwnKeys);
+      if (uniform(static_cast<int>(of_group & kOwnSquares)) == 0) {
+        clear_scores(ds_tile, worker);
+        if (suspicious) make_finite(q_tile, d_out_tile, worker);
+        fence_async_proxy();
+        named_wait(kBothGroups, kWorkers);
+        end_step<false>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, keys_of_d_q);
+        return;
+      }
+    }
     const bool whole = tile >= block.whole.begin && tile < block.whole.end;
     const bool partly = !whole && pairs_seen(place, place.tile * kKeys + worker.group * kOwnKeys,
                                              tile * kQueries, kOwnKeys, kQueries) != Seen::all;
     const bool marked = suspicious || !finite_keys;
-    float s[kQueryTiles][4] = {}, d_p[kQueryTiles][4] = {};
-    Words chances, gradients;
     product_fence();
     ask_for_scores<T, kWidth, kKeys, kQueries>(s, k_tile + own_keys, q_tile);
     product_commit();
@@ -398,8 +394,12 @@ struct HopperBackward {
     product_wait<1>();
     keep_in_place(s);
     if (partly) hide_unseen(s, seen_queries(worker, tile));
-    make_chances(s, stats, lane);
-    if (marked) mark_unseen(s, seen_queries(worker, tile));
+    if constexpr (kBlocks) {
+      constexpr uint32_t kSquares = all_squares(kQueries, 16);
+      if ((squares & kSquares) != kSquares) hide_blocks(s, squares);
+    }
+    make_chances(s, p.problem.scale * kLog2E, stats, lane);
+    if (marked) mark_unseen<kBlocks>(s, seen_queries(worker, tile), squares);
     pack_weights<T>(chances, s);
     product_wait<0>();
     keep_in_place(d_p);
@@ -417,38 +417,90 @@ struct HopperBackward {
     ask_for_outputs<T, kTiles, kQueries>(d_v, chances, d_out_tile);
     product_commit();
     named_wait(kBothGroups, kWorkers);  // dS of both is there
+    end_step<true>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, keys_of_d_q);
+  }
+
+  // dQ, in place of S^T, and d_k.
+  template <bool kSees>
+  __forceinline__ void end_step(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4],
+                                float (&s)[kQueryTiles][4], const Words& gradients,
+                                const Worker& worker, const SeenTile& listed, int head_of_group,
+                                int number, uint32_t keys_of_d_q) const {
+    const int stage = number % kStages, lane = worker.lane;
+    const uint32_t ds_tile = ds_tiles + number % 2 * kScoreBytes;
+    SeenTile step = listed;
+    if constexpr (kBlocks) step = load_step(stage);
     auto& d_q = reinterpret_cast<float(&)[kOwnTiles][4]>(s);
-    const Turn turn = turn_of(tile, head_of_group);
+    const Turn turn = turn_of(step, head_of_group);
     const int sums_thread = worker.group * (kOwnTiles * kWarpgroupSize) +
                             worker.thread % kWarpgroupSize;  // in pieces of four
+    const bool takes_over = kBlocks && turn.taken_over >= 0;
     if (turn.adds_sums()) {
-      if (lane == 0) await(turn);
+      if (lane == 0) await(turn.line, turn.number);
       __syncwarp();
-      const float* const sums = sums_of(turn) + sums_thread * 4;
+      const float* const sums = sums_of(turn.line) + sums_thread * 4;
 #pragma unroll
       for (int n = 0; n < kOwnTiles; ++n) load_past_l1(d_q[n], sums + n * (kWarpgroupSize * 4));
     }
+    if (takes_over) take_over(d_q, turn, sums_thread, lane);
     keep_in_place(d_q);
     keep_in_place(d_k);
     product_fence();
-    ask_for_queries(d_q, ds_tile, keys_of_d_q, worker.group, turn.adds_sums());
+    ask_for_queries(d_q, ds_tile, keys_of_d_q, worker.group, turn.adds_sums() || takes_over);
     product_commit();
-    ask_for_outputs<T, kTiles, kQueries>(d_k, gradients, q_tile);
-    product_commit();
-    product_wait<1>();
+    if constexpr (kSees) {
+      ask_for_outputs<T, kTiles, kQueries>(d_k, gradients, q_tiles + stage * kQueryBytes);
+      product_commit();
+      product_wait<1>();
+    } else {
+      product_wait<0>();
+    }
     keep_in_place(d_q);
     if (number > 0) barrier_wait(&shared.sums_empty, (number - 1) & 1);
     if (turn.last) {
-      store_queries(tile, head_of(head_of_group), d_q, worker);
+      store_queries(step.tile, head_of(head_of_group), d_q, worker);
     } else {
       hand_over(d_q, sums_thread);
     }
     barrier_arrive(&shared.sums_full[number % kAdders]);
-    product_wait<0>();
-    keep_in_place(d_v);
-    keep_in_place(d_k);
-    __syncwarp();  // all lanes have read their statistics
-    if (lane == 0) barrier_arrive(&shared.empty[stage]);
+    if constexpr (kSees) {
+      product_wait<0>();
+      keep_in_place(d_v);
+      keep_in_place(d_k);
+    }
+    barrier_arrive(&shared.empty[stage]);
+  }
+
+  SeenTile load_step(int stage) const {
+    uint32_t words[4];
+    load_shared(words, shared_address(&shared.steps[stage]));
+    return {static_cast<int>(words[0]), words[1], static_cast<int>(words[2]),
+            static_cast<uint16_t>(words[3]), static_cast<uint16_t>(words[3] >> 16)};
+  }
+
+  // The line before, to what d_q has of this one.
+  __forceinline__ void take_over(float (&d_q)[kOwnTiles][4], const Turn& turn, int sums_thread,
+                                 int lane) const {
+    if (lane == 0) await(turn.taken_over, turn.turns_before);
+    __syncwarp();
+    const float* const sums = sums_of(turn.taken_over) + sums_thread * 4;
+#pragma unroll
+    for (int n = 0; n < kOwnTiles; ++n) {
+      float piece[4];
+      load_past_l1(piece, sums + n * (kWarpgroupSize * 4));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d_q[n][e] = turn.adds_sums() ? d_q[n][e] + piece[e] : piece[e];
+    }
+  }
+
+  // dS of the warpgroup's keys becomes 0.
+  void clear_scores(uint32_t tile, const Worker& worker) const {
+    constexpr uint32_t kOwnBytes = kOwnKeys * kPanelRow;
+    const uint32_t zeros[4] = {};
+    const uint32_t first = tile + worker.group * kOwnBytes + worker.thread % kWarpgroupSize * 16;
+#pragma unroll
+    for (uint32_t at = 0; at < kOwnBytes; at += kWarpgroupSize * 16)
+      store_shared(first + at, zeros);
   }
 
   // dS K, the warpgroup's columns.
@@ -499,13 +551,13 @@ void hopper_backward(const BackwardParams& p) {
   extern __shared__ __align__(128) char tiles[];
   __shared__ typename Backward::Shared shared;
   if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<Backward::kKeys, Backward::kQueries, false>(p);
+    const BlockPlace found = block_place<Backward::kKeys, Backward::kQueries, Backward::kBlocks>(p);
     if (threadIdx.x == 0) {
       shared.place = found;
       shared.finite_keys = true;
       barrier_init(&shared.keys_full, Backward::kCopiers);
       for (uint64_t& barrier : shared.full) barrier_init(&barrier, Backward::kCopiers);
-      for (uint64_t& barrier : shared.empty) barrier_init(&barrier, Backward::kWorkers / 32);
+      for (uint64_t& barrier : shared.empty) barrier_init(&barrier, Backward::kWorkers);
       for (uint64_t& barrier : shared.sums_full) barrier_init(&barrier, Backward::kWorkers);
       barrier_init(&shared.sums_empty, 1);
       barrier_init_fence();

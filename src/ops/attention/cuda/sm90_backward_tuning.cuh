@@ -6,17 +6,20 @@
 
 namespace pullback::attention {
 
-// A warpgroup that copies and adds up d_q, and two with 64 keys each, for the tiles that
-// backward_tiles() has on sm_90.
+// A warpgroup that copies and adds up d_q, and one for each 64 of the keys; tiles as
+// backward_tiles() has them on sm_90.
 struct HopperBackwardTile {
-  int width;
+  int width, keys;
   int stages;                          // tiles of q and d_out in shared memory
   int copy_registers, work_registers;  // of a thread
-  static constexpr int keys = 128, queries = 64, groups = 2;
+  int resident;                        // thread blocks that a multiprocessor holds
+  bool blocks;                         // with a block mask
+  static constexpr int queries = 64;
 
-  static constexpr int threads() { return (groups + 1) * 128; }
+  constexpr int groups() const { return keys / 64; }
+  constexpr int threads() const { return (groups() + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
-  constexpr int sum_width() const { return panels() * 64; }   // of d_q's sums, half for each group
+  constexpr int sum_width() const { return panels() * 64; }   // of d_q's sums
   // Keys, values and keys made finite; queries and d_out; dS; d_q; statistics. With what it takes
   // to begin at a multiple of 1024.
   constexpr int shared_bytes() const {
@@ -33,10 +36,13 @@ constexpr bool hopper_backward_pays(int width, int64_t queries, int64_t blocks,
                                     int multiprocessors) {
   return width > 64 || queries > 256 || blocks <= 2 * multiprocessors;
 }
-constexpr HopperBackwardTile hopper_backward_tile(int width) {
-  if (width == 64) return {width, 3, 40, 232};
-  if (width == 96) return {width, 2, 56, 224};
-  return {width, 2, 24, 240};
+// Small blocks: tiles of 128 keys would meet many queries that half of them do not see.
+constexpr bool has_small_hopper_tile(int width) { return width == 64; }
+constexpr HopperBackwardTile hopper_backward_tile(int width, bool blocks, bool small_blocks) {
+  if (small_blocks) return {width, 64, 3, 40, 216, 2, blocks};
+  if (width == 64) return {width, 128, 3, 40, 232, 1, blocks};
+  if (width == 96) return {width, 128, 2, 56, 224, 1, blocks};
+  return {width, 128, 2, 24, 240, 1, blocks};
 }
 
 }  // namespace pullback::attention

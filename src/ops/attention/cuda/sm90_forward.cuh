@@ -1,10 +1,10 @@
 // The forward pass on Hopper's tensor cores, one tile of queries a thread block (Shah et al. 2024,
-// FlashAttention-3): the formula of smxx_forward.cuh, without bias, softcap, dropout and block
-// mask.
+// FlashAttention-3): the formula of smxx_forward.cuh, without bias, softcap and dropout.
 //
 // The first warpgroup copies: queries, then K 0, V 0, K 1, V 1, … through a ring of slots. Each
 // other one has 64 of the queries, a warp 16, and asks the tensor cores for the next tile's scores
-// and for this tile's outputs before it makes weights of the former while the latter come in.
+// and for this tile's outputs before it makes weights of the former while the latter come in. With
+// a block mask a warpgroup passes over the tiles that only others see.
 //
 // Shared memory: the warpgroups' queries, then the ring; all in panels of 64 columns
 // (device/wgmma.cuh). Keys are interleaved (device/shared_tile.cuh) and values alike: their order
@@ -15,13 +15,14 @@
 #include "device/warpgroup.cuh"
 #include "ops/attention/cuda/sm90_products.cuh"
 #include "ops/attention/cuda/smxx_clear.cuh"
+#include "ops/attention/cuda/smxx_forward_parts.cuh"
 #include "ops/attention/cuda/smxx_forward_rows.cuh"
 #include "ops/attention/cuda/tuning.hpp"
 
 namespace pullback::attention {
 
-// Named barriers: of each warpgroup, and of the two turns.
-inline constexpr int kFirstGroup = 1, kFirstTurn = 4;
+// Named barriers: of each warpgroup, of the two turns, and of all that work.
+inline constexpr int kFirstGroup = 1, kFirstTurn = 4, kAllGroups = 6;
 
 // Two warpgroups ask for their products by turns: the one makes weights while the other's products
 // keep the tensor cores busy. Three need no order.
@@ -32,13 +33,17 @@ template <class T, HopperTile kTile>
 struct HopperForward {
   static constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   static constexpr int kQuerySlots = kTile.query_slots, kGroups = kTile.groups;
-  static constexpr bool kTurns = kGroups == 2;
+  static constexpr bool kBlocks = kTile.blocks, kTurns = kGroups == 2;
+  static constexpr int kPartKeys = kTile.part_keys(), kParts = kKeys / kPartKeys;
   static constexpr int kRows = 64, kPanels = kTile.panels();
   static constexpr int kSlotBytes = kPanels * kKeys * kPanelRow;
   static constexpr int kQueryBytes = kPanels * kRows * kPanelRow;
 
   struct Barriers {
     uint64_t full[kSlots], empty[kSlots], queries_full[kQuerySlots], queries_empty[kQuerySlots];
+    // With a block mask, of the last tiles of keys. Of twice as many as have slots: who has let go
+    // of the keys may yet ask.
+    SeenTile seen[kBlocks ? kSlots : 1][kParts];
   };
 
   // One of the tiles of queries, and what of keys it sees.
@@ -46,16 +51,24 @@ struct HopperForward {
     QueryTile queries;
     int rows;
     SequenceBand band;
-    KeyTiles<kKeys, 1> keys;
+    KeyTiles<kPartKeys, kParts> keys;
 
     Tile(const Problem& p, const QueryTile& tile)
         : queries(tile),
           rows(uniform(TileRows(tile, kTile.rows()).valid)),
           band(p.band, tile.sequence),
-          keys(band, static_cast<int>(tile.first), static_cast<int>(tile.first) + rows - 1) {
+          keys(keys_of(p)) {
       for (int32_t* value : {&band.first, &band.end, &band.keys, &keys.first, &keys.count,
                              &keys.first_whole, &keys.whole}) {
         *value = uniform(*value);
+      }
+    }
+    KeyTiles<kPartKeys, kParts> keys_of(const Problem& p) const {
+      if constexpr (kBlocks) {
+        return {p.blocks, queries.batch, queries.head, queries.owner};
+      } else {
+        const int first = static_cast<int>(queries.first);
+        return {band, first, first + rows - 1};
       }
     }
   };
@@ -69,8 +82,8 @@ struct HopperForward {
   void for_each_tile(const Work& work) const {
     const auto take = [&](uint32_t number) {
       QueryTile tile;
-      const bool found = find_query_tile<false>(params.problem, params.q_tiles, params.pair_group,
-                                                kTile.rows(), tile, number);
+      const bool found = find_query_tile<kBlocks>(params.problem, params.q_tiles, params.pair_group,
+                                                  kTile.rows(), tile, number);
       if (uniform(found)) work(Tile(params.problem, tile), number);
     };
     if constexpr (!kTile.persistent) {
@@ -128,20 +141,40 @@ struct HopperForward {
       const int64_t kv_head = tile.queries.head / p.group;
       const T* const k = first_of(params.k, sequence.k_begin, kv_head);
       const T* const v = first_of(params.v, sequence.k_begin, kv_head);
+      int key[kParts], next_key[kParts];
+      const auto find_keys = [&](int n) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) next_key[part] = tile.keys.key(n, part);
+      };
+      if (tile.keys.count > 0) find_keys(0);
 #pragma unroll 1
       for (int n = 0; n < 2 * tile.keys.count; ++n) {
         const int slot = item % kSlots, round = item / kSlots;
-        if (round > 0) barrier_wait(&barriers.empty[slot], (round - 1) & 1);
         const bool is_value = n % 2 != 0;
+        if (!is_value) {
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) key[part] = next_key[part];
+          if (n / 2 + 1 < tile.keys.count) find_keys(n / 2 + 1);
+        }
+        if (round > 0) barrier_wait(&barriers.empty[slot], (round - 1) & 1);
+        if (kBlocks && !is_value && threadIdx.x < kParts) {
+          const int at = n / 2 * kParts + static_cast<int>(threadIdx.x);
+          async_copy_or_zero(shared_address(&barriers.seen[item / 2 % kSlots][threadIdx.x]),
+                             tile.keys.listed + at, at < tile.keys.parts);
+        }
         const int64_t step = is_value ? params.v.row : params.k.row;
-        const int width = is_value ? p.value_dim : p.head_dim, key = tile.keys.key(n / 2, 0);
+        const int width = is_value ? p.value_dim : p.head_dim;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
 #pragma unroll 1
-        for (int panel = 0; panel < kPanels; ++panel) {
-          const int column = panel * kPanel;
-          TileLoader<T, kKeys, kPanel, kWarpgroupSize, true, true>((is_value ? v : k) + column,
-                                                                   step, 1, width - column)
-              .load(ring + slot * kSlotBytes + panel * (kKeys * kPanelRow), key,
-                    tile.band.keys - key);
+          for (int panel = 0; panel < kPanels; ++panel) {
+            const int column = panel * kPanel;
+            TileLoader<T, kPartKeys, kPanel, kWarpgroupSize, true, true>(
+                (is_value ? v : k) + column, step, 1, width - column)
+                .load(ring + slot * kSlotBytes +
+                          (panel * kKeys + part * kPartKeys) * static_cast<uint32_t>(kPanelRow),
+                      key[part], tile.band.keys - key[part]);
+          }
         }
         barrier_arrive_after_copies(&barriers.full[slot]);
         ++item;
@@ -172,6 +205,12 @@ struct HopperForward {
                   unit);
         item += 2 * tile.keys.count;
       }
+      if constexpr (kBlocks) {
+        if (!join(state, tile, unit)) {
+          barrier_arrive(&barriers.queries_empty[query_slot]);
+          return;
+        }
+      }
       // The warpgroup's outputs take the place of its queries, in rows instead of panels.
       named_wait(kFirstGroup + group, kWarpgroupSize);
       const WarpRows warp{lane, first_row, rows - first_row < 16 ? rows - first_row : 16};
@@ -179,7 +218,7 @@ struct HopperForward {
         // Found anew: what the keys' loop does not need holds no registers there.
         QueryTile own;
         asm volatile("" : "+r"(number));
-        find_query_tile<false>(p, params.q_tiles, params.pair_group, kTile.rows(), own, number);
+        find_query_tile<kBlocks>(p, params.q_tiles, params.pair_group, kTile.rows(), own, number);
         const int64_t first = own.sequence.q_begin + own.first;
         finish_rows<T, true, false>(
             params, state, tile_queries + group * kQueryBytes + first_row % kRows * (kWidth * 2),
@@ -204,7 +243,22 @@ struct HopperForward {
     void redo(int row) const { redo_row_of(params, number, row); }
   };
   static __noinline__ void redo_row_of(const ForwardParams& params, uint32_t number, int row) {
-    redo_row<T, kTile.rows(), false>(params, number, row);
+    redo_row<T, kTile.rows(), kBlocks>(params, number, row);
+  }
+
+  // With a block mask: whether this is the last thread block, or the only one, of those that share
+  // the tile. `state` is the tile's then.
+  bool join(RunningRows<1, kWidth / 8>& state, const Tile& tile, float unit) const {
+    struct Workers {
+      int number() const { return static_cast<int>(threadIdx.x) - kWarpgroupSize; }
+      void meet() const { named_wait(kAllGroups, kGroups * kWarpgroupSize); }
+    };
+    const SeenOwner owner = params.problem.blocks.owners[tile.queries.owner];
+    if (owner.parts == 1) return true;
+    const Workers workers;
+    const int64_t plane = int64_t{tile.queries.batch} * params.problem.heads + tile.queries.head;
+    return join_parts<kGroups * kWarpgroupSize>(state, params, owner, plane, unit, workers.number(),
+                                                workers);
   }
 
   void take_keys(RunningRows<1, kWidth / 8>& state, const Tile& tile, int first_item,
@@ -220,10 +274,32 @@ struct HopperForward {
     const auto release = [&](int n) {
       if (lane == 0) barrier_arrive(&barriers.empty[(first_item + n) % kSlots]);
     };
+    // A part of the n-th tile of keys, as Barriers::seen has it.
+    const auto seen_part = [&](int n, int part) {
+      uint32_t words[4];
+      load_shared(words, shared_address(&barriers.seen[(first_item / 2 + n) % kSlots][part]));
+      return SeenTile{static_cast<int>(words[0]), words[1], 0, 0, 0};
+    };
     const auto hide_unseen = [&](float(&s)[1][kKeys / 8][4], int n) {
-      const int key = tile.keys.key(n, 0);
-      if (!unmasked.covers(key, kKeys)) {
-        hide(s, 0, kKeys / 8, tile.band, first_query + first_row, key, lane);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        constexpr int kTiles = kPartKeys / 8;
+        int key;
+        if constexpr (kBlocks) {
+          constexpr uint32_t kSquares = all_squares(kPartKeys, 16);
+          const SeenTile seen = seen_part(n, part);
+          const uint32_t squares = seen.squares >> first_row / 16 & kSquares;
+          key = seen.tile * kPartKeys;
+          if (squares != kSquares) {
+            hide_squares(s, part * kTiles, (part + 1) * kTiles, squares, lane);
+          }
+        } else {
+          key = tile.keys.key(n, part);
+        }
+        if (!unmasked.covers(key, kPartKeys)) {
+          hide(s, part * kTiles, (part + 1) * kTiles, tile.band, first_query + first_row, key,
+               lane);
+        }
       }
     };
     float s[1][kKeys / 8][4] = {};

@@ -123,16 +123,16 @@ struct QuerySums {
 };
 
 // Owners that share a tile of keys add up d_k (0) or d_v (1), in their order: the last one has the
-// sum. By all threads.
-template <int kThreads, int kM, int kN>
+// sum. By all of `threads`.
+template <int kThreads, int kM, int kN, class Threads = AllThreads>
 void join_key_parts(const BackwardParams& p, const BlockPlace& block, const SeenOwner& owner,
-                    float (&sum)[kM][kN][4], int which) {
+                    float (&sum)[kM][kN][4], int which, const Threads& threads = {}) {
   const int64_t shared = p.problem.blocks.shared_count;
   int32_t* const done = p.parts_done + (block.pair * shared + owner.shared) * 2 + which;
   const int64_t at = ((block.pair - p.first_pair) * shared + owner.shared) * 2 + which;
-  float* const sums = p.key_sums + (at * (kM * kN * kThreads) + threadIdx.x) * 4;
+  float* const sums = p.key_sums + (at * (kM * kN * kThreads) + threads.number()) * 4;
   if (owner.part > 0) {
-    await_parts(done, owner.part);
+    await_parts(done, owner.part, threads);
 #pragma unroll
     for (int i = 0; i < kM * kN; ++i) {
       float piece[4];
@@ -146,7 +146,7 @@ void join_key_parts(const BackwardParams& p, const BlockPlace& block, const Seen
   for (int i = 0; i < kM * kN; ++i) {
     store_past_l1(sums + i * (kThreads * 4), sum[i / kN][i % kN]);
   }
-  end_part(done, owner.part);
+  end_part(done, owner.part, threads);
 }
 
 }  // namespace pullback::attention

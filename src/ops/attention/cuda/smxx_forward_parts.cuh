@@ -7,11 +7,11 @@
 
 namespace pullback::attention {
 
-// Whether this part is the last one: `state` is the tile's then. By all threads; `thread` numbers
-// them by the rows that they hold, which are not the same in all thread blocks.
-template <int kThreads, class Rows>
+// Whether this part is the last one: `state` is the tile's then. By all of `threads`; `thread`
+// numbers them by the rows that they hold, which are not the same in all thread blocks.
+template <int kThreads, class Rows, class Threads = AllThreads>
 bool join_parts(Rows& state, const ForwardParams& params, const SeenOwner& owner, int64_t pair,
-                float unit, int thread) {
+                float unit, int thread, const Threads& threads = {}) {
   constexpr int kRowTiles = Rows::kRows, kColumnTiles = Rows::kColumns;
   constexpr int kPieces = kRowTiles * (kColumnTiles + 1);  // the maxima and sums come last
   const int64_t index = pair * params.problem.blocks.shared_count + owner.shared;
@@ -21,7 +21,7 @@ bool join_parts(Rows& state, const ForwardParams& params, const SeenOwner& owner
     return own + (m * (kColumnTiles + 1) + n) * (kThreads * 4);
   };
   if (owner.part > 0) {
-    await_parts(done, owner.part);
+    await_parts(done, owner.part, threads);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       float before[4];
@@ -53,7 +53,7 @@ bool join_parts(Rows& state, const ForwardParams& params, const SeenOwner& owner
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) store_past_l1(piece_at(m, n), state.out[m][n]);
   }
-  end_part(done, owner.part);
+  end_part(done, owner.part, threads);
   return false;
 }
 

@@ -47,19 +47,27 @@ inline void add_in_memory(float* to, const float (&value)[4]) {
 }
 #endif
 
+// Threads of a block that work together: all of them.
+struct AllThreads {
+  int number() const { return static_cast<int>(threadIdx.x); }
+  void meet() const { __syncthreads(); }
+};
+
 // Parts of a work that blocks add up one after the other: waits until `part` of them have, and
-// tells that one more has. By all threads.
-inline void await_parts(const int32_t* done, int32_t part) {
-  if (threadIdx.x == 0) {
+// tells that one more has. By all of `threads`.
+template <class Threads = AllThreads>
+void await_parts(const int32_t* done, int32_t part, const Threads& threads = {}) {
+  if (threads.number() == 0) {
     while (load_relaxed(done) < part) {
     }
     fence_device();
   }
-  __syncthreads();
+  threads.meet();
 }
-inline void end_part(int32_t* done, int32_t part) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
+template <class Threads = AllThreads>
+void end_part(int32_t* done, int32_t part, const Threads& threads = {}) {
+  threads.meet();
+  if (threads.number() == 0) {
     fence_device();
     store_relaxed(done, part + 1);
   }

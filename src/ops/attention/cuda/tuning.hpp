@@ -108,7 +108,10 @@ struct HopperTile {
   int slots, query_slots;              // tiles of keys or values, and of queries, in shared memory
   int copy_registers, work_registers;  // of a thread
   bool persistent;                     // thread blocks take one tile of queries after the other
+  int resident = 1;                    // thread blocks that a multiprocessor holds
+  bool blocks = false;                 // with a block mask: keys are in parts
 
+  constexpr int part_keys() const { return blocks ? 64 : keys; }
   constexpr int rows() const { return groups * 64; }
   constexpr int threads() const { return (groups + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
@@ -124,6 +127,14 @@ constexpr HopperTile hopper_tile(int width) {
   if (width == 64) return {width, 128, 3, 4, 1, 32, 160, false};
   if (width <= 128) return {width, 128, 2, 4, 2, 40, 232, true};
   return {width, width == 192 ? 96 : 64, 2, 4, 1, 40, 232, false};
+}
+// With a block mask. Large: for queries of which 128 neighbours see much the same.
+constexpr bool has_hopper_blocks_tile(int width, int element_bytes) {
+  return has_hopper_tile(width, element_bytes) && width <= 128;
+}
+constexpr HopperTile hopper_blocks_tile(int width, bool large) {
+  if (large) return {width, 128, 2, 4, 1, 40, 232, false, 1, true};
+  return {width, width == 64 ? 128 : 64, 1, 5, 1, 24, 232, false, 2, true};
 }
 // Heads of 64 are little work for what a tile begins and ends with, and tiles of 192 queries meet
 // many keys that a mask hides: shorter rows are left to the other kernels.

@@ -1,0 +1,119 @@
+// A warp's scores of the backward pass on Hopper, from products to weights and gradients.
+//
+// Of S^T and dP^T a warp has 16 keys and a thread [n][2 · half + c]: key lane / 4 + 8 · half and
+// query 8 · n + lane % 4 · 2 + c.
+#pragma once
+
+#include "device/shared_tile.cuh"
+#include "ops/attention/cuda/sm90_products.cuh"
+#include "ops/attention/cuda/smxx_backward_fragments.cuh"
+#include "ops/attention/cuda/smxx_backward_scores.cuh"
+#include "ops/attention/cuda/smxx_backward_tiles.cuh"
+
+namespace pullback::attention {
+
+// Of each half the queries of the tile that see the key, by 8 · n + c.
+struct SeenQueries {
+  int begin[2];
+  uint32_t count[2];
+
+  // The warp's keys begin at `key`, the tile's queries at `query`.
+  SeenQueries(const TilePlace& place, int key, int query, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = key + lane / 4 + 8 * half;
+      const int first = own - place.highest, end = own - place.lowest + 1;
+      const int last = own >= place.k_length ? first : end < place.q_length ? end : place.q_length;
+      begin[half] = first - (query + lane % 4 * 2);
+      count[half] = last > first ? last - first : 0;
+    }
+  }
+  bool covers(int n, int e) const {
+    return static_cast<uint32_t>(8 * n + e % 2 - begin[e / 2]) < count[e / 2];
+  }
+};
+
+// Whether the warp's keys see queries 8 · n … 8 · n + 7: bit 8 · (n / 2) of `squares`.
+inline bool in_block(uint32_t squares, int n) { return (squares >> n / 2 * 8 & 1) != 0; }
+
+// Each in place and, where it is called, in a branch without another side: with two sides the
+// compiler lacks registers for the products that run meanwhile.
+template <int kTiles>
+void hide_unseen(float (&s)[kTiles][4], const SeenQueries& seen) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = seen.covers(n, e) ? s[n][e] : -infinity<float>();
+  }
+}
+template <int kTiles>
+void hide_blocks(float (&s)[kTiles][4], uint32_t squares) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = in_block(squares, n) ? s[n][e] : -infinity<float>();
+  }
+}
+// Unseen chances become -0, which others are not. (Of a row whose lse is NaN they are not 0.)
+template <bool kBlocks, int kTiles>
+void mark_unseen(float (&s)[kTiles][4], const SeenQueries& seen, uint32_t squares) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool sees = seen.covers(n, e) && (!kBlocks || in_block(squares, n)) && s[n][e] != 0;
+      s[n][e] = sees ? s[n][e] : -0.0f;
+    }
+  }
+}
+// The same gradients become -0.
+template <int kSteps>
+void mark_unseen(uint32_t (&gradients)[kSteps][4], const uint32_t (&chances)[kSteps][4]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      uint32_t& word = gradients[step][e];
+      if ((chances[step][e] & 0xffffu) == kUnseenBits) word = (word & ~0xffffu) | kUnseenBits;
+      if (chances[step][e] >> 16 == kUnseenBits) word = (word & 0xffffu) | kUnseenBits << 16;
+    }
+  }
+}
+
+// P^T, then dS^T, in place of S^T. `stats` has lse and delta of the queries.
+template <int kTiles>
+void make_chances(float (&s)[kTiles][4], float factor, uint32_t stats, int lane) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    float row[4];  // of two queries
+    load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = exp2_approx(s[n][e] * factor - row[e % 2 * 2]);
+  }
+}
+template <int kTiles>
+void make_gradients(float (&s)[kTiles][4], const float (&d_p)[kTiles][4], uint32_t stats,
+                    int lane) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    float row[4];
+    load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] *= d_p[n][e] - row[e % 2 * 2 + 1];
+  }
+}
+
+// Operands to the warp's rows of a tile [key][query] of 64 queries: `row` is the thread's first.
+template <class T, int kSteps>
+void store_operands(uint32_t tile, const uint32_t (&words)[kSteps][4], int row, int pair) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t at = TileLayout<T, kPanel>::offset(row + e % 2 * 8, 2 * step + e / 2);
+      store_shared(tile + at + static_cast<uint32_t>(pair * 4), words[step][e]);
+    }
+  }
+}
+
+}  // namespace pullback::attention
