@@ -171,6 +171,11 @@ void add_scores(std::vector<Case>& cases) {
   add(cases, "scale 0.7", {}, {{"scale", "0.7"}});
   add(cases, "scale -0.3", {}, {{"scale", "-0.3"}});
   add(cases, "scale 0", {}, {{"scale", "0"}});
+  // What hides keys before the scale is there would show them.
+  for (const char* scale : {"-0.3", "0"}) {
+    add(cases, fmt::format("scale {}, D 64, causal", scale), {.head_dim = 64, .value_dim = 64},
+        {{"scale", scale}, {"causal", "bottom-right"}});
+  }
   add(cases, "softcap 1.5", {.sigma = 2}, {{"softcap", "1.5"}});
   add(cases, "softcap 30 causal bias", {.bias = {1, 2, 33, 65}, .sigma = 3},
       {{"softcap", "30"}, {"causal", "bottom-right"}});

@@ -6,6 +6,7 @@
 
 #include "ops/attention/cuda/backward_kernels.hpp"
 #include "ops/attention/cuda/masked_work.hpp"
+#include "ops/attention/cuda/tuning.hpp"
 
 namespace pullback::attention {
 namespace {
@@ -107,7 +108,7 @@ class TileBackward final : public BackwardBody {
            hopper_backward_pays(width, sizes.max_query, pairs * k_tiles, device.multiprocessors) &&
            problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
            all_have_vector_rows(problem) && !problem.bias.given() && problem.dropout == 0 &&
-           problem.softcap == 0;
+           problem.softcap == 0 && static_cast<float>(*problem.scale) > kLeastScale;
   }
 
   // The f32 sums of d_q: of as many heads at a time as fit 128 MiB or a twelfth of the tensors' own
