@@ -4,7 +4,7 @@
 // The first warpgroup copies: queries, then K 0, V 0, K 1, V 1, … through a ring of slots. Each
 // other one has 64 of the queries, a warp 16, and asks the tensor cores for the next tile's scores
 // and for this tile's outputs before it makes weights of the former while the latter come in. With
-// a block mask a warpgroup passes over the tiles that only others see.
+// a block mask a tile of keys is made of parts from anywhere; the first warpgroup hands on which.
 //
 // Shared memory: the warpgroups' queries, then the ring; all in panels of 64 columns
 // (device/wgmma.cuh). Keys are interleaved (device/shared_tile.cuh) and values alike: their order
