@@ -64,6 +64,8 @@ struct MatrixAddress {
   }
 #define PULLBACK_SHARED(T, type, columns, sums, list, a, b, adds) \
   PULLBACK_IN_SHARED(product_of_shared, T, type, columns, sums, list, a, b, adds, "0, 0")
+#define PULLBACK_ROWS(T, type, columns, sums, list, a, b, adds) \
+  PULLBACK_IN_SHARED(product_of_rows, T, type, columns, sums, list, a, b, adds, "0, 1")
 #define PULLBACK_TRANSPOSED(T, type, columns, sums, list, a, b, adds) \
   PULLBACK_IN_SHARED(product_of_transposed, T, type, columns, sums, list, a, b, adds, "1, 1")
 #define PULLBACK_REGISTERS(T, type, columns, sums, list, a, b, adds)                              \
@@ -76,9 +78,12 @@ struct MatrixAddress {
                    "r"(1));                                                                       \
   }
 #define PULLBACK_PRODUCTS(T, type)                                                             \
+  PULLBACK_SHARED(T, type, 32, PULLBACK_SUMS_16, PULLBACK_LIST_16, "%16", "%17", "%18")        \
   PULLBACK_SHARED(T, type, 64, PULLBACK_SUMS_32, PULLBACK_LIST_32, "%32", "%33", "%34")        \
   PULLBACK_SHARED(T, type, 96, PULLBACK_SUMS_48, PULLBACK_LIST_48, "%48", "%49", "%50")        \
   PULLBACK_SHARED(T, type, 128, PULLBACK_SUMS_64, PULLBACK_LIST_64, "%64", "%65", "%66")       \
+  PULLBACK_ROWS(T, type, 64, PULLBACK_SUMS_32, PULLBACK_LIST_32, "%32", "%33", "%34")          \
+  PULLBACK_ROWS(T, type, 128, PULLBACK_SUMS_64, PULLBACK_LIST_64, "%64", "%65", "%66")         \
   PULLBACK_TRANSPOSED(T, type, 32, PULLBACK_SUMS_16, PULLBACK_LIST_16, "%16", "%17", "%18")    \
   PULLBACK_TRANSPOSED(T, type, 64, PULLBACK_SUMS_32, PULLBACK_LIST_32, "%32", "%33", "%34")    \
   PULLBACK_REGISTERS(T, type, 32, PULLBACK_SUMS_16, PULLBACK_LIST_16, "{%16, %17, %18, %19}",  \
@@ -91,6 +96,9 @@ struct MatrixAddress {
 // d = a · bᵀ, or d += a · bᵀ where adds; rows of b are columns of the product.
 template <class T, int kTiles>
 void product_of_shared(float (&d)[kTiles][4], uint64_t a, uint64_t b, int adds);
+// d = a · b, or d += a · b where adds.
+template <class T, int kTiles>
+void product_of_rows(float (&d)[kTiles][4], uint64_t a, uint64_t b, int adds);
 // d = aᵀ · b, or d += aᵀ · b where adds; columns of a are rows of the product.
 template <class T, int kTiles>
 void product_of_transposed(float (&d)[kTiles][4], uint64_t a, uint64_t b, int adds);
@@ -104,6 +112,7 @@ PULLBACK_PRODUCTS(f16, "f16")
 #undef PULLBACK_PRODUCTS
 #undef PULLBACK_REGISTERS
 #undef PULLBACK_TRANSPOSED
+#undef PULLBACK_ROWS
 #undef PULLBACK_SHARED
 #undef PULLBACK_IN_SHARED
 #undef PULLBACK_PRODUCT

@@ -93,9 +93,10 @@ struct Dropout {
         {{key_block, query, static_cast<uint32_t>(plane), static_cast<uint32_t>(plane >> 32)}});
   }
 
-  // `number` is key % 8.
+  // `number` is key % 8. What lies below a draw decides nothing.
   constexpr bool keeps(const PhiloxWords& words, unsigned number) const {
-    return ((words.word[number / 2] >> (16 * (number % 2))) & 0xffffu) >= threshold;
+    const uint32_t word = words.word[number / 2];
+    return (number % 2 != 0 ? word : word << 16) >= threshold << 16;
   }
 
   constexpr bool keeps(uint64_t plane, int64_t query, int64_t key) const {

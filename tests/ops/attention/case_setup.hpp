@@ -142,6 +142,7 @@ inline void add(std::vector<Case>& cases, std::string name, const Setup& setup,
 void add_tiles(std::vector<Case>& cases);
 void add_shared_lists(std::vector<Case>& cases);
 void add_units(std::vector<Case>& cases);
+void add_many_keys(std::vector<Case>& cases);
 void add_widths(std::vector<Case>& cases);
 
 }  // namespace pullback::driver::attention_setup

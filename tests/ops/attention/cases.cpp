@@ -330,6 +330,7 @@ std::vector<Case> attention_cases() {
   add_blocks(cases);
   add_shared_lists(cases);
   add_units(cases);
+  add_many_keys(cases);
   add_widths(cases);
   return cases;
 }

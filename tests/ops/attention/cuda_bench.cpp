@@ -127,7 +127,11 @@ std::vector<Case> attention_cuda_bench() {
               .value_dim = 128,
               .dtypes = {DType::bf16}};
   add_one("B2 H16 S8192 D128 window 1024", setup, {{"window", "1023,0"}});
-  add_one("B2 H16 S8192 D128 dropout 0.1", setup, {{"dropout", "0.1"}, {"seed", "1"}});
+  for (const std::int64_t head_dim : {64, 128}) {
+    setup.head_dim = setup.value_dim = head_dim;
+    add_one(fmt::format("B2 H16 S8192 D{} dropout 0.1", head_dim), setup,
+            {{"dropout", "0.1"}, {"seed", "1"}});
+  }
   setup.kv_heads = 2;
   add_one("B2 H16 over 2 S8192 D128 causal", setup, {{"causal", "bottom-right"}});
   setup = {.batch = 2,

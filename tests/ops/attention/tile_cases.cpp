@@ -183,6 +183,83 @@ void add_units(std::vector<Case>& cases) {
   add_masks("many keys, NaN");
 }
 
+// Biases and dropout in several tiles for Hopper, which heads of 64 take for so many keys only.
+void add_many_keys(std::vector<Case>& cases) {
+  Setup setup{.batch = 2,
+              .query = 140,
+              .d_lse = true,
+              .finite_differences = false,
+              .dtypes = {DType::bf16, DType::f16}};
+  const auto set_head_dim = [&](std::int64_t head_dim) {
+    setup.head_dim = setup.value_dim = head_dim;
+    setup.key = head_dim == 64 ? 2104 : 520;
+    setup.heads = 2, setup.kv_heads = 1;
+  };
+  const auto add_case = [&](const std::string& name, const OptionMap& options) {
+    add(cases, fmt::format("many keys, {}, D {}", name, setup.head_dim), setup, options);
+    cases.back().full_only = true;
+  };
+  const OptionMap causal = {{"causal", "bottom-right"}};
+  const OptionMap dropout = {{"dropout", "0.3"}, {"seed", "5"}};
+  OptionMap causal_dropout = causal;
+  causal_dropout.insert(dropout.begin(), dropout.end());
+  for (const std::int64_t head_dim : {64, 72, 128, 192, 256}) {
+    set_head_dim(head_dim);
+    setup.bias = {2, 2, 140, setup.key};
+    add_case("bias", {});
+    add_case("bias, causal", causal);
+    setup.bias = {};
+    add_case("dropout", dropout);
+    add_case("dropout, causal", causal_dropout);
+    add_case("no mask", {});
+    add_case("causal", causal);
+    setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 3); };
+    add_case("causal, NaN in keys", causal);
+    // Of rows that some keys do not see.
+    setup.change = [](TensorMap& inputs, const Setup& s, Random&) {
+      const std::int64_t row = s.heads * s.head_dim, inside = 30 * row + 5;
+      inputs["q"].set(inside, std::numeric_limits<double>::quiet_NaN());
+      inputs["d_out"].set(inside + 70 * row, std::numeric_limits<double>::infinity());
+    };
+    add_case("causal, NaN in a query", causal);
+    setup.change = {};
+  }
+  for (const std::int64_t head_dim : {64, 96}) {
+    set_head_dim(head_dim);
+    setup.value_dim = 48;
+    setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 3); };
+    add_case("dropout, NaN in keys", causal_dropout);
+    for (const std::vector<std::int64_t>& shape :
+         {std::vector<std::int64_t>{2, 1, 1, setup.key}, {1, 2, 140, setup.key}}) {
+      setup.bias = shape;
+      const std::string_view name = shape[2] == 1 ? "bias of keys" : "bias";
+      for (const bool finite : {false, true}) {
+        setup.change = [finite](TensorMap& inputs, const Setup& s, Random&) {
+          const HostTensor& bias = inputs["bias"];
+          const double hidden =
+              finite ? lowest_finite(bias.spec().dtype) : -std::numeric_limits<double>::infinity();
+          for (std::int64_t i = 0; i < bias.numel(); ++i) {
+            const std::int64_t key = i % s.key;
+            if (key < 150 || key >= s.key - 50) bias.set(i, hidden);
+          }
+          if (!finite) poison_keys(inputs, 50);
+        };
+        add_case(fmt::format("{} that hides {}", name, finite ? "some" : "NaN"), causal);
+      }
+    }
+    setup.change = {};
+    setup.bias = {};
+  }
+  // Enough tiles of keys for a launch a batch item to fill a device.
+  set_head_dim(64);
+  setup.query = 270;
+  setup.heads = setup.kv_heads = 8;
+  setup.bias = {1, 8, 270, setup.key};
+  add_case("bias of all items", {});
+  setup.batch = 3;
+  add_case("bias of three items, causal", causal);
+}
+
 // Features that have kernels of their own for each width of the heads.
 void add_widths(std::vector<Case>& cases) {
   for (const std::int64_t head_dim : {64, 96, 128, 192, 256}) {

@@ -35,21 +35,31 @@ class TileBackward final : public BackwardBody {
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
                int width)
-      : TileBackward(problem, device, arch, hopper, width,
-                     tiles_of(problem.q.dtype, width, arch,
-                              has_small_blocks(problem, hopper) &&
-                                  (!hopper || has_small_hopper_tile(width)))) {}
+      : TileBackward(
+            problem, device, arch, hopper, width,
+            tiles_of(problem.q.dtype, width, arch,
+                     hopper ? hopper_kind(problem, width) == HopperBackwardKind::small_blocks
+                            : has_small_blocks(problem, false))) {}
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
                int width, const BackwardTiles& tiles)
-      : TileBackward(
-            problem, device, arch, hopper, width, tiles,
-            masked_work(problem, cuda::device_info(device.index), tiles, width, hopper,
-                        hopper ? hopper_tile_of(problem, tiles, width).resident : tiles.blocks)) {}
+      : TileBackward(problem, device, arch, hopper, width, tiles,
+                     masked_work(problem, cuda::device_info(device.index), tiles, width, hopper,
+                                 hopper ? hopper_tile_of(problem, width).resident : tiles.blocks)) {
+  }
 
-  static HopperBackwardTile hopper_tile_of(const AttentionProblem& problem,
-                                           const BackwardTiles& tiles, int width) {
-    return hopper_backward_tile(width, problem.blocks.given(), tiles.keys < 128);
+  static HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width) {
+    using Kind = HopperBackwardKind;
+    if (problem.dropout > 0) return Kind::dropout;
+    if (problem.bias.given()) return Kind::bias;
+    if (!problem.blocks.given()) return Kind::plain;
+    const bool small = has_small_blocks(problem, true) &&
+                       has_hopper_backward_tile(Kind::small_blocks, width,
+                                                static_cast<int>(size_of(problem.q.dtype)));
+    return small ? Kind::small_blocks : Kind::blocks;
+  }
+  static HopperBackwardTile hopper_tile_of(const AttentionProblem& problem, int width) {
+    return hopper_backward_tile(hopper_kind(problem, width), width);
   }
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
@@ -63,9 +73,8 @@ class TileBackward final : public BackwardBody {
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(problem.bias);
     d_bias_vectors_ = has_vector_keys(problem.d_bias);
     // One kind of terms, or none, in pieces of 16 bytes.
-    const bool terms[] = {problem.bias.given(), problem.dropout > 0, problem.blocks.given()};
     only_vectors_ = vectors_ && (bias_vectors_ || !problem.bias.given()) && problem.softcap == 0 &&
-                    std::count(terms, terms + 3, true) <= 1;
+                    term_count(problem) <= 1;
     const SeenBlocksTable& blocks = blocks_.get();
     params_.lines = blocks.given() ? blocks.lines : params_.q_tiles;
     pair_blocks_ = blocks.given() ? blocks.lists : params_.k_tiles;
@@ -89,6 +98,9 @@ class TileBackward final : public BackwardBody {
         bias_plan_ == BiasPlan::summed ? "; d_bias from scores made once more" : "");
   }
 
+  static int term_count(const AttentionProblem& problem) {
+    return problem.bias.given() + (problem.dropout > 0) + problem.blocks.given();
+  }
   static bool all_have_vector_rows(const AttentionProblem& problem) {
     for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
                                    &problem.d_k, &problem.d_v}) {
@@ -101,14 +113,14 @@ class TileBackward final : public BackwardBody {
     const AttentionSizes sizes = sizes_of(problem);
     const int width = tensor_core_width(problem);
     const std::int64_t pairs = (sizes.varlen ? 1 : sizes.batch) * sizes.kv_heads;
-    const std::int64_t k_tiles =
-        ceil_div(sizes.total_key, hopper_backward_tile(width, false, false).keys) +
-        (sizes.varlen ? sizes.batch : 0);
-    return has_hopper_backward_tile(width, static_cast<int>(size_of(problem.q.dtype))) &&
+    const std::int64_t k_tiles = ceil_div(sizes.total_key, 128) + (sizes.varlen ? sizes.batch : 0);
+    return has_hopper_backward_tile(hopper_kind(problem, width), width,
+                                    static_cast<int>(size_of(problem.q.dtype))) &&
            hopper_backward_pays(width, sizes.max_query, pairs * k_tiles, device.multiprocessors) &&
            problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
-           all_have_vector_rows(problem) && !problem.bias.given() && problem.dropout == 0 &&
-           problem.softcap == 0 && static_cast<float>(*problem.scale) > kLeastScale;
+           all_have_vector_rows(problem) && problem.softcap == 0 &&
+           static_cast<float>(*problem.scale) > kLeastScale && term_count(problem) <= 1 &&
+           (!problem.bias.given() || has_vector_keys(problem.bias));
   }
 
   // The f32 sums of d_q: of as many heads at a time as fit 128 MiB or a twelfth of the tensors' own
@@ -120,7 +132,7 @@ class TileBackward final : public BackwardBody {
       own += spec->numel() * static_cast<std::int64_t>(size_of(spec->dtype));
     }
     const std::int64_t limit = std::max<std::int64_t>(std::int64_t{128} << 20, own / 12);
-    const int sum_width = only_all_ ? hopper_tile_of(problem, tiles_, width).sum_width() : width;
+    const int sum_width = only_all_ ? hopper_tile_of(problem, width).sum_width() : width;
     const std::int64_t pair_bytes =
         sizes_.group * params_.lines * tiles_.queries * sum_width * std::int64_t{4};
     slice_pairs_ = pairs_;
@@ -156,8 +168,10 @@ class TileBackward final : public BackwardBody {
       general_ =
           load(kernel_of(problem.blocks.given() ? Features::general_blocks : Features::general));
       if (only_all_) {
-        aligned_ =
-            load(hopper_backward_kernel(dtype, width, problem.blocks.given(), tiles_.keys < 128));
+        const HopperBackwardKind kind = bias_plan_ == BiasPlan::stepped
+                                            ? HopperBackwardKind::bias_sum
+                                            : hopper_kind(problem, width);
+        aligned_ = load(hopper_backward_kernel(dtype, kind, width));
       } else if (only_vectors_) {
         aligned_ = load(
             kernel_of(problem.bias.given()
@@ -169,7 +183,7 @@ class TileBackward final : public BackwardBody {
       // Tiles of a head that follow each other start two steps apart, so that turns come in time.
       const std::int64_t flight =
           std::int64_t{device_.multiprocessors} *
-          (only_all_ ? hopper_tile_of(problem, tiles_, width).resident : tiles_.blocks);
+          (only_all_ ? hopper_tile_of(problem, width).resident : tiles_.blocks);
       const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
       params_.pair_group = static_cast<std::int32_t>(
           problem.blocks.given()
@@ -345,13 +359,10 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
         }
       }
       add(bias_kernel(dtype, width, arch));
-      if (arch == 90 && has_hopper_backward_tile(width, static_cast<int>(size_of(dtype)))) {
-        for (const bool blocks : {false, true}) {
-          add(hopper_backward_kernel(dtype, width, blocks, false).kernel);
-        }
-        if (has_small_hopper_tile(width)) {
-          add(hopper_backward_kernel(dtype, width, true, true).kernel);
-        }
+      for (const HopperBackwardKind kind : kHopperBackwardKinds) {
+        if (arch != 90) continue;
+        if (!has_hopper_backward_tile(kind, width, static_cast<int>(size_of(dtype)))) continue;
+        add(hopper_backward_kernel(dtype, kind, width).kernel);
       }
     }
     add(bias_helper(dtype, "clear_bias"));

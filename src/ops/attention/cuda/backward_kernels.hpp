@@ -69,15 +69,20 @@ inline TileKernel tile_kernel(DType dtype, int width, Features features, int arc
           tiles.shared_bytes(width, static_cast<int>(size_of(dtype)), bias)};
 }
 
-inline TileKernel hopper_backward_kernel(DType dtype, int width, bool blocks, bool small_blocks) {
+inline constexpr std::string_view kHopperBackwardKindNames[] = {
+    "plain", "dropout", "bias", "bias_sum", "blocks", "small_blocks"};
+
+inline TileKernel hopper_backward_kernel(DType dtype, HopperBackwardKind kind, int width) {
   const std::string_view type = cuda::device_type(dtype);
-  const HopperBackwardTile tile = hopper_backward_tile(width, blocks, small_blocks);
-  return {{.name = fmt::format("attention_backward_sm90_{}_{}{}{}", type, width,
-                               blocks ? "_blocks" : "", small_blocks ? "_small" : ""),
-           .file = "ops/attention/cuda/sm90_backward.cuh",
+  const std::string_view kind_name = kHopperBackwardKindNames[static_cast<int>(kind)];
+  const HopperBackwardTile tile = hopper_backward_tile(kind, width);
+  return {{.name = fmt::format("attention_backward_sm90_{}_{}_{}", type, width, kind_name),
+           .file = tile.wide() ? "ops/attention/cuda/sm90_backward_wide.cuh"
+                               : "ops/attention/cuda/sm90_backward.cuh",
            .function = fmt::format(
-               "attention::hopper_backward<{}, attention::hopper_backward_tile({}, {}, {})>", type,
-               width, blocks, small_blocks),
+               "attention::hopper_{}backward<{}, "
+               "attention::hopper_backward_tile(attention::HopperBackwardKind::{}, {})>",
+               tile.wide() ? "wide_" : "", type, kind_name, width),
            .parameters = kBackwardParams,
            .threads = tile.threads(),
            .blocks = tile.resident,

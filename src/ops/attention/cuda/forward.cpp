@@ -22,9 +22,7 @@ constexpr std::string_view kKindNames[] = {"plain", "blocks", "large_blocks", "d
                                            "bias",  "terms",  "elements"};
 
 bool has_hopper_kernel(DType dtype, int width, ForwardKind kind) {
-  const int bytes = element_bytes(dtype);
-  return is_blocks(kind) ? has_hopper_blocks_tile(width, bytes)
-                         : kind == ForwardKind::plain && has_hopper_tile(width, bytes);
+  return has_hopper_tile(kind, width, element_bytes(dtype));
 }
 
 ForwardKind blocks_kind(const AttentionProblem& problem, int width, bool hopper) {
@@ -51,24 +49,20 @@ cuda::OpKernel tile_kernel(DType dtype, int width, ForwardKind kind, int arch) {
       .blocks = tile.blocks};
 }
 
-HopperTile hopper_tile_of(int width, ForwardKind kind) {
-  return is_blocks(kind) ? hopper_blocks_tile(width, kind == ForwardKind::large_blocks)
-                         : hopper_tile(width);
-}
-
 cuda::OpKernel hopper_kernel(DType dtype, int width, ForwardKind kind) {
   const std::string_view type = cuda::device_type(dtype);
-  const std::string tile = is_blocks(kind) ? fmt::format("hopper_blocks_tile({}, {})", width,
-                                                         kind == ForwardKind::large_blocks)
-                                           : fmt::format("hopper_tile({})", width);
-  return {.name = fmt::format("attention_forward_sm90_{}_{}_{}", type, width,
-                              kKindNames[static_cast<int>(kind)]),
-          .file = "ops/attention/cuda/sm90_forward.cuh",
-          .function = fmt::format("attention::hopper_forward<{}, attention::{}>", type, tile),
-          .parameters = "attention::ForwardParams",
-          .threads = hopper_tile_of(width, kind).threads(),
-          .blocks = hopper_tile_of(width, kind).resident,
-          .arch_specific = true};
+  const std::string_view kind_name = kKindNames[static_cast<int>(kind)];
+  const HopperTile tile = hopper_tile(kind, width);
+  return {
+      .name = fmt::format("attention_forward_sm90_{}_{}_{}", type, width, kind_name),
+      .file = "ops/attention/cuda/sm90_forward.cuh",
+      .function = fmt::format(
+          "attention::hopper_forward<{}, attention::hopper_tile(attention::ForwardKind::{}, {})>",
+          type, kind_name, width),
+      .parameters = "attention::ForwardParams",
+      .threads = tile.threads(),
+      .blocks = tile.resident,
+      .arch_specific = true};
 }
 
 cuda::OpKernel plain_kernel() {
@@ -207,12 +201,12 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const bool masked = band.left != kFar || band.right != kFar;
     return has_hopper_kernel(dtype, width, kind) &&
            (is_blocks(kind) || sizes_.max_key >= hopper_least_keys(width, masked)) &&
-           (!sizes_.varlen || hopper_tile(width).rows() == rows);
+           (!sizes_.varlen || hopper_tile(kind, width).rows() == rows);
   }
 
   void load_hopper(const AttentionProblem& problem, int width, ForwardKind kind,
                    std::int64_t pairs) {
-    const HopperTile tile = hopper_tile_of(width, kind);
+    const HopperTile tile = hopper_tile(kind, width);
     const std::int64_t tiles = sizes_.varlen ? sequences_->q_tiles()
                                              : (sizes_.total_query + tile.rows() - 1) / tile.rows();
     by_vectors_.emplace(

@@ -1,5 +1,5 @@
 // Gradients of attention on Hopper's tensor cores: the formulas, and the order of the sums, of
-// smxx_backward.cuh, without bias, softcap and dropout, and always all of d_q, d_k, d_v.
+// smxx_backward.cuh, without softcap, and always all of d_q, d_k, d_v.
 //
 // A thread block owns 128 keys (or 64) of a key/value head and takes 64 queries a step. The first
 // warpgroup has two warps that copy queries, d_out and statistics, and two that add the step's part
@@ -16,10 +16,10 @@
 // statistics. What products read is in panels of 64 columns (device/wgmma.cuh).
 #pragma once
 
-#include "device/bulk.cuh"
-#include "device/bulk_out.cuh"
 #include "device/warpgroup.cuh"
+#include "ops/attention/cuda/sm90_backward_copies.cuh"
 #include "ops/attention/cuda/sm90_backward_scores.cuh"
+#include "ops/attention/cuda/sm90_backward_steps.cuh"
 #include "ops/attention/cuda/sm90_backward_tuning.cuh"
 #include "ops/attention/cuda/sm90_products.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
@@ -33,18 +33,16 @@ namespace pullback::attention {
 // The named barrier of both warpgroups that work.
 inline constexpr int kBothGroups = 1;
 
-inline int32_t load_acquire(const int32_t* from) {
-  int32_t value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-
 template <class T, HopperBackwardTile kTile>
-struct HopperBackward {
+struct HopperBackward : HopperBackwardSteps<T, kTile> {
+  using Element = T;
   static constexpr int kWidth = kTile.width, kPanels = kTile.panels();
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kGroups = kTile.groups();
   static constexpr int kStages = kTile.stages;
-  static constexpr bool kBlocks = kTile.blocks;
+  static constexpr bool kBlocks = kTile.blocks();
+  static constexpr bool kDropout = kTile.kind == HopperBackwardKind::dropout;
+  static constexpr bool kBias = kTile.bias();
+  static constexpr bool kBiasSum = kTile.kind == HopperBackwardKind::bias_sum;
   static constexpr int kSumWidth = kTile.sum_width();
   static constexpr int kOwnKeys = kKeys / kGroups, kOwnWidth = kSumWidth / kGroups;
   static constexpr int kTiles = kWidth / 8, kQueryTiles = kQueries / 8, kOwnTiles = kOwnWidth / 8;
@@ -63,182 +61,39 @@ struct HopperBackward {
   struct Shared {
     BlockPlace place;
     bool finite_keys;
-    uint64_t keys_full, full[kStages], empty[kStages], sums_full[kAdders], sums_empty;
+    uint64_t keys_full, full[kStages], empty[kStages], sums_full[kAdders], sums_empty, bias_empty;
+    uint64_t scores_full, cleaning;  // with a block mask
     SeenTile steps[kStages];  // with a block mask
   };
 
-  const BackwardParams& p;
+  using Steps = HopperBackwardSteps<T, kTile>;
+  using Steps::await, Steps::for_each_step, Steps::head_of, Steps::rows_of, Steps::sums_of;
+  using Steps::block, Steps::p, Steps::place, Steps::turn_of;
+  using typename Steps::Turn;
+
   Shared& shared;
-  const BlockPlace& block;
-  const TilePlace& place;
-  const int first_query_tile, end_query_tile, group_heads;
-  const uint32_t k_tile, v_tile, finite_k_tile, q_tiles, d_out_tiles, ds_tiles, sums_tile,
-      stats_tiles;
+  const uint32_t k_tile, v_tile, finite_k_tile, q_tiles, d_out_tiles, ds_tiles, bias_tile,
+      sums_tile, stats_tiles;
+  const Dropout dropout;
 
   HopperBackward(const BackwardParams& params, Shared& statics, uint32_t tiles)
-      : p(params),
+      : Steps(params, statics.place),
         shared(statics),
-        block(statics.place),
-        place(statics.place.keys),
-        first_query_tile(uniform(block.queries.begin)),
-        end_query_tile(uniform(block.queries.end)),
-        group_heads(uniform(params.problem.group)),
         k_tile(tiles),
         v_tile(k_tile + kKeyBytes),
         finite_k_tile(v_tile + kKeyBytes),
         q_tiles(finite_k_tile + kKeyBytes),
         d_out_tiles(q_tiles + kStages * kQueryBytes),
         ds_tiles(d_out_tiles + kStages * kQueryBytes),
+        bias_tile(ds_tiles + kScoreBytes),
         sums_tile(ds_tiles + 2 * kScoreBytes),
-        stats_tiles(sums_tile + kSumBytes) {}
+        stats_tiles(sums_tile + kSumBytes),
+        dropout(kDropout ? params.problem.dropout.for_warp() : Dropout()) {}
 
-  // Calls work(tile of queries, of which a block mask knows more, head of the group, number) for
-  // the steps of this thread block, in the order that BackwardSteps has.
-  template <class Work>
-  void for_each_step(const Work& work) const {
-    int number = 0;
-    if constexpr (kBlocks) {
-      const SeenBlocksTable& table = p.problem.blocks;
-#pragma unroll 1
-      for (int head = 0; head < group_heads; ++head) {
-        const int64_t* const list =
-            table.first + table.plane(place.batch, head_of(head)) * (table.lists + 1) + block.owner;
-        const SeenTile* const begin = table.tiles + list[0];
-#pragma unroll 1
-        for (const SeenTile* at = table.tiles + list[1]; at != begin; ++number) {
-          work(*--at, head, number);
-        }
-      }
-    } else {
-#pragma unroll 1
-      for (int tile = end_query_tile - 1; tile >= first_query_tile; --tile) {
-#pragma unroll 1
-        for (int head = 0; head < group_heads; ++head, ++number) {
-          work(SeenTile{tile, 0, 0, 0, 0}, head, number);
-        }
-      }
-    }
-  }
-  int head_of(int head_of_group) const { return place.head * p.problem.group + head_of_group; }
-  T* rows_of(const HeadRows& rows, int head, int64_t row) const {
-    return static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head +
-           row * rows.row;
-  }
-
-  // --- The warps that copy ---
-
-  // `rows` more rows exist from the first one on.
-  template <int kRows>
-  void load(uint32_t tile, const HeadRows& of, int head, int64_t first, int rows,
-            int columns) const {
-    const T* const from = rows_of(of, head, first);
-#pragma unroll 1
-    for (int panel = 0; panel < kPanels; ++panel) {
-      const int column = panel * kPanel;
-      TileLoader<T, kRows, kPanel, kCopiers, true>(from + column, of.row, 1, columns - column)
-          .load(tile + panel * (kRows * kPanelRow), 0, rows);
-    }
-  }
-
-  void copy() const {
-    const int head_dim = p.problem.head_dim, value_dim = p.problem.value_dim;
-    const int key = place.tile * kKeys;
-    load<kKeys>(k_tile, p.k, place.head, place.k_begin + key, place.k_length - key, head_dim);
-    load<kKeys>(v_tile, p.v, place.head, place.k_begin + key, place.k_length - key, value_dim);
-    barrier_arrive_after_copies(&shared.keys_full);
-    wait_for_previous_kernel();  // for statistics
-    for_each_step([&](const SeenTile& step, int head_of_group, int number) {
-      const int stage = number % kStages, round = number / kStages, tile = step.tile;
-      if (round > 0) barrier_wait(&shared.empty[stage], (round - 1) & 1);
-      const int query = tile * kQueries, left = place.q_length - query;
-      const int head = head_of(head_of_group);
-      load<kQueries>(q_tiles + stage * kQueryBytes, p.q, head, place.q_begin + query, left,
-                     head_dim);
-      load<kQueries>(d_out_tiles + stage * kQueryBytes, p.d_out, head, place.q_begin + query, left,
-                     value_dim);
-      const uint32_t byte = threadIdx.x * 16;
-      if (byte < sizeof(Stats)) {
-        const auto* const from =
-            static_cast<const Stats*>(p.stats) +
-            ((block.pair * p.problem.group + head_of_group) * p.q_tiles + place.first_tile + tile);
-        async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + byte,
-                           reinterpret_cast<const char*>(from) + byte, true);
-      }
-      if (kBlocks && threadIdx.x == 0) async_copy(&shared.steps[stage], &step);
-      barrier_arrive_after_copies(&shared.full[stage]);
-    });
-    async_wait<0>();
-  }
-
-  // --- The warps that add up d_q ---
-
-  // A step's turn to add to d_q of its queries.
-  struct Turn {
-    int number;
-    bool last;
-    int64_t line;  // among those of all planes
-    // The line before, which this turn takes over, or -1; and how many turns that has.
-    int64_t taken_over;
-    int turns_before;
-
-    // Whether there are such that the step itself adds to.
-    bool adds_sums() const { return last && number > 0; }
-  };
-  Turn turn_of(const SeenTile& step, int head_of_group) const {
-    const int64_t head_lines = (block.pair * p.problem.group + head_of_group) * p.lines;
-    if constexpr (kBlocks) {
-      Turn turn{step.turn, step.turn + 1 == step.turns, head_lines + step.line, -1, 0};
-      const SeenBlocksTable& table = p.problem.blocks;
-      if (table.line_table != nullptr && turn.last) {
-        const SeenLine line =
-            table.line_table[table.plane(place.batch, head_of(head_of_group)) * table.lines +
-                             step.line];
-        turn.last = line.last != 0;
-        if (line.before >= 0) turn.taken_over = head_lines + line.before;
-        turn.turns_before = line.before_turns;
-      }
-      return turn;
-    } else {
-      const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
-      const int number = place.tile - keys.begin;
-      return {number, number + 1 == keys.end - keys.begin,
-              head_lines + place.first_tile + step.tile, -1, 0};
-    }
-  }
-  void await(int64_t line, int turns) const {
-    while (load_acquire(p.turns + line) < turns) {
-    }
-  }
-  float* sums_of(int64_t line) const {
-    return p.sums + (line - p.first_pair * p.problem.group * p.lines) * (kQueries * kSumWidth);
-  }
-
-  // Of two steps each takes one: turns, and the writes that they wait for, take longer than a step.
-  // By one thread.
-  void add_queries(int adder) const {
-    wait_for_previous_kernel();  // for turns
-    for_each_step([&](const SeenTile& step, int head_of_group, int number) {
-      if (number % kAdders != adder) return;
-      const Turn turn = turn_of(step, head_of_group);
-      if (!turn.last) {
-        await(turn.line, turn.number);
-        fence_async_proxy();
-      }
-      barrier_wait(&shared.sums_full[adder], number / kAdders & 1);
-      if (!turn.last) {
-        float* const sums = sums_of(turn.line);
-        turn.number == 0 ? bulk_store(sums, sums_tile, kSumBytes)
-                         : bulk_add(sums, sums_tile, kSumBytes);
-        bulk_commit();
-        bulk_wait_read();
-      }
-      barrier_arrive(&shared.sums_empty);
-      if (!turn.last) {
-        bulk_wait();
-        fence_device();
-        store_relaxed(p.turns + turn.line, turn.number + 1);
-      }
-    });
+  // Where the sums of d_bias over launches lie, of a tile.
+  float* bias_sums_of(int tile, int head) const {
+    const int64_t number = (int64_t{head} * p.q_tiles + tile) * p.k_tiles + place.tile;
+    return p.bias_sums + number * (kKeys * kQueries);
   }
 
   // --- The warpgroups that work ---
@@ -251,6 +106,17 @@ struct HopperBackward {
   SeenQueries seen_queries(const Worker& worker, int tile) const {
     return SeenQueries(place, place.tile * kKeys + worker.row, tile * kQueries, worker.lane);
   }
+  // Both warpgroups. With a block mask they may come from two places in the code, which named
+  // barriers allow and synccheck does not.
+  void meet(uint64_t& barrier, int round) const {
+    if constexpr (kBlocks) {
+      barrier_arrive(&barrier);
+      barrier_wait(&barrier, round & 1);
+    } else {
+      named_wait(kBothGroups, kWorkers);
+    }
+  }
+
   void store_scores(uint32_t tile, const Words& words, const Worker& worker) const {
     store_operands<T>(tile, words, worker.row + worker.lane / 4, worker.lane % 4);
   }
@@ -294,18 +160,18 @@ struct HopperBackward {
     make_finite(q_tile, d_out_tile, worker);
   }
   void make_finite(uint32_t q_tile, uint32_t d_out_tile, const Worker& worker) const {
-    named_wait(kBothGroups, kWorkers);  // the scores of both are made
+    meet(shared.cleaning, 0);  // the scores of both are made
     copy_finite(q_tile, q_tile, kQueryBytes, worker.thread);
     copy_finite(d_out_tile, d_out_tile, kQueryBytes, worker.thread);
     fence_async_proxy();
-    named_wait(kBothGroups, kWorkers);
+    meet(shared.cleaning, 1);
   }
 
   void work(int group) const {
     const int thread = static_cast<int>(threadIdx.x) - kWarpgroupSize;
     const Worker worker{group, thread % 32, thread / 32 * 16, thread};
     float d_k[kTiles][4] = {}, d_v[kTiles][4] = {};
-    if (kBlocks || first_query_tile < end_query_tile) {
+    if (Steps::may_have_steps()) {
       barrier_wait(&shared.keys_full, 0);
       const bool finite_keys = uniform(check_keys(worker)) != 0;
       fence_async_proxy();
@@ -329,7 +195,7 @@ struct HopperBackward {
                                true);
     };
     store(p.d_k, p.problem.head_dim, d_k, p.problem.scale);
-    store(p.d_v, p.problem.value_dim, d_v, 1.0f);
+    store(p.d_v, p.problem.value_dim, d_v, kDropout ? p.problem.keep_scale : 1.0f);
   }
 
   // With a block mask: whether this owner of the keys is the last one, which has the sums.
@@ -356,7 +222,7 @@ struct HopperBackward {
     const uint32_t q_tile = q_tiles + stage * kQueryBytes;
     const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
     const uint32_t stats = stats_tiles + stage * sizeof(Stats);
-    const uint32_t ds_tile = ds_tiles + number % 2 * kScoreBytes;
+    const uint32_t ds_tile = ds_tiles + number % kTile.score_tiles() * kScoreBytes;
     const uint32_t own_keys = worker.group * (kOwnKeys * kPanelRow);
     barrier_wait(&shared.full[stage], number / kStages & 1);
     fence_async_proxy();
@@ -377,7 +243,7 @@ struct HopperBackward {
         clear_scores(ds_tile, worker);
         if (suspicious) make_finite(q_tile, d_out_tile, worker);
         fence_async_proxy();
-        named_wait(kBothGroups, kWorkers);
+        meet(shared.scores_full, number);
         end_step<false>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, keys_of_d_q);
         return;
       }
@@ -391,21 +257,51 @@ struct HopperBackward {
     product_commit();
     ask_for_scores<T, kWidth, kKeys, kQueries>(d_p, v_tile + own_keys, d_out_tile);
     product_commit();
+    uint32_t kept = 0, unseen = 0;
+    if constexpr (kDropout) {
+      const auto plane =
+          static_cast<uint64_t>(place.batch * p.problem.heads + head_of(head_of_group));
+      kept = draw_kept(dropout, plane, tile * kQueries, place.tile * kKeys + worker.row, lane);
+    }
     product_wait<1>();
     keep_in_place(s);
+    if constexpr (kBias) {
+      add_bias<T, kKeys>(s, p.problem.scale, bias_tile, worker.row, lane);
+      if (marked) hide_by_bias<T, kKeys>(s, bias_tile, worker.row, lane);
+      barrier_arrive(&shared.bias_empty);
+    }
     if (partly) hide_unseen(s, seen_queries(worker, tile));
     if constexpr (kBlocks) {
       constexpr uint32_t kSquares = all_squares(kQueries, 16);
       if ((squares & kSquares) != kSquares) hide_blocks(s, squares);
     }
-    make_chances(s, p.problem.scale * kLog2E, stats, lane);
+    make_chances<kBias>(s, p.problem.scale * kLog2E, stats, lane);
     if (marked) mark_unseen<kBlocks>(s, seen_queries(worker, tile), squares);
-    pack_weights<T>(chances, s);
-    product_wait<0>();
-    keep_in_place(d_p);
-    make_gradients(s, d_p, stats, lane);
-    pack_weights<T>(gradients, s);
-    if (marked) mark_unseen(gradients, chances);
+    if constexpr (kDropout) {
+      if (marked) unseen = unseen_of(s);
+      pack_kept<T>(chances, s, kept);
+      product_wait<0>();
+      keep_in_place(d_p);
+      make_gradients(s, d_p, stats, kept, p.problem.keep_scale, lane);
+      if (marked) mark_unseen(s, unseen);
+      pack_weights<T>(gradients, s);
+    } else {
+      pack_weights<T>(chances, s);
+      product_wait<0>();
+      keep_in_place(d_p);
+      make_gradients(s, d_p, stats, lane);
+      pack_weights<T>(gradients, s);
+      if (marked) mark_unseen(gradients, chances);
+    }
+    if constexpr (kBiasSum) {
+      const int head = head_of(head_of_group), key_row = place.tile * kKeys + worker.row;
+      add_bias_sums<T>(p, place, head, tile * kQueries, key_row, s,
+                       bias_sums_of(tile, head) + worker.row * kQueries, lane);
+    }
+    // With one tile of dS: those of the step before have been read.
+    if (kBias && number > 0) {
+      barrier_wait(&shared.sums_full[(number - 1) % kAdders], (number - 1) / kAdders & 1);
+    }
     if (suspicious) {
       keep_in_place(d_v);
       clean_rows(d_v, chances, ds_tile, q_tile, d_out_tile, worker);
@@ -416,7 +312,11 @@ struct HopperBackward {
     product_fence();
     ask_for_outputs<T, kTiles, kQueries>(d_v, chances, d_out_tile);
     product_commit();
-    named_wait(kBothGroups, kWorkers);  // dS of both is there
+    meet(shared.scores_full, number);  // dS of both is there
+    if constexpr (kTile.kind == HopperBackwardKind::bias) {
+      store_bias<T, kKeys, kQueries, kWorkers / 32, false>(p, place, head_of(head_of_group), tile,
+                                                           ds_tile, worker.thread);
+    }
     end_step<true>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, keys_of_d_q);
   }
 
@@ -427,7 +327,7 @@ struct HopperBackward {
                                 const Worker& worker, const SeenTile& listed, int head_of_group,
                                 int number, uint32_t keys_of_d_q) const {
     const int stage = number % kStages, lane = worker.lane;
-    const uint32_t ds_tile = ds_tiles + number % 2 * kScoreBytes;
+    const uint32_t ds_tile = ds_tiles + number % kTile.score_tiles() * kScoreBytes;
     SeenTile step = listed;
     if constexpr (kBlocks) step = load_step(stage);
     auto& d_q = reinterpret_cast<float(&)[kOwnTiles][4]>(s);
@@ -560,6 +460,9 @@ void hopper_backward(const BackwardParams& p) {
       for (uint64_t& barrier : shared.empty) barrier_init(&barrier, Backward::kWorkers);
       for (uint64_t& barrier : shared.sums_full) barrier_init(&barrier, Backward::kWorkers);
       barrier_init(&shared.sums_empty, 1);
+      for (uint64_t* barrier : {&shared.bias_empty, &shared.scores_full, &shared.cleaning}) {
+        barrier_init(barrier, Backward::kWorkers);
+      }
       barrier_init_fence();
     }
   }
@@ -570,9 +473,9 @@ void hopper_backward(const BackwardParams& p) {
   if (group < 0) {
     give_registers<kTile.copy_registers>();
     if (threadIdx.x < Backward::kCopiers) {
-      backward.copy();
+      copy_steps(backward);
     } else if (threadIdx.x % 32 == 0) {
-      backward.add_queries(static_cast<int>(threadIdx.x) / 32 - Backward::kCopiers / 32);
+      add_queries(backward, static_cast<int>(threadIdx.x) / 32 - Backward::kCopiers / 32);
     }
   } else {
     take_registers<kTile.work_registers>();

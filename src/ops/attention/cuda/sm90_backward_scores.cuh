@@ -80,15 +80,95 @@ void mark_unseen(uint32_t (&gradients)[kSteps][4], const uint32_t (&chances)[kSt
   }
 }
 
-// P^T, then dS^T, in place of S^T. `stats` has lse and delta of the queries.
+// What dropout keeps of a thread's 32 pairs: bit kept_bit(n, e).
+constexpr int kept_bit(int n, int e) { return n / 4 * 16 + e / 2 * 8 + e % 2 * 4 + n % 4; }
+
+// A call of the generator is for 8 keys of a query, which 8 lanes have: each lane makes the bits of
+// two queries, and takes from others one of each 8. The warp's keys begin at `key`.
+inline uint32_t draw_kept(const Dropout& dropout, uint64_t plane, int query, int key, int lane) {
+  uint32_t made = 0;
+#pragma unroll
+  for (int at = 0; at < 4; ++at) {
+    const PhiloxWords words =
+        dropout.draws(plane, static_cast<uint32_t>(query + at / 2 * 32 + lane),
+                      static_cast<uint32_t>(key / Dropout::kKeysPerCall + at % 2));
+#pragma unroll
+    for (int number = 0; number < 8; ++number) {
+      made |= (dropout.keeps(words, number) ? 1u : 0u) << (8 * at + number);
+    }
+  }
+  uint32_t kept = 0;
+#pragma unroll
+  for (int from = 0; from < 8; ++from) {
+    const uint32_t others = __shfl_sync(kAllLanes, made, from / 2 * 8 + lane % 4 * 2 + from % 2);
+    kept |= (others >> lane / 4 & 0x01010101u) << (from / 2 + from % 2 * 4);
+  }
+  return kept;
+}
+inline bool keeps(uint32_t kept, int n, int e) { return (kept >> kept_bit(n, e) & 1) != 0; }
+
+// Chances that are dropped weigh -0: what meets them is left out.
+template <class T, int kTiles>
+void pack_kept(uint32_t (&weights)[kTiles / 2][4], const float (&s)[kTiles][4], uint32_t kept) {
+#pragma unroll
+  for (int step = 0; step < kTiles / 2; ++step) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int n = 2 * step + e / 2, first = e % 2 * 2;
+      weights[step][e] = pack<T>(keeps(kept, n, first) ? s[n][first] : -0.0f,
+                                 keeps(kept, n, first + 1) ? s[n][first + 1] : -0.0f);
+    }
+  }
+}
 template <int kTiles>
+void make_gradients(float (&s)[kTiles][4], const float (&d_p)[kTiles][4], uint32_t stats,
+                    uint32_t kept, float keep_scale, int lane) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    float row[4];
+    load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float delta = row[e % 2 * 2 + 1];
+      s[n][e] *= __fmaf_rn(keeps(kept, n, e) ? d_p[n][e] : 0.0f, keep_scale, -delta);
+    }
+  }
+}
+// Which chances mark_unseen() has marked, as bits of kept_bit(); and the same gradients become -0.
+template <int kTiles>
+uint32_t unseen_of(const float (&s)[kTiles][4]) {
+  uint32_t unseen = 0;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      unseen |= (__float_as_uint(s[n][e]) == 0x80000000u ? 1u : 0u) << kept_bit(n, e);
+    }
+  }
+  return unseen;
+}
+template <int kTiles>
+void mark_unseen(float (&s)[kTiles][4], uint32_t unseen) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = keeps(unseen, n, e) ? -0.0f : s[n][e];
+  }
+}
+
+// P^T, then dS^T, in place of S^T. `stats` has lse and delta of the queries; with a bias, which may
+// be large, lse and scores are in natural units, where their difference is exact.
+template <bool kBias, int kTiles>
 void make_chances(float (&s)[kTiles][4], float factor, uint32_t stats, int lane) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     float row[4];  // of two queries
     load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[n][e] = exp2_approx(s[n][e] * factor - row[e % 2 * 2]);
+    for (int e = 0; e < 4; ++e) {
+      const float lse = row[e % 2 * 2];
+      s[n][e] = exp2_approx(kBias ? (s[n][e] - lse) * kLog2E : s[n][e] * factor - lse);
+    }
   }
 }
 template <int kTiles>
@@ -103,14 +183,17 @@ void make_gradients(float (&s)[kTiles][4], const float (&d_p)[kTiles][4], uint32
   }
 }
 
-// Operands to the warp's rows of a tile [key][query] of 64 queries: `row` is the thread's first.
+// Operands to the warp's rows of a tile [key][query] of 64 queries, from 8 · first_chunk on: `row`
+// is the thread's first.
 template <class T, int kSteps>
-void store_operands(uint32_t tile, const uint32_t (&words)[kSteps][4], int row, int pair) {
+void store_operands(uint32_t tile, const uint32_t (&words)[kSteps][4], int row, int pair,
+                    int first_chunk = 0) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const uint32_t at = TileLayout<T, kPanel>::offset(row + e % 2 * 8, 2 * step + e / 2);
+      const uint32_t at =
+          TileLayout<T, kPanel>::offset(row + e % 2 * 8, first_chunk + 2 * step + e / 2);
       store_shared(tile + at + static_cast<uint32_t>(pair * 4), words[step][e]);
     }
   }

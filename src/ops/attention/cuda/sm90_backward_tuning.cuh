@@ -6,29 +6,50 @@
 
 namespace pullback::attention {
 
-// A warpgroup that copies and adds up d_q, and one for each 64 of the keys; tiles as
-// backward_tiles() has them on sm_90.
+enum class HopperBackwardKind { plain, dropout, bias, bias_sum, blocks, small_blocks };
+inline constexpr HopperBackwardKind kHopperBackwardKinds[] = {
+    HopperBackwardKind::plain,    HopperBackwardKind::dropout, HopperBackwardKind::bias,
+    HopperBackwardKind::bias_sum, HopperBackwardKind::blocks,  HopperBackwardKind::small_blocks};
+
+// A warpgroup that copies and adds up d_q, and one for each 64 of the keys or, with wide heads
+// (sm90_backward_wide.cuh), two; tiles as backward_tiles() has them on sm_90.
 struct HopperBackwardTile {
+  HopperBackwardKind kind;
   int width, keys;
-  int stages;                          // tiles of q and d_out in shared memory
+  int stages;                          // tiles of q and, but see d_out_stages(), of d_out
   int copy_registers, work_registers;  // of a thread
-  int resident;                        // thread blocks that a multiprocessor holds
-  bool blocks;                         // with a block mask
+  int resident = 1;                    // thread blocks that a multiprocessor holds
   static constexpr int queries = 64;
 
-  constexpr int groups() const { return keys / 64; }
+  constexpr bool blocks() const { return kind >= HopperBackwardKind::blocks; }
+  constexpr bool bias() const {
+    return kind == HopperBackwardKind::bias || kind == HopperBackwardKind::bias_sum;
+  }
+  // Tiles of dS: one where a tile of a bias needs the other one's place.
+  constexpr int score_tiles() const { return bias() ? 1 : 2; }
+  constexpr bool wide() const { return width > 128; }
+  constexpr int d_out_stages() const { return width == 256 ? 1 : stages; }
+  constexpr int groups() const { return wide() ? 2 : keys / 64; }
   constexpr int threads() const { return (groups() + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
   constexpr int sum_width() const { return panels() * 64; }   // of d_q's sums
-  // Keys, values and keys made finite; queries and d_out; dS; d_q; statistics. With what it takes
-  // to begin at a multiple of 1024.
+  // Keys, values and keys made finite; queries and d_out; dS, and a bias; d_q; statistics. Wide:
+  // without the third, but with two tiles each of P and dS, and a panel of d_q for each warpgroup.
+  // With what it takes to begin at a multiple of 1024.
   constexpr int shared_bytes() const {
-    return (3 * keys + 2 * stages * queries) * panels() * 128 + 2 * keys * 128 +
-           queries * sum_width() * 4 + stages * stats_bytes(queries) + 1024;
+    const int rows = (wide() ? 2 : 3) * keys + (stages + d_out_stages()) * queries;
+    const int score_rows = (wide() ? 4 : 2) * keys;
+    const int sums = queries * (wide() ? 2 * 64 : sum_width());
+    return rows * panels() * 128 + score_rows * 128 + sums * 4 + stages * stats_bytes(queries) +
+           1024;
   }
 };
-constexpr bool has_hopper_backward_tile(int width, int element_bytes) {
-  return width >= 64 && width <= 128 && element_bytes == 2;
+// Small blocks: tiles of 128 keys would meet many queries that half of them do not see.
+constexpr bool has_hopper_backward_tile(HopperBackwardKind kind, int width, int element_bytes) {
+  const int widest = kind == HopperBackwardKind::small_blocks ? 64
+                     : kind == HopperBackwardKind::plain      ? 256
+                                                              : 128;
+  return width >= 64 && width <= widest && element_bytes == 2;
 }
 // Heads of 64 with few queries are little work for what a thread block begins and ends with: where
 // there are many blocks, other kernels have two of a multiprocessor.
@@ -36,13 +57,11 @@ constexpr bool hopper_backward_pays(int width, int64_t queries, int64_t blocks,
                                     int multiprocessors) {
   return width > 64 || queries > 256 || blocks <= 2 * multiprocessors;
 }
-// Small blocks: tiles of 128 keys would meet many queries that half of them do not see.
-constexpr bool has_small_hopper_tile(int width) { return width == 64; }
-constexpr HopperBackwardTile hopper_backward_tile(int width, bool blocks, bool small_blocks) {
-  if (small_blocks) return {width, 64, 3, 40, 216, 2, blocks};
-  if (width == 64) return {width, 128, 3, 40, 232, 1, blocks};
-  if (width == 96) return {width, 128, 2, 56, 224, 1, blocks};
-  return {width, 128, 2, 24, 240, 1, blocks};
+constexpr HopperBackwardTile hopper_backward_tile(HopperBackwardKind kind, int width) {
+  if (kind == HopperBackwardKind::small_blocks) return {kind, width, 64, 3, 40, 216, 2};
+  if (width == 64) return {kind, width, 128, 3, 40, 232};
+  if (width == 96) return {kind, width, 128, 2, 56, 224};
+  return {kind, width, width == 128 ? 128 : 64, 2, 24, 240};
 }
 
 }  // namespace pullback::attention

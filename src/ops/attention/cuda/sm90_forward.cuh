@@ -15,6 +15,7 @@
 #include "device/warpgroup.cuh"
 #include "ops/attention/cuda/sm90_products.cuh"
 #include "ops/attention/cuda/smxx_clear.cuh"
+#include "ops/attention/cuda/smxx_forward_bias.cuh"
 #include "ops/attention/cuda/smxx_forward_parts.cuh"
 #include "ops/attention/cuda/smxx_forward_rows.cuh"
 #include "ops/attention/cuda/tuning.hpp"
@@ -33,11 +34,19 @@ template <class T, HopperTile kTile>
 struct HopperForward {
   static constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   static constexpr int kQuerySlots = kTile.query_slots, kGroups = kTile.groups;
-  static constexpr bool kBlocks = kTile.blocks, kTurns = kGroups == 2;
+  static constexpr bool kBlocks = is_blocks(kTile.kind);
+  static constexpr bool kDropout = kTile.kind == ForwardKind::dropout;
+  static constexpr bool kBias = kTile.kind == ForwardKind::bias;
+  static constexpr bool kTurns = kGroups == 2;
+  // Who lets go of a slot: a thread of each warp, whose products are its warp's, or all threads,
+  // who read a bias.
+  static constexpr int kReleasers = kGroups * (kBias ? kWarpgroupSize : 4);
   static constexpr int kPartKeys = kTile.part_keys(), kParts = kKeys / kPartKeys;
   static constexpr int kRows = 64, kPanels = kTile.panels();
   static constexpr int kSlotBytes = kPanels * kKeys * kPanelRow;
   static constexpr int kQueryBytes = kPanels * kRows * kPanelRow;
+  static constexpr int kBiasBytes = kRows * kKeys * 2;  // of a warpgroup's queries
+  using Bias = StagedBias<T, kRows, kKeys, kWarpgroupSize>;
 
   struct Barriers {
     uint64_t full[kSlots], empty[kSlots], queries_full[kQuerySlots], queries_empty[kQuerySlots];
@@ -75,7 +84,8 @@ struct HopperForward {
 
   const ForwardParams& params;
   Barriers& barriers;
-  uint32_t queries, ring;
+  uint32_t queries, ring, biases;
+  Dropout dropout;
 
   // Calls work(tile, its number) for the tiles of this thread block.
   template <class Work>
@@ -176,11 +186,28 @@ struct HopperForward {
                       key[part], tile.band.keys - key[part]);
           }
         }
+        if (kBias && !is_value) copy_bias(tile, bias_tile(item, 0), key[0]);
         barrier_arrive_after_copies(&barriers.full[slot]);
         ++item;
       }
     });
     async_wait<0>();
+  }
+
+  // Of the item, a tile of keys, and of a warpgroup.
+  uint32_t bias_tile(int item, int group) const {
+    return biases + (item / 2 % kTile.bias_slots() * kGroups + group) * kBiasBytes;
+  }
+  void copy_bias(const Tile& tile, uint32_t to, int key) const {
+    const Plane& bias = params.bias;
+    const T* const from = static_cast<const T*>(bias.data) + tile.queries.batch * bias.batch +
+                          tile.queries.head * bias.head + tile.queries.first * bias.query +
+                          key * bias.key;
+#pragma unroll 1
+    for (int group = 0; group < kGroups; ++group) {
+      Bias::template load<false>(to + group * kBiasBytes, from + group * kRows * bias.query, bias,
+                                 tile.rows - group * kRows, tile.band.keys - key, true);
+    }
   }
 
   // --- The warpgroups that work ---
@@ -189,7 +216,8 @@ struct HopperForward {
     const Problem& p = params.problem;
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int first_row = group * kRows + static_cast<int>(threadIdx.x / 32 % 4) * 16;
-    const float unit = p.scale * kLog2E;
+    // With a bias scores are what the exponential takes but for kLog2E.
+    const float scale = kBias ? 1.0f : p.scale, unit = scale * kLog2E;
     int item = 0, tile_count = 0;
     if (kTurns && group == 1) pass_turn(group);
     for_each_tile([&](const Tile& tile, uint32_t number) {
@@ -220,9 +248,9 @@ struct HopperForward {
         asm volatile("" : "+r"(number));
         find_query_tile<kBlocks>(p, params.q_tiles, params.pair_group, kTile.rows(), own, number);
         const int64_t first = own.sequence.q_begin + own.first;
-        finish_rows<T, true, false>(
+        finish_rows<T, true, kBias>(
             params, state, tile_queries + group * kQueryBytes + first_row % kRows * (kWidth * 2),
-            warp, p.scale, unit,
+            warp, scale, unit,
             Place{params, number,
                   static_cast<T*>(params.out.data) + own.batch * params.out.batch +
                       first * params.out.row + own.head * params.out.head,
@@ -264,6 +292,8 @@ struct HopperForward {
   void take_keys(RunningRows<1, kWidth / 8>& state, const Tile& tile, int first_item,
                  uint32_t own_queries, int group, int first_row, int lane, float unit) const {
     const int first_query = static_cast<int>(tile.queries.first), count = tile.keys.count;
+    const uint64_t plane =
+        static_cast<uint64_t>(tile.queries.batch) * params.problem.heads + tile.queries.head;
     const KeySpan unmasked = seen_by_all(tile.band, first_query, first_query + tile.rows - 1);
     const auto wait_for = [&](int n) {
       const int item = first_item + n;
@@ -272,13 +302,19 @@ struct HopperForward {
       return ring + item % kSlots * kSlotBytes;
     };
     const auto release = [&](int n) {
-      if (lane == 0) barrier_arrive(&barriers.empty[(first_item + n) % kSlots]);
+      if (kBias || lane == 0) barrier_arrive(&barriers.empty[(first_item + n) % kSlots]);
     };
     // A part of the n-th tile of keys, as Barriers::seen has it.
     const auto seen_part = [&](int n, int part) {
       uint32_t words[4];
       load_shared(words, shared_address(&barriers.seen[(first_item / 2 + n) % kSlots][part]));
       return SeenTile{static_cast<int>(words[0]), words[1], 0, 0, 0};
+    };
+    const auto add_terms = [&](float(&s)[1][kKeys / 8][4], int n) {
+      if constexpr (kBias) {
+        add_bias(s, params.problem.scale,
+                 Bias(bias_tile(first_item + 2 * n, group), first_row % kRows, lane));
+      }
     };
     const auto hide_unseen = [&](float(&s)[1][kKeys / 8][4], int n) {
 #pragma unroll
@@ -302,6 +338,11 @@ struct HopperForward {
         }
       }
     };
+    const auto drop_some = [&](float(&s)[1][kKeys / 8][4], int n) {
+      if constexpr (kDropout) {
+        drop(s, dropout, plane, first_query + first_row, tile.keys.key(n, 0), lane);
+      }
+    };
     float s[1][kKeys / 8][4] = {};
     uint32_t weights[kKeys / 16][4];
     const uint32_t first_tile = wait_for(0);
@@ -311,9 +352,11 @@ struct HopperForward {
     product_commit();
     product_wait<0>();
     keep_in_place(s[0]);
+    add_terms(s, 0);
     release(0);
     hide_unseen(s, 0);
-    state.template take<false>(s, unit);
+    state.template take<kBias>(s, unit);
+    drop_some(s, 0);
     pack_weights<T>(weights, s[0]);
 #pragma unroll 1
     for (int n = 1; n < count; ++n) {
@@ -329,15 +372,17 @@ struct HopperForward {
       if (kTurns) pass_turn(group);
       product_wait<1>();
       keep_in_place(s[0]);
+      add_terms(s, n);
       release(2 * n);
       hide_unseen(s, n);
       float correction[2] = {1, 1};
       bool rises = false;
-      state.template take<false>(s, unit, [&](int, const float(&by)[2]) {
+      state.template take<kBias>(s, unit, [&](int, const float(&by)[2]) {
         rises = true;
         correction[0] = by[0];
         correction[1] = by[1];
       });
+      drop_some(s, n);
       product_wait<0>();
       keep_in_place(state.out[0]);
       release(2 * n - 1);
@@ -362,7 +407,7 @@ void hopper_forward(const ForwardParams& params) {
   __shared__ typename Forward::Barriers barriers;
   if (threadIdx.x == 0) {
     for (uint64_t& barrier : barriers.full) barrier_init(&barrier, kWarpgroupSize);
-    for (uint64_t& barrier : barriers.empty) barrier_init(&barrier, kTile.groups * 4);
+    for (uint64_t& barrier : barriers.empty) barrier_init(&barrier, Forward::kReleasers);
     for (uint64_t& barrier : barriers.queries_full) barrier_init(&barrier, kWarpgroupSize);
     for (uint64_t& barrier : barriers.queries_empty) {
       barrier_init(&barrier, kTile.groups * kWarpgroupSize);
@@ -371,8 +416,13 @@ void hopper_forward(const ForwardParams& params) {
   }
   __syncthreads();
   const uint32_t queries = (shared_address(shared) + 1023) & ~1023u;
-  const Forward forward{params, barriers, queries,
-                        queries + kTile.query_slots * kTile.groups * Forward::kQueryBytes};
+  const Forward forward{params,
+                        barriers,
+                        queries,
+                        queries + kTile.query_slots * kTile.groups * Forward::kQueryBytes,
+                        queries + kTile.query_slots * kTile.groups * Forward::kQueryBytes +
+                            kTile.slots * Forward::kSlotBytes,
+                        Forward::kDropout ? params.problem.dropout.for_warp() : Dropout()};
   const int group = uniform(static_cast<int>(threadIdx.x / kWarpgroupSize)) - 1;
   if (group < 0) {
     give_registers<kTile.copy_registers>();

@@ -347,24 +347,25 @@ void prefetch_bias(const BackwardParams& p, const TilePlace& place, int head, in
   }
 }
 
-// d_bias of a tile is its dS, which lies in shared memory [key][query]: as rows of keys are
-// interleaved, a lane gets 8 keys of a query. By all warps.
-template <class T, int kKeys, int kQueries, int kWarps>
+// d_bias of a tile is its dS, which lies in shared memory [key][query]: from rows that are
+// interleaved, or taken in that order, a lane gets 8 keys of a query. By all warps.
+template <class T, int kKeys, int kQueries, int kWarps, bool kInterleaved = true>
 void store_bias(const BackwardParams& p, const TilePlace& place, int head, int query_tile,
-                uint32_t ds_tile) {
+                uint32_t ds_tile, int thread = static_cast<int>(threadIdx.x)) {
   if (p.d_bias.data == nullptr) return;
-  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int lane = thread % 32;
+  const int key_row = kInterleaved ? lane : lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
   T* const plane =
       static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch + head * p.d_bias.head;
 #pragma unroll 1
-  for (int eight = static_cast<int>(threadIdx.x / 32); eight < kQueries / 8; eight += kWarps) {
+  for (int eight = thread / 32; eight < kQueries / 8; eight += kWarps) {
     const int i = query_tile * kQueries + eight * 8 + lane / 4;
     T* const row = plane + i * p.d_bias.query;
 #pragma unroll
     for (int keys = 0; keys < kKeys; keys += 32) {
       uint32_t words[4];
       load_matrices_transposed(words,
-                               ds_tile + TileLayout<T, kQueries>::offset(keys + lane, eight));
+                               ds_tile + TileLayout<T, kQueries>::offset(keys + key_row, eight));
       if (i < place.q_length) {
         store_eight(row, p.d_bias.key, place.tile * kKeys + keys + lane % 4 * 8, place.k_length,
                     p.d_bias_vectors != 0, words);

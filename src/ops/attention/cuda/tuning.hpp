@@ -104,37 +104,40 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
 // The forward pass on Hopper (sm90_forward.cuh): a warpgroup that copies, and `groups` of 64
 // queries.
 struct HopperTile {
+  ForwardKind kind;
   int width, keys, groups;
   int slots, query_slots;              // tiles of keys or values, and of queries, in shared memory
   int copy_registers, work_registers;  // of a thread
   bool persistent;                     // thread blocks take one tile of queries after the other
   int resident = 1;                    // thread blocks that a multiprocessor holds
-  bool blocks = false;                 // with a block mask: keys are in parts
 
-  constexpr int part_keys() const { return blocks ? 64 : keys; }
   constexpr int rows() const { return groups * 64; }
+  constexpr int part_keys() const { return is_blocks(kind) ? 64 : keys; }
   constexpr int threads() const { return (groups + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
+  // Tiles of a bias, one for each tile of keys.
+  constexpr int bias_slots() const { return kind == ForwardKind::bias ? slots / 2 : 0; }
   // With what it takes to begin at a multiple of 1024.
   constexpr int shared_bytes() const {
-    return (query_slots * rows() + slots * keys) * panels() * 128 + 1024;
+    return (query_slots * rows() + slots * keys) * panels() * 128 +
+           bias_slots() * rows() * keys * 2 + 1024;
   }
 };
-constexpr bool has_hopper_tile(int width, int element_bytes) {
-  return width >= 64 && element_bytes == 2;
+constexpr bool has_hopper_tile(ForwardKind kind, int width, int element_bytes) {
+  return kind < ForwardKind::terms && width >= 64 && element_bytes == 2 &&
+         (!is_blocks(kind) || width <= 128);
 }
-constexpr HopperTile hopper_tile(int width) {
-  if (width == 64) return {width, 128, 3, 4, 1, 32, 160, false};
-  if (width <= 128) return {width, 128, 2, 4, 2, 40, 232, true};
-  return {width, width == 192 ? 96 : 64, 2, 4, 1, 40, 232, false};
-}
-// With a block mask. Large: for queries of which 128 neighbours see much the same.
-constexpr bool has_hopper_blocks_tile(int width, int element_bytes) {
-  return has_hopper_tile(width, element_bytes) && width <= 128;
-}
-constexpr HopperTile hopper_blocks_tile(int width, bool large) {
-  if (large) return {width, 128, 2, 4, 1, 40, 232, false, 1, true};
-  return {width, width == 64 ? 128 : 64, 1, 5, 1, 24, 232, false, 2, true};
+constexpr HopperTile hopper_tile(ForwardKind kind, int width) {
+  if (kind == ForwardKind::blocks) {
+    return {kind, width, width == 64 ? 128 : 64, 1, 5, 1, 24, 232, false, 2};
+  }
+  if (kind == ForwardKind::large_blocks) return {kind, width, 128, 2, 4, 1, 40, 232, false};
+  if (width == 64) return {kind, width, 128, 3, 4, 1, 32, 160, false};
+  if (kind == ForwardKind::bias) {
+    return {kind, width, width <= 128 ? 128 : 64, 2, 4, 1, 40, 232, false};
+  }
+  if (width <= 128) return {kind, width, 128, 2, 4, 2, 40, 232, true};
+  return {kind, width, width == 192 ? 96 : 64, 2, 4, 1, 40, 232, false};
 }
 // Heads of 64 are little work for what a tile begins and ends with, and tiles of 192 queries meet
 // many keys that a mask hides: shorter rows are left to the other kernels.

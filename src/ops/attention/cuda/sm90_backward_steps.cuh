@@ -1,0 +1,112 @@
+// The steps of a thread block of the backward pass on Hopper, and the turns in which its parts of
+// d_q come to the sums of them.
+#pragma once
+
+#include "device/warpgroup.cuh"
+#include "ops/attention/cuda/smxx_backward_place.cuh"
+#include "ops/attention/cuda/smxx_turns.cuh"
+
+namespace pullback::attention {
+
+inline int32_t load_acquire(const int32_t* from) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
+template <class T, auto kTile>
+struct HopperBackwardSteps {
+  static constexpr int kKeys = kTile.keys, kQueries = kTile.queries;
+  static constexpr int kSumWidth = kTile.sum_width();
+  static constexpr bool kBlocks = kTile.blocks();
+
+  const BackwardParams& p;
+  const BlockPlace& block;
+  const TilePlace& place;
+  const int first_query_tile, end_query_tile, group_heads;
+
+  HopperBackwardSteps(const BackwardParams& params, const BlockPlace& own)
+      : p(params),
+        block(own),
+        place(own.keys),
+        first_query_tile(uniform(own.queries.begin)),
+        end_query_tile(uniform(own.queries.end)),
+        group_heads(uniform(params.problem.group)) {}
+
+  // Calls work(tile of queries, of which a block mask knows more, head of the group, number) for
+  // the steps of this thread block, in the order that BackwardSteps has.
+  template <class Work>
+  void for_each_step(const Work& work) const {
+    int number = 0;
+    if constexpr (kBlocks) {
+      const SeenBlocksTable& table = p.problem.blocks;
+#pragma unroll 1
+      for (int head = 0; head < group_heads; ++head) {
+        const int64_t* const list =
+            table.first + table.plane(place.batch, head_of(head)) * (table.lists + 1) + block.owner;
+        const SeenTile* const begin = table.tiles + list[0];
+#pragma unroll 1
+        for (const SeenTile* at = table.tiles + list[1]; at != begin; ++number) {
+          work(*--at, head, number);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int tile = end_query_tile - 1; tile >= first_query_tile; --tile) {
+#pragma unroll 1
+        for (int head = 0; head < group_heads; ++head, ++number) {
+          work(SeenTile{tile, 0, 0, 0, 0}, head, number);
+        }
+      }
+    }
+  }
+  bool may_have_steps() const { return kBlocks || first_query_tile < end_query_tile; }
+  int head_of(int head_of_group) const { return place.head * p.problem.group + head_of_group; }
+  T* rows_of(const HeadRows& rows, int head, int64_t row) const {
+    return static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head +
+           row * rows.row;
+  }
+
+  // A step's turn to add to d_q of its queries.
+  struct Turn {
+    int number;
+    bool last;
+    int64_t line;  // among those of all planes
+    // The line before, which this turn takes over, or -1; and how many turns that has.
+    int64_t taken_over;
+    int turns_before;
+
+    // Whether there are such that the step itself adds to.
+    bool adds_sums() const { return last && number > 0; }
+  };
+  Turn turn_of(const SeenTile& step, int head_of_group) const {
+    const int64_t head_lines = (block.pair * p.problem.group + head_of_group) * p.lines;
+    if constexpr (kBlocks) {
+      Turn turn{step.turn, step.turn + 1 == step.turns, head_lines + step.line, -1, 0};
+      const SeenBlocksTable& table = p.problem.blocks;
+      if (table.line_table != nullptr && turn.last) {
+        const SeenLine line =
+            table.line_table[table.plane(place.batch, head_of(head_of_group)) * table.lines +
+                             step.line];
+        turn.last = line.last != 0;
+        if (line.before >= 0) turn.taken_over = head_lines + line.before;
+        turn.turns_before = line.before_turns;
+      }
+      return turn;
+    } else {
+      const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
+      const int number = place.tile - keys.begin;
+      return {number, number + 1 == keys.end - keys.begin,
+              head_lines + place.first_tile + step.tile, -1, 0};
+    }
+  }
+  void await(int64_t line, int turns) const {
+    while (load_acquire(p.turns + line) < turns) {
+    }
+  }
+  float* sums_of(int64_t line) const {
+    return p.sums + (line - p.first_pair * p.problem.group * p.lines) * (kQueries * kSumWidth);
+  }
+};
+
+}  // namespace pullback::attention

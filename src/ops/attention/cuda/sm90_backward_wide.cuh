@@ -1,0 +1,459 @@
+// Gradients of attention with wide heads on Hopper's tensor cores: the formulas, and the order of
+// the sums, of smxx_backward.cuh, without bias, softcap and dropout, and always all of d_q, d_k,
+// d_v.
+//
+// A thread block owns 64 keys of a key/value head and takes 64 queries a step. The first warpgroup
+// has two warps that copy queries, d_out and statistics, and two that add the step's part of d_q to
+// those of other blocks when its turn comes. Two warpgroups work; they meet when P and dS are
+// there:
+//
+//   S^T = K Q^T, dP^T = V dO^T    64 keys x 64 queries, 32 queries each, both from shared memory
+//   dV += P^T dO, dK += dS^T Q    the first one has dV, the second dK, P and dS from shared memory
+//   dQ = dS K                     half of the panels of 64 columns each, a panel at a time
+//
+// Shared memory: keys, values; rings of queries and of d_out; two tiles each of P^T and dS^T
+// [key][query]; a panel of dQ of each warpgroup, as the threads hold it; a ring of statistics. What
+// products read is in panels of 64 columns (device/wgmma.cuh). Keys with NaN or infinity are copied
+// without, for dQ, to where the second tile of queries would be.
+#pragma once
+
+#include "device/bulk.cuh"
+#include "device/bulk_out.cuh"
+#include "device/warpgroup.cuh"
+#include "ops/attention/cuda/sm90_backward_copies.cuh"
+#include "ops/attention/cuda/sm90_backward_scores.cuh"
+#include "ops/attention/cuda/sm90_backward_steps.cuh"
+#include "ops/attention/cuda/sm90_backward_tuning.cuh"
+#include "ops/attention/cuda/sm90_products.cuh"
+#include "ops/attention/cuda/smxx_backward_fragments.cuh"
+#include "ops/attention/cuda/smxx_backward_gradients.cuh"
+#include "ops/attention/cuda/smxx_backward_rows.cuh"
+
+namespace pullback::attention {
+
+template <class T, HopperBackwardTile kTile>
+struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
+  using Element = T;
+  static constexpr int kWidth = kTile.width, kPanels = kTile.panels();
+  static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kOwnQueries = kQueries / 2;
+  static constexpr int kStages = kTile.stages, kOutStages = kTile.d_out_stages();
+  static constexpr int kTiles = kWidth / 8, kQueryTiles = kOwnQueries / 8;
+  static constexpr int kPanelTiles = kPanel / 8;
+  static constexpr int kWorkers = 2 * kWarpgroupSize;
+  static constexpr int kCopiers = kWarpgroupSize / 2;  // threads
+  static constexpr int kAdders = 2;                    // warps, of which one thread works
+  static constexpr int kBoth = 1;                      // the named barrier of both that work
+
+  using Stats = StatsTile<float, kQueries>;
+  using Words = uint32_t[kQueryTiles / 2][4];  // P^T or dS^T, as operands
+
+  static constexpr uint32_t kTileBytes = kPanels * kKeys * kPanelRow;  // of keys, or of queries
+  static constexpr uint32_t kScoreBytes = kKeys * kPanelRow;
+  static constexpr uint32_t kSumBytes = kQueries * kPanel * 4;
+
+  struct Shared {
+    BlockPlace place;
+    bool finite_keys;
+    uint64_t keys_full, keys_checked;
+    uint64_t q_full[kStages], q_empty[kStages], d_out_full[kOutStages], d_out_empty[kOutStages];
+    uint64_t sums_full[kAdders][2], sums_empty[2];  // of each warpgroup
+  };
+
+  using Steps = HopperBackwardSteps<T, kTile>;
+  using Steps::await, Steps::for_each_step, Steps::head_of, Steps::rows_of, Steps::sums_of;
+  using Steps::block, Steps::p, Steps::place, Steps::turn_of;
+  using typename Steps::Turn;
+
+  Shared& shared;
+  const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, p_tiles, ds_tiles, sums_tiles, stats_tiles;
+
+  HopperWideBackward(const BackwardParams& params, Shared& statics, uint32_t tiles)
+      : Steps(params, statics.place),
+        shared(statics),
+        k_tile(tiles),
+        v_tile(k_tile + kTileBytes),
+        q_tiles(v_tile + kTileBytes),
+        d_out_tiles(q_tiles + kStages * kTileBytes),
+        p_tiles(d_out_tiles + kOutStages * kTileBytes),
+        ds_tiles(p_tiles + 2 * kScoreBytes),
+        sums_tiles(ds_tiles + 2 * kScoreBytes),
+        stats_tiles(sums_tiles + 2 * kSumBytes) {}
+
+  // Panels of d_q.
+  static constexpr int first_panel(int group) { return group == 0 ? 0 : (kPanels + 1) / 2; }
+  static constexpr int panels_of(int group) { return group == 0 ? (kPanels + 1) / 2 : kPanels / 2; }
+
+  // --- The warps that copy ---
+
+  void copy() const {
+    const int head_dim = p.problem.head_dim, value_dim = p.problem.value_dim;
+    const int key = place.tile * kKeys, keys = place.k_length - key;
+    copy_tile<HopperWideBackward, kKeys>(*this, k_tile, p.k, place.head, place.k_begin + key, keys,
+                                         head_dim);
+    copy_tile<HopperWideBackward, kKeys>(*this, v_tile, p.v, place.head, place.k_begin + key, keys,
+                                         value_dim);
+    barrier_arrive_after_copies(&shared.keys_full);
+    wait_for_previous_kernel();  // for statistics
+    bool one_stage = false;
+    for_each_step([&](const SeenTile& step, int head_of_group, int number) {
+      if (number == 1) {
+        barrier_wait(&shared.keys_checked, 0);
+        one_stage = !shared.finite_keys;
+      }
+      const int stage = one_stage ? 0 : number % kStages, out_stage = number % kOutStages;
+      const int round = one_stage ? number : number / kStages;
+      const int query = step.tile * kQueries, left = place.q_length - query;
+      const int head = head_of(head_of_group);
+      if (round > 0) barrier_wait(&shared.q_empty[stage], (round - 1) & 1);
+      copy_tile<HopperWideBackward, kQueries>(*this, q_tiles + stage * kTileBytes, p.q, head,
+                                              place.q_begin + query, left, head_dim);
+      const uint32_t byte = threadIdx.x * 16;
+      if (byte < sizeof(Stats)) {
+        const auto* const from = static_cast<const Stats*>(p.stats) +
+                                 ((block.pair * p.problem.group + head_of_group) * p.q_tiles +
+                                  place.first_tile + step.tile);
+        async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + byte,
+                           reinterpret_cast<const char*>(from) + byte, true);
+      }
+      barrier_arrive_after_copies(&shared.q_full[stage]);
+      if (number >= kOutStages) {
+        barrier_wait(&shared.d_out_empty[out_stage], (number / kOutStages - 1) & 1);
+      }
+      copy_tile<HopperWideBackward, kQueries>(*this, d_out_tiles + out_stage * kTileBytes, p.d_out,
+                                              head, place.q_begin + query, left, value_dim);
+      barrier_arrive_after_copies(&shared.d_out_full[out_stage]);
+    });
+    async_wait<0>();
+  }
+
+  // --- The warps that add up d_q ---
+
+  // Of two steps each takes one, panel after panel as the warpgroups hand them in. By one thread.
+  void add_queries(int adder) const {
+    wait_for_previous_kernel();  // for turns
+    for_each_step([&](const SeenTile& step, int head_of_group, int number) {
+      if (number % kAdders != adder) return;
+      const Turn turn = turn_of(step, head_of_group);
+      if (!turn.last) {
+        await(turn.line, turn.number);
+        fence_async_proxy();
+      }
+#pragma unroll
+      for (int at = 0; at < kPanels; ++at) {
+        const int group = at % 2, round = at / 2, panel = first_panel(group) + round;
+        const int before = number / kAdders * panels_of(group) + round;
+        barrier_wait(&shared.sums_full[adder][group], before & 1);
+        if (!turn.last) {
+          float* const sums = sums_of(turn.line) + panel * (kQueries * kPanel);
+          const uint32_t from = sums_tiles + group * kSumBytes;
+          turn.number == 0 ? bulk_store(sums, from, kSumBytes) : bulk_add(sums, from, kSumBytes);
+          bulk_commit();
+          bulk_wait_read();
+        }
+        barrier_arrive(&shared.sums_empty[group]);
+      }
+      if (!turn.last) {
+        bulk_wait();
+        fence_device();
+        store_relaxed(p.turns + turn.line, turn.number + 1);
+      }
+    });
+  }
+
+  // --- The warpgroups that work ---
+
+  struct Worker {
+    int group, lane, row;  // row: the warp's first key, or first query of d_q
+    int thread;            // of both warpgroups
+  };
+
+  static void meet() { named_wait(kBoth, kWorkers); }
+
+  // By both. NaN and infinity become 0.
+  static void copy_finite(uint32_t to, uint32_t from, int thread) {
+    for (uint32_t at = thread * 4; at < kTileBytes; at += kWorkers * 4) {
+      store_shared(to + at, finite_or_zero<T>(load_shared_word(from + at)));
+    }
+  }
+
+  // By both: whether keys and values are finite; else the keys' copy is made.
+  bool check_keys(const Worker& worker) const {
+    uint32_t sum = 0;
+#pragma unroll 4
+    for (uint32_t at = worker.thread * 16; at < 2 * kTileBytes; at += kWorkers * 16) {
+      uint32_t words[4];
+      load_shared(words, k_tile + at);
+#pragma unroll
+      for (const uint32_t pair : words) sum = add_extreme<T>(sum, pair);
+    }
+    if (low_not_finite<T>(sum) || high_not_finite<T>(sum)) shared.finite_keys = false;
+    meet();
+    barrier_arrive(&shared.keys_checked);
+    if (shared.finite_keys) return true;
+    copy_finite(q_tiles + kTileBytes, k_tile, worker.thread);
+    return false;
+  }
+
+  void work(int group) const {
+    const int thread = static_cast<int>(threadIdx.x) - kWarpgroupSize;
+    const Worker worker{group, thread % 32, thread % kWarpgroupSize / 32 * 16, thread};
+    float sum[kTiles][4] = {};  // d_v or d_k
+    if (Steps::may_have_steps()) {
+      barrier_wait(&shared.keys_full, 0);
+      const bool finite_keys = uniform(check_keys(worker)) != 0;
+      fence_async_proxy();
+      for_each_step([&](const SeenTile& step, int head_of_group, int number) {
+        take_step(sum, worker, step, head_of_group, number, finite_keys);
+      });
+    }
+    const bool is_value = group == 0;
+    const HeadRows& rows = is_value ? p.d_v : p.d_k;
+    const int limit = place.extent < kKeys ? place.extent : kKeys;
+    const GradientStore<T, false> to{
+        rows,
+        rows_of(rows, place.head, place.k_begin + int64_t{place.tile} * kKeys),
+        worker.row,
+        limit,
+        0,
+        is_value ? p.problem.value_dim : p.problem.head_dim,
+        is_value ? 1.0f : p.problem.scale};
+    to.template pieces<true>(reinterpret_cast<const float(&)[1][kTiles][4]>(sum), worker.lane,
+                             true);
+  }
+
+  // rows · columnsᵀ of 64 keys and the warpgroup's 32 queries.
+  static void ask_for_own_scores(float (&s)[kQueryTiles][4], uint32_t keys, uint32_t queries) {
+    const MatrixAddress a(keys), b(queries);
+#pragma unroll
+    for (int step = 0; step < kWidth / 16; ++step) {
+      const uint32_t at = step / 4 * (kKeys * kPanelRow) + step % 4 * 32;
+      product_of_shared<T>(s, a.at(at), b.at(at), step > 0);
+    }
+  }
+  // sum += scores · rows over the 64 queries.
+  static void ask_for_sum(float (&sum)[kTiles][4], uint32_t scores, uint32_t rows) {
+    constexpr uint32_t kPanelBytes = kQueries * kPanelRow;
+    const MatrixAddress a(scores), b(rows, kPanelBytes);
+#pragma unroll
+    for (int step = 0; step < kQueries / 16; ++step) {
+      const uint64_t weights = a.at(step * 32);
+      product_of_rows<T>(reinterpret_cast<float(&)[16][4]>(sum), weights,
+                         b.at(step * (16 * kPanelRow)), 1);
+      product_of_rows<T>(reinterpret_cast<float(&)[kTiles - 16][4]>(sum[16]), weights,
+                         b.at(2 * kPanelBytes + step * (16 * kPanelRow)), 1);
+    }
+  }
+
+  __forceinline__ void take_step(float (&sum)[kTiles][4], const Worker& worker,
+                                 const SeenTile& step, int head_of_group, int number,
+                                 bool finite_keys) const {
+    const int stage = finite_keys ? number % kStages : 0;
+    const int round = finite_keys ? number / kStages : number;
+    const int out_stage = number % kOutStages, lane = worker.lane, group = worker.group;
+    const uint32_t q_tile = q_tiles + stage * kTileBytes;
+    const uint32_t d_out_tile = d_out_tiles + out_stage * kTileBytes;
+    const uint32_t p_tile = p_tiles + number % 2 * kScoreBytes;
+    const uint32_t ds_tile = ds_tiles + number % 2 * kScoreBytes;
+    const uint32_t all_stats = stats_tiles + stage * sizeof(Stats);
+    const uint32_t stats = all_stats + group * (kOwnQueries * 8);
+    const uint32_t own_rows = group * (kOwnQueries * kPanelRow);
+    float s[kQueryTiles][4] = {}, d_p[kQueryTiles][4] = {};
+    Words chances, gradients;
+    barrier_wait(&shared.q_full[stage], round & 1);
+    fence_async_proxy();
+    const bool suspicious = load_shared_word(all_stats + kQueries * 8) != 0;
+    const int tile = step.tile, first_query = tile * kQueries + group * kOwnQueries;
+    const bool whole = tile >= block.whole.begin && tile < block.whole.end;
+    const bool partly = !whole && pairs_seen(place, place.tile * kKeys, first_query, kKeys,
+                                             kOwnQueries) != Seen::all;
+    const bool marked = suspicious || !finite_keys;
+    const SeenQueries seen(place, place.tile * kKeys + worker.row, first_query, lane);
+    product_fence();
+    ask_for_own_scores(s, k_tile, q_tile + own_rows);
+    product_commit();
+    barrier_wait(&shared.d_out_full[out_stage], number / kOutStages & 1);
+    fence_async_proxy();
+    product_fence();
+    ask_for_own_scores(d_p, v_tile, d_out_tile + own_rows);
+    product_commit();
+    product_wait<1>();
+    keep_in_place(s);
+    if (partly) hide_unseen(s, seen);
+    make_chances<false>(s, p.problem.scale * kLog2E, stats, lane);
+    if (marked) mark_unseen<false>(s, seen, 0);
+    pack_weights<T>(chances, s);
+    const int row = worker.row + lane / 4, first_chunk = group * (kOwnQueries / 8);
+    store_operands<T>(p_tile, chances, row, lane % 4, first_chunk);
+    product_wait<0>();
+    keep_in_place(d_p);
+    make_gradients(s, d_p, stats, lane);
+    pack_weights<T>(gradients, s);
+    if (marked) mark_unseen(gradients, chances);
+    store_operands<T>(ds_tile, gradients, row, lane % 4, first_chunk);
+    fence_async_proxy();
+    meet();  // P and dS of both are there
+    if (suspicious) clean_rows(sum, p_tile, q_tile, d_out_tile, worker);
+    const Turn turn = turn_of(step, head_of_group);
+    const uint32_t keys = finite_keys ? k_tile : q_tiles + kTileBytes;
+    const uint32_t scores = group == 0 ? p_tile : ds_tile;
+    const uint32_t rows = group == 0 ? d_out_tile : q_tile;
+    float d_q[kPanelTiles][4] = {};
+    begin_panel(d_q, turn, first_panel(group), worker);
+    keep_in_place(d_q);
+    keep_in_place(sum);
+    product_fence();
+    const auto release = [&] {
+      barrier_arrive(&shared.q_empty[stage]);
+      barrier_arrive(&shared.d_out_empty[out_stage]);
+    };
+    if constexpr (kOutStages == 1) {
+      // The one tile of d_out is wanted anew early.
+      ask_for_sum(sum, scores, rows);
+      product_commit();
+      ask_for_panel(d_q, ds_tile, keys, first_panel(group), turn);
+      product_commit();
+      product_wait<1>();
+      keep_in_place(sum);
+      release();
+      product_wait<0>();
+    } else {
+      ask_for_panel(d_q, ds_tile, keys, first_panel(group), turn);
+      product_commit();
+      ask_for_sum(sum, scores, rows);
+      product_commit();
+      product_wait<1>();
+    }
+    keep_in_place(d_q);
+    const int head = head_of(head_of_group);
+    end_panel(d_q, turn, first_panel(group), number * panels_of(group), number % kAdders, tile,
+              head, worker);
+    if (panels_of(group) > 1) {
+      begin_panel(d_q, turn, first_panel(group) + 1, worker);
+      keep_in_place(d_q);
+      product_fence();
+      ask_for_panel(d_q, ds_tile, keys, first_panel(group) + 1, turn);
+      product_commit();
+    }
+    product_wait<0>();
+    keep_in_place(d_q);
+    keep_in_place(sum);
+    if (kOutStages > 1) release();
+    if (panels_of(group) > 1) {
+      end_panel(d_q, turn, first_panel(group) + 1, number * panels_of(group) + 1, number % kAdders,
+                tile, head, worker);
+    }
+  }
+
+  // By both: rows of q and d_out with NaN or infinity, which unseen weights must not meet.
+  void clean_rows(float (&sum)[kTiles][4], uint32_t p_tile, uint32_t q_tile, uint32_t d_out_tile,
+                  const Worker& worker) const {
+    if (worker.group == 0) {
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        add_not_finite<T, kPanel, kQueries>(
+            reinterpret_cast<float(&)[1][kPanelTiles][4]>(sum[panel * kPanelTiles]), p_tile,
+            worker.row, d_out_tile + panel * (kQueries * kPanelRow), 0, kQueries, 0, worker.lane);
+      }
+    }
+    meet();
+    copy_finite(q_tile, q_tile, worker.thread);
+    copy_finite(d_out_tile, d_out_tile, worker.thread);
+    fence_async_proxy();
+    meet();
+  }
+
+  // The last turn starts its product from the sums.
+  void begin_panel(float (&d_q)[kPanelTiles][4], const Turn& turn, int panel,
+                   const Worker& worker) const {
+    if (!turn.adds_sums()) return;
+    if (worker.lane == 0) await(turn.line, turn.number);
+    __syncwarp();
+    const float* const sums =
+        sums_of(turn.line) + panel * (kQueries * kPanel) + worker.thread % kWarpgroupSize * 4;
+#pragma unroll
+    for (int n = 0; n < kPanelTiles; ++n) load_past_l1(d_q[n], sums + n * (kWarpgroupSize * 4));
+  }
+  static void ask_for_panel(float (&d_q)[kPanelTiles][4], uint32_t ds_tile, uint32_t keys,
+                            int panel, const Turn& turn) {
+    const MatrixAddress rows(ds_tile), columns(keys + panel * (kKeys * kPanelRow));
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      product_of_transposed<T>(d_q, rows.at(step * (16 * kPanelRow)),
+                               columns.at(step * (16 * kPanelRow)), step > 0 || turn.adds_sums());
+    }
+  }
+  // `count`: panels that the warpgroup has handed in before.
+  void end_panel(const float (&d_q)[kPanelTiles][4], const Turn& turn, int panel, int count,
+                 int adder, int tile, int head, const Worker& worker) const {
+    const int thread = worker.thread % kWarpgroupSize;
+    if (count > 0) barrier_wait(&shared.sums_empty[worker.group], (count - 1) & 1);
+    if (turn.last) {
+      store_queries(tile, head, panel, d_q, worker);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kPanelTiles; ++n) {
+        const uint32_t piece[4] = {__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
+                                   __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])};
+        store_shared(sums_tiles + worker.group * kSumBytes + (thread + n * kWarpgroupSize) * 16,
+                     piece);
+      }
+      fence_async_proxy();
+    }
+    barrier_arrive(&shared.sums_full[adder][worker.group]);
+  }
+  void store_queries(int tile, int head, int panel, const float (&d_q)[kPanelTiles][4],
+                     const Worker& worker) const {
+    const int query = tile * kQueries;
+    const int64_t all =
+        p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
+    const int rows = static_cast<int>(all - query < kQueries ? all - query : kQueries);
+    const GradientStore<T, false> store{p.d_q,          rows_of(p.d_q, head, place.q_begin + query),
+                                        worker.row,     rows,
+                                        panel * kPanel, p.problem.head_dim,
+                                        p.problem.scale};
+    store.template pieces<true>(reinterpret_cast<const float(&)[1][kPanelTiles][4]>(d_q),
+                                worker.lane, true);
+  }
+};
+
+template <class T, HopperBackwardTile kTile>
+void hopper_wide_backward(const BackwardParams& p) {
+  using Backward = HopperWideBackward<T, kTile>;
+  extern __shared__ __align__(128) char tiles[];
+  __shared__ typename Backward::Shared shared;
+  if (threadIdx.x < 32) {
+    const BlockPlace found = block_place<Backward::kKeys, Backward::kQueries, false>(p);
+    if (threadIdx.x == 0) {
+      shared.place = found;
+      shared.finite_keys = true;
+      barrier_init(&shared.keys_full, Backward::kCopiers);
+      barrier_init(&shared.keys_checked, Backward::kWorkers);
+      for (uint64_t& barrier : shared.q_full) barrier_init(&barrier, Backward::kCopiers);
+      for (uint64_t& barrier : shared.q_empty) barrier_init(&barrier, Backward::kWorkers);
+      for (uint64_t& barrier : shared.d_out_full) barrier_init(&barrier, Backward::kCopiers);
+      for (uint64_t& barrier : shared.d_out_empty) barrier_init(&barrier, Backward::kWorkers);
+      for (auto& of_adder : shared.sums_full) {
+        for (uint64_t& barrier : of_adder) barrier_init(&barrier, kWarpgroupSize);
+      }
+      for (uint64_t& barrier : shared.sums_empty) barrier_init(&barrier, 1);
+      barrier_init_fence();
+    }
+  }
+  __syncthreads();
+  if (!shared.place.keys.exists) return;
+  const Backward backward(p, shared, (shared_address(tiles) + 1023) & ~1023u);
+  const int group = uniform(static_cast<int>(threadIdx.x / kWarpgroupSize)) - 1;
+  if (group < 0) {
+    give_registers<kTile.copy_registers>();
+    if (threadIdx.x < Backward::kCopiers) {
+      backward.copy();
+    } else if (threadIdx.x % 32 == 0) {
+      backward.add_queries(static_cast<int>(threadIdx.x) / 32 - Backward::kCopiers / 32);
+    }
+  } else {
+    take_registers<kTile.work_registers>();
+    backward.work(group);
+  }
+}
+
+}  // namespace pullback::attention
