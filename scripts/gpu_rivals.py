@@ -198,8 +198,9 @@ def attention_rivals(report):
             case = f"B{batch} H{heads} S{length} D{head_dim}"
             time_all(case, inputs, d_out)
             time_all(case + " causal", inputs, d_out, is_causal=True)
-    inputs, d_out = tensors(2, 8192, 16, 16, 128)
-    time_all("B2 H16 S8192 D128 dropout 0.1", inputs, d_out, dropout_p=0.1)
+    for head_dim in [64, 128]:
+        inputs, d_out = tensors(2, 8192, 16, 16, head_dim)
+        time_all(f"B2 H16 S8192 D{head_dim} dropout 0.1", inputs, d_out, dropout_p=0.1)
     inputs, d_out = tensors(2, 8192, 16, 2, 128)
     time_all("B2 H16 over 2 S8192 D128 causal", inputs, d_out, is_causal=True, enable_gqa=True)
     inputs, d_out = tensors(2, 4096, 16, 16, 128, torch.float32)

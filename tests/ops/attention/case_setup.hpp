@@ -143,6 +143,7 @@ void add_tiles(std::vector<Case>& cases);
 void add_shared_lists(std::vector<Case>& cases);
 void add_units(std::vector<Case>& cases);
 void add_many_keys(std::vector<Case>& cases);
+void add_odd_rows(std::vector<Case>& cases);
 void add_widths(std::vector<Case>& cases);
 
 }  // namespace pullback::driver::attention_setup

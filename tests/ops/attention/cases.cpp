@@ -331,6 +331,7 @@ std::vector<Case> attention_cases() {
   add_shared_lists(cases);
   add_units(cases);
   add_many_keys(cases);
+  add_odd_rows(cases);
   add_widths(cases);
   return cases;
 }

@@ -260,6 +260,37 @@ void add_many_keys(std::vector<Case>& cases) {
   add_case("bias of three items, causal", causal);
 }
 
+// Biases whose rows begin anywhere, in problems that are large enough for a copy of them.
+void add_odd_rows(std::vector<Case>& cases) {
+  Setup setup{
+      .query = 730, .key = 725, .finite_differences = false, .dtypes = {DType::bf16, DType::f16}};
+  const auto add_case = [&](const std::string& name, const OptionMap& options = {}) {
+    add(cases, "odd rows, " + name, setup, options);
+    cases.back().full_only = true;
+  };
+  for (const std::int64_t head_dim : {32, 128}) {
+    setup.head_dim = setup.value_dim = head_dim;
+    setup.bias = {2, 2, 730, 725};
+    add_case(fmt::format("bias, D {}", head_dim), {{"causal", "bottom-right"}});
+  }
+  setup.bias = {1, 2, 730, 725};
+  add_case("bias of all items", {{"dropout", "0.2"}, {"seed", "3"}});
+  setup.bias = {2, 1, 1, 725};
+  add_case("bias of keys");
+  setup.bias = {};
+  setup.change = [](TensorMap& inputs, const Setup& s, Random& random) {
+    const auto one = normal_tensor(inputs["q"].spec().dtype, {1, s.heads, s.query, s.key}, random);
+    inputs["bias"] = broadcast(one, {s.batch, s.heads, s.query, s.key});
+  };
+  add_case("expanded bias");
+  setup.change = [](TensorMap& inputs, const Setup& s, Random& random) {
+    const DType dtype = inputs["q"].spec().dtype;
+    inputs["bias"] = normal_tensor(dtype, {s.batch, s.heads, s.query, s.key}, random);
+    inputs["bias"] = relaid(inputs["bias"], random_layout(inputs["bias"].spec(), random));
+  };
+  add_case("any layout");
+}
+
 // Features that have kernels of their own for each width of the heads.
 void add_widths(std::vector<Case>& cases) {
   for (const std::int64_t head_dim : {64, 96, 128, 192, 256}) {

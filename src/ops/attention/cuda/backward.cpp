@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "ops/attention/cuda/backward_kernels.hpp"
+#include "ops/attention/cuda/bias_rows.hpp"
 #include "ops/attention/cuda/masked_work.hpp"
 #include "ops/attention/cuda/tuning.hpp"
 
@@ -314,21 +315,26 @@ class TileBackward final : public BackwardBody {
   Kernel prepare_, aligned_, general_, bias_, clear_bias_, combine_bias_;
 };
 
-}  // namespace
-
-Body make_cuda_sm90_backward(const AttentionProblem& problem, const Device& device, Pass) {
+template <bool kHopper>
+Body make_backward(const AttentionProblem& problem, const Device& device) {
   const int arch = cuda::compile_arch(cuda::device_info(device.index));
-  return cuda::make_body<TileBackward>(problem, device, arch, true);
+  return cuda::make_body<TileBackward>(problem, device, arch, kHopper);
 }
 
-Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass) {
+}  // namespace
+
+Body make_cuda_sm90_backward(const AttentionProblem& problem, const Device& device, Pass pass) {
+  return make_with_bias_rows(problem, device, pass, make_backward<true>);
+}
+
+Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass pass) {
   const int arch = cuda::compile_arch(cuda::device_info(device.index));
   const DType dtype = problem.q.dtype;
   const bool plain = dtype == DType::f64 ||
                      (dtype == DType::f32 &&
                       split_tiles(TileBackward::tensor_core_width(problem), arch).keys == 0);
   if (plain) return make_plain_backward(problem, device);
-  return cuda::make_body<TileBackward>(problem, device, arch, false);
+  return make_with_bias_rows(problem, device, pass, make_backward<false>);
 }
 
 }  // namespace pullback::attention

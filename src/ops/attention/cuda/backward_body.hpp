@@ -21,8 +21,6 @@ inline std::size_t aligned(std::int64_t bytes) {
   return workspace_aligned(static_cast<std::size_t>(bytes));
 }
 
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 // A number of tiles that fits a grid.
 inline std::int32_t tile_count(std::int64_t tiles) {
   constexpr std::int64_t kMost = 0x7fffffff;

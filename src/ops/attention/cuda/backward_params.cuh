@@ -5,11 +5,6 @@
 
 namespace pullback::attention {
 
-// A dimension of the problem, or 1.
-struct BiasShape {
-  int64_t batch, head, query, key;
-};
-
 // Which launch of those that add up d_bias.
 enum class BiasStep : int32_t { only, first, middle, last };
 

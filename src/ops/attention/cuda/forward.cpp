@@ -10,6 +10,7 @@
 #include "core/workspace.hpp"
 #include "cuda/memory.hpp"
 #include "ops/attention/block_tables.hpp"
+#include "ops/attention/cuda/bias_rows.hpp"
 #include "ops/attention/cuda/sequences.hpp"
 #include "ops/attention/cuda/tuning.hpp"
 
@@ -283,14 +284,19 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   bool vectors_ = false, only_aligned_bias_ = false, empty_ = false;
 };
 
-}  // namespace
-
-Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass) {
-  return cuda::make_body<Forward>(problem, device, false);
+template <bool kHopper>
+Body make_forward(const AttentionProblem& problem, const Device& device) {
+  return cuda::make_body<Forward>(problem, device, kHopper);
 }
 
-Body make_cuda_sm90_forward(const AttentionProblem& problem, const Device& device, Pass) {
-  return cuda::make_body<Forward>(problem, device, true);
+}  // namespace
+
+Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass pass) {
+  return make_with_bias_rows(problem, device, pass, make_forward<false>);
+}
+
+Body make_cuda_sm90_forward(const AttentionProblem& problem, const Device& device, Pass pass) {
+  return make_with_bias_rows(problem, device, pass, make_forward<true>);
 }
 
 }  // namespace pullback::attention

@@ -25,6 +25,20 @@ struct Plane {
   int64_t batch, head, query, key;
 };
 
+// A dimension of the problem, or 1.
+struct BiasShape {
+  int64_t batch, head, query, key;
+};
+
+// smxx_bias_rows.cuh
+struct BiasCopyParams {
+  Plane from, to;
+  BiasShape shape;
+  int32_t lane_bits;  // log 2 of the threads of a row
+  uint32_t chunks;    // of a row, by as many thread blocks
+};
+inline constexpr int kBiasThreads = 256, kBiasPieces = 8;
+
 // One sequence of a varlen problem, as smxx_sequences.cuh lists it. Its tiles also cover the rows
 // behind it that belong to no sequence: extents count both.
 struct PackedSequence {

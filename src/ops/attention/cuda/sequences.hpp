@@ -11,6 +11,8 @@
 
 namespace pullback::attention {
 
+inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
 // Without pointers. Fails where lengths do not fit the kernels' 32-bit positions.
 Problem problem_params(const AttentionProblem& problem);
 HeadRows head_rows(const TensorSpec& spec);

@@ -39,8 +39,9 @@ struct HopperForward {
   static constexpr bool kBias = kTile.kind == ForwardKind::bias;
   static constexpr bool kTurns = kGroups == 2;
   // Who lets go of a slot: a thread of each warp, whose products are its warp's, or all threads,
-  // who read a bias.
-  static constexpr int kReleasers = kGroups * (kBias ? kWarpgroupSize : 4);
+  // who read a bias or what they see.
+  static constexpr bool kAllRelease = kBias || kBlocks;
+  static constexpr int kReleasers = kGroups * (kAllRelease ? kWarpgroupSize : 4);
   static constexpr int kPartKeys = kTile.part_keys(), kParts = kKeys / kPartKeys;
   static constexpr int kRows = 64, kPanels = kTile.panels();
   static constexpr int kSlotBytes = kPanels * kKeys * kPanelRow;
@@ -302,7 +303,7 @@ struct HopperForward {
       return ring + item % kSlots * kSlotBytes;
     };
     const auto release = [&](int n) {
-      if (kBias || lane == 0) barrier_arrive(&barriers.empty[(first_item + n) % kSlots]);
+      if (kAllRelease || lane == 0) barrier_arrive(&barriers.empty[(first_item + n) % kSlots]);
     };
     // A part of the n-th tile of keys, as Barriers::seen has it.
     const auto seen_part = [&](int n, int part) {
