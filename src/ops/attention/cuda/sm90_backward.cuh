@@ -1,5 +1,6 @@
 // Gradients of attention on Hopper's tensor cores: the formulas, and the order of the sums, of
-// smxx_backward.cuh, without softcap, and always all of d_q, d_k, d_v.
+// smxx_backward.cuh, without softcap, with one of bias, dropout and block mask at most, and always
+// all of d_q, d_k, d_v.
 //
 // A thread block owns 128 keys (or 64) of a key/value head and takes 64 queries a step. The first
 // warpgroup has two warps that copy queries, d_out and statistics, and two that add the step's part
@@ -12,8 +13,9 @@
 // With a block mask a warpgroup whose keys none of the step's queries see has dS of 0.
 //
 // Shared memory: keys, values, and keys without NaN and infinity for dQ, if there are such; a ring
-// of queries and d_out; two tiles dS^T [key][query]; dQ, as the threads hold it; a ring of
-// statistics. What products read is in panels of 64 columns (device/wgmma.cuh).
+// of queries and d_out; two tiles dS^T [key][query], or one and a tile of a bias; dQ, as the
+// threads hold it; a ring of statistics. What products read is in panels of 64 columns
+// (device/wgmma.cuh).
 #pragma once
 
 #include "device/warpgroup.cuh"
@@ -63,7 +65,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     bool finite_keys;
     uint64_t keys_full, full[kStages], empty[kStages], sums_full[kAdders], sums_empty, bias_empty;
     uint64_t scores_full, cleaning;  // with a block mask
-    SeenTile steps[kStages];  // with a block mask
+    SeenTile steps[kStages];         // with a block mask
   };
 
   using Steps = HopperBackwardSteps<T, kTile>;

@@ -1,14 +1,16 @@
 // The forward pass on Hopper's tensor cores, one tile of queries a thread block (Shah et al. 2024,
-// FlashAttention-3): the formula of smxx_forward.cuh, without bias, softcap and dropout.
+// FlashAttention-3): the formula of smxx_forward.cuh, without softcap, and with one of bias,
+// dropout and block mask at most.
 //
-// The first warpgroup copies: queries, then K 0, V 0, K 1, V 1, … through a ring of slots. Each
-// other one has 64 of the queries, a warp 16, and asks the tensor cores for the next tile's scores
-// and for this tile's outputs before it makes weights of the former while the latter come in. With
-// a block mask a tile of keys is made of parts from anywhere; the first warpgroup hands on which.
+// The first warpgroup copies: queries, then K 0, V 0, K 1, V 1, … through a ring of slots, and each
+// tile of a bias with the one of its keys. Each other one has 64 of the queries, a warp 16, and
+// asks the tensor cores for the next tile's scores and for this tile's outputs before it makes
+// weights of the former while the latter come in. With a block mask a tile of keys is made of parts
+// from anywhere; the first warpgroup hands on which.
 //
-// Shared memory: the warpgroups' queries, then the ring; all in panels of 64 columns
-// (device/wgmma.cuh). Keys are interleaved (device/shared_tile.cuh) and values alike: their order
-// within a tile is the same, whatever it is.
+// Shared memory: the warpgroups' queries, then the ring, all in panels of 64 columns
+// (device/wgmma.cuh); tiles of a bias. Keys are interleaved (device/shared_tile.cuh) and values
+// alike: their order within a tile is the same, whatever it is.
 #pragma once
 
 #include "device/bulk.cuh"
