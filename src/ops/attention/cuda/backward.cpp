@@ -20,7 +20,8 @@ class TileBackward final : public BackwardBody {
   // hopper: with its own kernel, where that serves.
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper)
       : TileBackward(problem, device, arch,
-                     hopper && hopper_serves(problem, cuda::device_info(device.index)),
+                     {hopper && hopper_serves(problem, cuda::device_info(device.index)),
+                      hopper && hopper_sums_bias(problem)},
                      tensor_core_width(problem)) {}
 
   static int tensor_core_width(const AttentionProblem& problem) {
@@ -33,21 +34,26 @@ class TileBackward final : public BackwardBody {
   // Written by the kernel of d_k, in one launch or in one a batch item; or summed by its own
   // kernel.
   enum class BiasPlan { none, written, stepped, summed };
+  // What kernels for Hopper do: the gradients, and a d_bias that is summed.
+  struct Hopper {
+    bool gradients, bias;
+  };
 
-  TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, Hopper hopper,
                int width)
-      : TileBackward(
-            problem, device, arch, hopper, width,
-            tiles_of(problem.q.dtype, width, arch,
-                     hopper ? hopper_kind(problem, width) == HopperBackwardKind::small_blocks
-                            : has_small_blocks(problem, false))) {}
+      : TileBackward(problem, device, arch, hopper, width,
+                     tiles_of(problem.q.dtype, width, arch,
+                              hopper.gradients
+                                  ? hopper_kind(problem, width) == HopperBackwardKind::small_blocks
+                                  : has_small_blocks(problem, false))) {}
 
-  TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, Hopper hopper,
                int width, const BackwardTiles& tiles)
-      : TileBackward(problem, device, arch, hopper, width, tiles,
-                     masked_work(problem, cuda::device_info(device.index), tiles, width, hopper,
-                                 hopper ? hopper_tile_of(problem, width).resident : tiles.blocks)) {
-  }
+      : TileBackward(
+            problem, device, arch, hopper, width, tiles,
+            masked_work(
+                problem, cuda::device_info(device.index), tiles, width, hopper.gradients,
+                hopper.gradients ? hopper_tile_of(problem, width).resident : tiles.blocks)) {}
 
   static HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width) {
     using Kind = HopperBackwardKind;
@@ -63,12 +69,12 @@ class TileBackward final : public BackwardBody {
     return hopper_backward_tile(hopper_kind(problem, width), width);
   }
 
-  TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper,
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, Hopper hopper,
                int width, const BackwardTiles& tiles, const MaskedWork& masked)
       : BackwardBody(problem, device, tiles.queries, tiles.keys, masked.owners),
         tiles_(tiles),
         masked_(masked),
-        only_all_(hopper) {
+        only_all_(hopper.gradients) {
     vectors_ = all_have_vector_rows(problem);
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(problem.bias);
@@ -82,7 +88,7 @@ class TileBackward final : public BackwardBody {
     params_.turn_count = planes_ * params_.lines + pairs_ * blocks.shared_count * std::int64_t{2};
     stats_bytes_ = aligned(planes_ * params_.q_tiles * stats_bytes(tiles_.queries));
     turn_bytes_ = aligned(params_.turn_count * 4);
-    if (bias_elements_ > 0) plan_bias(problem, width, arch);
+    if (bias_elements_ > 0) plan_bias(problem, width, arch, hopper.bias);
     plan_slices(problem, width);
     workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + key_sum_bytes_ +
                       bias_sum_bytes_;
@@ -102,13 +108,6 @@ class TileBackward final : public BackwardBody {
   static int term_count(const AttentionProblem& problem) {
     return problem.bias.given() + (problem.dropout > 0) + problem.blocks.given();
   }
-  static bool all_have_vector_rows(const AttentionProblem& problem) {
-    for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
-                                   &problem.d_k, &problem.d_v}) {
-      if (spec->given() && !has_vector_rows(*spec)) return false;
-    }
-    return true;
-  }
 
   static bool hopper_serves(const AttentionProblem& problem, const cuda::DeviceInfo& device) {
     const AttentionSizes sizes = sizes_of(problem);
@@ -119,7 +118,20 @@ class TileBackward final : public BackwardBody {
                                     static_cast<int>(size_of(problem.q.dtype))) &&
            hopper_backward_pays(width, sizes.max_query, pairs * k_tiles, device.multiprocessors) &&
            problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
-           all_have_vector_rows(problem) && problem.softcap == 0 &&
+           is_plain_but_for_a_term(problem);
+  }
+  // Of the keys at least, and whole rows of them.
+  static bool hopper_sums_bias(const AttentionProblem& problem) {
+    if (!problem.d_bias.given()) return false;
+    const AttentionSizes sizes = sizes_of(problem);
+    const auto& shape = problem.d_bias.shape;
+    return has_hopper_bias_tile(tensor_core_width(problem),
+                                static_cast<int>(size_of(problem.q.dtype))) &&
+           shape[3] == sizes.total_key && (shape[2] == sizes.total_query || shape[2] == 1) &&
+           is_plain_but_for_a_term(problem);
+  }
+  static bool is_plain_but_for_a_term(const AttentionProblem& problem) {
+    return all_have_vector_rows(problem) && problem.softcap == 0 &&
            static_cast<float>(*problem.scale) > kLeastScale && term_count(problem) <= 1 &&
            (!problem.bias.given() || has_vector_keys(problem.bias));
   }
@@ -208,7 +220,7 @@ class TileBackward final : public BackwardBody {
     return steps;
   }
 
-  void plan_bias(const AttentionProblem& problem, int width, int arch) {
+  void plan_bias(const AttentionProblem& problem, int width, int arch, bool hopper) {
     const DType dtype = problem.q.dtype;
     const BiasShape& shape = params_.bias_shape;
     const bool whole = shape.batch == sizes_.batch && shape.head == sizes_.heads &&
@@ -238,24 +250,22 @@ class TileBackward final : public BackwardBody {
     }
     bias_plan_ = BiasPlan::summed;
     if (dtype == DType::f32) {
-      bias_ = Kernel(bias_kernel(dtype, width, arch), device_);
-      set_grid(bias_, bias_elements_);
+      bias_ = {{bias_kernel(dtype, width, arch), device_}, 1};
+      set_grid(bias_.kernel, bias_elements_);
       return;
     }
     const BiasTiles tiles = bias_tiles(width, arch);
-    const std::int64_t k_tiles = ceil_div(sizes_.total_key, tiles.keys);
-    const std::int64_t q_tiles = ceil_div(sizes_.total_query, tiles.queries);
-    const std::int64_t own =
-        shape.batch * shape.head * (shape.query > 1 ? q_tiles : 1) * (shape.key > 1 ? k_tiles : 1);
-    const std::int64_t each = planes_ * q_tiles * k_tiles / own;
-    // Enough blocks for two waves.
-    const std::int64_t wanted = std::int64_t{2} * device_.multiprocessors;
-    params_.bias_parts = static_cast<std::int32_t>(std::clamp<std::int64_t>(wanted / own, 1, each));
-    bias_ = Kernel(bias_kernel(dtype, width, arch), device_, tiles.shared_bytes(width));
-    set_grid(bias_, own * params_.bias_parts);
-    if (params_.bias_parts > 1) {
+    bias_ = bias_sum(bias_kernel(dtype, width, arch), tiles.shared_bytes(width), tiles.keys,
+                     tiles.queries);
+    if (hopper) {
+      const HopperBiasTile tile = hopper_bias_tile(width);
+      aligned_bias_ = bias_sum(hopper_bias_kernel(dtype, width, arch), tile.shared_bytes(),
+                               tile.keys, tile.queries());
+    }
+    const std::int32_t parts = std::max(bias_.parts, aligned_bias_.parts);
+    if (parts > 1) {
       combine_bias_ = helper("combine_bias");
-      bias_sum_bytes_ = aligned(params_.bias_parts * bias_elements_ * 4);
+      bias_sum_bytes_ = aligned(parts * bias_elements_ * 4);
     }
   }
 
@@ -278,8 +288,11 @@ class TileBackward final : public BackwardBody {
     if (planes_ > 0 && params.q_tiles > 0) prepare_.launch(stream, params);
     if (tensors.d_bias != nullptr && clears_bias_) clear_bias_.launch(stream, params);
     if (tensors.d_bias != nullptr && bias_plan_ == BiasPlan::summed) {
-      bias_.launch(stream, params);
-      if (params.bias_parts > 1) combine_bias_.launch(stream, params);
+      const bool aligned = aligned_bias_.parts > 0 && params.vectors && params.bias_vectors;
+      const BiasSum& sum = aligned ? aligned_bias_ : bias_;
+      params.bias_parts = sum.parts;
+      sum.kernel.launch(stream, params);
+      if (sum.parts > 1) combine_bias_.launch(stream, params);
     }
     if (bias_plan_ == BiasPlan::summed) params.d_bias.data = nullptr;
     const bool any = tensors.d_q || tensors.d_k || tensors.d_v || params.d_bias.data;
@@ -312,7 +325,8 @@ class TileBackward final : public BackwardBody {
   // Of aligned_: rows in pieces of 16 bytes; all three gradients.
   bool only_vectors_ = false, only_all_ = false;
   BiasPlan bias_plan_ = BiasPlan::none;
-  Kernel prepare_, aligned_, general_, bias_, clear_bias_, combine_bias_;
+  Kernel prepare_, aligned_, general_, clear_bias_, combine_bias_;
+  BiasSum bias_, aligned_bias_;
 };
 
 template <bool kHopper>
@@ -365,6 +379,9 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
         }
       }
       add(bias_kernel(dtype, width, arch));
+      if (arch == 90 && has_hopper_bias_tile(width, static_cast<int>(size_of(dtype)))) {
+        add(hopper_bias_kernel(dtype, width, arch));
+      }
       for (const HopperBackwardKind kind : kHopperBackwardKinds) {
         if (arch != 90) continue;
         if (!has_hopper_backward_tile(kind, width, static_cast<int>(size_of(dtype)))) continue;

@@ -93,6 +93,34 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
     return params;
   }
 
+  static bool all_have_vector_rows(const AttentionProblem& problem) {
+    for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
+                                   &problem.d_k, &problem.d_v}) {
+      if (spec->given() && !has_vector_rows(*spec)) return false;
+    }
+    return true;
+  }
+
+  // A kernel whose blocks have a tile of d_bias each, or share one where tiles are few.
+  struct BiasSum {
+    BackwardKernel kernel;
+    std::int32_t parts = 0;  // of a tile; 0: there is no kernel
+  };
+  BiasSum bias_sum(const cuda::OpKernel& op_kernel, int shared_bytes, int keys, int queries) const {
+    const BiasShape& shape = params_.bias_shape;
+    const std::int64_t k_tiles = ceil_div(sizes_.total_key, keys);
+    const std::int64_t q_tiles = ceil_div(sizes_.total_query, queries);
+    const std::int64_t own =
+        shape.batch * shape.head * (shape.query > 1 ? q_tiles : 1) * (shape.key > 1 ? k_tiles : 1);
+    const std::int64_t each = planes_ * q_tiles * k_tiles / own;
+    // Enough blocks for two waves.
+    const std::int64_t wanted = std::int64_t{2} * device_.multiprocessors;
+    BiasSum sum{{op_kernel, device_, shared_bytes},
+                static_cast<std::int32_t>(std::clamp<std::int64_t>(wanted / own, 1, each))};
+    set_grid(sum.kernel, own * sum.parts);
+    return sum;
+  }
+
   AttentionSizes sizes_;
   SequenceLister sequences_;
   BlockTables blocks_;

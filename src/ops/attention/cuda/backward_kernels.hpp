@@ -110,6 +110,21 @@ inline cuda::OpKernel bias_kernel(DType dtype, int width, int arch) {
           .threads = tiles.threads()};
 }
 
+inline cuda::OpKernel hopper_bias_kernel(DType dtype, int width, int arch) {
+  const std::string_view type = cuda::device_type(dtype);
+  const int stats_rows = tiles_of(dtype, width, arch).queries;
+  const HopperBiasTile tile = hopper_bias_tile(width);
+  return {
+      .name = fmt::format("attention_backward_bias_sm90_{}_{}_{}", type, tile.width, stats_rows),
+      .file = "ops/attention/cuda/sm90_bias_gradient.cuh",
+      .function = fmt::format("attention::hopper_bias_gradient<{}, "
+                              "attention::hopper_bias_tile({}), {}>",
+                              type, tile.width, stats_rows),
+      .parameters = kBackwardParams,
+      .threads = tile.threads,
+      .arch_specific = true};
+}
+
 // `what` is clear_bias or combine_bias.
 inline cuda::OpKernel bias_helper(DType dtype, std::string_view what) {
   const std::string_view type = cuda::device_type(dtype);

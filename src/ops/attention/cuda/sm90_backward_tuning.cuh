@@ -64,4 +64,25 @@ constexpr HopperBackwardTile hopper_backward_tile(HopperBackwardKind kind, int w
   return {kind, width, width == 128 ? 128 : 64, 2, 24, 240};
 }
 
+// sm90_bias_gradient.cuh: a tile of the bias, and stages of what it takes of an item.
+struct HopperBiasTile {
+  int width, halves;  // tiles of 64 queries
+  static constexpr int keys = 128, stages = 2, threads = 256;
+
+  constexpr int queries() const { return halves * 64; }
+  constexpr int panels() const { return (width + 63) / 64; }
+  // With what it takes to begin at a multiple of 1024.
+  constexpr int shared_bytes() const {
+    return stages * (2 * (keys + queries()) * panels() * 128 + queries() * 8) +
+           queries() * keys * 2 + 1024;
+  }
+};
+constexpr bool has_hopper_bias_tile(int width, int element_bytes) {
+  return width <= 128 && element_bytes == 2;
+}
+// Heads up to 32 take the room of those of 64.
+constexpr HopperBiasTile hopper_bias_tile(int width) {
+  return width <= 64 ? HopperBiasTile{64, 2} : HopperBiasTile{width, 1};
+}
+
 }  // namespace pullback::attention

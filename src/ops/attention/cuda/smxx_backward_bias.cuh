@@ -10,6 +10,69 @@
 
 namespace pullback::attention {
 
+// Statistics of kQueries of a plane from a first one on; of queries past the last tile, which are
+// not seen, zeros.
+template <int kQueries, int kThreads, int kStatsRows>
+void copy_stats(const BackwardParams& p, uint32_t to, int64_t plane, int first_query) {
+  using Stats = StatsTile<float, kStatsRows>;
+  for (int r = static_cast<int>(threadIdx.x) * 2; r < kQueries; r += kThreads * 2) {
+    const int tile = (first_query + r) / kStatsRows;
+    const bool inside = tile < p.q_tiles;
+    const Stats& stats =
+        static_cast<const Stats*>(p.stats)[plane * p.q_tiles + (inside ? tile : 0)];
+    async_copy_or_zero(to + r * 8, &stats.row[(first_query + r) % kStatsRows], inside ? 16 : 0);
+  }
+}
+
+// One batch item, head, tile of queries and tile of keys.
+struct BiasItem {
+  int64_t batch, head;
+  int query_tile, key_tile;
+};
+
+// What maps to the tile of the bias that a thread block owns, or to its part of a tile: of each
+// dimension all positions, or the tile's own one.
+struct BiasItems {
+  bool all_keys, all_queries;
+  int64_t keys, queries, heads, begin, end;  // of items by number
+  int part;
+
+  BiasItems(const BackwardParams& p, int tile_keys, int tile_queries) {
+    const Problem& problem = p.problem;
+    const BiasShape& shape = p.bias_shape;
+    const int64_t q_tiles = (problem.query + tile_queries - 1) / tile_queries;
+    const int64_t k_tiles = (problem.key + tile_keys - 1) / tile_keys;
+    all_keys = shape.key == 1 && problem.key > 1;
+    all_queries = shape.query == 1 && problem.query > 1;
+    keys = all_keys ? k_tiles : 1, queries = all_queries ? q_tiles : 1;
+    heads = shape.head > 1 ? 1 : problem.heads;
+    int64_t index = blockIdx.x;
+    const auto digit = [&index](int64_t size) {
+      const int64_t value = index % size;
+      index /= size;
+      return value;
+    };
+    own_.key_tile = static_cast<int>(digit(all_keys ? 1 : k_tiles));
+    own_.query_tile = static_cast<int>(digit(all_queries ? 1 : q_tiles));
+    own_.head = digit(shape.head), own_.batch = digit(shape.batch);
+    part = static_cast<int>(index);
+    const int64_t count = (shape.batch > 1 ? 1 : problem.batch) * heads * queries * keys;
+    begin = count * part / p.bias_parts, end = count * (part + 1) / p.bias_parts;
+  }
+
+  // The first one of the tile.
+  const BiasItem& own() const { return own_; }
+  BiasItem at(int64_t number) const {
+    return {own_.batch + number / (keys * queries * heads),
+            own_.head + number / (keys * queries) % heads,
+            own_.query_tile + static_cast<int>(number / keys % queries),
+            own_.key_tile + static_cast<int>(number % keys)};
+  }
+
+ private:
+  BiasItem own_;
+};
+
 // Warps stand in kKeys / 32 rows of kSide; each has 32 keys x kQueries / kSide queries.
 template <class T, int kWidth, int kKeys, int kQueries, int kSide, int kStatsRows>
 struct BiasBlock {
@@ -62,19 +125,6 @@ struct BiasBlock {
     }
   }
 
-  void load_stats(int64_t plane, int first_query) const {
-    using Stats = StatsTile<float, kStatsRows>;
-    for (int r = static_cast<int>(threadIdx.x) * 2; r < kQueries; r += kThreads * 2) {
-      const int tile = (first_query + r) / kStatsRows;
-      const bool inside = tile < p.q_tiles;
-      const Stats& stats =
-          static_cast<const Stats*>(p.stats)[plane * p.q_tiles + (inside ? tile : 0)];
-      // Past the last tile: zeros; those queries are not seen.
-      async_copy_or_zero(stats_tile + r * 8, &stats.row[(first_query + r) % kStatsRows],
-                         inside ? 16 : 0);
-    }
-  }
-
   void score_product(float (&result)[2][kN][4], uint32_t key_tile, uint32_t query_tile,
                      int first) const {
     const LaneRows<T, kWidth, false> keys(key_tile, lane);
@@ -82,8 +132,9 @@ struct BiasBlock {
     multiply_columns<T, kWidth>(result, keys, key_row, queries, first);
   }
 
-  // One batch item, head, tile of queries and tile of keys.
-  void add(int64_t batch, int64_t head, int query_tile, int key_tile) {
+  void add(const BiasItem& item) {
+    const int64_t batch = item.batch, head = item.head;
+    const int query_tile = item.query_tile, key_tile = item.key_tile;
     TilePlace place =
         place_of<true>(p, batch * p.problem.heads + head, p.problem.heads, 0, kQueries);
     place.tile = key_tile;
@@ -96,7 +147,7 @@ struct BiasBlock {
     load<kKeys, true>(k_tile, p.k, batch, kv_head, first_key, place.k_length, p.problem.head_dim);
     load<kQueries, false>(q_tile, p.q, batch, head, first_query, place.q_length,
                           p.problem.head_dim);
-    load_stats(plane, first_query);
+    copy_stats<kQueries, kThreads, kStatsRows>(p, stats_tile, plane, first_query);
     async_commit();
     load<kKeys, true>(v_tile, p.v, batch, kv_head, first_key, place.k_length, p.problem.value_dim);
     load<kQueries, false>(d_out_tile, p.d_out, batch, head, first_query, place.q_length,
@@ -244,36 +295,15 @@ void bias_gradient(const BackwardParams& p) {
   extern __shared__ __align__(128) unsigned char shared[];
   using Block = BiasBlock<T, kWidth, kKeys, kQueries, kSide, kStatsRows>;
   Block block(p, shared_address(shared));
-  const Problem& problem = p.problem;
   const BiasShape& own = p.bias_shape;
-  const int64_t q_tiles = (problem.query + kQueries - 1) / kQueries;
-  const int64_t k_tiles = (problem.key + kKeys - 1) / kKeys;
-  const bool all_keys = own.key == 1 && problem.key > 1;
-  const bool all_queries = own.query == 1 && problem.query > 1;
+  const BiasItems items(p, kKeys, kQueries);
+  for (int64_t n = items.begin; n < items.end; ++n) block.add(items.at(n));
 
-  int64_t index = blockIdx.x;
-  const auto digit = [&index](int64_t size) {
-    const int64_t value = index % size;
-    index /= size;
-    return value;
-  };
-  const int64_t key_tile = digit(all_keys ? 1 : k_tiles);
-  const int64_t query_tile = digit(all_queries ? 1 : q_tiles);
-  const int64_t head = digit(own.head), batch = digit(own.batch);
-  const int part = static_cast<int>(index);
-  // What maps to the tile: of each dimension all positions, or ours.
-  const int64_t keys = all_keys ? k_tiles : 1, queries = all_queries ? q_tiles : 1;
-  const int64_t heads = own.head > 1 ? 1 : problem.heads;
-  const int64_t batches = own.batch > 1 ? 1 : problem.batch;
-  const int64_t count = batches * heads * queries * keys;
-  for (int64_t n = count * part / p.bias_parts; n < count * (part + 1) / p.bias_parts; ++n) {
-    block.add(batch + n / (keys * queries * heads), head + n / (keys * queries) % heads,
-              static_cast<int>(query_tile + n / keys % queries),
-              static_cast<int>(key_tile + n % keys));
-  }
-
-  const BiasStore<T> store(p, part, batch, head);
-  const int64_t first_query = query_tile * kQueries, first_key = key_tile * kKeys;
+  const BiasItem& first = items.own();
+  const bool all_keys = items.all_keys, all_queries = items.all_queries;
+  const BiasStore<T> store(p, items.part, first.batch, first.head);
+  const int64_t first_query = int64_t{first.query_tile} * kQueries;
+  const int64_t first_key = int64_t{first.key_tile} * kKeys;
   if (all_keys || all_queries) {
     float* const folded = reinterpret_cast<float*>(shared);
     block.fold(all_keys, all_queries, folded);
