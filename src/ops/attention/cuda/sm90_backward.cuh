@@ -123,27 +123,12 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     store_operands<T>(tile, words, worker.row + worker.lane / 4, worker.lane % 4);
   }
 
-  // By both warpgroups. NaN and infinity become 0.
-  void copy_finite(uint32_t to, uint32_t from, uint32_t bytes, int thread) const {
-    for (uint32_t at = thread * 4; at < bytes; at += kWorkers * 4) {
-      store_shared(to + at, finite_or_zero<T>(load_shared_word(from + at)));
-    }
-  }
-
   // By both: whether keys and values are finite; else the keys' copy is made.
   bool check_keys(const Worker& worker) const {
-    uint32_t sum = 0;
-#pragma unroll 4
-    for (uint32_t at = worker.thread * 16; at < 2 * kKeyBytes; at += kWorkers * 16) {
-      uint32_t words[4];
-      load_shared(words, k_tile + at);
-#pragma unroll
-      for (const uint32_t pair : words) sum = add_extreme<T>(sum, pair);
-    }
-    if (low_not_finite<T>(sum) || high_not_finite<T>(sum)) shared.finite_keys = false;
+    if (sees_extreme<T, kWorkers>(k_tile, 2 * kKeyBytes, worker.thread)) shared.finite_keys = false;
     named_wait(kBothGroups, kWorkers);
     if (shared.finite_keys) return true;
-    copy_finite(finite_k_tile, k_tile, kKeyBytes, worker.thread);
+    copy_finite<T, kWorkers>(finite_k_tile, k_tile, kKeyBytes, worker.thread);
     return false;
   }
 
@@ -163,8 +148,8 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   }
   void make_finite(uint32_t q_tile, uint32_t d_out_tile, const Worker& worker) const {
     meet(shared.cleaning, 0);  // the scores of both are made
-    copy_finite(q_tile, q_tile, kQueryBytes, worker.thread);
-    copy_finite(d_out_tile, d_out_tile, kQueryBytes, worker.thread);
+    copy_finite<T, kWorkers>(q_tile, q_tile, kQueryBytes, worker.thread);
+    copy_finite<T, kWorkers>(d_out_tile, d_out_tile, kQueryBytes, worker.thread);
     fence_async_proxy();
     meet(shared.cleaning, 1);
   }
@@ -360,9 +345,10 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     keep_in_place(d_q);
     if (number > 0) barrier_wait(&shared.sums_empty, (number - 1) & 1);
     if (turn.last) {
-      store_queries(step.tile, head_of(head_of_group), d_q, worker);
+      Steps::store_queries(d_q, step.tile, head_of(head_of_group), worker.row % kOwnKeys,
+                           worker.group * kOwnWidth, lane);
     } else {
-      hand_over(d_q, sums_thread);
+      Steps::hand_over(d_q, sums_tile, sums_thread);
     }
     barrier_arrive(&shared.sums_full[number % kAdders]);
     if constexpr (kSees) {
@@ -416,34 +402,6 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       product_of_transposed<T>(d_q, rows.at(step * (16 * kPanelRow)),
                                columns.at(step * (16 * kPanelRow)), step > 0 || adds);
     }
-  }
-
-  // To the warps that add them up.
-  void hand_over(const float (&d_q)[kOwnTiles][4], int sums_thread) const {
-#pragma unroll
-    for (int n = 0; n < kOwnTiles; ++n) {
-      const uint32_t piece[4] = {__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
-                                 __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])};
-      store_shared(sums_tile + (sums_thread + n * kWarpgroupSize) * 16, piece);
-    }
-    fence_async_proxy();
-  }
-
-  void store_queries(int tile, int head, const float (&d_q)[kOwnTiles][4],
-                     const Worker& worker) const {
-    const int query = tile * kQueries;
-    const int64_t all =
-        p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
-    const int rows = static_cast<int>(all - query < kQueries ? all - query : kQueries);
-    const GradientStore<T, false> store{p.d_q,
-                                        rows_of(p.d_q, head, place.q_begin + query),
-                                        worker.row % kOwnKeys,
-                                        rows,
-                                        worker.group * kOwnWidth,
-                                        p.problem.head_dim,
-                                        p.problem.scale};
-    store.template pieces<true>(reinterpret_cast<const float(&)[1][kOwnTiles][4]>(d_q), worker.lane,
-                                true);
   }
 };
 

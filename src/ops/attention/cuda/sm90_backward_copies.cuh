@@ -47,14 +47,7 @@ void copy_steps(const Backward& own) {
                                   place.q_begin + query, left, head_dim);
     copy_tile<Backward, kQueries>(own, own.d_out_tiles + stage * Backward::kQueryBytes, p.d_out,
                                   head, place.q_begin + query, left, value_dim);
-    const uint32_t byte = threadIdx.x * 16;
-    if (byte < sizeof(Stats)) {
-      const auto* const from = static_cast<const Stats*>(p.stats) +
-                               ((own.block.pair * p.problem.group + head_of_group) * p.q_tiles +
-                                place.first_tile + tile);
-      async_copy_or_zero(own.stats_tiles + stage * sizeof(Stats) + byte,
-                         reinterpret_cast<const char*>(from) + byte, true);
-    }
+    own.template copy_stats<Stats>(own.stats_tiles + stage * sizeof(Stats), tile, head_of_group);
     if (Backward::kBlocks && threadIdx.x == 0) async_copy(&shared.steps[stage], &step);
     if constexpr (Backward::kBias) {
       if (Backward::kBiasSum && p.bias_step != BiasStep::first) {

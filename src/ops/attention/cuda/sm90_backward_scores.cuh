@@ -199,4 +199,25 @@ void store_operands(uint32_t tile, const uint32_t (&words)[kSteps][4], int row, 
   }
 }
 
+// By kThreads threads. Whether a part of shared memory, of a multiple of 16 bytes, has a NaN or
+// infinity that the thread saw; and a copy of one, or the same place, where they are 0.
+template <class T, int kThreads>
+bool sees_extreme(uint32_t from, uint32_t bytes, int thread) {
+  uint32_t sum = 0;
+#pragma unroll 4
+  for (uint32_t at = thread * 16; at < bytes; at += kThreads * 16) {
+    uint32_t words[4];
+    load_shared(words, from + at);
+#pragma unroll
+    for (const uint32_t pair : words) sum = add_extreme<T>(sum, pair);
+  }
+  return high_not_finite<T>(sum) || low_not_finite<T>(sum);
+}
+template <class T, int kThreads>
+void copy_finite(uint32_t to, uint32_t from, uint32_t bytes, int thread) {
+  for (uint32_t at = thread * 4; at < bytes; at += kThreads * 4) {
+    store_shared(to + at, finite_or_zero<T>(load_shared_word(from + at)));
+  }
+}
+
 }  // namespace pullback::attention

@@ -1,8 +1,9 @@
-// The steps of a thread block of the backward pass on Hopper, and the turns in which its parts of
-// d_q come to the sums of them.
+// The steps of a thread block of the backward pass on Hopper, the turns in which its parts of d_q
+// come to the sums of them, and what every step does alike.
 #pragma once
 
 #include "device/warpgroup.cuh"
+#include "ops/attention/cuda/smxx_backward_gradients.cuh"
 #include "ops/attention/cuda/smxx_backward_place.cuh"
 #include "ops/attention/cuda/smxx_turns.cuh"
 
@@ -104,6 +105,46 @@ struct HopperBackwardSteps {
     while (load_acquire(p.turns + line) < turns) {
     }
   }
+  // Statistics of a step's queries, 16 bytes a thread.
+  template <class Stats>
+  void copy_stats(uint32_t to, int tile, int head_of_group) const {
+    const uint32_t byte = threadIdx.x * 16;
+    if (byte >= sizeof(Stats)) return;
+    const auto* const from =
+        static_cast<const Stats*>(p.stats) +
+        ((block.pair * p.problem.group + head_of_group) * p.q_tiles + place.first_tile + tile);
+    async_copy_or_zero(to + byte, reinterpret_cast<const char*>(from) + byte, true);
+  }
+
+  // d_q of a tile of queries and of columns from `column` on; the warp's rows begin at `row`.
+  template <int kTiles>
+  void store_queries(const float (&d_q)[kTiles][4], int tile, int head, int row, int column,
+                     int lane) const {
+    const int query = tile * kQueries;
+    const int64_t all =
+        p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
+    const int rows = static_cast<int>(all - query < kQueries ? all - query : kQueries);
+    const GradientStore<T, false> store{p.d_q,
+                                        rows_of(p.d_q, head, place.q_begin + query),
+                                        row,
+                                        rows,
+                                        column,
+                                        p.problem.head_dim,
+                                        p.problem.scale};
+    store.template pieces<true>(reinterpret_cast<const float(&)[1][kTiles][4]>(d_q), lane, true);
+  }
+  // d_q to those who add it up, in shared memory at `to`; `thread` is of the warpgroup.
+  template <int kTiles>
+  static void hand_over(const float (&d_q)[kTiles][4], uint32_t to, int thread) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const uint32_t piece[4] = {__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
+                                 __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])};
+      store_shared(to + (thread + n * kWarpgroupSize) * 16, piece);
+    }
+    fence_async_proxy();
+  }
+
   float* sums_of(int64_t line) const {
     return p.sums + (line - p.first_pair * p.problem.group * p.lines) * (kQueries * kSumWidth);
   }

@@ -107,14 +107,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
       if (round > 0) barrier_wait(&shared.q_empty[stage], (round - 1) & 1);
       copy_tile<HopperWideBackward, kQueries>(*this, q_tiles + stage * kTileBytes, p.q, head,
                                               place.q_begin + query, left, head_dim);
-      const uint32_t byte = threadIdx.x * 16;
-      if (byte < sizeof(Stats)) {
-        const auto* const from = static_cast<const Stats*>(p.stats) +
-                                 ((block.pair * p.problem.group + head_of_group) * p.q_tiles +
-                                  place.first_tile + step.tile);
-        async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + byte,
-                           reinterpret_cast<const char*>(from) + byte, true);
-      }
+      Steps::template copy_stats<Stats>(stats_tiles + stage * sizeof(Stats), step.tile,
+                                        head_of_group);
       barrier_arrive_after_copies(&shared.q_full[stage]);
       if (number >= kOutStages) {
         barrier_wait(&shared.d_out_empty[out_stage], (number / kOutStages - 1) & 1);
@@ -169,28 +163,14 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
 
   static void meet() { named_wait(kBoth, kWorkers); }
 
-  // By both. NaN and infinity become 0.
-  static void copy_finite(uint32_t to, uint32_t from, int thread) {
-    for (uint32_t at = thread * 4; at < kTileBytes; at += kWorkers * 4) {
-      store_shared(to + at, finite_or_zero<T>(load_shared_word(from + at)));
-    }
-  }
-
   // By both: whether keys and values are finite; else the keys' copy is made.
   bool check_keys(const Worker& worker) const {
-    uint32_t sum = 0;
-#pragma unroll 4
-    for (uint32_t at = worker.thread * 16; at < 2 * kTileBytes; at += kWorkers * 16) {
-      uint32_t words[4];
-      load_shared(words, k_tile + at);
-#pragma unroll
-      for (const uint32_t pair : words) sum = add_extreme<T>(sum, pair);
-    }
-    if (low_not_finite<T>(sum) || high_not_finite<T>(sum)) shared.finite_keys = false;
+    if (sees_extreme<T, kWorkers>(k_tile, 2 * kTileBytes, worker.thread))
+      shared.finite_keys = false;
     meet();
     barrier_arrive(&shared.keys_checked);
     if (shared.finite_keys) return true;
-    copy_finite(q_tiles + kTileBytes, k_tile, worker.thread);
+    copy_finite<T, kWorkers>(q_tiles + kTileBytes, k_tile, kTileBytes, worker.thread);
     return false;
   }
 
@@ -356,8 +336,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
       }
     }
     meet();
-    copy_finite(q_tile, q_tile, worker.thread);
-    copy_finite(d_out_tile, d_out_tile, worker.thread);
+    copy_finite<T, kWorkers>(q_tile, q_tile, kTileBytes, worker.thread);
+    copy_finite<T, kWorkers>(d_out_tile, d_out_tile, kTileBytes, worker.thread);
     fence_async_proxy();
     meet();
   }
@@ -385,34 +365,13 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   // `count`: panels that the warpgroup has handed in before.
   void end_panel(const float (&d_q)[kPanelTiles][4], const Turn& turn, int panel, int count,
                  int adder, int tile, int head, const Worker& worker) const {
-    const int thread = worker.thread % kWarpgroupSize;
     if (count > 0) barrier_wait(&shared.sums_empty[worker.group], (count - 1) & 1);
     if (turn.last) {
-      store_queries(tile, head, panel, d_q, worker);
+      Steps::store_queries(d_q, tile, head, worker.row, panel * kPanel, worker.lane);
     } else {
-#pragma unroll
-      for (int n = 0; n < kPanelTiles; ++n) {
-        const uint32_t piece[4] = {__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
-                                   __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])};
-        store_shared(sums_tiles + worker.group * kSumBytes + (thread + n * kWarpgroupSize) * 16,
-                     piece);
-      }
-      fence_async_proxy();
+      Steps::hand_over(d_q, sums_tiles + worker.group * kSumBytes, worker.thread % kWarpgroupSize);
     }
     barrier_arrive(&shared.sums_full[adder][worker.group]);
-  }
-  void store_queries(int tile, int head, int panel, const float (&d_q)[kPanelTiles][4],
-                     const Worker& worker) const {
-    const int query = tile * kQueries;
-    const int64_t all =
-        p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
-    const int rows = static_cast<int>(all - query < kQueries ? all - query : kQueries);
-    const GradientStore<T, false> store{p.d_q,          rows_of(p.d_q, head, place.q_begin + query),
-                                        worker.row,     rows,
-                                        panel * kPanel, p.problem.head_dim,
-                                        p.problem.scale};
-    store.template pieces<true>(reinterpret_cast<const float(&)[1][kPanelTiles][4]>(d_q),
-                                worker.lane, true);
   }
 };
 
