@@ -66,6 +66,17 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     uint64_t keys_full, full[kStages], empty[kStages], sums_full[kAdders], sums_empty, bias_empty;
     uint64_t scores_full, cleaning;  // with a block mask
     SeenTile steps[kStages];         // with a block mask
+
+    void init() {
+      barrier_init(&keys_full, kCopiers);
+      for (uint64_t& barrier : full) barrier_init(&barrier, kCopiers);
+      for (uint64_t& barrier : empty) barrier_init(&barrier, kWorkers);
+      for (uint64_t& barrier : sums_full) barrier_init(&barrier, kWorkers);
+      barrier_init(&sums_empty, 1);
+      for (uint64_t* barrier : {&bias_empty, &scores_full, &cleaning}) {
+        barrier_init(barrier, kWorkers);
+      }
+    }
   };
 
   using Steps = HopperBackwardSteps<T, kTile>;
@@ -97,6 +108,11 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     const int64_t number = (int64_t{head} * p.q_tiles + tile) * p.k_tiles + place.tile;
     return p.bias_sums + number * (kKeys * kQueries);
   }
+
+  // --- The warps that copy, and those that add up d_q ---
+
+  void copy() const { copy_steps(*this); }
+  void add_queries(int adder) const { add_step_queries(*this, adder); }
 
   // --- The warpgroups that work ---
 
@@ -407,40 +423,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
 
 template <class T, HopperBackwardTile kTile>
 void hopper_backward(const BackwardParams& p) {
-  using Backward = HopperBackward<T, kTile>;
-  extern __shared__ __align__(128) char tiles[];
-  __shared__ typename Backward::Shared shared;
-  if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<Backward::kKeys, Backward::kQueries, Backward::kBlocks>(p);
-    if (threadIdx.x == 0) {
-      shared.place = found;
-      shared.finite_keys = true;
-      barrier_init(&shared.keys_full, Backward::kCopiers);
-      for (uint64_t& barrier : shared.full) barrier_init(&barrier, Backward::kCopiers);
-      for (uint64_t& barrier : shared.empty) barrier_init(&barrier, Backward::kWorkers);
-      for (uint64_t& barrier : shared.sums_full) barrier_init(&barrier, Backward::kWorkers);
-      barrier_init(&shared.sums_empty, 1);
-      for (uint64_t* barrier : {&shared.bias_empty, &shared.scores_full, &shared.cleaning}) {
-        barrier_init(barrier, Backward::kWorkers);
-      }
-      barrier_init_fence();
-    }
-  }
-  __syncthreads();
-  if (!shared.place.keys.exists) return;
-  const Backward backward(p, shared, (shared_address(tiles) + 1023) & ~1023u);
-  const int group = uniform(static_cast<int>(threadIdx.x / kWarpgroupSize)) - 1;
-  if (group < 0) {
-    give_registers<kTile.copy_registers>();
-    if (threadIdx.x < Backward::kCopiers) {
-      copy_steps(backward);
-    } else if (threadIdx.x % 32 == 0) {
-      add_queries(backward, static_cast<int>(threadIdx.x) / 32 - Backward::kCopiers / 32);
-    }
-  } else {
-    take_registers<kTile.work_registers>();
-    backward.work(group);
-  }
+  run_backward<HopperBackward<T, kTile>, kTile>(p);
 }
 
 }  // namespace pullback::attention

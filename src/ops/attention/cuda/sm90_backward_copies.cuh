@@ -66,7 +66,7 @@ void copy_steps(const Backward& own) {
 // Of two steps each takes one: turns, and the writes that they wait for, take longer than a step.
 // By one thread.
 template <class Backward>
-void add_queries(const Backward& own, int adder) {
+void add_step_queries(const Backward& own, int adder) {
   auto& shared = own.shared;
   wait_for_previous_kernel();  // for turns
   own.for_each_step([&](const SeenTile& step, int head_of_group, int number) {

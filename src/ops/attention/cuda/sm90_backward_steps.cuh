@@ -1,7 +1,8 @@
 // The steps of a thread block of the backward pass on Hopper, the turns in which its parts of d_q
-// come to the sums of them, and what every step does alike.
+// come to the sums of them, what every step does alike, and the kernel that has them.
 #pragma once
 
+#include "device/bulk.cuh"
 #include "device/warpgroup.cuh"
 #include "ops/attention/cuda/smxx_backward_gradients.cuh"
 #include "ops/attention/cuda/smxx_backward_place.cuh"
@@ -149,5 +150,37 @@ struct HopperBackwardSteps {
     return p.sums + (line - p.first_pair * p.problem.group * p.lines) * (kQueries * kSumWidth);
   }
 };
+
+// The kernel: who of a thread block does what. The first thread finds the place; `Backward` is the
+// struct of the kernel's constants, shared memory and work.
+template <class Backward, auto kTile>
+void run_backward(const BackwardParams& p) {
+  extern __shared__ __align__(128) char tiles[];
+  __shared__ typename Backward::Shared shared;
+  if (threadIdx.x < 32) {
+    const BlockPlace found = block_place<kTile.keys, kTile.queries, kTile.blocks()>(p);
+    if (threadIdx.x == 0) {
+      shared.place = found;
+      shared.finite_keys = true;
+      shared.init();
+      barrier_init_fence();
+    }
+  }
+  __syncthreads();
+  if (!shared.place.keys.exists) return;
+  const Backward backward(p, shared, (shared_address(tiles) + 1023) & ~1023u);
+  const int group = uniform(static_cast<int>(threadIdx.x / kWarpgroupSize)) - 1;
+  if (group < 0) {
+    give_registers<kTile.copy_registers>();
+    if (threadIdx.x < Backward::kCopiers) {
+      backward.copy();
+    } else if (threadIdx.x % 32 == 0) {
+      backward.add_queries(static_cast<int>(threadIdx.x) / 32 - Backward::kCopiers / 32);
+    }
+  } else {
+    take_registers<kTile.work_registers>();
+    backward.work(group);
+  }
+}
 
 }  // namespace pullback::attention

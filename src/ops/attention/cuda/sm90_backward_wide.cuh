@@ -57,6 +57,19 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     uint64_t keys_full, keys_checked;
     uint64_t q_full[kStages], q_empty[kStages], d_out_full[kOutStages], d_out_empty[kOutStages];
     uint64_t sums_full[kAdders][2], sums_empty[2];  // of each warpgroup
+
+    void init() {
+      barrier_init(&keys_full, kCopiers);
+      barrier_init(&keys_checked, kWorkers);
+      for (uint64_t& barrier : q_full) barrier_init(&barrier, kCopiers);
+      for (uint64_t& barrier : q_empty) barrier_init(&barrier, kWorkers);
+      for (uint64_t& barrier : d_out_full) barrier_init(&barrier, kCopiers);
+      for (uint64_t& barrier : d_out_empty) barrier_init(&barrier, kWorkers);
+      for (auto& of_adder : sums_full) {
+        for (uint64_t& barrier : of_adder) barrier_init(&barrier, kWarpgroupSize);
+      }
+      for (uint64_t& barrier : sums_empty) barrier_init(&barrier, 1);
+    }
   };
 
   using Steps = HopperBackwardSteps<T, kTile>;
@@ -377,42 +390,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
 
 template <class T, HopperBackwardTile kTile>
 void hopper_wide_backward(const BackwardParams& p) {
-  using Backward = HopperWideBackward<T, kTile>;
-  extern __shared__ __align__(128) char tiles[];
-  __shared__ typename Backward::Shared shared;
-  if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<Backward::kKeys, Backward::kQueries, false>(p);
-    if (threadIdx.x == 0) {
-      shared.place = found;
-      shared.finite_keys = true;
-      barrier_init(&shared.keys_full, Backward::kCopiers);
-      barrier_init(&shared.keys_checked, Backward::kWorkers);
-      for (uint64_t& barrier : shared.q_full) barrier_init(&barrier, Backward::kCopiers);
-      for (uint64_t& barrier : shared.q_empty) barrier_init(&barrier, Backward::kWorkers);
-      for (uint64_t& barrier : shared.d_out_full) barrier_init(&barrier, Backward::kCopiers);
-      for (uint64_t& barrier : shared.d_out_empty) barrier_init(&barrier, Backward::kWorkers);
-      for (auto& of_adder : shared.sums_full) {
-        for (uint64_t& barrier : of_adder) barrier_init(&barrier, kWarpgroupSize);
-      }
-      for (uint64_t& barrier : shared.sums_empty) barrier_init(&barrier, 1);
-      barrier_init_fence();
-    }
-  }
-  __syncthreads();
-  if (!shared.place.keys.exists) return;
-  const Backward backward(p, shared, (shared_address(tiles) + 1023) & ~1023u);
-  const int group = uniform(static_cast<int>(threadIdx.x / kWarpgroupSize)) - 1;
-  if (group < 0) {
-    give_registers<kTile.copy_registers>();
-    if (threadIdx.x < Backward::kCopiers) {
-      backward.copy();
-    } else if (threadIdx.x % 32 == 0) {
-      backward.add_queries(static_cast<int>(threadIdx.x) / 32 - Backward::kCopiers / 32);
-    }
-  } else {
-    take_registers<kTile.work_registers>();
-    backward.work(group);
-  }
+  run_backward<HopperWideBackward<T, kTile>, kTile>(p);
 }
 
 }  // namespace pullback::attention

@@ -1,5 +1,5 @@
-// A bias, or its gradient, from the steps of one tensor to those of another. A thread block has
-// kBiasThreads / `lanes` rows of queries, of which `lanes` threads take kBiasPieces · lanes keys.
+// A bias, or its gradient, from the steps of one tensor to those of another. 2^lane_bits threads
+// take kBiasPieces keys each of a query, one of `chunks` of the row.
 #pragma once
 
 #include "device/types.cuh"
