@@ -22,8 +22,9 @@ cuda::OpKernel copy_kernel() {
           .threads = kBiasThreads};
 }
 
+// Not where all keys of a query have one bias: that has no rows.
 bool needs_copy(const TensorSpec& spec) {
-  return spec.given() && spec.numel() > 0 && spec.shape[3] > 1 && !has_vector_keys(spec);
+  return spec.given() && spec.numel() > 0 && bias_strides(spec).key != 0 && !has_vector_keys(spec);
 }
 
 // The same elements in rows of whole pieces of 16 bytes; what is expanded stays so.
