@@ -192,33 +192,36 @@ template <class T, HopperBiasTile kTile, int kStatsRows>
 void hopper_bias_gradient(const BackwardParams& p) {
   using Gradient = HopperBiasGradient<T, kTile, kStatsRows>;
   extern __shared__ __align__(128) unsigned char shared[];
-  const BiasItems items(p, kTile.keys, kTile.queries());
+  BiasItems items(p, kTile.keys, kTile.queries());
   const BiasItem first = items.own();
   TilePlace place = place_of<true>(p, first.batch * p.problem.heads + first.head, p.problem.heads,
                                    0, kTile.queries());
   place.tile = first.key_tile;
   Gradient gradient(p, place, (shared_address(shared) + 1023) & ~1023u);
-  const auto next_seen = [&](int64_t n) {
-    while (n < items.end && !gradient.seen(items.at(n))) ++n;
-    return n;
+  const auto next_seen = [&](BiasItem& item) {
+    while (items.next(item)) {
+      if (gradient.seen(item)) return true;
+    }
+    return false;
   };
-  int64_t n = next_seen(items.begin);
-  if (n < items.end) {
+  BiasItem item, ahead;
+  bool exists = next_seen(item);
+  if (exists) {
     gradient.copy_biases(first);
-    gradient.copy(items.at(n), 0);
+    gradient.copy(item, 0);
   }
   async_commit();
 #pragma unroll 1
-  for (int stage = 0; n < items.end; stage = 1 - stage) {
-    const int64_t next = next_seen(n + 1);
-    if (next < items.end) gradient.copy(items.at(next), 1 - stage);
+  for (int stage = 0; exists; stage = 1 - stage) {
+    exists = next_seen(ahead);
+    if (exists) gradient.copy(ahead, 1 - stage);
     async_commit();
     async_wait<1>();
     fence_async_proxy();
     __syncthreads();
-    gradient.add(items.at(n), stage);
+    gradient.add(item, stage);
     __syncthreads();
-    n = next;
+    item = ahead;
   }
   const BiasStore<T> store(p, items.part, first.batch, first.head);
   if (items.all_queries) {

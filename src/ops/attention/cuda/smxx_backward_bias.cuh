@@ -31,10 +31,10 @@ struct BiasItem {
 };
 
 // What maps to the tile of the bias that a thread block owns, or to its part of a tile: of each
-// dimension all positions, or the tile's own one.
+// dimension all positions, or the tile's own one. Their digits count up, for divisions of 64 bits
+// would take as long as an item.
 struct BiasItems {
   bool all_keys, all_queries;
-  int64_t keys, queries, heads, begin, end;  // of items by number
   int part;
 
   BiasItems(const BackwardParams& p, int tile_keys, int tile_queries) {
@@ -44,8 +44,9 @@ struct BiasItems {
     const int64_t k_tiles = (problem.key + tile_keys - 1) / tile_keys;
     all_keys = shape.key == 1 && problem.key > 1;
     all_queries = shape.query == 1 && problem.query > 1;
-    keys = all_keys ? k_tiles : 1, queries = all_queries ? q_tiles : 1;
-    heads = shape.head > 1 ? 1 : problem.heads;
+    keys_ = all_keys ? static_cast<int>(k_tiles) : 1;
+    queries_ = all_queries ? static_cast<int>(q_tiles) : 1;
+    heads_ = shape.head > 1 ? 1 : problem.heads;
     int64_t index = blockIdx.x;
     const auto digit = [&index](int64_t size) {
       const int64_t value = index % size;
@@ -56,21 +57,35 @@ struct BiasItems {
     own_.query_tile = static_cast<int>(digit(all_queries ? 1 : q_tiles));
     own_.head = digit(shape.head), own_.batch = digit(shape.batch);
     part = static_cast<int>(index);
-    const int64_t count = (shape.batch > 1 ? 1 : problem.batch) * heads * queries * keys;
-    begin = count * part / p.bias_parts, end = count * (part + 1) / p.bias_parts;
+    const int64_t count = (shape.batch > 1 ? 1 : problem.batch) * heads_ * queries_ * keys_;
+    int64_t begin = count * part / p.bias_parts;
+    left_ = count * (part + 1) / p.bias_parts - begin;
+    key_ = static_cast<int>(begin % keys_), begin /= keys_;
+    query_ = static_cast<int>(begin % queries_), begin /= queries_;
+    head_ = static_cast<int>(begin % heads_), batch_ = begin / heads_;
   }
 
   // The first one of the tile.
   const BiasItem& own() const { return own_; }
-  BiasItem at(int64_t number) const {
-    return {own_.batch + number / (keys * queries * heads),
-            own_.head + number / (keys * queries) % heads,
-            own_.query_tile + static_cast<int>(number / keys % queries),
-            own_.key_tile + static_cast<int>(number % keys)};
+  // The next one of the part; false: there is none.
+  bool next(BiasItem& item) {
+    if (left_ == 0) return false;
+    --left_;
+    item = {own_.batch + batch_, own_.head + head_, own_.query_tile + query_, own_.key_tile + key_};
+    if (++key_ < keys_) return true;
+    key_ = 0;
+    if (++query_ < queries_) return true;
+    query_ = 0;
+    if (++head_ < heads_) return true;
+    head_ = 0, ++batch_;
+    return true;
   }
 
  private:
   BiasItem own_;
+  int keys_, queries_, heads_;
+  int key_, query_, head_;  // of the next one, as is the next line
+  int64_t batch_, left_;
 };
 
 // Warps stand in kKeys / 32 rows of kSide; each has 32 keys x kQueries / kSide queries.
@@ -296,8 +311,8 @@ void bias_gradient(const BackwardParams& p) {
   using Block = BiasBlock<T, kWidth, kKeys, kQueries, kSide, kStatsRows>;
   Block block(p, shared_address(shared));
   const BiasShape& own = p.bias_shape;
-  const BiasItems items(p, kKeys, kQueries);
-  for (int64_t n = items.begin; n < items.end; ++n) block.add(items.at(n));
+  BiasItems items(p, kKeys, kQueries);
+  for (BiasItem item; items.next(item);) block.add(item);
 
   const BiasItem& first = items.own();
   const bool all_keys = items.all_keys, all_queries = items.all_queries;
