@@ -109,7 +109,9 @@ MapOp exponential_map(DType dtype) {
           .type = "ByExponential<{T}, {V}>",
           .segment_bytes = 2 * real_bytes(dtype),
           .blocks = 3,
-          .chunk_blocks = size_of(dtype) == 4 ? 4 : 0,
+          .chunk_blocks = size_of(dtype) == 4    ? 4
+                          : dtype == DType::bf16 ? 3
+                                                 : 0,
           .narrow_blocks = 3};
 }
 MapOp softmax_map(DType dtype) {

@@ -55,12 +55,12 @@ cuda::OpKernel column_kernel(const ReduceOp& op, DType dtype) {
 
 cuda::OpKernel stream_kernel(const ReduceOp& op, DType dtype) {
   cuda::OpKernel kernel =
-      kernel_of(op, "reduce_stream", "ops/segment/cuda/smxx_reduce_stream.cuh",
-                fmt::format("segment_cuda::reduce_stream<segment_cuda::{}, {}, {}, {}>", op.type,
+      kernel_of(op, "reduce_chunks", "ops/segment/cuda/smxx_reduce_chunks.cuh",
+                fmt::format("segment_cuda::reduce_chunks<segment_cuda::{}, {}, {}, {}>", op.type,
                             element(dtype), op.out, op.state_bytes),
                 dtype);
   kernel.threads = kStreamThreads;
-  kernel.blocks = op.state_bytes > 4 ? 6 : 8;  // with 8, the larger states would spill
+  kernel.blocks = size_of(dtype) == 2 ? 4 : 5;  // as registers and shared memory allow
   return kernel;
 }
 cuda::OpKernel narrow_kernel(const ReduceOp& op, DType dtype) {
@@ -208,7 +208,8 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.state_bytes);
     if (streams(op, dtype) && streamable(problem, inputs)) {
-      stream_ = {stream_kernel(op, dtype), device};
+      stream_ = {stream_kernel(op, dtype), device,
+                 reduce_chunks_bytes(static_cast<int>(size_of(dtype)), op.state_bytes)};
       setup.allow_stream(*stream_);
     }
   } else {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 #include <random>
 #include <utility>
 
@@ -222,11 +223,13 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
 void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params,
                    StreamKind kind) const {
   Params p = bound_params;
-  if (kind == StreamKind::narrow) {
-    p.end_items = kNarrowEndItems;
+  if (kind == StreamKind::reduction) {
+    p.row_alignment = chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
+    p.end_items = kReduceEndItems;
   } else {
-    p.row_alignment = stream_chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
-    p.end_items = kind == StreamKind::chunks ? kMapEndItems : kStreamEndItems;
+    p.end_items = kind == StreamKind::narrow   ? kNarrowEndItems
+                  : kind == StreamKind::chunks ? kMapEndItems
+                                               : kStreamEndItems;
   }
   const std::int64_t items = p.rows + (p.segments + 2) * p.end_items;
   p.tiles = shares(kernel);
@@ -265,8 +268,13 @@ bool streamable(const SegmentProblem& problem, Specs rows) {
 }
 
 bool streamable(const Params& p) {
-  const bool mask = p.mask.data == nullptr || p.mask.row_stride == 1;
-  return mask &&
+  bool fits = p.mask.data == nullptr || p.mask.row_stride == 1;
+  // Kernels step from output to output in 32 bits.
+  constexpr std::int64_t kMostStride = 1 << 27;
+  for (const Matrix* to : {&p.result, &p.result2, &p.arg}) {
+    fits &= std::abs(to->row_stride) < kMostStride;
+  }
+  return fits &&
          cuda::vector_aligned({p.offsets.data, p.x.data, p.y.data, p.mask.data, p.d_x.data});
 }
 

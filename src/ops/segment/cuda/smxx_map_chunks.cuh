@@ -41,7 +41,8 @@ void map_chunks(const Params& p) {
   constexpr int kLaneRows = Chunk<T>::kLaneRows, kRows = Chunk<T>::kRows;
   constexpr int kPieceRows = Chunk<T>::kPieceRows, kPieces = Chunk<T>::kPieces;
   using Piece = typename Chunk<T>::Piece;
-  constexpr int kAhead = kReadsX ? 3 : 4;  // as registers allow
+  // The ends of a chunk, mostly, and as registers allow.
+  constexpr int kAhead = kReadsX ? 3 : sizeof(T) == 2 && !kReadsMask && sizeof(Raw) <= 8 ? 5 : 4;
   using Steps = ChunkWalk<kRows, kAhead>;
   constexpr int kSegmentPitch = kLaneRows + 1;  // keeps lanes in different banks
   struct Shared {
@@ -72,9 +73,9 @@ void map_chunks(const Params& p) {
     Chunk<T> x_ahead, y_ahead;
     MaskChunk<kLaneRows> mask_ahead;
     const auto read_ahead = [&](int at) {
-      const int rows = steps.rows - at;
-      if constexpr (kReadsX) x_ahead.load(x + at, rows);
-      if constexpr (kReadsY) y_ahead.load(y + at, rows);
+      const int rows = steps.rows - at, from = at + Chunk<T>::row_of(0);
+      if constexpr (kReadsX) x_ahead.load(x + from, rows);
+      if constexpr (kReadsY) y_ahead.load(y + from, rows);
       if constexpr (kReadsMask) mask_ahead.load(mask + at, rows);
     };
     const auto load = [&](Raw& raw, int number) {
@@ -100,7 +101,6 @@ void map_chunks(const Params& p) {
       const int high = at + kRows < steps.row_stop ? at + kRows : steps.row_stop;
       Chunk<T> rows = x_ahead, rows_y = y_ahead;
       const MaskChunk<kLaneRows> bits = mask_ahead;
-      steps.take_ahead();
       if (high < steps.row_stop) read_ahead(at + kRows);
       const bool full = low == at && high == at + kRows;
       const bool inside = low >= lowest && high <= highest;
@@ -137,20 +137,18 @@ void map_chunks(const Params& p) {
       __syncwarp();
       if constexpr (kReadsY) rows_y.turn(shared.rows);
       __syncwarp();
-      const auto ended =
-          steps.ended(high, [&](int group, int number, int begin, int end, bool ends_here) {
-            if (ends_here) steps.bad |= end < begin;
-            if (begin < low || begin >= high || (ends_here && end <= begin)) return;
-            Raw raw;
-            if (group < kAhead) {
-              raw = raw_ahead[group];
-            } else {
-              load(raw, number);
-            }
-            const int row = begin - at;
-            shared.segments[row + row / kLaneRows] = Map::of(raw, segments, tile);
-            atomicOr(&shared.begins[row / kLaneRows], 1u << row % kLaneRows);
-          });
+      const auto ended = steps.ended(high, [&](int group, int number, int begin, int end) {
+        if (begin < low || begin >= high || end <= begin) return;
+        Raw raw;
+        if (group < kAhead) {
+          raw = raw_ahead[group];
+        } else {
+          load(raw, number);
+        }
+        const int row = begin - at;
+        shared.segments[row + row / kLaneRows] = Map::of(raw, segments, tile);
+        atomicOr(&shared.begins[row / kLaneRows], 1u << row % kLaneRows);
+      });
       if (ended.count > 0) read_segments_ahead(steps.segment + ended.count);
       __syncwarp();
 
@@ -204,16 +202,11 @@ void map_chunks(const Params& p) {
     }
     return steps.disorder();
   };
-  bool again = false;
-  for (int64_t block = blockIdx.x;;) {
-    const bool bad = go_through(block);
-    if (again) {
-      if (++block == gridDim.x) return;
-    } else {
-      if (!has_to_repeat(p, bad, segments)) return;
-      again = true;
-      block = 0;
-    }
+  // First its own shares; if it has to repeat, all blocks' in turn.
+  for (int repeated = -1;;) {
+    const bool bad = go_through(repeated < 0 ? blockIdx.x : repeated);
+    if (repeated < 0 && !has_to_repeat(p, bad, segments)) return;
+    if (++repeated == static_cast<int>(gridDim.x)) return;
   }
 }
 

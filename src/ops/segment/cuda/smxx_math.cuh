@@ -151,6 +151,10 @@ inline uint32_t kept(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+inline int64_t kept(int64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
 
 // 4, 8 or 16 bytes of shared memory.
 template <class T>

@@ -367,13 +367,41 @@ Values<T, kCount> load_row(const Matrix& from, int64_t row, int64_t column) {
   return *reinterpret_cast<const Values<T, kCount>*>(at);
 }
 
-template <int kCount>
-void store_arg(const Params& p, int64_t s, int64_t column, const int64_t (&arg)[kCount]) {
+// Where the state of a tile's head (0) or tail (1) waits for smxx_combine.cuh.
+template <class Op>
+typename Op::State* slot_of(const Params& p, int64_t tile, int which) {
+  return static_cast<typename Op::State*>(p.slots) + (tile * 2 + which) * p.slot_columns;
+}
+
+// u8 counts places from 0 in the segment; this one means none.
+inline constexpr int64_t kNoPlace = 255;
+
+// Where the outputs of a segment of the problem go, for kCount columns from `column` on.
+struct RowOutputs {
+  static constexpr bool kPermuted = true;  // rows may be
+  const Params& p;
+  int64_t s, column;
+  template <class V>
+  void result(const V& values) const {
+    store_row(p.result, s, column, values);
+  }
+  template <class V>
+  void result2(const V& values) const {
+    store_row(p.result2, s, column, values);
+  }
+  template <class V>
+  void arg(const V& values) const {
+    store_row(p.arg, s, column, values);
+  }
+};
+
+template <int kCount, class Outputs>
+void store_arg(const Params& p, const Outputs& to, const int64_t (&arg)[kCount]) {
   const auto store = [&]<class T>(T) {
     Values<T, kCount> values;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values.element[i] = static_cast<T>(arg[i]);
-    store_row(p.arg, s, column, values);
+    to.arg(values);
   };
   if (p.arg_type == ArgType::i32) {
     store(int32_t{});
@@ -384,25 +412,15 @@ void store_arg(const Params& p, int64_t s, int64_t column, const int64_t (&arg)[
   }
 }
 
-// Where the state of a tile's head (0) or tail (1) waits for smxx_combine.cuh.
-template <class Op>
-typename Op::State* slot_of(const Params& p, int64_t tile, int which) {
-  return static_cast<typename Op::State*>(p.slots) + (tile * 2 + which) * p.slot_columns;
-}
-
-// u8 counts places from 0 in the segment; this one means none.
-inline constexpr int64_t kNoPlace = 255;
-
-// Stores what segment j of the list has come to; its states stand for kCount columns from `column`
-// on, its places count from `place`.
-template <class Op, class Out, int kCount>
-void finish(const Params& p, const Segments& segments, int64_t j, int64_t column,
-            const typename Op::State (&state)[kCount], int64_t place) {
-  const int64_t s = Tile::problem_segment(j);
+// Stores what a segment has come to. Its states stand for kCount columns, their places count from
+// `place`; begin() and length() of its rows are called where they are needed.
+template <class Op, class Out, int kCount, class Outputs, class Begin, class Length>
+void finish_to(const Params& p, const Outputs& to, const typename Op::State (&state)[kCount],
+               int64_t place, const Begin& begin, const Length& length) {
   if (p.result.data != nullptr) {
     Real<Out> values[kCount];
     Real<Out> divisor = 1;
-    if (p.mean) divisor = static_cast<Real<Out>>(segments.length(j));
+    if (p.mean) divisor = static_cast<Real<Out>>(length());
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if constexpr (kStoresPair<Op>) {
@@ -412,38 +430,46 @@ void finish(const Params& p, const Segments& segments, int64_t j, int64_t column
       }
       if (p.mean) values[i] /= divisor;
     }
-    store_row(p.result, s, column, Values<Out, kCount>::of(values));
+    to.result(Values<Out, kCount>::of(values));
   }
   if constexpr (kStoresPair<Op>) {
     Values<Out, kCount> values;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values.element[i] = state[i].sum;
-    store_row(p.result2, s, column, values);
+    to.result2(values);
   }
   if constexpr (kStoresReal<Op, Out>) {
     if (p.result2.data != nullptr) {
       Values<Real<Out>, kCount> values;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) values.element[i] = Op::value(state[i]);
-      store_row(p.result2, s, column, values);
+      to.result2(values);
     }
   }
   if (Op::kPlaces && p.arg.data != nullptr) {
     int64_t arg[kCount];
-    const int64_t begin = p.arg_type == ArgType::u8 ? segments.begin(j) : 0;
+    const int64_t from = place - (p.arg_type == ArgType::u8 ? begin() : 0);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if constexpr (Op::kPlaces) arg[i] = place + state[i].place - begin;
+      if constexpr (Op::kPlaces) arg[i] = from + state[i].place;
     }
     if (p.arg_type == ArgType::u8) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) arg[i] = arg[i] > kNoPlace ? kNoPlace : arg[i];
-    } else if (p.permutation.data != nullptr) {
+    } else if (Outputs::kPermuted && p.permutation.data != nullptr) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) arg[i] = written_row<true>(p, arg[i]);
     }
-    store_arg(p, s, column, arg);
+    store_arg(p, to, arg);
   }
+}
+// The same of segment j of the list, from `column` on.
+template <class Op, class Out, int kCount>
+void finish(const Params& p, const Segments& segments, int64_t j, int64_t column,
+            const typename Op::State (&state)[kCount], int64_t place) {
+  finish_to<Op, Out>(
+      p, RowOutputs{p, Tile::problem_segment(j), column}, state, place,
+      [&] { return segments.begin(j); }, [&] { return segments.length(j); });
 }
 
 // By one thread, for one column of an empty segment.
@@ -461,7 +487,7 @@ void finish_empty(const Params& p, int64_t j, int64_t column) {
   }
   if (Op::kPlaces && p.arg.data != nullptr) {
     const int64_t arg[1] = {p.arg_type == ArgType::u8 ? kNoPlace : -1};
-    store_arg(p, s, column, arg);
+    store_arg(p, RowOutputs{p, s, column}, arg);
   }
 }
 

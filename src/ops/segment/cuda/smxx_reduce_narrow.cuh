@@ -211,7 +211,7 @@ void reduce_narrow(const Params& p) {
   Combining& combiner = *reinterpret_cast<Combining*>(memory);
 
   Segments segments;
-  const bool reduces = begin_stream(p, segments);
+  const bool reduces = begin_reduction(p, segments);
   // Of what is to be put together after the last reduction, what is this block's.
   int64_t part = blockIdx.x, parts = gridDim.x;
   if (reduces) {

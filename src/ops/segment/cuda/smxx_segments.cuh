@@ -255,6 +255,23 @@ inline Segments make_segments(const Params& p) {
   return make_segments(p, own);
 }
 
+// What a reduction that streams begins with: whether it has to run, and with which offsets.
+inline bool begin_reduction(const Params& p, Segments& segments) {
+  device::allow_next_kernel();
+  if (p.proof == Proof::wanted) {
+    segments = make_segments(p, false);
+    clear_counts(p);
+    return true;
+  }
+  if (p.proof != Proof::again) {
+    segments = make_segments(p);
+    return true;
+  }
+  device::wait_for_previous_kernel();
+  const bool bad = repaired(p);
+  segments = make_segments(p, bad || p.ids.data != nullptr);
+  return bad;
+}
 // What a map begins with, which may be a run's first.
 inline Segments begin_map(const Params& p) {
   if (p.proof != Proof::wanted) return make_segments(p);

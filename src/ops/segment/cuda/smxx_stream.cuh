@@ -1,8 +1,9 @@
-// x of one column, contiguous, at the speed of memory. The list of rows and segment ends
-// (params.cuh) is cut into as many equal shares as the device holds warps; a warp goes through its
-// share from front to back, and no warp waits for another. Rows and the ends of segments pass
-// through rings in shared memory that are refilled as soon as a chunk is done with. Segments come
-// 32 at a time: a lane walks the rows of its own, and all lanes together those of a long one.
+// Maps over x of one column, contiguous, and narrow rows, at the speed of memory. The list of rows
+// and segment ends (params.cuh) is cut into as many equal shares as the device holds warps; a warp
+// goes through its share from front to back, and no warp waits for another. Rows and the ends of
+// segments pass through rings in shared memory that are refilled as soon as a chunk is done with.
+// Segments come 32 at a time: a lane, or a few, walks the rows of its own, and all lanes together
+// those of a long one.
 //
 // Offsets are proved on the way, rather than in a pass of their own. Unproven ones can make a warp
 // compute nonsense, but neither read nor write out of bounds, and not without end. Where the proof
@@ -16,13 +17,12 @@
 namespace pullback::segment_cuda {
 
 // Of a contiguous tensor of one column, the rows that a warp is at. A chunk is a piece a lane.
-// Behind the ring its first piece is repeated, so that a few rows can be read on from any.
 template <class E, int kLaneRows>
 struct RowRing {
   static constexpr int kChunkRows = kLaneRows * device::kWarpSize;
   static constexpr int kRows = kStreamChunks * kChunkRows;
   using Piece = Values<E, kLaneRows>;
-  using Shared = Piece[kStreamChunks * device::kWarpSize + 1];
+  using Shared = Piece[kStreamChunks * device::kWarpSize];
   Piece* pieces;
   const E* next;  // this lane's piece of the next chunk to ask for
   uint32_t own;   // this lane's piece of the first chunk, in shared memory
@@ -44,40 +44,19 @@ struct RowRing {
   // Asks for one chunk after the other.
   void request(int chunk) {
     const int slot = chunk & (kStreamChunks - 1);
-    const bool repeated = slot == 0 && threadIdx.x % device::kWarpSize == 0;
     constexpr uint32_t kChunkBytes = sizeof(Piece) * device::kWarpSize;
     if ((chunk + 1) * kChunkRows <= rows) {
       async_copy<sizeof(Piece)>(own + slot * kChunkBytes, next);
-      if (repeated) async_copy<sizeof(Piece)>(own + kStreamChunks * kChunkBytes, next);
     } else {
       const int row = chunk * kChunkRows + threadIdx.x % device::kWarpSize * kLaneRows;
 #pragma unroll 1
       for (int i = 0; i < kLaneRows && row + i < rows; ++i) {
         at(row + i) = next[i];
-        if (repeated) reinterpret_cast<E*>(pieces)[kRows + i] = next[i];
       }
     }
     next += kChunkRows;
   }
 };
-
-// Whether the kernel has to run, and with which offsets.
-inline bool begin_stream(const Params& p, Segments& segments) {
-  device::allow_next_kernel();
-  if (p.proof == Proof::wanted) {
-    segments = make_segments(p, false);
-    clear_counts(p);
-    return true;
-  }
-  if (p.proof != Proof::again) {
-    segments = make_segments(p);
-    return true;
-  }
-  device::wait_for_previous_kernel();
-  const bool bad = repaired(p);
-  segments = make_segments(p, bad || p.ids.data != nullptr);
-  return bad;
-}
 
 // What a warp walks along: the rows of its share and the segments of the list that end there.
 // Inside a share rows are counted from `base`, segments from `first_group`, a multiple of 32.

@@ -81,7 +81,7 @@ Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t 
 Tiling column_tiling(int bytes);
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
 
-// Kernels that stream, by their files: for x of one column smxx_reduce_stream.cuh,
+// Kernels that stream, by their files: for x of one column smxx_reduce_chunks.cuh,
 // smxx_map_stream.cuh and smxx_map_chunks.cuh, for narrow rows smxx_reduce_narrow.cuh.
 enum class StreamKind { reduction, map, chunks, narrow };
 

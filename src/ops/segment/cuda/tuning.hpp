@@ -48,12 +48,10 @@ inline constexpr int kStreamChunks = 8;
 inline constexpr int kStreamEndGroups = 8;
 inline constexpr int kStreamPending = 4;     // chunks and groups on their way
 inline constexpr int kStreamAtOnce = 4;      // rows that a lane reads, some behind its segment
-inline constexpr int kStreamLaneRows = 32;   // of a segment, at most, that a lane walks alone
-inline constexpr int kStreamMapRows = 16;    // the same in maps
+inline constexpr int kStreamMapRows = 16;    // of a segment, at most, that a lane walks alone
 inline constexpr int kStreamWarpRows = 256;  // the same of those that the lanes take row by row
 inline constexpr int kStreamEndItems = 16;   // rows that the end of a segment costs as much as
-constexpr int stream_chunk_rows(int element_bytes) { return 32 * 16 / element_bytes; }
-inline constexpr int kLeastShare = 1024;  // rows and segment ends of a warp
+inline constexpr int kLeastShare = 1024;     // rows and segment ends of a warp
 // The same of narrow rows (smxx_reduce_narrow.cuh).
 inline constexpr int kNarrowMostBytes = 128;  // of a row
 inline constexpr int kNarrowLanePieces = 4;   // of 16 bytes, of a chunk
@@ -63,9 +61,23 @@ inline constexpr int kNarrowCombineColumns = 8;
 inline constexpr int kNarrowChunkPieces = kNarrowLanePieces * 32;
 inline constexpr int kNarrowBytes =  // of shared memory
     kStreamWarps * (kStreamChunks * kNarrowChunkPieces * 16 + kStreamEndGroups * 32 * 8);
-// Maps of one column by chunks (smxx_chunks.cuh).
-inline constexpr int kMapLaneBytes = 64;  // of rows of a chunk
-inline constexpr int kMapEndItems = 4;    // rows that the end of a segment costs as much as
+// Kernels that go by chunks (smxx_chunks.cuh).
+inline constexpr int kChunkLaneBytes = 64;  // of rows of a chunk
+constexpr int chunk_rows(int element_bytes) { return 32 * kChunkLaneBytes / element_bytes; }
+// Rows that the end of a segment costs as much as, of maps and of reductions.
+inline constexpr int kMapEndItems = 4;
+inline constexpr int kReduceEndItems = 16;
+// Reductions: chunks of a warp on their way, groups of ends read ahead (those of a chunk, mostly),
+// ends that are kept, and the shared memory of a block: chunks, a state for each row and one more a
+// lane, a byte for each row, ends. Four blocks of the largest fill a multiprocessor of sm_90.
+inline constexpr int kReduceChunks = 2;
+constexpr int reduce_ahead(int element_bytes) { return element_bytes == 2 ? 5 : 3; }
+inline constexpr int kReduceEnds = 320;
+constexpr int reduce_chunks_bytes(int element_bytes, int state_bytes) {
+  const int rows = chunk_rows(element_bytes);
+  return kStreamWarps * (kReduceChunks * 32 * kChunkLaneBytes + (rows + 32) * state_bytes + rows +
+                         kReduceEnds * 2);
+}
 
 // Tiles that a block of some threads looks at for segments to combine.
 constexpr int combine_tiles(int columns, int threads) { return columns == 1 ? threads : 32; }
