@@ -65,7 +65,6 @@ cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
   kernel.threads = kStreamThreads;
   // Those that keep much would spill with more.
   kernel.blocks = chunks ? op.chunk_blocks : op.blocks == 2 ? 5 : 8;
-  if (chunks && op.segment_bytes > bytes(dtype)) kernel.fewer_blocks_on = {80, 86, 89};
   return kernel;
 }
 
@@ -75,7 +74,7 @@ MapOp spread_map(bool mean, DType dtype) {
   return {.name = mean ? "mean" : "sum",
           .type = fmt::format("Spread<{{T}}, {{V}}, {}>", mean),
           .segment_bytes = bytes(dtype),
-          .chunk_blocks = size_of(dtype) == 4 ? 5 : 4,
+          .chunk_blocks = mean && size_of(dtype) == 2 ? 4 : 5,
           .narrow_blocks = mean ? 0 : 4};
 }
 MapOp arg_map(DType arg, DType dtype) {
@@ -83,12 +82,7 @@ MapOp arg_map(DType arg, DType dtype) {
            .type = fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
            .segment_bytes = size_of(arg) == 8 ? 16 : 2 * real_bytes(dtype),
            .blocks = arg == DType::i32 ? 4 : 3,
-           .chunk_blocks = 3};
-  if (size_of(dtype) == 4) {
-    op.chunk_blocks = arg == DType::i32 ? 5 : 4;
-  } else if (dtype == DType::bf16 && arg != DType::u8) {
-    op.chunk_blocks = 4;
-  }
+           .chunk_blocks = size_of(dtype) == 2 && arg != DType::i32 ? 4 : 5};
   op.narrow_blocks = op.blocks - (size_of(dtype) == 2 && arg != DType::u8 ? 1 : 0);
   return op;
 }
@@ -97,7 +91,7 @@ MapOp mask_map(bool even, DType dtype) {
           .type = fmt::format("ByMask<{{T}}, {{V}}, {}>", even),
           .segment_bytes = bytes(dtype),
           .blocks = 2,
-          .chunk_blocks = even && dtype == DType::f16 ? 3 : 4,
+          .chunk_blocks = size_of(dtype) == 2 ? 3 : 4,
           .narrow_blocks = even ? 0 : 2};
 }
 MapOp ties_map(DType dtype) {
@@ -109,9 +103,7 @@ MapOp exponential_map(DType dtype) {
           .type = "ByExponential<{T}, {V}>",
           .segment_bytes = 2 * real_bytes(dtype),
           .blocks = 3,
-          .chunk_blocks = size_of(dtype) == 4    ? 4
-                          : dtype == DType::bf16 ? 3
-                                                 : 0,
+          .chunk_blocks = 4,
           .narrow_blocks = 3};
 }
 MapOp softmax_map(DType dtype) {

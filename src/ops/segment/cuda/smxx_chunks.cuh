@@ -10,14 +10,12 @@
 // launched a second time in any case, to put together what reaches over several shares.
 #pragma once
 
-#include "ops/segment/cuda/smxx_math.cuh"
-#include "ops/segment/cuda/smxx_segments.cuh"
-#include "ops/segment/cuda/tuning.hpp"
+#include "ops/segment/cuda/smxx_tile.cuh"
 
 namespace pullback::segment_cuda {
 
-// The rows of a chunk: loaded piece by piece, 32 lanes beside each other, then turned so that each
-// lane has consecutive ones.
+// The rows of a chunk: a lane's consecutive ones. They are read and stored piece by piece, 32 lanes
+// beside each other, and turned in shared memory.
 template <class T>
 struct Chunk {
   static constexpr int kPieces = kChunkLaneBytes / 16;
@@ -35,51 +33,128 @@ struct Chunk {
   static int row_of(int k) {
     return (k * device::kWarpSize + threadIdx.x % device::kWarpSize) * kPieceRows;
   }
-  // From a chunk that begins `rows` before the end of the tensor; `from` is the lane's first piece.
-  void load(const T* from, int rows) {
-    if (rows >= kRows) {
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) {
-        piece[k] = load_once<T, kPieceRows>(from + k * device::kWarpSize * kPieceRows);
-      }
-      return;
-    }
-#pragma unroll
-    for (int k = 0; k < kPieces; ++k) {
-      union {
-        Piece whole;
-        T element[kPieceRows];
-      } part = {};
-#pragma unroll
-      for (int i = 0; i < kPieceRows; ++i) {
-        const int row = k * device::kWarpSize * kPieceRows + i;
-        if (row_of(0) + row < rows) part.element[i] = from[row];
-      }
-      piece[k] = part.whole;
-    }
-  }
   static int turned(int k) {
     const int lane = threadIdx.x % device::kWarpSize;
     return k * (device::kWarpSize / kPieces) * kLanePitch + lane + lane / kPieces;
-  }
-  // To consecutive rows; all lanes must have read them before the memory is used otherwise.
-  void turn(Shared& shared) {
-    const int lane = threadIdx.x % device::kWarpSize;
-#pragma unroll
-    for (int k = 0; k < kPieces; ++k) shared[turned(k)] = piece[k];
-    __syncwarp();
-#pragma unroll
-    for (int k = 0; k < kPieces; ++k) piece[k] = shared[lane * kLanePitch + k];
   }
   Real<T> real(int i) const { return piece[i / kPieceRows].real(i % kPieceRows); }
   T stored(int i) const { return piece[i / kPieceRows].stored(i % kPieceRows); }
 };
 
+// The chunks of a warp on their way to shared memory. A piece lies with the lane that will have its
+// rows, its number there exchanged so that lanes are in different banks.
+template <class T, int kSlots>
+struct ChunkRing {
+  using Rows = Chunk<T>;
+  using Piece = typename Rows::Piece;
+  static constexpr int kPieces = Rows::kPieces;
+  // Aligned so that a lane's pieces are told by two bits of their address.
+  struct alignas(kPieces * sizeof(Piece)) Shared {
+    Piece piece[kSlots][device::kWarpSize * kPieces];
+  };
+  static constexpr int kStep = device::kWarpSize * Rows::kPieceRows;
+  static constexpr uint32_t kStepBytes = kStep * sizeof(T);
+  static constexpr uint32_t kSlotBytes = sizeof(Piece) * device::kWarpSize * kPieces;
+
+  const T* next;       // this lane's first piece of the next chunk to ask for
+  int rows;            // of the tensor, from there on
+  uint32_t to, own;    // in the first slot: of this lane's first piece, on its way and turned
+  uint32_t asked = 0;  // slots
+
+  ChunkRing(Shared& shared, const T* from, int rows_) : next(from + Rows::row_of(0)), rows(rows_) {
+    const int lane = threadIdx.x % device::kWarpSize;
+    const uint32_t base = shared_address(&shared.piece[0][0]);
+    to = base + place(lane / kPieces, lane % kPieces) * sizeof(Piece);
+    own = base + place(lane, 0) * sizeof(Piece);
+  }
+  static uint32_t place(int lane, int k) { return lane * kPieces + (k ^ (lane / 2 % kPieces)); }
+
+  // Of one chunk after the other, those of the share.
+  void request(bool any) {
+    const uint32_t at = to + asked++ % kSlots * kSlotBytes;
+    if (any && rows >= Rows::kRows) {
+#pragma unroll
+      for (int k = 0; k < kPieces; ++k) async_copy<16>(at + k * kStepBytes, next + k * kStep);
+    } else if (any) {
+#pragma unroll 1
+      for (int k = 0; k < kPieces; ++k) {
+        const int left = (rows - Rows::row_of(k)) * static_cast<int>(sizeof(T));
+        device::async_copy_padded(at + k * kStepBytes, next + k * kStep,
+                                  left < 0    ? 0
+                                  : left < 16 ? left
+                                              : 16);
+      }
+    }
+    async_commit();
+    next += Rows::kRows;
+    rows -= Rows::kRows;
+  }
+  // Of the oldest chunk that has been asked for this lane's rows, or all lanes' beside each other.
+  template <bool kTurned = true>
+  void take(Rows& result) const {
+    async_wait<kSlots - 1>();
+    __syncwarp();
+    const uint32_t slot = asked % kSlots * kSlotBytes;
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) {
+      const uint32_t from = kTurned ? (own + slot) ^ k * sizeof(Piece) : to + slot + k * kStepBytes;
+      result.piece[k] = load_shared<Piece>(from);
+    }
+    __syncwarp();
+  }
+};
+
+// Rows of a chunk that are marked: a byte of shared memory for each, and those of a lane as bits.
+struct LaneMarks {
+  uint32_t bits = 0;  // row i has bit i / 4 of byte i % 4
+
+  bool any() const { return bits != 0; }
+  bool at(int i) const { return (bits >> (i % 4 * 8 + i / 4) & 1) != 0; }
+  // The first and the last, of any.
+  int first() const {
+    const int word = __ffs(static_cast<int>(words())) - 1;
+    return word * 4 + (__ffs(static_cast<int>(bits >> word & 0x01010101u)) - 1) / 8;
+  }
+  int last() const {
+    const int word = 31 - __clz(static_cast<int>(words()));
+    return word * 4 + (31 - __clz(static_cast<int>(bits >> word & 0x01010101u))) / 8;
+  }
+
+ private:
+  // A bit for each four rows.
+  uint32_t words() const {
+    const uint32_t both = bits | bits >> 16;
+    return (both | both >> 8) & 0xff;
+  }
+};
+template <class T>
+struct ChunkMarks {
+  static constexpr int kVectors = Chunk<T>::kLaneRows / 16;
+  Values<uint32_t, 4> vector[device::kWarpSize * kVectors];
+
+  // Of rows behind the chunk the bytes behind these.
+  void set(uint32_t row) { reinterpret_cast<uint8_t*>(vector)[row] = 1; }
+  // The lane's, cleared for the next chunk.
+  LaneMarks take() {
+    Values<uint32_t, 4>* const own = vector + threadIdx.x % device::kWarpSize * kVectors;
+    LaneMarks marks;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      const Values<uint32_t, 4> words = own[k];
+      own[k] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) marks.bits |= words.element[i] << (4 * k + i);
+    }
+    return marks;
+  }
+};
+
 // What a warp walks along: the rows of its share, and the segments of the list that end there.
 // Rows are counted from `base`, a multiple of a chunk's, and segments from `first`.
-// So many groups of 32 ends are read a chunk ahead.
-template <int kRows, int kAhead>
+// So many groups of 32 ends are read a chunk ahead, and so many at once where these do not suffice.
+template <int kRows, int kAhead, int kMore>
 struct ChunkWalk {
+  static constexpr int kAheadEnds = kAhead * device::kWarpSize;
   const Params& p;
   const Segments& segments;
   const int lane = threadIdx.x % device::kWarpSize;
@@ -90,11 +165,14 @@ struct ChunkWalk {
   int segment = 0;        // the next to end
   int reached;            // row at which it begins, or the share does
   int stop;               // segments from here on end beyond the share
+  int lowest, highest;    // segments below and from there on are not the problem's
   bool starts_inside;     // whether rows of the first are in the share before
   const void* offsets;    // of `first`
   bool wide;              // are they i64
   int known;              // offsets from there on
-  int64_t ahead[kAhead];  // where the next segments end, as read
+  int64_t ahead[kAhead];  // where segments from `window` on end, as read
+  int window;             // at most 31 before the next to end
+  int window_reached;     // row at which it begins, or the share does
   bool bad = false;
 
   // Of one of the blocks that the shares are cut for.
@@ -114,11 +192,13 @@ struct ChunkWalk {
     reached = row;
     first = from.segment;
     stop = static_cast<int>(clamped(to.segment - first, 0, kMost));
+    lowest = first < 1 ? 1 : 0;
+    highest = static_cast<int>(kept(clamped(p.segments + 1 - first, 0, 1 << 30)));
     starts_inside = inside[0];
     wide = segments.offsets.wide;
     known = static_cast<int>(clamped(segments.count + 1 - first, 0, stop));
     offsets = static_cast<const char*>(segments.offsets.data) + first * (wide ? 8 : 4);
-    read_ahead(0);
+    read_ahead(0, row);
   }
 
   // Where a lane's segments of the groups from number `from` on end.
@@ -145,6 +225,7 @@ struct ChunkWalk {
       read(static_cast<const int32_t*>(offsets));
     }
   }
+  bool in_problem(int number) const { return number >= lowest && number < highest; }
   // -1 or beyond all rows where it is not in the share.
   int counted(int64_t end) const {
     end -= base;
@@ -155,7 +236,11 @@ struct ChunkWalk {
     read_ends(from, end);
     return counted(end[0]);
   }
-  void read_ahead(int number) { read_ends(number, ahead); }
+  void read_ahead(int number, int begin) {
+    window = number;
+    window_reached = begin;
+    read_ends(number, ahead);
+  }
 
   // The same as counted() of what is less than 2^32 rows behind `base`, in fewer instructions; all
   // else sets a bit of `odd`.
@@ -167,7 +252,7 @@ struct ChunkWalk {
   }
   int first_end() const {
     uint32_t odd = 0;
-    return __shfl_sync(device::kAllLanes, near(ahead[0], odd), 0);
+    return __shfl_sync(device::kAllLanes, near(ahead[0], odd), segment - window);
   }
   // Where the lane's segment of a group begins, from the group's ends, and those of the one before.
   int begin_of(int before, int end) const {
@@ -176,59 +261,71 @@ struct ChunkWalk {
   }
 
   // The next segments that end up to row `high`. A lane calls visit(group, number, begin, end) for
-  // its own of each group of 32 that has been read ahead, and of those behind them, as number
-  // kAhead, while all end; that is, also for some that do not end yet.
+  // its own of each group of 32 that has been read ahead, and of those behind them, as groups from
+  // kAhead on, while all end; that is, also for some that do not end yet. Groups that have not been
+  // read ahead are announced by fetch(group, number).
   struct Ended {
     int count;
     int reached;  // where the one that goes on begins
     bool odd;     // whether one may be empty
   };
-  template <class Visit>
-  Ended ended(int high, const Visit& visit) {
+  template <class Fetch, class Visit>
+  Ended ended(int high, const Fetch& fetch, const Visit& visit) {
     uint32_t odd = 0;
-    int last = reached, count = 0, before = reached;
+    int last = reached, count = 0, before = window_reached;
     const auto take = [&](int group, int number, int end) {
       const int begin = begin_of(before, end);
-      odd |= static_cast<uint32_t>(end <= begin);
-      const bool here = end <= high;
+      const bool next = group > 0 || number >= segment, here = (end <= high) & next;
+      odd |= static_cast<uint32_t>((end <= begin) & next);
       last = here ? end : last;
       count += here;
-      visit(group, number, begin, end);
+      visit(group, number, begin, next ? end : begin);
       before = end;
       return begin;
     };
+    take(0, window + lane, near(ahead[0], odd));
+    // Mostly, where segments are long, the first group is enough.
+    const bool all = __shfl_sync(device::kAllLanes, before, device::kWarpSize - 1) <= high;
+    if (all) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      take(i, segment + i * device::kWarpSize + lane, near(ahead[i], odd));
+      for (int i = 1; i < kAhead; ++i) {
+        take(i, window + i * device::kWarpSize + lane, near(ahead[i], odd));
+      }
     }
     Ended result;
     result.count = __reduce_add_sync(device::kAllLanes, count);
-    constexpr int kMore = 2;
 #pragma unroll 1
-    for (int all = kAhead * device::kWarpSize; result.count == all;
-         all += kMore * device::kWarpSize) {
+    for (int taken = window + kAheadEnds - segment; result.count == taken;
+         taken += kMore * device::kWarpSize) {
       count = 0;
       int64_t more[kMore];
-      read_ends(segment + all, more);
+      read_ends(segment + taken, more);
+      const int number = segment + taken + lane;
+#pragma unroll
+      for (int i = 0; i < kMore; ++i) fetch(kAhead + i, number + i * device::kWarpSize);
 #pragma unroll
       for (int i = 0; i < kMore; ++i) {
         const int end = counted(more[i]);
-        bad |= end < take(kAhead, segment + all + i * device::kWarpSize + lane, end);
+        bad |= end < take(kAhead + i, number + i * device::kWarpSize, end);
       }
       result.count += __reduce_add_sync(device::kAllLanes, count);
     }
     result.reached = __reduce_max_sync(device::kAllLanes, last);
     result.odd = __any_sync(device::kAllLanes, odd != 0);
     if (result.odd) {
-      before = reached;
+      before = window_reached;
 #pragma unroll 1
-      for (int from = 0; from < kAhead * device::kWarpSize; from += device::kWarpSize) {
-        const int end = read_end(segment + from);
-        bad |= end < begin_of(before, end) || (end > row_stop && segment + from + lane < stop);
+      for (int from = 0; from < (all ? kAheadEnds : device::kWarpSize); from += device::kWarpSize) {
+        const int number = window + from, end = read_end(number), begin = begin_of(before, end);
+        bad |= end < begin || (end > row_stop && number + lane < stop);
         before = end;
       }
     }
     return result;
+  }
+  // Whether the first group that was read ahead is used up, so that others have to be read.
+  bool used_up(const Ended& ended) const {
+    return segment + ended.count - window >= device::kWarpSize;
   }
   void next(const Ended& ended) {
     segment += ended.count;

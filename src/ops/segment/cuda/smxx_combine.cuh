@@ -1,6 +1,6 @@
 // Puts together the segments that reach over several tiles, from the tiles' slots, in the order of
 // the tiles. A segment of few slots is the work of one thread per column; for more, the block's
-// threads take equal runs of slots, and then their results are put together.
+// threads take equal runs of slots, and then their results are put together in pairs.
 #pragma once
 
 #include "ops/segment/cuda/smxx_ops.cuh"
@@ -68,10 +68,12 @@ PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int from, int 
 template <class Op, class Out, int kBlock, int kColumns>
 struct Combiner {
   static constexpr int kParts = kBlock / kColumns;
-  static constexpr int kAtOnce = kBlock < 256 ? 2 : 8;  // small blocks have few registers
+  static constexpr int kAtOnce = kBlock < 256 ? 4 : 8;  // small blocks have few registers
   static constexpr int kTiles = combine_tiles(kColumns, kBlock);
   PlacedState<Op> sums[kParts][kColumns];
   SlotRun runs[kTiles];
+  int long_runs[kTiles];  // which of them take the whole block, in no order
+  int long_count;
 
   void combine(const Params& p, const Segments& segments, int first_tile, int64_t columns_block) {
     const int thread = threadIdx.x, part = thread / kColumns, lane = thread % kColumns;
@@ -82,34 +84,34 @@ struct Combiner {
       finish<Op, Out>(p, segments, run.segment, column, state, sum.row);
     };
 
-    bool any_long = false;
+    if (thread == 0) long_count = 0;
+    __syncthreads();
     for (int i = thread; i < kTiles; i += kBlock) {
       runs[i] = first_tile + i < p.tiles ? slots_from(p, segments, first_tile + i) : SlotRun{};
-      any_long |= runs[i].count() > kCombineSequential;
+      if (runs[i].count() > kCombineSequential) long_runs[atomicAdd(&long_count, 1)] = i;
     }
-    any_long = __syncthreads_or(any_long) != 0;
+    __syncthreads();
     for (int i = part; i < kTiles; i += kParts) {
       const SlotRun run = runs[i];
       if (!active || run.count() <= 0 || run.count() > kCombineSequential) continue;
       done(run, append_slots<Op, kAtOnce>(p, run, run.first, run.last + 1, column));
     }
-    if (!any_long) return;
-    for (int i = 0; i < kTiles; ++i) {
-      const SlotRun run = runs[i];
-      if (run.count() <= kCombineSequential) continue;
+    for (int i = 0; i < long_count; ++i) {
+      const SlotRun run = runs[long_runs[i]];
       const int each = (run.count() + kParts - 1) / kParts;
+      const int parts = (run.count() + each - 1) / each;
       const int from = run.first + part * each;
       const int stop = from + each <= run.last ? from + each : run.last + 1;
-      if (active && from < stop)
+      if (active && part < parts) {
         sums[part][lane] = append_slots<Op, kAtOnce>(p, run, from, stop, column);
-      __syncthreads();
-      if (active && part == 0) {
-        PlacedState<Op> sum = sums[0][lane];
-        for (int other = 1; run.first + other * each <= run.last; ++other) {
-          sum.append(sums[other][lane]);
-        }
-        done(run, sum);
       }
+      for (int step = 1; step < parts; step *= 2) {
+        __syncthreads();
+        if (active && part % (2 * step) == 0 && part + step < parts) {
+          sums[part][lane].append(sums[part + step][lane]);
+        }
+      }
+      if (active && part == 0) done(run, sums[0][lane]);
       __syncthreads();
     }
   }

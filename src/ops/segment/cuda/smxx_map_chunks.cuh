@@ -1,6 +1,7 @@
 // smxx_map_rows.cuh for x of one column, contiguous (smxx_chunks.cuh). What a segment gives is laid
-// into shared memory at its first row, with a bit for it; each lane goes along its rows of a chunk
-// and takes up what it meets. Where no segment begins, all rows of a chunk get the same.
+// into shared memory at its first row, which is marked; each lane goes along its rows of a chunk
+// and takes up what it meets. Where no segment begins, all rows of a chunk get the same. Where but
+// one row of a segment gets something, it is laid there, among zeros, and that is all.
 #pragma once
 
 #include "ops/segment/cuda/smxx_chunks.cuh"
@@ -30,84 +31,142 @@ struct MaskChunk {
   uint8_t operator[](int i) const { return piece[i / 16].element[i % 16]; }
 };
 
+// What is read of a segment, where rows of each tensor follow each other. Where it begins, and how
+// long it is, the kernel knows.
+struct SideBySide {
+  const Params& p;
+  int64_t s;
+  template <class V>
+  void d_out(V& values) const {
+    values = static_cast<const V*>(p.d_out.data)[s];
+  }
+  template <class V>
+  void arg(V& values) const {
+    values = static_cast<const V*>(p.arg.data)[s];
+  }
+  template <class V>
+  void statistic(V& values) const {
+    values = static_cast<const V*>(p.statistic.data)[s];
+  }
+  void begin(int64_t&) const {}
+  void length(int64_t&) const {}
+};
+
 template <class Map, class T>
 void map_chunks(const Params& p) {
   using Raw = typename Map::Raw;
   using Segment = typename Map::Segment;
   using Row = typename Map::Row;
   constexpr bool kReadsX = requires(Row row) { row.x; };
-  constexpr bool kReadsY = requires(Row row) { row.y; };
   constexpr bool kReadsMask = requires(Row row) { row.bits; };
+  constexpr bool kOneRow = requires(Segment segment) { segment.chosen; };  // of each segment
   constexpr int kLaneRows = Chunk<T>::kLaneRows, kRows = Chunk<T>::kRows;
   constexpr int kPieceRows = Chunk<T>::kPieceRows, kPieces = Chunk<T>::kPieces;
   using Piece = typename Chunk<T>::Piece;
-  // The ends of a chunk, mostly, and as registers allow.
-  constexpr int kAhead = kReadsX ? 3 : sizeof(T) == 2 && !kReadsMask && sizeof(Raw) <= 8 ? 5 : 4;
-  using Steps = ChunkWalk<kRows, kAhead>;
-  constexpr int kSegmentPitch = kLaneRows + 1;  // keeps lanes in different banks
+  constexpr int kAhead = map_ahead(sizeof(T), kReadsMask);
+  constexpr int kGroups = kAhead + kMapMore;
+  using Steps = ChunkWalk<kRows, kAhead, kMapMore>;
+  // What is laid lies as rows do where it is as large; else so that lanes are in different banks.
+  // Two lanes more have room for what lanes lay elsewhere.
+  using Laid = Select<kOneRow, T, Segment>;
+  constexpr bool kLikeRows = sizeof(Laid) == sizeof(T);
+  constexpr int kPitch = kLaneRows + (kLikeRows ? kPieceRows : 1);
+  // As many chunks of x on their way as fit.
+  constexpr int kSlots = sizeof(T) == 2 ? 1 : 2;
+  using Ring = ChunkRing<T, kSlots>;
   struct Shared {
+    Select<kReadsX, typename Ring::Shared, Piece> x;
     union {
       typename Chunk<T>::Shared rows;
-      Segment segments[device::kWarpSize * kSegmentPitch];
+      Laid laid[(device::kWarpSize + 2) * kPitch];
     };
-    uint32_t begins[device::kWarpSize];  // a bit for each of a lane's rows
+    ChunkMarks<T> begins;  // the first rows of segments
+    uint8_t elsewhere[device::kWarpSize];
   };
-  __shared__ __align__(16) unsigned char memory[kStreamWarps * sizeof(Shared)];
+  __shared__ __align__(64) unsigned char memory[kStreamWarps * sizeof(Shared)];
 
   Segments segments = begin_map(p);
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
   Shared& shared = reinterpret_cast<Shared*>(memory)[warp];
+  const auto follow = [](const Matrix& of) { return of.data == nullptr || of.row_stride == 1; };
+  const bool side_by_side = follow(p.d_out) && follow(p.arg) && follow(p.statistic);
   // The shares of a block, and whether there was disorder.
   const auto go_through = [&](int64_t block) {
     Steps steps(p, segments, block);
-    const T* const x = static_cast<const T*>(p.x.data) + steps.base;
-    const T* const y = static_cast<const T*>(p.y.data) + steps.base;
     const uint8_t* const mask = static_cast<const uint8_t*>(p.mask.data) + steps.base;
     T* const d_x = static_cast<T*>(p.d_x.data) + steps.base;
+    T* const to = d_x + Chunk<T>::row_of(0);
     // Rows below and from there on are in no segment.
     const int lowest = steps.counted(segments.begin(1));
     const int highest = steps.counted(segments.end(segments.count));
     Tile tile{};
     tile.origin = steps.base;
 
-    Chunk<T> x_ahead, y_ahead;
+    Ring ring(reinterpret_cast<typename Ring::Shared&>(shared.x),
+              static_cast<const T*>(p.x.data) + steps.base, steps.rows);
     MaskChunk<kLaneRows> mask_ahead;
-    const auto read_ahead = [&](int at) {
-      const int rows = steps.rows - at, from = at + Chunk<T>::row_of(0);
-      if constexpr (kReadsX) x_ahead.load(x + from, rows);
-      if constexpr (kReadsY) y_ahead.load(y + from, rows);
-      if constexpr (kReadsMask) mask_ahead.load(mask + at, rows);
+    const auto read_mask = [&](int at) {
+      if constexpr (kReadsMask) mask_ahead.load(mask + at, steps.rows - at);
     };
     const auto load = [&](Raw& raw, int number) {
-      const int64_t j = steps.first + number;
       raw = {};
-      if (number <= steps.stop && j >= 1 && j <= p.segments) raw.load(p, segments, j, 0);
+      // Kept, or what strides come to would take registers all the time.
+      const int64_t j = kept(steps.first + number);
+      if (steps.in_problem(number)) raw.load(RowInputs{p, segments, j, 0});
     };
-    Raw raw_ahead[kAhead];
+    Raw raws[kGroups];
     const auto read_segments_ahead = [&](int number) {
-      steps.read_ahead(number);
+      const bool all =
+          number >= steps.lowest && number + kAhead * device::kWarpSize <= steps.highest;
+      number += lane;
+      if (all && side_by_side) {
+        const int64_t s = Tile::problem_segment(steps.first + number);
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        load(raw_ahead[i], number + i * device::kWarpSize + lane);
+        for (int i = 0; i < kAhead; ++i) raws[i].load(SideBySide{p, s + i * device::kWarpSize});
+      } else {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) load(raws[i], number + i * device::kWarpSize);
       }
     };
+    const auto segment_of = [&](int group, int number, int begin, int end) {
+      Raw raw = raws[group];
+      // The first and the last of the share may have rows in others.
+      const int64_t j = steps.first + number;
+      if constexpr (requires { raw.begin; }) {
+        const bool known = number > 0 || !steps.starts_inside || !steps.in_problem(number);
+        raw.begin = known ? steps.base + begin : segments.begin(j);
+      }
+      if constexpr (requires { raw.length; }) {
+        const bool known = (number > 0 && number < steps.stop) || !steps.in_problem(number);
+        raw.length = known ? end - begin : segments.length(j);
+      }
+      return Map::of(raw, tile);
+    };
 
-    read_ahead(0);
+    if constexpr (kReadsX) {
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) ring.request(i * kRows < steps.row_stop);
+    }
+    read_mask(0);
     read_segments_ahead(0);
-    shared.begins[lane] = 0;
+    shared.begins.take();
+    const auto clear_rows = [&] {
+#pragma unroll
+      for (int k = 0; k < kPieces; ++k) shared.rows[Chunk<T>::turned(k)] = {};
+    };
+    if constexpr (kOneRow) clear_rows();
     Segment current{};  // of the rows at the end of the chunk before
     for (int at = 0;; at += kRows) {
       const int low = at > steps.row ? at : steps.row;
       const int high = at + kRows < steps.row_stop ? at + kRows : steps.row_stop;
-      Chunk<T> rows = x_ahead, rows_y = y_ahead;
+      Chunk<T> rows;
       const MaskChunk<kLaneRows> bits = mask_ahead;
-      if (high < steps.row_stop) read_ahead(at + kRows);
+      if (high < steps.row_stop) read_mask(at + kRows);
       const bool full = low == at && high == at + kRows;
       const bool inside = low >= lowest && high <= highest;
       const auto value = [&](const Segment& segment, int i, int row) {
         Row of;
         if constexpr (kReadsX) of.x.element[0] = rows.stored(i);
-        if constexpr (kReadsY) of.y.element[0] = rows_y.stored(i);
         if constexpr (kReadsMask) of.bits = bits[i];
         return Map::values(segment, of, {static_cast<uint32_t>(row), steps.base + row}).element[0];
       };
@@ -116,87 +175,131 @@ void map_chunks(const Params& p) {
         Piece piece;
         Result() {}
       };
-      const bool begins_here = steps.reached >= low || steps.first_end() <= high;
-      if (!kReadsMask && full && inside && !begins_here) {
+      bool alike = full && steps.first_end() > high;  // are all rows of one segment
+      if constexpr (kOneRow) {
+        const Segment next = segment_of(0, steps.window + lane, steps.reached, high);
+        const uint32_t place =
+            __shfl_sync(device::kAllLanes, next.chosen[0], steps.segment - steps.window);
+        alike &= place - static_cast<uint32_t>(at) >= kRows;
+      } else {
+        alike &= !kReadsMask && inside && steps.reached < low;
+      }
+      if (alike) {
+        if constexpr (kReadsX) {
+          ring.template take<false>(rows);
+          ring.request(at + kSlots * kRows < steps.row_stop);
+        }
 #pragma unroll
         for (int k = 0; k < kPieces; ++k) {
-          const int row = at + Chunk<T>::row_of(k);
           Result result;
 #pragma unroll
           for (int i = 0; i < kPieceRows; ++i) {
-            result.element[i] = value(current, k * kPieceRows + i, row + i);
+            const int row = at + Chunk<T>::row_of(k) + i;
+            result.element[i] = kOneRow ? T{} : value(current, k * kPieceRows + i, row);
           }
-          store_once(d_x + row, result.piece);
+          store_once(to + at + k * Ring::kStep, result.piece);
         }
         if (high == steps.row_stop) break;
         continue;
       }
 
       __syncwarp();
-      if constexpr (kReadsX) rows.turn(shared.rows);
-      __syncwarp();
-      if constexpr (kReadsY) rows_y.turn(shared.rows);
-      __syncwarp();
-      const auto ended = steps.ended(high, [&](int group, int number, int begin, int end) {
-        if (begin < low || begin >= high || end <= begin) return;
-        Raw raw;
-        if (group < kAhead) {
-          raw = raw_ahead[group];
+      if constexpr (kReadsX) {
+        ring.take(rows);
+        ring.request(at + kSlots * kRows < steps.row_stop);
+      }
+      const auto fetch = [&](int group, int number) { load(raws[group], number); };
+      // Without branches: each lane has a row behind the chunk for what is not in it.
+      const auto lay = [&](int group, int number, int begin, int end) {
+        const Segment segment = segment_of(group, number, begin, end);
+        const uint32_t elsewhere = kRows + lane;
+        if constexpr (kOneRow) {
+          const int place = static_cast<int>(segment.chosen[0]);
+          uint32_t row = place - at;
+          const bool here = (row < kRows) & (place >= begin) & (place < end);
+          row = here ? row : elsewhere;
+          shared.laid[row + row / kLaneRows * (kPitch - kLaneRows)] = segment.g.element[0];
         } else {
-          load(raw, number);
-        }
-        const int row = begin - at;
-        shared.segments[row + row / kLaneRows] = Map::of(raw, segments, tile);
-        atomicOr(&shared.begins[row / kLaneRows], 1u << row % kLaneRows);
-      });
-      if (ended.count > 0) read_segments_ahead(steps.segment + ended.count);
-      __syncwarp();
-
-      const Segment* const here = shared.segments + lane * kSegmentPitch;
-      const uint32_t begins = shared.begins[lane];
-      shared.begins[lane] = 0;
-      const Segment mine = begins != 0 ? here[31 - __clz(static_cast<int>(begins))] : current;
-      const uint32_t starters = __ballot_sync(device::kAllLanes, begins != 0);
-      const uint32_t before = starters & ((1u << lane) - 1);
-      Segment segment = shuffle(mine, before != 0 ? 31 - __clz(static_cast<int>(before)) : lane);
-      if (before == 0) segment = current;
-      if (starters != 0) current = shuffle(mine, 31 - __clz(static_cast<int>(starters)));
-      const int place = at + lane * kLaneRows;
-      Result results[kPieces];
-      const auto walk = [&](bool all_inside) {
-#pragma unroll
-        for (int i = 0; i < kLaneRows; ++i) {
-          if (begins >> i & 1) segment = here[i];
-          T result = value(segment, i, place + i);
-          if (!all_inside && (place + i < lowest || place + i >= highest)) result = T{};
-          results[i / kPieceRows].element[i % kPieceRows] = result;
+          uint32_t row = begin - at;
+          const bool here = (row < static_cast<uint32_t>(high - at)) & (end > begin);
+          row = here ? row : elsewhere;
+          shared.laid[row + row / kLaneRows * (kPitch - kLaneRows)] = segment;
+          shared.begins.set(row);
         }
       };
-      if (inside) {
-        walk(true);
+      const auto ended = steps.ended(high, fetch, lay);
+      if (steps.used_up(ended)) {
+        steps.read_ahead(steps.segment + ended.count, ended.reached);
+        read_segments_ahead(steps.segment + ended.count);
+      }
+      __syncwarp();
+
+      if constexpr (!kOneRow) {
+        const Segment* const here = shared.laid + lane * kPitch;
+        const LaneMarks begins = shared.begins.take();
+        const Segment mine = begins.any() ? here[begins.last()] : current;
+        const uint32_t starters = __ballot_sync(device::kAllLanes, begins.any());
+        const uint32_t before = starters & ((1u << lane) - 1);
+        Segment segment = shuffle(mine, before != 0 ? 31 - __clz(static_cast<int>(before)) : lane);
+        if (before == 0) segment = current;
+        if (starters != 0) current = shuffle(mine, 31 - __clz(static_cast<int>(starters)));
+        union Own {
+          Piece piece[kPieces];
+          Segment segment[kLaneRows];
+          Own() {}
+        } own;
+        if constexpr (kLikeRows) {
+#pragma unroll
+          for (int k = 0; k < kPieces; ++k) {
+            own.piece[k] = shared.rows[lane * Chunk<T>::kLanePitch + k];
+          }
+        }
+        const int place = at + lane * kLaneRows;
+        Result results[kPieces];
+        const auto walk = [&](bool all_inside) {
+#pragma unroll
+          for (int i = 0; i < kLaneRows; ++i) {
+            if (begins.at(i)) segment = kLikeRows ? own.segment[i] : here[i];
+            T result = value(segment, i, place + i);
+            if (!all_inside && (place + i < lowest || place + i >= highest)) result = T{};
+            results[i / kPieceRows].element[i % kPieceRows] = result;
+          }
+        };
+        if (inside) {
+          walk(true);
+        } else {
+          walk(false);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int k = 0; k < kPieces; ++k) {
+          shared.rows[lane * Chunk<T>::kLanePitch + k] = results[k].piece;
+        }
+        __syncwarp();
+      }
+      if (full) {
+#pragma unroll
+        for (int k = 0; k < kPieces; ++k) {
+          store_once(to + at + k * Ring::kStep, shared.rows[Chunk<T>::turned(k)]);
+        }
       } else {
-        walk(false);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) {
-        shared.rows[lane * Chunk<T>::kLanePitch + k] = results[k].piece;
-      }
-      __syncwarp();
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) {
-        const int row = at + Chunk<T>::row_of(k);
-        Result result;
-        result.piece = shared.rows[Chunk<T>::turned(k)];
-        if (row >= low && row + kPieceRows <= high) {
-          store_once(d_x + row, result.piece);
-          continue;
+#pragma unroll 1
+        for (int k = 0; k < kPieces; ++k) {
+          const int row = at + Chunk<T>::row_of(k);
+          const Piece piece = shared.rows[Chunk<T>::turned(k)];
+          if (row >= low && row + kPieceRows <= high) {
+            store_once(d_x + row, piece);
+            continue;
+          }
+#pragma unroll 1
+          for (int i = row > low ? row : low; i < row + kPieceRows && i < high; ++i) {
+            const int of = i - at;
+            d_x[i] = reinterpret_cast<const T*>(shared.rows)[of + of / kLaneRows * kPieceRows];
+          }
         }
-#pragma unroll
-        for (int i = 0; i < kPieceRows; ++i) {
-          if (row + i >= low && row + i < high) d_x[row + i] = result.element[i];
-        }
+        __syncwarp();
       }
+      if constexpr (kOneRow) clear_rows();
       steps.next(ended);
       if (high == steps.row_stop) break;
     }

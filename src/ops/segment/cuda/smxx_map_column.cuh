@@ -22,15 +22,13 @@ void map_column(const Params& p) {
   const Tile tile = make_tile(p, blockIdx.x);
   const auto read = [&](int64_t j) {
     typename Map::Raw raw;
-    if (j >= 1 && j <= p.segments) raw.load(p, segments, j, 0);
+    if (j >= 1 && j <= p.segments) raw.load(RowInputs{p, segments, j, 0});
     return raw;
   };
-  if (threadIdx.x == kThreads - 1) at_end[kRows] = Map::of(read(tile.stop), segments, tile);
+  if (threadIdx.x == kThreads - 1) at_end[kRows] = Map::of(read(tile.stop), tile);
   ends.mark(
       segments, tile, read,
-      [&](int64_t, int row, const typename Map::Raw& raw) {
-        at_end[row] = Map::of(raw, segments, tile);
-      },
+      [&](int64_t, int row, const typename Map::Raw& raw) { at_end[row] = Map::of(raw, tile); },
       [](int64_t) {});
 
 #pragma unroll 1

@@ -45,7 +45,7 @@ void map_rows(const Params& p) {
       if (fresh_bits >> (base + k) & 1) {
         const uint32_t rest = end_bits >> (base + k);
         const int end = rest != 0 ? at + __ffs(static_cast<int>(rest)) - 1 : after;
-        raw[k].load(p, segments, ends.segment_to(tile, end), column);
+        raw[k].load(RowInputs{p, segments, ends.segment_to(tile, end), column});
       }
       data[k].load(p, kPermuted && to[k] < 0 ? 0 : to[k], column);
     }
@@ -54,7 +54,7 @@ void map_rows(const Params& p) {
       if (!(all >> (base + k) & 1)) continue;
       Values<T, kVector> values{};
       if (inside >> (base + k) & 1) {
-        if (fresh_bits >> (base + k) & 1) segment = Map::of(raw[k], segments, tile);
+        if (fresh_bits >> (base + k) & 1) segment = Map::of(raw[k], tile);
         values = Map::values(segment, data[k], {static_cast<uint32_t>(row + base + k), to[k]});
       }
       if (kPermuted && to[k] < 0) continue;
@@ -146,7 +146,7 @@ void map_narrow(const Params& p) {
       for (int k = 0; k < kBatch; ++k) {
         const int at = row + k * walkers;
         if (!inside(at)) continue;
-        raw[k].load(p, segments, segment_at(at), column);
+        raw[k].load(RowInputs{p, segments, segment_at(at), column});
         data[k].load(p, tile.origin + at, column);
       }
       end = inside(last) ? ends.next(last) : -1;
@@ -156,7 +156,7 @@ void map_narrow(const Params& p) {
         if (at >= stop) continue;
         Values<T, kVector> values{};
         if (inside(at)) {
-          segment = Map::of(raw[k], segments, tile);
+          segment = Map::of(raw[k], tile);
           values = value(segment, k);
         }
         store(k, values);

@@ -111,7 +111,7 @@ void map_stream(const Params& p) {
   const auto read = [&](typename Map::Raw& to, int group) {
     const int number = group * device::kWarpSize + lane;
     if (number <= steps.stop && inside(number)) {
-      to.load(p, segments, steps.first_group + number, 0);
+      to.load(RowInputs{p, segments, steps.first_group + number, 0});
     }
   };
   Tile tile{};
@@ -127,7 +127,7 @@ void map_stream(const Params& p) {
       raw = next_raw;
       read(next_raw, raw_group + 1);
     }
-    const Segment segment = Map::of(raw, segments, tile);
+    const Segment segment = Map::of(raw, tile);
     const auto batch = steps.batch();
     if (batch.count == 0) {
       const int owner = steps.segment & (device::kWarpSize - 1);

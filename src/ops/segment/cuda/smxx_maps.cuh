@@ -39,6 +39,41 @@ Values<T, kCount> values_of(const Value& value) {
   return Values<T, kCount>::of(values);
 }
 
+// Where what is read of a segment of the problem lies, from `column` on.
+struct RowInputs {
+  const Params& p;
+  const Segments& segments;
+  int64_t j, column;
+  template <class V>
+  void d_out(V& values) const {
+    read(values, p.d_out);
+  }
+  template <class V>
+  void arg(V& values) const {
+    read(values, p.arg);
+  }
+  template <class V>
+  void out(V& values) const {
+    read(values, p.out);
+  }
+  template <class V>
+  void statistic(V& values) const {
+    read(values, p.statistic);
+  }
+  template <class V>
+  void statistic2(V& values) const {
+    read(values, p.statistic2);
+  }
+  void begin(int64_t& row) const { row = segments.begin(j); }
+  void length(int64_t& rows) const { rows = segments.length(j); }
+
+ private:
+  template <class T, int kCount>
+  void read(Values<T, kCount>& values, const Matrix& from) const {
+    values = load_row<T, kCount>(from, Tile::problem_segment(j), column);
+  }
+};
+
 struct NoRow {
   void load(const Params&, int64_t, int64_t) {}
 };
@@ -50,16 +85,17 @@ struct Spread {
   struct Raw {
     Values<T, kCount> g;
     int64_t length;
-    void load(const Params& p, const Segments& segments, int64_t j, int64_t column) {
-      g = load_row<T, kCount>(p.d_out, Tile::problem_segment(j), column);
-      if (kMean) length = segments.length(j);
+    template <class From>
+    void load(const From& from) {
+      from.d_out(g);
+      if (kMean) from.length(length);
     }
   };
   struct Segment {
     Values<T, kCount> value;
   };
   using Row = NoRow;
-  static Segment of(const Raw& raw, const Segments&, const Tile&) {
+  static Segment of(const Raw& raw, const Tile&) {
     if constexpr (!kMean) return {raw.g};
     const auto length = static_cast<Real<T>>(raw.length);
     return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / length; })};
@@ -80,11 +116,11 @@ struct ByArg {
     Values<T, kCount> g;
     Values<Arg, kCount> arg;
     int64_t begin;
-    void load(const Params& p, const Segments& segments, int64_t j, int64_t column) {
-      const int64_t s = Tile::problem_segment(j);
-      g = load_row<T, kCount>(p.d_out, s, column);
-      arg = load_row<Arg, kCount>(p.arg, s, column);
-      if (sizeof(Arg) == 1) begin = segments.begin(j);
+    template <class From>
+    void load(const From& from) {
+      from.d_out(g);
+      from.arg(arg);
+      if (sizeof(Arg) == 1) from.begin(begin);
     }
   };
   struct Segment {
@@ -92,7 +128,7 @@ struct ByArg {
     Chosen chosen[kCount];
   };
   using Row = NoRow;
-  static Segment of(const Raw& raw, const Segments&, const Tile& tile) {
+  static Segment of(const Raw& raw, const Tile& tile) {
     Segment segment{raw.g, {}};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -128,10 +164,10 @@ struct ByMask {
   struct Raw {
     Values<T, kCount> g;
     Values<Real<T>, kCount> count;
-    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
-      const int64_t s = Tile::problem_segment(j);
-      g = load_row<T, kCount>(p.d_out, s, column);
-      if (kEven) count = load_row<Real<T>, kCount>(p.statistic, s, column);
+    template <class From>
+    void load(const From& from) {
+      from.d_out(g);
+      if (kEven) from.statistic(count);
     }
   };
   struct Segment {
@@ -144,7 +180,7 @@ struct ByMask {
       bits = mask[n * p.mask.row_stride + column / 8 * p.mask.column_stride] >> (column % 8);
     }
   };
-  static Segment of(const Raw& raw, const Segments&, const Tile&) {
+  static Segment of(const Raw& raw, const Tile&) {
     if constexpr (!kEven) return {raw.g};
     return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / raw.count.real(i); })};
   }
@@ -160,11 +196,11 @@ struct ByTies {
   struct Raw {
     Values<T, kCount> g, top;
     Values<Real<T>, kCount> count;
-    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
-      const int64_t s = Tile::problem_segment(j);
-      g = load_row<T, kCount>(p.d_out, s, column);
-      top = load_row<T, kCount>(p.out, s, column);
-      count = load_row<Real<T>, kCount>(p.statistic, s, column);
+    template <class From>
+    void load(const From& from) {
+      from.d_out(g);
+      from.out(top);
+      from.statistic(count);
     }
   };
   struct Segment {
@@ -176,7 +212,7 @@ struct ByTies {
       x = load_columns<T, kCount>(p.x, n, column);
     }
   };
-  static Segment of(const Raw& raw, const Segments&, const Tile&) {
+  static Segment of(const Raw& raw, const Tile&) {
     return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / raw.count.real(i); }),
             raw.top};
   }
@@ -196,10 +232,10 @@ struct ByExponential {
   struct Raw {
     Values<T, kCount> g;
     Values<Real<T>, kCount> lse;
-    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
-      const int64_t s = Tile::problem_segment(j);
-      g = load_row<T, kCount>(p.d_out, s, column);
-      lse = load_row<Real<T>, kCount>(p.statistic, s, column);
+    template <class From>
+    void load(const From& from) {
+      from.d_out(g);
+      from.statistic(lse);
     }
   };
   struct Segment {
@@ -212,7 +248,7 @@ struct ByExponential {
       x = load_columns<T, kCount>(p.x, n, column);
     }
   };
-  static Segment of(const Raw& raw, const Segments&, const Tile&) {
+  static Segment of(const Raw& raw, const Tile&) {
     Segment segment{raw.g, raw.lse};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -234,10 +270,10 @@ struct Softmax {
   static constexpr int kBatch = 2;
   struct Raw {
     Values<Real<T>, kCount> shift, sum;
-    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
-      const int64_t s = Tile::problem_segment(j);
-      shift = load_row<Real<T>, kCount>(p.statistic, s, column);
-      sum = load_row<Real<T>, kCount>(p.statistic2, s, column);
+    template <class From>
+    void load(const From& from) {
+      from.statistic(shift);
+      from.statistic2(sum);
     }
   };
   struct Segment {
@@ -249,7 +285,7 @@ struct Softmax {
       x = load_columns<T, kCount>(p.x, n, column);
     }
   };
-  static Segment of(const Raw& raw, const Segments&, const Tile&) { return {raw.shift, raw.sum}; }
+  static Segment of(const Raw& raw, const Tile&) { return {raw.shift, raw.sum}; }
   static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
     return values_of<T, kCount>([&](int i) {
       const Real<T> shift = segment.shift.element[i], sum = segment.sum.element[i];
@@ -268,8 +304,9 @@ struct SoftmaxGradient {
   static constexpr int kBatch = 2;
   struct Raw {
     Values<Real<T>, kCount> dot;
-    void load(const Params& p, const Segments&, int64_t j, int64_t column) {
-      dot = load_row<Real<T>, kCount>(p.statistic, Tile::problem_segment(j), column);
+    template <class From>
+    void load(const From& from) {
+      from.statistic(dot);
     }
   };
   struct Segment {
@@ -282,7 +319,7 @@ struct SoftmaxGradient {
       y = load_columns<T, kCount>(p.y, n, column);
     }
   };
-  static Segment of(const Raw& raw, const Segments&, const Tile&) { return {raw.dot}; }
+  static Segment of(const Raw& raw, const Tile&) { return {raw.dot}; }
   static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
     return values_of<T, kCount>(
         [&](int i) { return row.x.real(i) * (row.y.real(i) - segment.dot.element[i]); });

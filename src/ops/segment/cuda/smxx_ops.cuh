@@ -381,6 +381,11 @@ struct RowOutputs {
   static constexpr bool kPermuted = true;  // rows may be
   const Params& p;
   int64_t s, column;
+  bool wants_result() const { return p.result.data != nullptr; }
+  bool wants_result2() const { return p.result2.data != nullptr; }
+  bool wants_arg() const { return p.arg.data != nullptr; }
+  bool wants_mean() const { return p.mean != 0; }
+  ArgType arg_type() const { return p.arg_type; }
   template <class V>
   void result(const V& values) const {
     store_row(p.result, s, column, values);
@@ -396,16 +401,16 @@ struct RowOutputs {
 };
 
 template <int kCount, class Outputs>
-void store_arg(const Params& p, const Outputs& to, const int64_t (&arg)[kCount]) {
+void store_arg(const Outputs& to, const int64_t (&arg)[kCount]) {
   const auto store = [&]<class T>(T) {
     Values<T, kCount> values;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values.element[i] = static_cast<T>(arg[i]);
     to.arg(values);
   };
-  if (p.arg_type == ArgType::i32) {
+  if (to.arg_type() == ArgType::i32) {
     store(int32_t{});
-  } else if (p.arg_type == ArgType::i64) {
+  } else if (to.arg_type() == ArgType::i64) {
     store(int64_t{});
   } else {
     store(uint8_t{});
@@ -417,10 +422,10 @@ void store_arg(const Params& p, const Outputs& to, const int64_t (&arg)[kCount])
 template <class Op, class Out, int kCount, class Outputs, class Begin, class Length>
 void finish_to(const Params& p, const Outputs& to, const typename Op::State (&state)[kCount],
                int64_t place, const Begin& begin, const Length& length) {
-  if (p.result.data != nullptr) {
+  if (to.wants_result()) {
     Real<Out> values[kCount];
     Real<Out> divisor = 1;
-    if (p.mean) divisor = static_cast<Real<Out>>(length());
+    if (to.wants_mean()) divisor = static_cast<Real<Out>>(length());
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if constexpr (kStoresPair<Op>) {
@@ -428,7 +433,7 @@ void finish_to(const Params& p, const Outputs& to, const typename Op::State (&st
       } else {
         values[i] = Op::value(state[i]);
       }
-      if (p.mean) values[i] /= divisor;
+      if (to.wants_mean()) values[i] /= divisor;
     }
     to.result(Values<Out, kCount>::of(values));
   }
@@ -439,28 +444,28 @@ void finish_to(const Params& p, const Outputs& to, const typename Op::State (&st
     to.result2(values);
   }
   if constexpr (kStoresReal<Op, Out>) {
-    if (p.result2.data != nullptr) {
+    if (to.wants_result2()) {
       Values<Real<Out>, kCount> values;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) values.element[i] = Op::value(state[i]);
       to.result2(values);
     }
   }
-  if (Op::kPlaces && p.arg.data != nullptr) {
+  if (Op::kPlaces && to.wants_arg()) {
     int64_t arg[kCount];
-    const int64_t from = place - (p.arg_type == ArgType::u8 ? begin() : 0);
+    const int64_t from = place - (to.arg_type() == ArgType::u8 ? begin() : 0);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if constexpr (Op::kPlaces) arg[i] = from + state[i].place;
     }
-    if (p.arg_type == ArgType::u8) {
+    if (to.arg_type() == ArgType::u8) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) arg[i] = arg[i] > kNoPlace ? kNoPlace : arg[i];
     } else if (Outputs::kPermuted && p.permutation.data != nullptr) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) arg[i] = written_row<true>(p, arg[i]);
     }
-    store_arg(p, to, arg);
+    store_arg(to, arg);
   }
 }
 // The same of segment j of the list, from `column` on.
@@ -487,7 +492,7 @@ void finish_empty(const Params& p, int64_t j, int64_t column) {
   }
   if (Op::kPlaces && p.arg.data != nullptr) {
     const int64_t arg[1] = {p.arg_type == ArgType::u8 ? kNoPlace : -1};
-    store_arg(p, RowOutputs{p, s, column}, arg);
+    store_arg(RowOutputs{p, s, column}, arg);
   }
 }
 

@@ -28,64 +28,6 @@ void add_piece(typename Op::State& state, const Values<T, kRows>& piece, int pla
   for (int i = 0; i < kRows; ++i) Op::add(state, piece.real(i), place + i);
 }
 
-// The chunks of a warp on their way to shared memory. A piece lies with the lane that will have its
-// rows, its number there exchanged so that lanes are in different banks.
-template <class T>
-struct ChunkRing {
-  using Rows = Chunk<T>;
-  using Piece = typename Rows::Piece;
-  static constexpr int kPieces = Rows::kPieces;
-  using Shared = Piece[kReduceChunks][device::kWarpSize * kPieces];
-  static constexpr uint32_t kSlotBytes = sizeof(Piece) * device::kWarpSize * kPieces;
-
-  const T* next;       // this lane's first piece of the next chunk to ask for
-  int rows;            // of the tensor, from there on
-  uint32_t to, own;    // in the first slot: of this lane's first piece, on its way and turned
-  uint32_t asked = 0;  // slots
-
-  ChunkRing(Shared& shared, const T* from, int rows_) : next(from + Rows::row_of(0)), rows(rows_) {
-    const int lane = threadIdx.x % device::kWarpSize;
-    const uint32_t base = shared_address(&shared[0][0]);
-    to = base + place(lane / kPieces, lane % kPieces) * sizeof(Piece);
-    own = base + place(lane, 0) * sizeof(Piece);
-  }
-  static uint32_t place(int lane, int k) { return lane * kPieces + (k ^ (lane / 2 % kPieces)); }
-
-  // Of one chunk after the other, those of the share.
-  void request(bool any) {
-    const uint32_t at = to + asked++ % kReduceChunks * kSlotBytes;
-    constexpr int kStep = device::kWarpSize * Rows::kPieceRows;
-    constexpr uint32_t kStepBytes = kStep * sizeof(T);
-    if (any && rows >= Rows::kRows) {
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) async_copy<16>(at + k * kStepBytes, next + k * kStep);
-    } else if (any) {
-#pragma unroll 1
-      for (int k = 0; k < kPieces; ++k) {
-        const int left = (rows - Rows::row_of(k)) * static_cast<int>(sizeof(T));
-        device::async_copy_padded(at + k * kStepBytes, next + k * kStep,
-                                  left < 0    ? 0
-                                  : left < 16 ? left
-                                              : 16);
-      }
-    }
-    async_commit();
-    next += Rows::kRows;
-    rows -= Rows::kRows;
-  }
-  // This lane's rows of the oldest chunk that has been asked for.
-  void take(Rows& result) const {
-    async_wait<kReduceChunks - 1>();
-    __syncwarp();
-    const uint32_t slot = asked % kReduceChunks * kSlotBytes;
-#pragma unroll
-    for (int k = 0; k < kPieces; ++k) {
-      result.piece[k] = load_shared<Piece>((own + slot) ^ k * sizeof(Piece));
-    }
-    __syncwarp();
-  }
-};
-
 // What a walk along a lane's rows leaves: at here[i] the state of the rows up to the i-th where a
 // segment ends there, and the state of those after the last such row.
 template <class Op, class T>
@@ -95,34 +37,16 @@ struct LaneWalk {
   static constexpr int kRows = Chunk<T>::kLaneRows;
   const Chunk<T>& rows;
   State* here;
-  int place;          // of the lane's first row
-  uint32_t ends = 0;  // a bit for each row that is the last of a segment, see ends_at()
-
-  // From a byte for each of some rows, to clear them.
-  void take_ends(Values<uint32_t, 4>* bytes) {
-#pragma unroll
-    for (int k = 0; k < kRows / 16; ++k) {
-      const Values<uint32_t, 4> words = bytes[k];
-      bytes[k] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) ends |= words.element[i] << (4 * k + i);
-    }
-  }
-  // Row i has bit i / 4 of byte i % 4.
-  bool ends_at(int i) const { return (ends >> (i % 4 * 8 + i / 4) & 1) != 0; }
-  int first_end() const {
-    const uint32_t words = ends | ends >> 16, bytes = words | words >> 8;
-    const int word = __ffs(static_cast<int>(bytes)) - 1;
-    return word * 4 + (__ffs(static_cast<int>(ends >> word & 0x01010101u)) - 1) / 8;
-  }
+  int place;       // of the lane's first row
+  LaneMarks ends;  // the last rows of segments
 
   State along() const {
     State state = begin_run<Op>(place);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       Op::add(state, rows.real(i), place + i);
-      if (ends_at(i)) here[i] = state;
-      state = ends_at(i) ? begin_run<Op>(place + i + 1) : state;
+      if (ends.at(i)) here[i] = state;
+      state = ends.at(i) ? begin_run<Op>(place + i + 1) : state;
     }
     return state;
   }
@@ -135,7 +59,7 @@ struct LaneWalk {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       state.sum += exponential(rows.real(i) - state.shift);
-      if (ends_at(i)) {
+      if (ends.at(i)) {
         most = larger(most, state.sum);
         here[i] = state;
         state = Op::start();
@@ -146,47 +70,65 @@ struct LaneWalk {
   }
 };
 
-// Where the outputs of a share go, by the numbers of segments. The host sees to it that steps fit.
-template <class Op, class Out>
-struct ShareOutputs {
+// Where the outputs of some segments go, rows of each tensor following each other. Which are wanted
+// is known to the compiler: where segments are short, storing costs as much as adding.
+enum class Wants { result, mean, result2, arg_i64, arg_i32, arg_u8 };
+template <class Out, Wants kWants>
+struct PackedOutputs {
   static constexpr bool kPermuted = false;
-  struct Column {
-    void* const& data;  // the kernel's parameter: known to be global memory
-    int64_t offset;     // of number 0
-    int step;
-    Column(const Matrix& to, int64_t first, int bytes)
-        : data(to.data),
-          offset(kept(first * to.row_stride * bytes)),
-          step(static_cast<int>(to.row_stride) * bytes) {}
-    template <class V>
-    void store(int number, const V& value) const {
-      const int64_t at = offset + static_cast<int64_t>(number) * step;
-      *reinterpret_cast<V*>(static_cast<char*>(data) + at) = value;
-    }
-  };
-  Column result_, result2_, arg_;
-  int number = 0;
+  const Params& p;
+  int64_t first;
+  int i = 0;
 
-  ShareOutputs(const Params& p, int64_t first)
-      : result_(p.result, first, sizeof(Out)),
-        result2_(p.result2, first, sizeof(Real<Out>)),
-        arg_(p.arg, first,
-             p.arg_type == ArgType::i64   ? 8
-             : p.arg_type == ArgType::i32 ? 4
-                                          : 1) {}
+  static constexpr bool wants_result() { return true; }
+  static constexpr bool wants_result2() { return kWants == Wants::result2; }
+  static constexpr bool wants_arg() { return kWants >= Wants::arg_i64; }
+  static constexpr bool wants_mean() { return kWants == Wants::mean; }
+  static constexpr ArgType arg_type() {
+    return kWants == Wants::arg_i64   ? ArgType::i64
+           : kWants == Wants::arg_i32 ? ArgType::i32
+                                      : ArgType::u8;
+  }
   template <class V>
   void result(const V& values) const {
-    result_.store(number, values);
+    (static_cast<V*>(p.result.data) + first)[i] = values;
   }
   template <class V>
   void result2(const V& values) const {
-    result2_.store(number, values);
+    (static_cast<V*>(p.result2.data) + first)[i] = values;
   }
   template <class V>
   void arg(const V& values) const {
-    arg_.store(number, values);
+    (static_cast<V*>(p.arg.data) + first)[i] = values;
   }
 };
+
+// Calls store(outputs) for segments of the problem from s on. False where outputs are not as these
+// know them.
+template <class Op, class Out, class Store>
+bool to_packed(const Params& p, int64_t s, const Store& store) {
+  const auto packed = [](const Matrix& to) { return to.data != nullptr && to.row_stride == 1; };
+  const auto call = [&]<Wants kWants>() {
+    store(PackedOutputs<Out, kWants>{p, s});
+    return true;
+  };
+  if (!packed(p.result)) return false;
+  if constexpr (kStoresPair<Op>) {
+    return packed(p.result2) && call.template operator()<Wants::result>();
+  } else if constexpr (Op::kPlaces) {
+    if (p.arg.data == nullptr) return call.template operator()<Wants::result>();
+    if (!packed(p.arg)) return false;
+    if (p.arg_type == ArgType::i64) return call.template operator()<Wants::arg_i64>();
+    if (p.arg_type == ArgType::i32) return call.template operator()<Wants::arg_i32>();
+    return call.template operator()<Wants::arg_u8>();
+  } else if constexpr (kStoresReal<Op, Out>) {
+    if (p.result2.data == nullptr) return call.template operator()<Wants::result>();
+    return packed(p.result2) && call.template operator()<Wants::result2>();
+  } else {
+    if (p.mean) return call.template operator()<Wants::mean>();
+    return call.template operator()<Wants::result>();
+  }
+}
 
 template <class Op, class T, class Out, int kStateBytes>
 void reduce_chunks(const Params& p) {
@@ -195,18 +137,18 @@ void reduce_chunks(const Params& p) {
   constexpr int kLaneRows = Chunk<T>::kLaneRows, kRows = Chunk<T>::kRows;
   constexpr int kPieceRows = Chunk<T>::kPieceRows, kPieces = Chunk<T>::kPieces;
   constexpr int kAhead = reduce_ahead(sizeof(T));
-  using Steps = ChunkWalk<kRows, kAhead>;
+  using Steps = ChunkWalk<kRows, kAhead, kReduceMore>;
   using Combining = Combiner<Op, Out, kStreamThreads, 1>;
   constexpr int kPitch = kLaneRows + 1;  // keeps lanes in different banks
   struct Shared {
-    typename ChunkRing<T>::Shared rows;
+    typename ChunkRing<T, kReduceChunks>::Shared rows;
     State at_end[device::kWarpSize * kPitch];
-    Values<uint32_t, 4> last[kRows / 16];  // a byte for each row: 1 at the last of a segment
-    uint16_t ends[kReduceEnds];            // last rows of the segments that end
+    ChunkMarks<T> last;          // rows of segments
+    uint16_t ends[kReduceEnds];  // last rows of the segments that end
   };
   static_assert(kStreamWarps * sizeof(Shared) == reduce_chunks_bytes(sizeof(T), kStateBytes));
   static_assert(sizeof(Combining) <= kStreamWarps * sizeof(Shared));
-  extern __shared__ __align__(16) unsigned char memory[];
+  extern __shared__ __align__(64) unsigned char memory[];
   Combining& combiner = *reinterpret_cast<Combining*>(memory);
 
   Segments segments;
@@ -218,14 +160,9 @@ void reduce_chunks(const Params& p) {
   Shared& shared =
       *reinterpret_cast<Shared*>(memory + kept(static_cast<uint32_t>(warp * sizeof(Shared))));
   Steps steps(p, segments, blockIdx.x);
-  ChunkRing<T> ring(shared.rows, static_cast<const T*>(p.x.data) + steps.base, steps.rows);
-  Values<uint32_t, 4>* const lane_ends = shared.last + lane * (kLaneRows / 16);
-  ShareOutputs<Op, Out> outputs(p, Tile::problem_segment(steps.first));
-  // The numbers of the problem's segments.
-  const int lowest = steps.first < 1 ? 1 : 0;
-  const int highest = static_cast<int>(clamped(p.segments + 1 - steps.first, 0, 1 << 30));
-#pragma unroll
-  for (int i = 0; i < kLaneRows / 16; ++i) lane_ends[i] = {};
+  ChunkRing<T, kReduceChunks> ring(shared.rows, static_cast<const T*>(p.x.data) + steps.base,
+                                   steps.rows);
+  shared.last.take();
 
 #pragma unroll
   for (int i = 0; i < kReduceChunks; ++i) ring.request(i * kRows < steps.row_stop);
@@ -261,21 +198,22 @@ void reduce_chunks(const Params& p) {
       continue;
     }
 
-    uint8_t* const is_last = reinterpret_cast<uint8_t*>(shared.last);
-    const auto ended = steps.ended(high, [&](int, int number, int, int end) {
+    const auto mark = [&](int, int number, int, int end) {
       const int row = end - (at + 1), rank = number - steps.segment;
-      if (static_cast<uint32_t>(row) < static_cast<uint32_t>(high - at)) is_last[row] = 1;
-      if (rank < kReduceEnds) shared.ends[rank] = static_cast<uint16_t>(row);
-    });
+      if (static_cast<uint32_t>(row) < static_cast<uint32_t>(high - at)) shared.last.set(row);
+      if (static_cast<uint32_t>(rank) < kReduceEnds) shared.ends[rank] = static_cast<uint16_t>(row);
+    };
+    const auto ended = steps.ended(
+        high, [](int, int) {}, mark);
     // Rows of other shares, or behind x, are kept apart as segments of their own.
-    if (low > at) is_last[low - 1 - at] = 1;
-    if (last && high > at) is_last[high - 1 - at] = 1;
-    steps.read_ahead(steps.segment + ended.count);
+    if (low > at) shared.last.set(low - 1 - at);
+    if (last && high > at) shared.last.set(high - 1 - at);
+    if (steps.used_up(ended)) steps.read_ahead(steps.segment + ended.count, ended.reached);
     __syncwarp();
 
-    LaneWalk<Op, T> walk{rows, shared.at_end + lane * kPitch, at + lane * kLaneRows};
-    walk.take_ends(lane_ends);
-    const bool ends_here = walk.ends != 0;
+    const LaneWalk<Op, T> walk{rows, shared.at_end + lane * kPitch, at + lane * kLaneRows,
+                               shared.last.take()};
+    const bool ends_here = walk.ends.any();
     State state;
     if constexpr (kAims<Op>) {
       const bool aimed = walk.aimed(state);
@@ -313,7 +251,7 @@ void reduce_chunks(const Params& p) {
     State earlier = shuffle_up(state, 1);
     if (lane == 0) earlier = open;
     if (ends_here) {
-      State& first = walk.here[walk.first_end()];
+      State& first = walk.here[walk.ends.first()];
       Op::append(earlier, first);
       first = earlier;
     }
@@ -321,19 +259,23 @@ void reduce_chunks(const Params& p) {
     __syncwarp();
     const auto at_end = [&](uint32_t row) { return shared.at_end[row + row / kLaneRows]; };
 
-    if (!ended.odd && !in_head && ended.count <= kReduceEnds && steps.segment >= lowest &&
-        steps.segment + ended.count <= highest) {
+    const auto store = [&](auto outputs) {
 #pragma unroll 1
       for (int i = lane; i < ended.count; i += device::kWarpSize) {
         const uint32_t row = shared.ends[i] % kRows;  // in bounds whatever the offsets are
         const State state[1] = {at_end(row)};
         const auto begin = [&] { return i > 0 ? at + 1 + shared.ends[i - 1] : steps.reached; };
-        outputs.number = steps.segment + i;
+        outputs.i = i;
         finish_to<Op, Out>(
             p, outputs, state, steps.base, [&] { return steps.base + begin(); },
             [&] { return at + 1 + static_cast<int>(row) - begin(); });
       }
-    } else {
+    };
+    const bool plain = !ended.odd && !in_head && ended.count <= kReduceEnds &&
+                       steps.segment >= steps.lowest &&
+                       steps.segment + ended.count <= steps.highest;
+    if (!plain ||
+        !to_packed<Op, Out>(p, Tile::problem_segment(steps.first + steps.segment), store)) {
       int before = steps.reached;
 #pragma unroll 1
       for (int from = 0; from < ended.count; from += device::kWarpSize) {
@@ -341,7 +283,7 @@ void reduce_chunks(const Params& p) {
         const int end = steps.read_end(steps.segment + from), begin = steps.begin_of(before, end);
         before = end;
         const auto row = static_cast<uint32_t>(end - 1 - at);
-        if (from + lane >= ended.count || number < lowest || number >= highest) continue;
+        if (from + lane >= ended.count || !steps.in_problem(number)) continue;
         if (begin == end) {
           finish_empty<Op, Out>(p, steps.first + number, 0);
         } else if (row < kRows) {

@@ -65,13 +65,20 @@ inline constexpr int kNarrowBytes =  // of shared memory
 inline constexpr int kChunkLaneBytes = 64;  // of rows of a chunk
 constexpr int chunk_rows(int element_bytes) { return 32 * kChunkLaneBytes / element_bytes; }
 // Rows that the end of a segment costs as much as, of maps and of reductions.
-inline constexpr int kMapEndItems = 4;
+inline constexpr int kMapEndItems = 8;
 inline constexpr int kReduceEndItems = 16;
-// Reductions: chunks of a warp on their way, groups of ends read ahead (those of a chunk, mostly),
-// ends that are kept, and the shared memory of a block: chunks, a state for each row and one more a
-// lane, a byte for each row, ends. Four blocks of the largest fill a multiprocessor of sm_90.
-inline constexpr int kReduceChunks = 2;
+// Groups of 32 segment ends that are read ahead: those of a chunk, mostly, and as registers allow;
+// and those that are read at once where that was not enough.
 constexpr int reduce_ahead(int element_bytes) { return element_bytes == 2 ? 5 : 3; }
+constexpr int map_ahead(int element_bytes, bool reads_mask) {
+  return reads_mask ? 3 : element_bytes == 2 ? 6 : 4;
+}
+inline constexpr int kReduceMore = 2;
+inline constexpr int kMapMore = 4;
+// Reductions: chunks of a warp on their way, ends that are kept, and the shared memory of a block:
+// chunks, a state for each row and one more a lane, a byte for each row, ends. Four blocks of the
+// largest fill a multiprocessor of sm_90.
+inline constexpr int kReduceChunks = 2;
 inline constexpr int kReduceEnds = 320;
 constexpr int reduce_chunks_bytes(int element_bytes, int state_bytes) {
   const int rows = chunk_rows(element_bytes);
