@@ -31,6 +31,11 @@ Indices indices(const TensorSpec& spec) {
           .wide = spec.dtype == DType::i64};
 }
 
+// Rows and segment ends of the list.
+std::int64_t items_of(const SegmentProblem& problem, const Tiling& tiling) {
+  return problem.x.shape[0] + (problem.num_segments + 2) * tiling.end_items;
+}
+
 std::int64_t blocks_for(std::int64_t work) {
   return std::max<std::int64_t>(1, (work + kThreads - 1) / kThreads);
 }
@@ -74,8 +79,7 @@ Tiling rows_tiling(const SegmentProblem& problem, int vector) {
   Tiling tiling;
   tiling.lane_bits =
       std::clamp(pieces == 0 ? 0 : static_cast<int>(std::bit_width(pieces - 1)), 1, kMostLaneBits);
-  tiling.walker_rows = kWalkerRows;
-  tiling.items = tile_items(tiling.lane_bits, tiling.walker_rows);
+  tiling.items = tile_items(tiling.lane_bits, kWalkerRows);
   const std::int64_t width = std::int64_t{vector} << tiling.lane_bits;
   tiling.column_blocks = (columns + width - 1) / width;
   return tiling;
@@ -83,20 +87,17 @@ Tiling rows_tiling(const SegmentProblem& problem, int vector) {
 
 Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t resident) {
   Tiling tiling = rows_tiling(problem, vector);
-  const std::int64_t items = problem.x.shape[0] + problem.num_segments + 2;
-  const std::int64_t walkers = kThreads >> tiling.lane_bits;
+  tiling.end_items = kRowsEndItems;
+  const std::int64_t all = items_of(problem, tiling);
   // Tiles that fill the device a whole number of times, once if they have room for so many rows.
   for (std::int64_t wave = 1;; ++wave) {
     const std::int64_t tiles = std::max<std::int64_t>(
         1, wave * resident / std::max<std::int64_t>(1, tiling.column_blocks));
-    const std::int64_t most_items = (items + tiles - 1) / tiles + kSnapRows;
-    const std::int64_t rows = (most_items + walkers - 1) / walkers;
-    if (rows > most_walker_rows(tiling.lane_bits)) continue;
-    tiling.walker_rows = static_cast<int>(std::max<std::int64_t>(
-        kFewestWalkerRows, (rows + kWalkerStep - 1) / kWalkerStep * kWalkerStep));
-    const int capacity = tile_items(tiling.lane_bits, tiling.walker_rows);
-    tiling.snap = std::min(kSnapRows, capacity / 2);
-    tiling.items = capacity - tiling.snap;
+    const std::int64_t items =
+        std::max<std::int64_t>((all + tiles - 1) / tiles, tile_items(tiling.lane_bits, kSnapRows));
+    if (items + kSnapRows > kMostTileRows) continue;
+    tiling.snap = kSnapRows;
+    tiling.items = static_cast<int>(items);
     return tiling;
   }
 }
@@ -106,8 +107,7 @@ Tiling column_tiling(int bytes) {
 }
 
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling) {
-  const std::int64_t items = problem.x.shape[0] + problem.num_segments + 2;
-  return (items + tiling.items - 1) / tiling.items;
+  return (items_of(problem, tiling) + tiling.items - 1) / tiling.items;
 }
 
 void Launcher::launch(const Kernel& kernel, Params& p, std::int64_t blocks,
@@ -202,15 +202,14 @@ void Setup::prove(Launcher& launcher, Params& p) const {
 Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling& tiling) const {
   Params p = bound_params;
   p.tile_items = tiling.items;
-  p.end_items = 1;
+  p.end_items = tiling.end_items;
   p.tiles = tiles_of(problem_, tiling);
   p.row_alignment = tiling.alignment;
   p.snap_rows = tiling.snap;
   p.lane_bits = tiling.lane_bits;
-  p.walker_rows = tiling.walker_rows;
   const Tiling before = std::exchange(launcher.tiling, tiling);
   bool found = before.items == tiling.items && before.alignment == tiling.alignment &&
-               before.snap == tiling.snap;
+               before.snap == tiling.snap && before.end_items == tiling.end_items;
   if (!launcher.proven) {
     prove(launcher, p);
     found = !problem_.ids.given();

@@ -81,7 +81,7 @@ struct Combiner {
     const bool active = column < p.columns;
     const auto done = [&](const SlotRun& run, const PlacedState<Op>& sum) {
       const typename Op::State state[1] = {sum.state};
-      finish<Op, Out>(p, segments, run.segment, column, state, sum.row);
+      finish<Op, Out, true>(p, segments, run.segment, column, state, sum.row);
     };
 
     if (thread == 0) long_count = 0;

@@ -72,8 +72,7 @@ void map_narrow(const Params& p) {
   constexpr int kBatch = Map::kBatch;
   using TileEnds = Ends<kMostTileRows>;
   __shared__ TileEnds ends;
-  __shared__ uint16_t ends_before[TileEnds::kWords];  // of each word of bits
-  __shared__ bool is_dense;
+  __shared__ EndCounts<kMostTileRows> counts;
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, blockIdx.x);
@@ -81,35 +80,16 @@ void map_narrow(const Params& p) {
   const int walker = static_cast<int>(threadIdx.x) >> p.lane_bits;
   const int64_t column = (threadIdx.x & ((1 << p.lane_bits) - 1)) * kVector;
   ends.mark(segments, tile, [](int64_t) {});
-  if (threadIdx.x < device::kWarpSize) {
-    constexpr int kEach = TileEnds::kWords / device::kWarpSize;
-    const int first = static_cast<int>(threadIdx.x) * kEach;
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) count += __popc(ends.bits[first + i]);
-    int sum = count;
-#pragma unroll
-    for (int step = 1; step < device::kWarpSize; step *= 2) {
-      const int before = __shfl_up_sync(device::kAllLanes, sum, step);
-      if (threadIdx.x >= step) sum += before;
-    }
-    if (threadIdx.x == device::kWarpSize - 1) is_dense = sum == tile.stop - tile.first;
-    sum -= count;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      ends_before[first + i] = static_cast<uint16_t>(sum);
-      sum += __popc(ends.bits[first + i]);
-    }
-  }
+  counts.count(ends);
   __syncthreads();
   if (column >= p.columns) return;
 
   // Where no segment of the tile is empty, it is enough to count those that have ended.
-  const bool dense = is_dense;
+  const bool dense = counts.all == tile.stop - tile.first;
   const auto segment_at = [&](int at) {
     const uint32_t word = static_cast<uint32_t>(at) / 32;
     if (dense) {
-      return tile.first + ends_before[word] + __popc(ends.bits[word] & ((1u << (at % 32)) - 1));
+      return tile.first + counts.before[word] + __popc(ends.bits[word] & ((1u << (at % 32)) - 1));
     }
     return ends.segment_to(tile, ends.next(at));
   };

@@ -360,10 +360,11 @@ void store_row(const Matrix& to, int64_t row, int64_t column, const Values<T, kC
   T* at = static_cast<T*>(to.data) + row * to.row_stride + column * to.column_stride;
   *reinterpret_cast<Values<T, kCount>*>(at) = values;
 }
+// Their columns follow each other, then.
 template <class T, int kCount>
 Values<T, kCount> load_row(const Matrix& from, int64_t row, int64_t column) {
-  const T* at =
-      static_cast<const T*>(from.data) + row * from.row_stride + column * from.column_stride;
+  const int64_t step = kCount > 1 ? 1 : from.column_stride;
+  const T* at = static_cast<const T*>(from.data) + row * from.row_stride + column * step;
   return *reinterpret_cast<const Values<T, kCount>*>(at);
 }
 
@@ -377,8 +378,9 @@ typename Op::State* slot_of(const Params& p, int64_t tile, int which) {
 inline constexpr int64_t kNoPlace = 255;
 
 // Where the outputs of a segment of the problem go, for kCount columns from `column` on.
+template <bool kRowsPermuted>
 struct RowOutputs {
-  static constexpr bool kPermuted = true;  // rows may be
+  static constexpr bool kPermuted = kRowsPermuted;
   const Params& p;
   int64_t s, column;
   bool wants_result() const { return p.result.data != nullptr; }
@@ -400,20 +402,20 @@ struct RowOutputs {
   }
 };
 
-template <int kCount, class Outputs>
-void store_arg(const Outputs& to, const int64_t (&arg)[kCount]) {
-  const auto store = [&]<class T>(T) {
-    Values<T, kCount> values;
+// What arg(i) gives for each of the columns, made in as many bits as are stored.
+template <class T, int kCount, class Outputs, class Arg>
+void store_arg_as(const Outputs& to, const Arg& arg) {
+  Values<T, kCount> values;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values.element[i] = static_cast<T>(arg[i]);
-    to.arg(values);
-  };
+  for (int i = 0; i < kCount; ++i) values.element[i] = static_cast<T>(arg(i));
+  to.arg(values);
+}
+template <int kCount, class Outputs, class Arg>
+void store_arg(const Outputs& to, const Arg& arg) {
   if (to.arg_type() == ArgType::i32) {
-    store(int32_t{});
-  } else if (to.arg_type() == ArgType::i64) {
-    store(int64_t{});
+    store_arg_as<int32_t, kCount>(to, arg);
   } else {
-    store(uint8_t{});
+    store_arg_as<int64_t, kCount>(to, arg);
   }
 }
 
@@ -451,29 +453,28 @@ void finish_to(const Params& p, const Outputs& to, const typename Op::State (&st
       to.result2(values);
     }
   }
-  if (Op::kPlaces && to.wants_arg()) {
-    int64_t arg[kCount];
-    const int64_t from = place - (to.arg_type() == ArgType::u8 ? begin() : 0);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if constexpr (Op::kPlaces) arg[i] = from + state[i].place;
-    }
+  if constexpr (Op::kPlaces) {
+    if (!to.wants_arg()) return;
+    const auto row = [&](int i) { return place + state[i].place; };
     if (to.arg_type() == ArgType::u8) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) arg[i] = arg[i] > kNoPlace ? kNoPlace : arg[i];
+      const int64_t from = begin();
+      store_arg_as<uint8_t, kCount>(to, [&](int i) {
+        const int64_t arg = row(i) - from;
+        return arg > kNoPlace ? kNoPlace : arg;
+      });
     } else if (Outputs::kPermuted && p.permutation.data != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) arg[i] = written_row<true>(p, arg[i]);
+      store_arg<kCount>(to, [&](int i) { return written_row<true>(p, row(i)); });
+    } else {
+      store_arg<kCount>(to, row);
     }
-    store_arg(to, arg);
   }
 }
 // The same of segment j of the list, from `column` on.
-template <class Op, class Out, int kCount>
+template <class Op, class Out, bool kPermuted, int kCount>
 void finish(const Params& p, const Segments& segments, int64_t j, int64_t column,
             const typename Op::State (&state)[kCount], int64_t place) {
   finish_to<Op, Out>(
-      p, RowOutputs{p, Tile::problem_segment(j), column}, state, place,
+      p, RowOutputs<kPermuted>{p, Tile::problem_segment(j), column}, state, place,
       [&] { return segments.begin(j); }, [&] { return segments.length(j); });
 }
 
@@ -491,8 +492,12 @@ void finish_empty(const Params& p, int64_t j, int64_t column) {
     if (p.result2.data != nullptr) store_row(p.result2, s, column, Values<Real<Out>, 1>{{value}});
   }
   if (Op::kPlaces && p.arg.data != nullptr) {
-    const int64_t arg[1] = {p.arg_type == ArgType::u8 ? kNoPlace : -1};
-    store_arg(RowOutputs{p, s, column}, arg);
+    const RowOutputs<false> to{p, s, column};
+    if (p.arg_type == ArgType::u8) {
+      store_arg_as<uint8_t, 1>(to, [](int) { return kNoPlace; });
+    } else {
+      store_arg<1>(to, [](int) { return -1; });
+    }
   }
 }
 

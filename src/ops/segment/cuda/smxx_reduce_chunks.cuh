@@ -291,7 +291,7 @@ void reduce_chunks(const Params& p) {
           if (in_head && number == steps.segment) {
             slot_of<Op>(p, steps.share, 0)[0] = state[0];
           } else {
-            finish<Op, Out>(p, segments, steps.first + number, 0, state, steps.base);
+            finish<Op, Out, false>(p, segments, steps.first + number, 0, state, steps.base);
           }
         }
       }

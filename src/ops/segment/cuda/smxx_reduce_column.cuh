@@ -136,7 +136,7 @@ void reduce_column(const Params& p) {
     if (begin < tile.row) {
       slot_of<Op>(p, blockIdx.x, 0)[0] = state[0];
     } else {
-      finish<Op, Out>(p, segments, j, 0, state, tile.origin);
+      finish<Op, Out, true>(p, segments, j, 0, state, tile.origin);
     }
   }
 }

@@ -189,7 +189,7 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
 #pragma unroll 1
         for (int i = 0; i < kVector; ++i) finish_empty<Op, Out>(p, j, column + i);
       } else {
-        finish<Op, Out>(p, segments, j, column, state, steps.base);
+        finish<Op, Out, false>(p, segments, j, column, state, steps.base);
       }
     }
     in_head = false;
@@ -203,7 +203,7 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
 template <class Op, class T, class Out, int kStateBytes>
 void reduce_narrow(const Params& p) {
   static_assert(sizeof(typename Op::State) == kStateBytes);
-  using Combining = Combiner<Op, Out, kStreamThreads, kNarrowCombineColumns>;
+  using Combining = Combiner<Op, Out, kStreamThreads, 1>;
   using Streaming = NarrowShared<T>;
   static_assert(sizeof(Streaming) == kNarrowBytes && sizeof(Combining) <= kNarrowBytes);
   extern __shared__ __align__(16) unsigned char memory[];
@@ -220,10 +220,9 @@ void reduce_narrow(const Params& p) {
     part = 0;
     parts = 1;
   }
-  const int64_t column_blocks = (p.columns + kNarrowCombineColumns - 1) / kNarrowCombineColumns;
-  for (; part / column_blocks * Combining::kTiles < p.tiles; part += parts) {
-    combiner.combine(p, segments, static_cast<int>(part / column_blocks) * Combining::kTiles,
-                     part % column_blocks);
+  for (; part / p.columns * Combining::kTiles < p.tiles; part += parts) {
+    combiner.combine(p, segments, static_cast<int>(part / p.columns) * Combining::kTiles,
+                     part % p.columns);
     __syncthreads();
   }
 }

@@ -1,8 +1,9 @@
 // Forward for rows of several columns: tiles of rows, whose pieces of segments are reduced without
 // a word between lanes.
 //
-// A group of lanes walks consecutive rows of its tile; each lane owns kVector columns, and its
-// pieces of the next rows are on their way to its own ring in shared memory. What ends inside is
+// A group of lanes walks consecutive rows of its tile, as many as make its share of rows and ends
+// the same as the others'; each lane owns kVector columns, and its pieces of the next rows are on
+// their way to its own ring in shared memory. What ends inside is
 // stored at once, except the first end, whose segment may have begun before: its head waits for the
 // tails of the groups before it. Heads and tails that reach beyond the tile go to the tile's two
 // slots, and smxx_combine.cuh puts them together. The order of all additions follows from the
@@ -151,6 +152,37 @@ struct RowReader {
   }
 };
 
+// The rows that walkers of a tile begin with: multiples of kWalkerStep, so that all have as much to
+// do.
+struct WalkerRows {
+  using Bits = EndBits<kMostTileRows>;
+  EndCounts<kMostTileRows> ends;
+  uint16_t first[kMostWalkers + 1];
+
+  // By all threads of the block. The end of a segment counts for end_items of the tile's rows.
+  void share_out(const Bits& bits, int rows, int walkers, int end_items) {
+    ends.count(bits);
+    __syncthreads();
+    const int thread = threadIdx.x;
+    if (thread <= walkers) {
+      const int item = (rows + ends.all * end_items) * thread / walkers;
+      int word = 0;
+      for (int step = Bits::kWords / 2; step > 0; step /= 2) {
+        const int next = word + step;
+        if (next * 32 + ends.before[next] * end_items <= item) word = next;
+      }
+      int row = word * 32;
+#pragma unroll
+      for (int step = kWalkerStep; step < 32; step += kWalkerStep) {
+        const int before = ends.before[word] + __popc(bits.bits[word] & ((1u << step) - 1));
+        if (word * 32 + step + before * end_items <= item) row = word * 32 + step;
+      }
+      first[thread] = static_cast<uint16_t>(thread == walkers || row > rows ? rows : row);
+    }
+    __syncthreads();
+  }
+};
+
 template <class Op, class T, class Out, int kVector, Input kInput, bool kPermuted, int kStateBytes>
 void reduce_rows(const Params& p) {
   using State = typename Op::State;
@@ -165,6 +197,8 @@ void reduce_rows(const Params& p) {
     };
     State heads[kThreads][kVector];
     Ends<kMostTileRows> ends;
+    WalkerRows rows;
+    Segments segments;  // here, as rows take all registers
     bool has_end[kWarps];
   };
   static_assert(sizeof(Shared) <= reduce_rows_bytes(sizeof(T) * kVector, sizeof(State) * kVector));
@@ -174,18 +208,27 @@ void reduce_rows(const Params& p) {
   auto& heads = shared.heads;
   auto& has_end = shared.has_end;
 
-  const Segments segments = make_segments(p);
+  device::allow_next_kernel();
+  const Segments found = make_segments(p);
+  if (threadIdx.x == 0) shared.segments = found;  // seen once ends are marked
   const Tile tile = make_tile(p, blockIdx.x);
   const int lanes = 1 << p.lane_bits, walkers = kThreads >> p.lane_bits;
   const int thread = threadIdx.x, walker = thread >> p.lane_bits, lane = thread & (lanes - 1);
   const int64_t first_column = column_block(p) * lanes * kVector;
   const int64_t column = first_column + lane * kVector;
   const bool active = column < p.columns;
+  ends.mark(found, tile, [&](int64_t j) {
+    const int64_t stop = first_column + lanes * kVector;
+#pragma unroll 1
+    for (int64_t d = first_column; d < stop && d < p.columns; ++d) finish_empty<Op, Out>(p, j, d);
+  });
+  const auto tile_rows = static_cast<int>(clamped(tile.row_stop - tile.origin, 0, kMostTileRows));
+  shared.rows.share_out(ends, tile_rows, walkers, p.end_items);
+  const Segments& segments = shared.segments;
   // Rows of this walker in a segment of the problem, counted from the tile's first.
-  const int row = walker * p.walker_rows;
+  const int row = shared.rows.first[walker], row_stop = shared.rows.first[walker + 1];
   const auto within = [&](int64_t place) {
-    const int64_t at = place - tile.origin, stop = row + p.walker_rows;
-    return static_cast<int>(at < row ? row : at > stop ? stop : at);
+    return static_cast<int>(clamped(place - tile.origin, row, row_stop));
   };
   const int first = within(tile.lowest);
   const int last = within(tile.row_stop < tile.highest ? tile.row_stop : tile.highest);
@@ -196,11 +239,6 @@ void reduce_rows(const Params& p) {
   Reader reader(shared.reader, p, tile.origin, column, first, stop);
   const int begin = Reader::batch_of(first);
   reader.request(begin);
-  ends.mark(segments, tile, [&](int64_t j) {
-    const int64_t stop = first_column + lanes * kVector;
-#pragma unroll 1
-    for (int64_t d = first_column; d < stop && d < p.columns; ++d) finish_empty<Op, Out>(p, j, d);
-  });
   State state[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) state[i] = stop > first ? begin_run<Op>(first) : Op::start();
@@ -242,8 +280,8 @@ void reduce_rows(const Params& p) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) heads[thread][i] = state[i];
         } else {
-          finish<Op, Out>(p, segments, tile.first + ends.segment[at + k], column, state,
-                          tile.origin);
+          finish<Op, Out, kPermuted>(p, segments, tile.first + ends.segment[at + k], column, state,
+                                     tile.origin);
         }
 #pragma unroll
         for (int i = 0; i < kVector; ++i) state[i] = begin_run<Op>(at + k + 1);
@@ -252,7 +290,8 @@ void reduce_rows(const Params& p) {
       }
     }
   }
-  const bool any_end = ends.next(row) < row + p.walker_rows;
+  const int head_end = ends.next(shared.rows.first[walker]);
+  const bool any_end = head_end < shared.rows.first[walker + 1];
 
   // What the walkers of this warp before this one have left open, and whether it reaches back to an
   // end; `state` becomes the same with this walker's rows.
@@ -321,11 +360,11 @@ void reduce_rows(const Params& p) {
     if (!complete) gather(unit, earlier);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) Op::append(earlier[i], heads[thread][i]);
-    const int64_t j = tile.first + ends.segment[ends.next(row)];
+    const int64_t j = tile.first + ends.segment[head_end];
     if (segments.begin(j) < tile.row) {
       store_slot(0, earlier);
     } else {
-      finish<Op, Out>(p, segments, j, column, earlier, tile.origin);
+      finish<Op, Out, kPermuted>(p, segments, j, column, earlier, tile.origin);
     }
   }
   // The list ends with the rows past the last offset.

@@ -125,7 +125,41 @@ struct EndBits {
   }
 };
 
-// The same with the segments that end there.
+// How many of a tile's ends lie before each word of bits.
+template <int kRows>
+struct EndCounts {
+  static constexpr int kWords = EndBits<kRows>::kWords;
+  uint16_t before[kWords];
+  int all;
+
+  // By the first warp of the block; the others may use it after a barrier.
+  void count(const EndBits<kRows>& ends) {
+    constexpr int kEach = kWords / device::kWarpSize;
+    const int lane = threadIdx.x;
+    if (lane >= device::kWarpSize) return;
+    int count[kEach], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      count[i] = __popc(ends.bits[lane * kEach + i]);
+      sum += count[i];
+    }
+    int ended = sum;
+#pragma unroll
+    for (int step = 1; step < device::kWarpSize; step *= 2) {
+      const int earlier = __shfl_up_sync(device::kAllLanes, ended, step);
+      if (lane >= step) ended += earlier;
+    }
+    if (lane == device::kWarpSize - 1) all = ended;
+    ended -= sum;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      before[lane * kEach + i] = static_cast<uint16_t>(ended);
+      ended += count[i];
+    }
+  }
+};
+
+// Which rows are the last ones of segments, and of which.
 template <int kRows>
 struct Ends : EndBits<kRows> {
   static_assert(kRows < 65535);

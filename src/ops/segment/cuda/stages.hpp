@@ -38,9 +38,9 @@ enum class Access { wide, wide_permuted, any };
 struct Tiling {
   std::int64_t items = 0;  // rows and segment ends of a tile
   int alignment = 1;
-  int snap = 0;  // Params::snap_rows
+  int snap = 0;       // Params::snap_rows
+  int end_items = 1;  // Params::end_items
   int lane_bits = 0;
-  int walker_rows = 0;
   std::int64_t column_blocks = 1;
 
   friend bool operator==(const Tiling&, const Tiling&) = default;

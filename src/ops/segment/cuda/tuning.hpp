@@ -18,19 +18,20 @@ inline constexpr int kMaskTileItems = 256;
 constexpr int tile_items(int lane_bits, int walker_rows) {
   return (kThreads >> lane_bits) * walker_rows;
 }
+inline constexpr int kMostWalkers = kThreads / kFewestLanes;
 // What a tile can keep the ends of.
-inline constexpr int kMostTileRows = kThreads / kFewestLanes * kWalkerRows;
+inline constexpr int kMostTileRows = kMostWalkers * kWalkerRows;
 inline constexpr int kRingRows = 8;  // of each lane, on their way or being read
-// Shared memory of smxx_reduce_rows.cuh: pieces of rows or states, states, ends of segments.
+// Shared memory of smxx_reduce_rows.cuh: pieces of rows or states, states, ends of segments, rows
+// of walkers.
 constexpr int reduce_rows_bytes(int piece_bytes, int states_bytes) {
   const int ring = kRingRows * piece_bytes;
   return kThreads * ((ring > states_bytes ? ring : states_bytes) + states_bytes) +
-         kMostTileRows * 2 + kMostTileRows / 8 + 64;
+         kMostTileRows * 2 + kMostTileRows / 8 + kMostTileRows / 16 + kMostWalkers * 2 + 96;
 }
-constexpr int most_walker_rows(int lane_bits) { return kMostTileRows / tile_items(lane_bits, 1); }
-inline constexpr int kSnapRows = 16;  // Params::snap_rows of reductions
+inline constexpr int kSnapRows = 16;     // Params::snap_rows of reductions
+inline constexpr int kRowsEndItems = 4;  // rows that the end of a segment costs as much as
 inline constexpr int kWalkerStep = 4;
-inline constexpr int kFewestWalkerRows = 16;
 constexpr int product_tile_items(int lane_bits) { return (kThreads >> lane_bits) * kProductRows; }
 // D = 1: a lane takes this many consecutive rows, a warp 32 times as many, this many times; what is
 // kept for each row of a tile fits into 48 KiB. Tiles begin on any row, lanes on multiples.
@@ -57,7 +58,6 @@ inline constexpr int kNarrowMostBytes = 128;  // of a row
 inline constexpr int kNarrowLanePieces = 4;   // of 16 bytes, of a chunk
 inline constexpr int kNarrowGroupRows = 32;   // of a segment, at most, that a group of lanes walks
 inline constexpr int kNarrowEndItems = 8;     // rows that the end of a segment costs as much as
-inline constexpr int kNarrowCombineColumns = 8;
 inline constexpr int kNarrowChunkPieces = kNarrowLanePieces * 32;
 inline constexpr int kNarrowBytes =  // of shared memory
     kStreamWarps * (kStreamChunks * kNarrowChunkPieces * 16 + kStreamEndGroups * 32 * 8);
