@@ -104,7 +104,7 @@ MapOp exponential_map(DType dtype) {
           .segment_bytes = 2 * real_bytes(dtype),
           .blocks = 3,
           .chunk_blocks = 4,
-          .narrow_blocks = 3};
+          .narrow_blocks = size_of(dtype) == 2 ? 3 : 4};
 }
 MapOp softmax_map(DType dtype) {
   return {.name = "softmax",

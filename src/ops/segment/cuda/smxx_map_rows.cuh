@@ -1,6 +1,7 @@
-// One pass over rows of several columns: each gets a value from its segment (smxx_maps.cuh). Tiles
-// and lanes are those of smxx_reduce_rows.cuh. What a segment gives is read once for each run of
-// its rows in a group of lanes, early enough that several reads are in flight.
+// One pass over rows of several columns: each gets a value from its segment (smxx_maps.cuh). Lanes
+// are those of smxx_reduce_rows.cuh; a group of them has kWalkerRows rows. What a segment gives is
+// read once for each run of its rows in a group of lanes, early enough that several reads are in
+// flight.
 #pragma once
 
 #include "ops/segment/cuda/smxx_maps.cuh"
@@ -64,23 +65,79 @@ void map_rows(const Params& p) {
   }
 }
 
-// The same for narrow rows, which groups of lanes take side by side, so that a warp reads and
+// Where the rows of a tile's first segment begin, in elements. Made once and kept in shared memory:
+// in the loop they would cost more than what is read.
+struct TileRows {
+  int64_t d_out, arg, out, statistic, statistic2;
+
+  void find(const Params& p, const Tile& tile) {
+    const int64_t s = Tile::problem_segment(tile.first);
+    d_out = s * p.d_out.row_stride;
+    arg = s * p.arg.row_stride;
+    out = s * p.out.row_stride;
+    statistic = s * p.statistic.row_stride;
+    statistic2 = s * p.statistic2.row_stride;
+  }
+};
+// What is read of a segment of the tile, from `column` on, where that comes in aligned pieces.
+struct TileInputs {
+  const Params& p;
+  const Segments& segments;
+  const Tile& tile;
+  const TileRows& first;
+  int column;
+  uint32_t number;  // of the segment, after the tile's first
+  template <class V>
+  void d_out(V& values) const {
+    read(values, p.d_out, first.d_out);
+  }
+  template <class V>
+  void arg(V& values) const {
+    read(values, p.arg, first.arg);
+  }
+  template <class V>
+  void out(V& values) const {
+    read(values, p.out, first.out);
+  }
+  template <class V>
+  void statistic(V& values) const {
+    read(values, p.statistic, first.statistic);
+  }
+  template <class V>
+  void statistic2(V& values) const {
+    read(values, p.statistic2, first.statistic2);
+  }
+  void begin(int64_t& row) const { row = segments.begin(tile.first + number); }
+  void length(int64_t& rows) const { rows = segments.length(tile.first + number); }
+
+ private:
+  template <class T, int kCount>
+  void read(Values<T, kCount>& values, const Matrix& from, int64_t begin) const {
+    const T* at = static_cast<const T*>(from.data) + begin + number * from.row_stride + column;
+    values = *reinterpret_cast<const Values<T, kCount>*>(at);
+  }
+};
+
+// map_rows() for narrow rows, which groups of lanes take side by side, so that a warp reads and
 // writes neighbouring memory.
 template <class Map, class T, int kVector>
 void map_narrow(const Params& p) {
   using Segment = typename Map::Segment;
   constexpr int kBatch = Map::kBatch;
+  constexpr int kAlike = 4;  // rows at once, where all are of one segment
   using TileEnds = Ends<kMostTileRows>;
   __shared__ TileEnds ends;
   __shared__ EndCounts<kMostTileRows> counts;
+  __shared__ TileRows first;
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, blockIdx.x);
   const int walkers = kThreads >> p.lane_bits;
   const int walker = static_cast<int>(threadIdx.x) >> p.lane_bits;
-  const int64_t column = (threadIdx.x & ((1 << p.lane_bits) - 1)) * kVector;
+  const int column = kept((threadIdx.x & ((1u << p.lane_bits) - 1)) * kVector);
   ends.mark(segments, tile, [](int64_t) {});
   counts.count(ends);
+  if (threadIdx.x == 0) first.find(p, tile);
   __syncthreads();
   if (column >= p.columns) return;
 
@@ -89,9 +146,10 @@ void map_narrow(const Params& p) {
   const auto segment_at = [&](int at) {
     const uint32_t word = static_cast<uint32_t>(at) / 32;
     if (dense) {
-      return tile.first + counts.before[word] + __popc(ends.bits[word] & ((1u << (at % 32)) - 1));
+      return counts.before[word] +
+             static_cast<uint32_t>(__popc(ends.bits[word] & ((1u << (at % 32)) - 1)));
     }
-    return ends.segment_to(tile, ends.next(at));
+    return static_cast<uint32_t>(ends.segment_to(tile, ends.next(at)) - tile.first);
   };
   const auto counted = [&](int64_t row) {
     return static_cast<int>(clamped(row - tile.origin, 0, kMostTileRows));
@@ -104,44 +162,51 @@ void map_narrow(const Params& p) {
   T* d_x = static_cast<T*>(p.d_x.data) + begin * p.d_x.row_stride + column;
   Segment segment{};
   int end = -1;  // last row of this segment
+  int row = counted(tile.row) + walker;
+  const auto value = [&](const Segment& of, const typename Map::Row& data, int at) {
+    return Map::values(of, data, {static_cast<uint32_t>(at), tile.origin + at});
+  };
 #pragma unroll 1
-  for (int row = counted(tile.row) + walker; row < stop; row += kBatch * walkers) {
+  while (row < stop) {
+    const int last_alike = row + (kAlike - 1) * walkers;
+    if (last_alike <= end && last_alike < stop) {
+      typename Map::Row data[kAlike];
+#pragma unroll
+      for (int k = 0; k < kAlike; ++k) data[k].load(p, tile.origin + row + k * walkers, column);
+#pragma unroll
+      for (int k = 0; k < kAlike; ++k) {
+        store_once(d_x + k * step, value(segment, data[k], row + k * walkers));
+      }
+      row += kAlike * walkers;
+      d_x += kAlike * step;
+      continue;
+    }
+    typename Map::Raw raw[kBatch];
     typename Map::Row data[kBatch];
-    const auto store = [&](int k, const Values<T, kVector>& values) {
-      store_once(d_x + k * step, values);
-    };
-    const auto value = [&](const Segment& of, int k) {
-      const int at = row + k * walkers;
-      return Map::values(of, data[k], {static_cast<uint32_t>(at), tile.origin + at});
-    };
-    const int last = row + (kBatch - 1) * walkers;
-    if (last <= end && last < stop) {
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) data[k].load(p, tile.origin + row + k * walkers, column);
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) store(k, value(segment, k));
-    } else {
-      typename Map::Raw raw[kBatch];
+    if (low < high) {
+      // Those outside read what others do: with a branch each, reads would wait for each other.
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        const int at = row + k * walkers;
-        if (!inside(at)) continue;
-        raw[k].load(RowInputs{p, segments, segment_at(at), column});
+        const int place = row + k * walkers;
+        const int at = place < low ? low : place < high ? place : high - 1;
+        raw[k].load(TileInputs{p, segments, tile, first, column, segment_at(at)});
         data[k].load(p, tile.origin + at, column);
       }
-      end = inside(last) ? ends.next(last) : -1;
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        const int at = row + k * walkers;
-        if (at >= stop) continue;
-        Values<T, kVector> values{};
-        if (inside(at)) {
-          segment = Map::of(raw[k], tile);
-          values = value(segment, k);
-        }
-        store(k, values);
-      }
     }
+    const int last = row + (kBatch - 1) * walkers;
+    end = inside(last) ? ends.next(last) : -1;
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int at = row + k * walkers;
+      if (at >= stop) continue;
+      Values<T, kVector> values{};
+      if (inside(at)) {
+        segment = Map::of(raw[k], tile);
+        values = value(segment, data[k], at);
+      }
+      store_once(d_x + k * step, values);
+    }
+    row += kBatch * walkers;
     d_x += kBatch * step;
   }
 }

@@ -26,8 +26,9 @@ using Select = typename Either<kFirst, A, B>::Type;
 
 template <class T, int kCount>
 Values<T, kCount> load_columns(const Matrix& from, int64_t row, int64_t column) {
+  const int64_t step = kCount > 1 ? 1 : from.column_stride;
   return load_once<T, kCount>(static_cast<const T*>(from.data) + row * from.row_stride +
-                              column * from.column_stride);
+                              column * step);
 }
 
 // The values that `value(i)` gives.
