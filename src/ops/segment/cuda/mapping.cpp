@@ -78,13 +78,13 @@ MapOp spread_map(bool mean, DType dtype) {
           .narrow_blocks = mean ? 0 : 4};
 }
 MapOp arg_map(DType arg, DType dtype) {
-  MapOp op{.name = fmt::format("arg_{}", name_of(arg)),
-           .type = fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
-           .segment_bytes = size_of(arg) == 8 ? 16 : 2 * real_bytes(dtype),
-           .blocks = arg == DType::i32 ? 4 : 3,
-           .chunk_blocks = size_of(dtype) == 2 && arg != DType::i32 ? 4 : 5};
-  op.narrow_blocks = op.blocks - (size_of(dtype) == 2 && arg != DType::u8 ? 1 : 0);
-  return op;
+  const int blocks = arg == DType::i32 ? 4 : 3;
+  return {.name = fmt::format("arg_{}", name_of(arg)),
+          .type = fmt::format("ByArg<{{T}}, {{V}}, {}, {{P}}>", cuda::device_type(arg)),
+          .segment_bytes = size_of(arg) == 8 ? 16 : 2 * real_bytes(dtype),
+          .blocks = blocks,
+          .chunk_blocks = size_of(dtype) == 2 && arg != DType::i32 ? 4 : 5,
+          .narrow_blocks = blocks};
 }
 MapOp mask_map(bool even, DType dtype) {
   return {.name = even ? "mask_even" : "mask",

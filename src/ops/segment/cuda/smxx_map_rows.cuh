@@ -124,7 +124,8 @@ template <class Map, class T, int kVector>
 void map_narrow(const Params& p) {
   using Segment = typename Map::Segment;
   constexpr int kBatch = Map::kBatch;
-  constexpr int kAlike = 4;  // rows at once, where all are of one segment
+  // Rows at once, where all are of one segment; of 16 bits more, as registers allow.
+  constexpr int kAlike = kBatch == 2 && sizeof(T) == 2 ? 3 : kBatch;
   using TileEnds = Ends<kMostTileRows>;
   __shared__ TileEnds ends;
   __shared__ EndCounts<kMostTileRows> counts;
@@ -179,35 +180,34 @@ void map_narrow(const Params& p) {
       }
       row += kAlike * walkers;
       d_x += kAlike * step;
-      continue;
-    }
-    typename Map::Raw raw[kBatch];
-    typename Map::Row data[kBatch];
-    if (low < high) {
-      // Those outside read what others do: with a branch each, reads would wait for each other.
+    } else {
+      const int last = row + (kBatch - 1) * walkers;
+      typename Map::Row data[kBatch];
+      typename Map::Raw raw[kBatch];
+      if (low < high) {
+        // Those outside read what others do: with a branch each, reads would wait for each other.
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+          const int place = row + k * walkers;
+          const int at = place < low ? low : place < high ? place : high - 1;
+          raw[k].load(TileInputs{p, segments, tile, first, column, segment_at(at)});
+          data[k].load(p, tile.origin + at, column);
+        }
+      }
+      end = inside(last) ? ends.next(last) : -1;
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        const int place = row + k * walkers;
-        const int at = place < low ? low : place < high ? place : high - 1;
-        raw[k].load(TileInputs{p, segments, tile, first, column, segment_at(at)});
-        data[k].load(p, tile.origin + at, column);
-      }
-    }
-    const int last = row + (kBatch - 1) * walkers;
-    end = inside(last) ? ends.next(last) : -1;
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int at = row + k * walkers;
-      if (at >= stop) continue;
-      Values<T, kVector> values{};
-      if (inside(at)) {
+        const int at = row + k * walkers;
+        // Also of rows outside, so that the one before need not be kept while these are read.
         segment = Map::of(raw[k], tile);
-        values = value(segment, data[k], at);
+        if (at >= stop) continue;
+        Values<T, kVector> values{};
+        if (inside(at)) values = value(segment, data[k], at);
+        store_once(d_x + k * step, values);
       }
-      store_once(d_x + k * step, values);
+      row += kBatch * walkers;
+      d_x += kBatch * step;
     }
-    row += kBatch * walkers;
-    d_x += kBatch * step;
   }
 }
 
