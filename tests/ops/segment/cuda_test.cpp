@@ -166,6 +166,22 @@ TEST_F(segment_cuda, hostile_offsets) {
   }
 }
 
+TEST_F(segment_cuda, more_tiles_than_a_grid_has_blocks) {
+  SegmentProblem problem;
+  problem.x = TensorSpec::contiguous(DType::f32, {std::int64_t{1} << 45, 3});
+  problem.x.strides[0] = 0;
+  problem.offsets = TensorSpec::contiguous(DType::i64, {2});
+  try {
+    make_plan(Device::cuda(), complete(problem), Pass::forward);
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::unsupported);
+    EXPECT_NE(std::string(error.what()).find("x: expected less than 2^31 tiles of "),
+              std::string::npos)
+        << error.what();
+  }
+}
+
 // Kernels that stream one column, and maps over rows in 16-byte pieces, find out themselves.
 TEST_F(segment_cuda, hostile_offsets_where_no_kernel_looks_ahead) {
   Random random(6);

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <random>
 #include <utility>
 
+#include "core/check.hpp"
 #include "ops/segment/cuda/stages.hpp"
 
 namespace pullback::segment_cuda {
@@ -146,6 +148,12 @@ Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layo
 
 void Setup::allow(const Tiling& tiling) {
   most_tiles_ = std::max(most_tiles_, tiles_of(problem_, tiling));
+  if (most_tiles_ > std::numeric_limits<std::int32_t>::max()) {
+    fail(ErrorCode::unsupported, "segment", "x",
+         fmt::format("less than 2^31 tiles of {} rows and segment ends on a CUDA device",
+                     tiling.items),
+         problem_.x.to_string());
+  }
 }
 
 std::int64_t Setup::resident(const Kernel& kernel) const {
