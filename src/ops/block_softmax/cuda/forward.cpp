@@ -76,12 +76,12 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
     params.batches = Z;
     params.block = static_cast<std::int32_t>(b);
     params.scale = problem.scale;
+    params.rows = static_cast<std::int32_t>(R);
     if (terms) {
       std::vector<std::int32_t> columns;
       columns.reserve(static_cast<std::size_t>(nnz));
       for (const auto& block : layout.blocks()) columns.push_back(block.column);
       columns_ = tables_.add(std::span<const std::int32_t>(columns));
-      params.rows = static_cast<std::int32_t>(R);
       set_terms(problem, params);
     }
 
