@@ -100,6 +100,25 @@ inline float log2_approx(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(logarithm) : "f"(x));
   return logarithm;
 }
+// To 1 ulp; of and to subnormal numbers, 0.
+inline float sqrt_approx(float x) {
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+}
+inline float reciprocal_approx(float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
+
+// A NaN beats everything.
+inline float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+inline double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
 
 template <class R>
 R infinity() {

@@ -37,6 +37,16 @@ void store_vector(T* to, const Vector<T>& vector) {
                : "memory");
 }
 
+// Two bytes where `i` is below `count`, else 0: lanes that do not part, so that they can all ask
+// for several before they wait for the first.
+inline uint16_t load_below(const void* from, int i, int count) {
+  uint16_t bits = 0;
+  asm volatile("{.reg .pred p; setp.lt.s32 p, %2, %3; @p ld.global.u16 %0, [%1];}"
+               : "+h"(bits)
+               : "l"(from), "r"(i), "r"(count));
+  return bits;
+}
+
 // 16 bytes, whatever they hold: a compiler that sees 16-bit pieces takes them apart, and spends
 // registers and instructions on it.
 using Words = Vector<uint32_t>;

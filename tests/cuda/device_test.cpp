@@ -1,121 +1,18 @@
 // The device toolkit on a GPU, against the host.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <vector>
 
-#include "core/element.hpp"
-#include "cuda/memory.hpp"
-#include "cuda/op_kernel.hpp"
+#include "cuda/on_device.hpp"
 
 namespace pullback::cuda {
 namespace {
-
-struct Buffers {
-  const void* from;
-  void* to;
-  std::int64_t count;
-};
-constexpr std::string_view kBuffers =
-    "decltype([] { struct Buffers { const void* from; void* to; int64_t count; }; "
-    "return Buffers(); }())";
-
-class OnDeviceToolkit : public ::testing::Test {
- protected:
-  void SetUp() override {
-    if (const std::string problem = driver_problem(); !problem.empty()) GTEST_SKIP() << problem;
-  }
-
-  // Runs `body`, which knows `b` (the buffers), for each element: one thread each, or as told.
-  template <class To, class From>
-  static std::vector<To> run(const std::string& name, std::string_view file,
-                             const std::string& body, const std::vector<From>& from,
-                             std::size_t results, unsigned blocks, int threads,
-                             unsigned cluster = 1, bool arch_specific = false) {
-    const DeviceInfo& device = device_info(0);
-    const DeviceMemory input(device, std::as_bytes(std::span(from)));
-    const DeviceMemory output(device, results * sizeof(To));
-    PlannedKernel<Buffers> kernel({.name = "test_" + name,
-                                   .file = file,
-                                   .function = "[](const auto& b) {\n" + body + "\n}",
-                                   .parameters = kBuffers,
-                                   .threads = threads,
-                                   .arch_specific = arch_specific},
-                                  device);
-    kernel.shape.grid[0] = blocks;
-    kernel.shape.cluster = cluster;
-    const OwnStream stream(device);
-    const DeviceGuard guard(device);
-    kernel.launch({stream.get()},
-                  {input.data(), output.data(), static_cast<std::int64_t>(from.size())});
-    std::vector<To> to(results);
-    check(driver().cuMemcpyDtoHAsync(to.data(), address(output.data()), results * sizeof(To),
-                                     stream.get()),
-          "cuMemcpyDtoHAsync");
-    stream.synchronize();
-    return to;
-  }
-};
-
-const char* const kIndex = "const auto i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;\n";
-
-std::vector<std::uint16_t> all_16_bit_patterns() {
-  std::vector<std::uint16_t> bits(65536);
-  for (std::size_t i = 0; i < bits.size(); ++i) bits[i] = static_cast<std::uint16_t>(i);
-  return bits;
-}
-
-template <class Host>
-void expect_widened(const std::vector<float>& got) {
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    Host host;
-    host.bits = static_cast<std::uint16_t>(i);
-    const float want = static_cast<float>(host);
-    if (std::isnan(want)) {
-      EXPECT_TRUE(std::isnan(got[i])) << i;
-    } else {
-      EXPECT_EQ(std::bit_cast<std::uint32_t>(got[i]), std::bit_cast<std::uint32_t>(want)) << i;
-    }
-  }
-}
-
-TEST_F(OnDeviceToolkit, widens_every_16_bit_value) {
-  const auto bits = all_16_bit_patterns();
-  const auto widen = [&](const std::string& type) {
-    return run<float>("widen_" + type, "device/float.cuh",
-                      kIndex + ("static_cast<float*>(b.to)[i] = to_real(static_cast<const " + type +
-                                "*>(b.from)[i]);"),
-                      bits, bits.size(), 256, 256);
-  };
-  expect_widened<bfloat16>(widen("bf16"));
-  expect_widened<float16>(widen("f16"));
-}
-
-// Around every 16-bit value: the value, half a step above it, and a little more and less than that.
-TEST_F(OnDeviceToolkit, rounds_to_the_nearest_even) {
-  std::vector<float> values;
-  for (std::uint32_t high = 0; high < 65536; high += 3) {
-    for (const std::uint32_t low : {0u, 0x7fffu, 0x8000u, 0x8001u, 0x0fffu, 0x1000u, 0x1001u}) {
-      values.push_back(std::bit_cast<float>(high << 16 | low));
-    }
-  }
-  const auto narrow = [&](const std::string& type) {
-    return run<std::uint16_t>(
-        "narrow_" + type, "device/float.cuh",
-        kIndex + ("if (i < b.count) static_cast<" + type + "*>(b.to)[i] = from_real<" + type +
-                  ">(static_cast<const float*>(b.from)[i]);"),
-        values, values.size(), static_cast<unsigned>(values.size() / 256 + 1), 256);
-  };
-  const auto bf16 = narrow("bf16"), f16 = narrow("f16");
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (std::isnan(values[i])) continue;
-    EXPECT_EQ(bf16[i], bfloat16(values[i]).bits) << values[i];
-    EXPECT_EQ(f16[i], float16(values[i]).bits) << values[i];
-  }
-}
 
 TEST_F(OnDeviceToolkit, vectors_keep_their_bytes) {
   std::vector<std::uint32_t> from(4096);
@@ -128,6 +25,21 @@ TEST_F(OnDeviceToolkit, vectors_keep_their_bytes) {
                                               "+ 4 * i));"),
                          from, from.size(), 4, 256),
       from);
+}
+
+TEST_F(OnDeviceToolkit, hinted_vectors_keep_their_bytes) {
+  std::vector<std::uint32_t> from(4096);
+  for (std::size_t i = 0; i < from.size(); ++i)
+    from[i] = static_cast<std::uint32_t>(i * 2654435761u);
+  for (const std::string stay : {"true", "false"}) {
+    EXPECT_EQ(run<std::uint32_t>("hinted_" + stay, "device/cache_hint.cuh",
+                                 kIndex + ("const CacheHint<" + stay +
+                                           "> hint;\nhint.store(static_cast<uint32_t*>(b.to) + 4 * "
+                                           "i, hint.load(static_cast<const uint32_t*>(b.from) + 4 "
+                                           "* i));"),
+                                 from, from.size(), 4, 256),
+              from);
+  }
 }
 
 TEST_F(OnDeviceToolkit, warps_reduce_to_the_same_bits_in_all_lanes) {
@@ -158,6 +70,49 @@ TEST_F(OnDeviceToolkit, warps_reduce_to_the_same_bits_in_all_lanes) {
       }
     }
   }
+}
+
+TEST_F(OnDeviceToolkit, warps_reduce_integers) {
+  std::vector<std::int32_t> from(1024);
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    from[i] = static_cast<std::int32_t>(i * 2654435761u) / 64;
+  }
+  const auto reduce = [&](const std::string& name) {
+    return run<std::int32_t>(
+        name, "device/warp_integer.cuh",
+        kIndex + ("static_cast<int*>(b.to)[i] = " + name + "(static_cast<const int*>(b.from)[i]);"),
+        from, from.size(), 8, 128);
+  };
+  const auto sums = reduce("warp_sum_integer"), maxima = reduce("warp_max_integer");
+  for (std::size_t i = 0; i < from.size(); ++i) {
+    const auto first = from.begin() + static_cast<std::ptrdiff_t>(i / 32 * 32);
+    EXPECT_EQ(sums[i], std::accumulate(first, first + 32, 0));
+    EXPECT_EQ(maxima[i], *std::max_element(first, first + 32));
+  }
+}
+
+TEST_F(OnDeviceToolkit, threads_count_in_shared_memory) {
+  const std::vector<std::uint32_t> from(256);
+  const auto counts = run<std::uint32_t>(
+      "count_shared", "device/shared.cuh",
+      kIndex + std::string("__shared__ uint32_t count[8];\n"
+                           "if (i < 8) count[i] = 0;\n__syncthreads();\n"
+                           "count_shared(shared_address(count + (i % 8 < 3 ? 0 : i % 8)));\n"
+                           "__syncthreads();\n"
+                           "if (i < 8) static_cast<uint32_t*>(b.to)[i] = count[i];"),
+      from, 8, 1, 256);
+  EXPECT_EQ(counts, (std::vector<std::uint32_t>{96, 0, 0, 32, 32, 32, 32, 32}));
+}
+
+TEST_F(OnDeviceToolkit, loads_that_lanes_leave_out_are_zero) {
+  std::vector<std::uint16_t> from(256);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::uint16_t>(i + 1);
+  const auto got = run<std::uint16_t>(
+      "load_below", "device/memory.cuh",
+      kIndex + std::string("static_cast<uint16_t*>(b.to)[i] = load_below(static_cast<const "
+                           "uint16_t*>(b.from) + i, static_cast<int>(i % 7), 4);"),
+      from, from.size(), 1, 256);
+  for (std::size_t i = 0; i < got.size(); ++i) EXPECT_EQ(got[i], i % 7 < 4 ? i + 1 : 0) << i;
 }
 
 TEST_F(OnDeviceToolkit, bulk_copies_count_their_bytes) {

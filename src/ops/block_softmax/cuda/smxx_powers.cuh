@@ -6,6 +6,7 @@
 
 #include "device/float.cuh"
 #include "device/memory.cuh"
+#include "device/packed.cuh"
 
 namespace pullback::block_softmax {
 
@@ -82,17 +83,6 @@ Reals<T> reals(const Words& raw) {
   return result;
 }
 
-inline uint32_t packed_maximum(uint32_t a, uint32_t b, bf16) {
-  uint32_t result;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-inline uint32_t packed_maximum(uint32_t a, uint32_t b, f16) {
-  uint32_t result;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  return result;
-}
-
 // NaN loses against any number.
 inline float larger(float a, float b) { return fmaxf(a, b); }
 inline double larger(double a, double b) { return fmax(a, b); }
@@ -107,7 +97,7 @@ class Largest {
   void add(const Words& raw) {
     if constexpr (kPacked) {
 #pragma unroll
-      for (int w = 0; w < 4; ++w) largest_ = packed_maximum(largest_, raw.element[w], T{});
+      for (int w = 0; w < 4; ++w) largest_ = Packed<T>::max(largest_, raw.element[w]);
     } else {
       const Reals<T> values = reals<T>(raw);
 #pragma unroll

@@ -3,6 +3,7 @@
 // of a row element by element.
 #pragma once
 
+#include "device/cache_hint.cuh"
 #include "device/float.cuh"
 #include "device/memory.cuh"
 #include "device/warp.cuh"
@@ -27,11 +28,7 @@ using Arithmetic = typename ArithmeticOf<T, kWeights>::Type;
 
 // To 1 ulp, subnormals to 0; the exact one takes longer than the memory that these kernels wait
 // for.
-inline float square_root(float value) {
-  float root;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(value));
-  return root;
-}
+inline float square_root(float value) { return sqrt_approx(value); }
 inline double square_root(double value) { return sqrt(value); }
 
 // For results of 16 bits the hardware's logarithm has digits enough. NaN of NaN.
@@ -105,21 +102,21 @@ R slope(R y, double alpha) {
 }
 
 // 16 bytes of a row as words: arrays of 16-bit elements would end up in local memory.
-struct alignas(16) Piece {
-  uint32_t word[4];
-};
+using Piece = Words;
 
 inline double element_of(const Piece& piece, int e, double) {
-  return __hiloint2double(static_cast<int>(piece.word[2 * e + 1]),
-                          static_cast<int>(piece.word[2 * e]));
+  return __hiloint2double(static_cast<int>(piece.element[2 * e + 1]),
+                          static_cast<int>(piece.element[2 * e]));
 }
-inline float element_of(const Piece& piece, int e, float) { return __uint_as_float(piece.word[e]); }
+inline float element_of(const Piece& piece, int e, float) {
+  return __uint_as_float(piece.element[e]);
+}
 inline float element_of(const Piece& piece, int e, bf16) {
-  const uint32_t word = piece.word[e / 2];
+  const uint32_t word = piece.element[e / 2];
   return __uint_as_float(e % 2 == 0 ? word << 16 : word & 0xffff0000u);
 }
 inline float element_of(const Piece& piece, int e, f16) {
-  const uint32_t word = piece.word[e / 2];
+  const uint32_t word = piece.element[e / 2];
   return to_real(f16{static_cast<uint16_t>(e % 2 == 0 ? word : word >> 16)});
 }
 
@@ -127,8 +124,8 @@ inline Piece packed(const double (&from)[2], double) {
   Piece piece;
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    piece.word[2 * e] = static_cast<uint32_t>(__double2loint(from[e]));
-    piece.word[2 * e + 1] = static_cast<uint32_t>(__double2hiint(from[e]));
+    piece.element[2 * e] = static_cast<uint32_t>(__double2loint(from[e]));
+    piece.element[2 * e + 1] = static_cast<uint32_t>(__double2hiint(from[e]));
   }
   return piece;
 }
@@ -140,9 +137,7 @@ inline Piece packed(const float (&from)[8], bf16) {
   Piece piece;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-        : "=r"(piece.word[i])
-        : "f"(from[2 * i + 1]), "f"(from[2 * i]));
+    piece.element[i] = pack<bf16>(from[2 * i], from[2 * i + 1]);
   }
   return piece;
 }
@@ -150,9 +145,7 @@ inline Piece packed(const float (&from)[8], f16) {
   Piece piece;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;"
-        : "=r"(piece.word[i])
-        : "f"(from[2 * i + 1]), "f"(from[2 * i]));
+    piece.element[i] = pack<f16>(from[2 * i], from[2 * i + 1]);
   }
   return piece;
 }
@@ -160,10 +153,11 @@ inline Piece packed(const float (&from)[8], f16) {
 // Whether an element is not zero.
 template <class T>
 bool any_of(const Piece& piece) {
-  const uint32_t all = piece.word[0] | piece.word[1] | piece.word[2] | piece.word[3];
+  const uint32_t all = piece.element[0] | piece.element[1] | piece.element[2] | piece.element[3];
   if constexpr (sizeof(T) == 2) return (all & 0x7fff7fffu) != 0;
   if constexpr (sizeof(T) == 4) return (all & 0x7fffffffu) != 0;
-  return (piece.word[0] | piece.word[2] | ((piece.word[1] | piece.word[3]) & 0x7fffffffu)) != 0;
+  return (piece.element[0] | piece.element[2] |
+          ((piece.element[1] | piece.element[3]) & 0x7fffffffu)) != 0;
 }
 
 // A piece of y, or the bits of the mask that stand for it.
@@ -187,40 +181,9 @@ struct SlopePiece<T, Weights::mask> {
 };
 
 // Long rows are read twice, the second time from a cache: what is read for the first time asks to
-// stay in the second-level cache, what is read for the last time, and stored, to go.
-// d_x may be d_y's memory, so that d_y is no read-only data.
-enum class Use { first, last };
-template <Use kUse>
-class Cache {
- public:
-  Cache() {
-    if constexpr (kUse == Use::first) {
-      asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy_));
-    } else {
-      asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy_));
-    }
-  }
-
-  Piece load(const void* from) const {
-    Piece piece;
-    asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]),
-                   "=r"(piece.word[3])
-                 : "l"(from), "l"(policy_));
-    return piece;
-  }
-  void store(void* to, const Piece& piece) const {
-    asm volatile(
-        "st.global.L1::no_allocate.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to),
-        "r"(piece.word[0]), "r"(piece.word[1]), "r"(piece.word[2]), "r"(piece.word[3]), "l"(policy_)
-        : "memory");
-  }
-
- private:
-  uint64_t policy_;
-};
-using Keep = Cache<Use::first>;
-using Drop = Cache<Use::last>;
+// stay there, what is read for the last time, and stored, to go.
+using Keep = CacheHint<true>;
+using Drop = CacheHint<false>;
 
 // A row with unit stride along the axis: `head` elements up to the first multiple of 16 bytes,
 // whole pieces of 16 bytes, and what is left. All tensors of a row are aligned alike. The elements

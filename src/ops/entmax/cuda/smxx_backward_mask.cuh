@@ -73,20 +73,16 @@ class MaskChunk {
     for (int k = 0; k < kTakenBits; ++k) {
       int word = 3;
 #pragma unroll
-      for (int i = 2; i >= 0; --i) word = left.word[i] != 0 ? i : word;
+      for (int i = 2; i >= 0; --i) word = left.element[i] != 0 ? i : word;
       int bit = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (i != word) continue;
-        bit = __ffs(static_cast<int>(left.word[i])) - 1;
-        left.word[i] &= left.word[i] - 1;
+        bit = __ffs(static_cast<int>(left.element[i])) - 1;
+        left.element[i] &= left.element[i] - 1;
       }
       taken.at[k] = first_piece_ * kLength + lane() * 128 + word * 32 + bit;
-      uint16_t bits = 0;
-      asm volatile("{.reg .pred p; setp.lt.s32 p, %2, %3; @p ld.global.u16 %0, [%1];}"
-                   : "+h"(bits)
-                   : "l"(row_.d_y + taken.at[k]), "r"(k), "r"(taken.count));
-      taken.d_y[k] = T{bits};
+      taken.d_y[k] = T{load_below(row_.d_y + taken.at[k], k, taken.count)};
     }
     return taken;
   }
@@ -134,7 +130,7 @@ class MaskChunk {
   int bits_of_lane() const {
     int count = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) count += __popc(bits_.word[i]);
+    for (int i = 0; i < 4; ++i) count += __popc(bits_.element[i]);
     return count;
   }
 
@@ -146,7 +142,7 @@ class MaskChunk {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll 1
-      for (uint32_t word = bits_.word[i]; word != 0; word &= word - 1) {
+      for (uint32_t word = bits_.element[i]; word != 0; word &= word - 1) {
         sums.s_d_y += to_real(d_y[i * 32 + __ffs(static_cast<int>(word)) - 1]);
       }
     }
@@ -157,8 +153,8 @@ class MaskChunk {
   // same on all: whether one of their bits is set.
   template <class Body>
   void for_each_piece(const Body& body) const {
-    const uint32_t low = __ballot_sync(kAllLanes, (bits_.word[0] | bits_.word[1]) != 0);
-    const uint32_t high = __ballot_sync(kAllLanes, (bits_.word[2] | bits_.word[3]) != 0);
+    const uint32_t low = __ballot_sync(kAllLanes, (bits_.element[0] | bits_.element[1]) != 0);
+    const uint32_t high = __ballot_sync(kAllLanes, (bits_.element[2] | bits_.element[3]) != 0);
     constexpr int kSets = kElements / (kLength * kWarpSize);
 #pragma unroll 4
     for (int set = 0; set < kSets; ++set) {

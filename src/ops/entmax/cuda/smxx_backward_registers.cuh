@@ -69,7 +69,7 @@ void backward_registers(const BackwardParams& p) {
     if (!active[j]) continue;
     if constexpr (kInPlace) {
 #pragma unroll
-      for (uint32_t& word : data[j].word) {
+      for (uint32_t& word : data[j].element) {
         word = __float_as_uint(slope<T, kWeights>(__uint_as_float(word), place.alpha));
       }
     }

@@ -9,7 +9,7 @@ namespace pullback::entmax {
 template <int kMost>
 float warp_sum_of_fractions(float u) {
   const int bits = __float_as_int(fma(u, 1.0f / kMost, 1.0f)) - 0x3f800000;
-  return kMost * 0x1p-23f * static_cast<float>(warp_sum_int(bits));
+  return kMost * 0x1p-23f * static_cast<float>(device::warp_sum_integer(bits));
 }
 
 // A warp as a group whose threads add up numbers in [0, kMost].

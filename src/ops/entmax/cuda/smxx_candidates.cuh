@@ -4,17 +4,12 @@
 // and y is looked up.
 #pragma once
 
+#include "device/registers.cuh"
 #include "device/shared.cuh"
 #include "ops/entmax/cuda/smxx_bounds.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
 
 namespace pullback::entmax {
-
-// The compiler would compute what depends on no more than this once, and spill it.
-inline int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
 
 // A thread's part of a row, in packed form. Hidden beyond the row's end.
 template <class T>
@@ -27,7 +22,7 @@ struct HeldRow {
     Words packed;
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      packed.element[w] = static_cast<uint32_t>(opaque(static_cast<int>(vector[j].element[w])));
+      packed.element[w] = device::kept(vector[j].element[w]);
     }
     return packed;
   }
@@ -197,7 +192,7 @@ class ValueCounts {
         for (int i = 0; i < device::kVectorLength<T>; ++i) {
           const int number = number_in(packed.element[i / 2], i % 2);
           if (number >= first_) {
-            asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(origin + 4 * number) : "memory");
+            device::count_shared(origin + 4 * number);
           }
         }
       }

@@ -14,12 +14,6 @@
 
 namespace pullback::entmax {
 
-inline uint32_t dynamic_shared_bytes() {
-  uint32_t bytes;
-  asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-  return bytes;
-}
-
 // Rows as for forward_registers, less than 2^30 and up to kResidentVectors vectors a thread.
 template <class T, Family kFamily, int kWarps, bool kClustered>
 void forward_resident(const ForwardParams& p) {
@@ -31,7 +25,7 @@ void forward_resident(const ForwardParams& p) {
   constexpr bool kCollects = collects(kFamily);
   constexpr bool kLists = kCollects && sizeof(T) == 4, kCounts = kCollects && sizeof(T) == 2;
   Candidates<T, kWarps, kClustered, kCollects> candidates(
-      coming + kComing, static_cast<int>(dynamic_shared_bytes() - kComing * sizeof(Words)));
+      coming + kComing, static_cast<int>(device::dynamic_shared_bytes() - kComing * sizeof(Words)));
   __shared__ GroupScratch<kWarps, kClustered> scratch;
   Group<kWarps, kClustered> group(scratch);
   const auto blocks = static_cast<int>(kClustered ? device::cluster_size() : 1);
@@ -48,7 +42,7 @@ void forward_resident(const ForwardParams& p) {
   }
 
   // How many elements the row has from this thread's first on.
-  const auto left = [&] { return opaque(end - begin); };
+  const auto left = [&] { return device::kept(end - begin); };
   const auto prefetch = [&](int row) {
     if (row < p.rows.count) {
       const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row) + begin;
@@ -128,7 +122,7 @@ void forward_resident(const ForwardParams& p) {
     const auto store_bits = [&](auto active) {
       if (!p.support.data) return;
       uint8_t* bytes = static_cast<uint8_t*>(p.support.data) + row_offset(p.rows, p.support, row);
-      const int first = opaque(begin);
+      const int first = device::kept(begin);
 #pragma unroll
       for (int j = 0; j < kResidentVectors; ++j) {
         const int at = first + j * kStep;

@@ -6,18 +6,14 @@
 #include "device/cluster.cuh"
 #include "device/float.cuh"
 #include "device/warp.cuh"
+#include "device/warp_integer.cuh"
 #include "ops/entmax/cuda/tuning.hpp"
 
 namespace pullback::entmax {
 
-inline int lane_index() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
+using device::max_or_nan;
 
-inline float max_or_nan(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-inline double max_or_nan(double a, double b) { return a > b || a != a ? a : b; }
+inline int lane_index() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
 
 // Floats as integers of the same order; the one NaN that max.NaN makes is above all numbers.
 inline int ordered(float value) {
@@ -26,17 +22,8 @@ inline int ordered(float value) {
 }
 inline float from_ordered(int bits) { return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff)); }
 
-inline int warp_sum_int(int value) {
-  int result;
-  asm("redux.sync.add.s32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
-  return result;
-}
 inline float warp_max_or_nan(float value) {
-  int result;
-  asm("redux.sync.max.s32 %0, %1, 0xffffffff;"
-      : "=r"(result)
-      : "r"(ordered(max_or_nan(value, value))));
-  return from_ordered(result);
+  return from_ordered(device::warp_max_integer(ordered(max_or_nan(value, value))));
 }
 inline double warp_max_or_nan(double value) {
 #pragma unroll
@@ -175,7 +162,7 @@ class Group {
   // f32 holds counts up to 2^24 exactly; rows whose elements are counted by it are shorter.
   void sum_count_min(float& sum, int& count, float& least) {
     sum = device::warp_sum(sum);
-    count = warp_sum_int(count);
+    count = device::warp_sum_integer(count);
     least = -warp_max_or_nan(-least);
     float all[] = {sum, static_cast<float>(count), least};
     exchange<3>(all, [](float* x, const float* y) {
@@ -188,7 +175,7 @@ class Group {
     least = all[2];
   }
   int count(int mine) {
-    float all = static_cast<float>(warp_sum_int(mine));
+    float all = static_cast<float>(device::warp_sum_integer(mine));
     exchange<1>(&all, [](float* x, const float* y) { x[0] += y[0]; });
     return static_cast<int>(all);
   }

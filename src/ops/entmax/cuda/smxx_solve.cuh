@@ -34,17 +34,9 @@ inline double log1p_of(double x) { return log1p(x); }
 inline float expm1_of(float x) { return expm1f(x); }
 inline double expm1_of(double x) { return expm1(x); }
 inline double power_of(double x, double y) { return pow(x, y); }
-inline float root_of(float x) {
-  float root;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
-  return root;
-}
+inline float root_of(float x) { return device::sqrt_approx(x); }
 inline double root_of(double x) { return sqrt(x); }
-inline float reciprocal_of(float x) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-  return inverse;
-}
+inline float reciprocal_of(float x) { return device::reciprocal_approx(x); }
 // For b far from overflow and underflow: as exact as division, without its branches.
 inline float quotient(float a, float b) {
   const float inverse = reciprocal_of(b);

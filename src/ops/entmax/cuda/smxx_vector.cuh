@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/memory.cuh"
+#include "device/packed.cuh"
 #include "ops/entmax/cuda/smxx_group.cuh"
 
 namespace pullback::entmax {
@@ -25,13 +26,8 @@ template <class T>
 void unpack(uint32_t word, float (&to)[kPerWord<T>]) {
   if constexpr (sizeof(T) == 4) {
     to[0] = __uint_as_float(word);
-  } else if constexpr (kIsBf16<T>) {
-    device::unpack<T>(word, to[0], to[1]);
   } else {
-    // Both at once, or the compiler converts each where it is used, some twice.
-    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-        : "=f"(to[0]), "=f"(to[1])
-        : "r"(word));
+    device::Packed<T>::unpack(word, to[0], to[1]);
   }
 }
 template <class T>
@@ -46,15 +42,7 @@ uint32_t pack(const float (&from)[kPerWord<T>]) {
 // Elementwise maximum of words; NaN wins.
 template <class T>
 uint32_t max_of_words(uint32_t a, uint32_t b) {
-  uint32_t result;
-  if constexpr (sizeof(T) == 4) {
-    asm("max.NaN.f32 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  } else if constexpr (kIsBf16<T>) {
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  } else {
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-  }
-  return result;
+  return device::Packed<T>::max_or_nan(a, b);
 }
 template <class T>
 uint32_t max_of(const Words& v) {

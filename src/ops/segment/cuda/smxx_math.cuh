@@ -4,6 +4,8 @@
 #include "device/async_copy.cuh"
 #include "device/float.cuh"
 #include "device/memory.cuh"
+#include "device/packed.cuh"
+#include "device/registers.cuh"
 #include "device/shared.cuh"
 
 namespace pullback::segment_cuda {
@@ -11,66 +13,19 @@ namespace pullback::segment_cuda {
 using device::async_commit;
 using device::async_copy;
 using device::async_wait;
+using device::kept;
+using device::load_shared;
+using device::Packed;
 using device::Real;
 using device::shared_address;
 
 // A NaN beats everything.
-inline float larger(float a, float b) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
+inline float larger(float a, float b) { return device::max_or_nan(a, b); }
 inline double larger(double a, double b) { return a != a || a > b ? a : b; }
 
-#if __CUDA_ARCH__ >= 900
 // Whether rows of T come in pairs of columns that can be compared together.
 template <class T, int kCount>
-inline constexpr bool kPairs = sizeof(T) == 2 && kCount % 8 == 0;
-
-template <class T>
-struct Pair;
-template <>
-struct Pair<device::bf16> {
-  // The larger ones; a NaN beats everything.
-  static uint32_t larger(uint32_t a, uint32_t b) {
-    uint32_t result;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-  }
-  // All bits of a half, or none: whether a is above b, or (kEqual) no less.
-  template <bool kEqual>
-  static uint32_t above(uint32_t a, uint32_t b) {
-    uint32_t mask;
-    if constexpr (kEqual) {
-      asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
-    } else {
-      asm("set.gt.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
-    }
-    return mask;
-  }
-};
-template <>
-struct Pair<device::f16> {
-  static uint32_t larger(uint32_t a, uint32_t b) {
-    uint32_t result;
-    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-  }
-  template <bool kEqual>
-  static uint32_t above(uint32_t a, uint32_t b) {
-    uint32_t mask;
-    if constexpr (kEqual) {
-      asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
-    } else {
-      asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
-    }
-    return mask;
-  }
-};
-#else
-template <class T, int kCount>
-inline constexpr bool kPairs = false;
-#endif
+inline constexpr bool kPairs = device::kComparesPacked && sizeof(T) == 2 && kCount % 8 == 0;
 
 constexpr int alignment_of(int bytes) { return bytes < 16 ? bytes : 16; }
 
@@ -144,38 +99,6 @@ void store_once(T* at, const Values<T, kCount>& values) {
   } else {
     *reinterpret_cast<Values<T, kCount>*>(at) = values;
   }
-}
-
-// Keeps the compiler from computing the value again where it is used.
-inline uint32_t kept(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-inline int64_t kept(int64_t value) {
-  asm volatile("" : "+l"(value));
-  return value;
-}
-
-// 4, 8 or 16 bytes of shared memory.
-template <class T>
-T load_shared(uint32_t from) {
-  union {
-    uint32_t word[sizeof(T) / 4];
-    T value;
-  } piece;
-  if constexpr (sizeof(T) == 16) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(piece.word[0]), "=r"(piece.word[1]), "=r"(piece.word[2]),
-                   "=r"(piece.word[3])
-                 : "r"(from));
-  } else if constexpr (sizeof(T) == 8) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(piece.word[0]), "=r"(piece.word[1])
-                 : "r"(from));
-  } else {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(piece.word[0]) : "r"(from));
-  }
-  return piece.value;
 }
 
 // Its error is below an ulp of 1 for arguments up to 0, and grows with what is above.

@@ -108,9 +108,9 @@ struct ExtremePlace {
 #pragma unroll
     for (int k = 1; k < kCount; ++k) {
       const uint32_t next = x[k] ^ kSigns;
-      const uint32_t above = Pair<T>::template above<kLast>(next, top);
+      const uint32_t above = Packed<T>::template above<kLast>(next, top);
       at = (at & ~above) | (static_cast<uint32_t>(k) * 0x10001u & above);
-      top = Pair<T>::larger(next, top);
+      top = Packed<T>::max_or_nan(next, top);
     }
     device::unpack<T>(top, low.top, high.top);
     low.at = static_cast<int>(at & 0xffff);
