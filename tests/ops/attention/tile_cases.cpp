@@ -74,6 +74,19 @@ void add_tiles(std::vector<Case>& cases) {
   setup.query = 1130;
   setup.key = 410;
   add(cases, "tiles, more queries than keys", setup, {{"causal", "bottom-right"}});
+  // Odd numbers of tiles of queries, which kernels of heads of 64 take by twos.
+  setup = wide;
+  setup.batch = 2, setup.heads = 4, setup.kv_heads = 2;
+  setup.head_dim = 64, setup.value_dim = 48;
+  setup.d_lse = true;
+  setup.dtypes = {DType::bf16, DType::f16};
+  add(cases, "tiles by twos", setup);
+  add(cases, "tiles by twos, window", setup, {{"window", "200,150"}, {"corner", "bottom-right"}});
+  setup.batch = 1;
+  setup.cu_q = {0, 7, 300, 300, 410};
+  setup.cu_k = {0, 600, 601, 900, 1130};
+  add(cases, "tiles by twos, varlen", setup);
+  add(cases, "tiles by twos, varlen, causal", setup, {{"causal", "bottom-right"}});
 }
 
 // Block masks whose lists of tiles are so long that several thread blocks share them on a GPU. A

@@ -98,7 +98,7 @@ class TileBackward final : public BackwardBody {
         "bits every run{}{}",
         only_all_ ? "Hopper's " : "",
         problem.q.dtype == DType::f32 ? ", each product as three of f16" : "", tiles_.keys,
-        tiles_.queries,
+        step_queries(problem, width),
         slice_pairs_ < pairs_
             ? fmt::format("; {} of {} key/value heads at a time", slice_pairs_, pairs_)
             : "",
@@ -197,7 +197,8 @@ class TileBackward final : public BackwardBody {
       const std::int64_t flight =
           std::int64_t{device_.multiprocessors} *
           (only_all_ ? hopper_tile_of(problem, width).resident : tiles_.blocks);
-      const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
+      const std::int64_t steps = std::max<std::int64_t>(
+          sizes_.group * all_steps(problem, step_queries(problem, width)), 1);
       params_.pair_group = static_cast<std::int32_t>(
           problem.blocks.given()
               ? masked_.pair_group
@@ -206,16 +207,21 @@ class TileBackward final : public BackwardBody {
     }
   }
 
-  // Tiles of queries that the band lets the tiles of keys of a head meet.
-  std::int64_t all_steps(const AttentionProblem& problem) const {
-    if (sizes_.varlen) return std::int64_t{params_.q_tiles} * params_.k_tiles;
+  int step_queries(const AttentionProblem& problem, int width) const {
+    return only_all_ ? hopper_tile_of(problem, width).queries : tiles_.queries;
+  }
+  // Tiles of so many queries that the band lets the tiles of keys of a head meet.
+  std::int64_t all_steps(const AttentionProblem& problem, int queries) const {
+    if (sizes_.varlen) {
+      return ceil_div(std::int64_t{params_.q_tiles} * tiles_.queries, queries) * params_.k_tiles;
+    }
     const Sequence whole{0, sizes_.total_query, 0, sizes_.total_key};
     std::int64_t steps = 0;
     for (std::int64_t key = 0; key < sizes_.total_key; key += tiles_.keys) {
       const std::int64_t last = std::min(key + tiles_.keys, sizes_.total_key) - 1;
       const std::int64_t begin = seeing_queries(problem.mask, whole, key).begin;
       const std::int64_t end = seeing_queries(problem.mask, whole, last).end;
-      if (begin < end) steps += ceil_div(end, tiles_.queries) - begin / tiles_.queries;
+      if (begin < end) steps += ceil_div(end, queries) - begin / queries;
     }
     return steps;
   }

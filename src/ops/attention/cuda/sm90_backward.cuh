@@ -2,20 +2,25 @@
 // smxx_backward.cuh, without softcap, with one of bias, dropout and block mask at most, and always
 // all of d_q, d_k, d_v.
 //
-// A thread block owns 128 keys (or 64) of a key/value head and takes 64 queries a step. The first
-// warpgroup has two warps that copy queries, d_out and statistics, and two that add the step's part
-// of d_q to those of other blocks when its turn comes. The other warpgroups have 64 keys each:
+// A thread block owns 128 keys (or 64) of a key/value head and takes 64 queries a step (or 128).
+// The first warpgroup has two warps that copy queries, d_out and statistics, and two that add the
+// step's part of d_q to those of other blocks when its turn comes. The other warpgroups have 64
+// keys each:
 //
 //   S^T = K Q^T, dP^T = V dO^T    64 keys x 64 queries, both from shared memory
 //   dV += P^T dO, dK += dS^T Q    P and dS from the registers that they were made in
-//   dQ = dS K                     of all 128 keys, half of the width each
+//   dQ = dS K                     of all 128 keys, half of the width each (or of the queries)
+//
+// Both warpgroups have two warps on each processor, and they go through a step together: what
+// stands between two products is time that nothing hides. So products are asked for first, and what
+// masks and turns say of a step is found beside them.
 //
 // With a block mask a warpgroup whose keys none of the step's queries see has dS of 0.
 //
-// Shared memory: keys, values, and keys without NaN and infinity for dQ, if there are such; a ring
-// of queries and d_out; two tiles dS^T [key][query], or one and a tile of a bias; dQ, as the
-// threads hold it; a ring of statistics. What products read is in panels of 64 columns
-// (device/wgmma.cuh).
+// Shared memory: the block's place and barriers; a ring of statistics; keys and values; a ring of
+// queries and d_out, whose last stage keys without NaN and infinity take for dQ, if there are such;
+// two tiles dS^T [key][query], or one and a tile of a bias; dQ, as the threads hold it. What
+// products read is in panels of 64 columns (device/wgmma.cuh).
 #pragma once
 
 #include "device/warpgroup.cuh"
@@ -46,24 +51,31 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   static constexpr bool kBias = kTile.bias();
   static constexpr bool kBiasSum = kTile.kind == HopperBackwardKind::bias_sum;
   static constexpr int kSumWidth = kTile.sum_width();
-  static constexpr int kOwnKeys = kKeys / kGroups, kOwnWidth = kSumWidth / kGroups;
+  static constexpr int kOwnKeys = kKeys / kGroups;
+  // Of dQ a warpgroup has 64 queries: those of the step and a part of the width, or a part of them.
+  static constexpr int kQueryPanels = kTile.query_panels();
+  static constexpr int kOwnWidth = kSumWidth * kQueryPanels / kGroups;
   static constexpr int kTiles = kWidth / 8, kQueryTiles = kQueries / 8, kOwnTiles = kOwnWidth / 8;
   static constexpr int kWorkers = kGroups * kWarpgroupSize;
   static constexpr int kCopiers = kWarpgroupSize / 2;  // threads
   static constexpr int kAdders = 2;                    // warps, of which one thread works
 
-  using Stats = StatsTile<float, kQueries>;
   using Words = uint32_t[kQueryTiles / 2][4];  // P^T or dS^T, as operands
 
   static constexpr uint32_t kKeyBytes = kPanels * kKeys * kPanelRow;
   static constexpr uint32_t kQueryBytes = kPanels * kQueries * kPanelRow;
-  static constexpr uint32_t kScoreBytes = kKeys * kPanelRow;
+  static constexpr uint32_t kScorePanelBytes = kKeys * kPanelRow;
+  static constexpr uint32_t kScoreBytes = kQueryPanels * kScorePanelBytes;
   static constexpr uint32_t kSumBytes = kQueries * kSumWidth * 4;
+  static constexpr uint32_t kStatsBytes = kTile.stats() / kStages;
+  static_assert(2 * (kKeyBytes + kStages * kQueryBytes + kScoreBytes) + kSumBytes ==
+                kTile.tiles_bytes());
 
   struct Shared {
     BlockPlace place;
     bool finite_keys;
-    uint64_t keys_full, full[kStages], empty[kStages], sums_full[kAdders], sums_empty, bias_empty;
+    uint64_t keys_full, keys_checked;
+    uint64_t full[kStages], empty[kStages], sums_full[kAdders], sums_empty, bias_empty;
     uint64_t scores_full, cleaning;  // with a block mask
     SeenTile steps[kStages];         // with a block mask
 
@@ -73,7 +85,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       for (uint64_t& barrier : empty) barrier_init(&barrier, kWorkers);
       for (uint64_t& barrier : sums_full) barrier_init(&barrier, kWorkers);
       barrier_init(&sums_empty, 1);
-      for (uint64_t* barrier : {&bias_empty, &scores_full, &cleaning}) {
+      for (uint64_t* barrier : {&keys_checked, &bias_empty, &scores_full, &cleaning}) {
         barrier_init(barrier, kWorkers);
       }
     }
@@ -81,27 +93,29 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
 
   using Steps = HopperBackwardSteps<T, kTile>;
   using Steps::await, Steps::for_each_step, Steps::head_of, Steps::rows_of, Steps::sums_of;
-  using Steps::block, Steps::p, Steps::place, Steps::turn_of;
+  using Steps::block, Steps::p, Steps::place;
   using typename Steps::Turn;
 
   Shared& shared;
-  const uint32_t k_tile, v_tile, finite_k_tile, q_tiles, d_out_tiles, ds_tiles, bias_tile,
-      sums_tile, stats_tiles;
+  const uint32_t stats_tiles, k_tile, v_tile, query_tiles, ds_tiles, bias_tile, sums_tile;
   const Dropout dropout;
 
-  HopperBackward(const BackwardParams& params, Shared& statics, uint32_t tiles)
+  HopperBackward(const BackwardParams& params, Shared& statics, uint32_t stats, uint32_t tiles)
       : Steps(params, statics.place),
         shared(statics),
+        stats_tiles(stats),
         k_tile(tiles),
         v_tile(k_tile + kKeyBytes),
-        finite_k_tile(v_tile + kKeyBytes),
-        q_tiles(finite_k_tile + kKeyBytes),
-        d_out_tiles(q_tiles + kStages * kQueryBytes),
-        ds_tiles(d_out_tiles + kStages * kQueryBytes),
+        query_tiles(v_tile + kKeyBytes),
+        ds_tiles(query_tiles + kStages * 2 * kQueryBytes),
         bias_tile(ds_tiles + kScoreBytes),
         sums_tile(ds_tiles + 2 * kScoreBytes),
-        stats_tiles(sums_tile + kSumBytes),
         dropout(kDropout ? params.problem.dropout.for_warp() : Dropout()) {}
+
+  uint32_t q_tile_of(int stage) const { return query_tiles + stage * (2 * kQueryBytes); }
+  uint32_t d_out_tile_of(int stage) const { return q_tile_of(stage) + kQueryBytes; }
+  // Of the keys, without NaN and infinity.
+  uint32_t finite_k_tile() const { return q_tile_of(kStages - 1); }
 
   // Where the sums of d_bias over launches lie, of a tile.
   float* bias_sums_of(int tile, int head) const {
@@ -136,15 +150,23 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   }
 
   void store_scores(uint32_t tile, const Words& words, const Worker& worker) const {
-    store_operands<T>(tile, words, worker.row + worker.lane / 4, worker.lane % 4);
+#pragma unroll
+    for (int panel = 0; panel < kQueryPanels; ++panel) {
+      using PanelWords = const uint32_t(&)[kPanel / 16][4];
+      store_operands<T>(tile + panel * kScorePanelBytes,
+                        reinterpret_cast<PanelWords>(words[panel * (kPanel / 16)]),
+                        worker.row + worker.lane / 4, worker.lane % 4);
+    }
   }
 
   // By both: whether keys and values are finite; else the keys' copy is made.
   bool check_keys(const Worker& worker) const {
     if (sees_extreme<T, kWorkers>(k_tile, 2 * kKeyBytes, worker.thread)) shared.finite_keys = false;
     named_wait(kBothGroups, kWorkers);
+    barrier_arrive(&shared.keys_checked);
     if (shared.finite_keys) return true;
-    copy_finite<T, kWorkers>(finite_k_tile, k_tile, kKeyBytes, worker.thread);
+    static_assert(kKeyBytes <= 2 * kQueryBytes);
+    copy_finite<T, kWorkers>(finite_k_tile(), k_tile, kKeyBytes, worker.thread);
     return false;
   }
 
@@ -153,12 +175,16 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
                   uint32_t d_out_tile, const Worker& worker) const {
     store_scores(ds_tile, weights, worker);
     __syncwarp();
+#pragma unroll 1
+    for (int part = 0; part < kQueryPanels; ++part) {  // of the queries
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      constexpr int kPanelTiles = kPanel / 8;
-      add_not_finite<T, kPanel, kQueries>(
-          reinterpret_cast<float(&)[1][kPanelTiles][4]>(d_v[panel * kPanelTiles]), ds_tile,
-          worker.row, d_out_tile + panel * (kQueries * kPanelRow), 0, kQueries, 0, worker.lane);
+      for (int panel = 0; panel < kPanels; ++panel) {
+        constexpr int kPanelTiles = kPanel / 8;
+        add_not_finite<T, kPanel, kPanel>(
+            reinterpret_cast<float(&)[1][kPanelTiles][4]>(d_v[panel * kPanelTiles]),
+            ds_tile + part * kScorePanelBytes, worker.row,
+            d_out_tile + (panel * kQueries + part * kPanel) * kPanelRow, 0, kPanel, 0, worker.lane);
+      }
     }
     make_finite(q_tile, d_out_tile, worker);
   }
@@ -178,9 +204,13 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       barrier_wait(&shared.keys_full, 0);
       const bool finite_keys = uniform(check_keys(worker)) != 0;
       fence_async_proxy();
-      const uint32_t keys_of_d_q = finite_keys ? k_tile : finite_k_tile;
+      const uint32_t keys_of_d_q = finite_keys ? k_tile : finite_k_tile();
+      const int stages = finite_keys ? kStages : kStages - 1;
+      Stage stage;
       for_each_step([&](const SeenTile& step, int head_of_group, int number) {
-        take_step(d_k, d_v, worker, step, head_of_group, number, finite_keys, keys_of_d_q);
+        stage.begin(stages);
+        take_step(d_k, d_v, worker, step, head_of_group, number, stage, finite_keys, keys_of_d_q);
+        ++stage.number;
       });
     }
     if constexpr (kBlocks) {
@@ -216,18 +246,28 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     return owner.part + 1 == owner.parts;
   }
 
+  // Of a step's queries: whether a statistic is NaN or infinite.
+  static bool is_suspicious(uint32_t stats) {
+    uint32_t flags = 0;
+#pragma unroll
+    for (int tile = 0; tile < Steps::kPlanTiles; ++tile) {
+      flags |= load_shared_word(stats + stats_of(tile * 8) + Steps::kPlanTile * 8);
+    }
+    return flags != 0;
+  }
+
   // Both warpgroups meet once a step, when dS is there. d_v and d_k come in beside dQ and its way
   // out; before the next step all have.
   __forceinline__ void take_step(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4],
                                  const Worker& worker, const SeenTile& listed, int head_of_group,
-                                 int number, bool finite_keys, uint32_t keys_of_d_q) const {
-    const int stage = number % kStages, lane = worker.lane;
-    const uint32_t q_tile = q_tiles + stage * kQueryBytes;
-    const uint32_t d_out_tile = d_out_tiles + stage * kQueryBytes;
-    const uint32_t stats = stats_tiles + stage * sizeof(Stats);
+                                 int number, const Stage& at, bool finite_keys,
+                                 uint32_t keys_of_d_q) const {
+    const int stage = at.number, lane = worker.lane;
+    const uint32_t q_tile = q_tile_of(stage), d_out_tile = d_out_tile_of(stage);
+    const uint32_t stats = stats_tiles + stage * kStatsBytes;
     const uint32_t ds_tile = ds_tiles + number % kTile.score_tiles() * kScoreBytes;
     const uint32_t own_keys = worker.group * (kOwnKeys * kPanelRow);
-    barrier_wait(&shared.full[stage], number / kStages & 1);
+    barrier_wait(&shared.full[stage], at.round & 1);
     fence_async_proxy();
     int tile = listed.tile;
     uint32_t squares = 0, of_group = 0;
@@ -237,29 +277,31 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       squares = step.squares >> worker.row / 16;
       of_group = step.squares >> worker.group * (kOwnKeys / 16);
     }
-    const bool suspicious = load_shared_word(stats + kQueries * 8) != 0;
     float s[kQueryTiles][4] = {}, d_p[kQueryTiles][4] = {};
     Words chances, gradients;
     if constexpr (kBlocks) {
       constexpr uint32_t kOwnSquares = all_squares(kQueries, kOwnKeys);
       if (uniform(static_cast<int>(of_group & kOwnSquares)) == 0) {
         clear_scores(ds_tile, worker);
-        if (suspicious) make_finite(q_tile, d_out_tile, worker);
+        if (is_suspicious(stats)) make_finite(q_tile, d_out_tile, worker);
         fence_async_proxy();
         meet(shared.scores_full, number);
-        end_step<false>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, keys_of_d_q);
+        end_step<false>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, stage,
+                        keys_of_d_q);
         return;
       }
     }
-    const bool whole = tile >= block.whole.begin && tile < block.whole.end;
-    const bool partly = !whole && pairs_seen(place, place.tile * kKeys + worker.group * kOwnKeys,
-                                             tile * kQueries, kOwnKeys, kQueries) != Seen::all;
-    const bool marked = suspicious || !finite_keys;
     product_fence();
     ask_for_scores<T, kWidth, kKeys, kQueries>(s, k_tile + own_keys, q_tile);
     product_commit();
     ask_for_scores<T, kWidth, kKeys, kQueries>(d_p, v_tile + own_keys, d_out_tile);
     product_commit();
+    // Beside the products: a warp has nothing else to hide it behind.
+    const bool suspicious = is_suspicious(stats);
+    const bool partly =
+        !Steps::sees_all(tile) && pairs_seen(place, place.tile * kKeys + worker.group * kOwnKeys,
+                                             tile * kQueries, kOwnKeys, kQueries) != Seen::all;
+    const bool marked = suspicious || !finite_keys;
     uint32_t kept = 0, unseen = 0;
     if constexpr (kDropout) {
       const auto plane =
@@ -289,11 +331,18 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       if (marked) mark_unseen(s, unseen);
       pack_weights<T>(gradients, s);
     } else {
-      pack_weights<T>(chances, s);
+      // Weights are packed beside the product or, where that takes too many registers, behind it.
+      if constexpr (kQueryPanels == 1) pack_weights<T>(chances, s);
       product_wait<0>();
       keep_in_place(d_p);
-      make_gradients(s, d_p, stats, lane);
-      pack_weights<T>(gradients, s);
+      if constexpr (kQueryPanels == 1) {
+        make_gradients(s, s, d_p, stats, lane);
+        pack_weights<T>(gradients, s);
+      } else {
+        make_gradients(d_p, s, d_p, stats, lane);
+        pack_weights<T>(chances, s);
+        pack_weights<T>(gradients, d_p);
+      }
       if (marked) mark_unseen(gradients, chances);
     }
     if constexpr (kBiasSum) {
@@ -320,7 +369,8 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       store_bias<T, kKeys, kQueries, kWorkers / 32, false>(p, place, head_of(head_of_group), tile,
                                                            ds_tile, worker.thread);
     }
-    end_step<true>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, keys_of_d_q);
+    end_step<true>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, stage,
+                   keys_of_d_q);
   }
 
   // dQ, in place of S^T, and d_k.
@@ -328,17 +378,20 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   __forceinline__ void end_step(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4],
                                 float (&s)[kQueryTiles][4], const Words& gradients,
                                 const Worker& worker, const SeenTile& listed, int head_of_group,
-                                int number, uint32_t keys_of_d_q) const {
-    const int stage = number % kStages, lane = worker.lane;
+                                int number, int stage, uint32_t keys_of_d_q) const {
+    const int lane = worker.lane;
     const uint32_t ds_tile = ds_tiles + number % kTile.score_tiles() * kScoreBytes;
     SeenTile step = listed;
     if constexpr (kBlocks) step = load_step(stage);
     auto& d_q = reinterpret_cast<float(&)[kOwnTiles][4]>(s);
-    const Turn turn = turn_of(step, head_of_group);
+    const Turn turn = Steps::last_turn_of(step, head_of_group);
     const int sums_thread = worker.group * (kOwnTiles * kWarpgroupSize) +
                             worker.thread % kWarpgroupSize;  // in pieces of four
     const bool takes_over = kBlocks && turn.taken_over >= 0;
-    if (turn.adds_sums()) {
+    // A second tile of queries may have none.
+    const bool adds_sums =
+        turn.adds_sums() && (kQueryPanels == 1 || worker.group < Steps::plan_tiles_of(step.tile));
+    if (adds_sums) {
       if (lane == 0) await(turn.line, turn.number);
       __syncwarp();
       const float* const sums = sums_of(turn.line) + sums_thread * 4;
@@ -349,10 +402,10 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     keep_in_place(d_q);
     keep_in_place(d_k);
     product_fence();
-    ask_for_queries(d_q, ds_tile, keys_of_d_q, worker.group, turn.adds_sums() || takes_over);
+    ask_for_queries(d_q, ds_tile, keys_of_d_q, worker.group, adds_sums || takes_over);
     product_commit();
     if constexpr (kSees) {
-      ask_for_outputs<T, kTiles, kQueries>(d_k, gradients, q_tiles + stage * kQueryBytes);
+      ask_for_outputs<T, kTiles, kQueries>(d_k, gradients, q_tile_of(stage));
       product_commit();
       product_wait<1>();
     } else {
@@ -361,8 +414,10 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     keep_in_place(d_q);
     if (number > 0) barrier_wait(&shared.sums_empty, (number - 1) & 1);
     if (turn.last) {
-      Steps::store_queries(d_q, step.tile, head_of(head_of_group), worker.row % kOwnKeys,
-                           worker.group * kOwnWidth, lane);
+      const bool all_queries = kQueryPanels == 1;
+      Steps::store_queries(d_q, step.tile, head_of(head_of_group),
+                           all_queries ? worker.row % kOwnKeys : worker.row,
+                           all_queries ? worker.group * kOwnWidth : 0, lane);
     } else {
       Steps::hand_over(d_q, sums_tile, sums_thread);
     }
@@ -410,8 +465,9 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   // dS K, the warpgroup's columns.
   __forceinline__ void ask_for_queries(float (&d_q)[kOwnTiles][4], uint32_t ds_tile, uint32_t keys,
                                        int group, bool adds) const {
-    const uint32_t column = group * kOwnWidth;
-    const MatrixAddress rows(ds_tile);
+    const uint32_t panel = kQueryPanels == 1 ? 0 : group;
+    const uint32_t column = kQueryPanels == 1 ? group * kOwnWidth : 0;
+    const MatrixAddress rows(ds_tile + panel * kScorePanelBytes);
     const MatrixAddress columns(keys + column / kPanel * (kKeys * kPanelRow) + column % kPanel * 2);
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {

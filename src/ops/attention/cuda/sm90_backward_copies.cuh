@@ -5,29 +5,41 @@
 #include "device/bulk.cuh"
 #include "device/bulk_out.cuh"
 #include "ops/attention/cuda/sm90_backward_bias.cuh"
+#include "ops/attention/cuda/sm90_backward_steps.cuh"
 #include "ops/attention/cuda/smxx_turns.cuh"
 
 namespace pullback::attention {
 
-// Rows of a head to panels of a tile; `rows` more of them exist from the first one on.
+// Rows of a head to panels of a tile; `rows` more of them exist from the first one on. 8 threads
+// side by side in a panel's row, all panels of a row at once: a TileLoader for each panel takes
+// twice the instructions and more registers than there are, and steps wait for it.
 template <class Backward, int kRows>
 void copy_tile(const Backward& own, uint32_t tile, const HeadRows& of, int head, int64_t first,
                int rows, int columns) {
   using T = typename Backward::Element;
-  const T* const from = own.rows_of(of, head, first);
-#pragma unroll 1
-  for (int panel = 0; panel < Backward::kPanels; ++panel) {
-    const int column = panel * kPanel;
-    TileLoader<T, kRows, kPanel, Backward::kCopiers, true>(from + column, of.row, 1,
-                                                           columns - column)
-        .load(tile + panel * (kRows * kPanelRow), 0, rows);
+  using Layout = TileLayout<T, kPanel>;
+  constexpr int kDown = Backward::kCopiers / Layout::kChunks;
+  static_assert(kDown == 8);  // rows that are swizzled alike
+  const int row = static_cast<int>(threadIdx.x) / Layout::kChunks;
+  const int chunk = static_cast<int>(threadIdx.x) % Layout::kChunks;
+  const uint32_t to = tile + Layout::offset(row, chunk);
+  const T* from = own.rows_of(of, head, first + row) + chunk * Layout::kChunk;
+  columns -= chunk * Layout::kChunk;
+  rows -= row;
+#pragma unroll
+  for (int down = 0; down < kRows; down += kDown) {
+#pragma unroll
+    for (int panel = 0; panel < Backward::kPanels; ++panel) {
+      async_copy_or_zero(to + (panel * kRows + down) * kPanelRow, from + panel * kPanel,
+                         down < rows && panel * kPanel < columns);
+    }
+    from += kDown * of.row;
   }
 }
 
 template <class Backward>
 void copy_steps(const Backward& own) {
   constexpr int kKeys = Backward::kKeys, kQueries = Backward::kQueries, kStages = Backward::kStages;
-  using Stats = typename Backward::Stats;
   const BackwardParams& p = own.p;
   const TilePlace& place = own.place;
   auto& shared = own.shared;
@@ -38,16 +50,24 @@ void copy_steps(const Backward& own) {
                              value_dim);
   barrier_arrive_after_copies(&shared.keys_full);
   wait_for_previous_kernel();  // for statistics
+  Stage at;
+  int stages = kStages;
   own.for_each_step([&](const SeenTile& step, int head_of_group, int number) {
-    const int stage = number % kStages, round = number / kStages, tile = step.tile;
-    if (round > 0) barrier_wait(&shared.empty[stage], (round - 1) & 1);
+    if (number == kStages - 1) {
+      barrier_wait(&shared.keys_checked, 0);
+      if (!shared.finite_keys) --stages;
+    }
+    at.begin(stages);
+    const int stage = at.number++, tile = step.tile;
+    if (at.round > 0) barrier_wait(&shared.empty[stage], (at.round - 1) & 1);
     const int query = tile * kQueries, left = place.q_length - query;
     const int head = own.head_of(head_of_group);
-    copy_tile<Backward, kQueries>(own, own.q_tiles + stage * Backward::kQueryBytes, p.q, head,
-                                  place.q_begin + query, left, head_dim);
-    copy_tile<Backward, kQueries>(own, own.d_out_tiles + stage * Backward::kQueryBytes, p.d_out,
-                                  head, place.q_begin + query, left, value_dim);
-    own.template copy_stats<Stats>(own.stats_tiles + stage * sizeof(Stats), tile, head_of_group);
+    copy_tile<Backward, kQueries>(own, own.q_tile_of(stage), p.q, head, place.q_begin + query, left,
+                                  head_dim);
+    copy_tile<Backward, kQueries>(own, own.d_out_tile_of(stage), p.d_out, head,
+                                  place.q_begin + query, left, value_dim);
+    own.template copy_stats<Backward::kCopiers>(own.stats_tiles + stage * Backward::kStatsBytes,
+                                                tile, head_of_group);
     if (Backward::kBlocks && threadIdx.x == 0) async_copy(&shared.steps[stage], &step);
     if constexpr (Backward::kBias) {
       if (Backward::kBiasSum && p.bias_step != BiasStep::first) {
@@ -79,8 +99,10 @@ void add_step_queries(const Backward& own, int adder) {
     barrier_wait(&shared.sums_full[adder], number / Backward::kAdders & 1);
     if (!turn.last) {
       float* const sums = own.sums_of(turn.line);
-      turn.number == 0 ? bulk_store(sums, own.sums_tile, Backward::kSumBytes)
-                       : bulk_add(sums, own.sums_tile, Backward::kSumBytes);
+      const uint32_t bytes =
+          Backward::kSumBytes / Backward::kPlanTiles * own.plan_tiles_of(step.tile);
+      turn.number == 0 ? bulk_store(sums, own.sums_tile, bytes)
+                       : bulk_add(sums, own.sums_tile, bytes);
       bulk_commit();
       bulk_wait_read();
     }

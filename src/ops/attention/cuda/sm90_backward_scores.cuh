@@ -33,6 +33,11 @@ struct SeenQueries {
   }
 };
 
+// Where the statistics of queries 8 · n + … are, which come in tiles of 64.
+constexpr uint32_t stats_of(int n) {
+  return static_cast<uint32_t>(n / 8 * stats_bytes(64) + n % 8 * 64);
+}
+
 // Whether the warp's keys see queries 8 · n … 8 · n + 7: bit 8 · (n / 2) of `squares`.
 inline bool in_block(uint32_t squares, int n) { return (squares >> n / 2 * 8 & 1) != 0; }
 
@@ -66,6 +71,18 @@ void mark_unseen(float (&s)[kTiles][4], const SeenQueries& seen, uint32_t square
     }
   }
 }
+// Half of a word in the upper bits. The compiler would keep halves that it sees compared in
+// registers of their own, in all steps.
+inline uint32_t low_half(uint32_t word) {
+  uint32_t half;
+  asm volatile("shl.b32 %0, %1, 16;" : "=r"(half) : "r"(word));
+  return half;
+}
+inline uint32_t high_half(uint32_t word) {
+  uint32_t half;
+  asm volatile("and.b32 %0, %1, 0xffff0000;" : "=r"(half) : "r"(word));
+  return half;
+}
 // The same gradients become -0.
 template <int kSteps>
 void mark_unseen(uint32_t (&gradients)[kSteps][4], const uint32_t (&chances)[kSteps][4]) {
@@ -74,8 +91,9 @@ void mark_unseen(uint32_t (&gradients)[kSteps][4], const uint32_t (&chances)[kSt
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       uint32_t& word = gradients[step][e];
-      if ((chances[step][e] & 0xffffu) == kUnseenBits) word = (word & ~0xffffu) | kUnseenBits;
-      if (chances[step][e] >> 16 == kUnseenBits) word = (word & 0xffffu) | kUnseenBits << 16;
+      constexpr uint32_t kUnseen = kUnseenBits << 16;
+      if (low_half(chances[step][e]) == kUnseen) word = (word & ~0xffffu) | kUnseenBits;
+      if (high_half(chances[step][e]) == kUnseen) word = (word & 0xffffu) | kUnseen;
     }
   }
 }
@@ -126,7 +144,7 @@ void make_gradients(float (&s)[kTiles][4], const float (&d_p)[kTiles][4], uint32
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     float row[4];
-    load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
+    load_shared_floats(row, stats + stats_of(n) + static_cast<uint32_t>(lane % 4 * 16));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float delta = row[e % 2 * 2 + 1];
@@ -156,14 +174,14 @@ void mark_unseen(float (&s)[kTiles][4], uint32_t unseen) {
   }
 }
 
-// P^T, then dS^T, in place of S^T. `stats` has lse and delta of the queries; with a bias, which may
-// be large, lse and scores are in natural units, where their difference is exact.
+// P^T in place of S^T. `stats` has lse and delta of the queries; with a bias, which may be large,
+// lse and scores are in natural units, where their difference is exact.
 template <bool kBias, int kTiles>
 void make_chances(float (&s)[kTiles][4], float factor, uint32_t stats, int lane) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     float row[4];  // of two queries
-    load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
+    load_shared_floats(row, stats + stats_of(n) + static_cast<uint32_t>(lane % 4 * 16));
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float lse = row[e % 2 * 2];
@@ -171,15 +189,16 @@ void make_chances(float (&s)[kTiles][4], float factor, uint32_t stats, int lane)
     }
   }
 }
+// dS^T; in the place of P^T or dP^T.
 template <int kTiles>
-void make_gradients(float (&s)[kTiles][4], const float (&d_p)[kTiles][4], uint32_t stats,
-                    int lane) {
+void make_gradients(float (&d_s)[kTiles][4], const float (&s)[kTiles][4],
+                    const float (&d_p)[kTiles][4], uint32_t stats, int lane) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     float row[4];
-    load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
+    load_shared_floats(row, stats + stats_of(n) + static_cast<uint32_t>(lane % 4 * 16));
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[n][e] *= d_p[n][e] - row[e % 2 * 2 + 1];
+    for (int e = 0; e < 4; ++e) d_s[n][e] = s[n][e] * (d_p[n][e] - row[e % 2 * 2 + 1]);
   }
 }
 

@@ -6,6 +6,7 @@
 #include "device/warpgroup.cuh"
 #include "ops/attention/cuda/smxx_backward_gradients.cuh"
 #include "ops/attention/cuda/smxx_backward_place.cuh"
+#include "ops/attention/cuda/smxx_backward_rows.cuh"
 #include "ops/attention/cuda/smxx_turns.cuh"
 
 namespace pullback::attention {
@@ -16,16 +17,30 @@ inline int32_t load_acquire(const int32_t* from) {
   return value;
 }
 
+// A step's place in a ring of stages, and how many went through it before.
+struct Stage {
+  int number = 0, round = 0;
+
+  void begin(int stages) {
+    if (number == stages) number = 0, ++round;
+  }
+};
+
 template <class T, auto kTile>
 struct HopperBackwardSteps {
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries;
   static constexpr int kSumWidth = kTile.sum_width();
   static constexpr bool kBlocks = kTile.blocks();
+  // Statistics, turns and sums of d_q are of the plan's tiles of 64 queries. A step's turn is that
+  // of its first tile; the sums of a second one lie behind.
+  static constexpr int kPlanTile = 64, kPlanTiles = kQueries / kPlanTile;
+  using Stats = StatsTile<float, kPlanTile>;
 
   const BackwardParams& p;
   const BlockPlace& block;
   const TilePlace& place;
   const int first_query_tile, end_query_tile, group_heads;
+  const int end_last;  // tiles of queries before see none of the keys that come after
 
   HopperBackwardSteps(const BackwardParams& params, const BlockPlace& own)
       : p(params),
@@ -33,7 +48,15 @@ struct HopperBackwardSteps {
         place(own.keys),
         first_query_tile(uniform(own.queries.begin)),
         end_query_tile(uniform(own.queries.end)),
-        group_heads(uniform(params.problem.group)) {}
+        group_heads(uniform(params.problem.group)),
+        end_last(uniform(end_of_last())) {}
+
+  int end_of_last() const {
+    const TileRange next = query_tiles_of(place, place.tile + 1, kKeys, kQueries);
+    return next.begin < next.end ? next.begin : block.queries.end;
+  }
+  // Whether the tile of queries sees all of the block's keys.
+  bool sees_all(int tile) const { return tile >= block.whole.begin && tile < block.whole.end; }
 
   // Calls work(tile of queries, of which a block mask knows more, head of the group, number) for
   // the steps of this thread block, in the order that BackwardSteps has.
@@ -99,22 +122,33 @@ struct HopperBackwardSteps {
       const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
       const int number = place.tile - keys.begin;
       return {number, number + 1 == keys.end - keys.begin,
-              head_lines + place.first_tile + step.tile, -1, 0};
+              head_lines + place.first_tile + step.tile * kPlanTiles, -1, 0};
     }
+  }
+  // Of the last turn; of others no more than that they are not.
+  Turn last_turn_of(const SeenTile& step, int head_of_group) const {
+    if (!kBlocks && step.tile >= end_last) return {0, false, 0, -1, 0};
+    return turn_of(step, head_of_group);
   }
   void await(int64_t line, int turns) const {
     while (load_acquire(p.turns + line) < turns) {
     }
   }
-  // Statistics of a step's queries, 16 bytes a thread.
-  template <class Stats>
+  // How many of the step's tiles have queries.
+  int plan_tiles_of(int tile) const {
+    return kPlanTiles > 1 && place.q_length - tile * kQueries > kPlanTile ? kPlanTiles : 1;
+  }
+  // Statistics of a step's queries, by kThreads threads; of a tile without queries zeros.
+  template <int kThreads>
   void copy_stats(uint32_t to, int tile, int head_of_group) const {
-    const uint32_t byte = threadIdx.x * 16;
-    if (byte >= sizeof(Stats)) return;
-    const auto* const from =
-        static_cast<const Stats*>(p.stats) +
-        ((block.pair * p.problem.group + head_of_group) * p.q_tiles + place.first_tile + tile);
-    async_copy_or_zero(to + byte, reinterpret_cast<const char*>(from) + byte, true);
+    const auto* const from = static_cast<const Stats*>(p.stats) +
+                             ((block.pair * p.problem.group + head_of_group) * p.q_tiles +
+                              place.first_tile + tile * kPlanTiles);
+    const uint32_t bytes = plan_tiles_of(tile) * sizeof(Stats);
+    for (uint32_t byte = threadIdx.x * 16; byte < kPlanTiles * sizeof(Stats);
+         byte += kThreads * 16) {
+      async_copy_or_zero(to + byte, reinterpret_cast<const char*>(from) + byte, byte < bytes);
+    }
   }
 
   // d_q of a tile of queries and of columns from `column` on; the warp's rows begin at `row`.
@@ -147,7 +181,7 @@ struct HopperBackwardSteps {
   }
 
   float* sums_of(int64_t line) const {
-    return p.sums + (line - p.first_pair * p.problem.group * p.lines) * (kQueries * kSumWidth);
+    return p.sums + (line - p.first_pair * p.problem.group * p.lines) * (kPlanTile * kSumWidth);
   }
 };
 
@@ -155,8 +189,10 @@ struct HopperBackwardSteps {
 // struct of the kernel's constants, shared memory and work.
 template <class Backward, auto kTile>
 void run_backward(const BackwardParams& p) {
-  extern __shared__ __align__(128) char tiles[];
-  __shared__ typename Backward::Shared shared;
+  // No byte to spare, hence nothing beside dynamic memory, which begins at a multiple of 1024.
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<typename Backward::Shared*>(memory);
+  static_assert(sizeof(shared) <= kTile.kPlaceBytes);
   if (threadIdx.x < 32) {
     const BlockPlace found = block_place<kTile.keys, kTile.queries, kTile.blocks()>(p);
     if (threadIdx.x == 0) {
@@ -168,7 +204,8 @@ void run_backward(const BackwardParams& p) {
   }
   __syncthreads();
   if (!shared.place.keys.exists) return;
-  const Backward backward(p, shared, (shared_address(tiles) + 1023) & ~1023u);
+  const uint32_t first = shared_address(memory);
+  const Backward backward(p, shared, first + kTile.kPlaceBytes, first + kTile.first_tile());
   const int group = uniform(static_cast<int>(threadIdx.x / kWarpgroupSize)) - 1;
   if (group < 0) {
     give_registers<kTile.copy_registers>();

@@ -16,10 +16,12 @@ inline constexpr HopperBackwardKind kHopperBackwardKinds[] = {
 struct HopperBackwardTile {
   HopperBackwardKind kind;
   int width, keys;
-  int stages;                          // tiles of q and, but see d_out_stages(), of d_out
+  // Tiles of q and, but see d_out_stages(), of d_out. The last one is where keys are made finite,
+  // where that is needed.
+  int stages;
   int copy_registers, work_registers;  // of a thread
   int resident = 1;                    // thread blocks that a multiprocessor holds
-  static constexpr int queries = 64;
+  int queries = 64;                    // of a step: a tile of the plan, or two
 
   constexpr bool blocks() const { return kind >= HopperBackwardKind::blocks; }
   constexpr bool bias() const {
@@ -32,17 +34,21 @@ struct HopperBackwardTile {
   constexpr int groups() const { return wide() ? 2 : keys / 64; }
   constexpr int threads() const { return (groups() + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
-  constexpr int sum_width() const { return panels() * 64; }   // of d_q's sums
-  // Keys, values and keys made finite; queries and d_out; dS, and a bias; d_q; statistics. Wide:
-  // without the third, but with two tiles each of P and dS, and a panel of d_q for each warpgroup.
-  // With what it takes to begin at a multiple of 1024.
-  constexpr int shared_bytes() const {
-    const int rows = (wide() ? 2 : 3) * keys + (stages + d_out_stages()) * queries;
-    const int score_rows = (wide() ? 4 : 2) * keys;
+  constexpr int query_panels() const { return queries / 64; }
+  constexpr int sum_width() const { return panels() * 64; }  // of d_q's sums
+  constexpr int stats() const { return stages * query_panels() * stats_bytes(64); }
+  // Keys and values; queries and d_out; dS, and a bias; d_q. Wide: two tiles each of P and dS, and
+  // a panel of d_q for each warpgroup.
+  constexpr int tiles_bytes() const {
+    const int rows = 2 * keys + (stages + d_out_stages()) * queries;
+    const int score_rows = (wide() ? 4 : 2) * keys * query_panels();
     const int sums = queries * (wide() ? 2 * 64 : sum_width());
-    return rows * panels() * 128 + score_rows * 128 + sums * 4 + stages * stats_bytes(queries) +
-           1024;
+    return rows * panels() * 128 + score_rows * 128 + sums * 4;
   }
+  // Barriers and the block's place; statistics; tiles, which begin at a multiple of 1024.
+  static constexpr int kPlaceBytes = 1024;
+  constexpr int first_tile() const { return (kPlaceBytes + stats() + 1023) / 1024 * 1024; }
+  constexpr int shared_bytes() const { return first_tile() + tiles_bytes(); }
 };
 // Small blocks: tiles of 128 keys would meet many queries that half of them do not see.
 constexpr bool has_hopper_backward_tile(HopperBackwardKind kind, int width, int element_bytes) {
@@ -59,7 +65,11 @@ constexpr bool hopper_backward_pays(int width, int64_t queries, int64_t blocks,
 }
 constexpr HopperBackwardTile hopper_backward_tile(HopperBackwardKind kind, int width) {
   if (kind == HopperBackwardKind::small_blocks) return {kind, width, 64, 3, 40, 216, 2};
-  if (width == 64) return {kind, width, 128, 3, 40, 232};
+  // Twice the queries need registers that other kinds have use for.
+  if (width == 64 && kind == HopperBackwardKind::plain) {
+    return {kind, width, 128, 2, 40, 232, 1, 128};
+  }
+  if (width == 64) return {kind, width, 128, 4, 40, 232};
   if (width == 96) return {kind, width, 128, 2, 56, 224};
   return {kind, width, width == 128 ? 128 : 64, 2, 24, 240};
 }

@@ -11,10 +11,11 @@
 //   dV += P^T dO, dK += dS^T Q    the first one has dV, the second dK, P and dS from shared memory
 //   dQ = dS K                     half of the panels of 64 columns each, a panel at a time
 //
-// Shared memory: keys, values; rings of queries and of d_out; two tiles each of P^T and dS^T
-// [key][query]; a panel of dQ of each warpgroup, as the threads hold it; a ring of statistics. What
-// products read is in panels of 64 columns (device/wgmma.cuh). Keys with NaN or infinity are copied
-// without, for dQ, to where the second tile of queries would be.
+// Shared memory: the block's place and barriers; a ring of statistics; keys, values; rings of
+// queries and of d_out; two tiles each of P^T and dS^T [key][query]; a panel of dQ of each
+// warpgroup, as the threads hold it. What products read is in panels of 64 columns
+// (device/wgmma.cuh). Keys with NaN or infinity are copied without, for dQ, to where the second
+// tile of queries would be.
 #pragma once
 
 #include "device/bulk.cuh"
@@ -44,12 +45,14 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kAdders = 2;                    // warps, of which one thread works
   static constexpr int kBoth = 1;                      // the named barrier of both that work
 
-  using Stats = StatsTile<float, kQueries>;
+  using typename HopperBackwardSteps<T, kTile>::Stats;
   using Words = uint32_t[kQueryTiles / 2][4];  // P^T or dS^T, as operands
 
   static constexpr uint32_t kTileBytes = kPanels * kKeys * kPanelRow;  // of keys, or of queries
   static constexpr uint32_t kScoreBytes = kKeys * kPanelRow;
   static constexpr uint32_t kSumBytes = kQueries * kPanel * 4;
+  static_assert((2 + kStages + kOutStages) * kTileBytes + 4 * kScoreBytes + 2 * kSumBytes ==
+                kTile.tiles_bytes());
 
   struct Shared {
     BlockPlace place;
@@ -78,19 +81,19 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   using typename Steps::Turn;
 
   Shared& shared;
-  const uint32_t k_tile, v_tile, q_tiles, d_out_tiles, p_tiles, ds_tiles, sums_tiles, stats_tiles;
+  const uint32_t stats_tiles, k_tile, v_tile, q_tiles, d_out_tiles, p_tiles, ds_tiles, sums_tiles;
 
-  HopperWideBackward(const BackwardParams& params, Shared& statics, uint32_t tiles)
+  HopperWideBackward(const BackwardParams& params, Shared& statics, uint32_t stats, uint32_t tiles)
       : Steps(params, statics.place),
         shared(statics),
+        stats_tiles(stats),
         k_tile(tiles),
         v_tile(k_tile + kTileBytes),
         q_tiles(v_tile + kTileBytes),
         d_out_tiles(q_tiles + kStages * kTileBytes),
         p_tiles(d_out_tiles + kOutStages * kTileBytes),
         ds_tiles(p_tiles + 2 * kScoreBytes),
-        sums_tiles(ds_tiles + 2 * kScoreBytes),
-        stats_tiles(sums_tiles + 2 * kSumBytes) {}
+        sums_tiles(ds_tiles + 2 * kScoreBytes) {}
 
   // Panels of d_q.
   static constexpr int first_panel(int group) { return group == 0 ? 0 : (kPanels + 1) / 2; }
@@ -120,8 +123,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
       if (round > 0) barrier_wait(&shared.q_empty[stage], (round - 1) & 1);
       copy_tile<HopperWideBackward, kQueries>(*this, q_tiles + stage * kTileBytes, p.q, head,
                                               place.q_begin + query, left, head_dim);
-      Steps::template copy_stats<Stats>(stats_tiles + stage * sizeof(Stats), step.tile,
-                                        head_of_group);
+      Steps::template copy_stats<kCopiers>(stats_tiles + stage * sizeof(Stats), step.tile,
+                                           head_of_group);
       barrier_arrive_after_copies(&shared.q_full[stage]);
       if (number >= kOutStages) {
         barrier_wait(&shared.d_out_empty[out_stage], (number / kOutStages - 1) & 1);
@@ -254,13 +257,6 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     Words chances, gradients;
     barrier_wait(&shared.q_full[stage], round & 1);
     fence_async_proxy();
-    const bool suspicious = load_shared_word(all_stats + kQueries * 8) != 0;
-    const int tile = step.tile, first_query = tile * kQueries + group * kOwnQueries;
-    const bool whole = tile >= block.whole.begin && tile < block.whole.end;
-    const bool partly = !whole && pairs_seen(place, place.tile * kKeys, first_query, kKeys,
-                                             kOwnQueries) != Seen::all;
-    const bool marked = suspicious || !finite_keys;
-    const SeenQueries seen(place, place.tile * kKeys + worker.row, first_query, lane);
     product_fence();
     ask_for_own_scores(s, k_tile, q_tile + own_rows);
     product_commit();
@@ -269,24 +265,33 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     product_fence();
     ask_for_own_scores(d_p, v_tile, d_out_tile + own_rows);
     product_commit();
+    // Beside the products: a warp has nothing else to hide it behind.
+    const bool suspicious = load_shared_word(all_stats + kQueries * 8) != 0;
+    const int tile = step.tile, first_query = tile * kQueries + group * kOwnQueries;
+    const bool partly = !Steps::sees_all(tile) && pairs_seen(place, place.tile * kKeys, first_query,
+                                                             kKeys, kOwnQueries) != Seen::all;
+    const bool marked = suspicious || !finite_keys;
+    const auto seen = [&] {
+      return SeenQueries(place, place.tile * kKeys + worker.row, first_query, lane);
+    };
     product_wait<1>();
     keep_in_place(s);
-    if (partly) hide_unseen(s, seen);
+    if (partly) hide_unseen(s, seen());
     make_chances<false>(s, p.problem.scale * kLog2E, stats, lane);
-    if (marked) mark_unseen<false>(s, seen, 0);
+    if (marked) mark_unseen<false>(s, seen(), 0);
     pack_weights<T>(chances, s);
     const int row = worker.row + lane / 4, first_chunk = group * (kOwnQueries / 8);
     store_operands<T>(p_tile, chances, row, lane % 4, first_chunk);
     product_wait<0>();
     keep_in_place(d_p);
-    make_gradients(s, d_p, stats, lane);
+    make_gradients(s, s, d_p, stats, lane);
     pack_weights<T>(gradients, s);
     if (marked) mark_unseen(gradients, chances);
     store_operands<T>(ds_tile, gradients, row, lane % 4, first_chunk);
     fence_async_proxy();
     meet();  // P and dS of both are there
     if (suspicious) clean_rows(sum, p_tile, q_tile, d_out_tile, worker);
-    const Turn turn = turn_of(step, head_of_group);
+    const Turn turn = Steps::last_turn_of(step, head_of_group);
     const uint32_t keys = finite_keys ? k_tile : q_tiles + kTileBytes;
     const uint32_t scores = group == 0 ? p_tile : ds_tile;
     const uint32_t rows = group == 0 ? d_out_tile : q_tile;
