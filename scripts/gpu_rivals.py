@@ -158,7 +158,7 @@ def segment_rivals(report):
 
 
 def attention_rivals(report):
-    """scaled_dot_product_attention by each of its backends."""
+    """scaled_dot_product_attention by each of its backends, and Pullback in the same way where it is installed."""
     import warnings
 
     import torch
@@ -168,6 +168,26 @@ def attention_rivals(report):
     backends = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION,
                 "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
+    def by_backend(backend):
+        def run(inputs, bias, **options):
+            mask = None if bias is None else bias.expand(inputs[0].shape[0], -1, -1, -1)
+            with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
+                return scaled_dot_product_attention(*inputs, attn_mask=mask, **options)
+
+        return run
+
+    kernels = {name: by_backend(backend) for name, backend in backends.items()}
+    try:
+        from pullback.torch import attention
+    except ImportError:
+        pass
+    else:
+        def pullback(inputs, bias, is_causal=False, dropout_p=0.0, enable_gqa=False):
+            q, k, v = (x.transpose(1, 2) for x in inputs)
+            return attention(q, k, v, bias=bias, causal=is_causal, dropout=dropout_p).transpose(1, 2)
+
+        kernels["Pullback, PyTorch"] = pullback
+
     def tensors(batch, length, heads, kv_heads, head_dim, dtype=torch.bfloat16):
         q, k, v, d_out = (torch.randn(batch, length, h, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
                           for h in (heads, kv_heads, kv_heads, heads))
@@ -175,21 +195,16 @@ def attention_rivals(report):
 
     def time_all(case, inputs, d_out, dtype="bf16", bias=None, **options):
         leaves = inputs if bias is None else [*inputs, bias]
-        for rival, backend in backends.items():
-            def forward():
-                mask = None if bias is None else bias.expand(inputs[0].shape[0], -1, -1, -1)
-                return scaled_dot_product_attention(*inputs, attn_mask=mask, **options)
-
+        for name, kernel in kernels.items():
             try:
-                with sdpa_kernel(backend), warnings.catch_warnings(action="ignore"):
-                    with torch.no_grad():
-                        seconds = times(forward)
-                    out = forward()
+                with torch.no_grad():
+                    seconds = times(lambda: kernel(inputs, bias, **options))
+                out = kernel(inputs, bias, **options)
                 backward = times(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
             except RuntimeError:
-                continue  # the backend refuses the problem
-            report("attention", case, dtype, "forward", rival, seconds, 0)
-            report("attention", case, dtype, "backward", rival, backward, 0)
+                continue  # it refuses the problem
+            report("attention", case, dtype, "forward", name, seconds, 0)
+            report("attention", case, dtype, "backward", name, backward, 0)
 
     for head_dim, heads in [(64, 32), (96, 16), (128, 16), (192, 8), (256, 8)]:
         for length in [512, 1024, 2048, 8192]:
