@@ -74,7 +74,8 @@ class TileBackward final : public BackwardBody {
       : BackwardBody(problem, device, tiles.queries, tiles.keys, masked.owners),
         tiles_(tiles),
         masked_(masked),
-        only_all_(hopper.gradients) {
+        only_all_(hopper.gradients),
+        step_queries_(only_all_ ? hopper_tile_of(problem, width).queries : tiles.queries) {
     vectors_ = all_have_vector_rows(problem);
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(problem.bias);
@@ -98,7 +99,7 @@ class TileBackward final : public BackwardBody {
         "bits every run{}{}",
         only_all_ ? "Hopper's " : "",
         problem.q.dtype == DType::f32 ? ", each product as three of f16" : "", tiles_.keys,
-        step_queries(problem, width),
+        step_queries_,
         slice_pairs_ < pairs_
             ? fmt::format("; {} of {} key/value heads at a time", slice_pairs_, pairs_)
             : "",
@@ -197,8 +198,7 @@ class TileBackward final : public BackwardBody {
       const std::int64_t flight =
           std::int64_t{device_.multiprocessors} *
           (only_all_ ? hopper_tile_of(problem, width).resident : tiles_.blocks);
-      const std::int64_t steps = std::max<std::int64_t>(
-          sizes_.group * all_steps(problem, step_queries(problem, width)), 1);
+      const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
       params_.pair_group = static_cast<std::int32_t>(
           problem.blocks.given()
               ? masked_.pair_group
@@ -207,21 +207,17 @@ class TileBackward final : public BackwardBody {
     }
   }
 
-  int step_queries(const AttentionProblem& problem, int width) const {
-    return only_all_ ? hopper_tile_of(problem, width).queries : tiles_.queries;
-  }
-  // Tiles of so many queries that the band lets the tiles of keys of a head meet.
-  std::int64_t all_steps(const AttentionProblem& problem, int queries) const {
-    if (sizes_.varlen) {
-      return ceil_div(std::int64_t{params_.q_tiles} * tiles_.queries, queries) * params_.k_tiles;
-    }
+  // Steps that the band lets the tiles of keys of a head take.
+  std::int64_t all_steps(const AttentionProblem& problem) const {
+    const std::int64_t rows = std::int64_t{params_.q_tiles} * tiles_.queries;
+    if (sizes_.varlen) return ceil_div(rows, step_queries_) * params_.k_tiles;
     const Sequence whole{0, sizes_.total_query, 0, sizes_.total_key};
     std::int64_t steps = 0;
     for (std::int64_t key = 0; key < sizes_.total_key; key += tiles_.keys) {
       const std::int64_t last = std::min(key + tiles_.keys, sizes_.total_key) - 1;
       const std::int64_t begin = seeing_queries(problem.mask, whole, key).begin;
       const std::int64_t end = seeing_queries(problem.mask, whole, last).end;
-      if (begin < end) steps += ceil_div(end, queries) - begin / queries;
+      if (begin < end) steps += ceil_div(end, step_queries_) - begin / step_queries_;
     }
     return steps;
   }
@@ -330,6 +326,7 @@ class TileBackward final : public BackwardBody {
   bool vectors_ = false, row_vectors_ = false, clears_bias_ = false;
   // Of aligned_: rows in pieces of 16 bytes; all three gradients.
   bool only_vectors_ = false, only_all_ = false;
+  int step_queries_;
   BiasPlan bias_plan_ = BiasPlan::none;
   Kernel prepare_, aligned_, general_, clear_bias_, combine_bias_;
   BiasSum bias_, aligned_bias_;
