@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "device/tensor_map.cuh"
+
 namespace pullback::cuda {
 
 using CUresult = int;
@@ -63,72 +65,68 @@ struct LaunchConfig {
   unsigned attribute_count;
 };
 
-// CUtensorMap: opaque, 128 bytes, aligned to 64.
-struct alignas(64) TensorMap {
-  std::uint64_t opaque[16];
-};
-
 // name, first driver version (cuda.h's CUDA_VERSION) with this signature, parameters.
-#define PULLBACK_DRIVER_FUNCTIONS(F)                                                               \
-  F(cuInit, 2000, (unsigned flags))                                                                \
-  F(cuDriverGetVersion, 2020, (int* version))                                                      \
-  F(cuGetErrorName, 6000, (CUresult error, const char** text))                                     \
-  F(cuGetErrorString, 6000, (CUresult error, const char** text))                                   \
-  F(cuDeviceGetCount, 2000, (int* count))                                                          \
-  F(cuDeviceGet, 2000, (CUdevice * device, int ordinal))                                           \
-  F(cuDeviceGetName, 2000, (char* name, int length, CUdevice device))                              \
-  F(cuDeviceGetAttribute, 2000, (int* value, int attribute, CUdevice device))                      \
-  F(cuDeviceTotalMem, 3020, (std::size_t * bytes, CUdevice device))                                \
-  F(cuDevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                        \
-  F(cuDevicePrimaryCtxRelease, 11000, (CUdevice device))                                           \
-  F(cuCtxGetCurrent, 4000, (CUcontext * context))                                                  \
-  F(cuCtxGetDevice, 2000, (CUdevice * device))                                                     \
-  F(cuCtxPushCurrent, 4000, (CUcontext context))                                                   \
-  F(cuCtxPopCurrent, 4000, (CUcontext * context))                                                  \
-  F(cuCtxSynchronize, 2000, ())                                                                    \
-  F(cuLibraryLoadData, 12000,                                                                      \
-    (CUlibrary * library, const void* code, int* jit_options, void** jit_values,                   \
-     unsigned jit_count, int* library_options, void** library_values, unsigned library_count))     \
-  F(cuLibraryUnload, 12000, (CUlibrary library))                                                   \
-  F(cuLibraryGetKernel, 12000, (CUkernel * kernel, CUlibrary library, const char* name))           \
-  F(cuKernelGetFunction, 12000, (CUfunction * function, CUkernel kernel))                          \
-  F(cuKernelGetAttribute, 12000, (int* value, int attribute, CUkernel kernel, CUdevice device))    \
-  F(cuKernelSetAttribute, 12000, (int attribute, int value, CUkernel kernel, CUdevice device))     \
-  F(cuLaunchKernelEx, 11060,                                                                       \
-    (const LaunchConfig* config, CUfunction function, void** parameters, void** extra))            \
-  F(cuOccupancyMaxActiveBlocksPerMultiprocessor, 6050,                                             \
-    (int* blocks, CUfunction function, int block_size, std::size_t shared_bytes))                  \
-  F(cuOccupancyMaxActiveClusters, 11080,                                                           \
-    (int* clusters, CUfunction function, const LaunchConfig* config))                              \
-  F(cuMemAlloc, 3020, (CUdeviceptr * memory, std::size_t bytes))                                   \
-  F(cuMemFree, 3020, (CUdeviceptr memory))                                                         \
-  F(cuMemAllocAsync, 11020, (CUdeviceptr * memory, std::size_t bytes, CUstream stream))            \
-  F(cuMemFreeAsync, 11020, (CUdeviceptr memory, CUstream stream))                                  \
-  F(cuMemcpyHtoDAsync, 3020,                                                                       \
-    (CUdeviceptr to, const void* from, std::size_t bytes, CUstream stream))                        \
-  F(cuMemcpyDtoHAsync, 3020, (void* to, CUdeviceptr from, std::size_t bytes, CUstream stream))     \
-  F(cuMemcpyDtoDAsync, 3020,                                                                       \
-    (CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream stream))                        \
-  F(cuMemsetD8Async, 3020,                                                                         \
-    (CUdeviceptr memory, unsigned char value, std::size_t count, CUstream stream))                 \
-  F(cuStreamCreate, 2000, (CUstream * stream, unsigned flags))                                     \
-  F(cuStreamDestroy, 4000, (CUstream stream))                                                      \
-  F(cuStreamSynchronize, 2000, (CUstream stream))                                                  \
-  F(cuStreamBeginCapture, 10010, (CUstream stream, int mode))                                      \
-  F(cuStreamEndCapture, 10000, (CUstream stream, CUgraph * graph))                                 \
-  F(cuGraphInstantiateWithFlags, 11040,                                                            \
-    (CUgraphExec * executable, CUgraph graph, unsigned long long flags))                           \
-  F(cuGraphLaunch, 10000, (CUgraphExec executable, CUstream stream))                               \
-  F(cuGraphExecDestroy, 10000, (CUgraphExec executable))                                           \
-  F(cuGraphDestroy, 10000, (CUgraph graph))                                                        \
-  F(cuEventCreate, 2000, (CUevent * event, unsigned flags))                                        \
-  F(cuEventDestroy, 4000, (CUevent event))                                                         \
-  F(cuEventRecord, 2000, (CUevent event, CUstream stream))                                         \
-  F(cuEventSynchronize, 2000, (CUevent event))                                                     \
-  F(cuEventElapsedTime, 2000, (float* milliseconds, CUevent start, CUevent end))                   \
-  F(cuTensorMapEncodeTiled, 12000,                                                                 \
-    (TensorMap * map, int dtype, std::uint32_t rank, void* address, const std::uint64_t* sizes,    \
-     const std::uint64_t* strides, const std::uint32_t* box, const std::uint32_t* element_strides, \
-     int interleave, int swizzle, int l2_promotion, int out_of_bounds_fill))
+#define PULLBACK_DRIVER_FUNCTIONS(F)                                                            \
+  F(cuInit, 2000, (unsigned flags))                                                             \
+  F(cuDriverGetVersion, 2020, (int* version))                                                   \
+  F(cuGetErrorName, 6000, (CUresult error, const char** text))                                  \
+  F(cuGetErrorString, 6000, (CUresult error, const char** text))                                \
+  F(cuDeviceGetCount, 2000, (int* count))                                                       \
+  F(cuDeviceGet, 2000, (CUdevice * device, int ordinal))                                        \
+  F(cuDeviceGetName, 2000, (char* name, int length, CUdevice device))                           \
+  F(cuDeviceGetAttribute, 2000, (int* value, int attribute, CUdevice device))                   \
+  F(cuDeviceTotalMem, 3020, (std::size_t * bytes, CUdevice device))                             \
+  F(cuDevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                     \
+  F(cuDevicePrimaryCtxRelease, 11000, (CUdevice device))                                        \
+  F(cuCtxGetCurrent, 4000, (CUcontext * context))                                               \
+  F(cuCtxGetDevice, 2000, (CUdevice * device))                                                  \
+  F(cuCtxPushCurrent, 4000, (CUcontext context))                                                \
+  F(cuCtxPopCurrent, 4000, (CUcontext * context))                                               \
+  F(cuCtxSynchronize, 2000, ())                                                                 \
+  F(cuLibraryLoadData, 12000,                                                                   \
+    (CUlibrary * library, const void* code, int* jit_options, void** jit_values,                \
+     unsigned jit_count, int* library_options, void** library_values, unsigned library_count))  \
+  F(cuLibraryUnload, 12000, (CUlibrary library))                                                \
+  F(cuLibraryGetKernel, 12000, (CUkernel * kernel, CUlibrary library, const char* name))        \
+  F(cuKernelGetFunction, 12000, (CUfunction * function, CUkernel kernel))                       \
+  F(cuKernelGetAttribute, 12000, (int* value, int attribute, CUkernel kernel, CUdevice device)) \
+  F(cuKernelSetAttribute, 12000, (int attribute, int value, CUkernel kernel, CUdevice device))  \
+  F(cuLaunchKernelEx, 11060,                                                                    \
+    (const LaunchConfig* config, CUfunction function, void** parameters, void** extra))         \
+  F(cuOccupancyMaxActiveBlocksPerMultiprocessor, 6050,                                          \
+    (int* blocks, CUfunction function, int block_size, std::size_t shared_bytes))               \
+  F(cuOccupancyMaxActiveClusters, 11080,                                                        \
+    (int* clusters, CUfunction function, const LaunchConfig* config))                           \
+  F(cuMemAlloc, 3020, (CUdeviceptr * memory, std::size_t bytes))                                \
+  F(cuMemFree, 3020, (CUdeviceptr memory))                                                      \
+  F(cuMemAllocAsync, 11020, (CUdeviceptr * memory, std::size_t bytes, CUstream stream))         \
+  F(cuMemFreeAsync, 11020, (CUdeviceptr memory, CUstream stream))                               \
+  F(cuMemcpyHtoDAsync, 3020,                                                                    \
+    (CUdeviceptr to, const void* from, std::size_t bytes, CUstream stream))                     \
+  F(cuMemcpyDtoHAsync, 3020, (void* to, CUdeviceptr from, std::size_t bytes, CUstream stream))  \
+  F(cuMemcpyDtoDAsync, 3020,                                                                    \
+    (CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream stream))                     \
+  F(cuMemsetD8Async, 3020,                                                                      \
+    (CUdeviceptr memory, unsigned char value, std::size_t count, CUstream stream))              \
+  F(cuStreamCreate, 2000, (CUstream * stream, unsigned flags))                                  \
+  F(cuStreamDestroy, 4000, (CUstream stream))                                                   \
+  F(cuStreamSynchronize, 2000, (CUstream stream))                                               \
+  F(cuStreamBeginCapture, 10010, (CUstream stream, int mode))                                   \
+  F(cuStreamEndCapture, 10000, (CUstream stream, CUgraph * graph))                              \
+  F(cuGraphInstantiateWithFlags, 11040,                                                         \
+    (CUgraphExec * executable, CUgraph graph, unsigned long long flags))                        \
+  F(cuGraphLaunch, 10000, (CUgraphExec executable, CUstream stream))                            \
+  F(cuGraphExecDestroy, 10000, (CUgraphExec executable))                                        \
+  F(cuGraphDestroy, 10000, (CUgraph graph))                                                     \
+  F(cuEventCreate, 2000, (CUevent * event, unsigned flags))                                     \
+  F(cuEventDestroy, 4000, (CUevent event))                                                      \
+  F(cuEventRecord, 2000, (CUevent event, CUstream stream))                                      \
+  F(cuEventSynchronize, 2000, (CUevent event))                                                  \
+  F(cuEventElapsedTime, 2000, (float* milliseconds, CUevent start, CUevent end))                \
+  F(cuTensorMapEncodeTiled, 12000,                                                              \
+    (device::TensorMap * map, int dtype, std::uint32_t rank, void* address,                     \
+     const std::uint64_t* sizes, const std::uint64_t* strides, const std::uint32_t* box,        \
+     const std::uint32_t* element_strides, int interleave, int swizzle, int l2_promotion,       \
+     int out_of_bounds_fill))
 
 }  // namespace pullback::cuda

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "cuda/on_device.hpp"
+#include "cuda/tensor_map.hpp"
 
 namespace pullback::cuda {
 namespace {
@@ -142,6 +144,92 @@ TEST_F(OnDeviceToolkit, bulk_copies_count_their_bytes) {
   })",
                                      from, from.size(), 4, 128);
   EXPECT_EQ(to, from);
+}
+
+// A tensor [2,3,100,40] whose rows lie apart, in boxes of 64 columns and 32 rows, the last of which
+// reach beyond it; 0 there, and swizzled as products want it.
+TEST_F(OnDeviceToolkit, boxes_of_a_tensor_are_copied) {
+  const DeviceInfo& device = device_info(0);
+  if (device.major < 9) GTEST_SKIP() << "needs sm_90";
+  constexpr std::int64_t kColumns = 40, kRows = 100, kThird = 3, kFourth = 2, kStep = 48;
+  constexpr int kBoxColumns = 64, kBoxRows = 32, kBoxes = 4;
+  const TensorMapShape shape{DType::bf16,
+                             {kColumns, kRows, kThird, kFourth},
+                             {kThird * kStep, kStep, kRows * kThird * kStep},
+                             kBoxColumns,
+                             kBoxRows};
+  ASSERT_TRUE(has_tensor_map(shape));
+  std::vector<std::uint16_t> from(kFourth * kRows * kThird * kStep);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::uint16_t>(i + 1);
+  struct Parameters {
+    device::TensorMap map;
+    void* to;
+  };
+  const DeviceMemory input(device, std::as_bytes(std::span(from)));
+  std::vector<std::uint16_t> to(kFourth * kThird * kBoxes * kBoxRows * kBoxColumns);
+  const DeviceMemory output(device, to.size() * sizeof(to[0]));
+  PlannedKernel<Parameters> kernel(
+      {.name = "test_boxes",
+       .file = "device/boxes.cuh",
+       .function = R"([](const auto& p) {
+  __shared__ alignas(1024) uint16_t box[32 * 64];
+  __shared__ uint64_t barrier;
+  if (threadIdx.x == 0) {
+    barrier_init(&barrier, 32);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    barrier_expect_more_bytes(&barrier, sizeof(box));
+    load_box(shared_address(box), p.map, 0, blockIdx.x % 4 * 32, blockIdx.x / 4 % 3,
+             blockIdx.x / 12, &barrier);
+  }
+  const bool early = barrier_test(&barrier, 0);
+  __syncthreads();
+  barrier_arrive(&barrier);
+  barrier_wait(&barrier, 0);
+  for (int i = threadIdx.x; i < 32 * 64; i += 32) {
+    const int row = i / 64, column = i % 64;
+    const uint16_t value = box[row * 64 + (column / 8 ^ row % 8) * 8 + column % 8];
+    static_cast<uint16_t*>(p.to)[blockIdx.x * (32 * 64) + i] = early ? 0xffff : value;
+  }
+})",
+       .parameters = "decltype([] { struct Parameters { TensorMap map; void* to; }; "
+                     "return Parameters(); }())",
+       .threads = 32},
+      device);
+  kernel.shape.grid[0] = kFourth * kThird * kBoxes;
+  const OwnStream stream(device);
+  const DeviceGuard guard(device);
+  kernel.launch({stream.get()}, {tensor_map(shape, input.data()), output.data()});
+  check(driver().cuMemcpyDtoHAsync(to.data(), address(output.data()), to.size() * sizeof(to[0]),
+                                   stream.get()),
+        "cuMemcpyDtoHAsync");
+  stream.synchronize();
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(to.size()); ++i) {
+    const std::int64_t column = i % kBoxColumns, row = i / kBoxColumns % (kBoxes * kBoxRows);
+    const std::int64_t third = i / (kBoxColumns * kBoxRows * kBoxes) % kThird;
+    const std::int64_t fourth = i / (kBoxColumns * kBoxRows * kBoxes * kThird);
+    const bool exists = column < kColumns && row < kRows;
+    const auto at = ((fourth * kRows + row) * kThird + third) * kStep + column;
+    ASSERT_EQ(to[static_cast<std::size_t>(i)], exists ? from[static_cast<std::size_t>(at)] : 0)
+        << column << ", " << row << ", " << third << ", " << fourth;
+  }
+}
+
+TEST(tensor_maps, are_of_16_byte_steps) {
+  const auto has = [](DType dtype, std::array<std::int64_t, 4> sizes,
+                      std::array<std::int64_t, 3> strides) {
+    return has_tensor_map({dtype, sizes, strides, 64, 64});
+  };
+  EXPECT_TRUE(has(DType::bf16, {64, 100, 2, 3}, {128, 64, 12800}));
+  EXPECT_TRUE(has(DType::f16, {40, 1, 1, 1}, {0, -3, 1}));  // never stepped by
+  EXPECT_FALSE(has(DType::f32, {64, 100, 2, 3}, {128, 64, 12800}));
+  EXPECT_FALSE(has(DType::bf16, {64, 0, 2, 3}, {128, 64, 12800}));
+  EXPECT_FALSE(has(DType::bf16, {64, 100, 2, 3}, {0, 64, 12800}));
+  EXPECT_FALSE(has(DType::bf16, {64, 100, 2, 3}, {128, -64, 12800}));
+  EXPECT_FALSE(has(DType::bf16, {64, 100, 2, 3}, {124, 64, 12800}));
+  EXPECT_FALSE(has(DType::bf16, {64, 100, 2, 3}, {128, 64, std::int64_t{1} << 39}));
 }
 
 // s = q kᵀ, then out = s v with s in registers: small integers, which no step rounds.
