@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 
+#include "cuda/tensor_map.hpp"
 #include "ops/attention/cuda/backward_kernels.hpp"
 #include "ops/attention/cuda/bias_rows.hpp"
 #include "ops/attention/cuda/masked_work.hpp"
@@ -168,31 +170,32 @@ class TileBackward final : public BackwardBody {
       set_grid(prepare_, planes_ * params_.q_tiles);
     }
     if (pairs_ > 0 && params_.k_tiles > 0) {
-      const auto load = [&](const TileKernel& found) {
-        Kernel kernel(found.kernel, device_, found.shared_bytes);
+      const auto load = [&](auto& kernel, const TileKernel& found) {
+        kernel = {found.kernel, device_, found.shared_bytes};
         set_grid(kernel, slice_pairs_ * pair_blocks_);
         kernel.shape.cluster = static_cast<unsigned>(masked_.owners.blocks);
         kernel.shape.programmatic = device_.major >= 9 && params_.q_tiles > 0;
-        return kernel;
       };
       const auto kernel_of = [&](Features features) {
         return tile_kernel(dtype, width, features, arch,
                            tiles_.keys != tiles_of(dtype, width, arch).keys);
       };
-      general_ =
-          load(kernel_of(problem.blocks.given() ? Features::general_blocks : Features::general));
+      load(general_,
+           kernel_of(problem.blocks.given() ? Features::general_blocks : Features::general));
       if (only_all_) {
         const HopperBackwardKind kind = bias_plan_ == BiasPlan::stepped
                                             ? HopperBackwardKind::bias_sum
                                             : hopper_kind(problem, width);
-        aligned_ = load(hopper_backward_kernel(dtype, kind, width));
+        load(hopper_, hopper_backward_kernel(dtype, kind, width));
+        plan_maps(problem, hopper_tile_of(problem, width).part_queries());
       } else if (only_vectors_) {
-        aligned_ = load(
-            kernel_of(problem.bias.given()
-                          ? bias_plan_ == BiasPlan::stepped ? Features::bias_sum : Features::bias
-                      : problem.blocks.given() ? Features::blocks
-                      : problem.dropout > 0    ? Features::dropout
-                                               : Features::plain));
+        const bool stepped = bias_plan_ == BiasPlan::stepped;
+        const Features features = problem.bias.given()
+                                      ? stepped ? Features::bias_sum : Features::bias
+                                  : problem.blocks.given() ? Features::blocks
+                                  : problem.dropout > 0    ? Features::dropout
+                                                           : Features::plain;
+        load(aligned_, kernel_of(features));
       }
       // Tiles of a head that follow each other start two steps apart, so that turns come in time.
       const std::int64_t flight =
@@ -205,6 +208,23 @@ class TileBackward final : public BackwardBody {
               : std::min(pairs_,
                          std::max(kPairGroup, ceil_div(2 * flight * params_.k_tiles, steps))));
     }
+  }
+
+  // Queries and d_out as the copy engine knows them. It cannot know where packed sequences end.
+  void plan_maps(const AttentionProblem& problem, int part_queries) {
+    if (sizes_.varlen) return;
+    const auto shape_of = [&](const TensorSpec& spec,
+                              std::int64_t columns) -> cuda::TensorMapShape {
+      const HeadRows rows = head_rows(spec);
+      return {spec.dtype,
+              {columns, sizes_.total_query, sizes_.heads, sizes_.batch},
+              {rows.row, rows.head, rows.batch},
+              64,
+              part_queries};
+    };
+    q_map_ = shape_of(problem.q, sizes_.head_dim);
+    d_out_map_ = shape_of(problem.d_out, sizes_.value_dim);
+    has_maps_ = cuda::has_tensor_map(q_map_) && cuda::has_tensor_map(d_out_map_);
   }
 
   // Steps that the band lets the tiles of keys of a head take.
@@ -301,14 +321,32 @@ class TileBackward final : public BackwardBody {
     if (!any || pairs_ == 0 || params.k_tiles == 0) return;
     const bool vectors = params.vectors && (tensors.bias == nullptr || params.bias_vectors);
     const bool all = tensors.d_q && tensors.d_k && tensors.d_v;
-    const Kernel& kernel = only_vectors_ && vectors && (all || !only_all_) ? aligned_ : general_;
+    if (only_all_ && all && vectors) {
+      HopperBackwardParams with_maps{};
+      with_maps.has_maps = has_maps_;
+      if (has_maps_) {
+        with_maps.q = cuda::tensor_map(q_map_, tensors.q);
+        with_maps.d_out = cuda::tensor_map(d_out_map_, tensors.d_out);
+      }
+      launch_slices(params, hopper_, stream,
+                    [&](const Params& slice) -> const HopperBackwardParams& {
+                      with_maps.all = slice;
+                      return with_maps;
+                    });
+      return;
+    }
+    launch_slices(params, only_vectors_ && vectors && !only_all_ ? aligned_ : general_, stream,
+                  std::identity());
+  }
+
+  template <class Kernel, class Wrap>
+  void launch_slices(Params params, Kernel kernel, Stream stream, const Wrap& wrap) const {
     for (std::int64_t first = 0; first < pairs_; first += slice_pairs_) {
       params.first_pair = first;
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
       if (bias_plan_ == BiasPlan::stepped) params.bias_step = step_of(first);
-      Kernel slice = kernel;
-      slice.shape.grid[0] = static_cast<unsigned>(params.pairs * pair_blocks_);
-      slice.launch(stream, params);
+      kernel.shape.grid[0] = static_cast<unsigned>(params.pairs * pair_blocks_);
+      kernel.launch(stream, wrap(params));
     }
   }
 
@@ -329,6 +367,9 @@ class TileBackward final : public BackwardBody {
   int step_queries_;
   BiasPlan bias_plan_ = BiasPlan::none;
   Kernel prepare_, aligned_, general_, clear_bias_, combine_bias_;
+  HopperKernel hopper_;
+  bool has_maps_ = false;
+  cuda::TensorMapShape q_map_, d_out_map_;
   BiasSum bias_, aligned_bias_;
 };
 
@@ -388,7 +429,8 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
       for (const HopperBackwardKind kind : kHopperBackwardKinds) {
         if (arch != 90) continue;
         if (!has_hopper_backward_tile(kind, width, static_cast<int>(size_of(dtype)))) continue;
-        add(hopper_backward_kernel(dtype, kind, width).kernel);
+        kernels.push_back(op_kernel<HopperBackwardParams>(
+            hopper_backward_kernel(dtype, kind, width).kernel, arch));
       }
     }
     add(bias_helper(dtype, "clear_bias"));

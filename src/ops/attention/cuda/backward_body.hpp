@@ -8,13 +8,15 @@
 #include "core/check.hpp"
 #include "core/workspace.hpp"
 #include "ops/attention/block_tables.hpp"
-#include "ops/attention/cuda/backward_params.cuh"
 #include "ops/attention/cuda/sequences.hpp"
+#include "ops/attention/cuda/sm90_backward_params.cuh"
 
 namespace pullback::attention {
 
 using BackwardKernel = cuda::PlannedKernel<BackwardParams>;
+using HopperKernel = cuda::PlannedKernel<HopperBackwardParams>;
 inline constexpr std::string_view kBackwardParams = "attention::BackwardParams";
+inline constexpr std::string_view kHopperBackwardParams = "attention::HopperBackwardParams";
 
 // A workspace part of so many bytes.
 inline std::size_t aligned(std::int64_t bytes) {
@@ -31,7 +33,8 @@ inline std::int32_t tile_count(std::int64_t tiles) {
   return static_cast<std::int32_t>(tiles);
 }
 
-inline void set_grid(BackwardKernel& kernel, std::int64_t blocks) {
+template <class Kernel>
+void set_grid(Kernel& kernel, std::int64_t blocks) {
   kernel.shape.grid[0] = static_cast<unsigned>(tile_count(blocks));
 }
 

@@ -83,7 +83,7 @@ inline TileKernel hopper_backward_kernel(DType dtype, HopperBackwardKind kind, i
                "attention::hopper_{}backward<{}, "
                "attention::hopper_backward_tile(attention::HopperBackwardKind::{}, {})>",
                tile.wide() ? "wide_" : "", type, kind_name, width),
-           .parameters = kBackwardParams,
+           .parameters = kHopperBackwardParams,
            .threads = tile.threads(),
            .blocks = tile.resident,
            .arch_specific = true},

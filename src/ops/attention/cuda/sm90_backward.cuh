@@ -2,10 +2,9 @@
 // smxx_backward.cuh, without softcap, with one of bias, dropout and block mask at most, and always
 // all of d_q, d_k, d_v.
 //
-// A thread block owns 128 keys (or 64) of a key/value head and takes 64 queries a step (or 128).
-// The first warpgroup has two warps that copy queries, d_out and statistics, and two that add the
-// step's part of d_q to those of other blocks when its turn comes. The other warpgroups have 64
-// keys each:
+// A thread block owns 128 keys of a key/value head and takes 64 queries a step (or 128). The first
+// warpgroup has two warps that copy queries, d_out and statistics, and two that add the step's part
+// of d_q to those of other blocks when its turn comes. The other warpgroups have 64 keys each:
 //
 //   S^T = K Q^T, dP^T = V dO^T    64 keys x 64 queries, both from shared memory
 //   dV += P^T dO, dK += dS^T Q    P and dS from the registers that they were made in
@@ -15,7 +14,9 @@
 // stands between two products is time that nothing hides. So products are asked for first, and what
 // masks and turns say of a step is found beside them.
 //
-// With a block mask a warpgroup whose keys none of the step's queries see has dS of 0.
+// With a block mask the 128 queries of a step are two tiles from anywhere, and a warpgroup whose
+// keys none of them sees has dS of 0. Of small blocks 128 keys would meet many queries that half of
+// them do not see: a thread block owns 64 keys, and a multiprocessor has two such blocks.
 //
 // Shared memory: the block's place and barriers; a ring of statistics; keys and values; a ring of
 // queries and d_out, whose last stage keys without NaN and infinity take for dQ, if there are such;
@@ -37,15 +38,15 @@
 
 namespace pullback::attention {
 
-// The named barrier of both warpgroups that work.
-inline constexpr int kBothGroups = 1;
+// The named barrier of all that work.
+inline constexpr int kAllGroups = 1;
 
 template <class T, HopperBackwardTile kTile>
 struct HopperBackward : HopperBackwardSteps<T, kTile> {
   using Element = T;
   static constexpr int kWidth = kTile.width, kPanels = kTile.panels();
-  static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kGroups = kTile.groups();
-  static constexpr int kStages = kTile.stages;
+  static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
+  static constexpr int kGroups = kTile.groups();
   static constexpr bool kBlocks = kTile.blocks();
   static constexpr bool kDropout = kTile.kind == HopperBackwardKind::dropout;
   static constexpr bool kBias = kTile.bias();
@@ -57,9 +58,11 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kOwnWidth = kSumWidth * kQueryPanels / kGroups;
   static constexpr int kTiles = kWidth / 8, kQueryTiles = kQueries / 8, kOwnTiles = kOwnWidth / 8;
   static constexpr int kWorkers = kGroups * kWarpgroupSize;
-  static constexpr int kCopiers = kWarpgroupSize / 2;  // threads
-  static constexpr int kAdders = 2;                    // warps, of which one thread works
+  // Threads that copy, and warps that add up d_q, of which one thread works: one more where steps
+  // are short, and copied by the copy engine alone.
+  static constexpr int kCopiers = kGroups == 1 ? 32 : 64, kAdders = 4 - kCopiers / 32;
 
+  using Scores = float[kQueryTiles][4];
   using Words = uint32_t[kQueryTiles / 2][4];  // P^T or dS^T, as operands
 
   static constexpr uint32_t kKeyBytes = kPanels * kKeys * kPanelRow;
@@ -70,14 +73,17 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   static constexpr uint32_t kStatsBytes = kTile.stats() / kStages;
   static_assert(2 * (kKeyBytes + kStages * kQueryBytes + kScoreBytes) + kSumBytes ==
                 kTile.tiles_bytes());
+  using Steps = HopperBackwardSteps<T, kTile>;
+  using Steps::kParts, Steps::kPartQueries, Steps::kPlanTile;
+  static constexpr int kPartTiles = kPartQueries / 8;
 
   struct Shared {
     BlockPlace place;
     bool finite_keys;
     uint64_t keys_full, keys_checked;
     uint64_t full[kStages], empty[kStages], sums_full[kAdders], sums_empty, bias_empty;
-    uint64_t scores_full, cleaning;  // with a block mask
-    SeenTile steps[kStages];         // with a block mask
+    uint64_t scores_full, cleaning;   // with a block mask
+    SeenTile steps[kStages][kParts];  // with a block mask
 
     void init() {
       barrier_init(&keys_full, kCopiers);
@@ -91,7 +97,6 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     }
   };
 
-  using Steps = HopperBackwardSteps<T, kTile>;
   using Steps::await, Steps::for_each_step, Steps::head_of, Steps::rows_of, Steps::sums_of;
   using Steps::block, Steps::p, Steps::place;
   using typename Steps::Turn;
@@ -100,7 +105,8 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   const uint32_t stats_tiles, k_tile, v_tile, query_tiles, ds_tiles, bias_tile, sums_tile;
   const Dropout dropout;
 
-  HopperBackward(const BackwardParams& params, Shared& statics, uint32_t stats, uint32_t tiles)
+  HopperBackward(const HopperBackwardParams& params, Shared& statics, uint32_t stats,
+                 uint32_t tiles)
       : Steps(params, statics.place),
         shared(statics),
         stats_tiles(stats),
@@ -110,10 +116,13 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
         ds_tiles(query_tiles + kStages * 2 * kQueryBytes),
         bias_tile(ds_tiles + kScoreBytes),
         sums_tile(ds_tiles + 2 * kScoreBytes),
-        dropout(kDropout ? params.problem.dropout.for_warp() : Dropout()) {}
+        dropout(kDropout ? params.all.problem.dropout.for_warp() : Dropout()) {}
 
   uint32_t q_tile_of(int stage) const { return query_tiles + stage * (2 * kQueryBytes); }
   uint32_t d_out_tile_of(int stage) const { return q_tile_of(stage) + kQueryBytes; }
+  uint32_t ds_tile_of(int number) const {
+    return ds_tiles + number % kTile.score_tiles() * kScoreBytes;
+  }
   // Of the keys, without NaN and infinity.
   uint32_t finite_k_tile() const { return q_tile_of(kStages - 1); }
 
@@ -132,21 +141,29 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
 
   struct Worker {
     int group, lane, row;  // row: the warp's first key of the tile
-    int thread;            // of both warpgroups
+    int thread;            // of all that work
   };
 
   SeenQueries seen_queries(const Worker& worker, int tile) const {
-    return SeenQueries(place, place.tile * kKeys + worker.row, tile * kQueries, worker.lane);
+    return SeenQueries(place, place.tile * kKeys + worker.row, tile * kPartQueries, worker.lane);
   }
-  // Both warpgroups. With a block mask they may come from two places in the code, which named
+  // All warpgroups. With a block mask they may come from two places in the code, which named
   // barriers allow and synccheck does not.
   void meet(uint64_t& barrier, int round) const {
     if constexpr (kBlocks) {
       barrier_arrive(&barrier);
       barrier_wait(&barrier, round & 1);
     } else {
-      named_wait(kBothGroups, kWorkers);
+      named_wait(kAllGroups, kWorkers);
     }
+  }
+  // Those that the warp's keys see.
+  static uint32_t squares_of(const SeenTile& seen, const Worker& worker) {
+    return seen.squares >> worker.row / 16;
+  }
+  // The scores of a part of the step.
+  static float (&scores_of(Scores& s, int part))[kPartTiles][4] {
+    return reinterpret_cast<float(&)[kPartTiles][4]>(s[part * kPartTiles]);
   }
 
   void store_scores(uint32_t tile, const Words& words, const Worker& worker) const {
@@ -159,10 +176,10 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     }
   }
 
-  // By both: whether keys and values are finite; else the keys' copy is made.
+  // By all: whether keys and values are finite; else the keys' copy is made.
   bool check_keys(const Worker& worker) const {
     if (sees_extreme<T, kWorkers>(k_tile, 2 * kKeyBytes, worker.thread)) shared.finite_keys = false;
-    named_wait(kBothGroups, kWorkers);
+    named_wait(kAllGroups, kWorkers);
     barrier_arrive(&shared.keys_checked);
     if (shared.finite_keys) return true;
     static_assert(kKeyBytes <= 2 * kQueryBytes);
@@ -170,7 +187,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     return false;
   }
 
-  // By both: rows of q and d_out with NaN or infinity, which unseen weights must not meet.
+  // By all: rows of q and d_out with NaN or infinity, which unseen weights must not meet.
   void clean_rows(float (&d_v)[kTiles][4], const Words& weights, uint32_t ds_tile, uint32_t q_tile,
                   uint32_t d_out_tile, const Worker& worker) const {
     store_scores(ds_tile, weights, worker);
@@ -189,7 +206,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     make_finite(q_tile, d_out_tile, worker);
   }
   void make_finite(uint32_t q_tile, uint32_t d_out_tile, const Worker& worker) const {
-    meet(shared.cleaning, 0);  // the scores of both are made
+    meet(shared.cleaning, 0);  // the scores of all are made
     copy_finite<T, kWorkers>(q_tile, q_tile, kQueryBytes, worker.thread);
     copy_finite<T, kWorkers>(d_out_tile, d_out_tile, kQueryBytes, worker.thread);
     fence_async_proxy();
@@ -207,9 +224,9 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       const uint32_t keys_of_d_q = finite_keys ? k_tile : finite_k_tile();
       const int stages = finite_keys ? kStages : kStages - 1;
       Stage stage;
-      for_each_step([&](const SeenTile& step, int head_of_group, int number) {
+      for_each_step([&](const HopperStep& step) {
         stage.begin(stages);
-        take_step(d_k, d_v, worker, step, head_of_group, number, stage, finite_keys, keys_of_d_q);
+        take_step(d_k, d_v, worker, step, stage, finite_keys, keys_of_d_q);
         ++stage.number;
       });
     }
@@ -235,7 +252,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   bool join_keys(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4]) const {
     struct Workers {
       int number() const { return static_cast<int>(threadIdx.x) - kWarpgroupSize; }
-      void meet() const { named_wait(kBothGroups, kWorkers); }
+      void meet() const { named_wait(kAllGroups, kWorkers); }
     };
     const SeenOwner owner = p.problem.blocks.owners[block.owner];
     if (owner.parts == 1) return true;
@@ -250,44 +267,43 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   static bool is_suspicious(uint32_t stats) {
     uint32_t flags = 0;
 #pragma unroll
-    for (int tile = 0; tile < Steps::kPlanTiles; ++tile) {
-      flags |= load_shared_word(stats + stats_of(tile * 8) + Steps::kPlanTile * 8);
+    for (int panel = 0; panel < kQueryPanels; ++panel) {
+      flags |= load_shared_word(stats + stats_of(panel * 8) + kPlanTile * 8);
     }
     return flags != 0;
   }
 
-  // Both warpgroups meet once a step, when dS is there. d_v and d_k come in beside dQ and its way
-  // out; before the next step all have.
+  // The warpgroups meet once a step, when dS is there. d_v and d_k come in beside dQ and
+  // its way out; before the next step all have.
   __forceinline__ void take_step(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4],
-                                 const Worker& worker, const SeenTile& listed, int head_of_group,
-                                 int number, const Stage& at, bool finite_keys,
-                                 uint32_t keys_of_d_q) const {
-    const int stage = at.number, lane = worker.lane;
+                                 const Worker& worker, const HopperStep& step, const Stage& at,
+                                 bool finite_keys, uint32_t keys_of_d_q) const {
+    const int number = step.number, stage = at.number, lane = worker.lane;
     const uint32_t q_tile = q_tile_of(stage), d_out_tile = d_out_tile_of(stage);
     const uint32_t stats = stats_tiles + stage * kStatsBytes;
-    const uint32_t ds_tile = ds_tiles + number % kTile.score_tiles() * kScoreBytes;
+    const uint32_t ds_tile = ds_tile_of(number);
     const uint32_t own_keys = worker.group * (kOwnKeys * kPanelRow);
     barrier_wait(&shared.full[stage], at.round & 1);
     fence_async_proxy();
-    int tile = listed.tile;
-    uint32_t squares = 0, of_group = 0;
-    if constexpr (kBlocks) {
-      const SeenTile step = load_step(stage);
-      tile = step.tile;
-      squares = step.squares >> worker.row / 16;
-      of_group = step.squares >> worker.group * (kOwnKeys / 16);
-    }
-    float s[kQueryTiles][4] = {}, d_p[kQueryTiles][4] = {};
+    // What is known of a part is loaded anew where it is wanted: registers are needed for sums.
+    const auto part_of = [&](int part) {
+      return kBlocks ? load_part(stage, part) : Steps::part_of(step, part);
+    };
+    Scores s = {}, d_p = {};
     Words chances, gradients;
-    if constexpr (kBlocks) {
-      constexpr uint32_t kOwnSquares = all_squares(kQueries, kOwnKeys);
+    if constexpr (kBlocks && kGroups > 1) {
+      constexpr uint32_t kOwnSquares = all_squares(kPartQueries, kOwnKeys);
+      uint32_t of_group = 0;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        of_group |= part_of(part).squares >> worker.group * (kOwnKeys / 16);
+      }
       if (uniform(static_cast<int>(of_group & kOwnSquares)) == 0) {
         clear_scores(ds_tile, worker);
         if (is_suspicious(stats)) make_finite(q_tile, d_out_tile, worker);
         fence_async_proxy();
         meet(shared.scores_full, number);
-        end_step<false>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, stage,
-                        keys_of_d_q);
+        end_step<false>(d_k, d_v, s, gradients, worker, step, stage, keys_of_d_q);
         return;
       }
     }
@@ -298,15 +314,23 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     product_commit();
     // Beside the products: a warp has nothing else to hide it behind.
     const bool suspicious = is_suspicious(stats);
-    const bool partly =
-        !Steps::sees_all(tile) && pairs_seen(place, place.tile * kKeys + worker.group * kOwnKeys,
-                                             tile * kQueries, kOwnKeys, kQueries) != Seen::all;
+    bool partly = false, has_holes = false;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      constexpr uint32_t kSquares = kBlocks ? all_squares(kPartQueries, 16) : 0;
+      const SeenTile seen = part_of(part);
+      partly =
+          partly || (!Steps::sees_all(seen.tile) &&
+                     pairs_seen(place, place.tile * kKeys + worker.group * kOwnKeys,
+                                seen.tile * kPartQueries, kOwnKeys, kPartQueries) != Seen::all);
+      has_holes = has_holes || (kBlocks && (squares_of(seen, worker) & kSquares) != kSquares);
+    }
     const bool marked = suspicious || !finite_keys;
     uint32_t kept = 0, unseen = 0;
     if constexpr (kDropout) {
       const auto plane =
-          static_cast<uint64_t>(place.batch * p.problem.heads + head_of(head_of_group));
-      kept = draw_kept(dropout, plane, tile * kQueries, place.tile * kKeys + worker.row, lane);
+          static_cast<uint64_t>(place.batch * p.problem.heads + head_of(step.head_of_group));
+      kept = draw_kept(dropout, plane, step.tile * kQueries, place.tile * kKeys + worker.row, lane);
     }
     product_wait<1>();
     keep_in_place(s);
@@ -315,13 +339,27 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       if (marked) hide_by_bias<T, kKeys>(s, bias_tile, worker.row, lane);
       barrier_arrive(&shared.bias_empty);
     }
-    if (partly) hide_unseen(s, seen_queries(worker, tile));
-    if constexpr (kBlocks) {
-      constexpr uint32_t kSquares = all_squares(kQueries, 16);
-      if ((squares & kSquares) != kSquares) hide_blocks(s, squares);
+    if (partly) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        hide_unseen(scores_of(s, part), seen_queries(worker, part_of(part).tile));
+      }
+    }
+    if (has_holes) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        hide_blocks(scores_of(s, part), squares_of(part_of(part), worker));
+      }
     }
     make_chances<kBias>(s, p.problem.scale * kLog2E, stats, lane);
-    if (marked) mark_unseen<kBlocks>(s, seen_queries(worker, tile), squares);
+    if (marked) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const SeenTile seen = part_of(part);
+        mark_unseen<kBlocks>(scores_of(s, part), seen_queries(worker, seen.tile),
+                             squares_of(seen, worker));
+      }
+    }
     if constexpr (kDropout) {
       if (marked) unseen = unseen_of(s);
       pack_kept<T>(chances, s, kept);
@@ -346,9 +384,9 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       if (marked) mark_unseen(gradients, chances);
     }
     if constexpr (kBiasSum) {
-      const int head = head_of(head_of_group), key_row = place.tile * kKeys + worker.row;
-      add_bias_sums<T>(p, place, head, tile * kQueries, key_row, s,
-                       bias_sums_of(tile, head) + worker.row * kQueries, lane);
+      const int head = head_of(step.head_of_group), key_row = place.tile * kKeys + worker.row;
+      add_bias_sums<T>(p, place, head, step.tile * kQueries, key_row, s,
+                       bias_sums_of(step.tile, head) + worker.row * kQueries, lane);
     }
     // With one tile of dS: those of the step before have been read.
     if (kBias && number > 0) {
@@ -364,45 +402,27 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     product_fence();
     ask_for_outputs<T, kTiles, kQueries>(d_v, chances, d_out_tile);
     product_commit();
-    meet(shared.scores_full, number);  // dS of both is there
+    meet(shared.scores_full, number);  // dS of all keys is there
     if constexpr (kTile.kind == HopperBackwardKind::bias) {
-      store_bias<T, kKeys, kQueries, kWorkers / 32, false>(p, place, head_of(head_of_group), tile,
-                                                           ds_tile, worker.thread);
+      store_bias<T, kKeys, kQueries, kWorkers / 32, false>(p, place, head_of(step.head_of_group),
+                                                           step.tile, ds_tile, worker.thread);
     }
-    end_step<true>(d_k, d_v, s, gradients, worker, listed, head_of_group, number, stage,
-                   keys_of_d_q);
+    end_step<true>(d_k, d_v, s, gradients, worker, step, stage, keys_of_d_q);
   }
 
   // dQ, in place of S^T, and d_k.
   template <bool kSees>
-  __forceinline__ void end_step(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4],
-                                float (&s)[kQueryTiles][4], const Words& gradients,
-                                const Worker& worker, const SeenTile& listed, int head_of_group,
-                                int number, int stage, uint32_t keys_of_d_q) const {
-    const int lane = worker.lane;
-    const uint32_t ds_tile = ds_tiles + number % kTile.score_tiles() * kScoreBytes;
-    SeenTile step = listed;
-    if constexpr (kBlocks) step = load_step(stage);
+  __forceinline__ void end_step(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4], Scores& s,
+                                const Words& gradients, const Worker& worker,
+                                const HopperStep& step, int stage, uint32_t keys_of_d_q) const {
     auto& d_q = reinterpret_cast<float(&)[kOwnTiles][4]>(s);
-    const Turn turn = Steps::last_turn_of(step, head_of_group);
-    const int sums_thread = worker.group * (kOwnTiles * kWarpgroupSize) +
-                            worker.thread % kWarpgroupSize;  // in pieces of four
-    const bool takes_over = kBlocks && turn.taken_over >= 0;
-    // A second tile of queries may have none.
-    const bool adds_sums =
-        turn.adds_sums() && (kQueryPanels == 1 || worker.group < Steps::plan_tiles_of(step.tile));
-    if (adds_sums) {
-      if (lane == 0) await(turn.line, turn.number);
-      __syncwarp();
-      const float* const sums = sums_of(turn.line) + sums_thread * 4;
-#pragma unroll
-      for (int n = 0; n < kOwnTiles; ++n) load_past_l1(d_q[n], sums + n * (kWarpgroupSize * 4));
-    }
-    if (takes_over) take_over(d_q, turn, sums_thread, lane);
+    const int number = step.number;
+    bool adds;
+    const Turn turn = begin_queries(d_q, adds, worker, step, stage);
     keep_in_place(d_q);
     keep_in_place(d_k);
     product_fence();
-    ask_for_queries(d_q, ds_tile, keys_of_d_q, worker.group, adds_sums || takes_over);
+    ask_for_queries(d_q, ds_tile_of(number), keys_of_d_q, worker.group, adds);
     product_commit();
     if constexpr (kSees) {
       ask_for_outputs<T, kTiles, kQueries>(d_k, gradients, q_tile_of(stage));
@@ -413,14 +433,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     }
     keep_in_place(d_q);
     if (number > 0) barrier_wait(&shared.sums_empty, (number - 1) & 1);
-    if (turn.last) {
-      const bool all_queries = kQueryPanels == 1;
-      Steps::store_queries(d_q, step.tile, head_of(head_of_group),
-                           all_queries ? worker.row % kOwnKeys : worker.row,
-                           all_queries ? worker.group * kOwnWidth : 0, lane);
-    } else {
-      Steps::hand_over(d_q, sums_tile, sums_thread);
-    }
+    end_queries(d_q, turn.last, worker, step, stage);
     barrier_arrive(&shared.sums_full[number % kAdders]);
     if constexpr (kSees) {
       product_wait<0>();
@@ -430,9 +443,55 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     barrier_arrive(&shared.empty[stage]);
   }
 
-  SeenTile load_step(int stage) const {
+  // The part of the step that the warpgroup's dQ is of. One that does not exist has no turns.
+  SeenTile own_part(const Worker& worker, const HopperStep& step, int stage) const {
+    return kBlocks ? load_part(stage, kParts > 1 ? worker.group : 0) : Steps::part_of(step, 0);
+  }
+  // Where the thread's first piece of four of dQ is, in sums of a part; the others follow at
+  // intervals of a warpgroup.
+  static int sums_piece(const Worker& worker) {
+    const int before = kParts > 1 ? 0 : worker.group * (kOwnTiles * kWarpgroupSize);
+    return before + worker.thread % kWarpgroupSize;
+  }
+
+  // The last turn starts its product from the sums.
+  __forceinline__ Turn begin_queries(float (&d_q)[kOwnTiles][4], bool& adds, const Worker& worker,
+                                     const HopperStep& step, int stage) const {
+    const SeenTile part = own_part(worker, step, stage);
+    const Turn turn = Steps::last_turn_of(part, step.head_of_group);
+    const int piece = sums_piece(worker);
+    const bool takes_over = kBlocks && turn.taken_over >= 0;
+    // A second tile of queries may have none.
+    const bool adds_sums = turn.adds_sums() && (Steps::kPlanTiles == 1 ||
+                                                worker.group < Steps::plan_tiles_of(part.tile));
+    if (adds_sums) {
+      if (worker.lane == 0) await(turn.line, turn.number);
+      __syncwarp();
+      const float* const sums = sums_of(turn.line) + piece * 4;
+#pragma unroll
+      for (int n = 0; n < kOwnTiles; ++n) load_past_l1(d_q[n], sums + n * (kWarpgroupSize * 4));
+    }
+    if (takes_over) take_over(d_q, turn, piece, worker.lane);
+    adds = adds_sums || takes_over;
+    return turn;
+  }
+  // Writes dQ, or hands it to those who add it up. Of a part that does not exist they take nothing.
+  __forceinline__ void end_queries(const float (&d_q)[kOwnTiles][4], bool last,
+                                   const Worker& worker, const HopperStep& step, int stage) const {
+    const int group = worker.group;
+    if (last) {
+      const int row = kQueryPanels > 1 && kParts == 1 ? worker.row : worker.row % kPlanTile;
+      Steps::store_queries(d_q, own_part(worker, step, stage).tile, head_of(step.head_of_group),
+                           row, kQueryPanels > 1 ? 0 : group * kOwnWidth, worker.lane);
+    } else {
+      const uint32_t part = kParts > 1 ? group * (kSumBytes / kParts) : 0;
+      Steps::hand_over(d_q, sums_tile + part, sums_piece(worker));
+    }
+  }
+
+  SeenTile load_part(int stage, int part) const {
     uint32_t words[4];
-    load_shared(words, shared_address(&shared.steps[stage]));
+    load_shared(words, shared_address(&shared.steps[stage][part]));
     return {static_cast<int>(words[0]), words[1], static_cast<int>(words[2]),
             static_cast<uint16_t>(words[3]), static_cast<uint16_t>(words[3] >> 16)};
   }
@@ -458,8 +517,11 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     const uint32_t zeros[4] = {};
     const uint32_t first = tile + worker.group * kOwnBytes + worker.thread % kWarpgroupSize * 16;
 #pragma unroll
-    for (uint32_t at = 0; at < kOwnBytes; at += kWarpgroupSize * 16)
-      store_shared(first + at, zeros);
+    for (uint32_t panel = 0; panel < kQueryPanels; ++panel) {
+#pragma unroll
+      for (uint32_t at = 0; at < kOwnBytes; at += kWarpgroupSize * 16)
+        store_shared(first + panel * kScorePanelBytes + at, zeros);
+    }
   }
 
   // dS K, the warpgroup's columns.
@@ -478,7 +540,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
 };
 
 template <class T, HopperBackwardTile kTile>
-void hopper_backward(const BackwardParams& p) {
+void hopper_backward(const HopperBackwardParams& p) {
   run_backward<HopperBackward<T, kTile>, kTile>(p);
 }
 

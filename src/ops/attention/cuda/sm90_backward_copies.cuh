@@ -2,7 +2,7 @@
 // the steps read, and a thread each of two others that adds up d_q.
 #pragma once
 
-#include "device/bulk.cuh"
+#include "device/boxes.cuh"
 #include "device/bulk_out.cuh"
 #include "ops/attention/cuda/sm90_backward_bias.cuh"
 #include "ops/attention/cuda/sm90_backward_steps.cuh"
@@ -19,7 +19,7 @@ void copy_tile(const Backward& own, uint32_t tile, const HeadRows& of, int head,
   using T = typename Backward::Element;
   using Layout = TileLayout<T, kPanel>;
   constexpr int kDown = Backward::kCopiers / Layout::kChunks;
-  static_assert(kDown == 8);  // rows that are swizzled alike
+  static_assert(kDown == 8 || kDown == 4);  // rows that are swizzled alike, or half of them
   const int row = static_cast<int>(threadIdx.x) / Layout::kChunks;
   const int chunk = static_cast<int>(threadIdx.x) % Layout::kChunks;
   const uint32_t to = tile + Layout::offset(row, chunk);
@@ -30,16 +30,37 @@ void copy_tile(const Backward& own, uint32_t tile, const HeadRows& of, int head,
   for (int down = 0; down < kRows; down += kDown) {
 #pragma unroll
     for (int panel = 0; panel < Backward::kPanels; ++panel) {
-      async_copy_or_zero(to + (panel * kRows + down) * kPanelRow, from + panel * kPanel,
+      const uint32_t swizzled = to ^ (down % 8 * 16);
+      async_copy_or_zero(swizzled + (panel * kRows + down) * kPanelRow, from + panel * kPanel,
                          down < rows && panel * kPanel < columns);
     }
     from += kDown * of.row;
   }
 }
 
+// Queries or d_out of a part of a step, by the copy engine where it knows the tensor; `left` more
+// rows exist. `full` is told.
+template <class Backward, int kRows>
+void copy_rows(const Backward& own, uint32_t tile, const TensorMap& map, const HeadRows& of,
+               int head, int row, int left, int columns, uint64_t* full) {
+  const TilePlace& place = own.place;
+  if (!own.hopper.has_maps) {
+    copy_tile<Backward, kRows>(own, tile, of, head, place.q_begin + row, left, columns);
+  } else if (threadIdx.x == 0) {
+    barrier_expect_more_bytes(full, Backward::kPanels * kRows * kPanelRow);
+#pragma unroll
+    for (int panel = 0; panel < Backward::kPanels; ++panel) {
+      load_box(tile + panel * kRows * kPanelRow, map, panel * kPanel,
+               left > 0 ? row : place.q_length, head, static_cast<int>(place.batch), full);
+    }
+  }
+}
+
 template <class Backward>
 void copy_steps(const Backward& own) {
   constexpr int kKeys = Backward::kKeys, kQueries = Backward::kQueries, kStages = Backward::kStages;
+  constexpr int kParts = Backward::kParts, kPartQueries = Backward::kPartQueries;
+  static_assert(kParts == 1 || Backward::kPanels == 1);  // panels of a part lie apart else
   const BackwardParams& p = own.p;
   const TilePlace& place = own.place;
   auto& shared = own.shared;
@@ -52,24 +73,43 @@ void copy_steps(const Backward& own) {
   wait_for_previous_kernel();  // for statistics
   Stage at;
   int stages = kStages;
-  own.for_each_step([&](const SeenTile& step, int head_of_group, int number) {
+  int ahead[kParts];  // the next step's tiles: an entry of a list is far away
+  own.for_each_step([&](const HopperStep& step) {
+    const int number = step.number;
     if (number == kStages - 1) {
       barrier_wait(&shared.keys_checked, 0);
       if (!shared.finite_keys) --stages;
     }
     at.begin(stages);
-    const int stage = at.number++, tile = step.tile;
+    const int stage = at.number++, head = own.head_of(step.head_of_group);
     if (at.round > 0) barrier_wait(&shared.empty[stage], (at.round - 1) & 1);
-    const int query = tile * kQueries, left = place.q_length - query;
-    const int head = own.head_of(head_of_group);
-    copy_tile<Backward, kQueries>(own, own.q_tile_of(stage), p.q, head, place.q_begin + query, left,
-                                  head_dim);
-    copy_tile<Backward, kQueries>(own, own.d_out_tile_of(stage), p.d_out, head,
-                                  place.q_begin + query, left, value_dim);
-    own.template copy_stats<Backward::kCopiers>(own.stats_tiles + stage * Backward::kStatsBytes,
-                                                tile, head_of_group);
-    if (Backward::kBlocks && threadIdx.x == 0) async_copy(&shared.steps[stage], &step);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const bool exists = !Backward::kBlocks || part < step.parts;
+      const bool known = Backward::kBlocks && !step.begins;
+      const int tile = !exists ? 0 : known ? ahead[part] : own.part_of(step, part).tile;
+      const int query = tile * kPartQueries, left = exists ? place.q_length - query : 0;
+      constexpr uint32_t kPartBytes = kPartQueries * kPanelRow;
+      copy_rows<Backward, kPartQueries>(own, own.q_tile_of(stage) + part * kPartBytes, own.hopper.q,
+                                        p.q, head, query, left, head_dim, &shared.full[stage]);
+      copy_rows<Backward, kPartQueries>(own, own.d_out_tile_of(stage) + part * kPartBytes,
+                                        own.hopper.d_out, p.d_out, head, query, left, value_dim,
+                                        &shared.full[stage]);
+      own.template copy_stats<Backward::kCopiers>(
+          own.stats_tiles + stage * Backward::kStatsBytes + part * stats_bytes(kPartQueries), tile,
+          step.head_of_group, exists);
+      if (Backward::kBlocks && threadIdx.x == 0) {
+        async_copy_or_zero(shared_address(&shared.steps[stage][part]), step.end - 1 - part, exists);
+      }
+    }
+    if constexpr (Backward::kBlocks) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        ahead[part] = part < step.more ? step.end[-1 - kParts - part].tile : 0;
+      }
+    }
     if constexpr (Backward::kBias) {
+      const int tile = step.tile;
       if (Backward::kBiasSum && p.bias_step != BiasStep::first) {
         prefetch_bytes<Backward::kCopiers>(own.bias_sums_of(tile, head), kKeys * kQueries * 4);
       }
@@ -83,36 +123,70 @@ void copy_steps(const Backward& own) {
   async_wait<0>();
 }
 
-// Of two steps each takes one: turns, and the writes that they wait for, take longer than a step.
-// By one thread.
+// They take the steps by turns: a step's turn, and the writes that it waits for, take longer than a
+// step. A part whose turn has come does not wait for the other one's. By one thread.
 template <class Backward>
 void add_step_queries(const Backward& own, int adder) {
+  constexpr int kParts = Backward::kParts;
+  constexpr uint32_t kPartBytes = Backward::kSumBytes / kParts;
   auto& shared = own.shared;
   wait_for_previous_kernel();  // for turns
-  own.for_each_step([&](const SeenTile& step, int head_of_group, int number) {
-    if (number % Backward::kAdders != adder) return;
-    const auto turn = own.turn_of(step, head_of_group);
-    if (!turn.last) {
-      own.await(turn.line, turn.number);
+  const auto add = [&](const HopperStep& step) {
+    if (step.number % Backward::kAdders != adder) return;
+    typename Backward::Turn turns[kParts];
+    uint32_t bytes[kParts], waiting = 0, ready = 0;  // bits of parts
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (Backward::kBlocks && part >= step.parts) continue;
+      const SeenTile seen = own.part_of(step, part);
+      turns[part] = own.turn_of(seen, step.head_of_group);
+      bytes[part] = kPartBytes / Backward::kPlanTiles * own.plan_tiles_of(seen.tile);
+      if (!turns[part].last) waiting |= 1u << part;
+    }
+    const auto look = [&] {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const uint32_t bit = 1u << part;
+        if ((waiting & ~ready & bit) && own.turn_has_come(turns[part])) ready |= bit;
+      }
+    };
+    uint64_t* const full = &shared.sums_full[adder];
+    const uint32_t parity = step.number / Backward::kAdders & 1;
+    do {
+      look();
+    } while (ready != waiting && !barrier_test(full, parity));
+    barrier_wait(full, parity);
+    while (waiting != 0) {
+      while (ready == 0) look();
       fence_async_proxy();
-    }
-    barrier_wait(&shared.sums_full[adder], number / Backward::kAdders & 1);
-    if (!turn.last) {
-      float* const sums = own.sums_of(turn.line);
-      const uint32_t bytes =
-          Backward::kSumBytes / Backward::kPlanTiles * own.plan_tiles_of(step.tile);
-      turn.number == 0 ? bulk_store(sums, own.sums_tile, bytes)
-                       : bulk_add(sums, own.sums_tile, bytes);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        if (!(ready >> part & 1)) continue;
+        float* const sums = own.sums_of(turns[part].line);
+        const uint32_t from = own.sums_tile + part * kPartBytes;
+        turns[part].number == 0 ? bulk_store(sums, from, bytes[part])
+                                : bulk_add(sums, from, bytes[part]);
+      }
       bulk_commit();
-      bulk_wait_read();
-    }
-    barrier_arrive(&shared.sums_empty);
-    if (!turn.last) {
+      waiting &= ~ready;
+      if (waiting == 0) {
+        bulk_wait_read();
+        barrier_arrive(&shared.sums_empty);
+      }
       bulk_wait();
       fence_device();
-      store_relaxed(own.p.turns + turn.line, turn.number + 1);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        if (ready >> part & 1) {
+          store_relaxed(own.p.turns + turns[part].line, turns[part].number + 1);
+        }
+      }
+      if (waiting == 0) return;
+      ready = 0;
     }
-  });
+    barrier_arrive(&shared.sums_empty);
+  };
+  own.for_each_step(add);
 }
 
 }  // namespace pullback::attention

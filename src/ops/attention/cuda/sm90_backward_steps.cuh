@@ -4,6 +4,7 @@
 
 #include "device/bulk.cuh"
 #include "device/warpgroup.cuh"
+#include "ops/attention/cuda/sm90_backward_params.cuh"
 #include "ops/attention/cuda/smxx_backward_gradients.cuh"
 #include "ops/attention/cuda/smxx_backward_place.cuh"
 #include "ops/attention/cuda/smxx_backward_rows.cuh"
@@ -22,8 +23,21 @@ struct Stage {
   int number = 0, round = 0;
 
   void begin(int stages) {
-    if (number == stages) number = 0, ++round;
+    if (number >= stages) number -= stages, ++round;
   }
+};
+
+// A step of a thread block.
+struct HopperStep {
+  int number, head_of_group;
+  int tile;  // of queries; without a block mask
+  // With one: the end of its tiles of a list, which is gone through from the end, and how many they
+  // are.
+  const SeenTile* end;
+  int parts;
+  // Whether they are the list's first ones, and how many come after.
+  bool begins;
+  int more;
 };
 
 template <class T, auto kTile>
@@ -31,35 +45,39 @@ struct HopperBackwardSteps {
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries;
   static constexpr int kSumWidth = kTile.sum_width();
   static constexpr bool kBlocks = kTile.blocks();
-  // Statistics, turns and sums of d_q are of the plan's tiles of 64 queries. A step's turn is that
-  // of its first tile; the sums of a second one lie behind.
-  static constexpr int kPlanTile = 64, kPlanTiles = kQueries / kPlanTile;
+  // Statistics, turns and sums of d_q are of the plan's tiles of 64 queries. With a block mask each
+  // is a part of the step; else a step's turn is that of its first tile, and the sums of a second
+  // one lie behind.
+  static constexpr int kPlanTile = 64;
+  static constexpr int kPartQueries = kTile.part_queries(), kParts = kQueries / kPartQueries;
+  static constexpr int kPlanTiles = kPartQueries / kPlanTile;
   using Stats = StatsTile<float, kPlanTile>;
 
+  const HopperBackwardParams& hopper;
   const BackwardParams& p;
   const BlockPlace& block;
   const TilePlace& place;
   const int first_query_tile, end_query_tile, group_heads;
   const int end_last;  // tiles of queries before see none of the keys that come after
 
-  HopperBackwardSteps(const BackwardParams& params, const BlockPlace& own)
-      : p(params),
+  HopperBackwardSteps(const HopperBackwardParams& params, const BlockPlace& own)
+      : hopper(params),
+        p(params.all),
         block(own),
         place(own.keys),
         first_query_tile(uniform(own.queries.begin)),
         end_query_tile(uniform(own.queries.end)),
-        group_heads(uniform(params.problem.group)),
+        group_heads(uniform(params.all.problem.group)),
         end_last(uniform(end_of_last())) {}
 
   int end_of_last() const {
-    const TileRange next = query_tiles_of(place, place.tile + 1, kKeys, kQueries);
+    const TileRange next = query_tiles_of(place, place.tile + 1, kKeys, kPartQueries);
     return next.begin < next.end ? next.begin : block.queries.end;
   }
   // Whether the tile of queries sees all of the block's keys.
   bool sees_all(int tile) const { return tile >= block.whole.begin && tile < block.whole.end; }
 
-  // Calls work(tile of queries, of which a block mask knows more, head of the group, number) for
-  // the steps of this thread block, in the order that BackwardSteps has.
+  // Calls work(step) for the steps of this thread block, in the order that BackwardSteps has.
   template <class Work>
   void for_each_step(const Work& work) const {
     int number = 0;
@@ -69,10 +87,16 @@ struct HopperBackwardSteps {
       for (int head = 0; head < group_heads; ++head) {
         const int64_t* const list =
             table.first + table.plane(place.batch, head_of(head)) * (table.lists + 1) + block.owner;
-        const SeenTile* const begin = table.tiles + list[0];
+        const SeenTile* end = table.tiles + list[1];
+        int left = static_cast<int>(list[1] - list[0]);
+        bool begins = true;
 #pragma unroll 1
-        for (const SeenTile* at = table.tiles + list[1]; at != begin; ++number) {
-          work(*--at, head, number);
+        for (; left > 0; ++number) {
+          const int parts = left < kParts ? left : kParts;
+          work(HopperStep{number, head, 0, end, parts, begins, left - parts});
+          left -= parts;
+          end -= parts;
+          begins = false;
         }
       }
     } else {
@@ -80,10 +104,15 @@ struct HopperBackwardSteps {
       for (int tile = end_query_tile - 1; tile >= first_query_tile; --tile) {
 #pragma unroll 1
         for (int head = 0; head < group_heads; ++head, ++number) {
-          work(SeenTile{tile, 0, 0, 0, 0}, head, number);
+          work(HopperStep{number, head, tile, nullptr, 1, false, 0});
         }
       }
     }
+  }
+  // A part of a step that has it.
+  SeenTile part_of(const HopperStep& step, int part) const {
+    if constexpr (kBlocks) return step.end[-1 - part];
+    return {step.tile, 0, 0, 0, 0};
   }
   bool may_have_steps() const { return kBlocks || first_query_tile < end_query_tile; }
   int head_of(int head_of_group) const { return place.head * p.problem.group + head_of_group; }
@@ -119,7 +148,7 @@ struct HopperBackwardSteps {
       }
       return turn;
     } else {
-      const TileRange keys = key_tiles_of(place, step.tile, kKeys, kQueries);
+      const TileRange keys = key_tiles_of(place, step.tile, kKeys, kPartQueries);
       const int number = place.tile - keys.begin;
       return {number, number + 1 == keys.end - keys.begin,
               head_lines + place.first_tile + step.tile * kPlanTiles, -1, 0};
@@ -130,21 +159,25 @@ struct HopperBackwardSteps {
     if (!kBlocks && step.tile >= end_last) return {0, false, 0, -1, 0};
     return turn_of(step, head_of_group);
   }
+  bool turn_has_come(const Turn& turn) const {
+    return load_acquire(p.turns + turn.line) >= turn.number;
+  }
   void await(int64_t line, int turns) const {
     while (load_acquire(p.turns + line) < turns) {
     }
   }
-  // How many of the step's tiles have queries.
+  // How many of the part's tiles have queries.
   int plan_tiles_of(int tile) const {
-    return kPlanTiles > 1 && place.q_length - tile * kQueries > kPlanTile ? kPlanTiles : 1;
+    return kPlanTiles > 1 && place.q_length - tile * kPartQueries > kPlanTile ? kPlanTiles : 1;
   }
-  // Statistics of a step's queries, by kThreads threads; of a tile without queries zeros.
+  // Statistics of a part's queries, by kThreads threads; of a tile without queries, and of a part
+  // that does not exist, zeros.
   template <int kThreads>
-  void copy_stats(uint32_t to, int tile, int head_of_group) const {
+  void copy_stats(uint32_t to, int tile, int head_of_group, bool exists = true) const {
     const auto* const from = static_cast<const Stats*>(p.stats) +
                              ((block.pair * p.problem.group + head_of_group) * p.q_tiles +
                               place.first_tile + tile * kPlanTiles);
-    const uint32_t bytes = plan_tiles_of(tile) * sizeof(Stats);
+    const uint32_t bytes = exists ? plan_tiles_of(tile) * sizeof(Stats) : 0;
     for (uint32_t byte = threadIdx.x * 16; byte < kPlanTiles * sizeof(Stats);
          byte += kThreads * 16) {
       async_copy_or_zero(to + byte, reinterpret_cast<const char*>(from) + byte, byte < bytes);
@@ -155,10 +188,10 @@ struct HopperBackwardSteps {
   template <int kTiles>
   void store_queries(const float (&d_q)[kTiles][4], int tile, int head, int row, int column,
                      int lane) const {
-    const int query = tile * kQueries;
+    const int query = tile * kPartQueries;
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
-    const int rows = static_cast<int>(all - query < kQueries ? all - query : kQueries);
+    const int rows = static_cast<int>(all - query < kPartQueries ? all - query : kPartQueries);
     const GradientStore<T, false> store{p.d_q,
                                         rows_of(p.d_q, head, place.q_begin + query),
                                         row,
@@ -168,15 +201,16 @@ struct HopperBackwardSteps {
                                         p.problem.scale};
     store.template pieces<true>(reinterpret_cast<const float(&)[1][kTiles][4]>(d_q), lane, true);
   }
+  static void store_piece(uint32_t to, const float (&piece)[4]) {
+    const uint32_t words[4] = {__float_as_uint(piece[0]), __float_as_uint(piece[1]),
+                               __float_as_uint(piece[2]), __float_as_uint(piece[3])};
+    store_shared(to, words);
+  }
   // d_q to those who add it up, in shared memory at `to`; `thread` is of the warpgroup.
   template <int kTiles>
   static void hand_over(const float (&d_q)[kTiles][4], uint32_t to, int thread) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const uint32_t piece[4] = {__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
-                                 __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])};
-      store_shared(to + (thread + n * kWarpgroupSize) * 16, piece);
-    }
+    for (int n = 0; n < kTiles; ++n) store_piece(to + (thread + n * kWarpgroupSize) * 16, d_q[n]);
     fence_async_proxy();
   }
 
@@ -188,13 +222,13 @@ struct HopperBackwardSteps {
 // The kernel: who of a thread block does what. The first thread finds the place; `Backward` is the
 // struct of the kernel's constants, shared memory and work.
 template <class Backward, auto kTile>
-void run_backward(const BackwardParams& p) {
+void run_backward(const HopperBackwardParams& p) {
   // No byte to spare, hence nothing beside dynamic memory, which begins at a multiple of 1024.
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<typename Backward::Shared*>(memory);
   static_assert(sizeof(shared) <= kTile.kPlaceBytes);
   if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<kTile.keys, kTile.queries, kTile.blocks()>(p);
+    const BlockPlace found = block_place<kTile.keys, Backward::kPartQueries, kTile.blocks()>(p.all);
     if (threadIdx.x == 0) {
       shared.place = found;
       shared.finite_keys = true;

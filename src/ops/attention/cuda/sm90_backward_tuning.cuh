@@ -20,8 +20,8 @@ struct HopperBackwardTile {
   // where that is needed.
   int stages;
   int copy_registers, work_registers;  // of a thread
-  int resident = 1;                    // thread blocks that a multiprocessor holds
-  int queries = 64;                    // of a step: a tile of the plan, or two
+  int queries = 64;  // of a step: a tile of the plan, or two; with a block mask from anywhere
+  int resident = 1;  // thread blocks that a multiprocessor holds
 
   constexpr bool blocks() const { return kind >= HopperBackwardKind::blocks; }
   constexpr bool bias() const {
@@ -35,6 +35,7 @@ struct HopperBackwardTile {
   constexpr int threads() const { return (groups() + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
   constexpr int query_panels() const { return queries / 64; }
+  constexpr int part_queries() const { return blocks() ? 64 : queries; }
   constexpr int sum_width() const { return panels() * 64; }  // of d_q's sums
   constexpr int stats() const { return stages * query_panels() * stats_bytes(64); }
   // Keys and values; queries and d_out; dS, and a bias; d_q. Wide: two tiles each of P and dS, and
@@ -64,10 +65,10 @@ constexpr bool hopper_backward_pays(int width, int64_t queries, int64_t blocks,
   return width > 64 || queries > 256 || blocks <= 2 * multiprocessors;
 }
 constexpr HopperBackwardTile hopper_backward_tile(HopperBackwardKind kind, int width) {
-  if (kind == HopperBackwardKind::small_blocks) return {kind, width, 64, 3, 40, 216, 2};
+  if (kind == HopperBackwardKind::small_blocks) return {kind, width, 64, 3, 40, 216, 64, 2};
   // Twice the queries need registers that other kinds have use for.
-  if (width == 64 && kind == HopperBackwardKind::plain) {
-    return {kind, width, 128, 2, 40, 232, 1, 128};
+  if (width == 64 && (kind == HopperBackwardKind::plain || kind == HopperBackwardKind::blocks)) {
+    return {kind, width, 128, 2, 40, 232, 128};
   }
   if (width == 64) return {kind, width, 128, 4, 40, 232};
   if (width == 96) return {kind, width, 128, 2, 56, 224};

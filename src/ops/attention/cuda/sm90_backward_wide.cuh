@@ -77,13 +77,14 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
 
   using Steps = HopperBackwardSteps<T, kTile>;
   using Steps::await, Steps::for_each_step, Steps::head_of, Steps::rows_of, Steps::sums_of;
-  using Steps::block, Steps::p, Steps::place, Steps::turn_of;
+  using Steps::block, Steps::hopper, Steps::p, Steps::place, Steps::turn_of;
   using typename Steps::Turn;
 
   Shared& shared;
   const uint32_t stats_tiles, k_tile, v_tile, q_tiles, d_out_tiles, p_tiles, ds_tiles, sums_tiles;
 
-  HopperWideBackward(const BackwardParams& params, Shared& statics, uint32_t stats, uint32_t tiles)
+  HopperWideBackward(const HopperBackwardParams& params, Shared& statics, uint32_t stats,
+                     uint32_t tiles)
       : Steps(params, statics.place),
         shared(statics),
         stats_tiles(stats),
@@ -111,7 +112,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     barrier_arrive_after_copies(&shared.keys_full);
     wait_for_previous_kernel();  // for statistics
     bool one_stage = false;
-    for_each_step([&](const SeenTile& step, int head_of_group, int number) {
+    for_each_step([&](const HopperStep& step) {
+      const int number = step.number;
       if (number == 1) {
         barrier_wait(&shared.keys_checked, 0);
         one_stage = !shared.finite_keys;
@@ -119,18 +121,19 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
       const int stage = one_stage ? 0 : number % kStages, out_stage = number % kOutStages;
       const int round = one_stage ? number : number / kStages;
       const int query = step.tile * kQueries, left = place.q_length - query;
-      const int head = head_of(head_of_group);
+      const int head = head_of(step.head_of_group);
       if (round > 0) barrier_wait(&shared.q_empty[stage], (round - 1) & 1);
-      copy_tile<HopperWideBackward, kQueries>(*this, q_tiles + stage * kTileBytes, p.q, head,
-                                              place.q_begin + query, left, head_dim);
+      copy_rows<HopperWideBackward, kQueries>(*this, q_tiles + stage * kTileBytes, hopper.q, p.q,
+                                              head, query, left, head_dim, &shared.q_full[stage]);
       Steps::template copy_stats<kCopiers>(stats_tiles + stage * sizeof(Stats), step.tile,
-                                           head_of_group);
+                                           step.head_of_group);
       barrier_arrive_after_copies(&shared.q_full[stage]);
       if (number >= kOutStages) {
         barrier_wait(&shared.d_out_empty[out_stage], (number / kOutStages - 1) & 1);
       }
-      copy_tile<HopperWideBackward, kQueries>(*this, d_out_tiles + out_stage * kTileBytes, p.d_out,
-                                              head, place.q_begin + query, left, value_dim);
+      copy_rows<HopperWideBackward, kQueries>(*this, d_out_tiles + out_stage * kTileBytes,
+                                              hopper.d_out, p.d_out, head, query, left, value_dim,
+                                              &shared.d_out_full[out_stage]);
       barrier_arrive_after_copies(&shared.d_out_full[out_stage]);
     });
     async_wait<0>();
@@ -141,9 +144,10 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   // Of two steps each takes one, panel after panel as the warpgroups hand them in. By one thread.
   void add_queries(int adder) const {
     wait_for_previous_kernel();  // for turns
-    for_each_step([&](const SeenTile& step, int head_of_group, int number) {
+    for_each_step([&](const HopperStep& step) {
+      const int number = step.number;
       if (number % kAdders != adder) return;
-      const Turn turn = turn_of(step, head_of_group);
+      const Turn turn = turn_of(Steps::part_of(step, 0), step.head_of_group);
       if (!turn.last) {
         await(turn.line, turn.number);
         fence_async_proxy();
@@ -198,9 +202,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
       barrier_wait(&shared.keys_full, 0);
       const bool finite_keys = uniform(check_keys(worker)) != 0;
       fence_async_proxy();
-      for_each_step([&](const SeenTile& step, int head_of_group, int number) {
-        take_step(sum, worker, step, head_of_group, number, finite_keys);
-      });
+      for_each_step([&](const HopperStep& step) { take_step(sum, worker, step, finite_keys); });
     }
     const bool is_value = group == 0;
     const HeadRows& rows = is_value ? p.d_v : p.d_k;
@@ -241,8 +243,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   }
 
   __forceinline__ void take_step(float (&sum)[kTiles][4], const Worker& worker,
-                                 const SeenTile& step, int head_of_group, int number,
-                                 bool finite_keys) const {
+                                 const HopperStep& step, bool finite_keys) const {
+    const int number = step.number, head_of_group = step.head_of_group;
     const int stage = finite_keys ? number % kStages : 0;
     const int round = finite_keys ? number / kStages : number;
     const int out_stage = number % kOutStages, lane = worker.lane, group = worker.group;
@@ -291,7 +293,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     fence_async_proxy();
     meet();  // P and dS of both are there
     if (suspicious) clean_rows(sum, p_tile, q_tile, d_out_tile, worker);
-    const Turn turn = Steps::last_turn_of(step, head_of_group);
+    const Turn turn = Steps::last_turn_of(Steps::part_of(step, 0), head_of_group);
     const uint32_t keys = finite_keys ? k_tile : q_tiles + kTileBytes;
     const uint32_t scores = group == 0 ? p_tile : ds_tile;
     const uint32_t rows = group == 0 ? d_out_tile : q_tile;
@@ -394,7 +396,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
 };
 
 template <class T, HopperBackwardTile kTile>
-void hopper_wide_backward(const BackwardParams& p) {
+void hopper_wide_backward(const HopperBackwardParams& p) {
   run_backward<HopperWideBackward<T, kTile>, kTile>(p);
 }
 
