@@ -91,7 +91,7 @@ struct Cut {
 // The owners, in the order in which they begin: those with long lists first, so that none is alone
 // at the end; several share lists that are too long in some plane.
 std::vector<SeenOwner> plan_owners(const Lists& seen, std::int64_t tiles, const Cut& cut,
-                                   bool last_first) {
+                                   bool forward) {
   std::vector<std::int64_t> most(at(tiles), 0);
   for (std::int64_t list = 0; list < seen.count(); ++list) {
     std::int64_t& length = most[at(list % tiles)];
@@ -100,16 +100,17 @@ std::vector<SeenOwner> plan_owners(const Lists& seen, std::int64_t tiles, const 
   std::vector<SeenOwner> owners;
   std::int32_t shared = 0;
   for (std::int64_t i = 0; i < tiles; ++i) {
-    const std::int64_t tile = last_first ? tiles - 1 - i : i;
+    const std::int64_t tile = forward ? tiles - 1 - i : i;
     const auto parts = static_cast<std::int32_t>(cut.pieces(most[at(tile)]));
     for (std::int32_t part = 0; part < parts; ++part) {
       owners.push_back({static_cast<std::int32_t>(tile), part, parts, shared});
     }
     shared += parts > 1;
   }
-  // By powers of two: neighbours see much of the same and stay together.
+  // Forward by powers of two: neighbours see much of the same and stay together.
   std::ranges::stable_sort(owners, std::greater<>(), [&](const SeenOwner& owner) {
-    return std::bit_width(static_cast<std::uint64_t>(most[at(owner.tile)] / owner.parts));
+    const auto length = static_cast<std::uint64_t>(most[at(owner.tile)] / owner.parts);
+    return forward ? std::bit_floor(length) : length;
   });
   return owners;
 }
