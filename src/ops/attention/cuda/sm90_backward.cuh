@@ -3,8 +3,9 @@
 // all of d_q, d_k, d_v.
 //
 // A thread block owns 128 keys of a key/value head and takes 64 queries a step (or 128). The first
-// warpgroup has two warps that copy queries, d_out and statistics, and two that add the step's part
-// of d_q to those of other blocks when its turn comes. The other warpgroups have 64 keys each:
+// warpgroup has two warps that see to copies of queries, d_out and statistics, and two that add the
+// step's part of d_q to those of other blocks when its turn comes. The other warpgroups have 64
+// keys each:
 //
 //   S^T = K Q^T, dP^T = V dO^T    64 keys x 64 queries, both from shared memory
 //   dV += P^T dO, dK += dS^T Q    P and dS from the registers that they were made in
@@ -14,9 +15,9 @@
 // stands between two products is time that nothing hides. So products are asked for first, and what
 // masks and turns say of a step is found beside them.
 //
-// With a block mask the 128 queries of a step are two tiles from anywhere, and a warpgroup whose
-// keys none of them sees has dS of 0. Of small blocks 128 keys would meet many queries that half of
-// them do not see: a thread block owns 64 keys, and a multiprocessor has two such blocks.
+// With a block mask the two tiles of 128 queries are from anywhere, and a warpgroup whose keys none
+// of a step's queries see has dS of 0. Of small blocks 128 keys would meet many queries that half
+// of them do not see: a thread block owns 64 keys, and a multiprocessor has two such blocks.
 //
 // Shared memory: the block's place and barriers; a ring of statistics; keys and values; a ring of
 // queries and d_out, whose last stage keys without NaN and infinity take for dQ, if there are such;
@@ -273,8 +274,8 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     return flags != 0;
   }
 
-  // The warpgroups meet once a step, when dS is there. d_v and d_k come in beside dQ and
-  // its way out; before the next step all have.
+  // The warpgroups meet once a step, when dS is there. d_v and d_k come in beside dQ and its way
+  // out; before the next step all have.
   __forceinline__ void take_step(float (&d_k)[kTiles][4], float (&d_v)[kTiles][4],
                                  const Worker& worker, const HopperStep& step, const Stage& at,
                                  bool finite_keys, uint32_t keys_of_d_q) const {

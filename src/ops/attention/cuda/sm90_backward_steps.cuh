@@ -31,7 +31,7 @@ struct Stage {
 struct HopperStep {
   int number, head_of_group;
   int tile;  // of queries; without a block mask
-  // With one: the end of its tiles of a list, which is gone through from the end, and how many they
+  // With one: the end of its tiles in a list, which is gone through from the end, and how many they
   // are.
   const SeenTile* end;
   int parts;
@@ -201,16 +201,15 @@ struct HopperBackwardSteps {
                                         p.problem.scale};
     store.template pieces<true>(reinterpret_cast<const float(&)[1][kTiles][4]>(d_q), lane, true);
   }
-  static void store_piece(uint32_t to, const float (&piece)[4]) {
-    const uint32_t words[4] = {__float_as_uint(piece[0]), __float_as_uint(piece[1]),
-                               __float_as_uint(piece[2]), __float_as_uint(piece[3])};
-    store_shared(to, words);
-  }
   // d_q to those who add it up, in shared memory at `to`; `thread` is of the warpgroup.
   template <int kTiles>
   static void hand_over(const float (&d_q)[kTiles][4], uint32_t to, int thread) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) store_piece(to + (thread + n * kWarpgroupSize) * 16, d_q[n]);
+    for (int n = 0; n < kTiles; ++n) {
+      const uint32_t piece[4] = {__float_as_uint(d_q[n][0]), __float_as_uint(d_q[n][1]),
+                                 __float_as_uint(d_q[n][2]), __float_as_uint(d_q[n][3])};
+      store_shared(to + (thread + n * kWarpgroupSize) * 16, piece);
+    }
     fence_async_proxy();
   }
 
