@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <functional>
 
-#include "cuda/tensor_map.hpp"
 #include "ops/attention/cuda/backward_kernels.hpp"
 #include "ops/attention/cuda/bias_rows.hpp"
+#include "ops/attention/cuda/hopper_backward.hpp"
 #include "ops/attention/cuda/masked_work.hpp"
 #include "ops/attention/cuda/tuning.hpp"
 
@@ -25,12 +25,6 @@ class TileBackward final : public BackwardBody {
                      {hopper && hopper_serves(problem, cuda::device_info(device.index)),
                       hopper && hopper_sums_bias(problem)},
                      tensor_core_width(problem)) {}
-
-  static int tensor_core_width(const AttentionProblem& problem) {
-    const int width = head_width(static_cast<int>(sizes_of(problem).head_dim),
-                                 static_cast<int>(sizes_of(problem).value_dim));
-    return problem.q.dtype == DType::f32 ? split_width(width) : width;
-  }
 
  private:
   // Written by the kernel of d_k, in one launch or in one a batch item; or summed by its own
@@ -56,20 +50,6 @@ class TileBackward final : public BackwardBody {
             masked_work(
                 problem, cuda::device_info(device.index), tiles, width, hopper.gradients,
                 hopper.gradients ? hopper_tile_of(problem, width).resident : tiles.blocks)) {}
-
-  static HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width) {
-    using Kind = HopperBackwardKind;
-    if (problem.dropout > 0) return Kind::dropout;
-    if (problem.bias.given()) return Kind::bias;
-    if (!problem.blocks.given()) return Kind::plain;
-    const bool small = has_small_blocks(problem, true) &&
-                       has_hopper_backward_tile(Kind::small_blocks, width,
-                                                static_cast<int>(size_of(problem.q.dtype)));
-    return small ? Kind::small_blocks : Kind::blocks;
-  }
-  static HopperBackwardTile hopper_tile_of(const AttentionProblem& problem, int width) {
-    return hopper_backward_tile(hopper_kind(problem, width), width);
-  }
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, Hopper hopper,
                int width, const BackwardTiles& tiles, const MaskedWork& masked)
@@ -106,37 +86,6 @@ class TileBackward final : public BackwardBody {
             ? fmt::format("; {} of {} key/value heads at a time", slice_pairs_, pairs_)
             : "",
         bias_plan_ == BiasPlan::summed ? "; d_bias from scores made once more" : "");
-  }
-
-  static int term_count(const AttentionProblem& problem) {
-    return problem.bias.given() + (problem.dropout > 0) + problem.blocks.given();
-  }
-
-  static bool hopper_serves(const AttentionProblem& problem, const cuda::DeviceInfo& device) {
-    const AttentionSizes sizes = sizes_of(problem);
-    const int width = tensor_core_width(problem);
-    const std::int64_t pairs = (sizes.varlen ? 1 : sizes.batch) * sizes.kv_heads;
-    const std::int64_t k_tiles = ceil_div(sizes.total_key, 128) + (sizes.varlen ? sizes.batch : 0);
-    return has_hopper_backward_tile(hopper_kind(problem, width), width,
-                                    static_cast<int>(size_of(problem.q.dtype))) &&
-           hopper_backward_pays(width, sizes.max_query, pairs * k_tiles, device.multiprocessors) &&
-           problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
-           is_plain_but_for_a_term(problem);
-  }
-  // Of the keys at least, and whole rows of them.
-  static bool hopper_sums_bias(const AttentionProblem& problem) {
-    if (!problem.d_bias.given()) return false;
-    const AttentionSizes sizes = sizes_of(problem);
-    const auto& shape = problem.d_bias.shape;
-    return has_hopper_bias_tile(tensor_core_width(problem),
-                                static_cast<int>(size_of(problem.q.dtype))) &&
-           shape[3] == sizes.total_key && (shape[2] == sizes.total_query || shape[2] == 1) &&
-           is_plain_but_for_a_term(problem);
-  }
-  static bool is_plain_but_for_a_term(const AttentionProblem& problem) {
-    return all_have_vector_rows(problem) && problem.softcap == 0 &&
-           static_cast<float>(*problem.scale) > kLeastScale && term_count(problem) <= 1 &&
-           (!problem.bias.given() || has_vector_keys(problem.bias));
   }
 
   // The f32 sums of d_q: of as many heads at a time as fit 128 MiB or a twelfth of the tensors' own
@@ -186,8 +135,8 @@ class TileBackward final : public BackwardBody {
         const HopperBackwardKind kind = bias_plan_ == BiasPlan::stepped
                                             ? HopperBackwardKind::bias_sum
                                             : hopper_kind(problem, width);
-        load(hopper_, hopper_backward_kernel(dtype, kind, width));
-        plan_maps(problem, hopper_tile_of(problem, width).part_queries());
+        hopper_ = HopperTensors(problem, hopper_tile_of(problem, width).part_queries());
+        load(hopper_kernel_, hopper_backward_kernel(dtype, kind, width));
       } else if (only_vectors_) {
         const bool stepped = bias_plan_ == BiasPlan::stepped;
         const Features features = problem.bias.given()
@@ -208,23 +157,6 @@ class TileBackward final : public BackwardBody {
               : std::min(pairs_,
                          std::max(kPairGroup, ceil_div(2 * flight * params_.k_tiles, steps))));
     }
-  }
-
-  // Queries and d_out as the copy engine knows them. It cannot know where packed sequences end.
-  void plan_maps(const AttentionProblem& problem, int part_queries) {
-    if (sizes_.varlen) return;
-    const auto shape_of = [&](const TensorSpec& spec,
-                              std::int64_t columns) -> cuda::TensorMapShape {
-      const HeadRows rows = head_rows(spec);
-      return {spec.dtype,
-              {columns, sizes_.total_query, sizes_.heads, sizes_.batch},
-              {rows.row, rows.head, rows.batch},
-              64,
-              part_queries};
-    };
-    q_map_ = shape_of(problem.q, sizes_.head_dim);
-    d_out_map_ = shape_of(problem.d_out, sizes_.value_dim);
-    has_maps_ = cuda::has_tensor_map(q_map_) && cuda::has_tensor_map(d_out_map_);
   }
 
   // Steps that the band lets the tiles of keys of a head take.
@@ -322,13 +254,8 @@ class TileBackward final : public BackwardBody {
     const bool vectors = params.vectors && (tensors.bias == nullptr || params.bias_vectors);
     const bool all = tensors.d_q && tensors.d_k && tensors.d_v;
     if (only_all_ && all && vectors) {
-      HopperBackwardParams with_maps{};
-      with_maps.has_maps = has_maps_;
-      if (has_maps_) {
-        with_maps.q = cuda::tensor_map(q_map_, tensors.q);
-        with_maps.d_out = cuda::tensor_map(d_out_map_, tensors.d_out);
-      }
-      launch_slices(params, hopper_, stream,
+      HopperBackwardParams with_maps = hopper_.of_run(tensors);
+      launch_slices(params, hopper_kernel_, stream,
                     [&](const Params& slice) -> const HopperBackwardParams& {
                       with_maps.all = slice;
                       return with_maps;
@@ -367,9 +294,8 @@ class TileBackward final : public BackwardBody {
   int step_queries_;
   BiasPlan bias_plan_ = BiasPlan::none;
   Kernel prepare_, aligned_, general_, clear_bias_, combine_bias_;
-  HopperKernel hopper_;
-  bool has_maps_ = false;
-  cuda::TensorMapShape q_map_, d_out_map_;
+  HopperKernel hopper_kernel_;
+  HopperTensors hopper_;
   BiasSum bias_, aligned_bias_;
 };
 
@@ -388,9 +314,9 @@ Body make_cuda_sm90_backward(const AttentionProblem& problem, const Device& devi
 Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass pass) {
   const int arch = cuda::compile_arch(cuda::device_info(device.index));
   const DType dtype = problem.q.dtype;
-  const bool plain = dtype == DType::f64 ||
-                     (dtype == DType::f32 &&
-                      split_tiles(TileBackward::tensor_core_width(problem), arch).keys == 0);
+  const bool plain =
+      dtype == DType::f64 ||
+      (dtype == DType::f32 && split_tiles(tensor_core_width(problem), arch).keys == 0);
   if (plain) return make_plain_backward(problem, device);
   return make_with_bias_rows(problem, device, pass, make_backward<false>);
 }

@@ -96,14 +96,6 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
     return params;
   }
 
-  static bool all_have_vector_rows(const AttentionProblem& problem) {
-    for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
-                                   &problem.d_k, &problem.d_v}) {
-      if (spec->given() && !has_vector_rows(*spec)) return false;
-    }
-    return true;
-  }
-
   // A kernel whose blocks have a tile of d_bias each, or share one where tiles are few.
   struct BiasSum {
     BackwardKernel kernel;

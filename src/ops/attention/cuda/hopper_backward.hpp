@@ -1,0 +1,109 @@
+// What Hopper's own kernels of the backward pass serve, and how they get queries and d_out.
+#pragma once
+
+#include "cuda/tensor_map.hpp"
+#include "ops/attention/cuda/backward_kernels.hpp"
+#include "ops/attention/cuda/masked_work.hpp"
+
+namespace pullback::attention {
+
+inline int tensor_core_width(const AttentionProblem& problem) {
+  const int width = head_width(static_cast<int>(sizes_of(problem).head_dim),
+                               static_cast<int>(sizes_of(problem).value_dim));
+  return problem.q.dtype == DType::f32 ? split_width(width) : width;
+}
+
+inline bool all_have_vector_rows(const AttentionProblem& problem) {
+  for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
+                                 &problem.d_k, &problem.d_v}) {
+    if (spec->given() && !has_vector_rows(*spec)) return false;
+  }
+  return true;
+}
+
+inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width) {
+  using Kind = HopperBackwardKind;
+  if (problem.dropout > 0) return Kind::dropout;
+  if (problem.bias.given()) return Kind::bias;
+  if (!problem.blocks.given()) return Kind::plain;
+  const bool small = has_small_blocks(problem, true) &&
+                     has_hopper_backward_tile(Kind::small_blocks, width,
+                                              static_cast<int>(size_of(problem.q.dtype)));
+  return small ? Kind::small_blocks : Kind::blocks;
+}
+inline HopperBackwardTile hopper_tile_of(const AttentionProblem& problem, int width) {
+  return hopper_backward_tile(hopper_kind(problem, width), width);
+}
+
+// Of bias, dropout and block mask.
+inline int term_count(const AttentionProblem& problem) {
+  return problem.bias.given() + (problem.dropout > 0) + problem.blocks.given();
+}
+
+inline bool is_plain_but_for_a_term(const AttentionProblem& problem) {
+  return all_have_vector_rows(problem) && problem.softcap == 0 &&
+         static_cast<float>(*problem.scale) > kLeastScale && term_count(problem) <= 1 &&
+         (!problem.bias.given() || has_vector_keys(problem.bias));
+}
+
+inline bool hopper_serves(const AttentionProblem& problem, const cuda::DeviceInfo& device) {
+  const AttentionSizes sizes = sizes_of(problem);
+  const int width = tensor_core_width(problem);
+  const std::int64_t pairs = (sizes.varlen ? 1 : sizes.batch) * sizes.kv_heads;
+  const std::int64_t k_tiles = ceil_div(sizes.total_key, 128) + (sizes.varlen ? sizes.batch : 0);
+  return has_hopper_backward_tile(hopper_kind(problem, width), width,
+                                  static_cast<int>(size_of(problem.q.dtype))) &&
+         hopper_backward_pays(width, sizes.max_query, pairs * k_tiles, device.multiprocessors) &&
+         problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
+         is_plain_but_for_a_term(problem);
+}
+// Of the keys at least, and whole rows of them.
+inline bool hopper_sums_bias(const AttentionProblem& problem) {
+  if (!problem.d_bias.given()) return false;
+  const AttentionSizes sizes = sizes_of(problem);
+  const auto& shape = problem.d_bias.shape;
+  return has_hopper_bias_tile(tensor_core_width(problem),
+                              static_cast<int>(size_of(problem.q.dtype))) &&
+         shape[3] == sizes.total_key && (shape[2] == sizes.total_query || shape[2] == 1) &&
+         is_plain_but_for_a_term(problem);
+}
+
+// Queries and d_out as the copy engine knows them. It cannot know where packed sequences end.
+class HopperTensors {
+ public:
+  HopperTensors() = default;
+  // A box has so many queries.
+  HopperTensors(const AttentionProblem& problem, int queries) {
+    const AttentionSizes sizes = sizes_of(problem);
+    if (sizes.varlen) return;
+    const auto shape_of = [&](const TensorSpec& spec,
+                              std::int64_t columns) -> cuda::TensorMapShape {
+      const HeadRows rows = head_rows(spec);
+      return {spec.dtype,
+              {columns, sizes.total_query, sizes.heads, sizes.batch},
+              {rows.row, rows.head, rows.batch},
+              64,
+              queries};
+    };
+    q_ = shape_of(problem.q, sizes.head_dim);
+    d_out_ = shape_of(problem.d_out, sizes.value_dim);
+    exist_ = cuda::has_tensor_map(q_) && cuda::has_tensor_map(d_out_);
+  }
+
+  // All but what the other kernels get, too.
+  HopperBackwardParams of_run(const AttentionTensors& tensors) const {
+    HopperBackwardParams params{};
+    params.has_maps = exist_;
+    if (exist_) {
+      params.q = cuda::tensor_map(q_, tensors.q);
+      params.d_out = cuda::tensor_map(d_out_, tensors.d_out);
+    }
+    return params;
+  }
+
+ private:
+  bool exist_ = false;
+  cuda::TensorMapShape q_{}, d_out_{};
+};
+
+}  // namespace pullback::attention
