@@ -30,7 +30,7 @@ bool has_tensor_map(const TensorMapShape& shape) {
   return shape.dtype == DType::f16 || shape.dtype == DType::bf16;
 }
 
-device::TensorMap tensor_map(const TensorMapShape& shape, const void* data) {
+std::optional<device::TensorMap> tensor_map(const TensorMapShape& shape, const void* data) {
   std::uint64_t sizes[4], strides[3];
   for (std::size_t i = 0; i < 4; ++i) {
     sizes[i] = static_cast<std::uint64_t>(shape.sizes[i]);
@@ -40,10 +40,11 @@ device::TensorMap tensor_map(const TensorMapShape& shape, const void* data) {
                                 static_cast<std::uint32_t>(shape.box_rows), 1, 1};
   const std::uint32_t steps[4] = {1, 1, 1, 1};
   device::TensorMap map;
-  check(driver().cuTensorMapEncodeTiled(&map, shape.dtype == DType::f16 ? kFloat16 : kBfloat16, 4,
-                                        const_cast<void*>(data), sizes, strides, box, steps,
-                                        kNoInterleave, kSwizzle128, kPromotion256, kFillZeros),
-        "cuTensorMapEncodeTiled");
+  const int dtype = shape.dtype == DType::f16 ? kFloat16 : kBfloat16;
+  const CUresult result =
+      driver().cuTensorMapEncodeTiled(&map, dtype, 4, const_cast<void*>(data), sizes, strides, box,
+                                      steps, kNoInterleave, kSwizzle128, kPromotion256, kFillZeros);
+  if (result != kSuccess) return std::nullopt;
   return map;
 }
 

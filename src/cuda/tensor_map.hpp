@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 
 #include "device/tensor_map.cuh"
 #include "pullback/dtype.hpp"
@@ -23,7 +24,7 @@ struct TensorMapShape {
 // Whether the copy engine can have it: strides that are multiples of 16 bytes, and not 0.
 bool has_tensor_map(const TensorMapShape& shape);
 
-// `data` is aligned to 16 bytes. Throws Error(device) where the driver refuses.
-device::TensorMap tensor_map(const TensorMapShape& shape, const void* data);
+// `data` is aligned to 16 bytes. Nothing where the driver refuses, as it may what is unusual.
+std::optional<device::TensorMap> tensor_map(const TensorMapShape& shape, const void* data);
 
 }  // namespace pullback::cuda

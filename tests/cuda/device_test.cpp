@@ -201,7 +201,9 @@ TEST_F(OnDeviceToolkit, boxes_of_a_tensor_are_copied) {
   kernel.shape.grid[0] = kFourth * kThird * kBoxes;
   const OwnStream stream(device);
   const DeviceGuard guard(device);
-  kernel.launch({stream.get()}, {tensor_map(shape, input.data()), output.data()});
+  const auto map = tensor_map(shape, input.data());
+  ASSERT_TRUE(map);
+  kernel.launch({stream.get()}, {*map, output.data()});
   check(driver().cuMemcpyDtoHAsync(to.data(), address(output.data()), to.size() * sizeof(to[0]),
                                    stream.get()),
         "cuMemcpyDtoHAsync");

@@ -93,10 +93,12 @@ class HopperTensors {
   // All but what the other kernels get, too.
   HopperBackwardParams of_run(const AttentionTensors& tensors) const {
     HopperBackwardParams params{};
-    params.has_maps = exist_;
-    if (exist_) {
-      params.q = cuda::tensor_map(q_, tensors.q);
-      params.d_out = cuda::tensor_map(d_out_, tensors.d_out);
+    if (!exist_) return params;
+    const auto q = cuda::tensor_map(q_, tensors.q), d_out = cuda::tensor_map(d_out_, tensors.d_out);
+    if (q && d_out) {
+      params.q = *q;
+      params.d_out = *d_out;
+      params.has_maps = 1;
     }
     return params;
   }
