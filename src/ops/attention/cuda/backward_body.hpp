@@ -38,6 +38,19 @@ void set_grid(Kernel& kernel, std::int64_t blocks) {
   kernel.shape.grid[0] = static_cast<unsigned>(tile_count(blocks));
 }
 
+inline bool all_have_vector_rows(const AttentionProblem& problem) {
+  for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
+                                 &problem.d_k, &problem.d_v}) {
+    if (spec->given() && !has_vector_rows(*spec)) return false;
+  }
+  return true;
+}
+
+// Of bias, dropout and block mask.
+inline int term_count(const AttentionProblem& problem) {
+  return problem.bias.given() + (problem.dropout > 0) + problem.blocks.given();
+}
+
 class BackwardBody : public cuda::CudaBody<AttentionTensors> {
  protected:
   BackwardBody(const AttentionProblem& problem, const Device& device, int queries, int keys,

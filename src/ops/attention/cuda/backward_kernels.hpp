@@ -41,6 +41,12 @@ inline BackwardTiles tiles_of(DType dtype, int width, int arch, bool small_block
   return dtype == DType::f32 ? split_tiles(width, arch) : backward_tiles(width, arch, small_blocks);
 }
 
+inline int tensor_core_width(const AttentionProblem& problem) {
+  const int width = head_width(static_cast<int>(sizes_of(problem).head_dim),
+                               static_cast<int>(sizes_of(problem).value_dim));
+  return problem.q.dtype == DType::f32 ? split_width(width) : width;
+}
+
 struct TileKernel {
   cuda::OpKernel kernel;
   int shared_bytes;

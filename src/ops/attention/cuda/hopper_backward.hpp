@@ -7,20 +7,6 @@
 
 namespace pullback::attention {
 
-inline int tensor_core_width(const AttentionProblem& problem) {
-  const int width = head_width(static_cast<int>(sizes_of(problem).head_dim),
-                               static_cast<int>(sizes_of(problem).value_dim));
-  return problem.q.dtype == DType::f32 ? split_width(width) : width;
-}
-
-inline bool all_have_vector_rows(const AttentionProblem& problem) {
-  for (const TensorSpec* spec : {&problem.q, &problem.k, &problem.v, &problem.d_out, &problem.d_q,
-                                 &problem.d_k, &problem.d_v}) {
-    if (spec->given() && !has_vector_rows(*spec)) return false;
-  }
-  return true;
-}
-
 inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width) {
   using Kind = HopperBackwardKind;
   if (problem.dropout > 0) return Kind::dropout;
@@ -33,11 +19,6 @@ inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width
 }
 inline HopperBackwardTile hopper_tile_of(const AttentionProblem& problem, int width) {
   return hopper_backward_tile(hopper_kind(problem, width), width);
-}
-
-// Of bias, dropout and block mask.
-inline int term_count(const AttentionProblem& problem) {
-  return problem.bias.given() + (problem.dropout > 0) + problem.blocks.given();
 }
 
 inline bool is_plain_but_for_a_term(const AttentionProblem& problem) {

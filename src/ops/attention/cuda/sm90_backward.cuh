@@ -287,9 +287,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     barrier_wait(&shared.full[stage], at.round & 1);
     fence_async_proxy();
     // What is known of a part is loaded anew where it is wanted: registers are needed for sums.
-    const auto part_of = [&](int part) {
-      return kBlocks ? load_part(stage, part) : Steps::part_of(step, part);
-    };
+    const auto part_of = [&](int part) { return part_at(step, stage, part); };
     Scores s = {}, d_p = {};
     Words chances, gradients;
     if constexpr (kBlocks && kGroups > 1) {
@@ -444,9 +442,13 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     barrier_arrive(&shared.empty[stage]);
   }
 
-  // The part of the step that the warpgroup's dQ is of. One that does not exist has no turns.
+  // A part of the step at a stage. One that does not exist has no turns.
+  SeenTile part_at(const HopperStep& step, int stage, int part) const {
+    return kBlocks ? load_part(stage, part) : Steps::part_of(step, part);
+  }
+  // That which the warpgroup's dQ is of.
   SeenTile own_part(const Worker& worker, const HopperStep& step, int stage) const {
-    return kBlocks ? load_part(stage, kParts > 1 ? worker.group : 0) : Steps::part_of(step, 0);
+    return part_at(step, stage, kParts > 1 ? worker.group : 0);
   }
   // Where the thread's first piece of four of dQ is, in sums of a part; the others follow at
   // intervals of a warpgroup.

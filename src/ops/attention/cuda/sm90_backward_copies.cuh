@@ -1,5 +1,5 @@
-// The first warpgroup of the backward pass on Hopper (sm90_backward.cuh): two warps that copy what
-// the steps read, and a thread each of two others that adds up d_q.
+// The first warpgroup of the backward pass on Hopper (sm90_backward.cuh): one or two warps that see
+// to copies of what the steps read, and a thread each of the others that adds up d_q.
 #pragma once
 
 #include "device/boxes.cuh"
