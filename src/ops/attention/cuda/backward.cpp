@@ -7,6 +7,7 @@
 
 #include "ops/attention/cuda/backward_kernels.hpp"
 #include "ops/attention/cuda/bias_rows.hpp"
+#include "ops/attention/cuda/head_maps.hpp"
 #include "ops/attention/cuda/hopper_backward.hpp"
 #include "ops/attention/cuda/masked_work.hpp"
 #include "ops/attention/cuda/tuning.hpp"
@@ -135,7 +136,8 @@ class TileBackward final : public BackwardBody {
         const HopperBackwardKind kind = bias_plan_ == BiasPlan::stepped
                                             ? HopperBackwardKind::bias_sum
                                             : hopper_kind(problem, width);
-        hopper_ = HopperTensors(problem, hopper_tile_of(problem, width).part_queries());
+        const int queries = hopper_tile_of(problem, width).part_queries();
+        maps_ = HeadMaps<2>({{{problem.q, queries}, {problem.d_out, queries}}});
         load(hopper_kernel_, hopper_backward_kernel(dtype, kind, width));
       } else if (only_vectors_) {
         const bool stepped = bias_plan_ == BiasPlan::stepped;
@@ -254,7 +256,12 @@ class TileBackward final : public BackwardBody {
     const bool vectors = params.vectors && (tensors.bias == nullptr || params.bias_vectors);
     const bool all = tensors.d_q && tensors.d_k && tensors.d_v;
     if (only_all_ && all && vectors) {
-      HopperBackwardParams with_maps = hopper_.of_run(tensors);
+      HopperBackwardParams with_maps{};
+      if (const auto maps = maps_.of_run({tensors.q, tensors.d_out})) {
+        with_maps.q = (*maps)[0];
+        with_maps.d_out = (*maps)[1];
+        with_maps.has_maps = 1;
+      }
       launch_slices(params, hopper_kernel_, stream,
                     [&](const Params& slice) -> const HopperBackwardParams& {
                       with_maps.all = slice;
@@ -295,7 +302,7 @@ class TileBackward final : public BackwardBody {
   BiasPlan bias_plan_ = BiasPlan::none;
   Kernel prepare_, aligned_, general_, clear_bias_, combine_bias_;
   HopperKernel hopper_kernel_;
-  HopperTensors hopper_;
+  HeadMaps<2> maps_;  // q and d_out
   BiasSum bias_, aligned_bias_;
 };
 

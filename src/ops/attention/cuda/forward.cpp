@@ -11,7 +11,8 @@
 #include "cuda/memory.hpp"
 #include "ops/attention/block_tables.hpp"
 #include "ops/attention/cuda/bias_rows.hpp"
-#include "ops/attention/cuda/sequences.hpp"
+#include "ops/attention/cuda/head_maps.hpp"
+#include "ops/attention/cuda/sm90_forward_params.cuh"
 #include "ops/attention/cuda/tuning.hpp"
 
 namespace pullback::attention {
@@ -60,7 +61,7 @@ cuda::OpKernel hopper_kernel(DType dtype, int width, ForwardKind kind) {
       .function = fmt::format(
           "attention::hopper_forward<{}, attention::hopper_tile(attention::ForwardKind::{}, {})>",
           type, kind_name, width),
-      .parameters = "attention::ForwardParams",
+      .parameters = "attention::HopperForwardParams",
       .threads = tile.threads(),
       .blocks = tile.resident,
       .arch_specific = true};
@@ -148,7 +149,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     }
     if (vectors_) {
       load(by_vectors_, kind);
-      plan_parts(pairs, tile.rows, width);
+      plan_parts(by_vectors_->blocks, pairs, tile.rows, width);
     }
     description = fmt::format(
         "tiles of {} queries by {} keys, head dims padded to {}, {} products on tensor cores{}; "
@@ -159,14 +160,15 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
 
  private:
   // A kernel with its tiles of queries, and the parts of tiles of keys that they see.
-  struct Tiles {
-    cuda::PlannedKernel<ForwardParams> kernel;
+  template <class Params>
+  struct TilesOf {
+    cuda::PlannedKernel<Params> kernel;
     std::int32_t q_tiles, pair_group = 1, units = 0, unit_tiles = 1;  // as in ForwardParams
     BlockTables blocks;
 
-    Tiles(const AttentionProblem& problem, const cuda::DeviceInfo& device,
-          const cuda::OpKernel& planned, int shared, std::int64_t tiles, std::int64_t pairs,
-          int rows, int keys, std::int64_t at_work = 0)
+    TilesOf(const AttentionProblem& problem, const cuda::DeviceInfo& device,
+            const cuda::OpKernel& planned, int shared, std::int64_t tiles, std::int64_t pairs,
+            int rows, int keys, std::int64_t at_work = 0)
         : kernel(planned, device, shared),
           blocks(problem, device, Pass::forward, rows, keys, {.everywhere = at_work}) {
       if (tiles > std::numeric_limits<std::int32_t>::max() / pairs) {
@@ -179,6 +181,8 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       kernel.shape.grid[0] = static_cast<unsigned>(q_tiles * pairs);
     }
   };
+  using Tiles = TilesOf<ForwardParams>;
+  using HopperTiles = TilesOf<HopperForwardParams>;
 
   // Whether later queries see more keys than earlier ones, or fewer.
   bool is_slanted() const {
@@ -210,12 +214,14 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const HopperTile tile = hopper_tile(kind, width);
     const std::int64_t tiles = sizes_.varlen ? sequences_->q_tiles()
                                              : (sizes_.total_query + tile.rows() - 1) / tile.rows();
-    by_vectors_.emplace(
+    HopperTiles& own = hopper_.emplace(
         problem, device_, hopper_kernel(problem.q.dtype, width, kind), tile.shared_bytes(), tiles,
         pairs, tile.rows(), tile.part_keys(),
         is_blocks(kind) ? std::int64_t{device_.multiprocessors} * tile.resident : 0);
-    Tiles& own = *by_vectors_;
-    plan_parts(pairs, tile.rows(), width);
+    maps_ = HeadMaps<3>({{{problem.q, HopperTile::kGroupRows},
+                          {problem.k, tile.part_keys()},
+                          {problem.v, tile.part_keys()}}});
+    plan_parts(own.blocks, pairs, tile.rows(), width);
     if (tile.persistent) {
       // Two of a unit where that leaves enough units.
       const bool paired =
@@ -234,8 +240,8 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   }
 
   // What a block mask's tiles need that several thread blocks share.
-  void plan_parts(std::int64_t pairs, int rows, int width) {
-    shared_tiles_ = pairs * by_vectors_->blocks.get().shared_count;
+  void plan_parts(const BlockTables& blocks, std::int64_t pairs, int rows, int width) {
+    shared_tiles_ = pairs * blocks.get().shared_count;
     if (shared_tiles_ == 0) return;
     done_bytes_ = workspace_aligned(static_cast<std::size_t>(shared_tiles_) * 4);
     // A tile's outputs, and a maximum and a sum of each row in as many lanes as share it.
@@ -258,12 +264,6 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     if (!bias_aligned) params.bias_vectors = 0;
     const bool vectors = vectors_ && (bias_aligned || !only_aligned_bias_) &&
                          cuda::vector_aligned({tensors.q, tensors.k, tensors.v, tensors.out});
-    const Tiles& tiles = vectors ? *by_vectors_ : *by_elements_;
-    params.q_tiles = tiles.q_tiles;
-    params.pair_group = tiles.pair_group;
-    params.units = tiles.units;
-    params.unit_tiles = tiles.unit_tiles;
-    params.problem.blocks = tiles.blocks.get();
     if (vectors && shared_tiles_ > 0) {
       params.parts_done = static_cast<std::int32_t*>(workspace.data);
       params.parts =
@@ -272,13 +272,38 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
                                                  static_cast<cuda::CUstream>(stream.handle)),
                   "cuMemsetD8Async");
     }
-    tiles.kernel.launch(stream, params);
+    if (vectors && hopper_) {
+      HopperForwardParams with_maps{};
+      if (const auto maps = maps_.of_run({tensors.q, tensors.k, tensors.v})) {
+        with_maps.q = (*maps)[0];
+        with_maps.k = (*maps)[1];
+        with_maps.v = (*maps)[2];
+        with_maps.has_maps = 1;
+      }
+      with_maps.all = of_tiles(params, *hopper_);
+      hopper_->kernel.launch(stream, with_maps);
+      return;
+    }
+    const Tiles& tiles = vectors ? *by_vectors_ : *by_elements_;
+    tiles.kernel.launch(stream, of_tiles(params, tiles));
+  }
+
+  template <class Tiles>
+  static ForwardParams of_tiles(ForwardParams params, const Tiles& tiles) {
+    params.q_tiles = tiles.q_tiles;
+    params.pair_group = tiles.pair_group;
+    params.units = tiles.units;
+    params.unit_tiles = tiles.unit_tiles;
+    params.problem.blocks = tiles.blocks.get();
+    return params;
   }
 
   AttentionSizes sizes_;
   ForwardParams params_{};
   std::optional<SequenceLister> sequences_;
   std::optional<Tiles> by_vectors_, by_elements_;
+  std::optional<HopperTiles> hopper_;  // in place of by_vectors_
+  HeadMaps<3> maps_;                   // q, k and v
   std::int64_t shared_tiles_ = 0;  // of all pairs
   std::size_t done_bytes_ = 0;
   bool vectors_ = false, only_aligned_bias_ = false, empty_ = false;
@@ -318,7 +343,7 @@ std::vector<KernelSource> attention_forward_kernels(int arch) {
     for (const int width : kHeadWidths) {
       for (const ForwardKind kind : kForwardKinds) {
         if (arch != 90 || !has_hopper_kernel(dtype, width, kind)) continue;
-        kernels.push_back(op_kernel<ForwardParams>(hopper_kernel(dtype, width, kind), arch));
+        kernels.push_back(op_kernel<HopperForwardParams>(hopper_kernel(dtype, width, kind), arch));
       }
     }
   }

@@ -1,7 +1,6 @@
-// What Hopper's own kernels of the backward pass serve, and how they get queries and d_out.
+// What Hopper's own kernels of the backward pass serve.
 #pragma once
 
-#include "cuda/tensor_map.hpp"
 #include "ops/attention/cuda/backward_kernels.hpp"
 #include "ops/attention/cuda/masked_work.hpp"
 
@@ -48,45 +47,5 @@ inline bool hopper_sums_bias(const AttentionProblem& problem) {
          shape[3] == sizes.total_key && (shape[2] == sizes.total_query || shape[2] == 1) &&
          is_plain_but_for_a_term(problem);
 }
-
-// Queries and d_out as the copy engine knows them. It cannot know where packed sequences end.
-class HopperTensors {
- public:
-  HopperTensors() = default;
-  // A box has so many queries.
-  HopperTensors(const AttentionProblem& problem, int queries) {
-    const AttentionSizes sizes = sizes_of(problem);
-    if (sizes.varlen) return;
-    const auto shape_of = [&](const TensorSpec& spec,
-                              std::int64_t columns) -> cuda::TensorMapShape {
-      const HeadRows rows = head_rows(spec);
-      return {spec.dtype,
-              {columns, sizes.total_query, sizes.heads, sizes.batch},
-              {rows.row, rows.head, rows.batch},
-              64,
-              queries};
-    };
-    q_ = shape_of(problem.q, sizes.head_dim);
-    d_out_ = shape_of(problem.d_out, sizes.value_dim);
-    exist_ = cuda::has_tensor_map(q_) && cuda::has_tensor_map(d_out_);
-  }
-
-  // All but what the other kernels get, too.
-  HopperBackwardParams of_run(const AttentionTensors& tensors) const {
-    HopperBackwardParams params{};
-    if (!exist_) return params;
-    const auto q = cuda::tensor_map(q_, tensors.q), d_out = cuda::tensor_map(d_out_, tensors.d_out);
-    if (q && d_out) {
-      params.q = *q;
-      params.d_out = *d_out;
-      params.has_maps = 1;
-    }
-    return params;
-  }
-
- private:
-  bool exist_ = false;
-  cuda::TensorMapShape q_{}, d_out_{};
-};
 
 }  // namespace pullback::attention

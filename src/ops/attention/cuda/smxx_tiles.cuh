@@ -69,6 +69,7 @@ bool find_query_tile(const Problem& p, int32_t tiles, int32_t pair_group, int ro
 struct SequenceBand {
   int32_t first, end, keys;
 
+  SequenceBand() = default;
   SequenceBand(const Band& band, const Sequence& sequence)
       : first(saturated(diagonal(band, sequence) - band.left)),
         end(saturated(diagonal(band, sequence) + band.right + 1)),
@@ -114,6 +115,7 @@ struct KeyTiles {
   int32_t first_whole = 0, whole = 0;
   const SeenTile* listed = nullptr;  // the parts, with a block mask
 
+  KeyTiles() = default;
   KeyTiles(const SequenceBand& band, int32_t first_query, int32_t last_query) {
     const KeySpan seen = seen_by_some(band, first_query, last_query);
     if (seen.begin >= seen.end) return;

@@ -104,6 +104,8 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
 // The forward pass on Hopper (sm90_forward.cuh): a warpgroup that copies, and `groups` of 64
 // queries.
 struct HopperTile {
+  static constexpr int kGroupRows = 64;
+
   ForwardKind kind;
   int width, keys, groups;
   int slots, query_slots;              // tiles of keys or values, and of queries, in shared memory
@@ -111,7 +113,7 @@ struct HopperTile {
   bool persistent;                     // thread blocks take one tile of queries after the other
   int resident = 1;                    // thread blocks that a multiprocessor holds
 
-  constexpr int rows() const { return groups * 64; }
+  constexpr int rows() const { return groups * kGroupRows; }
   constexpr int part_keys() const { return is_blocks(kind) ? 64 : keys; }
   constexpr int threads() const { return (groups + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
@@ -129,15 +131,18 @@ constexpr bool has_hopper_tile(ForwardKind kind, int width, int element_bytes) {
 }
 constexpr HopperTile hopper_tile(ForwardKind kind, int width) {
   if (kind == ForwardKind::blocks) {
-    return {kind, width, width == 64 ? 128 : 64, 1, 5, 1, 24, 232, false, 2};
+    return {kind, width, width == 64 ? 128 : 64, 1, 5, 1, 40, 216, false, 2};
   }
-  if (kind == ForwardKind::large_blocks) return {kind, width, 128, 2, 4, 1, 40, 232, false};
-  if (width == 64) return {kind, width, 128, 3, 4, 1, 32, 160, false};
+  if (kind == ForwardKind::large_blocks) return {kind, width, 128, 2, 4, 1, 56, 224, false};
+  if (width == 64) {
+    const bool plain = kind == ForwardKind::plain;
+    return {kind, width, 128, 3, plain ? 8 : 4, plain ? 2 : 1, 32, 160, plain};
+  }
   if (kind == ForwardKind::bias) {
-    return {kind, width, width <= 128 ? 128 : 64, 2, 4, 1, 40, 232, false};
+    return {kind, width, width <= 128 ? 128 : 64, 2, 4, 1, 56, 224, false};
   }
-  if (width <= 128) return {kind, width, 128, 2, 4, 2, 40, 232, true};
-  return {kind, width, width == 192 ? 96 : 64, 2, 4, 1, 40, 232, false};
+  if (width <= 128) return {kind, width, 128, 2, 5, 2, 56, 224, true};
+  return {kind, width, width == 192 ? 96 : 64, 2, 4, 1, 56, 224, false};
 }
 // Heads of 64 are little work for what a tile begins and ends with, and tiles of 192 queries meet
 // many keys that a mask hides: shorter rows are left to the other kernels.

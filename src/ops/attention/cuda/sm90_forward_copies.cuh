@@ -1,0 +1,349 @@
+// The first warpgroup of the forward pass on Hopper (sm90_forward.cuh): it goes through the tiles
+// of queries, copies each with its keys and values, and notes down what the others have to know.
+//
+// Where the copy engine knows the tensors, the first warp does all of it and its first thread asks
+// for boxes; else all threads copy by cp.async, and no row of another sequence comes in.
+#pragma once
+
+#include "device/boxes.cuh"
+#include "device/shared_tile.cuh"
+#include "device/warpgroup.cuh"
+#include "ops/attention/cuda/sm90_forward_params.cuh"
+#include "ops/attention/cuda/sm90_products.cuh"
+#include "ops/attention/cuda/smxx_clear.cuh"
+
+namespace pullback::attention {
+
+// What those who work know of a tile of queries: where its rows begin in out and lse, in elements;
+// batch · H + head; its number, and that of its owner with a block mask; of its steps, the first
+// ones that each warpgroup has to take.
+struct TileNote {
+  int64_t out, lse, plane;
+  SequenceBand band;
+  uint32_t number;
+  int32_t first_query, rows, owner, steps[3];
+};
+// And of a step, which is a tile of keys: where its parts begin, which of their squares are seen
+// with a block mask, whether the band hides any. `count`: the tile's steps, 0 at the end of all.
+template <int kParts>
+struct StepNote {
+  uint32_t count;
+  int32_t masked;
+  int32_t key[kParts];
+  uint32_t squares[kParts];
+};
+
+// Arrivals that tell that a slot is full. The first thread's own one comes after its notes.
+template <bool kMaps>
+uint32_t arrivals_of_copies(const HopperForwardParams& params) {
+  return kMaps && params.has_maps ? 1 : kWarpgroupSize + 1;
+}
+
+// The numbers of the tiles that a thread block takes, one after the other. A causal mask makes a
+// pair's last tiles long and its first ones short: two of a unit, from either end, come to the same
+// for all units.
+template <bool kPersistent>
+class TileNumbers {
+ public:
+  explicit TileNumbers(const ForwardParams& params) : params_(params) {}
+
+  bool take(uint32_t& number) {
+    const uint32_t tiles = params_.q_tiles;
+    const uint32_t unit_tiles = kPersistent ? params_.unit_tiles : 1;
+    if (unit_ >= (kPersistent ? params_.units : gridDim.x)) return false;
+    const uint32_t pair_units = (tiles + unit_tiles - 1) / unit_tiles;
+    const uint32_t within = unit_ % pair_units, mirrored = tiles - 1 - within;
+    number = unit_ / pair_units * tiles + (is_second_ ? mirrored : within);
+    is_second_ = !is_second_ && unit_tiles == 2 && mirrored != within;
+    if (!is_second_) unit_ += gridDim.x;
+    return true;
+  }
+
+ private:
+  const ForwardParams& params_;
+  uint32_t unit_ = blockIdx.x;
+  bool is_second_ = false;  // of the unit
+};
+
+template <class Forward>
+class ForwardCopies {
+  using T = typename Forward::Element;
+  static constexpr int kKeys = Forward::kKeys, kSlots = Forward::kSlots;
+  static constexpr int kParts = Forward::kParts, kPartKeys = Forward::kPartKeys;
+  static constexpr int kPanels = Forward::kPanels, kQuerySlots = Forward::kQuerySlots;
+  static constexpr bool kBlocks = Forward::kBlocks;
+  static constexpr uint32_t kPanelBytes = kKeys * kPanelRow;  // of a tile of keys
+
+  // One of the tiles of queries, and what of keys it sees.
+  struct Tile {
+    QueryTile queries;
+    uint32_t number = 0;
+    int rows = 0;
+    SequenceBand band;
+    KeyTiles<kPartKeys, kParts> keys;
+    KeySpan unmasked;
+
+    Tile() = default;
+    Tile(const Problem& p, const QueryTile& tile, uint32_t its_number)
+        : queries(tile),
+          number(its_number),
+          rows(TileRows(tile, Forward::kTileRows).valid),
+          band(p.band, tile.sequence),
+          keys(keys_of(p)),
+          unmasked(seen_by_all(band, first(), first() + rows - 1)) {}
+    int first() const { return static_cast<int>(queries.first); }
+    KeyTiles<kPartKeys, kParts> keys_of(const Problem& p) const {
+      if constexpr (kBlocks) {
+        return {p.blocks, queries.batch, queries.head, queries.owner};
+      } else {
+        return {band, first(), first() + rows - 1};
+      }
+    }
+    // A tile that sees no keys has a step, too, of keys that do not exist.
+    int steps() const { return keys.count > 0 ? keys.count : 1; }
+    // Of a warpgroup: none without rows, and none of the last ones, beyond what its rows see.
+    int steps_of(int group) const {
+      const int first_row = group * Forward::kRows, end_row = first_row + Forward::kRows;
+      if (first_row >= rows) return 0;
+      if (kBlocks) return steps();
+      const int end_key = band.end_key(first() + (end_row < rows ? end_row : rows) - 1);
+      const int own = (end_key + kKeys - 1) / kKeys - keys.first;
+      return own < 1 ? 1 : own < steps() ? own : steps();
+    }
+    int key(int n, int part) const { return keys.count > 0 ? keys.key(n, part) : keys.kNoKey; }
+    uint32_t squares(int n, int part) const {
+      return keys.count > 0 ? keys.squares(n, part) : 0;
+    }
+  };
+
+  // A head's rows of a sequence.
+  struct Source {
+    const TensorMap& map;
+    const T* first;
+    int64_t step;
+    int rows, columns, head, batch;
+  };
+
+ public:
+  explicit ForwardCopies(const Forward& own)
+      : own_(own),
+        params_(own.params),
+        maps_(Forward::kMaps && own.hopper.has_maps),
+        numbers_(own.params) {}
+
+  void run() {
+    if (maps_ && threadIdx.x >= kWarpSize) return;
+    Tile tile;
+    if constexpr (Forward::kPersistent) {
+      bool found;
+      do {
+        Tile next;
+        found = false;
+        copy_keys(tile, [&] { found = begin_tile(next); });
+        tile = next;
+      } while (found);
+    } else {
+      if (begin_tile(tile)) copy_keys(tile, [] {});
+    }
+    // The end: a step of nothing.
+    const uint32_t slot = await_slot();
+    if (threadIdx.x == 0) own_.shared.steps[item_ / 2 % kSlots].count = 0;
+    tell_coming(own_.shared.full[slot], 0);
+    tell_full(own_.shared.full[slot]);
+    async_wait<0>();
+  }
+
+ private:
+  // Finds the next tile, if there is one, and copies its queries.
+  bool begin_tile(Tile& tile) {
+    const Problem& p = params_.problem;
+    uint32_t number;
+    do {
+      if (!numbers_.take(number)) return false;
+      QueryTile found;
+      tile = {};
+      if (!find_query_tile<kBlocks>(p, params_.q_tiles, params_.pair_group, Forward::kTileRows,
+                                    found, number)) {
+        continue;
+      }
+      tile = Tile(p, found, number);
+      const TileRows rows(found, Forward::kTileRows);
+      if (rows.valid < rows.extent) {
+        clear_rows<T>(params_, found, rows.valid, rows.extent, kWarpgroupSize);
+      }
+    } while (tile.rows == 0);
+    const uint32_t slot = tile_count_ % kQuerySlots, round = tile_count_ / kQuerySlots;
+    ++tile_count_;
+    if (round > 0) barrier_wait(&own_.shared.queries_empty[slot], (round - 1) & 1);
+    if (threadIdx.x == 0) note_tile(own_.shared.tiles[slot], tile);
+    uint64_t& full = own_.shared.queries_full[slot];
+    tell_coming(full, Forward::kGroups * Forward::kQueryBytes);
+    const QueryTile& queries = tile.queries;
+    const Source q = source(own_.hopper.q, params_.q, tile, queries.head, queries.sequence.q_begin,
+                            static_cast<int>(queries.sequence.q_length), p.head_dim);
+#pragma unroll
+    for (int group = 0; group < Forward::kGroups; ++group) {
+      constexpr int kRows = Forward::kRows;
+      copy_rows<kRows, kRows * kPanelRow, false>(q, own_.queries_of(slot, group),
+                                                 queries.first + group * kRows, full);
+    }
+    tell_full(full);
+    return true;
+  }
+
+  // A tile's keys and values. The next tile's beginning comes early, yet late enough for the one
+  // before this tile to be done, whose place its queries take. Before the first one there is a tile
+  // without rows.
+  template <class Begin>
+  void copy_keys(const Tile& tile, const Begin& begin_next) {
+    const Problem& p = params_.problem;
+    const int kv_head = tile.queries.head / p.group;
+    const int64_t k_begin = tile.queries.sequence.k_begin;
+    const Source k = source(own_.hopper.k, params_.k, tile, kv_head, k_begin, tile.band.keys,
+                            p.head_dim);
+    const Source v = source(own_.hopper.v, params_.v, tile, kv_head, k_begin, tile.band.keys,
+                            p.value_dim);
+    int key[kParts], next_key[kParts];  // an entry of a list is far away
+    uint32_t squares[kParts], next_squares[kParts];
+    const auto find_keys = [&](int n) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        next_key[part] = tile.key(n, part);
+        next_squares[part] = kBlocks ? tile.squares(n, part) : 0;
+      }
+    };
+    const auto copy_step = [&](int n) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        key[part] = next_key[part];
+        squares[part] = next_squares[part];
+      }
+      if (n + 1 < tile.steps()) find_keys(n + 1);
+      const uint32_t k_slot = await_slot();
+      if (threadIdx.x == 0) {
+        note_step(own_.shared.steps[item_ / 2 % kSlots], tile, key, squares);
+      }
+      copy_parts(k, key, k_slot, [&] {
+        if constexpr (Forward::kBias) copy_bias(tile, key[0]);
+      });
+      copy_parts(v, key, await_slot(), [] {});
+    };
+    const int steps = tile.rows > 0 ? tile.steps() : 0;
+    if (steps > 0) find_keys(0);
+    int n = 0;
+#pragma unroll 1
+    do {
+      if (n < steps) copy_step(n);
+      if (n == (steps > 1 ? 1 : 0)) begin_next();
+    } while (++n < steps);
+  }
+
+  Source source(const TensorMap& map, const HeadRows& of, const Tile& tile, int head,
+                int64_t begin, int rows, int columns) const {
+    const T* const first = static_cast<const T*>(of.data) + tile.queries.batch * of.batch +
+                           begin * of.row + head * of.head;
+    return {map, first, of.row, rows, columns, head, tile.queries.batch};
+  }
+
+  // The slot of the next item.
+  uint32_t await_slot() const {
+    const uint32_t slot = item_ % kSlots, round = item_ / kSlots;
+    if (round > 0) barrier_wait(&own_.shared.empty[slot], (round - 1) & 1);
+    return slot;
+  }
+  // Before boxes are asked for.
+  void tell_coming(uint64_t& full, uint32_t bytes) const {
+    if (maps_ && threadIdx.x == 0) barrier_expect_bytes(&full, bytes);
+  }
+  // After copies were asked for.
+  void tell_full(uint64_t& full) const {
+    if (maps_) return;
+    barrier_arrive_after_copies(&full);
+    if (threadIdx.x == 0) barrier_arrive(&full);
+  }
+
+  void note_tile(TileNote& note, const Tile& tile) const {
+    const QueryTile& queries = tile.queries;
+    const int64_t first = queries.sequence.q_begin + queries.first;
+    note = {.out = queries.batch * params_.out.batch + first * params_.out.row +
+                   queries.head * params_.out.head,
+            .lse = queries.batch * params_.lse.batch + queries.head * params_.lse.head +
+                   first * params_.lse.row,
+            .plane = int64_t{queries.batch} * params_.problem.heads + queries.head,
+            .band = tile.band,
+            .number = tile.number,
+            .first_query = tile.first(),
+            .rows = tile.rows,
+            .owner = queries.owner};
+#pragma unroll
+    for (int group = 0; group < Forward::kGroups; ++group) note.steps[group] = tile.steps_of(group);
+  }
+  void note_step(StepNote<kParts>& note, const Tile& tile, const int (&key)[kParts],
+                 const uint32_t (&squares)[kParts]) const {
+    note.count = tile.steps();
+    note.masked = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      note.key[part] = key[part];
+      note.squares[part] = squares[part];
+      if (!tile.unmasked.covers(key[part], kPartKeys)) note.masked = 1;
+    }
+  }
+
+  // The next item, and what else comes with it.
+  template <class Copy>
+  void copy_parts(const Source& from, const int (&key)[kParts], uint32_t slot, const Copy& more) {
+    uint64_t& full = own_.shared.full[slot];
+    tell_coming(full, Forward::kSlotBytes);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      copy_rows<kPartKeys, kPanelBytes, !Forward::kMaps>(
+          from, own_.slot(slot) + part * (kPartKeys * kPanelRow), key[part], full);
+    }
+    more();
+    tell_full(full);
+    ++item_;
+  }
+  // To panels that are kPanelStep bytes apart.
+  template <int kRows, uint32_t kPanelStep, bool kInterleaved>
+  void copy_rows(const Source& from, uint32_t to, int64_t row, uint64_t& full) const {
+    if (maps_) {
+      if (threadIdx.x != 0) return;
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        load_box(to + panel * kPanelStep, from.map, panel * kPanel, static_cast<int>(row),
+                 from.head, from.batch, &full);
+      }
+    } else {
+#pragma unroll 1
+      for (int panel = 0; panel < kPanels; ++panel) {
+        const int column = panel * kPanel;
+        TileLoader<T, kRows, kPanel, kWarpgroupSize, true, kInterleaved, true>(
+            from.first + column, from.step, 1, from.columns - column)
+            .load(to + panel * kPanelStep, row, from.rows - static_cast<int>(row));
+      }
+    }
+  }
+
+  void copy_bias(const Tile& tile, int key) const {
+    const Plane& bias = params_.bias;
+    const T* const from = static_cast<const T*>(bias.data) + tile.queries.batch * bias.batch +
+                          tile.queries.head * bias.head + tile.queries.first * bias.query +
+                          key * bias.key;
+#pragma unroll 1
+    for (int group = 0; group < Forward::kGroups; ++group) {
+      const int first = group * Forward::kRows;
+      Forward::Bias::template load<false>(own_.bias_tile(item_ / 2, group),
+                                          from + first * bias.query, bias, tile.rows - first,
+                                          tile.band.keys - key, true);
+    }
+  }
+
+  const Forward& own_;
+  const ForwardParams& params_;
+  const bool maps_;
+  TileNumbers<Forward::kPersistent> numbers_;
+  uint32_t item_ = 0, tile_count_ = 0;
+};
+
+}  // namespace pullback::attention
