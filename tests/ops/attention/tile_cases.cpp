@@ -182,6 +182,18 @@ void add_units(std::vector<Case>& cases) {
   add_masks("units of tiles, D 128");
   setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 3); };
   add_masks("units of tiles, NaN in keys");
+  // A tile's last rows are those of one warpgroup.
+  setup.head_dim = setup.value_dim = 64;
+  add_masks("units of tiles, NaN in keys, D 64");
+  setup.change = {};
+  add_masks("units of tiles, D 64");
+  setup.head_dim = setup.value_dim = 128;
+  add(cases, "units of tiles, dropout", setup, {{"dropout", "0.3"}, {"causal", "bottom-right"}});
+  cases.back().full_only = true;
+  setup.heads = 72, setup.kv_heads = 24;
+  setup.cu_q = {0, 130, 590}, setup.cu_k = {0, 330, 520};
+  add(cases, "units of tiles, varlen", setup, {{"causal", "bottom-right"}});
+  cases.back().full_only = true;
   setup = {.batch = 1,
            .query = 450,
            .key = 2100,

@@ -202,10 +202,8 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
 
   // `rows`: of the tiles that varlen's sequences are listed in.
   bool hopper_serves(DType dtype, int width, ForwardKind kind, int rows) const {
-    const Band& band = params_.problem.band;
-    const bool masked = band.left != kFar || band.right != kFar;
     return has_hopper_kernel(dtype, width, kind) &&
-           (is_blocks(kind) || sizes_.max_key >= hopper_least_keys(width, masked)) &&
+           (is_blocks(kind) || sizes_.max_key >= hopper_least_keys(width)) &&
            (!sizes_.varlen || hopper_tile(kind, width).rows() == rows);
   }
 
@@ -304,7 +302,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   std::optional<Tiles> by_vectors_, by_elements_;
   std::optional<HopperTiles> hopper_;  // in place of by_vectors_
   HeadMaps<3> maps_;                   // q, k and v
-  std::int64_t shared_tiles_ = 0;  // of all pairs
+  std::int64_t shared_tiles_ = 0;      // of all pairs
   std::size_t done_bytes_ = 0;
   bool vectors_ = false, only_aligned_bias_ = false, empty_ = false;
 };

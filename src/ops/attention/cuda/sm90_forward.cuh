@@ -27,7 +27,7 @@ namespace pullback::attention {
 inline constexpr int kFirstGroup = 1, kFirstTurn = 4, kAllGroups = 6;
 
 // Two warpgroups ask for their products by turns: the one makes weights while the other's products
-// keep the tensor cores busy. Three need no order.
+// keep the tensor cores busy. Three need no order, nor do heads of 64, whose products are short.
 inline void await_turn(int group) { named_wait(kFirstTurn + group, 2 * kWarpgroupSize); }
 inline void pass_turn(int group) { named_arrive(kFirstTurn + 1 - group, 2 * kWarpgroupSize); }
 
@@ -36,7 +36,8 @@ struct HopperForward {
   using Element = T;
   static constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   static constexpr int kQuerySlots = kTile.query_slots, kGroups = kTile.groups;
-  static constexpr int kRows = HopperTile::kGroupRows, kTileRows = kTile.rows(), kPanels = kTile.panels();
+  static constexpr int kRows = HopperTile::kGroupRows, kTileRows = kTile.rows(),
+                       kPanels = kTile.panels();
   static constexpr bool kPersistent = kTile.persistent;
   static_assert(!kPersistent || kQuerySlots == 2);  // the next queries come beside the last ones
   static constexpr bool kBlocks = is_blocks(kTile.kind);
@@ -44,7 +45,7 @@ struct HopperForward {
   static constexpr bool kBias = kTile.kind == ForwardKind::bias;
   // Whether the copy engine may copy; a box keeps keys in their order.
   static constexpr bool kMaps = !kBias && !kDropout;
-  static constexpr bool kTurns = kGroups == 2;
+  static constexpr bool kTurns = kGroups == 2 && kWidth > 64;
   // Who lets go of a slot: a thread of each warp, whose products are its warp's, or all threads,
   // who read a bias or what they see.
   static constexpr bool kAllRelease = kBias || kBlocks;
@@ -66,6 +67,8 @@ struct HopperForward {
   const ForwardParams& params;
   Shared& shared;
   uint32_t queries;
+
+  bool has_maps() const { return kMaps && hopper.has_maps; }
 
   uint32_t queries_of(uint32_t query_slot, int group) const {
     return queries + (query_slot * kGroups + group) * kQueryBytes;
@@ -138,7 +141,7 @@ class ForwardWorker {
   // The tile's queries; how many steps are this warpgroup's.
   uint32_t await_tile() const {
     barrier_wait(&own_.shared.queries_full[tile_ % kQuerySlots], tile_ / kQuerySlots & 1);
-    if (!Forward::kMaps || !own_.hopper.has_maps) fence_async_proxy();
+    if (!own_.has_maps()) fence_async_proxy();
     return uniform(own_.tile(tile_).steps[group_]);
   }
 
@@ -156,8 +159,8 @@ class ForwardWorker {
     if (kBefore) keep_in_place(state_.out[0]);
     if (Forward::kTurns) await_turn(group_);
     product_fence();
-    ask_for_scores<T, kWidth, kRows, kKeys>(
-        scores_[0], own_.queries_of(tile_ % kQuerySlots, group_), keys);
+    ask_for_scores<T, kWidth, kRows, kKeys>(scores_[0],
+                                            own_.queries_of(tile_ % kQuerySlots, group_), keys);
     product_commit();
     if (kBefore) {
       ask_for_outputs<T, kWidth / 8, kKeys>(state_.out[0], weights_, values);
@@ -254,10 +257,11 @@ class ForwardWorker {
   // Of the ring: the tile's place, once it is there.
   uint32_t await(uint32_t item) const {
     barrier_wait(&own_.shared.full[item % kSlots], item / kSlots & 1);
-    if (!Forward::kMaps || !own_.hopper.has_maps) fence_async_proxy();
+    if (!own_.has_maps()) fence_async_proxy();
     return own_.slot(item % kSlots);
   }
   void release(uint32_t item) const {
+    if (!Forward::kAllRelease) __syncwarp();  // for what other lanes have read of the notes
     if (Forward::kAllRelease || lane_ == 0) barrier_arrive(&own_.shared.empty[item % kSlots]);
   }
 
@@ -295,9 +299,9 @@ class ForwardWorker {
       const WarpRows warp{lane_, first_row_, left < 16 ? left : 16};
       // Without a branch for warps that have no rows, which would cost the loop over tiles its
       // uniform registers.
-      finish_rows<T, true, kBias>(
-          own_.params, state_, own_.queries_of(slot, group_) + first_row_ % kRows * (kWidth * 2),
-          warp, scale(), unit_, Place{*this, own_.params, tile});
+      finish_rows<T, true, kBias>(own_.params, state_,
+                                  own_.queries_of(slot, group_) + first_row_ % kRows * (kWidth * 2),
+                                  warp, scale(), unit_, Place{*this, own_.params, tile});
       fence_async_proxy();  // before boxes take their place
     }
     barrier_arrive(&own_.shared.queries_empty[slot]);
@@ -381,22 +385,23 @@ void hopper_forward(const HopperForwardParams& params) {
                 (kTile.groups + 1) * kLaunched);
   extern __shared__ __align__(1024) char dynamic[];
   __shared__ typename Forward::Shared shared;
+  const Forward forward{params, params.all, shared, (shared_address(dynamic) + 1023) & ~1023u};
+  using Copies = ForwardCopies<Forward>;
   if (threadIdx.x == 0) {
-    const uint32_t copy_arrivals = arrivals_of_copies<Forward::kMaps>(params);
-    for (uint64_t& barrier : shared.full) barrier_init(&barrier, copy_arrivals);
-    for (uint64_t& barrier : shared.queries_full) barrier_init(&barrier, copy_arrivals);
+    const uint32_t arrivals = Copies::arrivals(forward);
+    for (uint64_t& barrier : shared.full) barrier_init(&barrier, arrivals);
     for (uint64_t& barrier : shared.empty) barrier_init(&barrier, Forward::kReleasers);
+    for (uint64_t& barrier : shared.queries_full) barrier_init(&barrier, arrivals);
     for (uint64_t& barrier : shared.queries_empty) {
       barrier_init(&barrier, kTile.groups * kWarpgroupSize);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  const Forward forward{params, params.all, shared, (shared_address(dynamic) + 1023) & ~1023u};
   const int group = uniform(static_cast<int>(threadIdx.x / kWarpgroupSize)) - 1;
   if (group < 0) {
     give_registers<kTile.copy_registers>();
-    ForwardCopies<Forward>(forward).run();
+    Copies(forward).run();
   } else {
     take_registers<kTile.work_registers>();
     ForwardWorker<Forward>(forward, group).run();

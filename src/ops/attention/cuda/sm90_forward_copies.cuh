@@ -2,7 +2,7 @@
 // of queries, copies each with its keys and values, and notes down what the others have to know.
 //
 // Where the copy engine knows the tensors, the first warp does all of it and its first thread asks
-// for boxes; else all threads copy by cp.async, and no row of another sequence comes in.
+// for boxes; else all threads copy by cp.async.
 #pragma once
 
 #include "device/boxes.cuh"
@@ -32,12 +32,6 @@ struct StepNote {
   int32_t key[kParts];
   uint32_t squares[kParts];
 };
-
-// Arrivals that tell that a slot is full. The first thread's own one comes after its notes.
-template <bool kMaps>
-uint32_t arrivals_of_copies(const HopperForwardParams& params) {
-  return kMaps && params.has_maps ? 1 : kWarpgroupSize + 1;
-}
 
 // The numbers of the tiles that a thread block takes, one after the other. A causal mask makes a
 // pair's last tiles long and its first ones short: two of a unit, from either end, come to the same
@@ -111,9 +105,7 @@ class ForwardCopies {
       return own < 1 ? 1 : own < steps() ? own : steps();
     }
     int key(int n, int part) const { return keys.count > 0 ? keys.key(n, part) : keys.kNoKey; }
-    uint32_t squares(int n, int part) const {
-      return keys.count > 0 ? keys.squares(n, part) : 0;
-    }
+    uint32_t squares(int n, int part) const { return keys.count > 0 ? keys.squares(n, part) : 0; }
   };
 
   // A head's rows of a sequence.
@@ -125,11 +117,11 @@ class ForwardCopies {
   };
 
  public:
+  // That tell that a slot is full. The first thread's own one comes after its notes.
+  static uint32_t arrivals(const Forward& own) { return own.has_maps() ? 1 : kWarpgroupSize + 1; }
+
   explicit ForwardCopies(const Forward& own)
-      : own_(own),
-        params_(own.params),
-        maps_(Forward::kMaps && own.hopper.has_maps),
-        numbers_(own.params) {}
+      : own_(own), params_(own.params), maps_(own.has_maps()), numbers_(own.params) {}
 
   void run() {
     if (maps_ && threadIdx.x >= kWarpSize) return;
@@ -137,13 +129,20 @@ class ForwardCopies {
     if constexpr (Forward::kPersistent) {
       bool found;
       do {
+        // The next tile is found while slots are full, and its queries come as soon as the tile
+        // before this one is likely to be done, whose place they take. Neither is to keep keys
+        // waiting. Before the first tile there is one without rows.
         Tile next;
-        found = false;
-        copy_keys(tile, [&] { found = begin_tile(next); });
+        const int steps = tile.rows > 0 ? tile.steps() : 0;
+        copy_keys(tile, steps, [&](int n) {
+          if (n == 0) found = find_tile(next);
+          if (found && n == (steps > 2 ? 2 : steps > 0 ? steps - 1 : 0)) copy_queries(next);
+        });
         tile = next;
       } while (found);
-    } else {
-      if (begin_tile(tile)) copy_keys(tile, [] {});
+    } else if (find_tile(tile)) {
+      copy_queries(tile);
+      copy_keys(tile, tile.steps(), [](int) {});
     }
     // The end: a step of nothing.
     const uint32_t slot = await_slot();
@@ -154,8 +153,8 @@ class ForwardCopies {
   }
 
  private:
-  // Finds the next tile, if there is one, and copies its queries.
-  bool begin_tile(Tile& tile) {
+  // The next tile with rows, if there is one.
+  bool find_tile(Tile& tile) {
     const Problem& p = params_.problem;
     uint32_t number;
     do {
@@ -172,6 +171,11 @@ class ForwardCopies {
         clear_rows<T>(params_, found, rows.valid, rows.extent, kWarpgroupSize);
       }
     } while (tile.rows == 0);
+    return true;
+  }
+
+  void copy_queries(const Tile& tile) {
+    const Problem& p = params_.problem;
     const uint32_t slot = tile_count_ % kQuerySlots, round = tile_count_ / kQuerySlots;
     ++tile_count_;
     if (round > 0) barrier_wait(&own_.shared.queries_empty[slot], (round - 1) & 1);
@@ -188,21 +192,18 @@ class ForwardCopies {
                                                  queries.first + group * kRows, full);
     }
     tell_full(full);
-    return true;
   }
 
-  // A tile's keys and values. The next tile's beginning comes early, yet late enough for the one
-  // before this tile to be done, whose place its queries take. Before the first one there is a tile
-  // without rows.
-  template <class Begin>
-  void copy_keys(const Tile& tile, const Begin& begin_next) {
+  // A tile's keys and values, and something else after each step.
+  template <class Work>
+  void copy_keys(const Tile& tile, int steps, const Work& work) {
     const Problem& p = params_.problem;
     const int kv_head = tile.queries.head / p.group;
     const int64_t k_begin = tile.queries.sequence.k_begin;
-    const Source k = source(own_.hopper.k, params_.k, tile, kv_head, k_begin, tile.band.keys,
-                            p.head_dim);
-    const Source v = source(own_.hopper.v, params_.v, tile, kv_head, k_begin, tile.band.keys,
-                            p.value_dim);
+    const Source k =
+        source(own_.hopper.k, params_.k, tile, kv_head, k_begin, tile.band.keys, p.head_dim);
+    const Source v =
+        source(own_.hopper.v, params_.v, tile, kv_head, k_begin, tile.band.keys, p.value_dim);
     int key[kParts], next_key[kParts];  // an entry of a list is far away
     uint32_t squares[kParts], next_squares[kParts];
     const auto find_keys = [&](int n) {
@@ -218,7 +219,7 @@ class ForwardCopies {
         key[part] = next_key[part];
         squares[part] = next_squares[part];
       }
-      if (n + 1 < tile.steps()) find_keys(n + 1);
+      if (n + 1 < steps) find_keys(n + 1);
       const uint32_t k_slot = await_slot();
       if (threadIdx.x == 0) {
         note_step(own_.shared.steps[item_ / 2 % kSlots], tile, key, squares);
@@ -228,18 +229,17 @@ class ForwardCopies {
       });
       copy_parts(v, key, await_slot(), [] {});
     };
-    const int steps = tile.rows > 0 ? tile.steps() : 0;
     if (steps > 0) find_keys(0);
     int n = 0;
 #pragma unroll 1
     do {
       if (n < steps) copy_step(n);
-      if (n == (steps > 1 ? 1 : 0)) begin_next();
+      work(n);
     } while (++n < steps);
   }
 
-  Source source(const TensorMap& map, const HeadRows& of, const Tile& tile, int head,
-                int64_t begin, int rows, int columns) const {
+  Source source(const TensorMap& map, const HeadRows& of, const Tile& tile, int head, int64_t begin,
+                int rows, int columns) const {
     const T* const first = static_cast<const T*>(of.data) + tile.queries.batch * of.batch +
                            begin * of.row + head * of.head;
     return {map, first, of.row, rows, columns, head, tile.queries.batch};
@@ -318,7 +318,7 @@ class ForwardCopies {
 #pragma unroll 1
       for (int panel = 0; panel < kPanels; ++panel) {
         const int column = panel * kPanel;
-        TileLoader<T, kRows, kPanel, kWarpgroupSize, true, kInterleaved, true>(
+        TileLoader<T, kRows, kPanel, kWarpgroupSize, true, kInterleaved>(
             from.first + column, from.step, 1, from.columns - column)
             .load(to + panel * kPanelStep, row, from.rows - static_cast<int>(row));
       }

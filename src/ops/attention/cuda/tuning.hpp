@@ -133,7 +133,9 @@ constexpr HopperTile hopper_tile(ForwardKind kind, int width) {
   if (kind == ForwardKind::blocks) {
     return {kind, width, width == 64 ? 128 : 64, 1, 5, 1, 40, 216, false, 2};
   }
-  if (kind == ForwardKind::large_blocks) return {kind, width, 128, 2, 4, 1, 56, 224, false};
+  if (kind == ForwardKind::large_blocks) {
+    return {kind, width, 128, 2, width == 64 ? 8 : 6, 1, 56, 224, false};
+  }
   if (width == 64) {
     const bool plain = kind == ForwardKind::plain;
     return {kind, width, 128, 3, plain ? 8 : 4, plain ? 2 : 1, 32, 160, plain};
@@ -142,12 +144,10 @@ constexpr HopperTile hopper_tile(ForwardKind kind, int width) {
     return {kind, width, width <= 128 ? 128 : 64, 2, 4, 1, 56, 224, false};
   }
   if (width <= 128) return {kind, width, 128, 2, 5, 2, 56, 224, true};
-  return {kind, width, width == 192 ? 96 : 64, 2, 4, 1, 56, 224, false};
+  return {kind, width, width == 192 ? 96 : 64, 2, 4, 1, 40, 232, false};
 }
-// Heads of 64 are little work for what a tile begins and ends with, and tiles of 192 queries meet
-// many keys that a mask hides: shorter rows are left to the other kernels.
-constexpr int hopper_least_keys(int width, bool masked) {
-  return width > 64 ? 0 : masked ? 2048 : 1024;
-}
+// Heads of 64 are little work for what a tile begins and ends with: the shortest rows are left to
+// the other kernels, whose tiles are smaller.
+constexpr int hopper_least_keys(int width) { return width > 64 ? 0 : 320; }
 
 }  // namespace pullback::attention
