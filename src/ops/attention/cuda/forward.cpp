@@ -12,6 +12,7 @@
 #include "ops/attention/block_tables.hpp"
 #include "ops/attention/cuda/bias_rows.hpp"
 #include "ops/attention/cuda/head_maps.hpp"
+#include "ops/attention/cuda/sequences.hpp"
 #include "ops/attention/cuda/sm90_forward_params.cuh"
 #include "ops/attention/cuda/tuning.hpp"
 
@@ -200,10 +201,19 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
         device_.l2_bytes / 2 / std::max<std::int64_t>(bytes, 1), 1, pairs));
   }
 
+  // With a bias or dropout heads of 64 take one tile of queries a thread block, which shorter rows
+  // do not fill.
+  int least_keys(int width, ForwardKind kind) const {
+    if (kind == ForwardKind::plain || width > 64) return hopper_least_keys(width);
+    const Band& band = params_.problem.band;
+    const bool masked = band.left != kFar || band.right != kFar;
+    return masked ? 2048 : 1024;
+  }
+
   // `rows`: of the tiles that varlen's sequences are listed in.
   bool hopper_serves(DType dtype, int width, ForwardKind kind, int rows) const {
     return has_hopper_kernel(dtype, width, kind) &&
-           (is_blocks(kind) || sizes_.max_key >= hopper_least_keys(width)) &&
+           (is_blocks(kind) || sizes_.max_key >= least_keys(width, kind)) &&
            (!sizes_.varlen || hopper_tile(kind, width).rows() == rows);
   }
 
@@ -286,8 +296,8 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     tiles.kernel.launch(stream, of_tiles(params, tiles));
   }
 
-  template <class Tiles>
-  static ForwardParams of_tiles(ForwardParams params, const Tiles& tiles) {
+  template <class Params>
+  static ForwardParams of_tiles(ForwardParams params, const TilesOf<Params>& tiles) {
     params.q_tiles = tiles.q_tiles;
     params.pair_group = tiles.pair_group;
     params.units = tiles.units;
