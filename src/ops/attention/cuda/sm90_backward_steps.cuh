@@ -115,6 +115,8 @@ struct HopperBackwardSteps {
     return {step.tile, 0, 0, 0, 0};
   }
   bool may_have_steps() const { return kBlocks || first_query_tile < end_query_tile; }
+  // Without a block mask.
+  int step_count() const { return (end_query_tile - first_query_tile) * group_heads; }
   int head_of(int head_of_group) const { return place.head * p.problem.group + head_of_group; }
   T* rows_of(const HeadRows& rows, int head, int64_t row) const {
     return static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head +

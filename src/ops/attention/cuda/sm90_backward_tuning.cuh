@@ -39,11 +39,11 @@ struct HopperBackwardTile {
   constexpr int sum_width() const { return panels() * 64; }  // of d_q's sums
   constexpr int stats() const { return stages * query_panels() * stats_bytes(64); }
   // Keys and values; queries and d_out; dS, and a bias; d_q. Wide: two tiles each of P and dS, and
-  // a panel of d_q for each warpgroup.
+  // a part of d_q for each warpgroup.
   constexpr int tiles_bytes() const {
     const int rows = 2 * keys + (stages + d_out_stages()) * queries;
     const int score_rows = (wide() ? 4 : 2) * keys * query_panels();
-    const int sums = queries * (wide() ? 2 * 64 : sum_width());
+    const int sums = queries * (width == 256 ? sum_width() / 2 : sum_width());
     return rows * panels() * 128 + score_rows * 128 + sums * 4;
   }
   // Barriers and the block's place; statistics; tiles, which begin at a multiple of 1024.
@@ -72,7 +72,8 @@ constexpr HopperBackwardTile hopper_backward_tile(HopperBackwardKind kind, int w
   }
   if (width == 64) return {kind, width, 128, 4, 40, 232};
   if (width == 96) return {kind, width, 128, 2, 56, 224};
-  return {kind, width, width == 128 ? 128 : 64, 2, 24, 240};
+  if (width == 128) return {kind, width, 128, 2, 24, 240};
+  return {kind, width, 64, 2, 40, 232};
 }
 
 // sm90_bias_gradient.cuh: a tile of the bias, and stages of what it takes of an item.

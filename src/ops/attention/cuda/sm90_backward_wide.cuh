@@ -39,6 +39,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kOwnQueries = kQueries / 2;
   static constexpr int kStages = kTile.stages, kOutStages = kTile.d_out_stages();
   static constexpr int kTiles = kWidth / 8, kQueryTiles = kOwnQueries / 8;
+  // Of d_q a warpgroup makes its half in so many rounds: there are registers for 96 columns.
+  static constexpr int kRounds = kWidth == 256 ? 2 : 1, kOwnTiles = kTiles / 2 / kRounds;
   static constexpr int kPanelTiles = kPanel / 8;
   static constexpr int kWorkers = 2 * kWarpgroupSize;
   static constexpr int kCopiers = kWarpgroupSize / 2;  // threads
@@ -46,11 +48,13 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kBoth = 1;                      // the named barrier of both that work
 
   using typename HopperBackwardSteps<T, kTile>::Stats;
+  using Scores = float[kQueryTiles][4];
   using Words = uint32_t[kQueryTiles / 2][4];  // P^T or dS^T, as operands
 
+  static constexpr uint32_t kOwnBytes = kOwnQueries * kPanelRow;  // of a panel
   static constexpr uint32_t kTileBytes = kPanels * kKeys * kPanelRow;  // of keys, or of queries
   static constexpr uint32_t kScoreBytes = kKeys * kPanelRow;
-  static constexpr uint32_t kSumBytes = kQueries * kPanel * 4;
+  static constexpr uint32_t kSumBytes = kQueries * kOwnTiles * 8 * 4;
   static_assert((2 + kStages + kOutStages) * kTileBytes + 4 * kScoreBytes + 2 * kSumBytes ==
                 kTile.tiles_bytes());
 
@@ -96,9 +100,12 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
         ds_tiles(p_tiles + 2 * kScoreBytes),
         sums_tiles(ds_tiles + 2 * kScoreBytes) {}
 
-  // Panels of d_q.
-  static constexpr int first_panel(int group) { return group == 0 ? 0 : (kPanels + 1) / 2; }
-  static constexpr int panels_of(int group) { return group == 0 ? (kPanels + 1) / 2 : kPanels / 2; }
+  // Of d_q: a warpgroup's panel of a round. Of three panels each has one and half of the second.
+  static constexpr int panel_of(int group, int round) { return 2 * group + round; }
+  // Where its sums begin.
+  static constexpr int sums_before(int group, int round) {
+    return (group * kRounds + round) * static_cast<int>(kSumBytes / 4);
+  }
 
   // --- The warps that copy ---
 
@@ -141,7 +148,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
 
   // --- The warps that add up d_q ---
 
-  // Of two steps each takes one, panel after panel as the warpgroups hand them in. By one thread.
+  // Of two steps each takes one, part after part as the warpgroups hand them in. By one thread.
   void add_queries(int adder) const {
     wait_for_previous_kernel();  // for turns
     for_each_step([&](const HopperStep& step) {
@@ -153,12 +160,11 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
         fence_async_proxy();
       }
 #pragma unroll
-      for (int at = 0; at < kPanels; ++at) {
-        const int group = at % 2, round = at / 2, panel = first_panel(group) + round;
-        const int before = number / kAdders * panels_of(group) + round;
+      for (int at = 0; at < 2 * kRounds; ++at) {
+        const int group = at % 2, round = at / 2, before = number / kAdders * kRounds + round;
         barrier_wait(&shared.sums_full[adder][group], before & 1);
         if (!turn.last) {
-          float* const sums = sums_of(turn.line) + panel * (kQueries * kPanel);
+          float* const sums = sums_of(turn.line) + sums_before(group, round);
           const uint32_t from = sums_tiles + group * kSumBytes;
           turn.number == 0 ? bulk_store(sums, from, kSumBytes) : bulk_add(sums, from, kSumBytes);
           bulk_commit();
@@ -182,6 +188,17 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   };
 
   static void meet() { named_wait(kBoth, kWorkers); }
+  // Of a step's queries: where they are, and how many steps had that place before.
+  static int stage_of(int number, bool finite_keys) { return finite_keys ? number % kStages : 0; }
+  static int round_of(int number, bool finite_keys) {
+    return finite_keys ? number / kStages : number;
+  }
+
+  // The step's turn.
+  struct OwnTurn {
+    Turn turn;
+    const HopperStep& step;
+  };
 
   // By both: whether keys and values are finite; else the keys' copy is made.
   bool check_keys(const Worker& worker) const {
@@ -201,8 +218,17 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     if (Steps::may_have_steps()) {
       barrier_wait(&shared.keys_full, 0);
       const bool finite_keys = uniform(check_keys(worker)) != 0;
-      fence_async_proxy();
-      for_each_step([&](const HopperStep& step) { take_step(sum, worker, step, finite_keys); });
+      Scores s = {}, d_p = {};
+      ask_for_next_scores(s, worker, 0, finite_keys, true);
+      ask_for_next_d_p(d_p, worker, 0, true);
+      product_wait<1>();
+      keep_in_place(s);
+      const int steps = Steps::step_count();
+      for_each_step([&](const HopperStep& step) {
+        take_step(sum, s, d_p, worker, step, finite_keys, step.number + 1 < steps);
+      });
+      product_wait<0>();
+      keep_in_place(d_p);
     }
     const bool is_value = group == 0;
     const HeadRows& rows = is_value ? p.d_v : p.d_k;
@@ -220,8 +246,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   }
 
   // rows · columnsᵀ of 64 keys and the warpgroup's 32 queries.
-  static void ask_for_own_scores(float (&s)[kQueryTiles][4], uint32_t keys, uint32_t queries) {
-    const MatrixAddress a(keys), b(queries);
+  static void ask_for_own_scores(Scores& s, uint32_t keys, uint32_t queries) {
+    const MatrixAddress a(uniform(keys)), b(uniform(queries));
 #pragma unroll
     for (int step = 0; step < kWidth / 16; ++step) {
       const uint32_t at = step / 4 * (kKeys * kPanelRow) + step % 4 * 32;
@@ -231,7 +257,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   // sum += scores · rows over the 64 queries.
   static void ask_for_sum(float (&sum)[kTiles][4], uint32_t scores, uint32_t rows) {
     constexpr uint32_t kPanelBytes = kQueries * kPanelRow;
-    const MatrixAddress a(scores), b(rows, kPanelBytes);
+    const MatrixAddress a(uniform(scores)), b(uniform(rows), kPanelBytes);
 #pragma unroll
     for (int step = 0; step < kQueries / 16; ++step) {
       const uint64_t weights = a.at(step * 32);
@@ -242,32 +268,43 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     }
   }
 
-  __forceinline__ void take_step(float (&sum)[kTiles][4], const Worker& worker,
-                                 const HopperStep& step, bool finite_keys) const {
+  // Asks for scores of a step's queries, and for d_P, as soon as these are there. If there is no
+  // such step the products are made of what is there, as a branch around them would cost copies of
+  // registers that they are to be in.
+  void ask_for_next_scores(Scores& s, const Worker& worker, int number, bool finite_keys,
+                           bool exists) const {
+    const int stage = stage_of(number, finite_keys);
+    if (exists) barrier_wait(&shared.q_full[stage], round_of(number, finite_keys) & 1);
+    fence_async_proxy();
+    keep_in_place(s);
+    product_fence();
+    ask_for_own_scores(s, k_tile, q_tiles + stage * kTileBytes + worker.group * kOwnBytes);
+    product_commit();
+  }
+  void ask_for_next_d_p(Scores& d_p, const Worker& worker, int number, bool exists) const {
+    const int stage = number % kOutStages;
+    if (exists) barrier_wait(&shared.d_out_full[stage], number / kOutStages & 1);
+    fence_async_proxy();
+    keep_in_place(d_p);
+    product_fence();
+    ask_for_own_scores(d_p, v_tile, d_out_tiles + stage * kTileBytes + worker.group * kOwnBytes);
+    product_commit();
+  }
+
+  // `s` has the step's scores, and d_P comes in. At the end the same holds for the next step.
+  __forceinline__ void take_step(float (&sum)[kTiles][4], Scores& s, Scores& d_p,
+                                 const Worker& worker, const HopperStep& step, bool finite_keys,
+                                 bool has_next) const {
     const int number = step.number, head_of_group = step.head_of_group;
-    const int stage = finite_keys ? number % kStages : 0;
-    const int round = finite_keys ? number / kStages : number;
-    const int out_stage = number % kOutStages, lane = worker.lane, group = worker.group;
+    const int stage = stage_of(number, finite_keys), out_stage = number % kOutStages;
+    const int lane = worker.lane, group = worker.group;
     const uint32_t q_tile = q_tiles + stage * kTileBytes;
     const uint32_t d_out_tile = d_out_tiles + out_stage * kTileBytes;
     const uint32_t p_tile = p_tiles + number % 2 * kScoreBytes;
     const uint32_t ds_tile = ds_tiles + number % 2 * kScoreBytes;
     const uint32_t all_stats = stats_tiles + stage * sizeof(Stats);
     const uint32_t stats = all_stats + group * (kOwnQueries * 8);
-    const uint32_t own_rows = group * (kOwnQueries * kPanelRow);
-    float s[kQueryTiles][4] = {}, d_p[kQueryTiles][4] = {};
     Words chances, gradients;
-    barrier_wait(&shared.q_full[stage], round & 1);
-    fence_async_proxy();
-    product_fence();
-    ask_for_own_scores(s, k_tile, q_tile + own_rows);
-    product_commit();
-    barrier_wait(&shared.d_out_full[out_stage], number / kOutStages & 1);
-    fence_async_proxy();
-    product_fence();
-    ask_for_own_scores(d_p, v_tile, d_out_tile + own_rows);
-    product_commit();
-    // Beside the products: a warp has nothing else to hide it behind.
     const bool suspicious = load_shared_word(all_stats + kQueries * 8) != 0;
     const int tile = step.tile, first_query = tile * kQueries + group * kOwnQueries;
     const bool partly = !Steps::sees_all(tile) && pairs_seen(place, place.tile * kKeys, first_query,
@@ -276,8 +313,6 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     const auto seen = [&] {
       return SeenQueries(place, place.tile * kKeys + worker.row, first_query, lane);
     };
-    product_wait<1>();
-    keep_in_place(s);
     if (partly) hide_unseen(s, seen());
     make_chances<false>(s, p.problem.scale * kLog2E, stats, lane);
     if (marked) mark_unseen<false>(s, seen(), 0);
@@ -293,55 +328,39 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     fence_async_proxy();
     meet();  // P and dS of both are there
     if (suspicious) clean_rows(sum, p_tile, q_tile, d_out_tile, worker);
-    const Turn turn = Steps::last_turn_of(Steps::part_of(step, 0), head_of_group);
+    const OwnTurn turn = {Steps::last_turn_of(Steps::part_of(step, 0), head_of_group), step};
     const uint32_t keys = finite_keys ? k_tile : q_tiles + kTileBytes;
-    const uint32_t scores = group == 0 ? p_tile : ds_tile;
-    const uint32_t rows = group == 0 ? d_out_tile : q_tile;
-    float d_q[kPanelTiles][4] = {};
-    begin_panel(d_q, turn, first_panel(group), worker);
+    float d_q[kOwnTiles][4] = {};
+    begin_queries(d_q, turn, 0, worker);
     keep_in_place(d_q);
     keep_in_place(sum);
     product_fence();
-    const auto release = [&] {
-      barrier_arrive(&shared.q_empty[stage]);
-      barrier_arrive(&shared.d_out_empty[out_stage]);
-    };
-    if constexpr (kOutStages == 1) {
-      // The one tile of d_out is wanted anew early.
-      ask_for_sum(sum, scores, rows);
-      product_commit();
-      ask_for_panel(d_q, ds_tile, keys, first_panel(group), turn);
-      product_commit();
-      product_wait<1>();
-      keep_in_place(sum);
-      release();
-      product_wait<0>();
+    ask_for_sum(sum, group == 0 ? p_tile : ds_tile, group == 0 ? d_out_tile : q_tile);
+    product_commit();
+    ask_for_queries(d_q, ds_tile, keys, 0, turn, worker);
+    product_wait<1>();
+    keep_in_place(sum);
+    barrier_arrive(&shared.q_empty[stage]);
+    barrier_arrive(&shared.d_out_empty[out_stage]);
+    ask_for_next_scores(s, worker, number + 1, finite_keys, has_next);
+    if constexpr (kRounds == 1) {
+      ask_for_next_d_p(d_p, worker, number + 1, has_next);
+      product_wait<2>();
     } else {
-      ask_for_panel(d_q, ds_tile, keys, first_panel(group), turn);
-      product_commit();
-      ask_for_sum(sum, scores, rows);
-      product_commit();
       product_wait<1>();
-    }
-    keep_in_place(d_q);
-    const int head = head_of(head_of_group);
-    end_panel(d_q, turn, first_panel(group), number * panels_of(group), number % kAdders, tile,
-              head, worker);
-    if (panels_of(group) > 1) {
-      begin_panel(d_q, turn, first_panel(group) + 1, worker);
+      keep_in_place(d_q);
+      end_queries(d_q, turn, 0, worker);
+      begin_queries(d_q, turn, 1, worker);
       keep_in_place(d_q);
       product_fence();
-      ask_for_panel(d_q, ds_tile, keys, first_panel(group) + 1, turn);
-      product_commit();
+      ask_for_queries(d_q, ds_tile, keys, 1, turn, worker);
+      ask_for_next_d_p(d_p, worker, number + 1, has_next);
+      product_wait<1>();
     }
-    product_wait<0>();
     keep_in_place(d_q);
-    keep_in_place(sum);
-    if (kOutStages > 1) release();
-    if (panels_of(group) > 1) {
-      end_panel(d_q, turn, first_panel(group) + 1, number * panels_of(group) + 1, number % kAdders,
-                tile, head, worker);
-    }
+    end_queries(d_q, turn, kRounds - 1, worker);
+    product_wait<1>();
+    keep_in_place(s);
   }
 
   // By both: rows of q and d_out with NaN or infinity, which unseen weights must not meet.
@@ -363,35 +382,56 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   }
 
   // The last turn starts its product from the sums.
-  void begin_panel(float (&d_q)[kPanelTiles][4], const Turn& turn, int panel,
-                   const Worker& worker) const {
+  void begin_queries(float (&d_q)[kOwnTiles][4], const OwnTurn& own, int round,
+                     const Worker& worker) const {
+    const Turn& turn = own.turn;
     if (!turn.adds_sums()) return;
     if (worker.lane == 0) await(turn.line, turn.number);
     __syncwarp();
-    const float* const sums =
-        sums_of(turn.line) + panel * (kQueries * kPanel) + worker.thread % kWarpgroupSize * 4;
+    const float* const sums = sums_of(turn.line) + sums_before(worker.group, round) +
+                              worker.thread % kWarpgroupSize * 4;
 #pragma unroll
-    for (int n = 0; n < kPanelTiles; ++n) load_past_l1(d_q[n], sums + n * (kWarpgroupSize * 4));
+    for (int n = 0; n < kOwnTiles; ++n) load_past_l1(d_q[n], sums + n * (kWarpgroupSize * 4));
   }
-  static void ask_for_panel(float (&d_q)[kPanelTiles][4], uint32_t ds_tile, uint32_t keys,
-                            int panel, const Turn& turn) {
-    const MatrixAddress rows(ds_tile), columns(keys + panel * (kKeys * kPanelRow));
+  void ask_for_queries(float (&d_q)[kOwnTiles][4], uint32_t ds_tile, uint32_t keys, int round,
+                       const OwnTurn& own, const Worker& worker) const {
+    constexpr uint32_t kPanelBytes = kKeys * kPanelRow;
+    const uint32_t half = keys + kPanelBytes + worker.group * (kPanelRow / 2);
+    const MatrixAddress rows(uniform(ds_tile)),
+        columns(uniform(keys + panel_of(worker.group, round) * kPanelBytes)),
+        half_columns(uniform(half));
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      product_of_transposed<T>(d_q, rows.at(step * (16 * kPanelRow)),
-                               columns.at(step * (16 * kPanelRow)), step > 0 || turn.adds_sums());
+      constexpr uint32_t kStepBytes = 16 * kPanelRow;
+      const bool adds = step > 0 || own.turn.adds_sums();
+      const uint64_t scores = rows.at(step * kStepBytes);
+      product_of_transposed<T>(reinterpret_cast<float(&)[kPanelTiles][4]>(d_q), scores,
+                               columns.at(step * kStepBytes), adds);
+      if constexpr (kOwnTiles > kPanelTiles) {
+        product_of_transposed<T>(reinterpret_cast<float(&)[kPanelTiles / 2][4]>(d_q[kPanelTiles]),
+                                 scores, half_columns.at(step * kStepBytes), adds);
+      }
     }
+    product_commit();
   }
-  // `count`: panels that the warpgroup has handed in before.
-  void end_panel(const float (&d_q)[kPanelTiles][4], const Turn& turn, int panel, int count,
-                 int adder, int tile, int head, const Worker& worker) const {
-    if (count > 0) barrier_wait(&shared.sums_empty[worker.group], (count - 1) & 1);
-    if (turn.last) {
-      Steps::store_queries(d_q, tile, head, worker.row, panel * kPanel, worker.lane);
+  void end_queries(const float (&d_q)[kOwnTiles][4], const OwnTurn& own, int round,
+                   const Worker& worker) const {
+    const HopperStep& step = own.step;
+    const int group = worker.group, before = step.number * kRounds + round;
+    if (before > 0) barrier_wait(&shared.sums_empty[group], (before - 1) & 1);
+    if (own.turn.last) {
+      const int head = head_of(step.head_of_group);
+      Steps::store_queries(reinterpret_cast<const float(&)[kPanelTiles][4]>(d_q), step.tile, head,
+                           worker.row, panel_of(group, round) * kPanel, worker.lane);
+      if constexpr (kOwnTiles > kPanelTiles) {
+        Steps::store_queries(
+            reinterpret_cast<const float(&)[kPanelTiles / 2][4]>(d_q[kPanelTiles]), step.tile, head,
+            worker.row, kPanel + group * (kPanel / 2), worker.lane);
+      }
     } else {
-      Steps::hand_over(d_q, sums_tiles + worker.group * kSumBytes, worker.thread % kWarpgroupSize);
+      Steps::hand_over(d_q, sums_tiles + group * kSumBytes, worker.thread % kWarpgroupSize);
     }
-    barrier_arrive(&shared.sums_full[adder][worker.group]);
+    barrier_arrive(&shared.sums_full[step.number % kAdders][group]);
   }
 };
 

@@ -112,7 +112,7 @@ class ForwardWorker {
       // Told the compiler: else products' operands have their addresses made anew for each.
       first = uniform(first), tile_ = uniform(tile_), pending_ = uniform(pending_);
       await(2 * first);
-      const uint32_t steps = uniform(own_.shared.steps[first % kSlots].count);
+      const uint32_t steps = uniform(noted(own_.shared.steps[first % kSlots].count));
       const uint32_t own = steps > 0 ? await_tile() : 0;
       more = Forward::kPersistent && steps > 0;
       if (own > 0) {
@@ -167,6 +167,7 @@ class ForwardWorker {
       product_commit();
     }
     if (Forward::kTurns) pass_turn(group_);
+    const bool masked = noted(own_.shared.steps[step % kSlots].masked) != 0;
     product_wait<kBefore ? 1 : 0>();
     keep_in_place(scores_[0]);
     if constexpr (kBias) {
@@ -174,7 +175,7 @@ class ForwardWorker {
                typename Forward::Bias(own_.bias_tile(step, group_), first_row_ % kRows, lane_));
     }
     release(2 * step);
-    hide_unseen(step);
+    hide_unseen(step, masked);
     // The outputs that come in are those of the tile before.
     float maximum[2] = {state_.maximum[0][0], state_.maximum[0][1]};
     float sum[2] = {state_.sum[0][0], state_.sum[0][1]};
@@ -195,7 +196,7 @@ class ForwardWorker {
     if constexpr (Forward::kDropout) {
       const TileNote& tile = own_.tile(tile_);
       drop(scores_, dropout_, static_cast<uint64_t>(tile.plane), tile.first_query + first_row_,
-           own_.shared.steps[step % kSlots].key[0], lane_);
+           noted(own_.shared.steps[step % kSlots].key[0]), lane_);
     }
     if (kBefore) {
       product_wait<0>();
@@ -260,12 +261,17 @@ class ForwardWorker {
     if (!own_.has_maps()) fence_async_proxy();
     return own_.slot(item % kSlots);
   }
+  // What a step's note says. It is read by those who let go of the step.
+  template <class Word>
+  Word noted(const Word& word) const {
+    if constexpr (Forward::kAllRelease) return word;
+    return uniform(lane_ == 0 ? word : 0);
+  }
   void release(uint32_t item) const {
-    if (!Forward::kAllRelease) __syncwarp();  // for what other lanes have read of the notes
     if (Forward::kAllRelease || lane_ == 0) barrier_arrive(&own_.shared.empty[item % kSlots]);
   }
 
-  void hide_unseen(uint32_t step) {
+  void hide_unseen(uint32_t step, bool masked) {
     const StepNote<kParts>& note = own_.shared.steps[step % kSlots];
     constexpr int kTiles = kPartKeys / 8;
     if constexpr (kBlocks) {
@@ -279,12 +285,12 @@ class ForwardWorker {
         }
       }
     }
-    if (note.masked == 0) return;
+    if (!masked) return;
     const TileNote& tile = own_.tile(tile_);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       hide<!Forward::kMaps>(scores_, part * kTiles, (part + 1) * kTiles, tile.band,
-                            tile.first_query + first_row_, note.key[part], lane_);
+                            tile.first_query + first_row_, noted(note.key[part]), lane_);
     }
   }
 
