@@ -148,26 +148,30 @@ class TileBackward final : public BackwardBody {
                                                            : Features::plain;
         load(aligned_, kernel_of(features));
       }
-      params_.pair_group =
-          static_cast<std::int32_t>(problem.blocks.given() ? masked_.pair_group
-                                                           : dense_pair_group(problem, width));
+      params_.pair_group = static_cast<std::int32_t>(
+          problem.blocks.given() ? masked_.pair_group : dense_pair_group(problem, width));
     }
   }
 
   // Pairs in flight together, as few as turns allow: the more, the less of their q, d_out and sums
   // is left in the cache when a head's next tiles of keys want them. Tiles that follow each other
-  // start two steps apart, so that turns come in time; four where the band hides pairs, as the
-  // tiles' steps differ in number then. Where few of these are in flight at all, the longest of all
-  // pairs come first.
+  // start two steps apart, so that turns come in time; up to four where the band hides pairs, as
+  // the tiles' steps differ in number then. Where few of these are in flight at all, the longest of
+  // all pairs come first.
   std::int64_t dense_pair_group(const AttentionProblem& problem, int width) const {
     const std::int64_t flight =
         std::int64_t{device_.multiprocessors} *
         (only_all_ ? hopper_tile_of(problem, width).resident : tiles_.blocks);
-    const bool hides = problem.mask.left != BandMask::kUnbounded ||
-                       problem.mask.right != BandMask::kUnbounded;
-    if (hides && pairs_ * params_.k_tiles <= 4 * flight) return pairs_;
     const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
-    return std::min(pairs_, ceil_div((hides ? 4 : 2) * flight * params_.k_tiles, steps));
+    const auto apart = [&](std::int64_t step_count) {
+      return ceil_div(step_count * flight * params_.k_tiles, steps);
+    };
+    std::int64_t group = apart(2);
+    if (problem.mask.left != BandMask::kUnbounded || problem.mask.right != BandMask::kUnbounded) {
+      if (pairs_ * params_.k_tiles <= 4 * flight) return pairs_;
+      group = std::max(group, std::min(apart(4), kPairGroup));
+    }
+    return std::min(pairs_, group);
   }
 
   // Steps that the band lets the tiles of keys of a head take.

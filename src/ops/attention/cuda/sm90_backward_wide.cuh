@@ -51,7 +51,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   using Scores = float[kQueryTiles][4];
   using Words = uint32_t[kQueryTiles / 2][4];  // P^T or dS^T, as operands
 
-  static constexpr uint32_t kOwnBytes = kOwnQueries * kPanelRow;  // of a panel
+  static constexpr uint32_t kOwnBytes = kOwnQueries * kPanelRow;       // of a panel
   static constexpr uint32_t kTileBytes = kPanels * kKeys * kPanelRow;  // of keys, or of queries
   static constexpr uint32_t kScoreBytes = kKeys * kPanelRow;
   static constexpr uint32_t kSumBytes = kQueries * kOwnTiles * 8 * 4;
@@ -388,8 +388,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     if (!turn.adds_sums()) return;
     if (worker.lane == 0) await(turn.line, turn.number);
     __syncwarp();
-    const float* const sums = sums_of(turn.line) + sums_before(worker.group, round) +
-                              worker.thread % kWarpgroupSize * 4;
+    const float* const sums =
+        sums_of(turn.line) + sums_before(worker.group, round) + worker.thread % kWarpgroupSize * 4;
 #pragma unroll
     for (int n = 0; n < kOwnTiles; ++n) load_past_l1(d_q[n], sums + n * (kWarpgroupSize * 4));
   }
@@ -424,9 +424,9 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
       Steps::store_queries(reinterpret_cast<const float(&)[kPanelTiles][4]>(d_q), step.tile, head,
                            worker.row, panel_of(group, round) * kPanel, worker.lane);
       if constexpr (kOwnTiles > kPanelTiles) {
-        Steps::store_queries(
-            reinterpret_cast<const float(&)[kPanelTiles / 2][4]>(d_q[kPanelTiles]), step.tile, head,
-            worker.row, kPanel + group * (kPanel / 2), worker.lane);
+        Steps::store_queries(reinterpret_cast<const float(&)[kPanelTiles / 2][4]>(d_q[kPanelTiles]),
+                             step.tile, head, worker.row, kPanel + group * (kPanel / 2),
+                             worker.lane);
       }
     } else {
       Steps::hand_over(d_q, sums_tiles + group * kSumBytes, worker.thread % kWarpgroupSize);
