@@ -153,11 +153,11 @@ class TileBackward final : public BackwardBody {
     }
   }
 
-  // Pairs in flight together, as few as turns allow: the more, the less of their q, d_out and sums
-  // is left in the cache when a head's next tiles of keys want them. Tiles that follow each other
-  // start two steps apart, so that turns come in time; up to four where the band hides pairs, as
-  // the tiles' steps differ in number then. Where few of these are in flight at all, the longest of
-  // all pairs come first.
+  // Pairs in flight together. Tiles of keys of a head that follow each other start two steps apart,
+  // so that turns come in time. More pairs give the kernels for all devices more time, whose warps
+  // wait for turns themselves; Hopper's do not, and the fewer there are, the more of q, d_out and
+  // sums is still in the cache when a head's next tiles want them. Where the band hides pairs tiles
+  // differ in steps: up to four apart and, if few are in flight at all, the longest of all first.
   std::int64_t dense_pair_group(const AttentionProblem& problem, int width) const {
     const std::int64_t flight =
         std::int64_t{device_.multiprocessors} *
@@ -166,12 +166,12 @@ class TileBackward final : public BackwardBody {
     const auto apart = [&](std::int64_t step_count) {
       return ceil_div(step_count * flight * params_.k_tiles, steps);
     };
-    std::int64_t group = apart(2);
-    if (problem.mask.left != BandMask::kUnbounded || problem.mask.right != BandMask::kUnbounded) {
-      if (pairs_ * params_.k_tiles <= 4 * flight) return pairs_;
-      group = std::max(group, std::min(apart(4), kPairGroup));
+    if (!only_all_) return std::min(pairs_, std::max(apart(2), kPairGroup));
+    if (problem.mask.left == BandMask::kUnbounded && problem.mask.right == BandMask::kUnbounded) {
+      return std::min(pairs_, apart(2));
     }
-    return std::min(pairs_, group);
+    if (pairs_ * params_.k_tiles <= 4 * flight) return pairs_;
+    return std::min(pairs_, std::max(apart(2), std::min(apart(4), kPairGroup)));
   }
 
   // Steps that the band lets the tiles of keys of a head take.
