@@ -9,10 +9,13 @@
 //
 //   S^T = K Q^T, dP^T = V dO^T    64 keys x 64 queries, 32 queries each, both from shared memory
 //   dV += P^T dO, dK += dS^T Q    the first one has dV, the second dK, P and dS from shared memory
-//   dQ = dS K                     half of the panels of 64 columns each, a panel at a time
+//   dQ = dS K                     half of the columns each, 64 or 96 at a time
+//
+// S^T and dP^T of a step are asked for behind dV, dK and dQ of the step before: dQ is on its way
+// out, and weights are made, while they come in.
 //
 // Shared memory: the block's place and barriers; a ring of statistics; keys, values; rings of
-// queries and of d_out; two tiles each of P^T and dS^T [key][query]; a panel of dQ of each
+// queries and of d_out; two tiles each of P^T and dS^T [key][query]; a part of dQ of each
 // warpgroup, as the threads hold it. What products read is in panels of 64 columns
 // (device/wgmma.cuh). Keys with NaN or infinity are copied without, for dQ, to where the second
 // tile of queries would be.
@@ -39,7 +42,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kOwnQueries = kQueries / 2;
   static constexpr int kStages = kTile.stages, kOutStages = kTile.d_out_stages();
   static constexpr int kTiles = kWidth / 8, kQueryTiles = kOwnQueries / 8;
-  // Of d_q a warpgroup makes its half in so many rounds: there are registers for 96 columns.
+  // Of d_q a warpgroup makes its half in so many rounds: registers do not suffice for 128 columns.
   static constexpr int kRounds = kWidth == 256 ? 2 : 1, kOwnTiles = kTiles / 2 / kRounds;
   static constexpr int kPanelTiles = kPanel / 8;
   static constexpr int kWorkers = 2 * kWarpgroupSize;
@@ -194,7 +197,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     return finite_keys ? number / kStages : number;
   }
 
-  // The step's turn.
+  // A step with its turn.
   struct OwnTurn {
     Turn turn;
     const HopperStep& step;
