@@ -20,8 +20,9 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr char kMagic[8] = {'P', 'B', 'K', 'C', 'A', 'C', 'H', '1'};
-constexpr char kPooledMagic[8] = {'P', 'B', 'K', 'P', 'O', 'O', 'L', '1'};
-constexpr std::size_t kBlock = 16;  // bytes of a pool's block: an instruction
+constexpr char kPooledMagic[8] = {'P', 'B', 'K', 'P', 'O', 'O', 'L', '2'};
+// Bytes of a pool's block, an instruction, and of the part of it that lies in a plane.
+constexpr std::size_t kBlock = 16, kPart = 2;
 constexpr std::string_view kPool = "pool";
 constexpr std::string_view kSuffix = ".pbk";
 constexpr std::string_view kTemporary = ".tmp-";
@@ -54,32 +55,35 @@ class File {
   int get() const { return descriptor_; }
 
   bool read(void* to, std::size_t bytes) {
-    auto* at = static_cast<char*>(to);
-    while (bytes > 0) {
-      const ssize_t got = ::read(descriptor_, at, bytes);
-      if (got < 0 && errno == EINTR) continue;
-      if (got <= 0) return false;
-      at += got;
-      bytes -= static_cast<std::size_t>(got);
-    }
-    return true;
+    return transfer(bytes, [&](std::size_t done) {
+      return ::read(descriptor_, static_cast<char*>(to) + done, bytes - done);
+    });
   }
   bool read_at(std::uint64_t offset, void* to, std::size_t bytes) {
-    return lseek(descriptor_, static_cast<off_t>(offset), SEEK_SET) >= 0 && read(to, bytes);
+    return transfer(bytes, [&](std::size_t done) {
+      return pread(descriptor_, static_cast<char*>(to) + done, bytes - done,
+                   static_cast<off_t>(offset + done));
+    });
   }
   bool write(const void* from, std::size_t bytes) {
-    auto* at = static_cast<const char*>(from);
-    while (bytes > 0) {
-      const ssize_t put = ::write(descriptor_, at, bytes);
-      if (put < 0 && errno == EINTR) continue;
-      if (put <= 0) return false;
-      at += put;
-      bytes -= static_cast<std::size_t>(put);
+    return transfer(bytes, [&](std::size_t done) {
+      return ::write(descriptor_, static_cast<const char*>(from) + done, bytes - done);
+    });
+  }
+
+ private:
+  // some(done): what is done next, after so many bytes.
+  template <class Some>
+  static bool transfer(std::size_t bytes, const Some& some) {
+    for (std::size_t done = 0; done < bytes;) {
+      const ssize_t now = some(done);
+      if (now < 0 && errno == EINTR) continue;
+      if (now <= 0) return false;
+      done += static_cast<std::size_t>(now);
     }
     return true;
   }
 
- private:
   int descriptor_;
 };
 
@@ -99,12 +103,23 @@ std::vector<char> load_pooled(File& file, std::uint64_t bytes, std::uint64_t pay
   if (blocks != (payload_bytes + kBlock - 1) / kBlock) return {};
 
   File pool(pool_path, O_RDONLY);
-  std::vector<char> payload(blocks * kBlock);
+  struct stat status {};
+  if (!pool || fstat(pool.get(), &status) != 0) return {};
+  const std::uint64_t pool_blocks = static_cast<std::uint64_t>(status.st_size) / kBlock;
+  std::vector<char> payload(blocks * kBlock), parts;
   char* to = payload.data();
   for (const Extent& extent : extents) {
-    const std::size_t length = extent.count * kBlock;
-    if (!pool.read_at(extent.first * std::uint64_t{kBlock}, to, length)) return {};
-    to += length;
+    const std::uint64_t count = extent.count;
+    if (extent.first + count > pool_blocks) return {};
+    parts.resize(count * kPart);
+    for (std::size_t plane = 0; plane < kBlock / kPart; ++plane) {
+      const std::uint64_t offset = (plane * pool_blocks + extent.first) * kPart;
+      if (!pool.read_at(offset, parts.data(), parts.size())) return {};
+      for (std::uint64_t i = 0; i < count; ++i) {
+        std::memcpy(to + i * kBlock + plane * kPart, &parts[i * kPart], kPart);
+      }
+    }
+    to += count * kBlock;
   }
   payload.resize(payload_bytes);
   return payload;

@@ -13,7 +13,9 @@ namespace pullback::cuda {
 // or nothing; the loser of a race replaces an equal file. Anything unexpected is a miss.
 //
 // Entries of a folder that is only read may share blocks of 16 bytes: instead of the payload they
-// list the blocks of the folder's file "pool" that make it up (scripts/pool_kernels.py).
+// list the blocks of the folder's file "pool" that make it up (scripts/pool_kernels.py). The pool
+// has the first two bytes of all its blocks, then the next two, and so on: a wheel packs that
+// better.
 class DiskCache {
  public:
   enum class Mode { read_write, read_only, off };

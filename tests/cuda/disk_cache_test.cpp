@@ -98,14 +98,23 @@ TEST_F(DiskCacheTest, a_damaged_entry_is_a_miss_and_can_be_replaced) {
 
 // As scripts/pool_kernels.py makes them.
 TEST_F(DiskCacheTest, a_pooled_entry_is_what_its_blocks_make_up) {
-  std::vector<char> payload(40, 'x');
-  std::fill_n(payload.begin() + 16, 16, 'y');
+  // Blocks 1, 0 and a half of block 1 of a pool of two.
+  std::string blocks[2], pool;
+  for (char c = 'a'; c < 'q'; ++c) {
+    blocks[0] += c;
+    blocks[1] += static_cast<char>(c - 'a' + 'A');
+  }
+  for (std::size_t part = 0; part < 16; part += 2) {
+    pool += blocks[0].substr(part, 2) + blocks[1].substr(part, 2);
+  }
+  const std::string all = blocks[1] + blocks[0] + blocks[1].substr(0, 8);
+  const std::vector<char> payload(all.begin(), all.end());
   ASSERT_TRUE(cache().write("key", payload, reason_));
   const std::string path = only_file();
   std::string head(32 + 3, '\0');
   std::ifstream(path, std::ios::binary)
       .read(head.data(), static_cast<std::streamsize>(head.size()));
-  head.replace(0, 8, "PBKPOOL1");
+  head.replace(0, 8, "PBKPOOL2");
   const auto make = [&](std::vector<std::uint32_t> extents) {
     std::ofstream file(path, std::ios::binary);
     file << head;
@@ -114,7 +123,7 @@ TEST_F(DiskCacheTest, a_pooled_entry_is_what_its_blocks_make_up) {
   };
   make({1, 1, 0, 1, 1, 1});
   EXPECT_FALSE(cache().read("key")) << "without a pool";
-  std::ofstream(folder_ + "/pool") << std::string(16, 'y') << std::string(16, 'x');
+  std::ofstream(folder_ + "/pool") << pool;
   EXPECT_EQ(cache().read("key"), payload);
   for (const auto& extents : std::vector<std::vector<std::uint32_t>>{
            {}, {1, 1, 0, 1}, {1, 1, 0, 1, 2, 1}, {1, 1, 0, 1, 0, 1}, {1, 1, 0, 1, 1}, {0, ~0u}}) {
