@@ -34,8 +34,9 @@ class Call(NamedTuple):
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
-def attention(randn: Randn, device: str, dim: int, half: bool) -> Iterator[Call]:
-    """With half precision, which few train in, neither dropout nor biases."""
+def attention(randn: Randn, device: str, dim: int, few: bool) -> Iterator[Call]:
+    """Few: neither dropout nor biases. So with half precision, which few train in, and head dims
+    that few models have."""
 
     def inputs() -> list[Tensor]:
         return [randn(2, 130, 4, dim), randn(2, 130, 2, dim), randn(2, 130, 2, dim)]
@@ -46,12 +47,12 @@ def attention(randn: Randn, device: str, dim: int, half: bool) -> Iterator[Call]
         {"causal": True},
         {"softcap": 20.0, "window": (50, 0)},
     ]
-    if not half:
+    if not few:
         variants.append({"dropout": 0.1, "seed": seed})
     for options in variants:
         name = f"attention D{dim} {', '.join(options)}"
         yield Call(name, lambda *x, o=options: pt.attention(*x, **o), inputs())
-    for shape in () if half else ((2, 4, 130, 130), (1, 4, 130, 130), (2, 1, 1, 130)):
+    for shape in () if few else ((2, 4, 130, 130), (1, 4, 130, 130), (2, 1, 1, 130)):
         name = f"attention D{dim} bias {shape}"
         biased = [*inputs(), randn(*shape)]
         yield Call(name, lambda q, k, v, b: pt.attention(q, k, v, bias=b), biased)
@@ -108,6 +109,8 @@ def calls(device: str) -> Iterator[Call]:
 
         for dim in (32, 64, 128):
             yield from attention(randn, device, dim, dtype == torch.float16)
+        for dim in (96, 256) if dtype == torch.bfloat16 else ():
+            yield from attention(randn, device, dim, True)
         if dtype != torch.float16:
             yield from rows(randn)
             yield from segments(randn, device)
