@@ -4,7 +4,7 @@
 pool_kernels.py FOLDER
 
 Entries that `pullback compile --output FOLDER` wrote become lists of blocks of one file, "pool", as
-src/cuda/disk_cache.hpp tells. A run of blocks is shared where a kernel before has the first four. The
+src/cuda/disk_cache.hpp tells. A run of blocks is shared where a kernel before has the first 16. The
 pool lies in planes of two bytes of each block, of which deflate makes a tenth less.
 """
 
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 BLOCK, PART = 16, 2
-RUN = 4 * BLOCK
+RUN = 16 * BLOCK  # shorter ones save nothing that their lists do not cost, and take longer to load
 HEADER = struct.Struct("<8sQQQ")  # magic, bytes of the key and of the payload, checksum of both
 
 
