@@ -8,32 +8,12 @@
 #define PULLBACK_ENTMAX_FORWARD_BATCH_INL_HPP
 #endif
 
-#include <bit>
-
+#include "cpu/compress-inl.hpp"
 #include "ops/entmax/cpu/batch_rows-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
-
-// Lane i is, where the mask has it, the next of the elements at `from`, else 0. Whole vectors may
-// be read.
-template <class D>
-HWY_INLINE hn::Vec<D> Spread(D d, hn::Mask<D> mask, const hn::TFromD<D>* from) {
-#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
-  if constexpr (sizeof(hn::TFromD<D>) == 4) {
-    return hn::Vec<D>{_mm512_maskz_expand_ps(mask.raw, hn::LoadU(d, from).raw)};
-  } else {
-    return hn::Vec<D>{_mm512_maskz_expand_pd(mask.raw, hn::LoadU(d, from).raw)};
-  }
-#else
-  HWY_ALIGN hn::TFromD<D> lanes[hn::MaxLanes(d)] = {};
-  for (unsigned bits = BitsOf(d, mask); bits != 0; bits &= bits - 1) {
-    lanes[std::countr_zero(bits)] = *from++;
-  }
-  return hn::Load(d, lanes);
-#endif
-}
 
 template <class T>
 class RowBatch : public BatchRows<Power<Family::general, Real<T>>, T> {
@@ -65,28 +45,36 @@ class RowBatch : public BatchRows<Power<Family::general, Real<T>>, T> {
     HWY_ALIGN R theta[kLanes<R>], rest[kLanes<R>];
     hn::Store(bound, d, theta);
     if (prefetch && most_rows() > 1) this->FetchNext();  // else while the maximum is sought
-    // Where many elements survive, a part of them tells the threshold well enough to begin with.
-    bool sampled = false;
-    std::fill_n(sampled_, kLanes<R>, R{0});
-    for (std::size_t k = 0; k < rows_; ++k) {
-      if (valid_[k] == 0) continue;
-      std::uint8_t* places = places_ + k * places_pitch_;
-      this->FindCandidates(k, theta[k], [&](auto active) HWY_ATTR {
-        hn::StoreMaskBits(d, active, places);
-        places += kPlaceBytes;
-      });
-      sampled_[k] = count_[k] >= kLeastSampled ? R{1} : R{0};
-      sampled |= sampled_[k] != 0;
-    }
-    const auto solve = [&](Lane<R> start, const R* open, std::size_t stride,
-                           double tolerance) HWY_ATTR {
+    const auto solve = [&](Lane<R> start, const R* open, double tolerance) HWY_ATTR {
       return SolveLanes<R>(power_, start, hn::Ne(hn::Load(d, open), hn::Zero(d)), tolerance,
                            [&](Lane<R> at, hn::Mask<LaneTag<R>> still_open)
-                               HWY_ATTR { return Evaluate(at, still_open, stride); });
+                               HWY_ATTR { return Evaluate(at, still_open); });
     };
-    auto start = bound;
-    if (sampled) start = solve(start, sampled_, kSampleStride, kSampleTolerance).theta;
-    const auto threshold = solve(start, valid_, 1, power_.tolerance);
+    // Where many elements survive, a part of the row tells the threshold well enough to begin with,
+    // and to leave out what is far below.
+    auto start = bound, cut = bound;
+    std::fill_n(sampled_, kLanes<R>, R{0});
+    if (length_ >= kLeastSampled && FindSamples(theta)) {
+      const auto sampled = hn::Ne(hn::Load(d, sampled_), hn::Zero(d));
+      start = solve(bound, sampled_, kSampleTolerance).theta;
+      const auto below = hn::Mul(start, hn::Set(d, 1 + kSampleError));
+      cut = hn::IfThenElse(sampled, hn::Max(bound, below), bound);
+    }
+    hn::Store(cut, d, theta);
+    std::fill_n(weight_, kLanes<R>, R{1});
+    FindPlaces(valid_, theta);
+    auto threshold = solve(start, valid_, power_.tolerance);
+    const auto missed = hn::Lt(threshold.theta, cut);
+    if (!hn::AllFalse(d, missed)) {
+      HWY_ALIGN R again[kLanes<R>];
+      hn::Store(hn::IfThenElseZero(missed, hn::Load(d, valid_)), d, again);
+      hn::Store(bound, d, theta);
+      FindPlaces(again, theta);
+      const auto found =
+          solve(hn::IfThenElse(missed, bound, threshold.theta), again, power_.tolerance);
+      threshold.theta = found.theta;
+      threshold.rest = hn::IfThenElse(missed, found.rest, threshold.rest);
+    }
     hn::Store(threshold.theta, d, theta);
     hn::Store(threshold.rest, d, rest);
     for (std::size_t k = 0; k < rows_; ++k) {
@@ -107,20 +95,63 @@ class RowBatch : public BatchRows<Power<Family::general, Real<T>>, T> {
 
  private:
   static constexpr std::size_t kSampleStride = 8, kLeastSampled = 1024;
-  static constexpr double kSampleTolerance = 0.3;                  // one step more leaves 0.02
+  static constexpr std::size_t kGlance = 16 * kSampleStride;  // vectors that tell sparse rows
+  static constexpr double kSampleTolerance = 0.3;             // one step more leaves 0.02
+  // Of a sample's theta; a row whose root is below that is done again without a sample.
+  static constexpr R kSampleError = R{0.06};
   static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;  // of a vector
 
   // Whether a pass over x is the faster way to y: few candidates, whose places take as long.
-  bool FromX(std::size_t k) const { return length_ >= 16384 && count_[k] * 8 < length_; }
+  // Shorter vectors lose more by mispredictions of which hold nothing of the support.
+  bool FromX(std::size_t k) const {
+    return sizeof(Lane<R>) >= 64 && length_ >= 16384 && count_[k] * 8 < length_;
+  }
 
-  // With a stride, of one vector in so many.
-  LaneSums<R> Evaluate(Lane<R> theta, hn::Mask<LaneTag<R>> open, std::size_t stride) {
+  // The candidates of one vector in so many of each row, which count for the others; false if they
+  // are too few in each.
+  bool FindSamples(const R* theta) {
+    const LaneTag<R> d;
+    bool found = false;
+    std::fill_n(weight_, kLanes<R>, R{1});
+    for (std::size_t k = 0; k < rows_; ++k) {
+      if (valid_[k] == 0) continue;
+      R* const z = candidates_ + k * pitch_;
+      const auto shift = hn::Set(d, max_[k]), at = hn::Set(d, theta[k]);
+      std::size_t count = 0, looked_at = 0;
+      for (std::size_t i = 0; i + kLanes<R> <= length_; i += kSampleStride * kLanes<R>) {
+        const auto v = hn::Sub(LoadAs(d, row_[k].x + i), shift);
+        count += StoreActive(d, v, power_.Active(d, power_.Excess(d, v, at)), z + count);
+        looked_at += kLanes<R>;
+        if (i == kGlance * kLanes<R> && 2 * count * length_ < kLeastSampled * looked_at) break;
+      }
+      PadCandidates(z, count);
+      count_[k] = count;
+      weight_[k] = static_cast<R>(length_) / static_cast<R>(looked_at);
+      sampled_[k] = count * kSampleStride >= kLeastSampled ? R{1} : R{0};
+      found |= sampled_[k] != 0;
+    }
+    return found;
+  }
+
+  // The candidates, and the places of them, of the open rows.
+  void FindPlaces(const R* open, const R* theta) {
+    const LaneTag<R> d;
+    for (std::size_t k = 0; k < rows_; ++k) {
+      if (open[k] == 0) continue;
+      std::uint8_t* places = places_ + k * places_pitch_;
+      this->FindCandidates(k, theta[k], [&](auto active) HWY_ATTR {
+        hn::StoreMaskBits(d, active, places);
+        places += kPlaceBytes;
+      });
+    }
+  }
+
+  LaneSums<R> Evaluate(Lane<R> theta, hn::Mask<LaneTag<R>> open) {
     const LaneTag<R> d;
     HWY_ALIGN R at[kLanes<R>];
     HWY_ALIGN R f[kLanes<R> * kLanes<R>];
     HWY_ALIGN R slope[kLanes<R> * kLanes<R>];
     HWY_ALIGN R bend[kLanes<R> * kLanes<R>];
-    HWY_ALIGN R weight[kLanes<R>];
     hn::Store(theta, d, at);
     const auto power = power_;  // compilers take stores of vectors for stores to members
     const unsigned bits = BitsOf(d, open);
@@ -132,17 +163,11 @@ class RowBatch : public BatchRows<Power<Family::general, Real<T>>, T> {
       // Of rows that did not begin close to the root, the last step is too long for a series.
       R* const kept = bends_ + k * pitch_;
       const std::size_t keep = sampled_[k] != 0 ? 1 : 0;
-      std::size_t count = bits >> k & 1 ? count_[k] : 0;
-      const std::size_t step = stride * kLanes<R>;
-      // Whole vectors only, of a sample.
-      if (step > kLanes<R>) count = count / step * step;
-      weight[k] = stride == 1 || count == 0
-                      ? R{1}
-                      : static_cast<R>(count_[k]) / static_cast<R>(count / step * kLanes<R>);
+      const std::size_t count = bits >> k & 1 ? count_[k] : 0;
       for (std::size_t i = 0; i < count;) {
-        const std::size_t end = std::min(count, i + kSumVectors * step);
+        const std::size_t end = std::min(count, i + kSumVectors * kLanes<R>);
         auto part = hn::Zero(d);
-        for (; i < end; i += step) {
+        for (; i < end; i += kLanes<R>) {
           this->Fetch();
           const auto both = power.Both(d, power.Excess(d, hn::LoadU(d, z + i), own));
           part = hn::Add(part, both.value);
@@ -158,7 +183,7 @@ class RowBatch : public BatchRows<Power<Family::general, Real<T>>, T> {
       hn::Store(slopes, d, slope + k * kLanes<R>);
       hn::Store(bends, d, bend + k * kLanes<R>);
     }
-    const auto times = hn::Load(d, weight);
+    const auto times = hn::Load(d, weight_);
     return {hn::Mul(times, SumsOfRows(f)), hn::Mul(times, SumsOfRows(slope)),
             hn::Mul(times, SumsOfRows(bend))};
   }
@@ -213,10 +238,8 @@ class RowBatch : public BatchRows<Power<Family::general, Real<T>>, T> {
     WriteRow(row_[k].y, length_, row_[k].stream,
              [&](T* to, std::size_t, std::size_t count, auto store) HWY_ATTR {
                const auto next = [&]() HWY_ATTR {
-                 const auto active = hn::LoadMaskBits(d, places);
-                 const auto v = Spread(d, active, y);
+                 const auto v = Spread(d, places, y);
                  places += kPlaceBytes;
-                 y += hn::CountTrue(d, active);
                  return v;
                };
                std::size_t i = 0;
@@ -231,6 +254,7 @@ class RowBatch : public BatchRows<Power<Family::general, Real<T>>, T> {
   const R most_shift_;
   HWY_ALIGN R last_theta_[kLanes<R>];  // of the last evaluation
   HWY_ALIGN R sampled_[kLanes<R>];     // 1 or 0
+  HWY_ALIGN R weight_[kLanes<R>];      // of the sums over what stands for a row
 };
 
 }  // namespace pullback::HWY_NAMESPACE

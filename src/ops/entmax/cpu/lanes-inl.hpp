@@ -220,23 +220,26 @@ HWY_INLINE LaneMove<R> LaneStep(const P& power, const LaneSums<R>& sums) {
   if constexpr (P::family == Family::entmax15) {
     return {hn::Mul(hn::Sub(sums.f, hn::Sqrt(sums.f)), inverse), hn::Zero(d)};
   }
-  const auto inverse_f = hn::Div(one, sums.f);
-  // f - f^(1-b)
-  const auto over = hn::NegMulAdd(sums.f, PowerOfFraction(d, inverse_f, b), sums.f);
-  const auto bend = hn::MulSub(hn::Mul(sums.bend, inverse), inverse, inverse_f);
-  const auto half = hn::Set(d, power.curved ? (power.inverse - 1) / 2 : R{0});
-  return {hn::Mul(over, inverse), hn::Mul(hn::Mul(half, over), bend)};
+  if constexpr (P::family == Family::general) {
+    const auto inverse_f = hn::Div(one, sums.f);
+    const auto over = power.Over(d, sums.f, inverse_f);
+    const auto bend = hn::MulSub(hn::Mul(sums.bend, inverse), inverse, inverse_f);
+    const auto half = hn::Set(d, power.curved ? (power.inverse - 1) / 2 : R{0});
+    return {hn::Mul(over, inverse), hn::Mul(hn::Mul(half, over), bend)};
+  }
 }
 
-// A lower bound of the threshold of n elements whose z add up to `sum`, by Jensen's inequality.
+// A lower bound of the threshold of n elements, a power of two, whose z add up to `sum`, by
+// Jensen's inequality.
 template <class R, class P>
 HWY_INLINE Lane<R> MeanBound(const P& power, Lane<R> sum, std::size_t n) {
   const LaneTag<R> d;
   const auto start = hn::Set(d, P::start);
   if constexpr (P::near_one) return start;
-  const auto b = hn::Set(d, power.b), one_of_n = hn::Set(d, 1 / static_cast<R>(n));
-  const auto equal = P::family == Family::sparsemax ? one_of_n : PowerOfFraction(d, one_of_n, b);
-  return hn::Max(start, hn::MulSub(hn::Mul(b, one_of_n), sum, equal));
+  R equal = 1;  // n^-b
+  for (std::size_t k = n; k > 1; k /= 2) equal *= power.half_to_b;
+  const auto share = hn::Set(d, power.b / static_cast<R>(n));
+  return hn::Max(start, hn::MulSub(share, sum, hn::Set(d, equal)));
 }
 
 template <class R>

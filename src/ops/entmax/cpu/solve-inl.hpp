@@ -25,6 +25,7 @@
 #include <limits>
 #include <utility>
 
+#include "cpu/compress-inl.hpp"
 #include "cpu/exp-inl.hpp"
 #include "cpu/power-inl.hpp"
 #include "cpu/simd-inl.hpp"
@@ -91,7 +92,7 @@ struct Power {
   static constexpr bool uses_rest = kFamily == Family::general || steep;
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
 
-  R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
+  R b, inverse, half_to_b;  // alpha - 1, 1 / (alpha - 1) and 2^(1 - alpha)
   // Whether Both() tells the curvature of f, which is finite where 1/b > 2.
   bool curved;
   // The f - 1 from which a step ends as close to the root as R can tell; one that minds the
@@ -101,11 +102,13 @@ struct Power {
   explicit Power(double alpha)
       : b(static_cast<R>(alpha - 1)),
         inverse(static_cast<R>(1 / (alpha - 1))),
+        half_to_b(static_cast<R>(std::exp2(1 - alpha))),
         curved(kFamily == Family::general && alpha < 1.5),
         tolerance(std::pow(kEpsilon, NewtonOrder(alpha))),
         curved_tolerance(alpha < 4.0 / 3 ? 0.05 : std::pow(kEpsilon / 8, alpha - 1) / (alpha - 1)),
         wide_b_(alpha - 1),
-        powers_(1 / (alpha - 1) - (curved ? 2 : 1)) {}
+        powers_(1 / (alpha - 1) - (curved ? 2 : 1)),
+        step_powers_(alpha - 1) {}
 
   // b z - theta, or b (z - c) near one and where steep.
   template <class D>
@@ -135,7 +138,7 @@ struct Power {
     } else if constexpr (kFamily == Family::general) {
       // The power of what is not active counts for nothing, but has to be finite. One power, times
       // base as often as it takes.
-      const auto base = hn::Max(excess, hn::Set(d, powers_.kLarge));
+      const auto base = hn::Max(excess, hn::Set(d, powers_.least_large()));
       const auto bend = hn::IfThenElseZero(Active(d, excess), powers_.OfLarge(d, base));
       const auto once = hn::Set(d, curved ? R{1} : R{0}), never = hn::Set(d, curved ? R{0} : R{1});
       const auto slope = hn::Mul(bend, hn::MulAdd(base, once, never));
@@ -163,6 +166,21 @@ struct Power {
       const auto active = Active(d, excess);
       return hn::IfThenElseZero(active, PowerOfFraction(d, excess, hn::Set(d, inverse)));
     }
+  }
+
+  // f - f^(1-b), by its series where that has more digits; not that far where f < 1/2.
+  template <class D>
+  HWY_INLINE hn::Vec<D> Over(D d, hn::Vec<D> f, hn::Vec<D> inverse_f) const {
+    const auto one = hn::Set(d, R{1}), least = hn::Set(d, R{0.51});
+    const auto power = step_powers_.OfLarge(d, hn::Min(inverse_f, hn::Div(one, least)));
+    const auto far = hn::NegMulAdd(f, power, f);
+    const auto more = hn::Sub(f, one);
+    auto series = hn::Set(d, (b + 2) / 4);
+    series = hn::NegMulAdd(series, more, one);
+    series = hn::NegMulAdd(hn::Mul(series, more), hn::Set(d, (1 + b) / 3), one);
+    series = hn::MulAdd(hn::Mul(series, more), hn::Set(d, (1 - b) / 2), one);
+    series = hn::Mul(hn::Mul(series, more), hn::Set(d, b));
+    return hn::IfThenElse(hn::Lt(hn::Abs(more), hn::Set(d, R{0.06})), series, far);
   }
 
   // tau of the root theta + rest. The two terms may cancel: in double, and with the rest.
@@ -203,7 +221,7 @@ struct Power {
   struct None {
     explicit None(double) {}
   };
-  std::conditional_t<kFamily == Family::general, FixedPower<R>, None> powers_;
+  std::conditional_t<kFamily == Family::general, FixedPower<R>, None> powers_, step_powers_;
 };
 
 // Sums over elements whose z is in `z`, padded with -inf up to whole vectors.
@@ -217,14 +235,6 @@ template <class R>
 HWY_INLINE void PadCandidates(R* z, std::size_t count) {
   const hn::ScalableTag<R> d;
   hn::StoreU(hn::Set(d, -std::numeric_limits<R>::infinity()), d, z + count);
-}
-
-// Stores the active lanes side by side, and something behind them up to a whole vector. To store no
-// more than those (CompressStore) takes a hundred cycles on some CPUs. Returns how many they are.
-template <class D, class R>
-HWY_INLINE std::size_t StoreActive(D d, hn::Vec<D> v, hn::Mask<D> active, R* to) {
-  hn::StoreU(hn::Compress(v, active), d, to);
-  return hn::CountTrue(d, active);
 }
 
 // With kCompact, drops from z the elements that are not active at theta. `lift` is added to each
