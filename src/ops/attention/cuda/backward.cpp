@@ -158,6 +158,7 @@ class TileBackward final : public BackwardBody {
   // wait for turns themselves; Hopper's do not, and the fewer there are, the more of q, d_out and
   // sums is still in the cache when a head's next tiles want them. Where the band hides pairs tiles
   // differ in steps: up to four apart and, if few are in flight at all, the longest of all first.
+  // Of packed sequences, which may be short, the steps are not known.
   std::int64_t dense_pair_group(const AttentionProblem& problem, int width) const {
     const std::int64_t flight =
         std::int64_t{device_.multiprocessors} *
@@ -166,7 +167,7 @@ class TileBackward final : public BackwardBody {
     const auto apart = [&](std::int64_t step_count) {
       return ceil_div(step_count * flight * params_.k_tiles, steps);
     };
-    if (!only_all_) return std::min(pairs_, std::max(apart(2), kPairGroup));
+    if (!only_all_ || sizes_.varlen) return std::min(pairs_, std::max(apart(2), kPairGroup));
     if (problem.mask.left == BandMask::kUnbounded && problem.mask.right == BandMask::kUnbounded) {
       return std::min(pairs_, apart(2));
     }
