@@ -138,8 +138,8 @@ class BatchRows {
 
 // Where a pass over x gives y: sparsemax and 1.5-entmax.
 template <Family kFamily, class T>
-class SparseBatch : public BatchRows<Power<kFamily, Real<T>>, T> {
-  using Base = BatchRows<Power<kFamily, Real<T>>, T>;
+class SparseBatch : public BatchRows<LanePower<kFamily, Real<T>>, T> {
+  using Base = BatchRows<LanePower<kFamily, Real<T>>, T>;
   using Base::candidates_, Base::count_, Base::empty_, Base::max_, Base::pitch_, Base::power_,
       Base::result_, Base::row_, Base::rows_, Base::valid_;
 

@@ -16,8 +16,8 @@ HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
 template <class T>
-class RowBatch : public BatchRows<Power<Family::general, Real<T>>, T> {
-  using Base = BatchRows<Power<Family::general, Real<T>>, T>;
+class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
+  using Base = BatchRows<LanePower<Family::general, Real<T>>, T>;
   using Base::candidates_, Base::count_, Base::empty_, Base::length_, Base::max_, Base::pitch_,
       Base::power_, Base::result_, Base::row_, Base::rows_, Base::valid_;
 

@@ -29,15 +29,15 @@ bool WithPowerOfLanes(const ForwardTile& tile, const F& f) {
   if (tile.alpha_per_row || tile.length == 0) return false;
   switch (entmax::family_of(tile.alpha)) {
     case Family::softmax:
-      return f(Power<Family::softmax, R>(tile.alpha));
+      return f(LanePower<Family::softmax, R>(tile.alpha));
     case Family::near_one:
-      return f(Power<Family::near_one, R>(tile.alpha));
+      return f(LanePower<Family::near_one, R>(tile.alpha));
     case Family::entmax15:
-      return f(Power<Family::entmax15, R>(tile.alpha));
+      return f(LanePower<Family::entmax15, R>(tile.alpha));
     case Family::general:
-      return f(Power<Family::general, R>(tile.alpha));
+      return f(LanePower<Family::general, R>(tile.alpha));
     case Family::sparsemax:
-      return f(Power<Family::sparsemax, R>(tile.alpha));
+      return f(LanePower<Family::sparsemax, R>(tile.alpha));
     default:
       return false;
   }

@@ -80,6 +80,13 @@ HWY_INLINE void StoreFirstAs(D d, hn::Vec<D> value, T* to, std::size_t count) {
   }
 }
 
+// Powers of one exponent, for the family that takes such.
+struct NoPowers {
+  explicit NoPowers(double) {}
+};
+template <Family kFamily, class R>
+using PowersOf = std::conditional_t<kFamily == Family::general, FixedPower<R>, NoPowers>;
+
 // p as a function of z and theta. R is the type of the arithmetic. Softmax has no use for it.
 template <Family kFamily, class R>
 struct Power {
@@ -92,7 +99,7 @@ struct Power {
   static constexpr bool uses_rest = kFamily == Family::general || steep;
   static constexpr R start = near_one ? R{0} : R{-1};  // theta with f >= 1, in every row
 
-  R b, inverse, half_to_b;  // alpha - 1, 1 / (alpha - 1) and 2^(1 - alpha)
+  R b, inverse;  // alpha - 1 and 1 / (alpha - 1)
   // Whether Both() tells the curvature of f, which is finite where 1/b > 2.
   bool curved;
   // The f - 1 from which a step ends as close to the root as R can tell; one that minds the
@@ -102,13 +109,11 @@ struct Power {
   explicit Power(double alpha)
       : b(static_cast<R>(alpha - 1)),
         inverse(static_cast<R>(1 / (alpha - 1))),
-        half_to_b(static_cast<R>(std::exp2(1 - alpha))),
         curved(kFamily == Family::general && alpha < 1.5),
         tolerance(std::pow(kEpsilon, NewtonOrder(alpha))),
         curved_tolerance(alpha < 4.0 / 3 ? 0.05 : std::pow(kEpsilon / 8, alpha - 1) / (alpha - 1)),
         wide_b_(alpha - 1),
-        powers_(1 / (alpha - 1) - (curved ? 2 : 1)),
-        step_powers_(alpha - 1) {}
+        powers_(1 / (alpha - 1) - (curved ? 2 : 1)) {}
 
   // b z - theta, or b (z - c) near one and where steep.
   template <class D>
@@ -168,21 +173,6 @@ struct Power {
     }
   }
 
-  // f - f^(1-b), by its series where that has more digits; not that far where f < 1/2.
-  template <class D>
-  HWY_INLINE hn::Vec<D> Over(D d, hn::Vec<D> f, hn::Vec<D> inverse_f) const {
-    const auto one = hn::Set(d, R{1}), least = hn::Set(d, R{0.51});
-    const auto power = step_powers_.OfLarge(d, hn::Min(inverse_f, hn::Div(one, least)));
-    const auto far = hn::NegMulAdd(f, power, f);
-    const auto more = hn::Sub(f, one);
-    auto series = hn::Set(d, (b + 2) / 4);
-    series = hn::NegMulAdd(series, more, one);
-    series = hn::NegMulAdd(hn::Mul(series, more), hn::Set(d, (1 + b) / 3), one);
-    series = hn::MulAdd(hn::Mul(series, more), hn::Set(d, (1 - b) / 2), one);
-    series = hn::Mul(hn::Mul(series, more), hn::Set(d, b));
-    return hn::IfThenElse(hn::Lt(hn::Abs(more), hn::Set(d, R{0.06})), series, far);
-  }
-
   // tau of the root theta + rest. The two terms may cancel: in double, and with the rest.
   double Tau(R max, R theta, R rest) const {
     const double root = static_cast<double>(theta) + static_cast<double>(rest);
@@ -218,10 +208,7 @@ struct Power {
   }
 
   double wide_b_;
-  struct None {
-    explicit None(double) {}
-  };
-  std::conditional_t<kFamily == Family::general, FixedPower<R>, None> powers_, step_powers_;
+  PowersOf<kFamily, R> powers_;
 };
 
 // Sums over elements whose z is in `z`, padded with -inf up to whole vectors.
