@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "core/check.hpp"
 #include "core/workspace.hpp"
@@ -164,7 +165,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   template <class Params>
   struct TilesOf {
     cuda::PlannedKernel<Params> kernel;
-    std::int32_t q_tiles, pair_group = 1, units = 0, unit_tiles = 1;  // as in ForwardParams
+    std::int32_t q_tiles, pair_group = 1, units = 0, unit_tiles = 1, cycle_units = 1;  // as in ForwardParams
     BlockTables blocks;
 
     TilesOf(const AttentionProblem& problem, const cuda::DeviceInfo& device,
@@ -235,9 +236,12 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       const bool paired =
           is_slanted() && tiles >= 4 && tiles * pairs >= 2 * device_.multiprocessors;
       own.unit_tiles = paired ? 2 : 1;
-      own.units = static_cast<std::int32_t>((tiles + paired) / own.unit_tiles * pairs);
-      own.kernel.shape.grid[0] =
-          static_cast<unsigned>(std::min(own.units, device_.multiprocessors));
+      const std::int64_t pair_units = (tiles + paired) / own.unit_tiles;
+      own.units = static_cast<std::int32_t>(pair_units * pairs);
+      const std::int64_t blocks = std::min(own.units, device_.multiprocessors);
+      own.kernel.shape.grid[0] = static_cast<unsigned>(blocks);
+      own.cycle_units = static_cast<std::int32_t>(
+          std::min<std::int64_t>(std::lcm(blocks, pair_units), own.units));
     } else {
       own.pair_group = pair_group(pairs, problem.q.dtype);
     }
@@ -302,6 +306,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params.pair_group = tiles.pair_group;
     params.units = tiles.units;
     params.unit_tiles = tiles.unit_tiles;
+    params.cycle_units = tiles.cycle_units;
     params.problem.blocks = tiles.blocks.get();
     return params;
   }

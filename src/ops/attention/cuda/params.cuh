@@ -84,8 +84,9 @@ struct ForwardParams {
   // the last one on, the pairs of the group.
   int32_t q_tiles;     // of a pair; varlen: an upper bound for all sequences together
   int32_t pair_group;  // pairs
-  // sm90_forward.cuh, with groups of one pair: units of one or two tiles of a pair.
-  int32_t units, unit_tiles;
+  // sm90_forward.cuh, with groups of one pair: units of one or two tiles of a pair; and after how
+  // many units a thread block would come to the same tiles of other pairs, and again.
+  int32_t units, unit_tiles, cycle_units;
   // Of tiles that several blocks share, [pairs, blocks.shared_count]: how many are done, and what
   // they have come to (smxx_forward_parts.cuh).
   int32_t* parts_done;

@@ -35,7 +35,8 @@ struct StepNote {
 
 // The numbers of the tiles that a thread block takes, one after the other. A causal mask makes a
 // pair's last tiles long and its first ones short: two of a unit, from either end, come to the same
-// for all units.
+// for all units, but for one in the middle. Where rounds of all thread blocks are whole pairs, each
+// block would have the same unit of every pair: it takes the next one in each cycle.
 template <bool kPersistent>
 class TileNumbers {
  public:
@@ -46,7 +47,8 @@ class TileNumbers {
     const uint32_t unit_tiles = kPersistent ? params_.unit_tiles : 1;
     if (unit_ >= (kPersistent ? params_.units : gridDim.x)) return false;
     const uint32_t pair_units = (tiles + unit_tiles - 1) / unit_tiles;
-    const uint32_t within = unit_ % pair_units, mirrored = tiles - 1 - within;
+    const uint32_t cycle = kPersistent ? unit_ / params_.cycle_units : 0;
+    const uint32_t within = (unit_ + cycle) % pair_units, mirrored = tiles - 1 - within;
     number = unit_ / pair_units * tiles + (is_second_ ? mirrored : within);
     is_second_ = !is_second_ && unit_tiles == 2 && mirrored != within;
     if (!is_second_) unit_ += gridDim.x;
