@@ -16,6 +16,7 @@
 
 #include <bit>
 
+#include "cpu/compress-inl.hpp"
 #include "ops/segment/cpu/scan_rules-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -433,8 +434,7 @@ class ColumnScan {
 
   template <class Mask>
   static HWY_INLINE std::int64_t Keep(hn::Vec<DI> numbers, Mask mask, I* to) {
-    hn::StoreU(hn::Compress(numbers, mask), DI(), to);
-    return static_cast<std::int64_t>(hn::CountTrue(DI(), mask));
+    return static_cast<std::int64_t>(pullback::HWY_NAMESPACE::StoreActive(DI(), numbers, mask, to));
   }
 
   // Of segments in two chunks FindResults has left the result of the second one.
