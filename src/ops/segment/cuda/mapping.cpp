@@ -75,7 +75,7 @@ MapOp spread_map(bool mean, DType dtype) {
           .type = fmt::format("Spread<{{T}}, {{V}}, {}>", mean),
           .segment_bytes = bytes(dtype),
           .chunk_blocks = mean && size_of(dtype) == 2 ? 4 : 5,
-          .narrow_blocks = mean ? 0 : 4};
+          .narrow_blocks = 4};
 }
 MapOp arg_map(DType arg, DType dtype) {
   const int blocks = arg == DType::i32 ? 4 : 3;

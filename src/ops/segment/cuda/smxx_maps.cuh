@@ -98,8 +98,8 @@ struct Spread {
   using Row = NoRow;
   static Segment of(const Raw& raw, const Tile&) {
     if constexpr (!kMean) return {raw.g};
-    const auto length = static_cast<Real<T>>(raw.length);
-    return {values_of<T, kCount>([&](int i) { return raw.g.real(i) / length; })};
+    const ByLength<T> divided(raw.length);
+    return {values_of<T, kCount>([&](int i) { return divided(raw.g.real(i)); })};
   }
   static Values<T, kCount> values(const Segment& segment, const Row&, const RowAt&) {
     return segment.value;

@@ -101,6 +101,26 @@ void store_once(T* at, const Values<T, kCount>& values) {
   }
 }
 
+// Divides values of T by a length above 0. A division takes ten instructions, but many values have
+// the same length.
+template <class T>
+class ByLength {
+ public:
+  explicit ByLength(int64_t length)
+      : length_(static_cast<Real<T>>(length)), inverse_(Real<T>{1} / length_) {}
+  Real<T> operator()(Real<T> x) const {
+    if constexpr (sizeof(T) == 8) return x / length_;
+    const Real<T> quotient = x * inverse_;
+    if constexpr (sizeof(T) == 2) return quotient;
+    // Rounded as the division rounds, but infinities stay what they are.
+    const Real<T> rest = fma(fma(-quotient, length_, x), inverse_, quotient);
+    return rest == rest ? rest : quotient;
+  }
+
+ private:
+  Real<T> length_, inverse_;
+};
+
 // Its error is below an ulp of 1 for arguments up to 0, and grows with what is above.
 inline float exponential(float x) { return device::exp2_approx(x * 1.44269504088896341f); }
 inline double exponential(double x) { return exp(x); }

@@ -346,6 +346,12 @@ inline constexpr bool kStoresPair = false;
 template <class R>
 inline constexpr bool kStoresPair<SoftmaxSum<R>> = true;
 
+// Whether what is stored may be wanted divided by the number of rows.
+template <class Op>
+inline constexpr bool kMakesMeans = false;
+template <class R>
+inline constexpr bool kMakesMeans<Sum<R>> = true;
+
 // Whether what is stored in 16 bits may be wanted unrounded, too: lse.
 template <class Op, class Out>
 inline constexpr bool kStoresReal = false;
@@ -426,8 +432,8 @@ void finish_to(const Params& p, const Outputs& to, const typename Op::State (&st
                int64_t place, const Begin& begin, const Length& length) {
   if (to.wants_result()) {
     Real<Out> values[kCount];
-    Real<Out> divisor = 1;
-    if (to.wants_mean()) divisor = static_cast<Real<Out>>(length());
+    const bool mean = kMakesMeans<Op> && to.wants_mean();
+    const ByLength<Out> divided(mean ? length() : 1);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       if constexpr (kStoresPair<Op>) {
@@ -435,7 +441,7 @@ void finish_to(const Params& p, const Outputs& to, const typename Op::State (&st
       } else {
         values[i] = Op::value(state[i]);
       }
-      if (to.wants_mean()) values[i] /= divisor;
+      if (mean) values[i] = divided(values[i]);
     }
     to.result(Values<Out, kCount>::of(values));
   }
