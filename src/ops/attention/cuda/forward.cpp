@@ -165,7 +165,8 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   template <class Params>
   struct TilesOf {
     cuda::PlannedKernel<Params> kernel;
-    std::int32_t q_tiles, pair_group = 1, units = 0, unit_tiles = 1, cycle_units = 1;  // as in ForwardParams
+    // As in ForwardParams.
+    std::int32_t q_tiles, pair_group = 1, units = 0, unit_tiles = 1, cycle_units = 1;
     BlockTables blocks;
 
     TilesOf(const AttentionProblem& problem, const cuda::DeviceInfo& device,
