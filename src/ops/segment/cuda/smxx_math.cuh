@@ -113,8 +113,8 @@ class ByLength {
     const Real<T> quotient = x * inverse_;
     if constexpr (sizeof(T) == 2) return quotient;
     // Rounded as the division rounds, but infinities stay what they are.
-    const Real<T> rest = fma(fma(-quotient, length_, x), inverse_, quotient);
-    return rest == rest ? rest : quotient;
+    const Real<T> rounded = fma(fma(-quotient, length_, x), inverse_, quotient);
+    return rounded == rounded ? rounded : quotient;
   }
 
  private:
