@@ -19,7 +19,7 @@
 #include "driver/check.hpp"
 #include "driver/kernel_list.hpp"
 #include "pullback/error.hpp"
-#include "support/portable_cases.hpp"
+#include "support/other_variants.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -31,7 +31,7 @@ struct Exempt {
   const char *pattern, *needs;
 };
 constexpr Exempt kExempt[] = {
-    {"^entmax_forward_stream_.*_[124]$", "hundreds of rows of more than 32768 elements"},
+    {"^entmax_forward_stream_.*_[124](_edges)?$", "hundreds of rows of more than 32768 elements"},
     {"^segment_sort_.*_wide$", "2^32 rows or segments"},
 };
 bool is_exempt(const std::string& kernel) {
@@ -124,7 +124,8 @@ int main_of() {
           cases.emplace_back(test_name(test, dtype, suite), launched);
         };
         take("cuda", {});
-        if (testing::has_portable_twin(test, dtype)) take("portable", testing::kPortableVariant);
+        const std::string other = testing::other_variant(test, dtype);
+        if (!other.empty()) take("other_cuda", other);
       }
     }
   }

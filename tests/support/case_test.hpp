@@ -13,6 +13,7 @@
 #include "driver/case.hpp"
 #include "driver/check.hpp"
 #include "driver/kernel_list.hpp"
+#include "support/other_variants.hpp"
 
 namespace pullback::testing {
 
@@ -40,6 +41,16 @@ inline std::string cuda_problem(std::string_view op) {
 inline std::vector<CaseParameter> cuda_parameters(std::string_view op,
                                                   const std::vector<driver::Case>& cases) {
   return cuda_problem(op).empty() ? parameters(cases, true) : std::vector<CaseParameter>{};
+}
+
+// Those that another variant has to pass, too.
+inline std::vector<CaseParameter> other_cuda_parameters(std::string_view op,
+                                                        const std::vector<driver::Case>& cases) {
+  std::vector<CaseParameter> all = cuda_parameters(op, cases);
+  std::erase_if(all, [](const CaseParameter& parameter) {
+    return other_variant(parameter.test, parameter.dtype).empty();
+  });
+  return all;
 }
 
 inline std::string parameter_name(const ::testing::TestParamInfo<CaseParameter>& info) {
@@ -150,3 +161,18 @@ inline void run_on_every_target(const std::vector<driver::Case>& cases,
     if (!problem.empty()) GTEST_SKIP() << "no case of " #op " ran on a GPU: " << problem;         \
     pullback::testing::run_fuzz(pullback::driver::op##_fuzz, 200, pullback::Device::cuda());      \
   }
+
+#define PULLBACK_OTHER_VARIANT_TESTS(op)                                                 \
+  class op##_other_cuda_cases                                                            \
+      : public ::testing::TestWithParam<pullback::testing::CaseParameter> {};            \
+  GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(op##_other_cuda_cases);                  \
+  TEST_P(op##_other_cuda_cases, agrees_with_reference) {                                 \
+    const auto& [test, dtype] = GetParam();                                              \
+    pullback::testing::expect_passed(pullback::driver::check_case(                       \
+        test, dtype, pullback::Device::cuda(), pullback::testing::seed(),                \
+        pullback::testing::other_variant(test, dtype)));                                 \
+  }                                                                                      \
+  INSTANTIATE_TEST_SUITE_P(op, op##_other_cuda_cases,                                    \
+                           ::testing::ValuesIn(pullback::testing::other_cuda_parameters( \
+                               #op, pullback::driver::op##_cases())),                    \
+                           pullback::testing::parameter_name);

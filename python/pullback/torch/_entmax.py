@@ -58,11 +58,25 @@ def entmax(
             )
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows = alpha.to(dtype).expand(shape)
-    elif alpha == 2 and offsets is None and x.requires_grad and torch.is_grad_enabled():
+    elif (
+        alpha == 2
+        and offsets is None
+        and x.requires_grad
+        and torch.is_grad_enabled()
+        and _saves_mask(x, dim)
+    ):
         found: Tensor = SPARSEMAX.call((x, mask), (dim,), True)
         return found
     fields = _fields(2.0 if rows is not None else float(alpha), dim, check_indices)
     return ENTMAX.call((x, rows, mask, offsets), fields)
+
+
+def _saves_mask(x: Tensor, dim: int) -> bool:
+    """Whether backward reads a bit an element in place of y; on GPUs, where kernels write these."""
+    if not x.is_cuda:
+        return True
+    size = x.shape[dim]
+    return x.stride(dim) == 1 and size > 64 and size * x.element_size() % 16 == 0
 
 
 def sparsemax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:

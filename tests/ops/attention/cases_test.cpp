@@ -2,29 +2,12 @@
 
 #include "core/cpu_info.hpp"
 #include "support/case_test.hpp"
-#include "support/portable_cases.hpp"
 
 PULLBACK_CASE_TESTS(attention)
+PULLBACK_OTHER_VARIANT_TESTS(attention)
 
 namespace pullback::testing {
 namespace {
-
-std::vector<CaseParameter> portable_parameters() {
-  std::vector<CaseParameter> all = cuda_parameters("attention", driver::attention_cases());
-  std::erase_if(all, [](const CaseParameter& parameter) {
-    return !has_portable_twin(parameter.test, parameter.dtype);
-  });
-  return all;
-}
-
-class attention_portable_cases : public ::testing::TestWithParam<CaseParameter> {};
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(attention_portable_cases);
-TEST_P(attention_portable_cases, agrees_with_reference) {
-  expect_passed(driver::check_case(GetParam().test, GetParam().dtype, Device::cuda(), seed(),
-                                   kPortableVariant));
-}
-INSTANTIATE_TEST_SUITE_P(attention, attention_portable_cases,
-                         ::testing::ValuesIn(portable_parameters()), parameter_name);
 
 // By default bf16 runs on the best that the CPU has, which the tests above hold to the reference.
 TEST(attention_variants, each_of_bf16_agrees_with_the_reference) {

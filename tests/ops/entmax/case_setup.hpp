@@ -90,6 +90,9 @@ inline Case no_differences(Case test) {
 
 // row_cases.cpp
 void many_rows(std::vector<Case>& cases);
+void rows_with_edges(std::vector<Case>& cases);
 void long_rows(std::vector<Case>& cases);
+// tile_cases.cpp
+void tiles(std::vector<Case>& cases);
 
 }  // namespace pullback::driver::entmax_setup

@@ -198,7 +198,9 @@ std::vector<Case> entmax_cases() {
   masks_and_ragged(cases);
   alphas(cases);
   many_rows(cases);
+  rows_with_edges(cases);
   long_rows(cases);
+  tiles(cases);
   return cases;
 }
 

@@ -76,6 +76,31 @@ void many_rows(std::vector<Case>& cases) {
       });
 }
 
+// Rows that begin anywhere, for each capacity of warps and blocks of the CUDA kernels, which give
+// the elements beside the vectors to threads of their own: with what is special in these.
+void rows_with_edges(std::vector<Case>& cases) {
+  for (const char* alpha : {"1", "1.05", "1.25", "1.5", "2"}) {
+    for (const std::int64_t length :
+         {100, 257, 1001, 1601, 4095, 6401, 9001, 24001, 48001, 70001, 280001}) {
+      const Logit at_the_ends = [=](std::int64_t i, Random& random) {
+        const std::int64_t row = i / length, at = i % length;
+        const bool first = at == 0, last = at == length - 1;
+        if (row == 1 && last) return kNaN;
+        if (row == 2 && first) return kInfinity;
+        if (row == 3) return -kInfinity;
+        if (row == 4 && (first || last)) return 2.0;
+        if (row == 5 && (first || last || random.chance(0.3))) return -kInfinity;
+        return 0.3 * random.normal() + (row == 6 && last ? 8 : 0);
+      };
+      const std::int64_t rows = length > 100000 ? 2 : 7;
+      cases.push_back(no_differences(make_case(fmt::format("edges V {} alpha {}", length, alpha),
+                                               {{"alpha", alpha}}, {rows, length}, at_the_ends)));
+      cases.back().dtypes = {DType::f32, DType::bf16, DType::f16};
+      cases.back().full_only = true;
+    }
+  }
+}
+
 // Rows that no warp holds: each way through the long ones, with and without ends beside the
 // vectors.
 void long_rows(std::vector<Case>& cases) {

@@ -3,11 +3,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
+#include <utility>
 
 #include "ops/entmax/cpu/family.hpp"
 #include "ops/entmax/cuda/backward_kernels.hpp"
 #include "ops/entmax/cuda/rows.hpp"
+#include "ops/entmax/cuda/tile_kernels.hpp"
 #include "ops/entmax/problem.hpp"
 
 namespace pullback::entmax {
@@ -36,7 +39,7 @@ Weights weights_of(const EntmaxProblem& problem) {
 
 class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
  public:
-  CudaBackward(const EntmaxProblem& problem, const Device& device)
+  CudaBackward(const EntmaxProblem& problem, const Device& device, bool all_tiles)
       : CudaBody(device), problem_(problem), offsets_(problem, device_) {
     const EntmaxProblem& p = problem_;
     params_.y = with_axis(p.y);
@@ -55,7 +58,9 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     offsets_bytes_ = (offsets_.workspace_bytes() + 255) / 256 * 256;
     workspace_bytes = offsets_.workspace_bytes();
     load_any();
-    if (tasks_ > 0) load_fast();
+    if (tasks_ == 0) return;
+    if (all_tiles) load_tile();
+    load_fast();
   }
 
  private:
@@ -118,7 +123,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     if (!pieces_match(params_.d_x) || !pieces_match(params_.d_y)) return;
     const std::int64_t length = params_.rows.length;
     if (length > kLongestRow) return;
-    if (pieces_match(params_.y)) {
+    if (pieces_match(params_.y) && !tile_) {
       from_y_ = fast(best_path(weights_of(problem_)), weights_of(problem_));
       description = fmt::format("{}; {}", kPathNames[static_cast<int>(from_y_->path)], description);
     }
@@ -135,6 +140,25 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     from_aligned_mask_ =
         fast(kMaskChunk % length == 0 && rows_side_by_side() ? Path::mask_rows : Path::mask_block,
              Weights::mask);
+  }
+
+  // Short rows and those that lie across memory, from y. f32 of kTileLength have enough for a warp;
+  // so have, sooner, rows with gaps between them, of which tiles read and write a sector each.
+  void load_tile() {
+    const Weights weights = weights_of(problem_);
+    const DType dtype = problem_.x.dtype;
+    if (weights == Weights::mixed || dtype == DType::f64 || problem_.offsets.given()) return;
+    const std::array tensors{&std::as_const(params_.d_x), &std::as_const(params_.d_y),
+                             &std::as_const(params_.y)};
+    const auto plan = TilePlanner(params_.rows, tensors, dtype, false, device_).plan();
+    if (!plan) return;
+    const std::int64_t length = params_.rows.length;
+    if (plan->staged && dtype == DType::f32 && length == kTileLength) return;
+    if (!plan->staged && params_.d_x.axis == 1 && length > kTileLength / 4) return;
+    tile_.emplace(tile_kernel("backward", dtype, "Weights",
+                              kWeightsNames[static_cast<int>(weights)], plan->staged),
+                  *plan, params_.rows.count, device_);
+    description = fmt::format("{}; {}", tile_->how(), description);
   }
 
   bool rows_begin_on_16_bytes() const {
@@ -266,6 +290,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     if (!tensors.d_x || params.rows.count * params.rows.length == 0) return;
     if (offsets) rest_.launch(stream, params);
     if (tasks_ == 0) return;
+    if (tile_ && tensors.y) return tile_->launch(stream, params);
     if (!tensors.y) {
       params.support.data = tensors.support;
       params.support_size.data = tensors.support_size;
@@ -305,12 +330,13 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
   std::size_t offsets_bytes_ = 0, sums_bytes_ = 0;
   Kernel any_, d_alpha_, rest_;
   std::optional<Fast> from_y_, from_mask_, from_aligned_mask_;
+  std::optional<TileKernel<BackwardTileParams>> tile_;
 };
 
 }  // namespace
 
-Body make_cuda_backward(const EntmaxProblem& problem, const Device& device) {
-  return cuda::make_body<CudaBackward>(problem, device);
+Body make_cuda_backward(const EntmaxProblem& problem, const Device& device, bool all_tiles) {
+  return cuda::make_body<CudaBackward>(problem, device, all_tiles);
 }
 
 }  // namespace pullback::entmax
@@ -330,6 +356,14 @@ std::vector<KernelSource> entmax_backward_kernels(int arch) {
         if (served(weights, path, dtype) != weights) continue;
         if (weights == Weights::mask && !serves_mask(path)) continue;
         for (const OpKernel& kernel : kernels_of(path, dtype, weights)) add(kernel);
+      }
+    }
+    for (Weights weights : kAllWeights) {
+      if (dtype == DType::f64 || weights == Weights::mixed || weights == Weights::mask) continue;
+      for (bool staged : {false, true}) {
+        const auto name = kWeightsNames[static_cast<int>(weights)];
+        sources.push_back(op_kernel<BackwardTileParams>(
+            tile_kernel("backward", dtype, "Weights", name, staged), arch));
       }
     }
     for (bool across : {false, true}) {

@@ -1,8 +1,9 @@
-// The forward pass on CUDA. Rows that lie as vectors: by smxx_forward_lanes.cuh where they are
-// short, by smxx_forward_registers.cuh where they fit a warp or a block; longer ones by
-// smxx_forward_resident.cuh, where a block or a cluster holds them, else by smxx_forward_stream.cuh
-// or smxx_forward_softmax.cuh. Everything else, and pointers that are not aligned to 16 bytes: by
-// smxx_forward_any.cuh.
+// The forward pass on CUDA. Rows with unit stride along the axis: by smxx_forward_lanes.cuh where
+// they are short and lie as vectors, by smxx_forward_registers.cuh where they fit a warp or a
+// block; longer ones by smxx_forward_resident.cuh, where a block or a cluster holds them, else by
+// smxx_forward_stream.cuh or smxx_forward_softmax.cuh. There are two kernels of each, for rows that
+// lie as vectors and for those that begin anywhere, alike in x and y. The shortest rows and those
+// across memory: by smxx_forward_tile.cuh. Everything else by smxx_forward_any.cuh.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -10,10 +11,13 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 
 #include "ops/entmax/cpu/family.hpp"
 #include "ops/entmax/cuda/forward_kernels.hpp"
 #include "ops/entmax/cuda/rows.hpp"
+#include "ops/entmax/cuda/tile_kernels.hpp"
 
 namespace pullback::entmax {
 namespace {
@@ -25,9 +29,20 @@ bool rows_in_vectors(const Rows& rows, const RowTensor& tensor, std::int64_t vec
   return whole;
 }
 
+// Whether multiples of 16 bytes are at the same positions of a row in both, given pointers that are
+// aligned alike.
+bool rows_alike(const Rows& rows, const RowTensor& x, const RowTensor& y,
+                std::int64_t vector_length) {
+  bool alike = x.axis == 1 && y.axis == 1;
+  for (int dim = 0; dim < rows.rank; ++dim) {
+    alike &= (x.outer[dim] - y.outer[dim]) % vector_length == 0;
+  }
+  return alike;
+}
+
 class Forward final : public cuda::CudaBody<EntmaxTensors> {
  public:
-  Forward(const EntmaxProblem& problem, const Device& device)
+  Forward(const EntmaxProblem& problem, const Device& device, bool all_tiles)
       : CudaBody(device), offsets_(problem, device_) {
     params_.alpha = problem.alpha;
     params_.x = row_tensor(steps_with_axis(problem, problem.x));
@@ -53,15 +68,52 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const DType dtype = problem.x.dtype;
     const bool each = problem.alpha_per_row.given();
     const Family family = each ? Family::invalid : family_of(problem.alpha);
+    const bool plain = !ragged && !each && !problem.mask.given();
+    if (plain && load_tile(problem, family, all_tiles)) {
+      description = describe(tile_->how(), dtype);
+      return;
+    }
     load_any(dtype, family, ragged);
-    how_ = fmt::format("{} threads a row, which is read in every step", 32 * any_warps_);
-    if (!ragged && !each && !problem.mask.given()) load_fast(dtype, family);
+    if (plain) load_fast(dtype, family);
+    // All are named: sizes of grids wait for them.
     set_any_grid(ragged);
-    description = fmt::format("{}; sums in {}, in a fixed order: the same bits every run", how_,
-                              name_of(accumulation_dtype(dtype)));
+    for (std::optional<Fast>* fast : {&aligned_, &anywhere_}) {
+      if (*fast) set_grid(**fast);
+    }
+    const std::string how =
+        tile_ && !prefers_aligned_ ? tile_->how()
+        : aligned_                 ? aligned_->how
+        : anywhere_                ? anywhere_->how
+                    : fmt::format("{} threads a row, which is read in every step", 32 * any_warps_);
+    description = describe(how, dtype);
   }
 
  private:
+  static std::string describe(std::string_view how, DType dtype) {
+    return fmt::format("{}; sums in {}, in a fixed order: the same bits every run", how,
+                       name_of(accumulation_dtype(dtype)));
+  }
+
+  // Whether tiles serve every run.
+  bool load_tile(const EntmaxProblem& problem, Family family, bool all_tiles) {
+    const DType dtype = problem.x.dtype;
+    if (dtype == DType::f64 || family == Family::steep) return false;
+    const std::array tensors{&std::as_const(params_.x), &std::as_const(params_.y)};
+    const auto plan = TilePlanner(params_.rows, tensors, dtype, true, device_).plan();
+    if (!plan) return false;
+    const auto vector_length = static_cast<std::int64_t>(16 / size_of(dtype));
+    const bool vectors = rows_in_vectors(params_.rows, params_.x, vector_length) &&
+                         rows_in_vectors(params_.rows, params_.y, vector_length);
+    if (!all_tiles && (vectors || !plan->staged)) return false;
+    tile_.emplace(tile_kernel("forward", dtype, "Family", name_of(family), plan->staged), *plan,
+                  params_.rows.count, device_);
+    // Vectors are better for rows with gaps between them, and for f32 of kTileLength, which have
+    // enough for each of a row's lanes.
+    prefers_aligned_ =
+        vectors && (!plan->staged || (dtype == DType::f32 && params_.rows.length == kTileLength));
+    return !prefers_aligned_ && !problem.support.given();
+  }
+
   void load_any(DType dtype, Family family, bool ragged) {
     const Rows& rows = params_.rows;
     const std::int64_t length = ragged && rows.groups > 0 ? rows.length / rows.groups : rows.length;
@@ -78,76 +130,82 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     any_.shape.grid[0] = static_cast<unsigned>(std::min(blocks, 4 * resident));
   }
 
+  struct Fast {
+    cuda::PlannedKernel<ForwardParams> kernel;
+    std::int64_t rows;  // of a block, or of a cluster
+    bool stays;         // its blocks, until all rows are done
+    std::string how;
+  };
+
+  void set_grid(Fast& fast) {
+    std::int64_t groups = (params_.rows.count + fast.rows - 1) / fast.rows;
+    if (fast.stays) {
+      groups = std::min<std::int64_t>(groups, fast.kernel.clusters_on_device(device_));
+    }
+    auto& shape = fast.kernel.shape;
+    shape.grid[0] = static_cast<unsigned>(groups) * shape.cluster;
+  }
+
   void load_fast(DType dtype, Family family) {
     const Rows& rows = params_.rows;
     const auto vector_length = static_cast<std::int64_t>(16 / size_of(dtype));
     if (dtype == DType::f64 || family == Family::steep || rows.length == 0) return;
-    if (!rows_in_vectors(rows, params_.x, vector_length) ||
-        !rows_in_vectors(rows, params_.y, vector_length)) {
-      return;
+    if (rows_in_vectors(rows, params_.x, vector_length) &&
+        rows_in_vectors(rows, params_.y, vector_length)) {
+      aligned_ = fast(dtype, family, Begin::aligned);
+    } else if (rows_alike(rows, params_.x, params_.y, vector_length)) {
+      anywhere_ = fast(dtype, family, Begin::anywhere);
     }
-    for (const Lanes& shape : kLanes) {
-      if (shape.capacity(dtype) < rows.length) continue;
-      fast_.emplace(lanes_kernel(dtype, family, shape), device_);
-      set_grid(shape.rows());
-      how_ = fmt::format("rows in the registers of {} lanes", shape.lanes);
-      return;
-    }
-    const auto* shape = std::ranges::find_if(
-        kRegisters, [&](const Registers& entry) { return entry.capacity() >= rows.length; });
-    if (shape == std::end(kRegisters)) {
-      if (!load_resident(dtype, family)) load_long(dtype, family);
-      return;
-    }
-    fast_.emplace(registers_kernel(dtype, family, *shape), device_);
-    set_grid(shape->warps == 1 ? kSingleWarps : 1);
-    if (walks_over_rows(family, static_cast<int>(size_of(dtype)), shape->warps)) {
-      const int resident = fast_->blocks_per_multiprocessor(device_) * device_.multiprocessors;
-      fast_->shape.grid[0] = std::min(fast_->shape.grid[0], static_cast<unsigned>(resident));
-    }
-    how_ = fmt::format("rows in the registers of {} threads", 32 * shape->warps);
   }
 
-  // Whether a block or a cluster can hold the rows.
-  bool load_resident(DType dtype, Family family) {
-    const std::int64_t bytes = params_.rows.length * static_cast<std::int64_t>(size_of(dtype));
+  // Nothing where rows are too long.
+  std::optional<Fast> fast(DType dtype, Family family, Begin begin) const {
+    const std::int64_t count = params_.rows.count, length = params_.rows.length;
+    const auto bytes = static_cast<int>(size_of(dtype));
+    for (const Lanes& shape : kLanes) {
+      if (begin != Begin::aligned || shape.capacity(dtype) < length) continue;
+      return Fast{{lanes_kernel(dtype, family, shape), device_},
+                  shape.rows(),
+                  false,
+                  fmt::format("rows in the registers of {} lanes", shape.lanes)};
+    }
+    const std::int64_t in_vectors = length * bytes / 16 * 16 / bytes;  // at most
+    for (const Registers& shape : kRegisters) {
+      if (shape.capacity() < in_vectors) continue;
+      return Fast{{registers_kernel(dtype, family, shape, begin), device_},
+                  shape.warps == 1 ? kSingleWarps : 1,
+                  walks_over_rows(family, bytes, shape.warps),
+                  fmt::format("rows in the registers of {} threads", 32 * shape.warps)};
+    }
     const bool clusters = device_.major == 9 || device_.major == 10;
     for (const Resident& shape : kResident) {
       if ((shape.clustered && !clusters) || !serves(shape, family, dtype)) continue;
       int blocks = 1;
-      while (shape.clustered && blocks < kMaxBlocks && bytes > blocks * shape.row_bytes()) {
-        blocks *= 2;
-      }
+      const auto fits = [&] { return in_vectors * bytes <= blocks * shape.row_bytes(); };
+      while (shape.clustered && blocks < kMaxBlocks && !fits()) blocks *= 2;
       const int shared = resident_shared(shape, family, device_.max_shared_bytes);
-      if (bytes > blocks * shape.row_bytes() || shared == 0) continue;
-      fast_.emplace(resident_kernel(dtype, family, shape), device_, shared);
-      fast_->shape.cluster = static_cast<unsigned>(blocks);
-      const std::int64_t resident = fast_->clusters_on_device(device_);
-      fast_->shape.grid[0] = static_cast<unsigned>(std::min(params_.rows.count, resident) * blocks);
-      how_ =
-          fmt::format("rows in the registers of {} blocks of {} threads", blocks, shape.threads());
-      return true;
+      if (!fits() || shared == 0) continue;
+      Fast fast{
+          {resident_kernel(dtype, family, shape, begin), device_, shared},
+          1,
+          true,
+          fmt::format("rows in the registers of {} blocks of {} threads", blocks, shape.threads())};
+      fast.kernel.shape.cluster = static_cast<unsigned>(blocks);
+      return fast;
     }
-    return false;
-  }
-
-  void load_long(DType dtype, Family family) {
-    if (params_.rows.length > std::numeric_limits<std::int32_t>::max() / 2) return;
+    if (length > std::numeric_limits<std::int32_t>::max() / 2) return std::nullopt;
     if (family == Family::softmax) {
-      fast_.emplace(softmax_kernel(dtype), device_);
-      set_grid(1);
-      how_ = fmt::format("{} threads a row, which is read twice", 32 * kSoftmaxWarps);
-      return;
+      return Fast{{softmax_kernel(dtype, begin), device_},
+                  1,
+                  false,
+                  fmt::format("{} threads a row, which is read twice", 32 * kSoftmaxWarps)};
     }
-    const int warps = stream_group(params_.rows.count, device_.multiprocessors);
-    fast_.emplace(stream_kernel(dtype, family, warps), device_, stream_shared(warps));
-    set_grid(warps == 1 ? kStreamWarps : 1);
-    how_ = fmt::format("{} threads a row, which is read once if few elements survive", 32 * warps);
-  }
-
-  void set_grid(std::int64_t rows_in_block) {
-    const std::int64_t blocks = (params_.rows.count + rows_in_block - 1) / rows_in_block;
-    fast_->shape.grid[0] = static_cast<unsigned>(blocks);
+    const int warps = stream_group(count, device_.multiprocessors);
+    return Fast{
+        {stream_kernel(dtype, family, warps, begin), device_, stream_shared(warps)},
+        warps == 1 ? kStreamWarps : 1,
+        false,
+        fmt::format("{} threads a row, which is read once if few elements survive", 32 * warps)};
   }
 
   void enqueue(Stream stream, const EntmaxTensors& tensors, Workspace workspace) const override {
@@ -162,23 +220,36 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     params.tau.data = tensors.tau;
     params.support.data = tensors.support;
     params.support_size.data = tensors.support_size;
-    const bool aligned = cuda::vector_aligned({tensors.x, tensors.y});
-    (fast_ && aligned ? *fast_ : any_).launch(stream, params);
+    const bool aligned = prefers_aligned_ && cuda::vector_aligned({tensors.x, tensors.y});
+    if (tile_ && !aligned && !tensors.support) return tile_->launch(stream, params);
+    kernel_for(tensors).launch(stream, params);
+  }
+
+  const cuda::PlannedKernel<ForwardParams>& kernel_for(const EntmaxTensors& tensors) const {
+    if (aligned_ && cuda::vector_aligned({tensors.x, tensors.y})) return aligned_->kernel;
+    const auto past = [](const void* pointer) {
+      return reinterpret_cast<std::uintptr_t>(pointer) % 16;
+    };
+    const bool alike = tensors.y == nullptr || past(tensors.x) == past(tensors.y);
+    // A byte of the support holds the bits of elements that other threads may have.
+    return anywhere_ && alike && tensors.support == nullptr ? anywhere_->kernel : any_;
   }
 
   RaggedOffsets offsets_;
   ForwardParams params_{};
   bool empty_ = false;
   int any_warps_ = 0;
-  std::string how_;
   cuda::PlannedKernel<ForwardParams> any_;
-  std::optional<cuda::PlannedKernel<ForwardParams>> fast_;  // for pointers aligned to 16 bytes
+  // For pointers aligned to 16 bytes; for those of x and y that are aligned alike.
+  std::optional<Fast> aligned_, anywhere_;
+  std::optional<TileKernel<ForwardTileParams>> tile_;  // without the support's bits
+  bool prefers_aligned_ = false;                       // where pointers allow, to tile_
 };
 
 }  // namespace
 
-Body make_cuda_forward(const EntmaxProblem& problem, const Device& device) {
-  return cuda::make_body<Forward>(problem, device);
+Body make_cuda_forward(const EntmaxProblem& problem, const Device& device, bool all_tiles) {
+  return cuda::make_body<Forward>(problem, device, all_tiles);
 }
 
 }  // namespace pullback::entmax
@@ -197,22 +268,30 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
       for (const Family family : kFamilies) add(any_kernel(dtype, family, warps));
     }
     if (dtype == DType::f64) continue;
-    add(softmax_kernel(dtype));
     for (const Family family : kFamilies) {
       if (family == Family::steep) continue;
-      if (family != Family::softmax) {
-        for (const int warps : kStreamGroups) add(stream_kernel(dtype, family, warps));
+      for (const bool staged : {false, true}) {
+        kernels.push_back(op_kernel<ForwardTileParams>(
+            tile_kernel("forward", dtype, "Family", name_of(family), staged), arch));
       }
       for (const Lanes& shape : kLanes) add(lanes_kernel(dtype, family, shape));
-      for (const Registers& shape : kRegisters) {
-        if (shape.capacity() <= std::end(kLanes)[-1].capacity(dtype)) continue;
-        add(registers_kernel(dtype, family, shape));
-      }
-      for (const Resident& shape : kResident) {
-        if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;
-        if (!serves(shape, family, dtype)) continue;
-        if (resident_shared(shape, family, max_shared_bytes(arch)) == 0) continue;
-        add(resident_kernel(dtype, family, shape));
+      for (const Begin begin : {Begin::aligned, Begin::anywhere}) {
+        if (family == Family::softmax) {
+          add(softmax_kernel(dtype, begin));
+        } else {
+          for (const int warps : kStreamGroups) add(stream_kernel(dtype, family, warps, begin));
+        }
+        for (const Registers& shape : kRegisters) {
+          const bool lanes = shape.capacity() <= std::end(kLanes)[-1].capacity(dtype);
+          if (begin == Begin::aligned && lanes) continue;
+          add(registers_kernel(dtype, family, shape, begin));
+        }
+        for (const Resident& shape : kResident) {
+          if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;
+          if (!serves(shape, family, dtype)) continue;
+          if (resident_shared(shape, family, max_shared_bytes(arch)) == 0) continue;
+          add(resident_kernel(dtype, family, shape, begin));
+        }
       }
     }
   }

@@ -39,6 +39,17 @@ inline std::string_view name_of(Family family) {
 inline constexpr Family kFamilies[] = {Family::softmax, Family::near_one,  Family::entmax15,
                                        Family::general, Family::sparsemax, Family::steep};
 
+// Where rows begin: at whole vectors, and are whole ones, or anywhere, with some elements beside
+// the vectors (smxx_edge.cuh).
+enum class Begin { aligned, anywhere };
+
+constexpr std::string_view suffix_of(Begin begin) {
+  return begin == Begin::anywhere ? "_edges" : "";
+}
+constexpr std::string_view argument_of(Begin begin) {
+  return begin == Begin::anywhere ? ", true" : "";
+}
+
 // --- smxx_forward_any.cuh ---
 
 inline OpKernel any_kernel(DType dtype, Family family, int warps) {
@@ -101,7 +112,7 @@ struct Registers {
 inline constexpr Registers kRegisters[] = {
     {1, 16, {5, 5}}, {1, 32, {3, 3}}, {4, 16, {9, 9}}, {4, 32, {6, 6}}, {8, 32, {3, 3}}};
 
-inline OpKernel registers_kernel(DType dtype, Family family, const Registers& shape) {
+inline OpKernel registers_kernel(DType dtype, Family family, const Registers& shape, Begin begin) {
   const auto type = cuda::device_type(dtype);
   const auto vectors = shape.elements * static_cast<int>(size_of(dtype)) / 16;
   // What needs fewer registers than the rest.
@@ -110,11 +121,11 @@ inline OpKernel registers_kernel(DType dtype, Family family, const Registers& sh
   const int fewer = !slim && shape.warps == 1 && shape.elements < 32 ? 1 : 0;
   // Warps hide what the special functions take; here one block more costs no spills.
   const int more = family == Family::general && shape.warps == 4 && shape.elements == 32 ? 1 : 0;
-  return {.name = fmt::format("entmax_forward_registers_{}_{}_{}_{}", type, name_of(family),
-                              shape.warps, vectors),
+  return {.name = fmt::format("entmax_forward_registers_{}_{}_{}_{}{}", type, name_of(family),
+                              shape.warps, vectors, suffix_of(begin)),
           .file = "ops/entmax/cuda/smxx_forward_registers.cuh",
-          .function = fmt::format("entmax::forward_registers<{}, entmax::Family::{}, {}, {}>", type,
-                                  name_of(family), shape.warps, vectors),
+          .function = fmt::format("entmax::forward_registers<{}, entmax::Family::{}, {}, {}{}>",
+                                  type, name_of(family), shape.warps, vectors, argument_of(begin)),
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
           .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1] - fewer + more,
@@ -159,18 +170,19 @@ constexpr int max_shared_bytes(int arch) {
   return arch == 86 || arch == 89 || arch / 10 == 12 ? 99 << 10 : 163 << 10;
 }
 
-inline OpKernel resident_kernel(DType dtype, Family family, const Resident& shape) {
+inline OpKernel resident_kernel(DType dtype, Family family, const Resident& shape, Begin begin) {
   const auto type = cuda::device_type(dtype);
-  return {.name = fmt::format("entmax_forward_resident_{}_{}_{}{}", type, name_of(family),
-                              shape.warps, shape.clustered ? "_cluster" : ""),
-          .file = "ops/entmax/cuda/smxx_forward_resident.cuh",
-          .function = fmt::format("entmax::forward_resident<{}, entmax::Family::{}, {}, {}>", type,
-                                  name_of(family), shape.warps, shape.clustered),
-          .parameters = "entmax::ForwardParams",
-          .threads = shape.threads(),
-          .blocks = shape.blocks(),
-          .constants = {{"entmax::kResidentVectors", kResidentVectors},
-                        {"entmax::kMaxBlocks", kMaxBlocks}}};
+  return {
+      .name = fmt::format("entmax_forward_resident_{}_{}_{}{}{}", type, name_of(family),
+                          shape.warps, shape.clustered ? "_cluster" : "", suffix_of(begin)),
+      .file = "ops/entmax/cuda/smxx_forward_resident.cuh",
+      .function = fmt::format("entmax::forward_resident<{}, entmax::Family::{}, {}, {}{}>", type,
+                              name_of(family), shape.warps, shape.clustered, argument_of(begin)),
+      .parameters = "entmax::ForwardParams",
+      .threads = shape.threads(),
+      .blocks = shape.blocks(),
+      .constants = {{"entmax::kResidentVectors", kResidentVectors},
+                    {"entmax::kMaxBlocks", kMaxBlocks}}};
 }
 
 // --- smxx_forward_stream.cuh ---
@@ -199,26 +211,32 @@ inline int stream_group(std::int64_t rows, int multiprocessors) {
   return best;
 }
 
-inline OpKernel stream_kernel(DType dtype, Family family, int warps) {
+inline OpKernel stream_kernel(DType dtype, Family family, int warps, Begin begin) {
   const auto type = cuda::device_type(dtype);
   const bool spills = (family == Family::general && stream_block(warps) == kStreamWarps) ||
                       (family == Family::near_one && dtype == DType::f32 && warps == 1);
+  const bool tight =
+      begin == Begin::anywhere && family == Family::near_one && dtype == DType::f32 && warps > 1;
+  // Registers are dealt out to four warps at a time: it takes two blocks of two warps to have more.
+  const bool small = tight && warps == 2;
   return {
-      .name = fmt::format("entmax_forward_stream_{}_{}_{}", type, name_of(family), warps),
+      .name = fmt::format("entmax_forward_stream_{}_{}_{}{}", type, name_of(family), warps,
+                          suffix_of(begin)),
       .file = "ops/entmax/cuda/smxx_forward_stream.cuh",
-      .function = fmt::format("entmax::forward_stream<{}, entmax::Family::{}, {}>", type,
-                              name_of(family), warps),
+      .function = fmt::format("entmax::forward_stream<{}, entmax::Family::{}, {}{}>", type,
+                              name_of(family), warps, argument_of(begin)),
       .parameters = "entmax::ForwardParams",
       .threads = 32 * stream_block(warps),
-      .blocks = kStreamResidentWarps / stream_block(warps) - (spills ? 1 : 0),
+      .blocks = kStreamResidentWarps / stream_block(warps) - (spills || small ? 1 : 0),
+      .fewer_blocks_on = tight ? std::vector{80} : std::vector<int>{},
       .constants = {{"entmax::kSurvivors", kSurvivors}, {"entmax::kStreamWarps", kStreamWarps}}};
 }
 
-inline OpKernel softmax_kernel(DType dtype) {
+inline OpKernel softmax_kernel(DType dtype, Begin begin) {
   const auto type = cuda::device_type(dtype);
-  return {.name = fmt::format("entmax_forward_softmax_{}", type),
+  return {.name = fmt::format("entmax_forward_softmax_{}{}", type, suffix_of(begin)),
           .file = "ops/entmax/cuda/smxx_forward_softmax.cuh",
-          .function = fmt::format("entmax::forward_softmax<{}>", type),
+          .function = fmt::format("entmax::forward_softmax<{}{}>", type, argument_of(begin)),
           .parameters = "entmax::ForwardParams",
           .threads = 32 * kSoftmaxWarps,
           .blocks = 4,

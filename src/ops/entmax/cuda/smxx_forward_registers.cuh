@@ -8,6 +8,7 @@
 #include "device/shared.cuh"
 #include "ops/entmax/cuda/forward_params.cuh"
 #include "ops/entmax/cuda/smxx_bounds.cuh"
+#include "ops/entmax/cuda/smxx_edge.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
 
 namespace pullback::entmax {
@@ -77,8 +78,9 @@ void load_held(Words (&held)[kVectors], const T* x, int length, int thread) {
 template <class T, Family kFamily, int kThreads, int kLanes, int kCount>
 struct Kept {
   static constexpr bool kUsed = kByLastPowers<T, kFamily>;
-  // Neighbouring rows of a warp are in different banks.
-  static constexpr int kOfRow = (kCount + (kLanes < device::kWarpSize ? 1 : 0)) * kLanes;
+  // Fours of elements. Neighbouring rows of a warp are in different banks.
+  static constexpr int kOfRow =
+      ((kCount + 3) / 4 * 4 + (kLanes < device::kWarpSize ? 1 : 0)) * kLanes;
 
   alignas(16) float of[kUsed ? kThreads / kLanes : 1][kUsed ? kOfRow : 4];
 };
@@ -207,7 +209,7 @@ Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLane
       const unsigned lanes = (0xffffffffu >> (32 - kLanes)) << (lane_index() / kLanes * kLanes);
       int above = 0;
 #pragma unroll
-      for (int i = 0; i < kCount; i += kLength) {
+      for (int i = 0; i + kLength <= kCount; i += kLength) {
         above += __popc(__ballot_sync(device::kAllLanes, z[i] > bound) & lanes);
       }
       listed = above * kListed < kCount / kLength * kLanes;
@@ -226,11 +228,13 @@ Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLane
   }
 }
 
-template <class T, Family kFamily, int kWarps, int kVectors>
-void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVectors],
+// edge: the element that the thread has beside its vectors, where kEdges; see load_edge().
+template <class T, Family kFamily, bool kEdges, int kWarps, int kVectors>
+void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVectors], float edge,
                   Group<kWarps>& group) {
   constexpr int kThreads = kWarps * device::kWarpSize;
-  constexpr int kCount = kHeld<T, kVectors>;
+  constexpr int kOfVectors = kHeld<T, kVectors>;
+  constexpr int kCount = kOfVectors + (kEdges ? 1 : 0);
   constexpr int kLength = device::kVectorLength<T>;
   const int thread = group.thread();
   const int length = static_cast<int>(p.rows.length);
@@ -238,13 +242,17 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
 #pragma unroll
   for (int j = 1; j < kVectors; ++j)
     largest_word = max_of_words<T>(largest_word, max_of<T>(held[j]));
+  const auto with_edge = [&](float largest) {
+    return kEdges ? max_or_nan(largest, edge) : largest;
+  };
   // Every warp looks at the largest of all threads.
   constexpr int kTops = kWarps == 1 ? kPerWord<T> : kWarps;
   float tops[kTops];
   if constexpr (kWarps == 1) {
     unpack<T>(largest_word, tops);
+    tops[0] = with_edge(tops[0]);
   } else {
-    group.gather_max(max_in_word<T>(largest_word), tops);
+    group.gather_max(with_edge(max_in_word<T>(largest_word)), tops);
   }
   float largest = tops[0];
 #pragma unroll
@@ -252,8 +260,12 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
   largest = warp_max_or_nan(largest);
 
   // Computed where they are used: they need no registers before.
-  const auto y_of_row = [&] {
-    return p.y.data ? static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row) : nullptr;
+  const auto store = [&](auto value_of) {  // value_of(i)
+    if (!p.y.data) return;
+    T* y = static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row);
+    const RowSpan<T, kEdges> span(y, length);
+    store_held<T, kThreads, kVectors>(y + span.head, span.whole, thread, value_of);
+    store_edge<T, kEdges>(y, length, thread, [&] { return value_of(kOfVectors); });
   };
   const auto support_of_row = [&] {
     return p.support.data
@@ -271,11 +283,12 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
   if (!(magnitude(largest) < device::infinity<float>())) {
     const bool empty = largest < 0;
     const float fill = empty ? 0 : device::quiet_nan<float>();
-    if (T* y = y_of_row())
-      store_held<T, kThreads, kVectors>(y, length, thread, [&](int) { return fill; });
-    if (uint8_t* support = support_of_row()) {
-      store_held_bits<T, kThreads, kVectors>(support, p.support.axis, length, thread,
-                                             [](int) { return false; });
+    store([&](int) { return fill; });
+    if constexpr (!kEdges) {
+      if (uint8_t* support = support_of_row()) {
+        store_held_bits<T, kThreads, kVectors>(support, p.support.axis, length, thread,
+                                               [](int) { return false; });
+      }
     }
     finish(empty ? device::infinity<float>() : fill, empty ? 0 : -1);
     return;
@@ -294,6 +307,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
       }
     }
   }
+  if constexpr (kEdges) z[kOfVectors] = edge - largest;
   // How many elements `active` holds for, in the row.
   const auto count = [&](auto active) {
     int mine = 0;
@@ -313,8 +327,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
     }
     group.sum(sum, unused);
     const float scale = 1 / sum;
-    if (T* y = y_of_row())
-      store_held<T, kThreads, kVectors>(y, length, thread, [&](int i) { return z[i] * scale; });
+    store([&](int i) { return z[i] * scale; });
     finish(largest + log_of(sum), size);
   } else {
     const Power<kFamily, float> power(p.alpha);
@@ -323,9 +336,6 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
     const auto all = [&](auto use) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) use(z[i]);
-    };
-    const auto store = [&](auto value_of) {
-      if (T* y = y_of_row()) store_held<T, kThreads, kVectors>(y, length, thread, value_of);
     };
     Threshold<float> threshold;
     if constexpr (kFamily == Family::sparsemax) {
@@ -344,7 +354,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
           if constexpr (kWarps == 1) {
             found.theta = theta_by_sample(rough, found.theta, tops, kLength, group, sample);
           } else {
-            const float own[] = {max_in_word<T>(largest_word) - largest};
+            const float own[] = {with_edge(max_in_word<T>(largest_word)) - largest};
             found.theta = theta_by_sample(rough, found.theta, own, kLength, group, sample);
           }
           if constexpr (kByLastPowers<T, kFamily>) {
@@ -371,7 +381,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
     if constexpr (!kByLastPowers<T, kFamily>) {
       store([&](int i) { return probability<T>(power, z[i], threshold); });
     }
-    if constexpr (kFamily == Family::sparsemax) {
+    if constexpr (kFamily == Family::sparsemax && !kEdges) {
       if (uint8_t* support = support_of_row()) {
         store_held_bits<T, kThreads, kVectors>(support, p.support.axis, length, thread,
                                                [&](int i) { return active(z[i]); });
@@ -383,33 +393,39 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
 }
 
 // Rows are `length` elements, a multiple of the vector length, and begin at multiples of 16 bytes
-// in x and y, where the axis has unit stride. No mask, no offsets, one alpha.
-template <class T, Family kFamily, int kWarps, int kVectors>
+// in x and y, where the axis has unit stride. No mask, no offsets, one alpha. kEdges: of any
+// length, and wherever they begin, alike in x and y; no support is wanted, whose bits count from
+// there.
+template <class T, Family kFamily, int kWarps, int kVectors, bool kEdges = false>
 void forward_registers(const ForwardParams& p) {
   __shared__ GroupScratch<kWarps> scratch;
   Group<kWarps> group(scratch);
   constexpr int kRows = kWarps == 1 ? kSingleWarps : 1;  // of a block
   const int length = static_cast<int>(p.rows.length);
-  const T* x = static_cast<const T*>(p.x.data);
   int64_t row = static_cast<int64_t>(blockIdx.x) * kRows;
   if constexpr (kRows > 1) row += threadIdx.x / device::kWarpSize;
   if (row >= p.rows.count) return;
+  // Returns the element of the edge.
+  const auto load = [&](Words(&to)[kVectors], int64_t of_row) {
+    const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, of_row);
+    const RowSpan<T, kEdges> span(x, length);
+    load_held<T, kWarps * device::kWarpSize>(to, x + span.head, span.whole, group.thread());
+    return load_edge<T, kEdges>(x, length, group.thread());
+  };
   Words held[kVectors];
-  load_held<T, kWarps * device::kWarpSize>(held, x + row_offset(p.rows, p.x, row), length,
-                                           group.thread());
+  float edge = load(held, row);
   if constexpr (!walks_over_rows(kFamily, sizeof(T), kWarps)) {
-    forward_held<T, kFamily>(p, row, held, group);
+    forward_held<T, kFamily, kEdges>(p, row, held, edge, group);
   } else {
     while (true) {
       const int64_t next_row = row + static_cast<int64_t>(gridDim.x) * kRows;
       Words next[kVectors];
-      if (next_row < p.rows.count) {
-        load_held<T, kWarps * device::kWarpSize>(next, x + row_offset(p.rows, p.x, next_row),
-                                                 length, group.thread());
-      }
-      forward_held<T, kFamily>(p, row, held, group);
+      float next_edge = 0;
+      if (next_row < p.rows.count) next_edge = load(next, next_row);
+      forward_held<T, kFamily, kEdges>(p, row, held, edge, group);
       if (next_row >= p.rows.count) return;
       row = next_row;
+      edge = next_edge;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) held[j] = next[j];
     }

@@ -11,11 +11,13 @@
 #include "device/async_copy.cuh"
 #include "ops/entmax/cuda/forward_params.cuh"
 #include "ops/entmax/cuda/smxx_candidates.cuh"
+#include "ops/entmax/cuda/smxx_edge.cuh"
 
 namespace pullback::entmax {
 
-// Rows as for forward_registers, less than 2^30 and up to kResidentVectors vectors a thread.
-template <class T, Family kFamily, int kWarps, bool kClustered>
+// Rows as for forward_registers, less than 2^30 and up to kResidentVectors vectors a thread. All
+// blocks of a cluster have the edge, but count it once.
+template <class T, Family kFamily, int kWarps, bool kClustered, bool kEdges = false>
 void forward_resident(const ForwardParams& p) {
   using device::infinity;
   constexpr int kLength = device::kVectorLength<T>;
@@ -33,6 +35,7 @@ void forward_resident(const ForwardParams& p) {
   // A block's elements lie side by side; those of vector j of this thread begin at begin + j kStep.
   constexpr int kStep = kThreads * kLength;
   int begin = static_cast<int>(threadIdx.x) * kLength, end = static_cast<int>(p.rows.length);
+  if constexpr (kEdges) end = end / kLength * kLength;  // a row may have a vector less
   if constexpr (kClustered) {
     constexpr int kOfWarp = device::kWarpSize * kLength;
     const int slice = (end + blocks * kOfWarp - 1) / (blocks * kOfWarp) * kOfWarp;
@@ -41,12 +44,23 @@ void forward_resident(const ForwardParams& p) {
     end = min(end, first + slice);
   }
 
-  // How many elements the row has from this thread's first on.
-  const auto left = [&] { return device::kept(end - begin); };
+  const auto thread = static_cast<int>(threadIdx.x);
+  const auto length = [&] { return static_cast<int>(p.rows.length); };
+  const auto x_of = [&](int row) {
+    return static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row);
+  };
+  // How many elements the vectors of a row have from this thread's first on.
+  const auto left = [&](const RowSpan<T, kEdges>& span) {
+    return device::kept((kEdges ? min(end, span.whole) : end) - begin);
+  };
+  float next_edge = 0;
   const auto prefetch = [&](int row) {
     if (row < p.rows.count) {
-      const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row) + begin;
-      const int count = left();
+      const T* x = x_of(row);
+      const RowSpan<T, kEdges> span(x, length());
+      next_edge = load_edge<T, kEdges>(x, length(), thread);
+      x += span.head + begin;
+      const int count = left(span);
 #pragma unroll
       for (int j = 0; j < kResidentVectors; ++j) {
         if (j * kStep < count) {
@@ -65,7 +79,8 @@ void forward_resident(const ForwardParams& p) {
   for (; row < p.rows.count; row += rows_apart) {
     device::async_wait<0>();
     HeldRow<T> held;
-    const int present = left();
+    const float edge = next_edge;
+    const int present = left(RowSpan<T, kEdges>(x_of(row), length()));
 #pragma unroll
     for (int j = 0; j < kResidentVectors; ++j) {
       if (j * kStep < present) {
@@ -77,9 +92,14 @@ void forward_resident(const ForwardParams& p) {
     }
     prefetch(row + rows_apart);
 
+    // Where the edge counts for the cluster.
+    const auto counted_edge = [&] {
+      return kClustered && device::cluster_rank() != 0 ? -infinity<float>() : edge;
+    };
     // Every warp looks at the largest of all threads; of those of a cluster's blocks, at 256.
     float tops[kWarps];
-    group.gather_max(max_in_word<T>(held.top()), tops);
+    const float top = max_in_word<T>(held.top());
+    group.gather_max(kEdges ? max_or_nan(top, edge) : top, tops);
     float largest = tops[0];
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) largest = max_or_nan(largest, tops[w]);
@@ -105,10 +125,15 @@ void forward_resident(const ForwardParams& p) {
         static_cast<int32_t*>(p.support_size.data)[row_offset(p.rows, p.support_size, row)] = size;
       }
     };
-    const auto store_y = [&](auto vector_of) {
+    const auto store_y = [&](auto vector_of, auto value_of) {
       if (!p.y.data) return;
-      T* y = static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row) + begin;
-      const int wanted = left();
+      T* y = static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row);
+      if (!kClustered || device::cluster_rank() == 0) {
+        store_edge<T, kEdges>(y, length(), thread, [&] { return value_of(edge); });
+      }
+      const RowSpan<T, kEdges> span(y, length());
+      y += span.head + begin;
+      const int wanted = left(span);
 #pragma unroll
       for (int j = 0; j < kResidentVectors; ++j) {
         const Words of_x = held.fresh(j);
@@ -120,7 +145,7 @@ void forward_resident(const ForwardParams& p) {
       }
     };
     const auto store_bits = [&](auto active) {
-      if (!p.support.data) return;
+      if (kEdges || !p.support.data) return;
       uint8_t* bytes = static_cast<uint8_t*>(p.support.data) + row_offset(p.rows, p.support, row);
       const int first = device::kept(begin);
 #pragma unroll
@@ -146,13 +171,15 @@ void forward_resident(const ForwardParams& p) {
 #pragma unroll
         for (int w = 0; w < 4; ++w) held.vector[j].element[w] = 0;
       }
-      store_y([&](const Words& of_x) { return held.map(of_x, [&](float) { return fill; }); });
+      const auto fill_of = [&](float) { return fill; };
+      store_y([&](const Words& of_x) { return held.map(of_x, fill_of); }, fill_of);
       store_bits([](float) { return false; });
       finish(empty ? infinity<float>() : fill, empty ? 0 : -1);
       continue;
     }
     const auto every = [&](auto use) {
       held.for_each_above(bound, [&](float x) { use(x - largest); });
+      if constexpr (kEdges) use(counted_edge() - largest);
     };
     // How many elements of a row whose threads are `threads` are active.
     const auto count = [&](auto& threads, const auto& elements, auto active) {
@@ -173,11 +200,11 @@ void forward_resident(const ForwardParams& p) {
         held.for_each_in(held.fresh(j), [&](float x, int) { part += power_of_e(x); });
         sum += part;
       }
+      if constexpr (kEdges) sum += power_of_e(counted_edge());
       group.sum(sum, unused);
       const float scale = 1 / sum;
-      store_y([&](const Words& of_x) {
-        return held.map(of_x, [&](float x) { return power_of_e(x) * scale; });
-      });
+      const auto value_of = [&](float x) { return power_of_e(x) * scale; };
+      store_y([&](const Words& of_x) { return held.map(of_x, value_of); }, value_of);
       finish(largest + log_of(sum), size);
     } else {
       const float lowest = theta_of_bound(power, largest, bound);
@@ -185,7 +212,9 @@ void forward_resident(const ForwardParams& p) {
         if constexpr (kFamily != Family::general && !(kFamily == Family::entmax15 && kClustered)) {
           return lowest;
         } else {
-          const float own[] = {max_in_word<T>(held.top()) - largest};
+          const float top_of_vectors = max_in_word<T>(held.top());
+          const float own[] = {
+              (kEdges ? max_or_nan(top_of_vectors, counted_edge()) : top_of_vectors) - largest};
           return theta_by_sample(rough, lowest, own, kLength, group, [&](auto use) {
 #pragma unroll
             for (int j = 0; j < kResidentVectors; ++j) {
@@ -222,7 +251,11 @@ void forward_resident(const ForwardParams& p) {
         candidates.collect(held, bound, largest);
       }
       bool settled = candidates.complete();
-      const auto each = [&](auto use) { candidates.for_each(largest, use); };
+      // Each block counts all of a cluster's values by itself.
+      const auto each = [&](auto use) {
+        candidates.for_each(largest, use);
+        if constexpr (kEdges) use((kCounts ? edge : counted_edge()) - largest);
+      };
       if constexpr (kLists) {
         // Threads go either way.
         const auto any = [&](auto use) { settled ? each(use) : every(use); };
@@ -250,9 +283,9 @@ void forward_resident(const ForwardParams& p) {
       }
       if (settled) {
         if (p.y.data) candidates.replace(value_of);
-        store_y([&](const Words& of_x) { return candidates.look_up(of_x); });
+        store_y([&](const Words& of_x) { return candidates.look_up(of_x); }, value_of);
       } else {
-        store_y([&](const Words& of_x) { return held.map(of_x, value_of); });
+        store_y([&](const Words& of_x) { return held.map(of_x, value_of); }, value_of);
       }
       if constexpr (kFamily == Family::sparsemax) {
         store_bits([&](float x) { return active(x - largest); });

@@ -2,6 +2,7 @@
 // and the sum of exp, which is rescaled whenever a lane's maximum grows, and once to write y.
 #pragma once
 
+#include "ops/entmax/cuda/smxx_edge.cuh"
 #include "ops/entmax/cuda/smxx_forward_any.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
 
@@ -11,7 +12,7 @@ namespace pullback::entmax {
 inline float exp_of_negative(float x) { return exp2f(x * 1.44269504f); }
 
 // Rows as for forward_registers.
-template <class T>
+template <class T, bool kEdges = false>
 void forward_softmax(const ForwardParams& p) {
   using device::infinity;
   constexpr int kLength = device::kVectorLength<T>;
@@ -19,9 +20,14 @@ void forward_softmax(const ForwardParams& p) {
   __shared__ GroupScratch<kSoftmaxWarps> scratch;
   Group<kSoftmaxWarps> group(scratch);
   const int64_t row = blockIdx.x;
-  const int64_t length = p.rows.length;
   const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row);
   T* y = p.y.data ? static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row) : nullptr;
+  const auto whole_row = static_cast<int>(p.rows.length);
+  const int thread = static_cast<int>(threadIdx.x);
+  const float edge = load_edge<T, kEdges>(x, whole_row, thread);
+  const RowSpan<T, kEdges> span(x, whole_row);
+  const int64_t length = span.whole;  // of the vectors
+  x += span.head;
   const int64_t start = static_cast<int64_t>(threadIdx.x) * kLength;
 
   // Calls use(vectors, how many of them lie in the row, position of the first).
@@ -50,8 +56,8 @@ void forward_softmax(const ForwardParams& p) {
     }
   };
 
-  float own = -infinity<float>();
-  double sum = 0, size = 0;
+  float own = edge;
+  double sum = edge > -infinity<float>() ? 1 : 0, size = sum;
   for_each_tile([&](const Words(&tile)[kSoftmaxVectors], int64_t) {
     uint32_t top = max_of<T>(tile[0]);
 #pragma unroll
@@ -98,14 +104,17 @@ void forward_softmax(const ForwardParams& p) {
   }
   if (!y) return;
   const bool degenerate = !(magnitude(largest) < infinity<float>());
+  const auto value_of = [&](float v) {
+    return degenerate ? scale : scale * exp_of_negative(v - largest);
+  };
+  store_edge<T, kEdges>(y, whole_row, thread, [&] { return value_of(edge); });
+  y += span.head;
   for_each_tile([&](const Words(&tile)[kSoftmaxVectors], int64_t at) {
 #pragma unroll
     for (int j = 0; j < kSoftmaxVectors; ++j) {
       if (at + j * kStep >= length) break;
       float value[kLength];
-      for_each_element(tile[j], [&](float v, int i) {
-        value[i] = degenerate ? scale : scale * exp_of_negative(v - largest);
-      });
+      for_each_element(tile[j], [&](float v, int i) { value[i] = value_of(v); });
       Words packed;
 #pragma unroll
       for (int w = 0; w < 4; ++w) {

@@ -8,6 +8,8 @@
 // A row with more survivors than the lists hold is read again (smxx_forward_any.cuh).
 #pragma once
 
+#include "device/registers.cuh"
+#include "ops/entmax/cuda/smxx_edge.cuh"
 #include "ops/entmax/cuda/smxx_forward_any.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
 
@@ -15,7 +17,7 @@ namespace pullback::entmax {
 
 struct Survivor {
   float x;
-  int at;  // in the row
+  int at;  // from the first vector of the row on
 };
 
 // One lane's list, and the bound that its warp shares.
@@ -96,7 +98,7 @@ void store_survivor_bits(uint8_t* support, int64_t step, const List& list, const
 
 // Rows as for forward_registers, of less than 2^30 elements. kWarps: of a row, which is a block of
 // its own; but kStreamWarps rows of one warp share a block.
-template <class T, Family kFamily, int kWarps>
+template <class T, Family kFamily, int kWarps, bool kEdges = false>
 void forward_stream(const ForwardParams& p) {
   using device::infinity;
   constexpr int kLength = device::kVectorLength<T>;
@@ -109,17 +111,29 @@ void forward_stream(const ForwardParams& p) {
   const int64_t row = kWarps == 1 ? static_cast<int64_t>(blockIdx.x) * kStreamWarps + warp
                                   : static_cast<int64_t>(blockIdx.x);
   if (row >= p.rows.count) return;
-  const int length = static_cast<int>(p.rows.length);
   const T* x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, row);
   T* y = p.y.data ? static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row) : nullptr;
-  uint8_t* support =
-      p.support.data ? static_cast<uint8_t*>(p.support.data) + row_offset(p.rows, p.support, row)
-                     : nullptr;
+  uint8_t* support = !kEdges && p.support.data ? static_cast<uint8_t*>(p.support.data) +
+                                                     row_offset(p.rows, p.support, row)
+                                               : nullptr;
+  const RowSpan<T, kEdges> span(x, static_cast<int>(p.rows.length));
+  const int length = span.whole;  // of the vectors
 
   const Power<kFamily, float> power(p.alpha);
   Survivors<Power<kFamily, float>, kLength> survivors(
       power, lists + warp * kSurvivors * device::kWarpSize + lane);
 
+  float own = -infinity<float>();  // this lane's largest
+  if constexpr (kEdges) {
+    x += span.head;
+    if (y) y += span.head;
+    if (group.thread() < span.edge) {
+      const int at = span.edge_at(group.thread()) - span.head;
+      own = device::to_real(x[at]);
+      if (y) y[at] = device::from_real<T>(0.0f);
+      survivors.add(own, at);
+    }
+  }
   int begin = (kWarps == 1 ? 0 : warp * kTile) + lane * kLength;
   const auto load = [&](Words(&tile)[kStreamVectors], int first) {
 #pragma unroll
@@ -133,7 +147,6 @@ void forward_stream(const ForwardParams& p) {
       }
     }
   };
-  float own = -infinity<float>();  // this lane's largest
   bool first = true;
   Words tile[kStreamVectors], next[kStreamVectors];
   load(next, begin);
@@ -194,7 +207,14 @@ void forward_stream(const ForwardParams& p) {
   if (!finite || again) {
     // The zeros above were stored by other lanes than the values to come.
     kWarps == 1 ? __syncwarp() : __syncthreads();
-    const RowOfAny<T> whole{x, nullptr, y, support, 1, 0, 1, p.support.axis, length};
+    RowOfAny<T> whole{x, nullptr, y, support, 1, 0, 1, p.support.axis, length};
+    if constexpr (kEdges) {
+      // Computed again: while x is read, no register is left for where the row begins.
+      const int64_t same_row = device::kept(row);
+      whole.x = static_cast<const T*>(p.x.data) + row_offset(p.rows, p.x, same_row);
+      if (y) whole.y = static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, same_row);
+      whole.length = p.rows.length;
+    }
     RowResult<float> result;
     if (finite) {
       result = row_of_family<kFamily>(whole, p.alpha, group, largest, own,

@@ -1,0 +1,76 @@
+// The backward of rows of a few elements, and of rows that lie across memory, from y: many rows a
+// block, each in the registers of one thread or of several (smxx_tile.cuh).
+//   d_x = s (d_y - <s, d_y> / S),  s = y^(2-alpha), S = sum of s
+// Staged, y and d_y have a tile each, and d_x takes d_y's.
+#pragma once
+
+#include "ops/entmax/cuda/backward_row.cuh"
+#include "ops/entmax/cuda/smxx_tile.cuh"
+
+namespace pullback::entmax {
+
+// One row's part of this thread. Without a row the slices have no elements.
+template <class T, Weights kWeights, class G, class Slice>
+void backward_of_tile(double alpha, G& group, const Slice& y, const Slice& d_y, const Slice& d_x) {
+  constexpr int kHeld = kBackwardTileHeld;
+  float s[kHeld], gradients[kHeld];
+  y.load(s, 0);
+  d_y.load(gradients, 0);
+  Sums<float> sums;
+  for_held<kHeld>(y.count(), [&](int k) {
+    s[k] = slope<T, kWeights>(s[k], alpha);
+    add(sums, s[k], gradients[k]);
+  });
+  group.sum(sums.s, sums.s_d_y);
+  const float mean = sums.s_d_y / sums.s;
+  d_x.template store<kHeld>([&](int k) { return gradient(s[k], gradients[k], mean); });
+}
+
+template <class T, Weights kWeights, bool kStaged>
+void backward_tile(const BackwardTileParams& params) {
+  const BackwardParams& p = params.op;
+  const TileShape& shape = params.shape;
+  const int length = static_cast<int>(p.rows.length);
+  const auto threads = static_cast<int>(blockDim.x);
+  if constexpr (kStaged) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    const int rows_of_pass = threads / kWarpSize * shape.columns;
+    const int rows_of_block = rows_of_pass * shape.passes;
+    T* y = reinterpret_cast<T*>(memory);
+    T* d_y = y + rows_of_block * shape.pitch;
+    const int64_t begin = static_cast<int64_t>(blockIdx.x) * rows_of_block;
+    const auto rows =
+        static_cast<int>(min(p.rows.count - begin, static_cast<int64_t>(rows_of_block)));
+    const Staging<T> staging_y(y, rows * length, shape.per_row);
+    const Staging<T> staging_d_y(d_y, rows * length, shape.per_row);
+    staging_y.load(static_cast<const T*>(p.y.data) + begin * length);
+    staging_d_y.load(static_cast<const T*>(p.d_y.data) + begin * length);
+    __syncthreads();
+#pragma unroll 1
+    for (int first = 0; first < rows; first += rows_of_pass) {
+      TileGroup<false> group(shape, nullptr);
+      const int row = first + group.row();
+      const auto slice = [&](T* tile) {
+        return TileSlice<T, true>(tile + row * shape.pitch, 1, shape, group,
+                                  row < rows ? length : 0);
+      };
+      backward_of_tile<T, kWeights>(p.alpha_of_all, group, slice(y), slice(d_y), slice(d_y));
+    }
+    __syncthreads();
+    staging_d_y.store(static_cast<T*>(p.d_x.data) + begin * length);
+  } else {
+    using Group = TileGroup<true>;
+    __shared__ float scratch[2 * Group::kMostValues * kTileScratch];
+    Group group(shape, scratch);
+    const int rows_of_block = shape.columns * (shape.warps == 1 ? threads / kWarpSize : 1);
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_of_block + group.row();
+    const bool exists = row < p.rows.count;
+    const auto slice = [&](const RowTensor& tensor) {
+      T* first = static_cast<T*>(tensor.data) + (exists ? row_offset(p.rows, tensor, row) : 0);
+      return TileSlice<T, false>(first, tensor.axis, shape, group, exists ? length : 0);
+    };
+    backward_of_tile<T, kWeights>(p.alpha_of_all, group, slice(p.y), slice(p.d_y), slice(p.d_x));
+  }
+}
+
+}  // namespace pullback::entmax
