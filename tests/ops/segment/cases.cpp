@@ -212,6 +212,9 @@ void add_edges(std::vector<Case>& cases) {
   }
 }
 
+// Rows, of up to 128 bytes and more, that are made of smaller pieces than of 16 bytes.
+constexpr std::int64_t kPieceColumns[] = {2, 6, 12, 67, 70, 100};
+
 // What backward of max and min may use, where rows are in whole vectors, many columns, or one.
 void add_widths(std::vector<Case>& cases, const std::string& reduce, const std::string& ties,
                 const Lengths& lengths) {
@@ -230,6 +233,13 @@ void add_widths(std::vector<Case>& cases, const std::string& reduce, const std::
     add("D=64", {lengths, 64});
     add("D=64 unsorted", {lengths, 64, Form::unsorted});
     add("D=264", {lengths, 264});
+    // Of the kernels, min has those of forward alone to itself.
+    if (reduce == "min" && (arg == std::string("i32") || arg == std::string("u8"))) continue;
+    for (const std::int64_t columns : kPieceColumns) {
+      const std::string width = "D=" + std::to_string(columns);
+      add(width, {lengths, columns});
+      if (columns <= 12) add(width + " unsorted", {lengths, columns, Form::unsorted});
+    }
   }
 }
 
@@ -250,6 +260,13 @@ std::vector<Case> segment_cases() {
                                                   {"unsorted", Form::unsorted}};
     for (const auto& [name, form] : forms) add(make_case(name, reduce, {mixed, 7, form}));
     add(make_case("unsorted D=64", reduce, {mixed, 64, Form::unsorted}));
+    for (const std::int64_t columns : kPieceColumns) {
+      const std::string width = "D=" + std::to_string(columns);
+      add(make_case(width, reduce, {mixed, columns}));
+      if (columns <= 12) {
+        add(make_case(width + " unsorted", reduce, {mixed, columns, Form::unsorted, 2, 3}));
+      }
+    }
     for (Form form : {Form::offsets_i64, Form::ids_i64, Form::unsorted}) {
       add(make_case("rows in no segment " + std::to_string(static_cast<int>(form)), reduce,
                     {mixed, 5, form, 6, 9}));
@@ -289,7 +306,7 @@ std::vector<Case> segment_cases() {
     for (const std::string empty : {"zero", "nan"}) {
       add(make_case("empty " + empty + " D=1", reduce, {mixed, 1}, {{"empty", empty}}));
     }
-    for (std::int64_t columns : {4, 8, 16, 32}) {
+    for (std::int64_t columns : {2, 4, 6, 8, 16, 32}) {
       const std::string name = " D=" + std::to_string(columns);
       add(make_case("narrow" + name, reduce, {blocks, columns, Form::offsets_i32, 40, 90}));
       if (reduce == "softmax") continue;

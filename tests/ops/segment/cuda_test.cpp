@@ -30,6 +30,25 @@ using testing::kReduces;
 
 enum class Saved { arg, mask, nothing };
 
+// The elements of a contiguous tensor, some elements behind an aligned address.
+struct Shifted {
+  HostTensor memory;
+  std::int64_t shift;
+
+  Shifted(const HostTensor& tensor, std::int64_t shift_)
+      : memory(TensorSpec::contiguous(tensor.spec().dtype, {shift_ + tensor.numel()})),
+        shift(shift_) {
+    for (std::int64_t i = 0; i < tensor.numel(); ++i) memory.set(shift + i, tensor.get(i));
+  }
+  void* begin(void* first) const {
+    return static_cast<std::byte*>(first) +
+           static_cast<std::size_t>(shift) * size_of(memory.spec().dtype);
+  }
+  void copy_to(HostTensor& tensor) const {
+    for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, memory.get(shift + i));
+  }
+};
+
 // Forward and backward on one device.
 struct OneRun {
   SegmentProblem problem;
@@ -38,6 +57,7 @@ struct OneRun {
   DType arg_dtype = DType::i64;
   bool wants_arg = true;
   testing::MaskLayout mask_layout;
+  std::int64_t shift = 0;  // of x and d_x
   HostTensor out, arg, mask, d_x;
 
   void operator()(const Device& device, const std::string& variant) {
@@ -62,12 +82,13 @@ struct OneRun {
     }
     out = HostTensor(full.out);
     d_x = HostTensor(full.d_x);
-    tensors.x = memory.input(x);
+    const Shifted shifted_x(x, shift), shifted_d_x(d_x, shift);
+    tensors.x = shifted_x.begin(const_cast<void*>(memory.input(shifted_x.memory)));
     (full.ids.given() ? tensors.ids : tensors.offsets) = memory.input(index);
     tensors.permutation = permutation.spec().given() ? memory.input(permutation) : nullptr;
     tensors.out = memory.output(out);
     tensors.d_out = memory.input(d_out);
-    tensors.d_x = memory.output(d_x);
+    tensors.d_x = shifted_d_x.begin(memory.output(shifted_d_x.memory));
     const auto pass = [&](Pass which) {
       const auto plan = make_plan(device, full, which, {variant});
       memory.reserve_workspace(plan.workspace_bytes());
@@ -78,6 +99,8 @@ struct OneRun {
     if (saved != Saved::mask) tensors.arg_mask = nullptr;
     pass(Pass::backward);
     memory.fetch(driver::Fetch::all);
+    shifted_d_x.copy_to(d_x);
+    EXPECT_TRUE(shifted_d_x.memory.guards_intact());
   }
 };
 
@@ -92,7 +115,8 @@ class segment_cuda : public ::testing::Test {
   static void expect_same_as_reference(const Index& index, std::int64_t rows, std::int64_t columns,
                                        std::int64_t num_segments, DType dtype,
                                        const Index& permutation = {}, DType element = DType::f64,
-                                       testing::MaskLayout mask_layout = {}) {
+                                       testing::MaskLayout mask_layout = {},
+                                       std::int64_t shift = 0) {
     Random random(5);
     const std::int64_t segments =
         num_segments > 0 ? num_segments : static_cast<std::int64_t>(index.size()) - 1;
@@ -108,6 +132,7 @@ class segment_cuda : public ::testing::Test {
         run.index = index_tensor(index, dtype);
         if (!permutation.empty()) run.permutation = index_tensor(permutation, dtype);
         run.mask_layout = mask_layout;
+        run.shift = shift;
         run.x = HostTensor(TensorSpec::contiguous(element, {rows, columns}));
         for (std::int64_t i = 0; i < run.x.numel(); ++i) {
           run.x.set(i, static_cast<double>(random.integer(-2, 2)));
@@ -205,6 +230,19 @@ TEST_F(segment_cuda, mask_of_any_stride_and_alignment) {
        {testing::MaskLayout{3, 0}, testing::MaskLayout{1, 1}, testing::MaskLayout{2, 5}}) {
     expect_same_as_reference({0, 7, 7, 40, 1900, 3000}, 3000, 1, 0, DType::i64, {}, DType::f32,
                              layout);
+  }
+}
+
+// A plan for rows of aligned pieces meets some that lie elsewhere. Elements of 2 bytes are read
+// with the other half of their word, which the tensor may not have.
+TEST_F(segment_cuda, rows_that_begin_anywhere) {
+  for (const DType element : {DType::bf16, DType::f32}) {
+    for (const std::int64_t columns : {4, 5, 6}) {
+      for (const std::int64_t shift : {0, 1, 2}) {
+        expect_same_as_reference({0, 7, 7, 40, 190, 301}, 301, columns, 0, DType::i64, {}, element,
+                                 {}, shift);
+      }
+    }
   }
 }
 

@@ -81,7 +81,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
       : CudaBody(device), problem_(problem), setup_(problem, device_, layout_) {
     const DType dtype = problem.x.dtype;
     const auto element = size_of(dtype);
-    const auto length = static_cast<std::size_t>(vector_length(dtype));
+    const int length = vector_length(dtype);
     const std::size_t real = size_of(accumulation_dtype(dtype));
     const auto cells = static_cast<std::size_t>(problem.num_segments * problem.x.shape[1]);
     x_ = matrix(problem.x, element, length);
@@ -133,7 +133,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
     const bool even = problem.ties == Ties::even;
     const bool wide = problem.x.shape[0] > std::numeric_limits<std::int32_t>::max();
     own_arg_dtype_ = wide ? DType::i64 : DType::i32;
-    const auto length = static_cast<std::size_t>(vector_length(dtype));
+    const int length = vector_length(dtype);
     if (problem.arg.given() && !even) {
       arg_ = matrix(problem.arg, size_of(problem.arg.dtype), length);
       extremes_.by_arg.emplace(problem, device_, arg_map(problem.arg.dtype, dtype),

@@ -43,7 +43,7 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
       : CudaBody(device), problem_(problem), setup_(problem, device_, layout_) {
     const DType dtype = problem.x.dtype;
     const auto element = size_of(dtype);
-    const auto length = static_cast<std::size_t>(vector_length(dtype));
+    const int length = vector_length(dtype);
     const bool softmax = problem.reduce == SegmentReduce::softmax;
     const bool even = problem.ties == Ties::even;
     const bool mask = problem.arg_mask.given();

@@ -1,6 +1,8 @@
 // Which kernels go over rows, and in which shape.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "ops/segment/cuda/stages.hpp"
 
 namespace pullback::segment_cuda {
@@ -8,6 +10,9 @@ namespace {
 
 int bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
+// Of map_rows, at least: all walkers have kWalkerRows of a tile's rows.
+constexpr int kMapLaneBits = 1;
+static_assert(tile_items(kMapLaneBits, kWalkerRows) <= kMostTileRows);
 
 cuda::OpKernel kernel_of(const MapOp& op, std::string_view what, DType dtype, std::string_view file,
                          std::string function) {
@@ -27,22 +32,22 @@ std::string type_of(const MapOp& op, DType dtype, int vector, bool perm) {
 }
 
 cuda::OpKernel rows_kernel(const MapOp& op, DType dtype, Access access) {
-  const auto what = access == Access::wide  ? "map_rows_wide"
-                    : access == Access::any ? "map_rows_any"
-                                            : "map_rows_wide_permuted";
-  const int vector = access == Access::any ? 1 : vector_length(dtype);
-  const bool perm = access != Access::wide;
+  const auto& [vector, perm] = access;
   cuda::OpKernel kernel = kernel_of(
-      op, what, dtype, "ops/segment/cuda/smxx_map_rows.cuh",
+      op, fmt::format("map_rows_{}", name_of(access, dtype)), dtype,
+      "ops/segment/cuda/smxx_map_rows.cuh",
       fmt::format("segment_cuda::map_rows<{}, {}, {}, {}>", type_of(op, dtype, vector, perm),
                   cuda::device_type(dtype), vector, perm));
-  if (access == Access::wide && dtype != DType::f64) kernel.blocks = op.blocks;
+  if (!perm) kernel.blocks = op.blocks;
   return kernel;
 }
-cuda::OpKernel narrow_kernel(const MapOp& op, DType dtype) {
-  const int vector = vector_length(dtype);
+bool has_narrow(const MapOp& op, Access access) { return op.narrow_blocks > 0 && !access.permuted; }
+cuda::OpKernel narrow_kernel(const MapOp& op, DType dtype, Access access) {
+  const int vector = access.vector;
+  const bool wide = vector == vector_length(dtype);
   cuda::OpKernel kernel =
-      kernel_of(op, "map_narrow", dtype, "ops/segment/cuda/smxx_map_rows.cuh",
+      kernel_of(op, wide ? "map_narrow" : fmt::format("map_narrow_{}", name_of(access, dtype)),
+                dtype, "ops/segment/cuda/smxx_map_rows.cuh",
                 fmt::format("segment_cuda::map_narrow<{}, {}, {}>",
                             type_of(op, dtype, vector, true), cuda::device_type(dtype), vector));
   kernel.blocks = op.narrow_blocks;
@@ -66,6 +71,19 @@ cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
   // Those that keep much would spill with more.
   kernel.blocks = chunks ? op.chunk_blocks : op.blocks == 2 ? 5 : 8;
   return kernel;
+}
+
+// The tiling of rows that 2^fewest lanes or more take by pieces of `vector` columns.
+Tiling map_tiling(const SegmentProblem& problem, const cuda::DeviceInfo& device, int vector,
+                  int fewest) {
+  const Tiling least = rows_tiling(problem, vector, fewest);
+  for (int rounds = map_rounds(vector * bytes(problem.x.dtype)); rounds > 1; rounds /= 2) {
+    Tiling longer = least;
+    longer.items = std::min<std::int64_t>(least.items * rounds, kMostTileRows);
+    const std::int64_t blocks = tiles_of(problem, longer) * longer.column_blocks;
+    if (blocks >= std::int64_t{kMapTiles} * device.multiprocessors) return longer;
+  }
+  return least;
 }
 
 }  // namespace
@@ -133,25 +151,23 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
       setup.allow_stream(*stream_);
     }
   } else {
-    const bool perm = permuted(problem);
-    bool wide = dtype != DType::f64;
-    for (const TensorSpec* tensor : rows) {
-      const auto length = static_cast<std::size_t>(vector_length(dtype));
-      wide &= matrix(*tensor, size_of(dtype), length).vectors != 0;
-    }
-    any_ = {rows_kernel(op, dtype, Access::any), device};
-    any_tiling_ = rows_tiling(problem, 1);
-    if (wide) {
+    any_ = {rows_kernel(op, dtype, kAnyAccess), device};
+    any_tiling_ = rows_tiling(problem, 1, kMapLaneBits);
+    const std::optional<Access> access = access_of(problem, rows);
+    // Many columns by single elements: a row takes all lanes of a block, whose one walker is slower
+    // in longer tiles.
+    constexpr std::int64_t kMostSingles = 128;
+    if (access && (access->vector > 1 || problem.x.shape[1] <= kMostSingles)) {
+      vector_ = access->vector;
       const bool narrow =
-          op.narrow_blocks > 0 && !perm && problem.x.shape[1] * bytes(dtype) <= kNarrowMostBytes;
-      wide_ = {narrow ? narrow_kernel(op, dtype)
-                      : rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide),
-               device};
-      wide_tiling_ = rows_tiling(problem, vector_length(dtype));
+          has_narrow(op, *access) && problem.x.shape[1] * bytes(dtype) <= kNarrowMostBytes;
+      pieces_ = {narrow ? narrow_kernel(op, dtype, *access) : rows_kernel(op, dtype, *access),
+                 device};
+      pieces_tiling_ = map_tiling(problem, device, vector_, narrow ? 0 : kMapLaneBits);
     }
   }
   setup.allow(any_tiling_);
-  if (wide_) setup.allow(wide_tiling_);
+  if (pieces_) setup.allow(pieces_tiling_);
 }
 
 void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
@@ -159,10 +175,10 @@ void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& boun
     setup.stream(launcher, *stream_, bound_params, chunks_ ? StreamKind::chunks : StreamKind::map);
     return;
   }
-  const bool wide = wide_ && in_vectors(bound_params);
-  const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
+  const bool pieces = pieces_ && in_pieces(bound_params, vector_);
+  const Tiling& shape = pieces ? pieces_tiling_ : any_tiling_;
   Params p = setup.tiled(launcher, bound_params, shape);
-  launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
+  launcher.launch(pieces ? *pieces_ : any_, p, p.tiles, shape.column_blocks);
 }
 
 std::vector<cuda::KernelSource> Mapping::kernels(const MapOp& op, DType dtype, int arch) {
@@ -170,13 +186,11 @@ std::vector<cuda::KernelSource> Mapping::kernels(const MapOp& op, DType dtype, i
   const auto add = [&](const cuda::OpKernel& kernel) {
     all.push_back(cuda::op_kernel<Params>(kernel, arch));
   };
-  add(rows_kernel(op, dtype, Access::any));
   add(column_kernel(op, dtype));
-  if (dtype != DType::f64) {
-    add(stream_kernel(op, dtype));
-    add(rows_kernel(op, dtype, Access::wide));
-    if (op.narrow_blocks > 0) add(narrow_kernel(op, dtype));
-    add(rows_kernel(op, dtype, Access::wide_permuted));
+  if (dtype != DType::f64) add(stream_kernel(op, dtype));
+  for (const Access access : accesses(dtype)) {
+    add(rows_kernel(op, dtype, access));
+    if (has_narrow(op, access)) add(narrow_kernel(op, dtype, access));
   }
   return all;
 }

@@ -9,7 +9,10 @@ namespace pullback::segment_cuda {
 struct Matrix {
   void* data;
   int64_t row_stride, column_stride;
-  int32_t vectors;  // rows are made of aligned 16-byte pieces
+  // Columns of the aligned pieces that rows are made of, as many as fit: a power of two. 0: columns
+  // lie apart.
+  int32_t vector;
+  int32_t element_bytes;
 };
 
 // A tensor of one dimension, i32 or i64.

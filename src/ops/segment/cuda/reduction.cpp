@@ -17,10 +17,6 @@ int reduce_bytes(const ReduceOp& op, DType dtype, int vector) {
   return reduce_rows_bytes(vector * static_cast<int>(size_of(dtype)), vector * op.state_bytes);
 }
 
-std::string_view name_of(Access access) {
-  return access == Access::wide ? "wide" : access == Access::any ? "any" : "wide_permuted";
-}
-
 cuda::OpKernel kernel_of(const ReduceOp& op, std::string_view what, std::string_view file,
                          const std::string& function, DType dtype) {
   return {.name = fmt::format("segment_{}_{}_{}", what, op.name, cuda::device_type(dtype)),
@@ -33,15 +29,15 @@ cuda::OpKernel kernel_of(const ReduceOp& op, std::string_view what, std::string_
 }
 
 cuda::OpKernel rows_kernel(const ReduceOp& op, DType dtype, Access access) {
-  cuda::OpKernel kernel = kernel_of(
-      op, fmt::format("reduce_rows_{}", name_of(access)), "ops/segment/cuda/smxx_reduce_rows.cuh",
-      fmt::format("segment_cuda::reduce_rows<segment_cuda::{}, {}, {}, {}, "
-                  "segment_cuda::Input::{}, {}, {}>",
-                  op.type, element(dtype), op.out, access == Access::any ? 1 : vector_length(dtype),
-                  op.input, access != Access::wide, op.state_bytes),
-      dtype);
-  if (access == Access::wide) kernel.blocks = op.blocks;
-  if (access == Access::wide_permuted) kernel.blocks = std::min(op.blocks, 3);
+  cuda::OpKernel kernel =
+      kernel_of(op, fmt::format("reduce_rows_{}", name_of(access, dtype)),
+                "ops/segment/cuda/smxx_reduce_rows.cuh",
+                fmt::format("segment_cuda::reduce_rows<segment_cuda::{}, {}, {}, {}, "
+                            "segment_cuda::Input::{}, {}, {}>",
+                            op.type, element(dtype), op.out, access.vector, op.input,
+                            access.permuted, op.state_bytes),
+                dtype);
+  if (access != kAnyAccess) kernel.blocks = access.permuted ? std::min(op.blocks, 3) : op.blocks;
   return kernel;
 }
 
@@ -196,12 +192,6 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
   const DType dtype = problem.x.dtype;
   const std::int64_t columns = problem.x.shape[1];
   const bool column = columns == 1;
-  const bool perm = permuted(problem);
-  bool wide = op.wide && !column && dtype != DType::f64;
-  for (const TensorSpec* input : inputs) {
-    const auto length = static_cast<std::size_t>(vector_length(dtype));
-    wide &= matrix(*input, size_of(dtype), length).vectors != 0;
-  }
   combine_columns_ = combine_width(columns, problem.num_segments);
   combine_ = {combine_kernel(op, dtype, combine_columns_), device};
   if (column) {
@@ -213,24 +203,25 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
       setup.allow_stream(*stream_);
     }
   } else {
-    any_ = {rows_kernel(op, dtype, Access::any), device, reduce_bytes(op, dtype, 1)};
-    if (wide) {
-      wide_ = {rows_kernel(op, dtype, perm ? Access::wide_permuted : Access::wide), device,
-               reduce_bytes(op, dtype, vector_length(dtype))};
+    any_ = {rows_kernel(op, dtype, kAnyAccess), device, reduce_bytes(op, dtype, 1)};
+    const std::optional<Access> access = access_of(problem, inputs);
+    if (op.wide && access) {
+      vector_ = access->vector;
+      pieces_ = {rows_kernel(op, dtype, *access), device, reduce_bytes(op, dtype, vector_)};
       narrow_lane_bits_ = narrow_lane_bits(problem);
       if (streams(op, dtype) && narrow_lane_bits_) {
         narrow_ = {narrow_kernel(op, dtype), device, kNarrowBytes};
         setup.allow_stream(*narrow_);
       }
-      wide_tiling_ = long_rows_tiling(problem, vector_length(dtype), setup.resident(*wide_));
-      setup.allow(wide_tiling_);
+      pieces_tiling_ = long_rows_tiling(problem, vector_, setup.resident(*pieces_));
+      setup.allow(pieces_tiling_);
     }
     any_tiling_ = long_rows_tiling(problem, 1, setup.resident(any_));
   }
   setup.allow(any_tiling_);
 
   std::int64_t most_tiles = tiles_of(problem, any_tiling_);
-  if (wide_) most_tiles = std::max(most_tiles, tiles_of(problem, wide_tiling_));
+  if (pieces_) most_tiles = std::max(most_tiles, tiles_of(problem, pieces_tiling_));
   if (stream_) most_tiles = std::max(most_tiles, setup.shares(*stream_));
   if (narrow_) most_tiles = std::max(most_tiles, setup.shares(*narrow_));
   slot_columns_ = (columns + 7) / 8 * 8;
@@ -246,16 +237,16 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
     setup.stream(launcher, *stream_, p, StreamKind::reduction);
     return;
   }
-  const bool wide = wide_ && in_vectors(p);
-  if (wide && narrow_) {
+  const bool pieces = pieces_ && in_pieces(p, vector_);
+  if (pieces && narrow_) {
     p.lane_bits = *narrow_lane_bits_;
     p.row_alignment = kNarrowChunkPieces >> p.lane_bits;
     setup.stream(launcher, *narrow_, p, StreamKind::narrow);
     return;
   }
-  const Tiling& shape = wide ? wide_tiling_ : any_tiling_;
+  const Tiling& shape = pieces ? pieces_tiling_ : any_tiling_;
   p = setup.tiled(launcher, p, shape);
-  launcher.launch(wide ? *wide_ : any_, p, p.tiles, shape.column_blocks);
+  launcher.launch(pieces ? *pieces_ : any_, p, p.tiles, shape.column_blocks);
   const std::int64_t looked_at = combine_tiles(combine_columns_, kThreads);
   launcher.launch(combine_, p, (p.tiles + looked_at - 1) / looked_at,
                   (p.columns + combine_columns_ - 1) / combine_columns_);
@@ -266,11 +257,9 @@ std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dty
   const auto add = [&](const cuda::OpKernel& kernel) {
     all.push_back(cuda::op_kernel<Params>(kernel, arch));
   };
-  add(rows_kernel(op, dtype, Access::any));
   add(column_kernel(op, dtype));
-  if (op.wide && dtype != DType::f64) {
-    add(rows_kernel(op, dtype, Access::wide));
-    add(rows_kernel(op, dtype, Access::wide_permuted));
+  for (const Access access : accesses(dtype)) {
+    if (op.wide || access == kAnyAccess) add(rows_kernel(op, dtype, access));
   }
   if (streams(op, dtype)) {
     add(stream_kernel(op, dtype));

@@ -44,30 +44,65 @@ std::int64_t blocks_for(std::int64_t work) {
 
 }  // namespace
 
-Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, std::size_t vector_length) {
+std::string name_of(Access access, DType dtype) {
+  if (access == kAnyAccess) return "any";
+  const std::size_t bytes = static_cast<std::size_t>(access.vector) * size_of(dtype);
+  return fmt::format("{}{}", bytes == 16 ? "wide" : std::to_string(bytes),
+                     access.permuted ? "_permuted" : "");
+}
+
+std::vector<Access> accesses(DType dtype) {
+  std::vector<Access> all = {kAnyAccess};
+  if (dtype == DType::f64) return all;
+  for (int vector = vector_length(dtype); vector > 0; vector /= 2) {
+    all.push_back({vector, false});
+    if (vector > 1) all.push_back({vector, true});
+  }
+  return all;
+}
+
+std::optional<Access> access_of(const SegmentProblem& problem, Specs rows) {
+  const DType dtype = problem.x.dtype;
+  Access access{vector_length(dtype), permuted(problem)};
+  for (const TensorSpec* tensor : rows) {
+    access.vector =
+        std::min(access.vector, matrix(*tensor, size_of(dtype), vector_length(dtype)).vector);
+  }
+  if (dtype == DType::f64 || access.vector == 0 || access == kAnyAccess) return {};
+  return access;
+}
+
+Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, int most) {
   if (!spec.given()) return {};
   Matrix result{.data = nullptr,
                 .row_stride = spec.shape[0] == 1 ? 0 : spec.strides[0],
                 .column_stride = spec.shape[1] == 1 ? 0 : spec.strides[1],
-                .vectors = 0};
-  const auto piece =
-      static_cast<std::int64_t>(std::min<std::size_t>(16 / element_bytes, vector_length));
-  result.vectors = result.column_stride == 1 && result.row_stride % piece == 0 &&
-                   spec.shape[1] % static_cast<std::int64_t>(vector_length) == 0;
+                .vector = 0,
+                .element_bytes = static_cast<std::int32_t>(element_bytes)};
+  if (result.column_stride != 1) return result;
+  const int aligned = 16 / result.element_bytes;
+  const auto fits = [&](int vector) {
+    return result.row_stride % std::min(aligned, vector) == 0 && spec.shape[1] % vector == 0;
+  };
+  result.vector = most;
+  while (!fits(result.vector)) result.vector /= 2;
   return result;
 }
 
-Matrix matrix(std::int64_t rows, std::int64_t columns, std::size_t vector_length) {
+Matrix matrix(std::int64_t rows, std::int64_t columns, int most) {
   const TensorSpec spec = TensorSpec::contiguous(DType::u8, {rows, columns});
-  return {.data = nullptr,
-          .row_stride = spec.strides[0],
-          .column_stride = 1,
-          .vectors = columns % static_cast<std::int64_t>(vector_length) == 0};
+  return matrix(spec, 1, most);
 }
 
 Matrix bound(Matrix matrix, const void* data) {
   matrix.data = const_cast<void*>(data);
-  matrix.vectors = matrix.vectors && cuda::vector_aligned({data});
+  const auto address = reinterpret_cast<std::uintptr_t>(data);
+  const auto aligned = [&] {
+    return address %
+               static_cast<std::uintptr_t>(std::min(16, matrix.vector * matrix.element_bytes)) ==
+           0;
+  };
+  while (matrix.vector > 1 && !aligned()) matrix.vector /= 2;
   return matrix;
 }
 
@@ -75,13 +110,13 @@ int vector_length(DType dtype) { return static_cast<int>(16 / size_of(dtype)); }
 
 bool permuted(const SegmentProblem& problem) { return problem.permutation.given(); }
 
-Tiling rows_tiling(const SegmentProblem& problem, int vector) {
+Tiling rows_tiling(const SegmentProblem& problem, int vector, int fewest) {
   const std::int64_t columns = problem.x.shape[1];
   const auto pieces = static_cast<std::uint64_t>((columns + vector - 1) / vector);
   Tiling tiling;
-  tiling.lane_bits =
-      std::clamp(pieces == 0 ? 0 : static_cast<int>(std::bit_width(pieces - 1)), 1, kMostLaneBits);
-  tiling.items = tile_items(tiling.lane_bits, kWalkerRows);
+  tiling.lane_bits = std::clamp(pieces == 0 ? 0 : static_cast<int>(std::bit_width(pieces - 1)),
+                                fewest, kMostLaneBits);
+  tiling.items = std::min(tile_items(tiling.lane_bits, kWalkerRows), kMostTileRows);
   const std::int64_t width = std::int64_t{vector} << tiling.lane_bits;
   tiling.column_blocks = (columns + width - 1) / width;
   return tiling;
@@ -91,12 +126,12 @@ Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t 
   Tiling tiling = rows_tiling(problem, vector);
   tiling.end_items = kRowsEndItems;
   const std::int64_t all = items_of(problem, tiling);
+  const int least = std::min(tile_items(tiling.lane_bits, kSnapRows), kMostTileRows - kSnapRows);
   // Tiles that fill the device a whole number of times, once if they have room for so many rows.
   for (std::int64_t wave = 1;; ++wave) {
     const std::int64_t tiles = std::max<std::int64_t>(
         1, wave * resident / std::max<std::int64_t>(1, tiling.column_blocks));
-    const std::int64_t items =
-        std::max<std::int64_t>((all + tiles - 1) / tiles, tile_items(tiling.lane_bits, kSnapRows));
+    const std::int64_t items = std::max<std::int64_t>((all + tiles - 1) / tiles, least);
     if (items + kSnapRows > kMostTileRows) continue;
     tiling.snap = kSnapRows;
     tiling.items = static_cast<int>(items);
@@ -257,10 +292,10 @@ void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound
   launcher.launch(kernel, p, blocks, 1);
 }
 
-bool in_vectors(const Params& p) {
+bool in_pieces(const Params& p, int vector) {
   for (const Matrix* matrix : {&p.x, &p.y, &p.result, &p.result2, &p.arg, &p.d_out, &p.statistic,
                                &p.statistic2, &p.out, &p.d_x}) {
-    if (matrix->data != nullptr && !matrix->vectors) return false;
+    if (matrix->data != nullptr && matrix->vector < vector) return false;
   }
   return true;
 }

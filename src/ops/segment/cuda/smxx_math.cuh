@@ -1,4 +1,4 @@
-// Single instructions, and 16-byte pieces of rows.
+// Single instructions, and pieces of rows.
 #pragma once
 
 #include "device/async_copy.cuh"
@@ -25,7 +25,7 @@ inline double larger(double a, double b) { return a != a || a > b ? a : b; }
 
 // Whether rows of T come in pairs of columns that can be compared together.
 template <class T, int kCount>
-inline constexpr bool kPairs = device::kComparesPacked && sizeof(T) == 2 && kCount % 8 == 0;
+inline constexpr bool kPairs = device::kComparesPacked && sizeof(T) == 2 && kCount % 2 == 0;
 
 constexpr int alignment_of(int bytes) { return bytes < 16 ? bytes : 16; }
 
@@ -61,43 +61,69 @@ struct alignas(alignment_of(2 * kCount)) PackedValues {
   }
 };
 template <int kCount>
-  requires(kCount % 8 == 0)
+  requires(kCount % 2 == 0)
 struct Values<device::bf16, kCount> : PackedValues<device::bf16, kCount> {
   static Values of(const float (&values)[kCount]) {
     return PackedValues<device::bf16, kCount>::template pack<Values>(values);
   }
 };
 template <int kCount>
-  requires(kCount % 8 == 0)
+  requires(kCount % 2 == 0)
 struct Values<device::f16, kCount> : PackedValues<device::f16, kCount> {
   static Values of(const float (&values)[kCount]) {
     return PackedValues<device::f16, kCount>::template pack<Values>(values);
   }
 };
 
+// A piece of 4 or 8 bytes as one word, which no compiler takes apart.
+template <int kBytes>
+struct WordOf {
+  using Type = uint32_t;
+};
+template <>
+struct WordOf<8> {
+  using Type = uint64_t;
+};
+template <class V>
+union PieceWord {
+  V values;
+  typename WordOf<sizeof(V)>::Type word;
+};
+template <class V>
+inline constexpr bool kIsWord = sizeof(V) == 4 || sizeof(V) == 8;
+
 // 16-byte pieces pass by the first-level cache: every one is touched once.
 template <class T, int kCount>
 Values<T, kCount> load_once(const T* at) {
-  if constexpr (sizeof(T) * kCount == 16) {
+  using V = Values<T, kCount>;
+  if constexpr (sizeof(V) == 16) {
     union {
       device::Words words;
-      Values<T, kCount> values;
+      V values;
     } piece = {device::load_words(at)};
     return piece.values;
+  } else if constexpr (kIsWord<V> && kCount > 1) {
+    PieceWord<V> piece;
+    piece.word = *reinterpret_cast<const decltype(piece.word)*>(at);
+    return piece.values;
   } else {
-    return *reinterpret_cast<const Values<T, kCount>*>(at);
+    return *reinterpret_cast<const V*>(at);
   }
 }
 template <class T, int kCount>
 void store_once(T* at, const Values<T, kCount>& values) {
-  if constexpr (sizeof(T) * kCount == 16) {
+  using V = Values<T, kCount>;
+  if constexpr (sizeof(V) == 16) {
     union {
-      Values<T, kCount> values;
+      V values;
       device::Words words;
     } piece = {values};
     device::store_words(at, piece.words);
+  } else if constexpr (kIsWord<V> && kCount > 1) {
+    const PieceWord<V> piece = {values};
+    *reinterpret_cast<decltype(PieceWord<V>::word)*>(at) = piece.word;
   } else {
-    *reinterpret_cast<Values<T, kCount>*>(at) = values;
+    *reinterpret_cast<V*>(at) = values;
   }
 }
 

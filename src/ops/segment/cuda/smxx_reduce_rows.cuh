@@ -20,13 +20,16 @@ template <class T, int kVector, Input kInput, bool kPermuted>
 struct RowReader {
   static constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
   static constexpr int kInputs = kInput == Input::product ? 2 : 1;
-  // Elements of 2 bytes and masks cannot be copied asynchronously.
-  static constexpr bool kRing = kInput != Input::mask && kBytes >= 4;
+  // Masks cannot be copied asynchronously, and elements of 2 bytes only with the other half of
+  // their word, which is worth it where rows follow each other.
+  static constexpr bool kHalves = kInput != Input::mask && kBytes == 2 && !kPermuted;
+  static constexpr bool kRing = kInput != Input::mask && (kBytes >= 4 || kHalves);
   static constexpr int kDepth = kRingRows / kInputs;
   static constexpr int kBatch = kDepth / 2;  // one is read while the next is on its way
   using Piece = Values<T, kVector>;
+  using Copied = Values<T, kHalves ? 2 : kVector>;
   struct Shared {
-    Piece ring[kRing ? kDepth : 1][kInputs][kThreads];
+    Copied ring[kRing ? kDepth : 1][kInputs][kThreads];
   };
   struct Row {
     Piece piece[kInputs];
@@ -74,6 +77,10 @@ struct RowReader {
       readable = batch_of(stop + kBatch - 1);
       if (readable > rows) readable = static_cast<int>(rows);
     }
+    if constexpr (kHalves) {
+      keep_inside(p.x);
+      if (kInputs == 2) keep_inside(p.y);
+    }
     if constexpr (kRing && !kPermuted) {
       const int64_t row = origin + batch_of(first);
       x += row * p.x.row_stride;
@@ -83,11 +90,30 @@ struct RowReader {
 
   static int batch_of(int at) { return at & -kBatch; }
   bool has(int at) const { return at >= first && at < stop; }
-  bool has_all(int at) const { return at >= first && at + kBatch <= stop; }
+  bool has_all(int at) const {
+    return at >= first && at + kBatch <= stop && (!kHalves || at + kBatch <= readable);
+  }
+
+  // Which half of its word this column of a row is.
+  int half_of(const Matrix& of, int64_t row) const {
+    const auto data = static_cast<uint32_t>(reinterpret_cast<uint64_t>(of.data) / 2);
+    return static_cast<int>((data + static_cast<uint32_t>(column) +
+                             static_cast<uint32_t>(row) * static_cast<uint32_t>(of.row_stride)) %
+                            2);
+  }
+  // Where rows follow each other upwards, only the first and the last element can have words that
+  // lie in the tensor by half. These are not asked for.
+  void keep_inside(const Matrix& of) {
+    const bool begins = column == 0 && origin + batch_of(first) == 0 && half_of(of, 0) == 1;
+    if (of.row_stride <= 0 || begins) readable = 0;
+    const bool ends = column == p.columns - 1 && half_of(of, p.rows - 1) == 0;
+    const int64_t last = p.rows - 1 - origin;
+    if (ends && readable > last) readable = static_cast<int>(last);
+  }
 
   // The ring's place of row `at`, an address in shared memory. Rows of a batch lie kSlotBytes
   // apart.
-  static constexpr uint32_t kPieceBytes = kThreads * sizeof(Piece);
+  static constexpr uint32_t kPieceBytes = kThreads * sizeof(Copied);
   static constexpr uint32_t kSlotBytes = kInputs * kPieceBytes;
   uint32_t slot(int at) const {
     return own + static_cast<uint32_t>(at) % static_cast<uint32_t>(kDepth) * kSlotBytes;
@@ -98,11 +124,16 @@ struct RowReader {
   void request(int at) {
     if constexpr (kRing) {
       const uint32_t to = slot(at);
+      const auto begin = [](const T* piece) {
+        if (!kHalves) return piece;
+        return reinterpret_cast<const T*>(reinterpret_cast<uint64_t>(piece) & ~uint64_t{3});
+      };
       const auto copy = [&](int i) {
         const int64_t row = kPermuted ? row_of<true>(p, origin + at + i) : i;
-        async_copy<kBytes>(to + i * kSlotBytes, x + row * p.x.row_stride);
+        async_copy<sizeof(Copied)>(to + i * kSlotBytes, begin(x + row * p.x.row_stride));
         if constexpr (kInputs == 2) {
-          async_copy<kBytes>(to + i * kSlotBytes + kPieceBytes, y + row * p.y.row_stride);
+          async_copy<sizeof(Copied)>(to + i * kSlotBytes + kPieceBytes,
+                                     begin(y + row * p.y.row_stride));
         }
       };
       if (at + kBatch <= readable) {
@@ -123,14 +154,29 @@ struct RowReader {
   void wait() const {
     if constexpr (kRing) async_wait<1>();
   }
+  Row copied(int at, int k) const {
+    Row row;
+#pragma unroll
+    for (int input = 0; input < kInputs; ++input) {
+      const auto piece = load_shared<Copied>(slot(at) + k * kSlotBytes + input * kPieceBytes);
+      if constexpr (kHalves) {
+        const int half = half_of(input == 0 ? p.x : p.y, origin + at + k);
+        row.piece[input].element[0] = piece.stored(half);
+      } else {
+        row.piece[input] = piece;
+      }
+    }
+    return row;
+  }
   // Row `at` + k, `at` being the first of a batch.
   Row get(int at, int k) const {
     Row row;
-    if constexpr (kRing) {
-#pragma unroll
-      for (int input = 0; input < kInputs; ++input) {
-        row.piece[input] = load_shared<Piece>(slot(at) + k * kSlotBytes + input * kPieceBytes);
-      }
+    if constexpr (kHalves) {
+      if (at + k < readable) return copied(at, k);
+      row.piece[0] = load_row<T, 1>(p.x, origin + at + k, column);
+      if constexpr (kInputs == 2) row.piece[1] = load_row<T, 1>(p.y, origin + at + k, column);
+    } else if constexpr (kRing) {
+      return copied(at, k);
     } else {
       const int64_t n = row_of<kPermuted>(p, origin + at + k);
       if constexpr (kInput == Input::mask) {
@@ -147,7 +193,13 @@ struct RowReader {
   Batch get_all(int at) const {
     Batch batch;
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) batch.rows[k] = get(at, k);
+    for (int k = 0; k < kBatch; ++k) {
+      if constexpr (kRing) {
+        batch.rows[k] = copied(at, k);
+      } else {
+        batch.rows[k] = get(at, k);
+      }
+    }
     return batch;
   }
 };
@@ -164,7 +216,7 @@ struct WalkerRows {
     ends.count(bits);
     __syncthreads();
     const int thread = threadIdx.x;
-    if (thread <= walkers) {
+    if (thread < walkers) {
       const int item = (rows + ends.all * end_items) * thread / walkers;
       int word = 0;
       for (int step = Bits::kWords / 2; step > 0; step /= 2) {
@@ -177,8 +229,9 @@ struct WalkerRows {
         const int before = ends.before[word] + __popc(bits.bits[word] & ((1u << step) - 1));
         if (word * 32 + step + before * end_items <= item) row = word * 32 + step;
       }
-      first[thread] = static_cast<uint16_t>(thread == walkers || row > rows ? rows : row);
+      first[thread] = static_cast<uint16_t>(row > rows ? rows : row);
     }
+    if (thread == 0) first[walkers] = static_cast<uint16_t>(rows);
     __syncthreads();
   }
 };

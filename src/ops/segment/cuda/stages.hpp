@@ -30,9 +30,20 @@ struct Layout {
   }
 };
 
-// How a kernel reads rows: in aligned 16-byte pieces, the same of permuted rows, or one by one with
-// any strides, permuted or not.
-enum class Access { wide, wide_permuted, any };
+// How a kernel reads rows: by aligned pieces of `vector` columns that follow each other, permuted
+// rows or not.
+struct Access {
+  int vector;
+  bool permuted;
+
+  friend bool operator==(const Access&, const Access&) = default;
+};
+// Element by element with any strides, permuted or not.
+inline constexpr Access kAnyAccess{.vector = 1, .permuted = true};
+// For kernels' names: "wide" where pieces have 16 bytes, else their bytes.
+std::string name_of(Access access, DType dtype);
+// All that there are kernels for.
+std::vector<Access> accesses(DType dtype);
 
 // How a kernel cuts the problem.
 struct Tiling {
@@ -61,22 +72,25 @@ struct Launcher {
               std::int64_t column_blocks) const;
 };
 
-Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, std::size_t vector_length);
+// Pieces have `most` columns at most.
+Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, int most);
 // A contiguous matrix of the workspace.
-Matrix matrix(std::int64_t rows, std::int64_t columns, std::size_t vector_length);
+Matrix matrix(std::int64_t rows, std::int64_t columns, int most);
 Matrix bound(Matrix matrix, const void* data);
-// Whether all bound matrices are made of 16-byte pieces.
-bool in_vectors(const Params& p);
+// Whether all bound matrices are made of pieces of so many columns.
+bool in_pieces(const Params& p, int vector);
 
 int vector_length(DType dtype);
+// By the largest pieces that these are made of; none where kAnyAccess is all there is.
+std::optional<Access> access_of(const SegmentProblem& problem, Specs rows);
 bool permuted(const SegmentProblem& problem);
 // Of x of one column: whether the tensors with a row for each of x, and the indices, lie so that
 // they can be streamed (smxx_stream.cuh), and whether those bound do.
 bool streamable(const SegmentProblem& problem, Specs rows);
 bool streamable(const Params& p);
-// The tiling of rows read in pieces of `vector` elements, the same in longer tiles for a device
-// that holds `resident` blocks, and that of x of one column.
-Tiling rows_tiling(const SegmentProblem& problem, int vector);
+// The tiling of rows read in pieces of `vector` elements, by 2^fewest lanes or more; the same in
+// longer tiles for a device that holds `resident` blocks; that of x of one column.
+Tiling rows_tiling(const SegmentProblem& problem, int vector, int fewest = 0);
 Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t resident);
 Tiling column_tiling(int bytes);
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
@@ -124,7 +138,7 @@ struct ReduceOp {
   std::string out;    // element of result
   std::string input;  // Input::…
   int state_bytes;
-  bool wide;       // whether there are kernels that read 16-byte pieces
+  bool wide;       // whether there are kernels that read by pieces
   int blocks = 4;  // on a multiprocessor, of those for rows: bounds registers
 };
 
@@ -142,16 +156,17 @@ class Reduction {
 
   // `p` has the inputs and results bound.
   void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
-  const Tiling& tiling() const { return wide_ ? wide_tiling_ : any_tiling_; }
+  const Tiling& tiling() const { return pieces_ ? pieces_tiling_ : any_tiling_; }
 
   static std::vector<cuda::KernelSource> kernels(const ReduceOp& op, DType dtype, int arch);
 
  private:
   SegmentProblem problem_;
-  std::optional<Kernel> wide_, stream_, narrow_;
+  std::optional<Kernel> pieces_, stream_, narrow_;
   std::optional<int> narrow_lane_bits_;
   Kernel any_, combine_;
-  Tiling wide_tiling_, any_tiling_;
+  int vector_ = 0;  // of pieces_
+  Tiling pieces_tiling_, any_tiling_;
   int combine_columns_;
   std::int64_t slot_columns_;
   std::size_t slots_at_;
@@ -162,7 +177,7 @@ struct MapOp {
   std::string name;
   std::string type;   // with {T} for the element, {V} for the columns of a lane, {P} for permuted
   int segment_bytes;  // sizeof(Segment) for one column
-  int blocks = 4;     // on a multiprocessor, of the wide kernels: bounds registers
+  int blocks = 4;     // on a multiprocessor, of the kernels for pieces: bounds registers
   // The same of smxx_map_chunks.cuh, which needs no reduction before it; 0: x of one column goes by
   // smxx_map_stream.cuh.
   int chunk_blocks = 0;
@@ -191,10 +206,11 @@ class Mapping {
 
  private:
   SegmentProblem problem_;
-  std::optional<Kernel> wide_, stream_;
+  std::optional<Kernel> pieces_, stream_;
   Kernel any_;
   bool chunks_;
-  Tiling wide_tiling_, any_tiling_;
+  int vector_ = 0;  // of pieces_
+  Tiling pieces_tiling_, any_tiling_;
 };
 
 std::unique_ptr<SegmentBody> make_forward(const SegmentProblem& problem, const Device& device);

@@ -10,7 +10,6 @@ inline constexpr int kCheckBlocks = 1024;   // blocks that check the indices, at
 inline constexpr int kProductColumns = 32;  // of a block that carries products from tile to tile
 inline constexpr int kCombineSequential = 32;  // slots that one thread combines by itself
 
-inline constexpr int kFewestLanes = 2;   // of a row of several columns
 inline constexpr int kMostLaneBits = 8;  // a row takes the whole block
 inline constexpr int kMaskTileItems = 256;
 
@@ -18,14 +17,16 @@ inline constexpr int kMaskTileItems = 256;
 constexpr int tile_items(int lane_bits, int walker_rows) {
   return (kThreads >> lane_bits) * walker_rows;
 }
-inline constexpr int kMostWalkers = kThreads / kFewestLanes;
-// What a tile can keep the ends of.
-inline constexpr int kMostTileRows = kMostWalkers * kWalkerRows;
-inline constexpr int kRingRows = 8;  // of each lane, on their way or being read
+// Of maps, times as many at most, so that tiles of small pieces have as many bytes as those of 16.
+constexpr int map_rounds(int piece_bytes) { return piece_bytes < 16 ? 16 / piece_bytes : 1; }
+inline constexpr int kMapTiles = 4;  // for a multiprocessor, at least, or they are not made longer
+inline constexpr int kMostWalkers = kThreads;
+inline constexpr int kMostTileRows = 4096;  // what a tile can keep the ends of
+inline constexpr int kRingRows = 8;         // of each lane, on their way or being read
 // Shared memory of smxx_reduce_rows.cuh: pieces of rows or states, states, ends of segments, rows
 // of walkers.
 constexpr int reduce_rows_bytes(int piece_bytes, int states_bytes) {
-  const int ring = kRingRows * piece_bytes;
+  const int ring = kRingRows * (piece_bytes < 4 ? 4 : piece_bytes);  // copies have 4 or more
   return kThreads * ((ring > states_bytes ? ring : states_bytes) + states_bytes) +
          kMostTileRows * 2 + kMostTileRows / 8 + kMostTileRows / 16 + kMostWalkers * 2 + 96;
 }
