@@ -216,10 +216,7 @@ Body make_checked(const AttentionProblem& problem, const Device& device, Pass pa
 
 constexpr FeatureSet kOfBf16 = kAllFeatures & ~features(Feature::f64, Feature::f32, Feature::f16);
 
-constexpr FeatureSet kOfHopper =
-    features(Feature::bf16, Feature::f16, Feature::bias, Feature::bias_gradient, Feature::varlen,
-             Feature::grouped_heads, Feature::dropout, Feature::band_mask, Feature::block_layout,
-             Feature::d_lse, Feature::value_dim);
+constexpr FeatureSet kOfHopper = kAllFeatures & ~features(Feature::f64, Feature::f32);
 
 constexpr Variant<AttentionProblem, AttentionTensors> kVariants[] = {
     {{"cpu_amx_bf16", DeviceKind::cpu, CpuIsa::amx_bf16, kOfBf16, 20},

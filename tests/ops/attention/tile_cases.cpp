@@ -21,7 +21,53 @@ void add_tiles(std::vector<Case>& cases) {
   add(cases, "tiles, causal, dropout", wide, {{"causal", "bottom-right"}, {"dropout", "0.2"}});
   add(cases, "tiles, window, softcap", wide,
       {{"window", "200,150"}, {"corner", "bottom-right"}, {"softcap", "3"}});
-  Setup setup = wide;
+  Setup setup;
+  // The smaller the cap is, the less the weights tell of what it took.
+  for (const std::int64_t head_dim : {20, 64, 96, 128, 192, 256}) {
+    setup = {.batch = 1,
+             .query = 330,
+             .key = 410,
+             .heads = 2,
+             .kv_heads = 1,
+             .d_lse = true,
+             .sigma = 2,
+             .finite_differences = false,
+             .dtypes = {DType::bf16, DType::f16}};
+    setup.head_dim = setup.value_dim = head_dim;
+    add(cases, fmt::format("tiles, softcap, D {}", head_dim), setup, {{"softcap", "30"}});
+    add(cases, fmt::format("tiles, small softcap, D {}", head_dim), setup,
+        {{"softcap", head_dim < 100 ? "0.5" : "0.02"}, {"causal", "bottom-right"}});
+    cases.back().full_only = true;
+  }
+  // Heads whose rows do not begin at 16 bytes, and pairs enough for copies of them.
+  setup = wide;
+  setup.query = setup.key = 1030;
+  setup.head_dim = 33, setup.value_dim = 50;
+  setup.dtypes = {DType::f32, DType::bf16, DType::f16};
+  add(cases, "tiles, odd heads", setup, {{"causal", "bottom-right"}});
+  setup.head_dim = 100, setup.value_dim = 4;
+  setup.bias = {1, 2, 1, 1030};
+  setup.dtypes = {DType::bf16};
+  add(cases, "tiles, odd heads, bias", setup);
+  setup.value_dim = 64;
+  setup.bias = {};
+  setup.cu_q = {0, 100, 100, 1415, 2000};
+  setup.cu_k = {0, 600, 601, 900, 1030};
+  setup.dtypes = {DType::f16};
+  setup.query = setup.key * 2;
+  add(cases, "tiles, odd heads, varlen", setup);
+  // So few queries that several thread blocks share the keys of a tile.
+  for (const std::int64_t head_dim : {40, 128}) {
+    setup = wide;
+    setup.query = 70, setup.key = 4100;
+    setup.head_dim = setup.value_dim = head_dim;
+    setup.dtypes = {DType::f32, DType::bf16, DType::f16};
+    add(cases, fmt::format("tiles, few queries, D {}", head_dim), setup);
+    add(cases, fmt::format("tiles, few queries, window, D {}", head_dim), setup,
+        {{"window", "3000,20"}, {"corner", "bottom-right"}});
+    cases.back().full_only = true;
+  }
+  setup = wide;
   setup.bias = {1, 2, 410, 1};
   setup.d_lse = true;
   add(cases, "tiles, bias summed over keys", setup, {{"causal", "top-left"}});

@@ -5,8 +5,9 @@
 #include <algorithm>
 #include <functional>
 
+#include "ops/attention/cuda/aligned_rows.hpp"
 #include "ops/attention/cuda/backward_kernels.hpp"
-#include "ops/attention/cuda/bias_rows.hpp"
+#include "ops/attention/cuda/few_queries.hpp"
 #include "ops/attention/cuda/head_maps.hpp"
 #include "ops/attention/cuda/hopper_backward.hpp"
 #include "ops/attention/cuda/masked_work.hpp"
@@ -24,8 +25,7 @@ class TileBackward final : public BackwardBody {
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, bool hopper)
       : TileBackward(problem, device, arch,
                      {hopper && hopper_serves(problem, cuda::device_info(device.index)),
-                      hopper && hopper_sums_bias(problem)},
-                     tensor_core_width(problem)) {}
+                      hopper && hopper_sums_bias(problem)}) {}
 
  private:
   // Written by the kernel of d_k, in one launch or in one a batch item; or summed by its own
@@ -35,6 +35,10 @@ class TileBackward final : public BackwardBody {
   struct Hopper {
     bool gradients, bias;
   };
+
+  TileBackward(const AttentionProblem& problem, const Device& device, int arch, Hopper hopper)
+      : TileBackward(problem, device, arch, hopper,
+                     hopper.gradients ? hopper_width(problem) : tensor_core_width(problem)) {}
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, Hopper hopper,
                int width)
@@ -322,14 +326,15 @@ class TileBackward final : public BackwardBody {
 
 template <bool kHopper>
 Body make_backward(const AttentionProblem& problem, const Device& device) {
-  const int arch = cuda::compile_arch(cuda::device_info(device.index));
-  return cuda::make_body<TileBackward>(problem, device, arch, kHopper);
+  const cuda::DeviceInfo& info = cuda::device_info(device.index);
+  return cuda::make_body<TileBackward>(with_shared_keys(problem, info), device,
+                                       cuda::compile_arch(info), kHopper);
 }
 
 }  // namespace
 
 Body make_cuda_sm90_backward(const AttentionProblem& problem, const Device& device, Pass pass) {
-  return make_with_bias_rows(problem, device, pass, make_backward<true>);
+  return make_with_aligned_rows(problem, device, pass, make_backward<true>);
 }
 
 Body make_cuda_backward(const AttentionProblem& problem, const Device& device, Pass pass) {
@@ -339,7 +344,7 @@ Body make_cuda_backward(const AttentionProblem& problem, const Device& device, P
       dtype == DType::f64 ||
       (dtype == DType::f32 && split_tiles(tensor_core_width(problem), arch).keys == 0);
   if (plain) return make_plain_backward(problem, device);
-  return make_with_bias_rows(problem, device, pass, make_backward<false>);
+  return make_with_aligned_rows(problem, device, pass, make_backward<false>);
 }
 
 }  // namespace pullback::attention

@@ -76,7 +76,7 @@ inline TileKernel tile_kernel(DType dtype, int width, Features features, int arc
 }
 
 inline constexpr std::string_view kHopperBackwardKindNames[] = {
-    "plain", "dropout", "bias", "bias_sum", "blocks", "small_blocks"};
+    "plain", "softcap", "dropout", "bias", "bias_sum", "blocks", "small_blocks"};
 
 inline TileKernel hopper_backward_kernel(DType dtype, HopperBackwardKind kind, int width) {
   const std::string_view type = cuda::device_type(dtype);

@@ -11,7 +11,8 @@
 #include "core/workspace.hpp"
 #include "cuda/memory.hpp"
 #include "ops/attention/block_tables.hpp"
-#include "ops/attention/cuda/bias_rows.hpp"
+#include "ops/attention/cuda/aligned_rows.hpp"
+#include "ops/attention/cuda/few_queries.hpp"
 #include "ops/attention/cuda/head_maps.hpp"
 #include "ops/attention/cuda/sequences.hpp"
 #include "ops/attention/cuda/sm90_forward_params.cuh"
@@ -22,8 +23,8 @@ namespace {
 
 int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 
-constexpr std::string_view kKindNames[] = {"plain", "blocks", "large_blocks", "dropout",
-                                           "bias",  "terms",  "elements"};
+constexpr std::string_view kKindNames[] = {"plain",   "blocks", "large_blocks", "softcap",
+                                           "dropout", "bias",   "terms",        "elements"};
 
 bool has_hopper_kernel(DType dtype, int width, ForwardKind kind) {
   return has_hopper_tile(kind, width, element_bytes(dtype));
@@ -104,8 +105,6 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       return forward_tile(width, element_bytes(dtype), any, arch);
     };
     const ForwardTile tile = tile_of(kind);
-    // Varlen: those of all kinds without a block mask are the same.
-    const int rows = dtype == DType::f64 ? kPlainRows : tile.rows;
 
     params_.q = head_rows(problem.q);
     params_.k = head_rows(problem.k);
@@ -115,18 +114,15 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     params_.bias = plane(problem.bias);
     params_.bias_vectors = bias_vectors;
 
-    sequences_.emplace(problem, device_, rows, rows);
-    workspace_bytes = sequences_->workspace_bytes();
     const std::int64_t pairs = (sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads;
-    const std::int64_t tiles =
-        sizes_.varlen ? sequences_->q_tiles() : (sizes_.total_query + rows - 1) / rows;
-    empty_ = pairs == 0 || tiles == 0;
+    empty_ = pairs == 0 || sizes_.total_query == 0;
     if (empty_) {
       description = "nothing to compute";
       return;
     }
     if (dtype == DType::f64) {
-      by_elements_.emplace(problem, device_, plain_kernel(), 0, tiles, pairs, rows, 64);
+      by_elements_.emplace(problem, device_, plain_kernel(), 0, pairs, kPlainRows, 64);
+      workspace_bytes = by_elements_->sequences.workspace_bytes();
       description = "plain loops, a warp for each query; sums in f64";
       return;
     }
@@ -134,19 +130,20 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
                has_vector_rows(problem.v) && has_vector_rows(problem.out);
     const auto load = [&](std::optional<Tiles>& to, ForwardKind any) {
       const ForwardTile own = tile_of(any);
-      const std::int64_t own_tiles =
-          sizes_.varlen ? tiles : (sizes_.total_query + own.rows - 1) / own.rows;
       const std::int64_t at_work =
           is_blocks(any) ? std::int64_t{device_.multiprocessors} * own.blocks : 0;
       to.emplace(problem, device_, tile_kernel(dtype, width, any, arch),
                  own.shared_bytes(element_bytes(dtype), stages_bias(any, element_bytes(dtype))),
-                 own_tiles, pairs, own.rows, part_keys(own), at_work);
+                 pairs, own.rows, part_keys(own), at_work);
       to->pair_group = pair_group(pairs, dtype);
+      take_sequences(*to);
     };
     only_aligned_bias_ = kind == ForwardKind::bias;
     load(by_elements_, ForwardKind::elements);
-    if (hopper && vectors_ && hopper_serves(dtype, width, kind, rows)) {
-      load_hopper(problem, width, kind, pairs);
+    const bool only_softcap = p.softcap > 0 && bias + blocks + dropout == 0;
+    const ForwardKind hopper_kind = only_softcap ? ForwardKind::softcap : kind;
+    if (hopper && vectors_ && hopper_serves(dtype, width, hopper_kind)) {
+      load_hopper(problem, width, hopper_kind, pairs);
       return;
     }
     if (vectors_) {
@@ -165,15 +162,20 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   template <class Params>
   struct TilesOf {
     cuda::PlannedKernel<Params> kernel;
+    SequenceLister sequences;
     // As in ForwardParams.
     std::int32_t q_tiles, pair_group = 1, units = 0, unit_tiles = 1, cycle_units = 1;
     BlockTables blocks;
 
     TilesOf(const AttentionProblem& problem, const cuda::DeviceInfo& device,
-            const cuda::OpKernel& planned, int shared, std::int64_t tiles, std::int64_t pairs,
-            int rows, int keys, std::int64_t at_work = 0)
+            const cuda::OpKernel& planned, int shared, std::int64_t pairs, int rows, int keys,
+            std::int64_t at_work = 0)
         : kernel(planned, device, shared),
+          sequences(problem, device, rows, rows),
           blocks(problem, device, Pass::forward, rows, keys, {.everywhere = at_work}) {
+      const AttentionSizes sizes = sizes_of(problem);
+      const std::int64_t tiles =
+          sizes.varlen ? sequences.q_tiles() : ceil_div(sizes.total_query, rows);
       if (tiles > std::numeric_limits<std::int32_t>::max() / pairs) {
         fail(ErrorCode::unsupported, "attention", "q",
              fmt::format("at most 2^31 tiles of {} queries on a CUDA device", rows),
@@ -206,33 +208,37 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   // With a bias or dropout heads of 64 take one tile of queries a thread block, which shorter rows
   // do not fill.
   int least_keys(int width, ForwardKind kind) const {
-    if (kind == ForwardKind::plain || width > 64) return hopper_least_keys(width);
+    if (kind < ForwardKind::dropout || width > 64) return hopper_least_keys(width);
     const Band& band = params_.problem.band;
     const bool masked = band.left != kFar || band.right != kFar;
     return masked ? 2048 : 1024;
   }
 
-  // `rows`: of the tiles that varlen's sequences are listed in.
-  bool hopper_serves(DType dtype, int width, ForwardKind kind, int rows) const {
+  bool hopper_serves(DType dtype, int width, ForwardKind kind) const {
     return has_hopper_kernel(dtype, width, kind) &&
-           (is_blocks(kind) || sizes_.max_key >= least_keys(width, kind)) &&
-           (!sizes_.varlen || hopper_tile(kind, width).rows() == rows);
+           (is_blocks(kind) || sizes_.max_key >= least_keys(width, kind));
+  }
+
+  // One of the kernels runs, and lists the sequences as it wants them.
+  template <class Params>
+  void take_sequences(const TilesOf<Params>& tiles) {
+    workspace_bytes = std::max(workspace_bytes, tiles.sequences.workspace_bytes());
   }
 
   void load_hopper(const AttentionProblem& problem, int width, ForwardKind kind,
                    std::int64_t pairs) {
     const HopperTile tile = hopper_tile(kind, width);
-    const std::int64_t tiles = sizes_.varlen ? sequences_->q_tiles()
-                                             : (sizes_.total_query + tile.rows() - 1) / tile.rows();
     HopperTiles& own = hopper_.emplace(
-        problem, device_, hopper_kernel(problem.q.dtype, width, kind), tile.shared_bytes(), tiles,
-        pairs, tile.rows(), tile.part_keys(),
+        problem, device_, hopper_kernel(problem.q.dtype, width, kind), tile.shared_bytes(), pairs,
+        tile.rows(), tile.part_keys(),
         is_blocks(kind) ? std::int64_t{device_.multiprocessors} * tile.resident : 0);
     maps_ = HeadMaps<3>({{{problem.q, HopperTile::kGroupRows},
                           {problem.k, tile.part_keys()},
                           {problem.v, tile.part_keys()}}});
+    take_sequences(own);
     plan_parts(own.blocks, pairs, tile.rows(), width);
     if (tile.persistent) {
+      const std::int64_t tiles = own.q_tiles;
       // Two of a unit where that leaves enough units.
       const bool paired =
           is_slanted() && tiles >= 4 && tiles * pairs >= 2 * device_.multiprocessors;
@@ -265,7 +271,6 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   void enqueue(Stream stream, const AttentionTensors& tensors, Workspace workspace) const override {
     if (empty_) return;
     ForwardParams params = params_;
-    params.problem.sequences = sequences_->list(stream, tensors, workspace.data);
     params.problem.dropout.seed_at = static_cast<const std::uint64_t*>(tensors.seed);
     params.q.data = const_cast<void*>(tensors.q);
     params.k.data = const_cast<void*>(tensors.k);
@@ -293,11 +298,13 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
         with_maps.v = (*maps)[2];
         with_maps.has_maps = 1;
       }
+      params.problem.sequences = hopper_->sequences.list(stream, tensors, workspace.data);
       with_maps.all = of_tiles(params, *hopper_);
       hopper_->kernel.launch(stream, with_maps);
       return;
     }
     const Tiles& tiles = vectors ? *by_vectors_ : *by_elements_;
+    params.problem.sequences = tiles.sequences.list(stream, tensors, workspace.data);
     tiles.kernel.launch(stream, of_tiles(params, tiles));
   }
 
@@ -314,7 +321,6 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
 
   AttentionSizes sizes_;
   ForwardParams params_{};
-  std::optional<SequenceLister> sequences_;
   std::optional<Tiles> by_vectors_, by_elements_;
   std::optional<HopperTiles> hopper_;  // in place of by_vectors_
   HeadMaps<3> maps_;                   // q, k and v
@@ -325,17 +331,18 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
 
 template <bool kHopper>
 Body make_forward(const AttentionProblem& problem, const Device& device) {
-  return cuda::make_body<Forward>(problem, device, kHopper);
+  return cuda::make_body<Forward>(with_shared_keys(problem, cuda::device_info(device.index)),
+                                  device, kHopper);
 }
 
 }  // namespace
 
 Body make_cuda_forward(const AttentionProblem& problem, const Device& device, Pass pass) {
-  return make_with_bias_rows(problem, device, pass, make_forward<false>);
+  return make_with_aligned_rows(problem, device, pass, make_forward<false>);
 }
 
 Body make_cuda_sm90_forward(const AttentionProblem& problem, const Device& device, Pass pass) {
-  return make_with_bias_rows(problem, device, pass, make_forward<true>);
+  return make_with_aligned_rows(problem, device, pass, make_forward<true>);
 }
 
 }  // namespace pullback::attention

@@ -1,13 +1,20 @@
 // What Hopper's own kernels of the backward pass serve.
 #pragma once
 
+#include <algorithm>
+
 #include "ops/attention/cuda/backward_kernels.hpp"
 #include "ops/attention/cuda/masked_work.hpp"
 
 namespace pullback::attention {
 
+// Narrow heads take the room of those of 64.
+inline int hopper_width(const AttentionProblem& problem) {
+  return std::max(tensor_core_width(problem), 64);
+}
 inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width) {
   using Kind = HopperBackwardKind;
+  if (problem.softcap > 0) return Kind::softcap;
   if (problem.dropout > 0) return Kind::dropout;
   if (problem.bias.given()) return Kind::bias;
   if (!problem.blocks.given()) return Kind::plain;
@@ -20,15 +27,20 @@ inline HopperBackwardTile hopper_tile_of(const AttentionProblem& problem, int wi
   return hopper_backward_tile(hopper_kind(problem, width), width);
 }
 
+// The kernels find tanh of a score from the weight that it gave. What that is wrong by counts as
+// many times as the cap is smaller than lse.
+inline constexpr double kLeastSoftcap = 0.01;
+
 inline bool is_plain_but_for_a_term(const AttentionProblem& problem) {
-  return all_have_vector_rows(problem) && problem.softcap == 0 &&
-         static_cast<float>(*problem.scale) > kLeastScale && term_count(problem) <= 1 &&
+  if (!all_have_vector_rows(problem)) return false;
+  if (problem.softcap > 0) return problem.softcap >= kLeastSoftcap && term_count(problem) == 0;
+  return static_cast<float>(*problem.scale) > kLeastScale && term_count(problem) <= 1 &&
          (!problem.bias.given() || has_vector_keys(problem.bias));
 }
 
 inline bool hopper_serves(const AttentionProblem& problem, const cuda::DeviceInfo& device) {
   const AttentionSizes sizes = sizes_of(problem);
-  const int width = tensor_core_width(problem);
+  const int width = hopper_width(problem);
   const std::int64_t pairs = (sizes.varlen ? 1 : sizes.batch) * sizes.kv_heads;
   const std::int64_t k_tiles = ceil_div(sizes.total_key, 128) + (sizes.varlen ? sizes.batch : 0);
   return has_hopper_backward_tile(hopper_kind(problem, width), width,

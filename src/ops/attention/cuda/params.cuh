@@ -30,14 +30,21 @@ struct BiasShape {
   int64_t batch, head, query, key;
 };
 
-// smxx_bias_rows.cuh
-struct BiasCopyParams {
+// smxx_aligned_rows.cuh: rows of tensors, by as many words of them as are told, from their places
+// to others. Heads' elements count as keys.
+struct RowCopy {
   Plane from, to;
   BiasShape shape;
+  int64_t width;      // of the rows written
   int32_t lane_bits;  // log 2 of the threads of a row
   uint32_t chunks;    // of a row, by as many thread blocks
+  uint32_t blocks;    // along the grid's x
 };
-inline constexpr int kBiasThreads = 256, kBiasPieces = 8;
+inline constexpr int kMostCopies = 6;
+struct RowCopyParams {
+  RowCopy copies[kMostCopies];  // the grid's z
+};
+inline constexpr int kCopyThreads = 256, kCopyPieces = 8;
 
 // One sequence of a varlen problem, as smxx_sequences.cuh lists it. Its tiles also cover the rows
 // behind it that belong to no sequence: extents count both.

@@ -1,6 +1,6 @@
 // Gradients of attention on Hopper's tensor cores: the formulas, and the order of the sums, of
-// smxx_backward.cuh, without softcap, with one of bias, dropout and block mask at most, and always
-// all of d_q, d_k, d_v.
+// smxx_backward.cuh, with one of bias, softcap, dropout and block mask at most, and always all of
+// d_q, d_k, d_v.
 //
 // A thread block owns 128 keys of a key/value head and takes 64 queries a step (or 128). The first
 // warpgroup has two warps that see to copies of queries, d_out and statistics, and two that add the
@@ -50,6 +50,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kGroups = kTile.groups();
   static constexpr bool kBlocks = kTile.blocks();
   static constexpr bool kDropout = kTile.kind == HopperBackwardKind::dropout;
+  static constexpr bool kSoftcap = kTile.kind == HopperBackwardKind::softcap;
   static constexpr bool kBias = kTile.bias();
   static constexpr bool kBiasSum = kTile.kind == HopperBackwardKind::bias_sum;
   static constexpr int kSumWidth = kTile.sum_width();
@@ -338,6 +339,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       if (marked) hide_by_bias<T, kKeys>(s, bias_tile, worker.row, lane);
       barrier_arrive(&shared.bias_empty);
     }
+    if constexpr (kSoftcap) take_tanh<T>(s, p.problem.inner_scale);
     if (partly) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -350,7 +352,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
         hide_blocks(scores_of(s, part), squares_of(part_of(part), worker));
       }
     }
-    make_chances<kBias>(s, p.problem.scale * kLog2E, stats, lane);
+    make_chances<kBias>(s, (kSoftcap ? p.problem.softcap : p.problem.scale) * kLog2E, stats, lane);
     if (marked) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -373,7 +375,11 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       product_wait<0>();
       keep_in_place(d_p);
       if constexpr (kQueryPanels == 1) {
-        make_gradients(s, s, d_p, stats, lane);
+        if constexpr (kSoftcap) {
+          make_capped_gradients(s, d_p, p.problem.softcap, stats, lane);
+        } else {
+          make_gradients(s, s, d_p, stats, lane);
+        }
         pack_weights<T>(gradients, s);
       } else {
         make_gradients(d_p, s, d_p, stats, lane);

@@ -202,6 +202,30 @@ void make_gradients(float (&d_s)[kTiles][4], const float (&s)[kTiles][4],
   }
 }
 
+// Of S^T in place, what make_capped_chances() takes to P^T.
+template <class T, int kTiles>
+void take_tanh(float (&s)[kTiles][4], float inner_scale) {
+  take_tanh<T>(reinterpret_cast<float(&)[1][kTiles][4]>(s), inner_scale);
+}
+// The same in place of P^T where the scores were s = cap · t, t = tanh(…): dS^T · (1 - t²).
+// Registers lack for t, which P^T and lse tell; where they do not, P^T is 0.
+template <int kTiles>
+void make_capped_gradients(float (&s)[kTiles][4], const float (&d_p)[kTiles][4], float softcap,
+                           uint32_t stats, int lane) {
+  const float inverse = kLn2 / softcap;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    float row[4];
+    load_shared_floats(row, stats + stats_of(n) + static_cast<uint32_t>(lane % 4 * 16));
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float lse = row[e % 2 * 2], delta = row[e % 2 * 2 + 1];
+      const float t = fmaxf((log2_fast(s[n][e]) + lse) * inverse, -1.0f);
+      s[n][e] *= (d_p[n][e] - delta) * __fmaf_rn(-t, t, 1.0f);
+    }
+  }
+}
+
 // Operands to the warp's rows of a tile [key][query] of 64 queries, from 8 · first_chunk on: `row`
 // is the thread's first.
 template <class T, int kSteps>

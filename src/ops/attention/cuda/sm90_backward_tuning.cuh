@@ -6,10 +6,11 @@
 
 namespace pullback::attention {
 
-enum class HopperBackwardKind { plain, dropout, bias, bias_sum, blocks, small_blocks };
+enum class HopperBackwardKind { plain, softcap, dropout, bias, bias_sum, blocks, small_blocks };
 inline constexpr HopperBackwardKind kHopperBackwardKinds[] = {
-    HopperBackwardKind::plain,    HopperBackwardKind::dropout, HopperBackwardKind::bias,
-    HopperBackwardKind::bias_sum, HopperBackwardKind::blocks,  HopperBackwardKind::small_blocks};
+    HopperBackwardKind::plain,       HopperBackwardKind::softcap,  HopperBackwardKind::dropout,
+    HopperBackwardKind::bias,        HopperBackwardKind::bias_sum, HopperBackwardKind::blocks,
+    HopperBackwardKind::small_blocks};
 
 // A warpgroup that copies and adds up d_q, and one for each 64 of the keys or, with wide heads
 // (sm90_backward_wide.cuh), two; tiles as backward_tiles() has them on sm_90.
@@ -54,7 +55,7 @@ struct HopperBackwardTile {
 // Small blocks: tiles of 128 keys would meet many queries that half of them do not see.
 constexpr bool has_hopper_backward_tile(HopperBackwardKind kind, int width, int element_bytes) {
   const int widest = kind == HopperBackwardKind::small_blocks ? 64
-                     : kind == HopperBackwardKind::plain      ? 256
+                     : kind <= HopperBackwardKind::softcap    ? 256
                                                               : 128;
   return width >= 64 && width <= widest && element_bytes == 2;
 }

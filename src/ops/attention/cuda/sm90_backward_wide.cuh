@@ -1,6 +1,5 @@
 // Gradients of attention with wide heads on Hopper's tensor cores: the formulas, and the order of
-// the sums, of smxx_backward.cuh, without bias, softcap and dropout, and always all of d_q, d_k,
-// d_v.
+// the sums, of smxx_backward.cuh, without bias and dropout, and always all of d_q, d_k, d_v.
 //
 // A thread block owns 64 keys of a key/value head and takes 64 queries a step. The first warpgroup
 // has two warps that copy queries, d_out and statistics, and two that add the step's part of d_q to
@@ -49,6 +48,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kCopiers = kWarpgroupSize / 2;  // threads
   static constexpr int kAdders = 2;                    // warps, of which one thread works
   static constexpr int kBoth = 1;                      // the named barrier of both that work
+  static constexpr bool kSoftcap = kTile.kind == HopperBackwardKind::softcap;
 
   using typename HopperBackwardSteps<T, kTile>::Stats;
   using Scores = float[kQueryTiles][4];
@@ -316,15 +316,20 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     const auto seen = [&] {
       return SeenQueries(place, place.tile * kKeys + worker.row, first_query, lane);
     };
+    if constexpr (kSoftcap) take_tanh<T>(s, p.problem.inner_scale);
     if (partly) hide_unseen(s, seen());
-    make_chances<false>(s, p.problem.scale * kLog2E, stats, lane);
+    make_chances<false>(s, (kSoftcap ? p.problem.softcap : p.problem.scale) * kLog2E, stats, lane);
     if (marked) mark_unseen<false>(s, seen(), 0);
     pack_weights<T>(chances, s);
     const int row = worker.row + lane / 4, first_chunk = group * (kOwnQueries / 8);
     store_operands<T>(p_tile, chances, row, lane % 4, first_chunk);
     product_wait<0>();
     keep_in_place(d_p);
-    make_gradients(s, s, d_p, stats, lane);
+    if constexpr (kSoftcap) {
+      make_capped_gradients(s, d_p, p.problem.softcap, stats, lane);
+    } else {
+      make_gradients(s, s, d_p, stats, lane);
+    }
     pack_weights<T>(gradients, s);
     if (marked) mark_unseen(gradients, chances);
     store_operands<T>(ds_tile, gradients, row, lane % 4, first_chunk);

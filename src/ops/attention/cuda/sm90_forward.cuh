@@ -1,5 +1,5 @@
 // The forward pass on Hopper's tensor cores (Shah et al. 2024, FlashAttention-3): the formula of
-// smxx_forward.cuh, without softcap, and with one of bias, dropout and block mask at most.
+// smxx_forward.cuh, with one of bias, softcap, dropout and block mask at most.
 //
 // The first warpgroup copies (sm90_forward_copies.cuh): queries, then K 0, V 0, K 1, V 1, … through
 // a ring of slots, and each tile of a bias with the one of its keys. Each other one has 64 of the
@@ -43,6 +43,7 @@ struct HopperForward {
   static constexpr bool kBlocks = is_blocks(kTile.kind);
   static constexpr bool kDropout = kTile.kind == ForwardKind::dropout;
   static constexpr bool kBias = kTile.kind == ForwardKind::bias;
+  static constexpr bool kSoftcap = kTile.kind == ForwardKind::softcap;
   // Whether the copy engine may copy; a box keeps keys in their order.
   static constexpr bool kMaps = !kBias && !kDropout;
   static constexpr bool kTurns = kGroups == 2 && kWidth > 64;
@@ -135,8 +136,11 @@ class ForwardWorker {
   }
 
  private:
-  // With a bias scores are what the exponential takes but for kLog2E.
-  float scale() const { return kBias ? 1.0f : own_.params.problem.scale; }
+  // With a bias scores are what the exponential takes but for kLog2E; with a softcap, tanh.
+  float scale() const {
+    const Problem& p = own_.params.problem;
+    return kBias ? 1.0f : Forward::kSoftcap ? p.softcap : p.scale;
+  }
 
   // The tile's queries; how many steps are this warpgroup's.
   uint32_t await_tile() const {
@@ -175,6 +179,7 @@ class ForwardWorker {
                typename Forward::Bias(own_.bias_tile(step, group_), first_row_ % kRows, lane_));
     }
     release(2 * step);
+    if constexpr (Forward::kSoftcap) take_tanh<T>(scores_, own_.params.problem.inner_scale);
     hide_unseen(step, masked);
     // The outputs that come in are those of the tile before.
     float maximum[2] = {state_.maximum[0][0], state_.maximum[0][1]};

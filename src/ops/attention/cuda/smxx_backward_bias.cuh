@@ -365,17 +365,27 @@ void combine_bias(const BackwardParams& p) {
   }
 }
 
-// Before the kernel of d_k, which leaves d_bias alone where the band hides whole tiles.
+// Before the kernel of d_k, which leaves d_bias alone where the band hides whole tiles. A warp
+// takes a row.
 template <class T>
 void clear_bias(const BackwardParams& p) {
   const BiasShape& own = p.bias_shape;
-  const int64_t count = own.batch * own.head * own.query * own.key;
-  for (int64_t index = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x; index < count;
-       index += static_cast<int64_t>(gridDim.x) * kRowThreads) {
-    static_cast<T*>(p.d_bias.data)[index / (own.key * own.query * own.head) * p.d_bias.batch +
-                                   index / (own.key * own.query) % own.head * p.d_bias.head +
-                                   index / own.key % own.query * p.d_bias.query +
-                                   index % own.key * p.d_bias.key] = from_real<T>(0);
+  const int64_t rows = own.batch * own.head * own.query;
+  constexpr int kRowWarps = kRowThreads / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  for (int64_t row = int64_t{blockIdx.x} * kRowWarps + threadIdx.x / kWarpSize; row < rows;
+       row += int64_t{gridDim.x} * kRowWarps) {
+    T* const to = static_cast<T*>(p.d_bias.data) + row / (own.query * own.head) * p.d_bias.batch +
+                  row / own.query % own.head * p.d_bias.head + row % own.query * p.d_bias.query;
+    int64_t done = 0;
+    if (p.d_bias_vectors) {
+      constexpr int kLength = kVectorLength<T>;
+      done = own.key / kLength * kLength;
+      for (int64_t at = lane * kLength; at < done; at += kWarpSize * kLength) {
+        store_vector(to + at, Vector<T>{});
+      }
+    }
+    for (int64_t at = done + lane; at < own.key; at += kWarpSize) to[at * p.d_bias.key] = T{};
   }
 }
 

@@ -49,14 +49,15 @@ enum class ForwardKind {
   plain,         // scale above 0, rows in 16-byte pieces
   blocks,        // plain, and a block mask
   large_blocks,  // the same in larger tiles, where there are such
+  softcap,       // plain, and softcap, of any scale
   dropout,       // plain, and dropout
   bias,          // plain, and a bias in 16-byte pieces
   terms,         // all of these, with any scale, softcap and bias
   elements,      // terms, with any strides and alignment
 };
 inline constexpr ForwardKind kForwardKinds[] = {
-    ForwardKind::plain, ForwardKind::blocks, ForwardKind::large_blocks, ForwardKind::dropout,
-    ForwardKind::bias,  ForwardKind::terms,  ForwardKind::elements};
+    ForwardKind::plain,   ForwardKind::blocks, ForwardKind::large_blocks, ForwardKind::softcap,
+    ForwardKind::dropout, ForwardKind::bias,   ForwardKind::terms,        ForwardKind::elements};
 constexpr bool is_blocks(ForwardKind kind) {
   return kind == ForwardKind::blocks || kind == ForwardKind::large_blocks;
 }
@@ -65,6 +66,7 @@ inline constexpr int kLargeBlock = 128;
 
 constexpr bool has_kind(ForwardKind kind, int width, int element_bytes) {
   if (kind == ForwardKind::large_blocks) return element_bytes == 2 && width <= 128;
+  if (kind == ForwardKind::softcap) return false;  // Hopper's alone
   return kind != ForwardKind::bias || element_bytes == 2;
 }
 // Whether tiles of a bias pass through shared memory.
@@ -137,6 +139,7 @@ constexpr HopperTile hopper_tile(ForwardKind kind, int width) {
     return {kind, width, 128, 2, width == 64 ? 8 : 6, 1, 56, 224, false};
   }
   if (width == 64) {
+    if (kind == ForwardKind::softcap) return {kind, width, 128, 2, 8, 2, 56, 224, true};
     const bool plain = kind == ForwardKind::plain;
     return {kind, width, 128, 3, plain ? 8 : 4, plain ? 2 : 1, 32, 160, plain};
   }
