@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""Times pullback.torch on sizes and features that tables of rivals leave out, to find where it is slow.
+
+  gpu_scan.py attention|entmax|segment [--match WORD] [--seconds S]
+
+A line a case: forward and backward, in µs and as a share of the device's copy or, of attention, in TFLOP/s. Kernels are
+compiled as they are met: run it with --warm I/N in N processes first, each takes every N-th case once.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+
+import torch
+
+import pullback.torch as pt
+
+ELEMENTS = 1 << 26
+
+
+def timed(run, repeats=8):
+    """Median µs of run(), behind a kernel that sleeps while the host works ahead."""
+    run()
+    medians = []
+    for _ in range(3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)
+        start.record()
+        for _ in range(repeats):
+            run()
+        stop.record()
+        stop.synchronize()
+        medians.append(start.elapsed_time(stop) / repeats * 1e3)
+    return statistics.median(medians)
+
+
+def normal(*shape, dtype=torch.bfloat16, grad=True):
+    return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=grad)
+
+
+def both_passes(run, inputs, time_them):
+    y = run()
+    d_y = torch.randn_like(y)
+
+    def backward():
+        torch.autograd.grad(y, inputs, d_y, retain_graph=True)
+
+    if not time_them:
+        backward()
+        return None
+    return timed(run), timed(backward)
+
+
+def copy_rate():
+    x = normal(ELEMENTS, dtype=torch.float32, grad=False)
+    y = torch.empty_like(x)
+    return 2 * x.numel() * x.element_size() / timed(lambda: y.copy_(x))
+
+
+# Each yields (name, arguments); the functions behind return µs forward and backward and the work of each: bytes, or FLOP.
+
+
+def segment_cases():
+    columns = [1, 2, 3, 4, 6, 8, 10, 16, 20, 33, 50, 64, 100, 128, 300, 500, 1000, 1001]
+    reductions = ["sum", "max", "logsumexp", "softmax"]
+    for d, dtype, reduce, kind in itertools.product(
+        columns, [torch.float32, torch.bfloat16], reductions, ["short", "power"]
+    ):
+        yield f"D {d} {dtype} {reduce} {kind}", (d, dtype, reduce, kind)
+
+
+def segment_offsets(kind, rows):
+    if kind == "short":
+        lengths = torch.randint(1, 16, (rows // 8 + rows // 16,), device="cuda")
+    else:
+        uniform = torch.rand(rows // 4 + 64, device="cuda")
+        lengths = (1 / (uniform + 1e-4) ** 0.8).long().clamp(1, 20000)
+    ends = lengths.cumsum(0)
+    ends = ends[ends < rows]
+    return torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), rows)])
+
+
+def segment(time_them, d, dtype, reduce, kind):
+    rows = ELEMENTS // d
+    offsets = segment_offsets(kind, rows)
+    x = normal(rows, d, dtype=dtype)
+    times = both_passes(lambda: pt.segment_reduce(x, reduce, offsets=offsets), (x,), time_them)
+    segments = offsets.numel() - 1
+    result = rows if reduce == "softmax" else segments
+    saved = {"max": 8 * segments * d, "logsumexp": 4 * segments * d}.get(reduce, 0)
+    work = (rows + result) * d * x.element_size() + 8 * offsets.numel() + saved
+    more = rows * d * x.element_size() if reduce in ("logsumexp", "softmax") else 0
+    return times, (work, work + more)
+
+
+def entmax_cases():
+    dtypes, alphas = [torch.float32, torch.bfloat16], [1.0, 1.25, 1.5, 2.0]
+    lengths = [2, 3, 5, 8, 10, 16, 33, 64, 100, 512, 1001, 4095, 32000, 50257, 151936]
+    for v, dtype, alpha in itertools.product(lengths, dtypes, alphas):
+        yield f"V {v} {dtype} alpha {alpha}", ((ELEMENTS // v, v), dtype, alpha, -1)
+    across = [(8, 64), (64, 64), (512, 3), (512, 64), (1000, 7), (4096, 128)]
+    for (v, r), dtype, alpha in itertools.product(across, dtypes, alphas):
+        yield f"axis 1 of [N,{v},{r}] {dtype} alpha {alpha}", ((ELEMENTS // v // r, v, r), dtype, alpha, 1)
+
+
+def entmax(time_them, shape, dtype, alpha, axis):
+    x = normal(*shape, dtype=dtype)
+    times = both_passes(lambda: pt.entmax(x, alpha, axis), (x,), time_them)
+    own = x.numel() * x.element_size()
+    return times, (2 * own, 3 * own)
+
+
+def attention_cases():
+    for d, causal in itertools.product(
+        [8, 16, 32, 33, 40, 50, 64, 65, 72, 80, 88, 96, 100, 112, 127, 128, 160, 192, 224, 250, 256], [False, True]
+    ):
+        yield f"D {d}{' causal' * causal}", {"d": d, "causal": causal}
+    for d in [32, 33, 64, 80, 96, 128, 192, 256]:
+        yield f"D {d} f32", {"d": d, "dtype": torch.float32}
+    features = {
+        "softcap": {"softcap": 30.0},
+        "window 256": {"window": (256, 0)},
+        "dropout": {"dropout": 0.1, "seed": 7},
+        "bias [2,16,S,S]": {"bias": (2, 16, 2048, 2048)},
+        "bias [1,16,S,S]": {"bias": (1, 16, 2048, 2048)},
+        "bias [1,16,S,S] causal": {"bias": (1, 16, 2048, 2048), "causal": True},
+        "bias [2,1,1,S]": {"bias": (2, 1, 1, 2048)},
+        "bias and dropout": {"bias": (1, 16, 2048, 2048), "dropout": 0.1, "seed": 7},
+        "4 key/value heads": {"kv_heads": 4},
+        "packed": {"lengths": (100, 900, 1500, 300, 700, 50, 546)},
+    }
+    for d, (name, options) in itertools.product([64, 80, 128, 256], features.items()):
+        yield f"D {d} {name}", {"d": d, **options}
+    for d, value_dim in [(192, 128), (64, 128), (128, 64)]:
+        yield f"D {d} Dv {value_dim}", {"d": d, "value_dim": value_dim}
+    shapes = [
+        (1, 32, 1, 8192),
+        (16, 32, 1, 4096),
+        (1, 32, 16, 8192),
+        (1, 8, 128, 65536),
+        (1, 8, 512, 50176),
+        (1, 1, 4096, 4096),
+        (8, 16, 77, 77),
+        (32, 12, 197, 197),
+        (4, 16, 2048, 77),
+        (2048, 4, 49, 49),
+        (2, 16, 2047, 2047),
+    ]
+    for (b, h, q, k), d in itertools.product(shapes, [64, 128]):
+        yield f"B {b} H {h} Sq {q} Sk {k} D {d}", {"d": d, "batch": b, "heads": h, "query": q, "key": k}
+
+
+def attention(
+    time_them,
+    d,
+    causal=False,
+    dtype=torch.bfloat16,
+    batch=2,
+    heads=16,
+    query=2048,
+    key=None,
+    value_dim=None,
+    kv_heads=None,
+    bias=None,
+    lengths=None,
+    **options,
+):
+    key, value_dim, kv_heads = key or query, value_dim or d, kv_heads or heads
+    pairs = batch * heads * query * key
+    rows_q, rows_k = (batch, query), (batch, key)
+    if lengths:
+        ends = torch.tensor((0, *lengths), dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+        options.update(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths))
+        rows_q = rows_k = (sum(lengths),)
+        pairs = heads * sum(n * n for n in lengths)
+    inputs = [
+        normal(*rows_q, heads, d, dtype=dtype),
+        normal(*rows_k, kv_heads, d, dtype=dtype),
+        normal(*rows_k, kv_heads, value_dim, dtype=dtype),
+    ]
+    q, k, v = inputs
+    if bias:
+        options["bias"] = normal(*bias, dtype=dtype)
+        inputs.append(options["bias"])
+    if "window" in options:
+        pairs = batch * heads * query * 257
+    times = both_passes(lambda: pt.attention(q, k, v, causal=causal, **options), inputs, time_them)
+    pairs = pairs / 2 if causal else pairs
+    return times, (2 * pairs * (d + value_dim), 2 * pairs * (3 * d + 2 * value_dim))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("op", choices=["attention", "entmax", "segment"])
+    parser.add_argument("--match", default="", help="only cases with this in their names")
+    parser.add_argument("--seconds", type=float, default=600, help="stop after so many")
+    parser.add_argument("--warm", help="I/N: run every N-th case once, from the I-th on, and time none")
+    arguments = parser.parse_args()
+    cases = [case for case in globals()[f"{arguments.op}_cases"]() if arguments.match in case[0]]
+    if arguments.warm:
+        first, step = map(int, arguments.warm.split("/"))
+        cases = cases[first::step]
+    rate = copy_rate()
+    begin = time.perf_counter()
+    for name, given in cases:
+        if time.perf_counter() - begin > arguments.seconds:
+            print("out of time")
+            break
+        run = globals()[arguments.op]
+        try:
+            if isinstance(given, dict):
+                times, work = run(not arguments.warm, **given)
+            else:
+                times, work = run(not arguments.warm, *given)
+        except (NotImplementedError, RuntimeError) as error:
+            print(f"{name:44} {error}", flush=True)
+            continue
+        if times is None:
+            continue
+        shown = [
+            f"{t:8.0f} µs {w / t / 1e6:5.0f} TFLOP/s" if arguments.op == "attention" else f"{t:8.0f} µs {w / t / rate:5.0%}"
+            for t, w in zip(times, work)
+        ]
+        print(f"{name:44} {shown[0]}  {shown[1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
