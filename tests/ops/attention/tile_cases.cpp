@@ -2,25 +2,17 @@
 #include <fmt/format.h>
 
 #include <limits>
+#include <utility>
 
 #include "ops/attention/case_setup.hpp"
 
 namespace pullback::driver::attention_setup {
 
-// Sizes of several tiles in every direction, where features meet the seams between tiles.
-void add_tiles(std::vector<Case>& cases) {
-  const Setup wide{.batch = 1,
-                   .query = 410,
-                   .key = 1130,
-                   .heads = 2,
-                   .kv_heads = 1,
-                   .head_dim = 8,
-                   .value_dim = 8,
-                   .finite_differences = false};
-  add(cases, "tiles, GQA", wide);
-  add(cases, "tiles, causal, dropout", wide, {{"causal", "bottom-right"}, {"dropout", "0.2"}});
-  add(cases, "tiles, window, softcap", wide,
-      {{"window", "200,150"}, {"corner", "bottom-right"}, {"softcap", "3"}});
+namespace {
+
+// What kernels of GPUs alone tell apart: only they run these.
+void add_for_gpus(std::vector<Case>& all, const Setup& wide) {
+  std::vector<Case> cases;
   Setup setup;
   // The smaller the cap is, the less the weights tell of what it took.
   for (const std::int64_t head_dim : {20, 64, 96, 128, 192, 256}) {
@@ -37,7 +29,6 @@ void add_tiles(std::vector<Case>& cases) {
     add(cases, fmt::format("tiles, softcap, D {}", head_dim), setup, {{"softcap", "30"}});
     add(cases, fmt::format("tiles, small softcap, D {}", head_dim), setup,
         {{"softcap", head_dim < 100 ? "0.5" : "0.02"}, {"causal", "bottom-right"}});
-    cases.back().full_only = true;
   }
   // Heads whose rows do not begin at 16 bytes, and pairs enough for copies of them.
   setup = wide;
@@ -65,9 +56,31 @@ void add_tiles(std::vector<Case>& cases) {
     add(cases, fmt::format("tiles, few queries, D {}", head_dim), setup);
     add(cases, fmt::format("tiles, few queries, window, D {}", head_dim), setup,
         {{"window", "3000,20"}, {"corner", "bottom-right"}});
-    cases.back().full_only = true;
   }
-  setup = wide;
+  for (Case& test : cases) {
+    test.full_only = true;
+    all.push_back(std::move(test));
+  }
+}
+
+}  // namespace
+
+// Sizes of several tiles in every direction, where features meet the seams between tiles.
+void add_tiles(std::vector<Case>& cases) {
+  const Setup wide{.batch = 1,
+                   .query = 410,
+                   .key = 1130,
+                   .heads = 2,
+                   .kv_heads = 1,
+                   .head_dim = 8,
+                   .value_dim = 8,
+                   .finite_differences = false};
+  add(cases, "tiles, GQA", wide);
+  add(cases, "tiles, causal, dropout", wide, {{"causal", "bottom-right"}, {"dropout", "0.2"}});
+  add(cases, "tiles, window, softcap", wide,
+      {{"window", "200,150"}, {"corner", "bottom-right"}, {"softcap", "3"}});
+  add_for_gpus(cases, wide);
+  Setup setup = wide;
   setup.bias = {1, 2, 410, 1};
   setup.d_lse = true;
   add(cases, "tiles, bias summed over keys", setup, {{"causal", "top-left"}});
