@@ -8,6 +8,7 @@
 
 #include "core/workspace.hpp"
 #include "cuda/op_kernel.hpp"
+#include "ops/attention/cuda/backward_body.hpp"
 #include "ops/attention/cuda/params.cuh"
 #include "ops/attention/cuda/sequences.hpp"
 
@@ -128,7 +129,7 @@ class RowCopies {
       for (int i = 0; i < count_; ++i) {
         params.copies[i].from.data = const_cast<void*>(from[i]);
         params.copies[i].to.data = to[i];
-        if (from[i] == nullptr || to[i] == nullptr) params.copies[i].blocks = 0;
+        if (from[i] == nullptr) params.copies[i].blocks = 0;
       }
       own.kernel.launch(stream, params);
       return;
@@ -150,12 +151,10 @@ class RowCopies {
              copy.to.*outer == count * copy.to.*inner;
     };
     if (!follow(&Plane::query, &Plane::head, shape.head)) return;
-    const std::int64_t rows = shape.query;
     shape.query *= shape.head;
     shape.head = 1;
     for (Plane* plane : {&copy.from, &copy.to}) plane->query = plane->head;
     if (shape.batch > 1 && !follow(&Plane::batch, &Plane::query, shape.query)) return;
-    if (rows == 0) return;
     shape.query *= shape.batch;
     shape.batch = 1;
   }
@@ -209,13 +208,9 @@ class RowCopies {
 };
 
 bool has_aligned_heads(const AttentionProblem& problem, Pass pass) {
-  bool all = has_vector_rows(problem.q) && has_vector_rows(problem.k) &&
-             has_vector_rows(problem.v) && has_vector_rows(problem.out);
-  if (pass == Pass::forward) return all;
-  for (const TensorSpec* spec : {&problem.d_out, &problem.d_q, &problem.d_k, &problem.d_v}) {
-    all = all && has_vector_rows(*spec);
-  }
-  return all;
+  if (!has_vector_rows(problem.out)) return false;
+  if (pass == Pass::backward) return all_have_vector_rows(problem);
+  return has_vector_rows(problem.q) && has_vector_rows(problem.k) && has_vector_rows(problem.v);
 }
 
 class AlignedBody final : public cuda::CudaBody<AttentionTensors> {
@@ -284,25 +279,22 @@ class AlignedBody final : public cuda::CudaBody<AttentionTensors> {
   void enqueue(Stream stream, const AttentionTensors& tensors, Workspace workspace) const override {
     AttentionTensors inner = tensors;
     std::byte* const scratch = static_cast<std::byte*>(workspace.data);
-    const void* given[2][kMostCopies] = {};
-    void* aligned[2][kMostCopies] = {};
+    // Of both launches; of a result that is not wanted null.
+    const void* from[2][kMostCopies] = {};
+    void* to[2][kMostCopies] = {};
     int count[2] = {};
     for (const Copy& copy : copies_) {
       const int at = count[copy.back]++;
-      given[copy.back][at] = copy.tensor(tensors);
-      if (given[copy.back][at] == nullptr) continue;
-      aligned[copy.back][at] = scratch + copy.at;
-      copy.set(inner, scratch + copy.at);
+      void* const given = const_cast<void*>(copy.tensor(tensors));
+      if (given == nullptr) continue;
+      void* const aligned = scratch + copy.at;
+      copy.set(inner, aligned);
+      from[copy.back][at] = copy.back ? aligned : given;
+      to[copy.back][at] = copy.back ? given : aligned;
     }
-    if (in_.count() > 0) in_.launch(stream, given[0], aligned[0]);
+    if (in_.count() > 0) in_.launch(stream, from[0], to[0]);
     body_->run(stream, inner, {scratch + copy_bytes_, workspace.bytes - copy_bytes_});
-    if (out_.count() == 0) return;
-    void* results[kMostCopies];
-    std::ranges::transform(given[1], results,
-                           [](const void* data) { return const_cast<void*>(data); });
-    const void* sources[kMostCopies];
-    std::ranges::copy(aligned[1], sources);
-    out_.launch(stream, sources, results);
+    if (out_.count() > 0) out_.launch(stream, from[1], to[1]);
   }
 
   std::vector<Copy> copies_;

@@ -202,13 +202,13 @@ void make_gradients(float (&d_s)[kTiles][4], const float (&s)[kTiles][4],
   }
 }
 
-// Of S^T in place, what make_capped_chances() takes to P^T.
+// tanh in place of S^T, whose logits are that times the cap.
 template <class T, int kTiles>
 void take_tanh(float (&s)[kTiles][4], float inner_scale) {
   take_tanh<T>(reinterpret_cast<float(&)[1][kTiles][4]>(s), inner_scale);
 }
-// The same in place of P^T where the scores were s = cap · t, t = tanh(…): dS^T · (1 - t²).
-// Registers lack for t, which P^T and lse tell; where they do not, P^T is 0.
+// dS^T · (1 - t²) in place of P^T, where the logits were softcap · t. Registers lack for t, which
+// P^T and lse tell; where they do not, P^T is 0.
 template <int kTiles>
 void make_capped_gradients(float (&s)[kTiles][4], const float (&d_p)[kTiles][4], float softcap,
                            uint32_t stats, int lane) {
