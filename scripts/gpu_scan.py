@@ -67,7 +67,7 @@ def segment_cases():
     for d, dtype, reduce, kind in itertools.product(
         columns, [torch.float32, torch.bfloat16], reductions, ["short", "power"]
     ):
-        yield f"D {d} {dtype} {reduce} {kind}", (d, dtype, reduce, kind)
+        yield f"D {d} {dtype} {reduce} {kind}", {"d": d, "dtype": dtype, "reduce": reduce, "kind": kind}
 
 
 def segment_offsets(kind, rows):
@@ -98,10 +98,11 @@ def entmax_cases():
     dtypes, alphas = [torch.float32, torch.bfloat16], [1.0, 1.25, 1.5, 2.0]
     lengths = [2, 3, 5, 8, 10, 16, 33, 64, 100, 512, 1001, 4095, 32000, 50257, 151936]
     for v, dtype, alpha in itertools.product(lengths, dtypes, alphas):
-        yield f"V {v} {dtype} alpha {alpha}", ((ELEMENTS // v, v), dtype, alpha, -1)
+        yield f"V {v} {dtype} alpha {alpha}", {"shape": (ELEMENTS // v, v), "dtype": dtype, "alpha": alpha, "axis": -1}
     across = [(8, 64), (64, 64), (512, 3), (512, 64), (1000, 7), (4096, 128)]
     for (v, r), dtype, alpha in itertools.product(across, dtypes, alphas):
-        yield f"axis 1 of [N,{v},{r}] {dtype} alpha {alpha}", ((ELEMENTS // v // r, v, r), dtype, alpha, 1)
+        shape = (ELEMENTS // v // r, v, r)
+        yield f"axis 1 of [N,{v},{r}] {dtype} alpha {alpha}", {"shape": shape, "dtype": dtype, "alpha": alpha, "axis": 1}
 
 
 def entmax(time_them, shape, dtype, alpha, axis):
@@ -203,16 +204,13 @@ def main():
         cases = cases[first::step]
     rate = copy_rate()
     begin = time.perf_counter()
+    run = globals()[arguments.op]
     for name, given in cases:
         if time.perf_counter() - begin > arguments.seconds:
             print("out of time")
             break
-        run = globals()[arguments.op]
         try:
-            if isinstance(given, dict):
-                times, work = run(not arguments.warm, **given)
-            else:
-                times, work = run(not arguments.warm, *given)
+            times, work = run(not arguments.warm, **given)
         except (NotImplementedError, RuntimeError) as error:
             print(f"{name:44} {error}", flush=True)
             continue

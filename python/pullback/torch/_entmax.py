@@ -75,8 +75,7 @@ def _saves_mask(x: Tensor, dim: int) -> bool:
     """Whether backward reads a bit an element in place of y; on GPUs, where kernels write these."""
     if not x.is_cuda:
         return True
-    size = x.shape[dim]
-    return x.stride(dim) == 1 and size > 64 and size * x.element_size() % 16 == 0
+    return x.stride(dim) == 1 and x.shape[dim] * x.element_size() % 16 == 0
 
 
 def sparsemax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
