@@ -2,8 +2,9 @@
 // they are short and lie as vectors, by smxx_forward_registers.cuh where they fit a warp or a
 // block; longer ones by smxx_forward_resident.cuh, where a block or a cluster holds them, else by
 // smxx_forward_stream.cuh or smxx_forward_softmax.cuh. There are two kernels of each, for rows that
-// lie as vectors and for those that begin anywhere, alike in x and y. The shortest rows and those
-// across memory: by smxx_forward_tile.cuh. Everything else by smxx_forward_any.cuh.
+// lie as vectors and for those that begin anywhere, alike in x and y. The shortest of the latter:
+// by smxx_forward_tile.cuh; with all_tiles, short ones of any kind and those across memory, too.
+// Everything else by smxx_forward_any.cuh.
 #include <fmt/format.h>
 
 #include <algorithm>
