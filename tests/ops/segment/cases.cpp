@@ -171,6 +171,30 @@ Case edge_case(const std::string& name, const std::string& reduce,
   return result;
 }
 
+// Softmax reads short segments once, tile by tile: segments about the borders of tiles, and those
+// too long for that.
+void add_softmax(std::vector<Case>& cases, const Lengths& skewed) {
+  const auto add = [&](const std::string& name, const Shape& shape, Values values) {
+    cases.push_back(
+        make_case(name + " D=" + std::to_string(shape.columns), "softmax", shape, {}, values));
+    cases.back().finite_differences = false;
+  };
+  // The least tiles have 128 rows and ends.
+  Lengths tiles = {125, 1,  126, 0,  0,  127, 254, 3, 1,   0, 122,
+                   40,  60, 90,  33, 32, 31,  700, 1, 250, 0, 0};
+  const Lengths empty(300, 0);
+  tiles.insert(tiles.end(), empty.begin(), empty.end());
+  tiles.push_back(129);
+  for (const std::int64_t columns : {1, 2, 3, 4, 12, 33, 128}) {
+    add("about tiles", {tiles, columns, Form::ids_i32, 130, 5}, Values::normal);
+    add("special short", {skewed, columns, Form::offsets_i32}, Values::special);
+    add("wide short", {skewed, columns, Form::offsets_i64, 3, 200}, Values::wide);
+  }
+  for (const std::int64_t columns : {1, 2, 3, 4, 6, 8, 12, 16, 50, 67, 70, 100, 128}) {
+    add("long", {{27000 / columns, 1, 27000 / columns}, columns}, Values::normal);
+  }
+}
+
 void add_edges(std::vector<Case>& cases) {
   for (const std::string reduce : {"max", "min"}) {
     for (const std::string ties : {"first", "last", "even"}) {
@@ -362,6 +386,7 @@ std::vector<Case> segment_cases() {
     test.exact = true;
     add(test);
   }
+  add_softmax(cases, power_law(1500, 300, random));
   add_edges(cases);
   return cases;
 }

@@ -124,7 +124,10 @@ class segment_cuda : public ::testing::Test {
       // Of small integers these are exact in any dtype.
       const bool exact = reduce == SegmentReduce::sum || reduce == SegmentReduce::max ||
                          reduce == SegmentReduce::min;
-      if (element != DType::f64 && !exact) continue;
+      // Softmax has kernels of its own there.
+      const bool close = reduce == SegmentReduce::softmax && element == DType::f32;
+      if (element != DType::f64 && !exact && !close) continue;
+      const double tolerance = element == DType::f64 || exact ? 1e-9 : 1e-6;
       for (Saved saved : {Saved::arg, Saved::mask, Saved::nothing}) {
         OneRun run;
         run.problem.reduce = reduce;
@@ -149,10 +152,10 @@ class segment_cuda : public ::testing::Test {
         // A permutation that is none leaves the rows it does not name as they were.
         const bool every_row = permutation.empty();
         if (every_row || reduce != SegmentReduce::softmax)
-          expect_near(run.out, expected.out, "out");
+          expect_near(run.out, expected.out, "out", tolerance);
         if (run.arg.spec().given()) expect_near(run.arg, expected.arg, "arg");
         if (run.arg.spec().given() && every_row) expect_near(run.mask, expected.mask, "arg_mask");
-        if (every_row) expect_near(run.d_x, expected.d_x, "d_x");
+        if (every_row) expect_near(run.d_x, expected.d_x, "d_x", tolerance);
         EXPECT_TRUE(run.d_x.guards_intact());
         if (HasFailure()) FAIL() << "reduce " << static_cast<int>(reduce);
       }
@@ -211,7 +214,7 @@ TEST_F(segment_cuda, more_tiles_than_a_grid_has_blocks) {
 TEST_F(segment_cuda, hostile_offsets_where_no_kernel_looks_ahead) {
   Random random(6);
   for (const std::int64_t rows : {7, 850, 40000}) {
-    for (const std::int64_t columns : {1, 8}) {
+    for (const std::int64_t columns : {1, 3, 8}) {
       Index offsets = {0};
       while (offsets.back() < rows) offsets.push_back(offsets.back() + random.integer(0, 30));
       for (int round = 0; round < 3; ++round) {

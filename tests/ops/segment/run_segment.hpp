@@ -130,10 +130,11 @@ inline constexpr SegmentReduce kReduces[] = {
     SegmentReduce::prod, SegmentReduce::logsumexp, SegmentReduce::softmax};
 
 // Equal but for f64's rounding, NaN where NaN is, and nothing written beside.
-inline void expect_near(const HostTensor& a, const HostTensor& b, const char* what) {
+inline void expect_near(const HostTensor& a, const HostTensor& b, const char* what,
+                        double tolerance = 1e-9) {
   for (std::int64_t i = 0; i < b.numel(); ++i) {
     if (std::isfinite(b.get(i))) {
-      ASSERT_NEAR(a.get(i), b.get(i), 1e-9 * (1 + std::abs(b.get(i)))) << what << " " << i;
+      ASSERT_NEAR(a.get(i), b.get(i), tolerance * (1 + std::abs(b.get(i)))) << what << " " << i;
     } else {
       ASSERT_EQ(std::isnan(a.get(i)), std::isnan(b.get(i))) << what << " " << i;
     }

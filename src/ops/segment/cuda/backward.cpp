@@ -109,12 +109,19 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
           statistic_at_ = layout_.take(cells * real);
         }
         break;
-      case SegmentReduce::softmax:
-        map(softmax_gradient_map(dtype), {&problem.out, &problem.d_out, &problem.d_x});
-        reduction_.emplace(problem, device_, row_product_sum(dtype),
-                           Specs{&problem.out, &problem.d_out}, setup_, layout_);
+      case SegmentReduce::softmax: {
+        ReduceOp reduce = row_product_sum(dtype);
+        MapOp gradient = softmax_gradient_map(dtype);
+        if (SoftmaxTiles::serves(problem, Pass::backward)) {
+          softmax_.emplace(problem, device_, Pass::backward, setup_, layout_);
+          reduce.wide = gradient.wide = false;  // what it does not take is rare
+        }
+        map(gradient, {&problem.out, &problem.d_out, &problem.d_x});
+        reduction_.emplace(problem, device_, reduce, Specs{&problem.out, &problem.d_out}, setup_,
+                           layout_);
         statistic_at_ = layout_.take(cells * real);
         break;
+      }
       default:
         plan_extremes(cells);
     }
@@ -122,7 +129,10 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
     workspace_bytes = layout_.bytes;
     description =
         fmt::format("a pass over tiles of rows{}, {} accumulation; the same bits every run",
-                    reduction_ ? " after a reduction" : "", name_of(accumulation_dtype(dtype)));
+                    softmax_     ? ", and one over segments that reach over several"
+                    : reduction_ ? " after a reduction"
+                                 : "",
+                    name_of(accumulation_dtype(dtype)));
   }
 
  private:
@@ -205,6 +215,15 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
       case SegmentReduce::softmax:
         p.x = bound(out_, tensors.out);
         p.y = bound(d_out_, tensors.d_out);
+        if (softmax_) {
+          Params q = p;
+          q.d_x = bound(d_x_, tensors.d_x);
+          q.result = own(statistic_at_);
+          if (SoftmaxTiles::takes(q)) {
+            softmax_->enqueue(setup_, launcher, q, reduction_->combining());
+            return;
+          }
+        }
         reduce(*reduction_, statistic_at_);
         map(*map_);
         return;
@@ -242,6 +261,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
   Layout layout_;
   Setup setup_;
   std::optional<Mapping> map_;
+  std::optional<SoftmaxTiles> softmax_;
   std::optional<Reduction> reduction_;
   std::optional<ProductStage> product_;
   Extremes extremes_;

@@ -49,16 +49,21 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     const bool mask = problem.arg_mask.given();
     keeps_place_ = problem.arg.given() || (mask && !even);
 
-    const ReduceOp op = keeps_place_
-                            ? extreme_place(problem.reduce, problem.ties == Ties::last, dtype)
-                            : reduce_op(problem.reduce, dtype);
+    ReduceOp op = keeps_place_ ? extreme_place(problem.reduce, problem.ties == Ties::last, dtype)
+                               : reduce_op(problem.reduce, dtype);
+    if (softmax && SoftmaxTiles::serves(problem, Pass::forward)) {
+      softmax_.emplace(problem, device_, Pass::forward, setup_, layout_);
+      op.wide = false;  // what it does not take is rare
+    }
     reduction_.emplace(problem, device_, op, Specs{&problem.x}, setup_, layout_);
     x_ = matrix(problem.x, element, length);
     out_ = matrix(problem.out, element, length);
     const auto cells = static_cast<std::size_t>(problem.num_segments * problem.x.shape[1]);
     own_ = matrix(problem.num_segments, problem.x.shape[1], length);
     if (softmax) {
-      map_.emplace(problem, device_, softmax_map(dtype), Specs{&problem.x, &problem.out}, setup_);
+      MapOp map = softmax_map(dtype);
+      map.wide = op.wide;
+      map_.emplace(problem, device_, map, Specs{&problem.x, &problem.out}, setup_);
       const std::size_t real = size_of(accumulation_dtype(dtype));
       statistic_at_ = layout_.take(cells * real);
       statistic2_at_ = layout_.take(cells * real);
@@ -87,7 +92,8 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     description = fmt::format(
         "tiles of {} rows and segment ends, {} accumulation in an order that follows from the "
         "offsets: the same bits every run",
-        reduction_->tiling().items, name_of(accumulation_dtype(dtype)));
+        (softmax_ ? softmax_->tiling() : reduction_->tiling()).items,
+        name_of(accumulation_dtype(dtype)));
   }
 
  private:
@@ -112,6 +118,14 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     if (softmax) {
       p.result = own(statistic_at_);
       p.result2 = own(statistic2_at_);
+      if (softmax_) {
+        Params q = p;
+        q.d_x = bound(out_, tensors.out);
+        if (SoftmaxTiles::takes(q)) {
+          softmax_->enqueue(setup_, launcher, q, reduction_->combining());
+          return;
+        }
+      }
     } else {
       p.result = bound(out_, tensors.out);
       p.result2 = bound(lse_, tensors.lse);
@@ -143,6 +157,7 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
   SegmentProblem problem_;
   Layout layout_;
   Setup setup_;
+  std::optional<SoftmaxTiles> softmax_;
   std::optional<Reduction> reduction_;
   std::optional<Mapping> map_;
   Kernel mask_, own_mask_;  // from an arg of the caller, or of the workspace

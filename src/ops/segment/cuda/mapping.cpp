@@ -146,7 +146,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
   if (problem.x.shape[1] == 1) {
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.segment_bytes);
-    if (dtype != DType::f64 && streamable(problem, rows)) {
+    if (op.wide && dtype != DType::f64 && streamable(problem, rows)) {
       stream_ = {stream_kernel(op, dtype), device};
       setup.allow_stream(*stream_);
     }
@@ -157,7 +157,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
     // Many columns by single elements: a row takes all lanes of a block, whose one walker is slower
     // in longer tiles.
     constexpr std::int64_t kMostSingles = 128;
-    if (access && (access->vector > 1 || problem.x.shape[1] <= kMostSingles)) {
+    if (op.wide && access && (access->vector > 1 || problem.x.shape[1] <= kMostSingles)) {
       vector_ = access->vector;
       const bool narrow =
           has_narrow(op, *access) && problem.x.shape[1] * bytes(dtype) <= kNarrowMostBytes;

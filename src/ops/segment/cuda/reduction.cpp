@@ -186,14 +186,27 @@ ReduceOp row_product_sum(DType dtype) {
   return op;
 }
 
+Combining::Combining(const SegmentProblem& problem, const cuda::DeviceInfo& device,
+                     const ReduceOp& op)
+    : columns_(combine_width(problem.x.shape[1], problem.num_segments)),
+      kernel_(combine_kernel(op, problem.x.dtype, columns_), device) {}
+
+std::int64_t Combining::slot_columns(const SegmentProblem& problem) {
+  return (problem.x.shape[1] + 7) / 8 * 8;
+}
+
+void Combining::enqueue(const Launcher& launcher, Params& p) const {
+  const std::int64_t looked_at = combine_tiles(columns_, kThreads);
+  launcher.launch(kernel_, p, (p.tiles + looked_at - 1) / looked_at,
+                  (p.columns + columns_ - 1) / columns_);
+}
+
 Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device,
                      const ReduceOp& op, Specs inputs, Setup& setup, Layout& layout)
-    : problem_(problem) {
+    : problem_(problem), combining_(problem, device, op) {
   const DType dtype = problem.x.dtype;
   const std::int64_t columns = problem.x.shape[1];
   const bool column = columns == 1;
-  combine_columns_ = combine_width(columns, problem.num_segments);
-  combine_ = {combine_kernel(op, dtype, combine_columns_), device};
   if (column) {
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.state_bytes);
@@ -224,15 +237,15 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
   if (pieces_) most_tiles = std::max(most_tiles, tiles_of(problem, pieces_tiling_));
   if (stream_) most_tiles = std::max(most_tiles, setup.shares(*stream_));
   if (narrow_) most_tiles = std::max(most_tiles, setup.shares(*narrow_));
-  slot_columns_ = (columns + 7) / 8 * 8;
-  slots_at_ = layout.take(static_cast<std::size_t>(most_tiles * 2 * slot_columns_) *
-                          static_cast<std::size_t>(op.state_bytes));
+  const std::int64_t cells = most_tiles * 2 * Combining::slot_columns(problem);
+  slots_at_ =
+      layout.take(static_cast<std::size_t>(cells) * static_cast<std::size_t>(op.state_bytes));
 }
 
 void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
   Params p = bound_params;
   p.slots = launcher.workspace + slots_at_;
-  p.slot_columns = slot_columns_;
+  p.slot_columns = Combining::slot_columns(problem_);
   if (stream_ && streamable(p)) {
     setup.stream(launcher, *stream_, p, StreamKind::reduction);
     return;
@@ -247,9 +260,7 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   const Tiling& shape = pieces ? pieces_tiling_ : any_tiling_;
   p = setup.tiled(launcher, p, shape);
   launcher.launch(pieces ? *pieces_ : any_, p, p.tiles, shape.column_blocks);
-  const std::int64_t looked_at = combine_tiles(combine_columns_, kThreads);
-  launcher.launch(combine_, p, (p.tiles + looked_at - 1) / looked_at,
-                  (p.columns + combine_columns_ - 1) / combine_columns_);
+  combining_.enqueue(launcher, p);
 }
 
 std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dtype, int arch) {

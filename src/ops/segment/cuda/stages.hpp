@@ -11,6 +11,7 @@
 #include "core/workspace.hpp"
 #include "cuda/op_kernel.hpp"
 #include "ops/segment/cuda/params.cuh"
+#include "ops/segment/cuda/softmax_tuning.cuh"
 #include "ops/segment/cuda/tuning.hpp"
 #include "ops/segment/problem.hpp"
 
@@ -148,6 +149,19 @@ ReduceOp extreme_count(SegmentReduce reduce, DType dtype);
 ReduceOp mask_count(DType dtype);
 ReduceOp row_product_sum(DType dtype);
 
+// Puts together the segments that reach over several tiles.
+class Combining {
+ public:
+  Combining(const SegmentProblem& problem, const cuda::DeviceInfo& device, const ReduceOp& op);
+  // Of slots in rows of so many columns.
+  static std::int64_t slot_columns(const SegmentProblem& problem);
+  void enqueue(const Launcher& launcher, Params& p) const;
+
+ private:
+  int columns_;  // of a block
+  Kernel kernel_;
+};
+
 class Reduction {
  public:
   // `inputs`: whose rows are read; they decide what is worth planning.
@@ -156,6 +170,7 @@ class Reduction {
 
   // `p` has the inputs and results bound.
   void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
+  const Combining& combining() const { return combining_; }
   const Tiling& tiling() const { return pieces_ ? pieces_tiling_ : any_tiling_; }
 
   static std::vector<cuda::KernelSource> kernels(const ReduceOp& op, DType dtype, int arch);
@@ -164,11 +179,10 @@ class Reduction {
   SegmentProblem problem_;
   std::optional<Kernel> pieces_, stream_, narrow_;
   std::optional<int> narrow_lane_bits_;
-  Kernel any_, combine_;
+  Kernel any_;
+  Combining combining_;
   int vector_ = 0;  // of pieces_
   Tiling pieces_tiling_, any_tiling_;
-  int combine_columns_;
-  std::int64_t slot_columns_;
   std::size_t slots_at_;
 };
 
@@ -184,6 +198,7 @@ struct MapOp {
   // The same of map_narrow; 0: narrow rows go by map_rows, as what a segment gives is costly to
   // make.
   int narrow_blocks = 0;
+  bool wide = true;  // whether kernels for pieces, or streams, are worth loading
 };
 
 MapOp spread_map(bool mean, DType dtype);
@@ -211,6 +226,33 @@ class Mapping {
   bool chunks_;
   int vector_ = 0;  // of pieces_
   Tiling pieces_tiling_, any_tiling_;
+};
+
+// softmax or its gradient in one pass over contiguous rows, but for segments that reach over tiles
+// (smxx_softmax.cuh).
+class SoftmaxTiles {
+ public:
+  // Whether rows lie so, and most segments are short enough.
+  static bool serves(const SegmentProblem& problem, Pass pass);
+
+  SoftmaxTiles(const SegmentProblem& problem, const cuda::DeviceInfo& device, Pass pass,
+               Setup& setup, Layout& layout);
+
+  // Whether what is bound lies so.
+  static bool takes(const Params& p);
+  // `p` has x (backward: and y), d_x and the results of segments that reach over tiles bound;
+  // `combining` is that of the reduction which does the same.
+  void enqueue(const Setup& setup, Launcher& launcher, const Params& p,
+               const Combining& combining) const;
+  const Tiling& tiling() const { return tiling_; }
+
+  static std::vector<cuda::KernelSource> kernels(DType dtype, Pass pass, int arch);
+
+ private:
+  std::int64_t slot_columns_;
+  Tiling tiling_;
+  Kernel tile_, border_;
+  std::size_t slots_at_;
 };
 
 std::unique_ptr<SegmentBody> make_forward(const SegmentProblem& problem, const Device& device);
