@@ -202,8 +202,17 @@ TEST_F(attention_cuda, sums_have_the_same_bits_a_thousand_times) {
     expect_same(with_bias({2, 1, 1, 140}), options, dtype, 50);
     expect_same(with_bias({1, 1, 1, 1}), options, dtype, 50);
   }
-  // Heads of which thread blocks share a tile of keys.
+  // Batch items that add up d_bias one after the other, and some that do so in flight together.
   attention_setup::Setup wide = setup;
+  wide.batch = 5;
+  for (const std::int64_t key : {300, 1100}) {
+    wide.query = 2 * key, wide.key = key;
+    wide.bias = {1, 8, wide.query, wide.key};
+    expect_same(wide, options, DType::bf16, 200);
+    expect_same(wide, {{"causal", "top-left"}}, DType::f16, 50);
+  }
+  // Heads of which thread blocks share a tile of keys.
+  wide = setup;
   wide.query = 4100;
   expect_same(
       attention_setup::with_blocks(wide, {.block = 64, .batches = 2, .heads = 8, .density = 0.7}),

@@ -57,6 +57,19 @@ void add_for_gpus(std::vector<Case>& all, const Setup& wide) {
     add(cases, fmt::format("tiles, few queries, window, D {}", head_dim), setup,
         {{"window", "3000,20"}, {"corner", "bottom-right"}});
   }
+  // Odd numbers of tiles of queries, which kernels of heads of 64 take by twos.
+  setup = wide;
+  setup.batch = 2, setup.heads = 4, setup.kv_heads = 2;
+  setup.head_dim = 64, setup.value_dim = 48;
+  setup.d_lse = true;
+  setup.dtypes = {DType::bf16, DType::f16};
+  add(cases, "tiles by twos", setup);
+  add(cases, "tiles by twos, window", setup, {{"window", "200,150"}, {"corner", "bottom-right"}});
+  setup.batch = 1;
+  setup.cu_q = {0, 7, 300, 300, 410};
+  setup.cu_k = {0, 600, 601, 900, 1130};
+  add(cases, "tiles by twos, varlen", setup);
+  add(cases, "tiles by twos, varlen, causal", setup, {{"causal", "bottom-right"}});
   for (Case& test : cases) {
     test.full_only = true;
     all.push_back(std::move(test));
@@ -104,6 +117,7 @@ void add_tiles(std::vector<Case>& cases) {
     setup.head_dim = setup.value_dim = head_dim;
     setup.change = hide_some;
     add(cases, fmt::format("tiles, bias in pieces, D {}", head_dim), setup);
+    cases.back().full_only = head_dim != 64;  // widths of GPUs' kernels
   }
   setup.value_dim = 40;
   add(cases, "tiles, bias in pieces, causal", setup, {{"causal", "top-left"}});
@@ -122,6 +136,9 @@ void add_tiles(std::vector<Case>& cases) {
              .change = hide_some};
     add(cases, fmt::format("tiles, bias summed over batch, D {}", head_dim), setup);
     cases.back().full_only = true;
+    add(cases, fmt::format("tiles, bias summed over batch, dropout, D {}", head_dim), setup,
+        {{"dropout", "0.2"}, {"seed", "3"}});
+    cases.back().full_only = true;
   }
   add(cases, "tiles, bias summed over batch, causal", setup, {{"causal", "bottom-right"}});
   cases.back().full_only = true;
@@ -133,19 +150,6 @@ void add_tiles(std::vector<Case>& cases) {
   setup.query = 1130;
   setup.key = 410;
   add(cases, "tiles, more queries than keys", setup, {{"causal", "bottom-right"}});
-  // Odd numbers of tiles of queries, which kernels of heads of 64 take by twos.
-  setup = wide;
-  setup.batch = 2, setup.heads = 4, setup.kv_heads = 2;
-  setup.head_dim = 64, setup.value_dim = 48;
-  setup.d_lse = true;
-  setup.dtypes = {DType::bf16, DType::f16};
-  add(cases, "tiles by twos", setup);
-  add(cases, "tiles by twos, window", setup, {{"window", "200,150"}, {"corner", "bottom-right"}});
-  setup.batch = 1;
-  setup.cu_q = {0, 7, 300, 300, 410};
-  setup.cu_k = {0, 600, 601, 900, 1130};
-  add(cases, "tiles by twos, varlen", setup);
-  add(cases, "tiles by twos, varlen, causal", setup, {{"causal", "bottom-right"}});
 }
 
 // Block masks whose lists of tiles are so long that several thread blocks share them on a GPU. A
@@ -292,6 +296,8 @@ void add_many_keys(std::vector<Case>& cases) {
     setup.bias = {2, 2, 140, setup.key};
     add_case("bias", {});
     add_case("bias, causal", causal);
+    add_case("bias, dropout", dropout);
+    add_case("bias, dropout, causal", causal_dropout);
     setup.bias = {};
     add_case("dropout", dropout);
     add_case("dropout, causal", causal_dropout);
@@ -330,6 +336,7 @@ void add_many_keys(std::vector<Case>& cases) {
         };
         add_case(fmt::format("{} that hides {}", name, finite ? "some" : "NaN"), causal);
       }
+      add_case(fmt::format("{} that hides some, dropout", name), causal_dropout);
     }
     setup.change = {};
     setup.bias = {};
@@ -342,6 +349,7 @@ void add_many_keys(std::vector<Case>& cases) {
   add_case("bias of all items", {});
   setup.batch = 3;
   add_case("bias of three items, causal", causal);
+  add_case("bias of three items, dropout", dropout);
 }
 
 // Biases whose rows begin anywhere, in problems that are large enough for a copy of them.

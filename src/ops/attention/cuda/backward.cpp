@@ -7,6 +7,8 @@
 
 #include "ops/attention/cuda/aligned_rows.hpp"
 #include "ops/attention/cuda/backward_kernels.hpp"
+#include "ops/attention/cuda/bias_chain.hpp"
+#include "ops/attention/cuda/dense_work.hpp"
 #include "ops/attention/cuda/few_queries.hpp"
 #include "ops/attention/cuda/head_maps.hpp"
 #include "ops/attention/cuda/hopper_backward.hpp"
@@ -28,8 +30,8 @@ class TileBackward final : public BackwardBody {
                       hopper && hopper_sums_bias(problem)}) {}
 
  private:
-  // Written by the kernel of d_k, in one launch or in one a batch item; or summed by its own
-  // kernel.
+  // Written by the kernel of d_k; stepped: summed over the batch, in a launch an item or, by
+  // Hopper's kernel, in a chain of items; or summed by its own kernel.
   enum class BiasPlan { none, written, stepped, summed };
   // What kernels for Hopper do: the gradients, and a d_bias that is summed.
   struct Hopper {
@@ -75,8 +77,8 @@ class TileBackward final : public BackwardBody {
     pair_blocks_ = blocks.given() ? blocks.lists : params_.k_tiles;
     params_.turn_count = planes_ * params_.lines + pairs_ * blocks.shared_count * std::int64_t{2};
     stats_bytes_ = aligned(planes_ * params_.q_tiles * stats_bytes(tiles_.queries));
-    turn_bytes_ = aligned(params_.turn_count * 4);
     if (bias_elements_ > 0) plan_bias(problem, width, arch, hopper.bias);
+    turn_bytes_ = aligned(params_.turn_count * 4);
     plan_slices(problem, width);
     workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + key_sum_bytes_ +
                       bias_sum_bytes_;
@@ -105,13 +107,15 @@ class TileBackward final : public BackwardBody {
     const int sum_width = only_all_ ? hopper_tile_of(problem, width).sum_width() : width;
     const std::int64_t pair_bytes =
         sizes_.group * params_.lines * tiles_.queries * sum_width * std::int64_t{4};
-    slice_pairs_ = pairs_;
-    if (bias_plan_ == BiasPlan::stepped) {
-      slice_pairs_ = sizes_.kv_heads;
-    } else if (pair_bytes * pairs_ > limit) {
-      const std::int64_t fit = std::max<std::int64_t>(limit / pair_bytes, 1);
-      slice_pairs_ = ceil_div(pairs_, ceil_div(pairs_, fit));
-    }
+    // Of a chain whole batch items, of which those of several launches have one each.
+    const bool stepped = bias_plan_ == BiasPlan::stepped;
+    const std::int64_t unit = stepped ? sizes_.kv_heads : 1;
+    const std::int64_t units = std::max<std::int64_t>(pairs_ / unit, 1);
+    const std::int64_t fit =
+        stepped && !only_all_ ? 1
+                              : std::clamp<std::int64_t>(
+                                    limit / std::max<std::int64_t>(pair_bytes * unit, 1), 1, units);
+    slice_pairs_ = ceil_div(units, ceil_div(units, fit)) * unit;
     sum_bytes_ = aligned(slice_pairs_ * pair_bytes);
     key_sum_bytes_ = aligned(slice_pairs_ * blocks_.get().shared_count * 2 * tiles_.keys * width *
                              std::int64_t{4});
@@ -137,9 +141,8 @@ class TileBackward final : public BackwardBody {
       load(general_,
            kernel_of(problem.blocks.given() ? Features::general_blocks : Features::general));
       if (only_all_) {
-        const HopperBackwardKind kind = bias_plan_ == BiasPlan::stepped
-                                            ? HopperBackwardKind::bias_sum
-                                            : hopper_kind(problem, width);
+        const bool stepped = bias_plan_ == BiasPlan::stepped;
+        const HopperBackwardKind kind = hopper_kind(problem, width, stepped);
         const int queries = hopper_tile_of(problem, width).part_queries();
         maps_ = HeadMaps<2>({{{problem.q, queries}, {problem.d_out, queries}}});
         load(hopper_kernel_, hopper_backward_kernel(dtype, kind, width));
@@ -153,45 +156,21 @@ class TileBackward final : public BackwardBody {
         load(aligned_, kernel_of(features));
       }
       params_.pair_group = static_cast<std::int32_t>(
-          problem.blocks.given() ? masked_.pair_group : dense_pair_group(problem, width));
+          problem.blocks.given() ? masked_.pair_group : dense_work(problem, width).pair_group());
     }
   }
 
-  // Pairs in flight together. Tiles of keys of a head that follow each other start two steps apart,
-  // so that turns come in time. More pairs give the kernels for all devices more time, whose warps
-  // wait for turns themselves; Hopper's do not, and the fewer there are, the more of q, d_out and
-  // sums is still in the cache when a head's next tiles want them. Where the band hides pairs tiles
-  // differ in steps: up to four apart and, if few are in flight at all, the longest of all first.
-  // Of packed sequences, which may be short, the steps are not known.
-  std::int64_t dense_pair_group(const AttentionProblem& problem, int width) const {
-    const std::int64_t flight =
-        std::int64_t{device_.multiprocessors} *
-        (only_all_ ? hopper_tile_of(problem, width).resident : tiles_.blocks);
-    const std::int64_t steps = std::max<std::int64_t>(sizes_.group * all_steps(problem), 1);
-    const auto apart = [&](std::int64_t step_count) {
-      return ceil_div(step_count * flight * params_.k_tiles, steps);
-    };
-    if (!only_all_ || sizes_.varlen) return std::min(pairs_, std::max(apart(2), kPairGroup));
-    if (problem.mask.left == BandMask::kUnbounded && problem.mask.right == BandMask::kUnbounded) {
-      return std::min(pairs_, apart(2));
-    }
-    if (pairs_ * params_.k_tiles <= 4 * flight) return pairs_;
-    return std::min(pairs_, std::max(apart(2), std::min(apart(4), kPairGroup)));
-  }
-
-  // Steps that the band lets the tiles of keys of a head take.
-  std::int64_t all_steps(const AttentionProblem& problem) const {
-    const std::int64_t rows = std::int64_t{params_.q_tiles} * tiles_.queries;
-    if (sizes_.varlen) return ceil_div(rows, step_queries_) * params_.k_tiles;
-    const Sequence whole{0, sizes_.total_query, 0, sizes_.total_key};
-    std::int64_t steps = 0;
-    for (std::int64_t key = 0; key < sizes_.total_key; key += tiles_.keys) {
-      const std::int64_t last = std::min(key + tiles_.keys, sizes_.total_key) - 1;
-      const std::int64_t begin = seeing_queries(problem.mask, whole, key).begin;
-      const std::int64_t end = seeing_queries(problem.mask, whole, last).end;
-      if (begin < end) steps += ceil_div(end, step_queries_) - begin / step_queries_;
-    }
-    return steps;
+  DenseWork dense_work(const AttentionProblem& problem, int width) const {
+    const int blocks = only_all_ ? hopper_tile_of(problem, width).resident : tiles_.blocks;
+    return {.problem = problem,
+            .sizes = sizes_,
+            .pairs = pairs_,
+            .rows = std::int64_t{params_.q_tiles} * tiles_.queries,
+            .k_tiles = params_.k_tiles,
+            .keys = tiles_.keys,
+            .step_queries = step_queries_,
+            .hopper = only_all_,
+            .flight = std::int64_t{device_.multiprocessors} * blocks};
   }
 
   void plan_bias(const AttentionProblem& problem, int width, int arch, bool hopper) {
@@ -206,16 +185,26 @@ class TileBackward final : public BackwardBody {
       set_grid(kernel, std::min(ceil_div(bias_elements_, kRowThreads), kMostHelpers));
       return kernel;
     };
-    // Over the batch alone: a launch a batch item, if it fills the device. Each has to meet the
-    // same tiles.
+    // Over the batch alone: an item after the other, where that fills the device. Each has to meet
+    // the same tiles.
+    const std::size_t step_bytes = aligned(sizes_.heads * params_.q_tiles * params_.k_tiles *
+                                           tiles_.queries * tiles_.keys * 4);
+    bias_sums_fit_ = step_bytes <= static_cast<std::size_t>(device_.l2_bytes) / 2;
+    const std::int64_t steps = ceil_div(sizes_.total_query, step_queries_) * sizes_.group;
+    const std::int64_t key_tiles = sizes_.kv_heads * params_.k_tiles;
     const bool stepped = !problem.blocks.given() && shape.head == sizes_.heads &&
                          shape.query == sizes_.total_query && shape.key == sizes_.total_key &&
-                         sizes_.kv_heads * params_.k_tiles >= device_.multiprocessors;
+                         (only_all_ ? chains_pay(sizes_.batch, key_tiles, steps,
+                                                 device_.multiprocessors, bias_sums_fit_)
+                                    : key_tiles >= device_.multiprocessors);
     if (whole || stepped || work == 0) {
       bias_plan_ = whole || work == 0 ? BiasPlan::written : BiasPlan::stepped;
       if (bias_plan_ == BiasPlan::stepped) {
-        bias_sum_bytes_ = aligned(sizes_.heads * params_.q_tiles * params_.k_tiles *
-                                  tiles_.queries * tiles_.keys * 4);
+        bias_sum_bytes_ = step_bytes;
+        if (only_all_) {
+          params_.chain_items = static_cast<std::int32_t>(sizes_.batch);
+          params_.turn_count += pairs_ * params_.k_tiles;
+        }
       }
       clears_bias_ = work == 0 || problem.mask.left != BandMask::kUnbounded ||
                      problem.mask.right != BandMask::kUnbounded || problem.blocks.given();
@@ -232,8 +221,8 @@ class TileBackward final : public BackwardBody {
     bias_ = bias_sum(bias_kernel(dtype, width, arch), tiles.shared_bytes(width), tiles.keys,
                      tiles.queries);
     if (hopper) {
-      const HopperBiasTile tile = hopper_bias_tile(width);
-      aligned_bias_ = bias_sum(hopper_bias_kernel(dtype, width, arch), tile.shared_bytes(),
+      const HopperBiasTile tile = hopper_bias_tile(width, problem.dropout > 0);
+      aligned_bias_ = bias_sum(hopper_bias_kernel(dtype, tile, width, arch), tile.shared_bytes(),
                                tile.keys, tile.queries());
     }
     const std::int32_t parts = std::max(bias_.parts, aligned_bias_.parts);
@@ -249,6 +238,7 @@ class TileBackward final : public BackwardBody {
     params.stats = scratch;
     params.turns = reinterpret_cast<std::int32_t*>(scratch + stats_bytes_);
     params.parts_done = params.turns + planes_ * params.lines;
+    params.bias_turns = params.parts_done;  // one of them has no elements
     scratch += stats_bytes_ + turn_bytes_;
     params.sums = reinterpret_cast<float*>(scratch);
     params.key_sums = reinterpret_cast<float*>(scratch + sum_bytes_);
@@ -280,23 +270,28 @@ class TileBackward final : public BackwardBody {
         with_maps.d_out = (*maps)[1];
         with_maps.has_maps = 1;
       }
-      launch_slices(params, hopper_kernel_, stream,
+      launch_slices(params, slice_pairs_, hopper_kernel_, stream,
                     [&](const Params& slice) -> const HopperBackwardParams& {
                       with_maps.all = slice;
                       return with_maps;
                     });
       return;
     }
-    launch_slices(params, only_vectors_ && vectors && !only_all_ ? aligned_ : general_, stream,
+    launch_slices(params, bias_plan_ == BiasPlan::stepped ? sizes_.kv_heads : slice_pairs_,
+                  only_vectors_ && vectors && !only_all_ ? aligned_ : general_, stream,
                   std::identity());
   }
 
   template <class Kernel, class Wrap>
-  void launch_slices(Params params, Kernel kernel, Stream stream, const Wrap& wrap) const {
-    for (std::int64_t first = 0; first < pairs_; first += slice_pairs_) {
+  void launch_slices(Params params, std::int64_t slice_pairs, Kernel kernel, Stream stream,
+                     const Wrap& wrap) const {
+    for (std::int64_t first = 0; first < pairs_; first += slice_pairs) {
       params.first_pair = first;
-      params.pairs = static_cast<std::int32_t>(std::min(slice_pairs_, pairs_ - first));
-      if (bias_plan_ == BiasPlan::stepped) params.bias_step = step_of(first);
+      params.pairs = static_cast<std::int32_t>(std::min(slice_pairs, pairs_ - first));
+      if (bias_plan_ == BiasPlan::stepped) {
+        params.bias_step = step_of(first);
+        if (only_all_) set_chain(params);
+      }
       kernel.shape.grid[0] = static_cast<unsigned>(params.pairs * pair_blocks_);
       kernel.launch(stream, wrap(params));
     }
@@ -304,7 +299,14 @@ class TileBackward final : public BackwardBody {
 
   BiasStep step_of(std::int64_t first_pair) const {
     if (first_pair == 0) return BiasStep::first;
-    return first_pair + slice_pairs_ == pairs_ ? BiasStep::last : BiasStep::middle;
+    return first_pair + sizes_.kv_heads == pairs_ ? BiasStep::last : BiasStep::middle;
+  }
+  void set_chain(Params& params) const {
+    const std::int64_t items = items_together(params.pairs / sizes_.kv_heads, bias_sums_fit_);
+    const std::int64_t heads =
+        largest_divisor(sizes_.kv_heads, std::max<std::int64_t>(params_.pair_group / items, 1));
+    params.chain_heads = static_cast<std::int32_t>(heads);
+    params.pair_group = static_cast<std::int32_t>(heads * items);
   }
 
   BackwardTiles tiles_;
@@ -313,7 +315,7 @@ class TileBackward final : public BackwardBody {
   std::size_t stats_bytes_ = 0, turn_bytes_ = 0, sum_bytes_ = 0, key_sum_bytes_ = 0;
   std::size_t bias_sum_bytes_ = 0;
   bool bias_vectors_ = false, d_bias_vectors_ = false;
-  bool vectors_ = false, row_vectors_ = false, clears_bias_ = false;
+  bool vectors_ = false, row_vectors_ = false, clears_bias_ = false, bias_sums_fit_ = false;
   // Of aligned_: rows in pieces of 16 bytes; all three gradients.
   bool only_vectors_ = false, only_all_ = false;
   int step_queries_;
@@ -376,7 +378,9 @@ std::vector<KernelSource> attention_backward_kernels(int arch) {
       }
       add(bias_kernel(dtype, width, arch));
       if (arch == 90 && has_hopper_bias_tile(width, static_cast<int>(size_of(dtype)))) {
-        add(hopper_bias_kernel(dtype, width, arch));
+        for (const bool dropout : {false, true}) {
+          add(hopper_bias_kernel(dtype, hopper_bias_tile(width, dropout), width, arch));
+        }
       }
       for (const HopperBackwardKind kind : kHopperBackwardKinds) {
         if (arch != 90) continue;

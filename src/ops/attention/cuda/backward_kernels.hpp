@@ -76,7 +76,8 @@ inline TileKernel tile_kernel(DType dtype, int width, Features features, int arc
 }
 
 inline constexpr std::string_view kHopperBackwardKindNames[] = {
-    "plain", "softcap", "dropout", "bias", "bias_sum", "blocks", "small_blocks"};
+    "plain",        "softcap",          "dropout", "bias",        "bias_sum",
+    "bias_dropout", "bias_sum_dropout", "blocks",  "small_blocks"};
 
 inline TileKernel hopper_backward_kernel(DType dtype, HopperBackwardKind kind, int width) {
   const std::string_view type = cuda::device_type(dtype);
@@ -116,19 +117,19 @@ inline cuda::OpKernel bias_kernel(DType dtype, int width, int arch) {
           .threads = tiles.threads()};
 }
 
-inline cuda::OpKernel hopper_bias_kernel(DType dtype, int width, int arch) {
+inline cuda::OpKernel hopper_bias_kernel(DType dtype, const HopperBiasTile& tile, int width,
+                                         int arch) {
   const std::string_view type = cuda::device_type(dtype);
   const int stats_rows = tiles_of(dtype, width, arch).queries;
-  const HopperBiasTile tile = hopper_bias_tile(width);
-  return {
-      .name = fmt::format("attention_backward_bias_sm90_{}_{}_{}", type, tile.width, stats_rows),
-      .file = "ops/attention/cuda/sm90_bias_gradient.cuh",
-      .function = fmt::format("attention::hopper_bias_gradient<{}, "
-                              "attention::hopper_bias_tile({}), {}>",
-                              type, tile.width, stats_rows),
-      .parameters = kBackwardParams,
-      .threads = tile.threads,
-      .arch_specific = true};
+  return {.name = fmt::format("attention_backward_bias_sm90_{}_{}_{}{}", type, tile.width,
+                              stats_rows, tile.dropout ? "_dropout" : ""),
+          .file = "ops/attention/cuda/sm90_bias_gradient.cuh",
+          .function = fmt::format("attention::hopper_bias_gradient<{}, "
+                                  "attention::hopper_bias_tile({}, {}), {}>",
+                                  type, tile.width, tile.dropout, stats_rows),
+          .parameters = kBackwardParams,
+          .threads = tile.threads,
+          .arch_specific = true};
 }
 
 // `what` is clear_bias or combine_bias.

@@ -23,8 +23,9 @@ namespace {
 
 int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 
-constexpr std::string_view kKindNames[] = {"plain",   "blocks", "large_blocks", "softcap",
-                                           "dropout", "bias",   "terms",        "elements"};
+constexpr std::string_view kKindNames[] = {"plain",        "blocks",  "large_blocks",
+                                           "softcap",      "dropout", "bias",
+                                           "bias_dropout", "terms",   "elements"};
 
 bool has_hopper_kernel(DType dtype, int width, ForwardKind kind) {
   return has_hopper_tile(kind, width, element_bytes(dtype));
@@ -92,10 +93,11 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const Problem& p = params_.problem;
     const bool bias = problem.bias.given(), bias_vectors = has_vector_keys(problem.bias);
     const bool blocks = problem.blocks.given(), dropout = p.dropout.active();
-    // Kernels of their own have a scale, and one of these at most.
-    const bool terms =
-        p.softcap > 0 || !(p.scale > kLeastScale) || bias + blocks + dropout > 1 ||
+    // Kernels of their own have a scale, and one of these at most; Hopper's may have two.
+    const bool others =
+        p.softcap > 0 || !(p.scale > kLeastScale) ||
         (bias && !(bias_vectors && has_kind(ForwardKind::bias, width, element_bytes(dtype))));
+    const bool terms = others || bias + blocks + dropout > 1;
     const ForwardKind kind = terms     ? ForwardKind::terms
                              : bias    ? ForwardKind::bias
                              : dropout ? ForwardKind::dropout
@@ -141,8 +143,12 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     only_aligned_bias_ = kind == ForwardKind::bias;
     load(by_elements_, ForwardKind::elements);
     const bool only_softcap = p.softcap > 0 && bias + blocks + dropout == 0;
-    const ForwardKind hopper_kind = only_softcap ? ForwardKind::softcap : kind;
+    const bool bias_dropout = !others && bias && dropout && !blocks;
+    const ForwardKind hopper_kind = only_softcap   ? ForwardKind::softcap
+                                    : bias_dropout ? ForwardKind::bias_dropout
+                                                   : kind;
     if (hopper && vectors_ && hopper_serves(dtype, width, hopper_kind)) {
+      only_aligned_bias_ = only_aligned_bias_ || bias_dropout;
       load_hopper(problem, width, hopper_kind, pairs);
       return;
     }

@@ -12,11 +12,16 @@ namespace pullback::attention {
 inline int hopper_width(const AttentionProblem& problem) {
   return std::max(tensor_core_width(problem), 64);
 }
-inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width) {
+// sums_bias: over the batch.
+inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width,
+                                      bool sums_bias = false) {
   using Kind = HopperBackwardKind;
   if (problem.softcap > 0) return Kind::softcap;
+  if (problem.bias.given() && problem.dropout > 0) {
+    return sums_bias ? Kind::bias_sum_dropout : Kind::bias_dropout;
+  }
+  if (problem.bias.given()) return sums_bias ? Kind::bias_sum : Kind::bias;
   if (problem.dropout > 0) return Kind::dropout;
-  if (problem.bias.given()) return Kind::bias;
   if (!problem.blocks.given()) return Kind::plain;
   const bool small = has_small_blocks(problem, true) &&
                      has_hopper_backward_tile(Kind::small_blocks, width,
@@ -31,10 +36,11 @@ inline HopperBackwardTile hopper_tile_of(const AttentionProblem& problem, int wi
 // many times as the cap is smaller than lse.
 inline constexpr double kLeastSoftcap = 0.01;
 
-inline bool is_plain_but_for_a_term(const AttentionProblem& problem) {
+inline bool has_hopper_features(const AttentionProblem& problem) {
   if (!all_have_vector_rows(problem)) return false;
   if (problem.softcap > 0) return problem.softcap >= kLeastSoftcap && term_count(problem) == 0;
-  return static_cast<float>(*problem.scale) > kLeastScale && term_count(problem) <= 1 &&
+  return static_cast<float>(*problem.scale) > kLeastScale &&
+         (term_count(problem) <= 1 || !problem.blocks.given()) &&
          (!problem.bias.given() || has_vector_keys(problem.bias));
 }
 
@@ -47,7 +53,7 @@ inline bool hopper_serves(const AttentionProblem& problem, const cuda::DeviceInf
                                   static_cast<int>(size_of(problem.q.dtype))) &&
          hopper_backward_pays(width, sizes.max_query, pairs * k_tiles, device.multiprocessors) &&
          problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
-         is_plain_but_for_a_term(problem);
+         has_hopper_features(problem);
 }
 // Of the keys at least, and whole rows of them.
 inline bool hopper_sums_bias(const AttentionProblem& problem) {
@@ -57,7 +63,7 @@ inline bool hopper_sums_bias(const AttentionProblem& problem) {
   return has_hopper_bias_tile(tensor_core_width(problem),
                               static_cast<int>(size_of(problem.q.dtype))) &&
          shape[3] == sizes.total_key && (shape[2] == sizes.total_query || shape[2] == 1) &&
-         is_plain_but_for_a_term(problem);
+         has_hopper_features(problem);
 }
 
 }  // namespace pullback::attention

@@ -1,6 +1,6 @@
 // Gradients of attention on Hopper's tensor cores: the formulas, and the order of the sums, of
-// smxx_backward.cuh, with one of bias, softcap, dropout and block mask at most, and always all of
-// d_q, d_k, d_v.
+// smxx_backward.cuh, with a softcap, a block mask, or a bias and dropout, and always all of d_q,
+// d_k, d_v.
 //
 // A thread block owns 128 keys of a key/value head and takes 64 queries a step (or 128). The first
 // warpgroup has two warps that see to copies of queries, d_out and statistics, and two that add the
@@ -49,10 +49,10 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kKeys = kTile.keys, kQueries = kTile.queries, kStages = kTile.stages;
   static constexpr int kGroups = kTile.groups();
   static constexpr bool kBlocks = kTile.blocks();
-  static constexpr bool kDropout = kTile.kind == HopperBackwardKind::dropout;
+  static constexpr bool kDropout = kTile.dropout();
   static constexpr bool kSoftcap = kTile.kind == HopperBackwardKind::softcap;
   static constexpr bool kBias = kTile.bias();
-  static constexpr bool kBiasSum = kTile.kind == HopperBackwardKind::bias_sum;
+  static constexpr bool kBiasSum = kTile.bias_sum();
   static constexpr int kSumWidth = kTile.sum_width();
   static constexpr int kOwnKeys = kKeys / kGroups;
   // Of dQ a warpgroup has 64 queries: those of the step and a part of the width, or a part of them.
@@ -128,7 +128,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   // Of the keys, without NaN and infinity.
   uint32_t finite_k_tile() const { return q_tile_of(kStages - 1); }
 
-  // Where the sums of d_bias over launches lie, of a tile.
+  // Where the sums of d_bias over the batch lie, of a tile.
   float* bias_sums_of(int tile, int head) const {
     const int64_t number = (int64_t{head} * p.q_tiles + tile) * p.k_tiles + place.tile;
     return p.bias_sums + number * (kKeys * kQueries);
@@ -390,8 +390,9 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     }
     if constexpr (kBiasSum) {
       const int head = head_of(step.head_of_group), key_row = place.tile * kKeys + worker.row;
-      add_bias_sums<T>(p, place, head, step.tile * kQueries, key_row, s,
-                       bias_sums_of(step.tile, head) + worker.row * kQueries, lane);
+      add_bias_sums<T, kWidth <= 96 ? 8 : 4>(p, place, head, step.tile * kQueries, key_row, s,
+                                             bias_sums_of(step.tile, head) + worker.row * kQueries,
+                                             lane);
     }
     // With one tile of dS: those of the step before have been read.
     if (kBias && number > 0) {
@@ -408,7 +409,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     ask_for_outputs<T, kTiles, kQueries>(d_v, chances, d_out_tile);
     product_commit();
     meet(shared.scores_full, number);  // dS of all keys is there
-    if constexpr (kTile.kind == HopperBackwardKind::bias) {
+    if constexpr (kBias && !kBiasSum) {
       store_bias<T, kKeys, kQueries, kWorkers / 32, false>(p, place, head_of(step.head_of_group),
                                                            step.tile, ds_tile, worker.thread);
     }

@@ -1,8 +1,8 @@
 // The bias of the backward pass on Hopper, and its gradient.
 //
 // A tile of the bias lies in shared memory as [query][key]; as scores have keys as rows, it is read
-// transposed. d_bias is dS: written from its tile [key][query], or added to sums over launches from
-// the registers it was made in (smxx_backward_scores.cuh).
+// transposed. d_bias is dS: written from its tile [key][query], or added to sums over the batch
+// from the registers it was made in (smxx_backward_scores.cuh).
 #pragma once
 
 #include "device/shared_tile.cuh"
@@ -60,41 +60,49 @@ void hide_by_bias(float (&s)[kTiles][4], uint32_t tile, int row, int lane) {
   });
 }
 
-// dS^T, of a warp's keys, to the sums of d_bias over launches, in the order of the lanes; in the
-// last launch the sum to d_bias. `sums` is the warp's.
-template <class T, int kTiles>
+// dS^T, of a warp's keys, to the sums of d_bias over the batch, in the order of the lanes; of the
+// last item the sum to d_bias. `sums` is the warp's. kAhead: how many pieces of a sum are read
+// before the first is waited for.
+template <class T, int kAhead, int kTiles>
 void add_bias_sums(const BackwardParams& p, const TilePlace& place, int head, int query, int key,
                    const float (&s)[kTiles][4], float* sums, int lane) {
+  static_assert(kTiles % kAhead == 0);
   if (p.d_bias.data == nullptr) return;
+  const bool first = place.batch == 0;
+  if (first || place.batch + 1 < p.chain_items) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      float* const own = sums + (n * 32 + lane) * 4;
+      first ? store_past_l1(own, s[n]) : add_in_memory(own, s[n]);
+    }
+    return;
+  }
   T* const plane =
       static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch + head * p.d_bias.head;
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    float* const own = sums + (n * 32 + lane) * 4;
-    if (p.bias_step == BiasStep::first) {
-      store_past_l1(own, s[n]);
-      continue;
-    }
-    if (p.bias_step == BiasStep::middle) {
-      add_in_memory(own, s[n]);
-      continue;
-    }
-    float total[4];
-    load_past_l1(total, own);
-    // A lane has two neighbouring keys of query lane / 4.
-    const int i = query + 8 * n + lane / 4;
+  for (int begin = 0; begin < kTiles; begin += kAhead) {
+    float total[kAhead][4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = transposed(
-          pack<T>(total[2 * half] + s[n][2 * half], total[2 * half + 1] + s[n][2 * half + 1]));
-      const int j = key + 8 * half + lane % 4 * 2, left = place.k_length - j;
-      if (i >= place.q_length || left <= 0) continue;
-      T* const to = plane + i * p.d_bias.query + j * p.d_bias.key;
-      if (p.d_bias_vectors && left > 1) {
-        *reinterpret_cast<uint32_t*>(to) = pair;
-      } else {
-        to->bits = static_cast<uint16_t>(pair);
-        if (left > 1) to[p.d_bias.key].bits = static_cast<uint16_t>(pair >> 16);
+    for (int n = 0; n < kAhead; ++n) load_past_l1(total[n], sums + ((begin + n) * 32 + lane) * 4);
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      const float(&own)[4] = s[begin + n];
+      // A lane has two neighbouring keys of query lane / 4.
+      const int i = query + 8 * (begin + n) + lane / 4;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float even = total[n][2 * half] + own[2 * half];
+        const float odd = total[n][2 * half + 1] + own[2 * half + 1];
+        const uint32_t pair = transposed(pack<T>(even, odd));
+        const int j = key + 8 * half + lane % 4 * 2, left = place.k_length - j;
+        if (i >= place.q_length || left <= 0) continue;
+        T* const to = plane + i * p.d_bias.query + j * p.d_bias.key;
+        if (p.d_bias_vectors && left > 1) {
+          *reinterpret_cast<uint32_t*>(to) = pair;
+        } else {
+          to->bits = static_cast<uint16_t>(pair);
+          if (left > 1) to[p.d_bias.key].bits = static_cast<uint16_t>(pair >> 16);
+        }
       }
     }
   }

@@ -110,8 +110,10 @@ void copy_steps(const Backward& own) {
     }
     if constexpr (Backward::kBias) {
       const int tile = step.tile;
-      if (Backward::kBiasSum && p.bias_step != BiasStep::first) {
-        prefetch_bytes<Backward::kCopiers>(own.bias_sums_of(tile, head), kKeys * kQueries * 4);
+      // Here, for none of those who work to wait for an answer.
+      if (Backward::kBiasSum && own.follows_in_chain()) {
+        if (threadIdx.x % kWarpSize == 0) own.await_chain(number);
+        __syncwarp();
       }
       // Its one place is free early in the step before.
       if (number > 0) barrier_wait(&shared.bias_empty, (number - 1) & 1);
@@ -175,6 +177,7 @@ void add_step_queries(const Backward& own, int adder) {
       }
       bulk_wait();
       fence_device();
+      if (Backward::kBiasSum) own.tell_chain(step.number);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         if (ready >> part & 1) {
@@ -185,6 +188,10 @@ void add_step_queries(const Backward& own, int adder) {
       ready = 0;
     }
     barrier_arrive(&shared.sums_empty);
+    if constexpr (Backward::kBiasSum) {
+      fence_device();
+      own.tell_chain(step.number);
+    }
   };
   own.for_each_step(add);
 }

@@ -164,6 +164,18 @@ struct HopperBackwardSteps {
   bool turn_has_come(const Turn& turn) const {
     return load_acquire(p.turns + turn.line) >= turn.number;
   }
+  // Of a chain of batch items: how many steps of `pair`, with the same keys, have added to d_bias.
+  int32_t* bias_turn_of(int64_t pair) const { return p.bias_turns + pair * p.k_tiles + place.tile; }
+  bool follows_in_chain() const { return place.batch > 0; }
+  // Until the item before has, in the step.
+  void await_chain(int step) const {
+    const int64_t before = block.pair - p.problem.heads / p.problem.group;
+    while (load_acquire(bias_turn_of(before)) <= step) {
+    }
+  }
+  // By a thread that all who add have told, behind a fence. Another may have told of a later step.
+  void tell_chain(int step) const { raise_relaxed(bias_turn_of(block.pair), step + 1); }
+
   void await(int64_t line, int turns) const {
     while (load_acquire(p.turns + line) < turns) {
     }
@@ -229,7 +241,8 @@ void run_backward(const HopperBackwardParams& p) {
   auto& shared = *reinterpret_cast<typename Backward::Shared*>(memory);
   static_assert(sizeof(shared) <= kTile.kPlaceBytes);
   if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<kTile.keys, Backward::kPartQueries, kTile.blocks()>(p.all);
+    const BlockPlace found =
+        block_place<kTile.keys, Backward::kPartQueries, kTile.blocks(), kTile.bias_sum()>(p.all);
     if (threadIdx.x == 0) {
       shared.place = found;
       shared.finite_keys = true;

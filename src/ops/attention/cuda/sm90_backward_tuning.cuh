@@ -6,11 +6,27 @@
 
 namespace pullback::attention {
 
-enum class HopperBackwardKind { plain, softcap, dropout, bias, bias_sum, blocks, small_blocks };
-inline constexpr HopperBackwardKind kHopperBackwardKinds[] = {
-    HopperBackwardKind::plain,       HopperBackwardKind::softcap,  HopperBackwardKind::dropout,
-    HopperBackwardKind::bias,        HopperBackwardKind::bias_sum, HopperBackwardKind::blocks,
-    HopperBackwardKind::small_blocks};
+// bias_sum: d_bias is summed over the batch, by a chain (BackwardParams).
+enum class HopperBackwardKind {
+  plain,
+  softcap,
+  dropout,
+  bias,
+  bias_sum,
+  bias_dropout,
+  bias_sum_dropout,
+  blocks,
+  small_blocks
+};
+inline constexpr HopperBackwardKind kHopperBackwardKinds[] = {HopperBackwardKind::plain,
+                                                              HopperBackwardKind::softcap,
+                                                              HopperBackwardKind::dropout,
+                                                              HopperBackwardKind::bias,
+                                                              HopperBackwardKind::bias_sum,
+                                                              HopperBackwardKind::bias_dropout,
+                                                              HopperBackwardKind::bias_sum_dropout,
+                                                              HopperBackwardKind::blocks,
+                                                              HopperBackwardKind::small_blocks};
 
 // A warpgroup that copies and adds up d_q, and one for each 64 of the keys or, with wide heads
 // (sm90_backward_wide.cuh), two; tiles as backward_tiles() has them on sm_90.
@@ -26,7 +42,14 @@ struct HopperBackwardTile {
 
   constexpr bool blocks() const { return kind >= HopperBackwardKind::blocks; }
   constexpr bool bias() const {
-    return kind == HopperBackwardKind::bias || kind == HopperBackwardKind::bias_sum;
+    return kind >= HopperBackwardKind::bias && kind <= HopperBackwardKind::bias_sum_dropout;
+  }
+  constexpr bool bias_sum() const {
+    return kind == HopperBackwardKind::bias_sum || kind == HopperBackwardKind::bias_sum_dropout;
+  }
+  constexpr bool dropout() const {
+    return kind == HopperBackwardKind::dropout || kind == HopperBackwardKind::bias_dropout ||
+           kind == HopperBackwardKind::bias_sum_dropout;
   }
   // Tiles of dS: one where a tile of a bias needs the other one's place.
   constexpr int score_tiles() const { return bias() ? 1 : 2; }
@@ -80,6 +103,7 @@ constexpr HopperBackwardTile hopper_backward_tile(HopperBackwardKind kind, int w
 // sm90_bias_gradient.cuh: a tile of the bias, and stages of what it takes of an item.
 struct HopperBiasTile {
   int width, halves;  // tiles of 64 queries
+  bool dropout;
   static constexpr int keys = 128, stages = 2, threads = 256;
 
   constexpr int queries() const { return halves * 64; }
@@ -94,8 +118,8 @@ constexpr bool has_hopper_bias_tile(int width, int element_bytes) {
   return width <= 128 && element_bytes == 2;
 }
 // Heads up to 32 take the room of those of 64.
-constexpr HopperBiasTile hopper_bias_tile(int width) {
-  return width <= 64 ? HopperBiasTile{64, 2} : HopperBiasTile{width, 1};
+constexpr HopperBiasTile hopper_bias_tile(int width, bool dropout) {
+  return width <= 64 ? HopperBiasTile{64, 2, dropout} : HopperBiasTile{width, 1, dropout};
 }
 
 }  // namespace pullback::attention

@@ -1,6 +1,6 @@
 // d_bias of a bias that is broadcast over the batch or the heads, or over them and the queries, on
 // Hopper's tensor cores: what smxx_backward_bias.cuh does, for problems with neither softcap nor
-// dropout nor block mask, from rows that begin at 16 bytes.
+// block mask, from rows that begin at 16 bytes.
 //
 // A thread block owns 128 keys and kHalves · 64 queries of the bias. For each item that maps to
 // them, a head of a batch item, it makes dS once more and adds it up in registers; two warpgroups
@@ -35,6 +35,7 @@ struct HopperBiasGradient {
   const TileRange range;   // tiles of 64 queries that see some of them
   const uint32_t tiles, biases, stats;
   const int thread, lane, row;  // row: the warp's first key
+  const Dropout dropout;
   float sum[kHalves][kTiles][4] = {};
 
   HopperBiasGradient(const BackwardParams& params, const TilePlace& keys, uint32_t shared)
@@ -46,7 +47,8 @@ struct HopperBiasGradient {
         stats(biases + kHalves * kBiasBytes),
         thread(static_cast<int>(threadIdx.x)),
         lane(thread % 32),
-        row(thread / 32 * 16) {}
+        row(thread / 32 * 16),
+        dropout(kTile.dropout ? params.problem.dropout.for_warp() : Dropout()) {}
 
   bool seen(const BiasItem& item) const {
     return item.query_tile * kHalves < range.end && (item.query_tile + 1) * kHalves > range.begin;
@@ -107,6 +109,12 @@ struct HopperBiasGradient {
       product_commit();
       ask_for_scores<T, kWidth, kKeys, kRows>(d_p, first + kKeyBytes + own, q_tile + kHalfBytes);
       product_commit();
+      const int key = place.tile * kKeys + row;
+      uint32_t kept = 0;
+      if constexpr (kTile.dropout) {
+        const auto plane = static_cast<uint64_t>(item.batch * p.problem.heads + item.head);
+        kept = draw_kept(dropout, plane, tile * kRows, key, lane);
+      }
       product_wait<1>();
       keep_in_place(s);
       // Behind a bias of −inf nothing is seen, whatever the score.
@@ -118,7 +126,6 @@ struct HopperBiasGradient {
               s[n][e] = addend[e] == -infinity<float>() ? addend[e] : score;
             }
           });
-      const int key = place.tile * kKeys + row;
       if (pairs_seen(place, key, tile * kRows, 16, kRows) != Seen::all) {
         hide_unseen(s, SeenQueries(place, key, tile * kRows, lane));
       }
@@ -133,7 +140,11 @@ struct HopperBiasGradient {
         for (int e = 0; e < 4; ++e) {
           const float lse = of_queries[e % 2 * 2], delta = of_queries[e % 2 * 2 + 1];
           const float chance = exp2_approx((s[n][e] - lse) * kLog2E);
-          if (s[n][e] != -infinity<float>()) sum[half][n][e] += chance * (d_p[n][e] - delta);
+          float gradient = d_p[n][e];
+          if constexpr (kTile.dropout) {
+            gradient = keeps(kept, n, e) ? gradient * p.problem.keep_scale : 0;
+          }
+          if (s[n][e] != -infinity<float>()) sum[half][n][e] += chance * (gradient - delta);
         }
       }
     }

@@ -1,5 +1,5 @@
 // The forward pass on Hopper's tensor cores (Shah et al. 2024, FlashAttention-3): the formula of
-// smxx_forward.cuh, with one of bias, softcap, dropout and block mask at most.
+// smxx_forward.cuh, with a softcap, a block mask, or a bias and dropout.
 //
 // The first warpgroup copies (sm90_forward_copies.cuh): queries, then K 0, V 0, K 1, V 1, … through
 // a ring of slots, and each tile of a bias with the one of its keys. Each other one has 64 of the
@@ -41,8 +41,8 @@ struct HopperForward {
   static constexpr bool kPersistent = kTile.persistent;
   static_assert(!kPersistent || kQuerySlots == 2);  // the next queries come beside the last ones
   static constexpr bool kBlocks = is_blocks(kTile.kind);
-  static constexpr bool kDropout = kTile.kind == ForwardKind::dropout;
-  static constexpr bool kBias = kTile.kind == ForwardKind::bias;
+  static constexpr bool kDropout = kTile.dropout();
+  static constexpr bool kBias = kTile.bias();
   static constexpr bool kSoftcap = kTile.kind == ForwardKind::softcap;
   // Whether the copy engine may copy; a box keeps keys in their order.
   static constexpr bool kMaps = !kBias && !kDropout;

@@ -59,8 +59,19 @@ struct BlockPlace {
   }
 };
 
+// Of a chain: the pair, of this launch, that number `number` of a pair group has.
+inline uint32_t pair_of_chain(const BackwardParams& p, uint32_t group_begin, uint32_t number) {
+  const auto heads = static_cast<uint32_t>(p.chain_heads);
+  const auto kv_heads = static_cast<uint32_t>(p.problem.heads / p.problem.group);
+  const auto items = static_cast<uint32_t>(p.pair_group) / heads;
+  const uint32_t parts = static_cast<uint32_t>(p.pairs) / kv_heads / items;  // of the items
+  const uint32_t group = group_begin / static_cast<uint32_t>(p.pair_group);
+  const uint32_t item = group % parts * items + number / heads;
+  return item * kv_heads + group / parts * heads + number % heads;
+}
+
 // kListed: with a block mask; the blocks of a cluster share a tile of keys.
-template <int kKeys, int kQueries, bool kListed>
+template <int kKeys, int kQueries, bool kListed, bool kChain = false>
 BlockPlace block_place(const BackwardParams& p) {
   const uint32_t index = kListed ? device::cluster_index() : blockIdx.x;
   // 32 bits: a grid has no more blocks, and divisions are what a block begins with.
@@ -73,7 +84,9 @@ BlockPlace block_place(const BackwardParams& p) {
   const uint32_t group =
       left < static_cast<uint32_t>(p.pair_group) ? left : static_cast<uint32_t>(p.pair_group);
   BlockPlace place;
-  place.pair = p.first_pair + group_begin + in_group % group;
+  const uint32_t number = in_group % group;
+  place.pair =
+      p.first_pair + (kChain ? pair_of_chain(p, group_begin, number) : group_begin + number);
   int tile = static_cast<int>(in_group / group);
   if constexpr (kListed) {
     place.owner = tile;

@@ -13,6 +13,9 @@ inline int32_t load_relaxed(const int32_t* from) {
 inline void store_relaxed(int32_t* to, int32_t value) {
   asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
+inline void raise_relaxed(int32_t* to, int32_t value) {
+  asm volatile("red.relaxed.gpu.global.max.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
 // What this thread saw or, before a barrier, its block wrote comes before what follows.
 inline void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 

@@ -52,21 +52,26 @@ enum class ForwardKind {
   softcap,       // plain, and softcap, of any scale
   dropout,       // plain, and dropout
   bias,          // plain, and a bias in 16-byte pieces
+  bias_dropout,  // both of these
   terms,         // all of these, with any scale, softcap and bias
   elements,      // terms, with any strides and alignment
 };
 inline constexpr ForwardKind kForwardKinds[] = {
-    ForwardKind::plain,   ForwardKind::blocks, ForwardKind::large_blocks, ForwardKind::softcap,
-    ForwardKind::dropout, ForwardKind::bias,   ForwardKind::terms,        ForwardKind::elements};
+    ForwardKind::plain,        ForwardKind::blocks,  ForwardKind::large_blocks,
+    ForwardKind::softcap,      ForwardKind::dropout, ForwardKind::bias,
+    ForwardKind::bias_dropout, ForwardKind::terms,   ForwardKind::elements};
 constexpr bool is_blocks(ForwardKind kind) {
   return kind == ForwardKind::blocks || kind == ForwardKind::large_blocks;
 }
 // Blocks from this size on leave no more tiles empty when these have as many queries.
 inline constexpr int kLargeBlock = 128;
 
+constexpr bool is_hopper_only(ForwardKind kind) {
+  return kind == ForwardKind::softcap || kind == ForwardKind::bias_dropout;
+}
 constexpr bool has_kind(ForwardKind kind, int width, int element_bytes) {
   if (kind == ForwardKind::large_blocks) return element_bytes == 2 && width <= 128;
-  if (kind == ForwardKind::softcap) return false;  // Hopper's alone
+  if (is_hopper_only(kind)) return false;
   return kind != ForwardKind::bias || element_bytes == 2;
 }
 // Whether tiles of a bias pass through shared memory.
@@ -119,8 +124,14 @@ struct HopperTile {
   constexpr int part_keys() const { return is_blocks(kind) ? 64 : keys; }
   constexpr int threads() const { return (groups + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
+  constexpr bool bias() const {
+    return kind == ForwardKind::bias || kind == ForwardKind::bias_dropout;
+  }
+  constexpr bool dropout() const {
+    return kind == ForwardKind::dropout || kind == ForwardKind::bias_dropout;
+  }
   // Tiles of a bias, one for each tile of keys.
-  constexpr int bias_slots() const { return kind == ForwardKind::bias ? slots / 2 : 0; }
+  constexpr int bias_slots() const { return bias() ? slots / 2 : 0; }
   // With what it takes to begin at a multiple of 1024.
   constexpr int shared_bytes() const {
     return (query_slots * rows() + slots * keys) * panels() * 128 +
@@ -143,7 +154,7 @@ constexpr HopperTile hopper_tile(ForwardKind kind, int width) {
     const bool plain = kind == ForwardKind::plain;
     return {kind, width, 128, 3, plain ? 8 : 4, plain ? 2 : 1, 32, 160, plain};
   }
-  if (kind == ForwardKind::bias) {
+  if (kind == ForwardKind::bias || kind == ForwardKind::bias_dropout) {
     return {kind, width, width <= 128 ? 128 : 64, 2, 4, 1, 56, 224, false};
   }
   if (width <= 128) return {kind, width, 128, 2, 5, 2, 56, 224, true};
