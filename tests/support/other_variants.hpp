@@ -13,7 +13,7 @@ inline std::string other_variant(const driver::Case& test, DType dtype) {
   if (test.op == "attention" && size_of(dtype) == 2 && !test.name.starts_with("units of tiles")) {
     return "cuda";
   }
-  return test.op == "entmax" && test.name.starts_with("tiles") ? "cuda_tiles" : "";
+  return "";
 }
 
 }  // namespace pullback::testing

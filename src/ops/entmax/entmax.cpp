@@ -130,18 +130,16 @@ Body make_cpu(const EntmaxProblem& problem, const Device& device, Pass pass) {
                                : make_cpu_backward(problem, device);
 }
 
-template <bool kAllTiles>
 Body make_cuda(const EntmaxProblem& problem, const Device& device, Pass pass) {
-  return pass == Pass::forward ? make_cuda_forward(problem, device, kAllTiles)
-                               : make_cuda_backward(problem, device, kAllTiles);
+  return pass == Pass::forward ? make_cuda_forward(problem, device)
+                               : make_cuda_backward(problem, device);
 }
 
 constexpr FeatureSet kEverything = features(Feature::alpha_per_row, Feature::mask, Feature::ragged);
 
 constexpr Variant<EntmaxProblem, EntmaxTensors> kVariants[] = {
     {{"cpu", DeviceKind::cpu, CpuIsa::any, kEverything, 10}, make_cpu},
-    {{"cuda", DeviceKind::cuda, CpuIsa::any, kEverything, 10, 80}, make_cuda<false>},
-    {{"cuda_tiles", DeviceKind::cuda, CpuIsa::any, kEverything, 5, 80}, make_cuda<true>},
+    {{"cuda", DeviceKind::cuda, CpuIsa::any, kEverything, 10, 80}, make_cuda},
     {{"reference", DeviceKind::cpu, CpuIsa::any, kEverything, -1}, make_reference},
     {{"textbook", DeviceKind::cpu, CpuIsa::any, kEverything, -1}, make_textbook},
 };

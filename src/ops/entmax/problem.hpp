@@ -92,10 +92,8 @@ void check_offsets(const EntmaxProblem& problem, const void* offsets);
 using Body = std::unique_ptr<PlanBody<EntmaxTensors>>;
 Body make_cpu_forward(const EntmaxProblem& problem, const Device& device);
 Body make_cpu_backward(const EntmaxProblem& problem, const Device& device);
-// all_tiles: by tiles of rows (smxx_tile.cuh) wherever they serve, not only where they replace the
-// kernels for anything.
-Body make_cuda_forward(const EntmaxProblem& problem, const Device& device, bool all_tiles);
-Body make_cuda_backward(const EntmaxProblem& problem, const Device& device, bool all_tiles);
+Body make_cuda_forward(const EntmaxProblem& problem, const Device& device);
+Body make_cuda_backward(const EntmaxProblem& problem, const Device& device);
 Body make_reference(const EntmaxProblem& problem, const Device& device, Pass pass);
 Body make_textbook(const EntmaxProblem& problem, const Device& device, Pass pass);
 

@@ -34,10 +34,11 @@ void tiles(std::vector<Case>& cases) {
   };
   for (const char* alpha : {"1", "1.05", "1.25", "1.5", "2"}) {
     const OptionMap options{{"alpha", alpha}}, across{{"alpha", alpha}, {"axis", "1"}};
-    for (const std::int64_t length : {5, 8, 10, 16, 33, 64}) {
+    for (const std::int64_t length : {5, 8, 10, 16, 33, 64, 101, 120}) {
       add({150, length}, options, some_special([=](std::int64_t i) { return i / length; }));
     }
-    for (const auto& [length, next] : {std::pair{8, 64}, {64, 33}, {512, 3}, {1000, 7}}) {
+    for (const auto& [length, next] :
+         {std::pair{8, 64}, {64, 33}, {512, 3}, {1000, 7}, {3100, 9}}) {
       add({5, length, next}, across,
           some_special([=](std::int64_t i) { return i / (length * next) * next + i % next; }));
     }
@@ -63,6 +64,12 @@ void tiles(std::vector<Case>& cases) {
   // As long as they may be, and longer.
   for (const std::int64_t length : {3000, 6000, 6200}) {
     add({1, length, 9}, {{"alpha", "1.5"}, {"axis", "1"}}, normal(1));
+  }
+  for (const char* alpha : {"1", "1.05", "1.25", "1.5", "2"}) {
+    for (const std::int64_t length : {6300, 12400}) {
+      add({3, length, 9}, {{"alpha", alpha}, {"axis", "1"}},
+          some_special([=](std::int64_t i) { return i / (length * 9) * 9 + i % 9; }));
+    }
   }
 }
 

@@ -39,7 +39,7 @@ Weights weights_of(const EntmaxProblem& problem) {
 
 class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
  public:
-  CudaBackward(const EntmaxProblem& problem, const Device& device, bool all_tiles)
+  CudaBackward(const EntmaxProblem& problem, const Device& device)
       : CudaBody(device), problem_(problem), offsets_(problem, device_) {
     const EntmaxProblem& p = problem_;
     params_.y = with_axis(p.y);
@@ -59,7 +59,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     workspace_bytes = offsets_.workspace_bytes();
     load_any();
     if (tasks_ == 0) return;
-    if (all_tiles) load_tile();
+    load_tile();
     load_fast();
   }
 
@@ -142,23 +142,30 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
              Weights::mask);
   }
 
-  // Short rows and those that lie across memory, from y. f32 of kTileLength have enough for a warp;
-  // so have, sooner, rows with gaps between them, of which tiles read and write a sector each.
+  // Short rows and those that lie across memory, from y. Rows of 512 bytes are enough for a warp,
+  // and those with gaps between them, of which tiles read and write a sector each, sooner.
   void load_tile() {
     const Weights weights = weights_of(problem_);
     const DType dtype = problem_.x.dtype;
     if (weights == Weights::mixed || dtype == DType::f64 || problem_.offsets.given()) return;
     const std::array tensors{&std::as_const(params_.d_x), &std::as_const(params_.d_y),
                              &std::as_const(params_.y)};
-    const auto plan = TilePlanner(params_.rows, tensors, dtype, false, device_).plan();
-    if (!plan) return;
+    const TilePlanner planner(params_.rows, tensors, dtype, false, device_);
+    const std::string_view name = kWeightsNames[static_cast<int>(weights)];
+    const auto set = [&](const cuda::OpKernel& kernel, const TilePlan& shape) {
+      tile_.emplace(kernel, shape, params_.rows.count, device_);
+      description = fmt::format("{}; {}", tile_->how(), description);
+    };
+    const auto plan = planner.plan();
+    if (!plan) {
+      if (const auto columns = planner.columns())
+        set(columns_kernel("backward", dtype, "Weights", name), *columns);
+      return;
+    }
     const std::int64_t length = params_.rows.length;
-    if (plan->staged && dtype == DType::f32 && length == kTileLength) return;
-    if (!plan->staged && params_.d_x.axis == 1 && length > kTileLength / 4) return;
-    tile_.emplace(tile_kernel("backward", dtype, "Weights",
-                              kWeightsNames[static_cast<int>(weights)], plan->staged),
-                  *plan, params_.rows.count, device_);
-    description = fmt::format("{}; {}", tile_->how(), description);
+    if (plan->staged && length * static_cast<std::int64_t>(size_of(dtype)) >= 512) return;
+    if (!plan->staged && params_.d_x.axis == 1 && length > 16) return;
+    set(tile_kernel("backward", dtype, "Weights", name, plan->staged), *plan);
   }
 
   bool rows_begin_on_16_bytes() const {
@@ -335,8 +342,8 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
 
 }  // namespace
 
-Body make_cuda_backward(const EntmaxProblem& problem, const Device& device, bool all_tiles) {
-  return cuda::make_body<CudaBackward>(problem, device, all_tiles);
+Body make_cuda_backward(const EntmaxProblem& problem, const Device& device) {
+  return cuda::make_body<CudaBackward>(problem, device);
 }
 
 }  // namespace pullback::entmax
@@ -360,8 +367,10 @@ std::vector<KernelSource> entmax_backward_kernels(int arch) {
     }
     for (Weights weights : kAllWeights) {
       if (dtype == DType::f64 || weights == Weights::mixed || weights == Weights::mask) continue;
+      const auto name = kWeightsNames[static_cast<int>(weights)];
+      sources.push_back(
+          op_kernel<BackwardTileParams>(columns_kernel("backward", dtype, "Weights", name), arch));
       for (bool staged : {false, true}) {
-        const auto name = kWeightsNames[static_cast<int>(weights)];
         sources.push_back(op_kernel<BackwardTileParams>(
             tile_kernel("backward", dtype, "Weights", name, staged), arch));
       }

@@ -1,10 +1,10 @@
-// The forward pass on CUDA. Rows with unit stride along the axis: by smxx_forward_lanes.cuh where
-// they are short and lie as vectors, by smxx_forward_registers.cuh where they fit a warp or a
+// The forward pass on CUDA. Rows of some dozens of elements and those across memory: by
+// smxx_forward_tile.cuh. Else those with unit stride along the axis: by smxx_forward_lanes.cuh
+// where they are short and lie as vectors, by smxx_forward_registers.cuh where they fit a warp or a
 // block; longer ones by smxx_forward_resident.cuh, where a block or a cluster holds them, else by
 // smxx_forward_stream.cuh or smxx_forward_softmax.cuh. There are two kernels of each, for rows that
-// lie as vectors and for those that begin anywhere, alike in x and y. The shortest of the latter:
-// by smxx_forward_tile.cuh; with all_tiles, short ones of any kind and those across memory, too.
-// Everything else by smxx_forward_any.cuh.
+// lie as vectors and for those that begin anywhere, alike in x and y. Everything else by
+// smxx_forward_any.cuh.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ bool rows_alike(const Rows& rows, const RowTensor& x, const RowTensor& y,
 
 class Forward final : public cuda::CudaBody<EntmaxTensors> {
  public:
-  Forward(const EntmaxProblem& problem, const Device& device, bool all_tiles)
+  Forward(const EntmaxProblem& problem, const Device& device)
       : CudaBody(device), offsets_(problem, device_) {
     params_.alpha = problem.alpha;
     params_.x = row_tensor(steps_with_axis(problem, problem.x));
@@ -70,7 +70,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const bool each = problem.alpha_per_row.given();
     const Family family = each ? Family::invalid : family_of(problem.alpha);
     const bool plain = !ragged && !each && !problem.mask.given();
-    if (plain && load_tile(problem, family, all_tiles)) {
+    if (plain && load_tile(problem, family)) {
       description = describe(tile_->how(), dtype);
       return;
     }
@@ -96,22 +96,28 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
   }
 
   // Whether tiles serve every run.
-  bool load_tile(const EntmaxProblem& problem, Family family, bool all_tiles) {
+  bool load_tile(const EntmaxProblem& problem, Family family) {
     const DType dtype = problem.x.dtype;
     if (dtype == DType::f64 || family == Family::steep) return false;
     const std::array tensors{&std::as_const(params_.x), &std::as_const(params_.y)};
-    const auto plan = TilePlanner(params_.rows, tensors, dtype, true, device_).plan();
-    if (!plan) return false;
+    const TilePlanner planner(params_.rows, tensors, dtype, true, device_);
+    const auto plan = planner.plan();
+    if (!plan || (family == Family::softmax && planner.reads_scattered_parts(*plan))) {
+      const auto columns = planner.columns();
+      if (!columns) return false;
+      tile_.emplace(columns_kernel("forward", dtype, "Family", name_of(family)), *columns,
+                    params_.rows.count, device_);
+      return !problem.support.given();
+    }
     const auto vector_length = static_cast<std::int64_t>(16 / size_of(dtype));
     const bool vectors = rows_in_vectors(params_.rows, params_.x, vector_length) &&
                          rows_in_vectors(params_.rows, params_.y, vector_length);
-    if (!all_tiles && (vectors || !plan->staged)) return false;
     tile_.emplace(tile_kernel("forward", dtype, "Family", name_of(family), plan->staged), *plan,
                   params_.rows.count, device_);
-    // Vectors are better for rows with gaps between them, and for f32 of kTileLength, which have
-    // enough for each of a row's lanes.
-    prefers_aligned_ =
-        vectors && (!plan->staged || (dtype == DType::f32 && params_.rows.length == kTileLength));
+    // Vectors are better for rows with gaps between them, and for those of some more bytes.
+    const bool powers = family == Family::near_one || family == Family::general;
+    const auto bytes = params_.rows.length * static_cast<std::int64_t>(size_of(dtype));
+    prefers_aligned_ = vectors && (!plan->staged || bytes > (powers ? 256 : 128));
     return !prefers_aligned_ && !problem.support.given();
   }
 
@@ -249,8 +255,8 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
 
 }  // namespace
 
-Body make_cuda_forward(const EntmaxProblem& problem, const Device& device, bool all_tiles) {
-  return cuda::make_body<Forward>(problem, device, all_tiles);
+Body make_cuda_forward(const EntmaxProblem& problem, const Device& device) {
+  return cuda::make_body<Forward>(problem, device);
 }
 
 }  // namespace pullback::entmax
@@ -271,6 +277,8 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
     if (dtype == DType::f64) continue;
     for (const Family family : kFamilies) {
       if (family == Family::steep) continue;
+      kernels.push_back(op_kernel<ForwardTileParams>(
+          columns_kernel("forward", dtype, "Family", name_of(family)), arch));
       for (const bool staged : {false, true}) {
         kernels.push_back(op_kernel<ForwardTileParams>(
             tile_kernel("forward", dtype, "Family", name_of(family), staged), arch));

@@ -65,11 +65,14 @@ void backward_tile(const BackwardTileParams& params) {
     const int rows_of_block = shape.columns * (shape.warps == 1 ? threads / kWarpSize : 1);
     const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_of_block + group.row();
     const bool exists = row < p.rows.count;
-    const auto slice = [&](const RowTensor& tensor) {
-      T* first = static_cast<T*>(tensor.data) + (exists ? row_offset(p.rows, tensor, row) : 0);
-      return TileSlice<T, false>(first, tensor.axis, shape, group, exists ? length : 0);
+    int64_t at[3];
+    row_offsets(p.rows, exists ? row : 0, {&p.y, &p.d_y, &p.d_x}, at);
+    const auto slice = [&](const RowTensor& tensor, int64_t offset) {
+      return TileSlice<T, false>(static_cast<T*>(tensor.data) + offset, tensor.axis, shape, group,
+                                 exists ? length : 0);
     };
-    backward_of_tile<T, kWeights>(p.alpha_of_all, group, slice(p.y), slice(p.d_y), slice(p.d_x));
+    backward_of_tile<T, kWeights>(p.alpha_of_all, group, slice(p.y, at[0]), slice(p.d_y, at[1]),
+                                  slice(p.d_x, at[2]));
   }
 }
 

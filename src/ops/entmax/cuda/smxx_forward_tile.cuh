@@ -7,6 +7,7 @@
 #pragma once
 
 #include "ops/entmax/cuda/smxx_bounds.cuh"
+#include "ops/entmax/cuda/smxx_statistics.cuh"
 #include "ops/entmax/cuda/smxx_tile.cuh"
 #include "ops/entmax/cuda/smxx_vector.cuh"
 
@@ -60,16 +61,7 @@ void forward_of_tile(const ForwardParams& p, int64_t row, bool exists, G& group,
     }
   };
   const auto finish = [&](float tau, int size) {
-    if (group.part() != 0 || !exists) return;
-    if (!finite) {
-      const bool empty = largest < 0;
-      tau = empty ? infinity<float>() : device::quiet_nan<float>();
-      size = empty ? 0 : -1;
-    }
-    if (p.tau.data) static_cast<float*>(p.tau.data)[row_offset(p.rows, p.tau, row)] = tau;
-    if (p.support_size.data) {
-      static_cast<int32_t*>(p.support_size.data)[row_offset(p.rows, p.support_size, row)] = size;
-    }
+    if (group.part() == 0 && exists) store_statistics(p, row, largest, tau, size);
   };
 
   if constexpr (kFamily == Family::softmax) {
@@ -138,11 +130,13 @@ void forward_tile(const ForwardTileParams& params) {
     const int rows_of_block = shape.columns * (shape.warps == 1 ? threads / device::kWarpSize : 1);
     const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_of_block + group.row();
     const bool exists = row < p.rows.count;
-    const auto slice = [&](const RowTensor& tensor) {
-      T* first = static_cast<T*>(tensor.data) + (exists ? row_offset(p.rows, tensor, row) : 0);
-      return TileSlice<T, false>(first, tensor.axis, shape, group, exists ? length : 0);
+    int64_t at[2];
+    row_offsets(p.rows, exists ? row : 0, {&p.x, &p.y}, at);
+    const auto slice = [&](const RowTensor& tensor, int64_t offset) {
+      return TileSlice<T, false>(static_cast<T*>(tensor.data) + offset, tensor.axis, shape, group,
+                                 exists ? length : 0);
     };
-    forward_of_tile<T, kFamily>(p, row, exists, group, slice(p.x), slice(p.y));
+    forward_of_tile<T, kFamily>(p, row, exists, group, slice(p.x, at[0]), slice(p.y, at[1]));
   }
 }
 

@@ -26,6 +26,26 @@ void for_held(int count, const Use& use) {
   }
 }
 
+// row_offset() in several tensors, by one division a dimension, of 32 bits where these do.
+template <int kCount>
+void row_offsets(const Rows& rows, int64_t row, const RowTensor* const (&tensors)[kCount],
+                 int64_t (&offsets)[kCount]) {
+  const bool narrow = rows.count <= 0xffffffff;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) offsets[i] = 0;
+#pragma unroll 1
+  for (int dim = rows.rank - 1; dim > 0; --dim) {
+    const int64_t size = rows.sizes[dim];
+    const int64_t rest =
+        narrow ? static_cast<uint32_t>(row) / static_cast<uint32_t>(size) : row / size;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) offsets[i] += (row - rest * size) * tensors[i]->outer[dim];
+    row = rest;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) offsets[i] += row * tensors[i]->outer[0];
+}
+
 // The threads that share a row (TileShape). kAcross: maybe of several warps, all of the block.
 template <bool kAcross>
 class TileGroup {
@@ -104,7 +124,7 @@ class TileGroup {
         for (int i = 0; i < kCount; ++i) slots[i * kTileScratch + warp() * columns_] = values[i];
       }
       __syncthreads();
-      // The lanes of a row share the warps, no fewer than these, among them.
+      // The lanes of a row share the warps among them, which are as many at least.
       int w = lane_index() / columns_;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) values[i] = slots[i * kTileScratch + w * columns_];

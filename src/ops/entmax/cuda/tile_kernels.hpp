@@ -38,8 +38,26 @@ inline cuda::OpKernel tile_kernel(std::string_view pass, DType dtype, std::strin
                         {"entmax::kTileScratch", kTileScratch}}};
 }
 
+// Of rows across memory that are read several times; arguments as for tile_kernel().
+inline cuda::OpKernel columns_kernel(std::string_view pass, DType dtype, std::string_view kind,
+                                     std::string_view formula) {
+  const auto type = cuda::device_type(dtype);
+  const bool forward = pass == "forward";
+  return {
+      .name = fmt::format("entmax_{}_columns_{}_{}", pass, type, formula),
+      .file = forward ? "ops/entmax/cuda/smxx_forward_columns.cuh"
+                      : "ops/entmax/cuda/smxx_backward_columns.cuh",
+      .function = fmt::format("entmax::{}_columns<{}, entmax::{}::{}>", pass, type, kind, formula),
+      .parameters = forward ? "entmax::ForwardTileParams" : "entmax::BackwardTileParams",
+      .threads = kColumnsThreads,
+      .blocks = 2,
+      .constants = {{"entmax::kForwardTileHeld", kForwardTileHeld},
+                    {"entmax::kBackwardTileHeld", kBackwardTileHeld},
+                    {"entmax::kTileScratch", kTileScratch}}};
+}
+
 // Staged rows have this many elements at most; rows of so few are served whatever their layout is.
-inline constexpr std::int64_t kTileLength = 64;
+inline constexpr std::int64_t kTileLength = 128;
 
 struct TilePlan {
   TileShape shape{};
@@ -73,6 +91,28 @@ class TilePlanner {
     if (plan && (rows_.count - 1) / plan->rows >= std::numeric_limits<std::int32_t>::max()) {
       return std::nullopt;
     }
+    return plan;
+  }
+
+  // Whether a warp reads parts of sectors of 32 bytes which lie apart. Those are sooner read twice.
+  bool reads_scattered_parts(const TilePlan& plan) const {
+    return !plan.staged && plan.shape.columns * bytes_ < 32 &&
+           rows_.sizes[rows_.rank - 1] * bytes_ > 32;
+  }
+  // For rows of many threads, of which a warp reads a sector at a time.
+  std::optional<TilePlan> columns() const {
+    constexpr std::int64_t kLongest = 1 << 17;  // counts and sums in f32
+    constexpr std::int64_t kFarthest = 1 << 24;
+    const bool near = std::ranges::all_of(
+        tensors_, [](const RowTensor* tensor) { return std::abs(tensor->axis) < kFarthest; });
+    if (rows_.count == 0 || bytes_ > 4 || rows_.length > kLongest || !near || !across()) {
+      return std::nullopt;
+    }
+    TilePlan plan;
+    plan.shape.columns = 32 / bytes_;
+    plan.shape.warps = kColumnsThreads / kWarp;
+    plan.threads = kColumnsThreads;
+    plan.rows = plan.shape.columns;
     return plan;
   }
 
@@ -132,7 +172,9 @@ class TilePlanner {
       if (lanes * held_ >= rows_.length) return strided(lanes, 1);
     }
     for (int lanes = 2; kWarp / lanes * bytes_ >= least_read_; lanes *= 2) {
-      const std::int64_t warps = (rows_.length + lanes * held_ - 1) / (lanes * held_);
+      // As many at least as lanes share what they exchange.
+      const std::int64_t warps =
+          std::max<std::int64_t>((rows_.length + lanes * held_ - 1) / (lanes * held_), lanes);
       if (warps * (kWarp / lanes) <= kTileScratch && warps * kWarp <= kTileMostThreads) {
         return strided(lanes, static_cast<int>(warps));
       }
@@ -177,6 +219,7 @@ class TileKernel {
   // Of the plan's description.
   std::string how() const {
     const int lanes = 32 / shape_.columns * shape_.warps;
+    if (shape_.held == 0) return fmt::format("rows read again in every step, by {} threads", lanes);
     return fmt::format("rows in the registers of {} thread{}{}", lanes, lanes == 1 ? "" : "s",
                        shape_.pitch > 0 ? ", tiles of rows in shared memory" : "");
   }

@@ -14,13 +14,15 @@ inline constexpr int kTileThreads = 128;
 inline constexpr int kTileMostThreads = 768;
 // columns * warps at most, where several warps share rows.
 inline constexpr int kTileScratch = 256;
+// Of a block, where rows are read twice (smxx_columns.cuh).
+inline constexpr int kColumnsThreads = 512;
 
 // Which threads share a row: with t = lane / columns, those of a warp that have the same
 // lane % columns; and likewise in all `warps` warps of the block, where that is more than 1.
 struct TileShape {
   int32_t columns;   // rows side by side in a warp, a power of two
   int32_t warps;     // that share a row; 1: each has rows of its own
-  int32_t held;      // elements of a thread at most, even if a word is two elements
+  int32_t held;      // elements of a thread at most, even if a word is two elements; 0: not held
   int32_t passes;    // staged: rows of a thread
   int32_t pitch;     // staged: elements from row to row in shared memory
   uint32_t per_row;  // staged: 2^32 over a row's words, rounded up; 0 where rows have no gaps
