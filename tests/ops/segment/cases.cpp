@@ -171,12 +171,13 @@ Case edge_case(const std::string& name, const std::string& reduce,
   return result;
 }
 
-// Softmax reads short segments once, tile by tile: segments about the borders of tiles, and those
-// too long for that.
-void add_softmax(std::vector<Case>& cases, const Lengths& skewed) {
-  const auto add = [&](const std::string& name, const Shape& shape, Values values) {
-    cases.push_back(
-        make_case(name + " D=" + std::to_string(shape.columns), "softmax", shape, {}, values));
+// Kernels that hold tiles of rows: segments about the borders of tiles, longer ones, which warps
+// share, and for softmax those too long for that.
+void add_tiles(std::vector<Case>& cases, const Lengths& skewed) {
+  const auto add = [&](const std::string& name, const std::string& reduce, const Shape& shape,
+                       Values values, const OptionMap& options = {}) {
+    const std::string full = name + " D=" + std::to_string(shape.columns);
+    cases.push_back(make_case(full, reduce, shape, options, values));
     cases.back().finite_differences = false;
   };
   // The least tiles have 128 rows and ends.
@@ -186,12 +187,28 @@ void add_softmax(std::vector<Case>& cases, const Lengths& skewed) {
   tiles.insert(tiles.end(), empty.begin(), empty.end());
   tiles.push_back(129);
   for (const std::int64_t columns : {1, 2, 3, 4, 12, 33, 128}) {
-    add("about tiles", {tiles, columns, Form::ids_i32, 130, 5}, Values::normal);
-    add("special short", {skewed, columns, Form::offsets_i32}, Values::special);
-    add("wide short", {skewed, columns, Form::offsets_i64, 3, 200}, Values::wide);
+    add("about tiles", "softmax", {tiles, columns, Form::ids_i32, 130, 5}, Values::normal);
+    add("special short", "softmax", {skewed, columns, Form::offsets_i32}, Values::special);
+    add("wide short", "softmax", {skewed, columns, Form::offsets_i64, 3, 200}, Values::wide);
   }
   for (const std::int64_t columns : {1, 2, 3, 4, 6, 8, 12, 16, 50, 67, 70, 100, 128}) {
-    add("long", {{27000 / columns, 1, 27000 / columns}, columns}, Values::normal);
+    add("long", "softmax", {{27000 / columns, 1, 27000 / columns}, columns}, Values::normal);
+  }
+  for (const std::string reduce : {"sum", "mean", "max", "min", "logsumexp"}) {
+    const auto values = extreme(reduce) ? Values::integers : Values::normal;
+    for (const std::int64_t columns : {2, 3, 50}) {
+      add("about tiles", reduce, {tiles, columns, Form::ids_i32, 130, 5}, values);
+    }
+    add("special about tiles", reduce, {tiles, 3, Form::offsets_i32, 130, 5}, Values::special);
+    add("long", reduce, {{0, 900, 3, 257, 256, 700, 5}, 6, Form::offsets_i64, 9, 300}, values);
+    if (reduce == "min" || reduce == "mean") continue;
+    // Enough rows for tiles of more than a warp's part of a segment on a large GPU.
+    add("many long", reduce, {Lengths(600, 300), 3}, values);
+  }
+  for (const std::string reduce : {"max", "min"}) {
+    const OptionMap options = {{"ties", "last"}, {"arg-dtype", "i32"}};
+    add("last about tiles", reduce, {tiles, 3}, Values::integers, options);
+    add("last long", reduce, {{900, 3, 257, 0, 700, 5}, 10}, Values::integers, options);
   }
 }
 
@@ -386,7 +403,7 @@ std::vector<Case> segment_cases() {
     test.exact = true;
     add(test);
   }
-  add_softmax(cases, power_law(1500, 300, random));
+  add_tiles(cases, power_law(1500, 300, random));
   add_edges(cases);
   return cases;
 }

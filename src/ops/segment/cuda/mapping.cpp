@@ -41,7 +41,11 @@ cuda::OpKernel rows_kernel(const MapOp& op, DType dtype, Access access) {
   if (!perm) kernel.blocks = op.blocks;
   return kernel;
 }
-bool has_narrow(const MapOp& op, Access access) { return op.narrow_blocks > 0 && !access.permuted; }
+// Smaller pieces than of 16 bytes are those of rows apart, where smxx_map_tile.cuh has the others.
+bool has_narrow(const MapOp& op, DType dtype, Access access) {
+  return op.narrow_blocks > 0 && !access.permuted &&
+         !(op.tiles && access.vector < vector_length(dtype));
+}
 cuda::OpKernel narrow_kernel(const MapOp& op, DType dtype, Access access) {
   const int vector = access.vector;
   const bool wide = vector == vector_length(dtype);
@@ -51,6 +55,15 @@ cuda::OpKernel narrow_kernel(const MapOp& op, DType dtype, Access access) {
                 fmt::format("segment_cuda::map_narrow<{}, {}, {}>",
                             type_of(op, dtype, vector, true), cuda::device_type(dtype), vector));
   kernel.blocks = op.narrow_blocks;
+  return kernel;
+}
+cuda::OpKernel tile_kernel(const MapOp& op, DType dtype, int vector) {
+  cuda::OpKernel kernel =
+      kernel_of(op, fmt::format("map_tile_{}", name_of({vector, false}, dtype)), dtype,
+                "ops/segment/cuda/smxx_map_tile.cuh",
+                fmt::format("segment_cuda::map_tile<{}, {}, {}>", type_of(op, dtype, vector, false),
+                            cuda::device_type(dtype), vector));
+  kernel.blocks = 4;
   return kernel;
 }
 cuda::OpKernel column_kernel(const MapOp& op, DType dtype) {
@@ -73,6 +86,20 @@ cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
   return kernel;
 }
 
+// By which pieces smxx_map_tile.cuh makes rows: what it reads of segments has to be contiguous,
+// too.
+std::optional<int> tile_vector(const SegmentProblem& problem, const MapOp& op, Specs rows) {
+  if (!op.tiles) return {};
+  for (const TensorSpec* tensor : {&problem.d_out, &problem.arg, &problem.lse, &problem.out}) {
+    if (tensor->given() && !contiguous(*tensor)) return {};
+  }
+  return row_tile_vector(problem, rows);
+}
+
+bool takes_tiles(const Params& p) {
+  return cuda::vector_aligned({p.x.data, p.d_out.data, p.arg.data, p.statistic.data, p.d_x.data});
+}
+
 // The tiling of rows that 2^fewest lanes or more take by pieces of `vector` columns.
 Tiling map_tiling(const SegmentProblem& problem, const cuda::DeviceInfo& device, int vector,
                   int fewest) {
@@ -93,7 +120,8 @@ MapOp spread_map(bool mean, DType dtype) {
           .type = fmt::format("Spread<{{T}}, {{V}}, {}>", mean),
           .segment_bytes = bytes(dtype),
           .chunk_blocks = mean && size_of(dtype) == 2 ? 4 : 5,
-          .narrow_blocks = 4};
+          .narrow_blocks = 4,
+          .tiles = true};
 }
 MapOp arg_map(DType arg, DType dtype) {
   const int blocks = arg == DType::i32 ? 4 : 3;
@@ -102,7 +130,8 @@ MapOp arg_map(DType arg, DType dtype) {
           .segment_bytes = size_of(arg) == 8 ? 16 : 2 * real_bytes(dtype),
           .blocks = blocks,
           .chunk_blocks = size_of(dtype) == 2 && arg != DType::i32 ? 4 : 5,
-          .narrow_blocks = blocks};
+          .narrow_blocks = blocks,
+          .tiles = arg != DType::u8};
 }
 MapOp mask_map(bool even, DType dtype) {
   return {.name = even ? "mask_even" : "mask",
@@ -122,7 +151,8 @@ MapOp exponential_map(DType dtype) {
           .segment_bytes = 2 * real_bytes(dtype),
           .blocks = 3,
           .chunk_blocks = 4,
-          .narrow_blocks = size_of(dtype) == 2 ? 3 : 4};
+          .narrow_blocks = size_of(dtype) == 2 ? 3 : 4,
+          .tiles = true};
 }
 MapOp softmax_map(DType dtype) {
   return {.name = "softmax",
@@ -157,10 +187,18 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
     // Many columns by single elements: a row takes all lanes of a block, whose one walker is slower
     // in longer tiles.
     constexpr std::int64_t kMostSingles = 128;
-    if (op.wide && access && (access->vector > 1 || problem.x.shape[1] <= kMostSingles)) {
+    if (const std::optional<int> vector = tile_vector(problem, op, rows)) {
+      vector_ = *vector;
+      tile_ = {tile_kernel(op, dtype, vector_), device, kRowTileBytes};
+      // What is read of a segment takes no more bytes than what is kept of it.
+      const int end_items = (op.segment_bytes + bytes(dtype) - 1) / bytes(dtype);
+      const int row_bytes = static_cast<int>(problem.x.shape[1]) * bytes(dtype);
+      tile_tiling_ =
+          row_tiling(problem, device, vector_, map_tile_items(row_bytes, end_items), 0, end_items);
+    } else if (op.wide && access && (access->vector > 1 || problem.x.shape[1] <= kMostSingles)) {
       vector_ = access->vector;
       const bool narrow =
-          has_narrow(op, *access) && problem.x.shape[1] * bytes(dtype) <= kNarrowMostBytes;
+          has_narrow(op, dtype, *access) && problem.x.shape[1] * bytes(dtype) <= kNarrowMostBytes;
       pieces_ = {narrow ? narrow_kernel(op, dtype, *access) : rows_kernel(op, dtype, *access),
                  device};
       pieces_tiling_ = map_tiling(problem, device, vector_, narrow ? 0 : kMapLaneBits);
@@ -168,6 +206,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
   }
   setup.allow(any_tiling_);
   if (pieces_) setup.allow(pieces_tiling_);
+  if (tile_) setup.allow(tile_tiling_);
 }
 
 void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
@@ -176,9 +215,10 @@ void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& boun
     return;
   }
   const bool pieces = pieces_ && in_pieces(bound_params, vector_);
-  const Tiling& shape = pieces ? pieces_tiling_ : any_tiling_;
+  const bool tile = tile_ && takes_tiles(bound_params);
+  const Tiling& shape = tile ? tile_tiling_ : pieces ? pieces_tiling_ : any_tiling_;
   Params p = setup.tiled(launcher, bound_params, shape);
-  launcher.launch(pieces ? *pieces_ : any_, p, p.tiles, shape.column_blocks);
+  launcher.launch(tile ? *tile_ : pieces ? *pieces_ : any_, p, p.tiles, shape.column_blocks);
 }
 
 std::vector<cuda::KernelSource> Mapping::kernels(const MapOp& op, DType dtype, int arch) {
@@ -190,7 +230,10 @@ std::vector<cuda::KernelSource> Mapping::kernels(const MapOp& op, DType dtype, i
   if (dtype != DType::f64) add(stream_kernel(op, dtype));
   for (const Access access : accesses(dtype)) {
     add(rows_kernel(op, dtype, access));
-    if (has_narrow(op, access)) add(narrow_kernel(op, dtype, access));
+    if (has_narrow(op, dtype, access)) add(narrow_kernel(op, dtype, access));
+  }
+  for (const int vector : row_tile_vectors(dtype)) {
+    if (op.tiles) add(tile_kernel(op, dtype, vector));
   }
   return all;
 }

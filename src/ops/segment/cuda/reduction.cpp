@@ -69,8 +69,38 @@ cuda::OpKernel narrow_kernel(const ReduceOp& op, DType dtype) {
   kernel.blocks = 3;  // as shared memory allows
   return kernel;
 }
+cuda::OpKernel tile_kernel(const ReduceOp& op, DType dtype, int vector) {
+  return kernel_of(op, fmt::format("reduce_tile_{}", name_of({vector, false}, dtype)),
+                   "ops/segment/cuda/smxx_reduce_tile.cuh",
+                   fmt::format("segment_cuda::reduce_tile<segment_cuda::{}, {}, {}, {}, {}>",
+                               op.type, element(dtype), op.out, vector, op.state_bytes),
+                   dtype);
+}
 bool streams(const ReduceOp& op, DType dtype) {
   return op.wide && op.input == "x" && dtype != DType::f64;
+}
+
+// The rows that a tile has room for.
+int tile_rows(const SegmentProblem& problem) {
+  const int columns = static_cast<int>(problem.x.shape[1]);
+  return reduce_tile_rows(columns * static_cast<int>(size_of(problem.x.dtype)), columns);
+}
+// By which pieces smxx_reduce_tile.cuh reads rows, of segments so short that one thread puts their
+// tiles together.
+std::optional<int> tile_vector(const SegmentProblem& problem, const ReduceOp& op, Specs inputs) {
+  if (!op.tiles || !streams(op, problem.x.dtype)) return {};
+  const std::int64_t longest = std::int64_t{tile_rows(problem)} * (kCombineSequential / 2);
+  if (problem.x.shape[0] > (problem.num_segments + 1) * longest) return {};
+  const std::optional<int> vector = row_tile_vector(problem, inputs);
+  // Wider rows by pieces of several elements are read as well where they lie; so are elements of 4
+  // bytes, of segments that are longer than a tile.
+  constexpr std::int64_t kWideBytes = 64;
+  const auto element = static_cast<std::int64_t>(size_of(problem.x.dtype));
+  const bool wide = problem.x.shape[1] * element > kWideBytes;
+  const bool long_segments =
+      problem.x.shape[0] > (problem.num_segments + 1) * std::int64_t{tile_rows(problem)};
+  if (wide && vector && (*vector > 1 || (element == 4 && long_segments))) return {};
+  return vector;
 }
 
 // Binary logarithm of the 16-byte pieces of a row, where smxx_reduce_narrow.cuh can read such rows.
@@ -106,7 +136,8 @@ ReduceOp named(std::string name, std::string type, DType dtype, int state_bytes)
           .out = element(dtype),
           .input = "x",
           .state_bytes = state_bytes,
-          .wide = true};
+          .wide = true,
+          .tiles = true};
 }
 
 ReduceOp exponential_op(std::string name, std::string type, DType dtype) {
@@ -130,6 +161,7 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
   switch (reduce) {
     case SegmentReduce::prod: {
       ReduceOp op = named("prod", fmt::format("Product<{}>", r), dtype, 8);
+      op.tiles = false;
       if (size_of(dtype) == 2) op.blocks = 3;
       return op;
     }
@@ -142,6 +174,7 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
     case SegmentReduce::softmax: {
       ReduceOp op = exponential_op("softmax", fmt::format("SoftmaxSum<{}>", r), dtype);
       op.out = r;
+      op.tiles = false;  // but smxx_softmax.cuh
       --op.blocks;
       return op;
     }
@@ -218,7 +251,13 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
   } else {
     any_ = {rows_kernel(op, dtype, kAnyAccess), device, reduce_bytes(op, dtype, 1)};
     const std::optional<Access> access = access_of(problem, inputs);
-    if (op.wide && access) {
+    if (const std::optional<int> vector = tile_vector(problem, op, inputs)) {
+      vector_ = *vector;
+      const int rows = tile_rows(problem), snap = row_tile_snap(rows);
+      tile_ = {tile_kernel(op, dtype, vector_), device, kRowTileBytes};
+      tile_tiling_ = row_tiling(problem, device, vector_, rows - snap, snap, 1);
+      setup.allow(tile_tiling_);
+    } else if (op.wide && access) {
       vector_ = access->vector;
       pieces_ = {rows_kernel(op, dtype, *access), device, reduce_bytes(op, dtype, vector_)};
       narrow_lane_bits_ = narrow_lane_bits(problem);
@@ -235,6 +274,7 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
 
   std::int64_t most_tiles = tiles_of(problem, any_tiling_);
   if (pieces_) most_tiles = std::max(most_tiles, tiles_of(problem, pieces_tiling_));
+  if (tile_) most_tiles = std::max(most_tiles, tiles_of(problem, tile_tiling_));
   if (stream_) most_tiles = std::max(most_tiles, setup.shares(*stream_));
   if (narrow_) most_tiles = std::max(most_tiles, setup.shares(*narrow_));
   const std::int64_t cells = most_tiles * 2 * Combining::slot_columns(problem);
@@ -257,9 +297,10 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
     setup.stream(launcher, *narrow_, p, StreamKind::narrow);
     return;
   }
-  const Tiling& shape = pieces ? pieces_tiling_ : any_tiling_;
+  const bool tile = tile_ && in_pieces(p, vector_) && cuda::vector_aligned({p.x.data});
+  const Tiling& shape = tile ? tile_tiling_ : pieces ? pieces_tiling_ : any_tiling_;
   p = setup.tiled(launcher, p, shape);
-  launcher.launch(pieces ? *pieces_ : any_, p, p.tiles, shape.column_blocks);
+  launcher.launch(tile ? *tile_ : pieces ? *pieces_ : any_, p, p.tiles, shape.column_blocks);
   combining_.enqueue(launcher, p);
 }
 
@@ -275,6 +316,9 @@ std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dty
   if (streams(op, dtype)) {
     add(stream_kernel(op, dtype));
     add(narrow_kernel(op, dtype));
+    for (const int vector : row_tile_vectors(dtype)) {
+      if (op.tiles) add(tile_kernel(op, dtype, vector));
+    }
   }
   for (const int width : kCombineWidths) add(combine_kernel(op, dtype, width));
   return all;

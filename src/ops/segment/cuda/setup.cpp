@@ -147,6 +147,46 @@ std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling) {
   return (items_of(problem, tiling) + tiling.items - 1) / tiling.items;
 }
 
+bool contiguous(const TensorSpec& rows) {
+  return (rows.shape[0] == 1 || rows.strides[0] == rows.shape[1]) &&
+         (rows.shape[1] == 1 || rows.strides[1] == 1);
+}
+
+Tiling row_tiling(const SegmentProblem& problem, const cuda::DeviceInfo& device, int vector,
+                  int most, int snap, int end_items) {
+  const auto pieces = static_cast<unsigned>(problem.x.shape[1] / vector);
+  Tiling tiling{.snap = snap, .end_items = end_items};
+  tiling.lane_bits = std::bit_width(pieces - 1);
+  // Few items are shared out among the multiprocessors.
+  const std::int64_t all = items_of(problem, tiling);
+  const std::int64_t blocks = std::max(1, kMapTiles * device.multiprocessors);
+  const int least = std::min(most, kRowTileLeastItems);
+  tiling.items = std::clamp<std::int64_t>((all + blocks - 1) / blocks, least, most);
+  return tiling;
+}
+
+std::optional<int> row_tile_vector(const SegmentProblem& problem, Specs rows) {
+  const std::int64_t columns = problem.x.shape[1];
+  const std::optional<Access> access = access_of(problem, rows);
+  if (!access || access->permuted || problem.x.shape[0] == 0 || columns < 2 ||
+      columns > kRowTileMostColumns) {
+    return {};
+  }
+  // Contiguous rows in whole pieces of 16 bytes have kernels without barriers.
+  if (columns % vector_length(problem.x.dtype) == 0) return {};
+  if (!std::ranges::all_of(rows, [](const TensorSpec* tensor) { return contiguous(*tensor); })) {
+    return {};
+  }
+  return access->vector;
+}
+
+std::vector<int> row_tile_vectors(DType dtype) {
+  std::vector<int> all;
+  if (dtype == DType::f64) return all;
+  for (int vector = vector_length(dtype) / 2; vector > 0; vector /= 2) all.push_back(vector);
+  return all;
+}
+
 void Launcher::launch(const Kernel& kernel, Params& p, std::int64_t blocks,
                       std::int64_t column_blocks) const {
   constexpr std::int64_t kMostY = 65535;

@@ -2,7 +2,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <bit>
 
 #include "ops/segment/cuda/stages.hpp"
 
@@ -13,14 +12,14 @@ int inputs_of(Pass pass) { return pass == Pass::forward ? 1 : 2; }
 // Of rows that take less than all of a tile.
 int row_bytes(const SegmentProblem& problem) {
   const auto bytes = problem.x.shape[1] * static_cast<std::int64_t>(size_of(problem.x.dtype));
-  return static_cast<int>(std::min<std::int64_t>(bytes, kSoftmaxWideBytes));
+  return static_cast<int>(std::min<std::int64_t>(bytes, kRowTileWideBytes));
 }
 ReduceOp reduce_of(DType dtype, Pass pass) {
   return pass == Pass::forward ? reduce_op(SegmentReduce::softmax, dtype) : row_product_sum(dtype);
 }
 // The rows that a tile has room for.
 int rows_of(const SegmentProblem& problem, Pass pass) {
-  return softmax_rows(inputs_of(pass), row_bytes(problem));
+  return row_tile_rows(inputs_of(pass), row_bytes(problem));
 }
 int vector_of(const SegmentProblem& problem) {
   if (problem.x.shape[1] == 1) return 1;
@@ -49,17 +48,8 @@ cuda::OpKernel border_kernel(DType dtype, Pass pass, int vector) {
 }
 
 Tiling tiling_of(const SegmentProblem& problem, const cuda::DeviceInfo& device, Pass pass) {
-  const auto pieces = static_cast<unsigned>(problem.x.shape[1] / vector_of(problem));
-  Tiling tiling;
-  tiling.lane_bits = std::bit_width(pieces - 1);
-  const int rows = rows_of(problem, pass);
-  tiling.snap = softmax_snap(rows);
-  // Few items are shared out among the multiprocessors.
-  const std::int64_t all = problem.x.shape[0] + problem.num_segments + 2;
-  const std::int64_t blocks = std::max(1, kMapTiles * device.multiprocessors);
-  const int most = rows - tiling.snap, least = std::min(most, kSoftmaxLeastItems);
-  tiling.items = std::clamp<std::int64_t>((all + blocks - 1) / blocks, least, most);
-  return tiling;
+  const int rows = rows_of(problem, pass), snap = row_tile_snap(rows);
+  return row_tiling(problem, device, vector_of(problem), rows - snap, snap, 1);
 }
 
 }  // namespace
@@ -69,10 +59,6 @@ bool SoftmaxTiles::serves(const SegmentProblem& problem, Pass pass) {
   if (x.dtype == DType::f64 || permuted(problem) || x.shape[0] == 0 || x.shape[1] == 0) {
     return false;
   }
-  const auto contiguous = [&](const TensorSpec& rows) {
-    return (rows.shape[0] == 1 || rows.strides[0] == x.shape[1]) &&
-           (x.shape[1] == 1 || rows.strides[1] == 1);
-  };
   bool all = contiguous(problem.out);
   if (pass == Pass::forward) {
     all &= contiguous(x);
@@ -80,11 +66,11 @@ bool SoftmaxTiles::serves(const SegmentProblem& problem, Pass pass) {
     all &= contiguous(problem.d_out) && contiguous(problem.d_x);
   }
   const std::int64_t rows = rows_of(problem, pass);
-  if (!all || rows < kSoftmaxLeastRows || x.shape[1] / vector_of(problem) > kThreads) return false;
+  if (!all || rows < kRowTileLeastRows || x.shape[1] / vector_of(problem) > kThreads) return false;
   // Of segments half as long as a tile a third of the rows is read twice; of those as long, all.
   // One column's that no lane has alone are summed faster by its own kernels.
   const bool column = x.shape[1] == 1 && pass == Pass::forward;
-  return x.shape[0] <= (problem.num_segments + 1) * (column ? kSoftmaxAloneRows : rows / 2);
+  return x.shape[0] <= (problem.num_segments + 1) * (column ? kRowTileAloneRows : rows / 2);
 }
 
 SoftmaxTiles::SoftmaxTiles(const SegmentProblem& problem, const cuda::DeviceInfo& device, Pass pass,
@@ -92,7 +78,7 @@ SoftmaxTiles::SoftmaxTiles(const SegmentProblem& problem, const cuda::DeviceInfo
     : slot_columns_(Combining::slot_columns(problem)),
       tiling_(tiling_of(problem, device, pass)),
       tile_(tile_kernel(problem.x.dtype, pass, vector_of(problem)), device,
-            softmax_bytes(inputs_of(pass), row_bytes(problem))),
+            row_tile_bytes(inputs_of(pass), row_bytes(problem))),
       border_(border_kernel(problem.x.dtype, pass, vector_of(problem)), device) {
   setup.allow(tiling_);
   const auto cells = static_cast<std::size_t>(tiles_of(problem, tiling_) * 2 * slot_columns_);
@@ -111,7 +97,7 @@ void SoftmaxTiles::enqueue(const Setup& setup, Launcher& launcher, const Params&
   p.slot_columns = slot_columns_;
   launcher.launch(tile_, p, p.tiles, 1);
   combining.enqueue(launcher, p);
-  launcher.launch(border_, p, (p.tiles + kSoftmaxBorderTiles - 1) / kSoftmaxBorderTiles, 1);
+  launcher.launch(border_, p, (p.tiles + kRowTileBorderTiles - 1) / kRowTileBorderTiles, 1);
 }
 
 std::vector<cuda::KernelSource> SoftmaxTiles::kernels(DType dtype, Pass pass, int arch) {

@@ -11,7 +11,7 @@
 #include "core/workspace.hpp"
 #include "cuda/op_kernel.hpp"
 #include "ops/segment/cuda/params.cuh"
-#include "ops/segment/cuda/softmax_tuning.cuh"
+#include "ops/segment/cuda/row_tile_tuning.cuh"
 #include "ops/segment/cuda/tuning.hpp"
 #include "ops/segment/problem.hpp"
 
@@ -96,6 +96,16 @@ Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t 
 Tiling column_tiling(int bytes);
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
 
+// Tiles of rows in shared memory (smxx_row_tile.cuh), read in pieces of `vector` elements: whether
+// rows lie so; those of `most` items at most; and for which other reductions than softmax, and
+// maps, with these tensors of a row for each of x: by which pieces.
+bool contiguous(const TensorSpec& rows);
+Tiling row_tiling(const SegmentProblem& problem, const cuda::DeviceInfo& device, int vector,
+                  int most, int snap, int end_items);
+std::optional<int> row_tile_vector(const SegmentProblem& problem, Specs rows);
+// All of these that there are kernels for.
+std::vector<int> row_tile_vectors(DType dtype);
+
 // Kernels that stream, by their files: for x of one column smxx_reduce_chunks.cuh,
 // smxx_map_stream.cuh and smxx_map_chunks.cuh, for narrow rows smxx_reduce_narrow.cuh.
 enum class StreamKind { reduction, map, chunks, narrow };
@@ -139,8 +149,9 @@ struct ReduceOp {
   std::string out;    // element of result
   std::string input;  // Input::…
   int state_bytes;
-  bool wide;       // whether there are kernels that read by pieces
-  int blocks = 4;  // on a multiprocessor, of those for rows: bounds registers
+  bool wide;           // whether there are kernels that read by pieces
+  bool tiles = false;  // and smxx_reduce_tile.cuh serves
+  int blocks = 4;      // on a multiprocessor, of those for rows: bounds registers
 };
 
 ReduceOp reduce_op(SegmentReduce reduce, DType dtype);
@@ -171,18 +182,20 @@ class Reduction {
   // `p` has the inputs and results bound.
   void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
   const Combining& combining() const { return combining_; }
-  const Tiling& tiling() const { return pieces_ ? pieces_tiling_ : any_tiling_; }
+  const Tiling& tiling() const {
+    return tile_ ? tile_tiling_ : pieces_ ? pieces_tiling_ : any_tiling_;
+  }
 
   static std::vector<cuda::KernelSource> kernels(const ReduceOp& op, DType dtype, int arch);
 
  private:
   SegmentProblem problem_;
-  std::optional<Kernel> pieces_, stream_, narrow_;
+  std::optional<Kernel> pieces_, stream_, narrow_, tile_;
   std::optional<int> narrow_lane_bits_;
   Kernel any_;
   Combining combining_;
-  int vector_ = 0;  // of pieces_
-  Tiling pieces_tiling_, any_tiling_;
+  int vector_ = 0;  // of pieces_ or tile_
+  Tiling pieces_tiling_, tile_tiling_, any_tiling_;
   std::size_t slots_at_;
 };
 
@@ -198,7 +211,8 @@ struct MapOp {
   // The same of map_narrow; 0: narrow rows go by map_rows, as what a segment gives is costly to
   // make.
   int narrow_blocks = 0;
-  bool wide = true;  // whether kernels for pieces, or streams, are worth loading
+  bool wide = true;    // whether kernels for pieces, or streams, are worth loading
+  bool tiles = false;  // and smxx_map_tile.cuh serves
 };
 
 MapOp spread_map(bool mean, DType dtype);
@@ -221,11 +235,11 @@ class Mapping {
 
  private:
   SegmentProblem problem_;
-  std::optional<Kernel> pieces_, stream_;
+  std::optional<Kernel> pieces_, stream_, tile_;
   Kernel any_;
   bool chunks_;
-  int vector_ = 0;  // of pieces_
-  Tiling pieces_tiling_, any_tiling_;
+  int vector_ = 0;  // of pieces_ or tile_
+  Tiling pieces_tiling_, tile_tiling_, any_tiling_;
 };
 
 // softmax or its gradient in one pass over contiguous rows, but for segments that reach over tiles
