@@ -72,7 +72,7 @@ def entmax(
 
 
 def _saves_mask(x: Tensor, dim: int) -> bool:
-    """Whether backward reads a bit an element in place of y; on GPUs, where kernels write these fast."""
+    """Whether backward reads a bit an element in place of y; on GPUs, where that is fast."""
     if not x.is_cuda:
         return True
     row_bytes = x.shape[dim] * x.element_size()
