@@ -30,6 +30,39 @@ from pullback._native import *
 ids = Spec("i64", (1000,), (1,))
 NativePlan(SEGMENT_PERMUTATION, FORWARD, {"ids": ids}, {"num_segments": 9}, Device(2, 0))
 """
+# Sums of rows of three columns: a kernel for such rows, and one for any.
+SUMS = """
+from pullback._native import *
+specs = {"x": Spec("f32", (64, 3), (3, 1)), "offsets": Spec("i64", (10,), (1,))}
+options = {"reduce": 0, "num_segments": 9}
+print(NativePlan(SEGMENT, FORWARD, specs, options, Device(2, 0)).describe())
+"""
+# Calls for which a wheel has kernels, if not the fastest; what is missing is a name or two of each.
+SLOWER_CALLS = """
+from pullback._native import *
+def plan(op, options={}, **shapes):
+    specs = {}
+    for name, (dtype, *shape) in shapes.items():
+        strides = [1]
+        for size in shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        specs[name] = Spec(dtype, tuple(shape), tuple(strides))
+    text = NativePlan(op, FORWARD, specs, options, Device(2, 0)).describe()
+    print(text.partition("slower than it might be")[2].partition(",")[0] or text)
+def attend(dtype, queries=2048, options={}, **more):
+    heads = {"q": (dtype, 1, queries, 8, 128)}
+    heads.update({name: (dtype, 1, 8192, 8, 128) for name in "kv"})
+    plan(ATTENTION, options, **heads, **more)
+bias = {"bias": ("bf16", 1, 8, 2048, 8192)}
+attend("bf16", options={"dropout": 0.1}, **bias)
+attend("f16", options={"dropout": 0.1})
+attend("bf16", queries=1)
+plan(ENTMAX, {"alpha": 1.5, "axis": 0}, x=("f32", 20000, 32))
+plan(ENTMAX, {"alpha": 1.5, "axis": 1}, x=("f32", 64, 1001))
+for columns in 3, 33:
+    offsets = ("i64", 10)
+    plan(SEGMENT, {"reduce": 0, "num_segments": 9}, x=("bf16", 64, columns), offsets=offsets)
+"""
 # Plans for a GPU what PyTorch has on the CPU, and computes nothing.
 COMMON_CALLS = """
 import pullback.torch._operator as operator
@@ -90,6 +123,37 @@ def test_kernels_of_the_wheel_are_found(driver: Path) -> None:
     assert not (driver / "cache").exists()
     found = run(PERMUTATION, driver, PULLBACK_CACHE="off")
     assert "not in the cache" in found.stderr
+
+
+def test_a_slower_kernel_stands_in_for_what_cannot_be_compiled(driver: Path) -> None:
+    cache = driver / "some"
+    environment = {
+        "PULLBACK_CACHE_DIR": str(cache),
+        "PULLBACK_LIBRARY": shutil.copy(_native.library_path(), driver),  # no kernels beside it
+    }
+    best = run(SUMS, driver, PULLBACK_JIT="on", PULLBACK_NVRTC=str(driver), **environment)
+    assert best.returncode == 0, best.stderr
+    assert "slower" not in best.stdout
+    for kernel in "segment_reduce_tile_4_sum_float", "segment_reduce_rows_any_sum_float":
+        entries = [path for path in cache.glob("*.pbk") if kernel.encode() in path.read_bytes()]
+        assert len(entries) == 1
+        entries[0].unlink()
+        found = run(SUMS, driver, **environment)
+        if "tile" in kernel:
+            assert f"slower than it might be: there is no compiler for {kernel}," in found.stdout
+            assert "pullback[cuda]" in found.stdout
+        else:
+            assert f"{kernel} for sm_90 is not in the cache" in found.stderr
+
+
+@pytest.mark.skipif(len(CARRIED) < 100, reason="not a release's wheel")
+def test_slower_kernels_of_the_wheel_serve(driver: Path) -> None:
+    found = run(SLOWER_CALLS, driver)
+    assert found.returncode == 0, found.stderr
+    missed = found.stdout.splitlines()
+    assert len(missed) == 7
+    for line in missed:
+        assert line.startswith(": there is no compiler for "), line
 
 
 @pytest.mark.skipif(len(CARRIED) < 100, reason="not a release's wheel")

@@ -1,7 +1,9 @@
 #include "core/variant.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdlib>
 
@@ -58,7 +60,26 @@ std::string refusal(const VariantInfo& variant, FeatureSet needs,
                      text_of(variant.supports, names), text_of(missing, names));
 }
 
+thread_local MissedKernels* missed_kernels = nullptr;
+
 }  // namespace
+
+MissedKernels::MissedKernels() { missed_kernels = this; }
+MissedKernels::~MissedKernels() { missed_kernels = nullptr; }
+
+void MissedKernels::add(const std::string& name) {
+  if (missed_kernels == nullptr) return;
+  std::vector<std::string>& names = missed_kernels->names_;
+  if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+}
+
+std::string MissedKernels::told() const {
+  if (names_.empty()) return {};
+  return fmt::format(
+      "\nslower than it might be: there is no compiler for {}, which would serve better; NVRTC is "
+      "one (pip install \"pullback[cuda]\")",
+      fmt::join(names_, ", "));
+}
 
 Choice choose_variant(std::string_view op, std::span<const VariantInfo> variants, FeatureSet needs,
                       std::span<const std::string_view> feature_names, const Device& device,

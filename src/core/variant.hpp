@@ -57,6 +57,24 @@ Choice choose_variant(std::string_view op, std::span<const VariantInfo> variants
                       std::span<const std::string_view> feature_names, const Device& device,
                       Pass pass, std::string_view forced);
 
+// Kernels that would serve a plan faster, but are not there and cannot be compiled: those that its
+// thread names while one of these lives.
+class MissedKernels {
+ public:
+  MissedKernels();
+  ~MissedKernels();
+  MissedKernels(const MissedKernels&) = delete;
+  MissedKernels& operator=(const MissedKernels&) = delete;
+
+  // Nothing where no plan is being made.
+  static void add(const std::string& name);
+  // For describe(): a line with the remedy, if there are any.
+  std::string told() const;
+
+ private:
+  std::vector<std::string> names_;
+};
+
 // What run() does before any variant sees the pointers.
 template <class Problem, class Tensors>
 class CheckedBody final : public PlanBody<Tensors> {
@@ -101,9 +119,10 @@ Plan<Tensors> plan_with_variants(std::string_view op,
       choose_variant(op, infos, needs, feature_names, device, pass, options.variant);
   const Variant<Problem, Tensors>& variant = variants[choice.index];
   return with_memory(op, [&] {
+    MissedKernels missed;
     auto body = std::make_unique<CheckedBody<Problem, Tensors>>(
         op, problem, pass, uses_of, variant.make(problem, device, pass));
-    body->describe(variant.info.name, choice.why);
+    body->describe(variant.info.name, choice.why + missed.told());
     return Plan<Tensors>(std::move(body));
   });
 }

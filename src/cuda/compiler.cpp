@@ -46,12 +46,14 @@ void dump(const KernelSource& kernel, const Cubin& cubin) {
   if (!source || !code) log(LogLevel::warning, "CUDA: PULLBACK_JIT_DUMP: cannot write " + base);
 }
 
+bool may_compile() { return environment_choice("PULLBACK_JIT", {"on", "off"}) == "on"; }
+
 Cubin find_or_compile(const KernelSource& kernel) {
   const std::string key = key_text(kernel);
   const DiskCache cache = DiskCache::from_environment();
   if (auto cubin = cache.read(key)) return std::move(*cubin);
   if (auto cubin = DiskCache::shipped().read(key)) return std::move(*cubin);
-  if (environment_choice("PULLBACK_JIT", {"on", "off"}) == "off") {
+  if (!may_compile()) {
     throw Error(ErrorCode::device,
                 fmt::format("CUDA: {} for {} is not in the cache ({}) and PULLBACK_JIT=off forbids "
                             "compiling; fill the cache with 'pullback compile'",
@@ -107,6 +109,12 @@ std::shared_ptr<const Cubin> compiled(const KernelSource& kernel) {
     }
   }
   return future.get();
+}
+
+bool can_be_compiled(const KernelSource& kernel) {
+  const std::string key = key_text(kernel);
+  return DiskCache::from_environment().has(key) || DiskCache::shipped().has(key) ||
+         (may_compile() && nvrtc_problem().empty());
 }
 
 bool precompile(const KernelSource& kernel, const DiskCache& cache) {

@@ -27,6 +27,9 @@ std::vector<std::string> compile_options(const KernelSource& kernel);
 // PULLBACK_JIT_DUMP names a folder for sources and cubins. Throws Error(device) with the whole log.
 std::shared_ptr<const Cubin> compiled(const KernelSource& kernel);
 
+// Whether compiled() finds the kernel on disk, or may compile it. Compiles nothing.
+bool can_be_compiled(const KernelSource& kernel);
+
 // Puts the kernel into the cache unless it is there, from the environment's cache if it is there.
 // True when it was compiled. Throws Error(device) also when the cache cannot be written.
 bool precompile(const KernelSource& kernel, const DiskCache& cache);

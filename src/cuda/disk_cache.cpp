@@ -206,6 +206,15 @@ std::optional<std::vector<char>> DiskCache::read(const std::string& key_text) co
   return std::move(content->payload);
 }
 
+bool DiskCache::has(const std::string& key_text) const {
+  if (mode_ == Mode::off) return false;
+  File file(path_of(key_text), O_RDONLY);
+  FileHeader header{};
+  std::string key(key_text.size(), '\0');
+  return file && file.read(&header, sizeof header) && header.key_bytes == key.size() &&
+         file.read(key.data(), key.size()) && key == key_text;
+}
+
 bool DiskCache::write(const std::string& key_text, const std::vector<char>& payload,
                       std::string& reason) const {
   if (mode_ != Mode::read_write) {

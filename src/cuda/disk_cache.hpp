@@ -35,6 +35,8 @@ class DiskCache {
   Mode mode() const { return mode_; }
 
   std::optional<std::vector<char>> read(const std::string& key_text) const;
+  // Whether there is an entry; what its payload is worth, reading it tells.
+  bool has(const std::string& key_text) const;
   // False when nothing was written; `reason` then says why. Never throws.
   bool write(const std::string& key_text, const std::vector<char>& payload,
              std::string& reason) const;

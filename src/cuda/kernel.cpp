@@ -133,6 +133,10 @@ LoadingKernel load_beside(const KernelSource& source, const DeviceInfo& device, 
   return now.get_future().share();
 }
 
+bool can_be_loaded(const KernelSource& source) {
+  return is_loaded(source) || can_be_compiled(source);
+}
+
 int Kernel::blocks_per_multiprocessor(const DeviceInfo& device, int block_size) const {
   const DeviceGuard guard(device);
   int blocks = 0;

@@ -64,6 +64,9 @@ class LoadScope {
 LoadingKernel load_beside(const KernelSource& source, const DeviceInfo& device,
                           int shared_bytes = 0);
 
+// Whether it can be loaded: it is, or is on disk, or there is a compiler.
+bool can_be_loaded(const KernelSource& source);
+
 // `parameters` is the kernel's only argument, a struct passed by value. The device's context must
 // be current (DeviceGuard).
 void launch(const Kernel& kernel, const LaunchShape& shape, void* stream, const void* parameters);

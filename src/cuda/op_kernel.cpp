@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/variant.hpp"
 #include "pullback/error.hpp"
 
 namespace pullback::cuda {
@@ -60,6 +61,12 @@ KernelSource op_kernel(const OpKernel& kernel, int arch, std::size_t parameter_b
           .source = source,
           .arch = arch,
           .arch_specific = kernel.arch_specific};
+}
+
+bool can_have(const KernelSource& kernel) {
+  if (can_be_loaded(kernel)) return true;
+  MissedKernels::add(kernel.name);
+  return false;
 }
 
 }  // namespace pullback::cuda

@@ -53,6 +53,15 @@ KernelSource op_kernel(const OpKernel& kernel, int arch) {
   return op_kernel(kernel, arch, sizeof(Parameters));
 }
 
+// Whether a plan can have the kernel: it is loaded or on disk, or there is a compiler. To be asked
+// where a slower one serves as well; of what is missing, the plan's description tells.
+bool can_have(const KernelSource& kernel);
+
+template <class Parameters>
+bool can_have(const OpKernel& kernel, const DeviceInfo& device) {
+  return can_have(op_kernel<Parameters>(kernel, compile_arch(device)));
+}
+
 // A kernel loaded at plan time with the shape it is launched in. Where its occupancy is asked for,
 // it has to be there: a plan names all of its kernels first.
 template <class Parameters>

@@ -51,6 +51,9 @@ TEST_F(DiskCacheTest, what_was_written_is_read) {
   ASSERT_TRUE(cache().write("key", payload_, reason_)) << reason_;
   EXPECT_EQ(cache().read("key"), payload_);
   EXPECT_FALSE(cache().read("other key"));
+  EXPECT_TRUE(cache().has("key"));
+  EXPECT_FALSE(cache().has("other key"));
+  EXPECT_FALSE(cache(DiskCache::Mode::off).has("key"));
   struct stat status {};
   ASSERT_EQ(stat(folder_.c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0700u);

@@ -33,8 +33,9 @@ class RowSteps {
     add(kernel, params, 1, device);
   }
 
-  // For each row the kernel that `chooser` names; the longest rows first.
-  void add_by_length(const Kernels& kernels, const BlockLayout& layout, std::int64_t vectors,
+  // For each row the kernel that `chooser` names; the longest rows first. False, and no launches,
+  // where one of them is not to be had.
+  bool add_by_length(const Kernels& kernels, const BlockLayout& layout, std::int64_t vectors,
                      const RowChooser& chooser, Params params, DeviceTables& tables,
                      const cuda::DeviceInfo& device) {
     params.piece = divisor_of(vectors);
@@ -52,11 +53,16 @@ class RowSteps {
             return choice.kernel == kernel ? choice.shape : -1;
           },
           tables);
-      add(ring                          ? kernels.ring
-          : kernel == RowKernel::stream ? kernels.stream
-                                        : kernels.rows,
-          params, cluster_of(kernel), device);
+      const cuda::OpKernel& chosen = ring                          ? kernels.ring
+                                     : kernel == RowKernel::stream ? kernels.stream
+                                                                   : kernels.rows;
+      if (params.schedule.ctas > 0 && !cuda::can_have<Params>(chosen, device)) {
+        steps_.clear();
+        return false;
+      }
+      add(chosen, params, cluster_of(kernel), device);
     }
+    return true;
   }
 
   void resolve(const DeviceTables& tables) {

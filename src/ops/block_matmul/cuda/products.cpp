@@ -215,9 +215,12 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
       const bool passes =
           !left_along || !right_along || length > kDepths[1] || element_bytes(dtype_) > 2;
       const int depth = passes ? 0 : length > kDepths[0] ? kDepths[1] : kDepths[0];
-      step.fast = launch_of(
-          sample_kernel(dtype_, depth, left_along, right_along), params, blocks,
-          sample_operand_bytes(depth) + staging_bytes(element_bytes(dtype_)) + kTableBytes);
+      const cuda::OpKernel kernel = sample_kernel(dtype_, depth, left_along, right_along);
+      if (cuda::can_have<SampleParams>(kernel, device_)) {
+        step.fast = launch_of(
+            kernel, params, blocks,
+            sample_operand_bytes(depth) + staging_bytes(element_bytes(dtype_)) + kTableBytes);
+      }
     }
     samples_.push_back(std::move(step));
   }
@@ -265,9 +268,12 @@ class Cuda final : public cuda::CudaBody<BlockMatmulTensors> {
                         spread_operand_bytes(kWide, spread_stages(kWide, arch)) + kTableBytes <=
                             device_.max_shared_bytes;
       const int columns = wide ? kWide : kNarrow;
-      step.fast = add(spread_kernel(dtype_, columns, sparse_along, in_along, arch), columns,
-                      spread_operand_bytes(columns, spread_stages(columns, arch)) + kTableBytes,
-                      step.combine_fast);
+      const cuda::OpKernel kernel = spread_kernel(dtype_, columns, sparse_along, in_along, arch);
+      if (cuda::can_have<SpreadParams>(kernel, device_)) {
+        step.fast = add(kernel, columns,
+                        spread_operand_bytes(columns, spread_stages(columns, arch)) + kTableBytes,
+                        step.combine_fast);
+      }
     }
     step.plain = add(plain_spread_kernel(dtype_), kPlainColumns, 0, step.combine_plain);
     spreads_.push_back(std::move(step));

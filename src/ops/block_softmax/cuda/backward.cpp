@@ -93,9 +93,10 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
         const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
         const cuda::OpKernel stream = stream_kernel(dtype, true);
         const RowChooser chooser(vectors, registers_of(dtype).vectors, 2, true, device_);
-        vector_steps_.add_by_length({rows_kernel(dtype, arch), ring_kernel(dtype, arch), stream},
-                                    layout, vectors, chooser, params, tables_, device_);
-        if (term_gradients) {
+        vectors_ = vector_steps_.add_by_length(
+            {rows_kernel(dtype, arch), ring_kernel(dtype, arch), stream}, layout, vectors, chooser,
+            params, tables_, device_);
+        if (vectors_ && term_gradients) {
           vector_delta_.add_stream(stream, layout, vectors, params, tables_, device_);
         }
       }

@@ -91,9 +91,10 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
         const int arch = cuda::compile_arch(device_);
         const auto vectors = b / static_cast<std::int64_t>(16 / size_of(dtype));
         const RowChooser chooser(vectors, registers_of(dtype, terms).vectors, 1, !terms, device_);
-        vector_steps_.add_by_length({rows_kernel(dtype, terms, arch), ring_kernel(dtype, arch),
-                                     stream_kernel(dtype, true, terms)},
-                                    layout, vectors, chooser, params, tables_, device_);
+        vectors_ =
+            vector_steps_.add_by_length({rows_kernel(dtype, terms, arch), ring_kernel(dtype, arch),
+                                         stream_kernel(dtype, true, terms)},
+                                        layout, vectors, chooser, params, tables_, device_);
       }
       element_steps_.add_stream(stream_kernel(dtype, false, terms), layout, b, params, tables_,
                                 device_);

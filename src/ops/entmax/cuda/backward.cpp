@@ -125,7 +125,10 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     if (length > kLongestRow) return;
     if (pieces_match(params_.y) && !tile_) {
       from_y_ = fast(best_path(weights_of(problem_)), weights_of(problem_));
-      description = fmt::format("{}; {}", kPathNames[static_cast<int>(from_y_->path)], description);
+      if (from_y_) {
+        description =
+            fmt::format("{}; {}", kPathNames[static_cast<int>(from_y_->path)], description);
+      }
     }
     const bool mask_possible =
         problem_.alpha == 2 && !problem_.alpha_per_row.given() && !problem_.offsets.given();
@@ -153,6 +156,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     const TilePlanner planner(params_.rows, tensors, dtype, false, device_);
     const std::string_view name = kWeightsNames[static_cast<int>(weights)];
     const auto set = [&](const cuda::OpKernel& kernel, const TilePlan& shape) {
+      if (!cuda::can_have<BackwardTileParams>(kernel, device_)) return;
       tile_.emplace(kernel, shape, params_.rows.count, device_);
       description = fmt::format("{}; {}", tile_->how(), description);
     };
@@ -222,9 +226,13 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     return cluster_of(weights) > 1 ? Path::cluster : Path::whole;
   }
 
-  Fast fast(Path path, Weights weights) {
+  // Nothing where there are no kernels.
+  std::optional<Fast> fast(Path path, Weights weights) {
     const DType dtype = problem_.x.dtype;
     const auto kernels = kernels_of(path, dtype, served(weights, path, dtype));
+    for (const OpKernel& kernel : kernels) {
+      if (!cuda::can_have<BackwardParams>(kernel, device_)) return std::nullopt;
+    }
     const auto threads_for = [](std::int64_t pieces_of_row) {
       return static_cast<unsigned>(
           std::clamp<std::int64_t>((pieces_of_row + 127) / 128 * 32, 32, kBlockThreads));

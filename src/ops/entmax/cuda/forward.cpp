@@ -104,16 +104,17 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const auto plan = planner.plan();
     if (!plan || (family == Family::softmax && planner.reads_scattered_parts(*plan))) {
       const auto columns = planner.columns();
-      if (!columns) return false;
-      tile_.emplace(columns_kernel("forward", dtype, "Family", name_of(family)), *columns,
-                    params_.rows.count, device_);
+      const OpKernel kernel = columns_kernel("forward", dtype, "Family", name_of(family));
+      if (!columns || !cuda::can_have<ForwardTileParams>(kernel, device_)) return false;
+      tile_.emplace(kernel, *columns, params_.rows.count, device_);
       return !problem.support.given();
     }
     const auto vector_length = static_cast<std::int64_t>(16 / size_of(dtype));
     const bool vectors = rows_in_vectors(params_.rows, params_.x, vector_length) &&
                          rows_in_vectors(params_.rows, params_.y, vector_length);
-    tile_.emplace(tile_kernel("forward", dtype, "Family", name_of(family), plan->staged), *plan,
-                  params_.rows.count, device_);
+    const OpKernel kernel = tile_kernel("forward", dtype, "Family", name_of(family), plan->staged);
+    if (!cuda::can_have<ForwardTileParams>(kernel, device_)) return false;
+    tile_.emplace(kernel, *plan, params_.rows.count, device_);
     // Vectors are better for rows with gaps between them, and for those of some more bytes.
     const bool powers = family == Family::near_one || family == Family::general;
     const auto bytes = params_.rows.length * static_cast<std::int64_t>(size_of(dtype));
@@ -165,12 +166,16 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     }
   }
 
-  // Nothing where rows are too long.
+  // Nothing where rows are too long, or there is no kernel.
   std::optional<Fast> fast(DType dtype, Family family, Begin begin) const {
     const std::int64_t count = params_.rows.count, length = params_.rows.length;
     const auto bytes = static_cast<int>(size_of(dtype));
+    const auto has = [&](const OpKernel& kernel) {
+      return cuda::can_have<ForwardParams>(kernel, device_);
+    };
     for (const Lanes& shape : kLanes) {
       if (begin != Begin::aligned || shape.capacity(dtype) < length) continue;
+      if (!has(lanes_kernel(dtype, family, shape))) continue;
       return Fast{{lanes_kernel(dtype, family, shape), device_},
                   shape.rows(),
                   false,
@@ -179,6 +184,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const std::int64_t in_vectors = length * bytes / 16 * 16 / bytes;  // at most
     for (const Registers& shape : kRegisters) {
       if (shape.capacity() < in_vectors) continue;
+      if (!has(registers_kernel(dtype, family, shape, begin))) return std::nullopt;
       return Fast{{registers_kernel(dtype, family, shape, begin), device_},
                   shape.warps == 1 ? kSingleWarps : 1,
                   walks_over_rows(family, bytes, shape.warps),
@@ -192,6 +198,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
       while (shape.clustered && blocks < kMaxBlocks && !fits()) blocks *= 2;
       const int shared = resident_shared(shape, family, device_.max_shared_bytes);
       if (!fits() || shared == 0) continue;
+      if (!has(resident_kernel(dtype, family, shape, begin))) return std::nullopt;
       Fast fast{
           {resident_kernel(dtype, family, shape, begin), device_, shared},
           1,
@@ -202,12 +209,14 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     }
     if (length > std::numeric_limits<std::int32_t>::max() / 2) return std::nullopt;
     if (family == Family::softmax) {
+      if (!has(softmax_kernel(dtype, begin))) return std::nullopt;
       return Fast{{softmax_kernel(dtype, begin), device_},
                   1,
                   false,
                   fmt::format("{} threads a row, which is read twice", 32 * kSoftmaxWarps)};
     }
     const int warps = stream_group(count, device_.multiprocessors);
+    if (!has(stream_kernel(dtype, family, warps, begin))) return std::nullopt;
     return Fast{
         {stream_kernel(dtype, family, warps, begin), device_, stream_shared(warps)},
         warps == 1 ? kStreamWarps : 1,
