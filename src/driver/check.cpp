@@ -31,12 +31,22 @@ double epsilon_of(DType dtype) {
   }
 }
 
+// body(position, value) for all elements.
+template <class Body>
+void for_values(const HostTensor& tensor, const Body& body) {
+  std::array<double, kStretch> buffer;
+  for (std::int64_t first = 0; first < tensor.numel(); first += kStretch) {
+    const auto count = static_cast<std::size_t>(std::min(kStretch, tensor.numel() - first));
+    tensor.load(first, std::span(buffer).first(count));
+    for (std::size_t i = 0; i < count; ++i) body(first + static_cast<std::int64_t>(i), buffer[i]);
+  }
+}
+
 double largest_finite(const HostTensor& tensor) {
   double largest = 0;
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-    const double value = std::abs(tensor.get(i));
-    if (std::isfinite(value)) largest = std::max(largest, value);
-  }
+  for_values(tensor, [&](std::int64_t, double value) {
+    if (std::isfinite(value)) largest = std::max(largest, std::abs(value));
+  });
   return largest;
 }
 
@@ -44,14 +54,12 @@ bool same_special(double a, double b) { return (std::isnan(a) && std::isnan(b)) 
 
 // A finite reference may overflow to infinity in a narrow dtype; a NaN or infinity stays one.
 std::string special_mismatch(const HostTensor& got, const HostTensor& expected) {
-  for (std::int64_t i = 0; i < got.numel(); ++i) {
-    const double want = expected.get(i);
-    if (std::isfinite(want)) continue;
-    if (!same_special(got.get(i), want)) {
-      return fmt::format("element {}: expected {}, got {}", i, want, got.get(i));
-    }
-  }
-  return {};
+  std::string first;
+  for_values(expected, [&](std::int64_t i, double want) {
+    if (std::isfinite(want) || !first.empty() || same_special(got.get(i), want)) return;
+    first = fmt::format("element {}: expected {}, got {}", i, want, got.get(i));
+  });
+  return first;
 }
 
 std::string value_mismatch(const HostTensor& got, const HostTensor& expected) {
@@ -181,6 +189,12 @@ CheckReport compare(const Request& request, const TensorMap& got, const Expected
   return report;
 }
 
+std::vector<double> values_of(const HostTensor& tensor) {
+  std::vector<double> values(static_cast<std::size_t>(tensor.numel()));
+  tensor.load(0, values);
+  return values;
+}
+
 // sum over outputs of <output, its incoming gradient>, skipping elements not finite at the inputs.
 double objective(const OpDriver& driver, const Request& request, const TensorMap& at_inputs) {
   const TensorMap outputs = evaluate(request);
@@ -189,9 +203,11 @@ double objective(const OpDriver& driver, const Request& request, const TensorMap
     const auto cotangent = request.inputs.find(pair.second);
     const auto output = outputs.find(pair.first);
     if (cotangent == request.inputs.end() || output == outputs.end()) continue;
-    const HostTensor& base = at_inputs.find(pair.first)->second;
-    for (std::int64_t i = 0; i < base.numel(); ++i) {
-      if (std::isfinite(base.get(i))) sum += output->second.get(i) * cotangent->second.get(i);
+    const std::vector<double> base = values_of(at_inputs.find(pair.first)->second);
+    const std::vector<double> values = values_of(output->second);
+    const std::vector<double> weights = values_of(cotangent->second);
+    for (std::size_t i = 0; i < base.size(); ++i) {
+      if (std::isfinite(base[i])) sum += values[i] * weights[i];
     }
   }
   return sum;
@@ -210,20 +226,18 @@ void check_finite_differences(const OpDriver& driver, const Request& request,
     const auto input = request.inputs.find(pair.first);
     const auto gradient = outputs.find(pair.second);
     if (input == request.inputs.end() || gradient == outputs.end()) continue;
-    const HostTensor& x = input->second;
-    HostTensor moved = contiguous_copy(x);
-    std::vector<double> direction(static_cast<std::size_t>(x.numel()));
+    const HostTensor moved = contiguous_copy(input->second);
+    const std::vector<double> x = values_of(moved), gradients = values_of(gradient->second);
+    std::vector<double> direction(x.size()), moved_values(x.size());
     double expected = 0, scale = 1e-3;
-    for (std::int64_t i = 0; i < x.numel(); ++i) {
-      const double step = random.uniform() * 2 - 1;
-      direction[static_cast<std::size_t>(i)] = step;
-      expected += gradient->second.get(i) * step;
-      scale += std::abs(gradient->second.get(i) * step);
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      direction[i] = random.uniform() * 2 - 1;
+      expected += gradients[i] * direction[i];
+      scale += std::abs(gradients[i] * direction[i]);
     }
     const auto value_at = [&](double h) {
-      for (std::int64_t i = 0; i < x.numel(); ++i) {
-        moved.set(i, x.get(i) + h * direction[static_cast<std::size_t>(i)]);
-      }
+      for (std::size_t i = 0; i < x.size(); ++i) moved_values[i] = x[i] + h * direction[i];
+      moved.store(0, moved_values);
       forward.inputs[std::string(pair.first)] = moved;
       return objective(driver, forward, outputs);
     };
@@ -234,7 +248,7 @@ void check_finite_differences(const OpDriver& driver, const Request& request,
       agrees = std::abs(difference - expected) <= kTolerance * scale;
       if (agrees) break;
     }
-    forward.inputs[std::string(pair.first)] = x;
+    forward.inputs[std::string(pair.first)] = input->second;
     if (!agrees) {
       report.failures.push_back(fmt::format("{}: finite difference {:.10g}, gradient {:.10g}",
                                             pair.second, difference, expected));

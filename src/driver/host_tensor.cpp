@@ -40,6 +40,7 @@ struct Free {
 
 // Element offset of a row-major position.
 std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat) {
+  if (spec.is_contiguous()) return flat;
   std::int64_t offset = 0;
   for (int dim = spec.rank - 1; dim >= 0; --dim) {
     offset += flat % spec.shape[dim] * spec.strides[dim];
@@ -48,14 +49,17 @@ std::int64_t offset_of(const TensorSpec& spec, std::int64_t flat) {
   return offset;
 }
 
-// The elements of a tensor in row-major order, from the first or another one on.
+// The elements of a tensor in row-major order, from the first or another one on, a row at a time:
+// those along the last dimension that has more than one.
 class Walk {
  public:
   explicit Walk(const HostTensor& tensor, std::int64_t flat = 0)
       : spec_(tensor.spec()),
         size_(static_cast<std::int64_t>(size_of(spec_.dtype))),
+        last_(spec_.rank - 1),
         at_(static_cast<std::byte*>(tensor.data())) {
-    for (int dim = spec_.rank - 1; dim >= 0; --dim) {
+    while (last_ >= 0 && spec_.shape[last_] == 1) --last_;
+    for (int dim = last_; dim >= 0; --dim) {
       const std::int64_t count = std::max<std::int64_t>(spec_.shape[dim], 1);
       std::int64_t& index = index_[static_cast<std::size_t>(dim)];
       index = flat % count;
@@ -65,22 +69,58 @@ class Walk {
   }
 
   std::byte* at() const { return at_; }
-  void next() {
-    for (int dim = spec_.rank - 1; dim >= 0; --dim) {
+  // Of the row, in elements.
+  std::int64_t stride() const { return last_ < 0 ? 1 : spec_.strides[last_]; }
+  // Elements of the row from here on.
+  std::int64_t left() const {
+    return last_ < 0 ? 1 : spec_.shape[last_] - index_[static_cast<std::size_t>(last_)];
+  }
+  // By so many elements, left() at most.
+  void advance(std::int64_t count) {
+    for (int dim = last_; dim >= 0; --dim) {
       std::int64_t& index = index_[static_cast<std::size_t>(dim)];
-      at_ += spec_.strides[dim] * size_;
-      if (++index < spec_.shape[dim]) return;
+      at_ += count * spec_.strides[dim] * size_;
+      index += count;
+      if (index < spec_.shape[dim]) return;
       at_ -= spec_.strides[dim] * size_ * index;
       index = 0;
+      count = 1;
     }
   }
 
  private:
   const TensorSpec& spec_;
   std::int64_t size_;
+  int last_;
   std::byte* at_;
   std::array<std::int64_t, kMaxRank> index_{};
 };
+
+// Elements as numbers of their size, whatever they hold: body.operator()<Word>().
+template <class Body>
+auto with_word(DType dtype, const Body& body) {
+  switch (size_of(dtype)) {
+    case 1:
+      return body.template operator()<std::uint8_t>();
+    case 2:
+      return body.template operator()<std::uint16_t>();
+    case 4:
+      return body.template operator()<std::uint32_t>();
+    default:
+      return body.template operator()<std::uint64_t>();
+  }
+}
+
+template <class Word>
+Word word_at(const std::byte* row, std::int64_t index) {
+  Word word;
+  std::memcpy(&word, row + index * static_cast<std::int64_t>(sizeof word), sizeof word);
+  return word;
+}
+template <class Word>
+void set_word(std::byte* row, std::int64_t index, Word word) {
+  std::memcpy(row + index * static_cast<std::int64_t>(sizeof word), &word, sizeof word);
+}
 
 }  // namespace
 
@@ -143,9 +183,13 @@ void HostTensor::load(std::int64_t flat, std::span<double> values) const {
     return;
   }
   Walk walk(*this, flat);
-  for (double& value : values) {
-    value = load_element(spec_.dtype, walk.at(), 0);
-    walk.next();
+  while (!values.empty()) {
+    const auto count = std::min(walk.left(), static_cast<std::int64_t>(values.size()));
+    for (std::int64_t i = 0; i < count; ++i) {
+      values[static_cast<std::size_t>(i)] = load_element(spec_.dtype, walk.at(), i * walk.stride());
+    }
+    walk.advance(count);
+    values = values.subspan(static_cast<std::size_t>(count));
   }
 }
 
@@ -157,25 +201,35 @@ void HostTensor::store(std::int64_t flat, std::span<const double> values) const 
     return;
   }
   Walk walk(*this, flat);
-  for (double value : values) {
-    store_element(spec_.dtype, walk.at(), 0, value);
-    walk.next();
+  while (!values.empty()) {
+    const auto count = std::min(walk.left(), static_cast<std::int64_t>(values.size()));
+    for (std::int64_t i = 0; i < count; ++i) {
+      store_element(spec_.dtype, walk.at(), i * walk.stride(), values[static_cast<std::size_t>(i)]);
+    }
+    walk.advance(count);
+    values = values.subspan(static_cast<std::size_t>(count));
   }
 }
 
 bool HostTensor::guards_intact() const {
   if (storage_ == nullptr) return true;
-  std::vector<std::uint8_t> guard(storage_bytes_, 1);
-  const std::size_t size = size_of(spec_.dtype);
-  Walk walk(*this);
-  for (std::int64_t count = numel(); count > 0; --count, walk.next()) {
-    std::memset(guard.data() + (walk.at() - storage_), 0, size);
-  }
-  std::size_t changed = 0;
-  for (std::size_t i = 0; i < storage_bytes_; ++i) {
-    changed += guard[i] & static_cast<std::uint8_t>(storage_[i] != std::byte{kGuard});
-  }
-  return changed == 0;
+  // A copy in which all elements hold what guards do.
+  std::vector<std::byte> copy(storage_, storage_ + storage_bytes_);
+  with_word(spec_.dtype, [&]<class Word>() {
+    Word guard;
+    std::memset(&guard, kGuard, sizeof guard);
+    Walk walk(*this);
+    for (std::int64_t left = numel(); left > 0;) {
+      const std::int64_t count = walk.left(), stride = walk.stride();
+      std::byte* const to = copy.data() + (walk.at() - storage_);
+      for (std::int64_t i = 0; i < count; ++i) set_word(to, i * stride, guard);
+      walk.advance(count);
+      left -= count;
+    }
+  });
+  // All bytes are equal if the first one is right and each is like the one behind it.
+  return copy[0] == std::byte{kGuard} &&
+         std::memcmp(copy.data(), copy.data() + 1, copy.size() - 1) == 0;
 }
 
 HostTensor contiguous_copy(const HostTensor& tensor) {
@@ -223,22 +277,38 @@ TensorSpec random_layout(const TensorSpec& spec, Random& random) {
 
 HostTensor relaid(const HostTensor& tensor, const TensorSpec& layout) {
   HostTensor copy(layout);
-  const std::size_t size = size_of(layout.dtype);
-  Walk from(tensor), to(copy);
-  for (std::int64_t count = tensor.numel(); count > 0; --count, from.next(), to.next()) {
-    std::memcpy(to.at(), from.at(), size);
-  }
+  with_word(layout.dtype, [&]<class Word>() {
+    Walk from(tensor), to(copy);
+    for (std::int64_t left = tensor.numel(); left > 0;) {
+      const std::int64_t count = from.left();
+      for (std::int64_t i = 0; i < count; ++i) {
+        set_word(to.at(), i * to.stride(), word_at<Word>(from.at(), i * from.stride()));
+      }
+      from.advance(count);
+      to.advance(count);
+      left -= count;
+    }
+  });
   return copy;
 }
 
 bool same_bits(const HostTensor& a, const HostTensor& b) {
   if (a.spec().dtype != b.spec().dtype || a.spec().shape != b.spec().shape) return false;
-  const std::size_t size = size_of(a.spec().dtype);
-  Walk x(a), y(b);
-  for (std::int64_t count = a.numel(); count > 0; --count, x.next(), y.next()) {
-    if (std::memcmp(x.at(), y.at(), size) != 0) return false;
-  }
-  return true;
+  return with_word(a.spec().dtype, [&]<class Word>() {
+    Walk x(a), y(b);
+    for (std::int64_t left = a.numel(); left > 0;) {
+      const std::int64_t count = x.left();
+      for (std::int64_t i = 0; i < count; ++i) {
+        if (word_at<Word>(x.at(), i * x.stride()) != word_at<Word>(y.at(), i * y.stride())) {
+          return false;
+        }
+      }
+      x.advance(count);
+      y.advance(count);
+      left -= count;
+    }
+    return true;
+  });
 }
 
 WorkspaceBuffer::WorkspaceBuffer(std::size_t bytes) : bytes_(bytes) {

@@ -9,10 +9,11 @@
 #include <algorithm>
 #include <cctype>
 #include <cstdlib>
-#include <map>
 #include <regex>
 #include <set>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "driver/case.hpp"
@@ -24,7 +25,7 @@
 namespace pullback::driver {
 namespace {
 
-using Names = std::set<std::string>;
+using Kernels = std::set<std::size_t>;  // by their places in the list
 
 // What only problems launch that no machine makes in passing.
 struct Exempt {
@@ -40,13 +41,13 @@ bool is_exempt(const std::string& kernel) {
   });
 }
 
-std::map<std::string, std::string> names_by_source;  // of the list
-Names launched;                                      // since it was cleared
-std::string unlisted;                                // the first source that is not in the list
+std::unordered_map<std::string, std::size_t> listed;  // by source
+Kernels launched;                                     // since it was cleared
+std::string unlisted;                                 // the first source that is not in the list
 
 void on_launch(const char* source) {
-  const auto found = names_by_source.find(source);
-  if (found != names_by_source.end()) {
+  const auto found = listed.find(source);
+  if (found != listed.end()) {
     launched.insert(found->second);
   } else if (unlisted.empty()) {
     unlisted = source;
@@ -78,21 +79,18 @@ std::string test_name(const Case& test, DType dtype, std::string_view suite) {
 }
 
 // The next case is always the one with the most kernels that none before it had.
-std::vector<std::string> cover(const std::vector<std::pair<std::string, Names>>& cases) {
+std::vector<std::string> cover(std::vector<std::pair<std::string, Kernels>> cases) {
   std::vector<std::string> chosen;
-  Names had;
   while (true) {
-    const std::string* best = nullptr;
-    const Names* best_names = nullptr;
-    std::ptrdiff_t most = 0;
-    for (const auto& [test, names] : cases) {
-      const auto more = std::ranges::count_if(
-          names, [&](const std::string& name) { return !had.contains(name); });
-      if (more > most) best = &test, best_names = &names, most = more;
+    const auto best =
+        std::ranges::max_element(cases, {}, [](const auto& test) { return test.second.size(); });
+    if (best == cases.end() || best->second.empty()) return chosen;
+    chosen.push_back(best->first);
+    const Kernels had = std::move(best->second);
+    for (auto& [test, kernels] : cases) {
+      std::erase_if(kernels, [&](std::size_t kernel) { return had.contains(kernel); });
     }
-    if (best == nullptr) return chosen;
-    chosen.push_back(*best);
-    had.insert(best_names->begin(), best_names->end());
+    std::erase_if(cases, [](const auto& test) { return test.second.empty(); });
   }
 }
 
@@ -108,19 +106,20 @@ int main_of() {
   set(on_launch);
   const char* text = std::getenv("FAKE_CUDA_ARCH");
   const int arch = text ? std::atoi(text) : 90;
-  Names missed;
-  for (const cuda::KernelSource& kernel : all_kernels(arch)) {
-    names_by_source[kernel.source] = kernel.name;
-    if (arch == 90 && !is_exempt(kernel.name)) missed.insert(kernel.name);
+  const std::vector<cuda::KernelSource> kernels = all_kernels(arch);
+  Kernels missed;
+  for (std::size_t i = 0; i < kernels.size(); ++i) {
+    listed[kernels[i].source] = i;
+    if (arch == 90 && !is_exempt(kernels[i].name)) missed.insert(i);
   }
-  std::vector<std::pair<std::string, Names>> cases;
+  std::vector<std::pair<std::string, Kernels>> cases;
   for (const CaseLists& lists : all_case_lists()) {
     for (const Case& test : lists.cases()) {
       for (const DType dtype : test.dtypes) {
         const auto take = [&](std::string_view suite, const std::string& variant) {
           launched.clear();
           run(test, dtype, 1, variant);
-          for (const std::string& name : launched) missed.erase(name);
+          for (const std::size_t kernel : launched) missed.erase(kernel);
           cases.emplace_back(test_name(test, dtype, suite), launched);
         };
         take("cuda", {});
@@ -129,8 +128,10 @@ int main_of() {
       }
     }
   }
-  for (const std::string& name : cover(cases)) fmt::print("{}\n", name);
-  for (const std::string& name : missed) fmt::print(stderr, "no case launches {}\n", name);
+  for (const std::string& name : cover(std::move(cases))) fmt::print("{}\n", name);
+  for (const std::size_t kernel : missed) {
+    fmt::print(stderr, "no case launches {}\n", kernels[kernel].name);
+  }
   if (!unlisted.empty()) fmt::print(stderr, "not in the list of kernels:\n{}", unlisted);
   return missed.empty() && unlisted.empty() ? 0 : 1;
 }
