@@ -1,6 +1,7 @@
 // Rows by their number and length, as kernels and loops divide them.
 #include <fmt/format.h>
 
+#include <cmath>
 #include <utility>
 
 #include "ops/entmax/case_setup.hpp"
@@ -54,6 +55,35 @@ void many_rows(std::vector<Case>& cases) {
   }
   add("wide columns", {520, 1030}, {{"alpha", "1.3"}, {"axis", "0"}}, normal(1));
   cases.back().dtypes = {DType::f32};  // whose reference takes seconds
+  // Where a search begins, and how many elements it finds, differs from row to row: few or all in
+  // the support, two values far apart, equal ones, hidden ones, an offset.
+  for (const std::int64_t length : {9, 32, 64, 128}) {
+    const Logit kinds = [=](std::int64_t i, Random& random) {
+      const double x = random.normal();
+      switch (i / length * 5 % 8) {
+        case 0:
+          return 1e-3 * x;
+        case 1:
+          return 0.1 * x;
+        case 2:
+          return 30 * x;
+        case 3:
+          return i % length % 7 == 3 ? 0.01 * x : -50.0;
+        case 4:
+          return i % length % 3 == 0 ? 0.1 * x : 0.1 * x - 1;
+        case 5:
+          return 0.5 * std::round(x);
+        case 6:
+          return random.chance(0.3) ? -kInfinity : x;
+        default:
+          return 1000 + x;
+      }
+    };
+    for (const char* alpha : {"1.15", "1.3", "1.45", "1.5", "1.7", "1.9", "2"}) {
+      add("rows of several kinds", {74, length}, {{"alpha", alpha}}, kinds);
+    }
+    add("rows of several kinds", {74, length}, {{"alpha", "2"}, {"saved", "support"}}, kinds);
+  }
   add("many rows", {50, 21}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
   add("many rows", {50, 700}, {{"alpha", "2"}, {"saved", "support"}}, normal(1));
   cases.push_back(no_differences(make_case("many rows, mask", {{"alpha", "1.5"}}, {50, 20},

@@ -8,8 +8,8 @@
 #define PULLBACK_ENTMAX_BACKWARD_SHORT_INL_HPP
 #endif
 
-#include "cpu/ahead-inl.hpp"
 #include "ops/entmax/cpu/backward_tile.hpp"
+#include "ops/entmax/cpu/forward_row-inl.hpp"
 #include "ops/entmax/cpu/lanes-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
 #include "ops/entmax/cpu/weights-inl.hpp"
@@ -31,8 +31,8 @@ class ShortGradients {
   // All rows of a tile whose tensors have unit stride along the axis.
   void Compute(const entmax::BackwardTile& tile) {
     constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
-    [[maybe_unused]] LinesAhead y_ahead(tile.y.data);
-    LinesAhead d_y_ahead(tile.d_y.data);
+    [[maybe_unused]] FourLinesAhead y_ahead(tile.y.data);
+    FourLinesAhead d_y_ahead(tile.d_y.data);
     for (std::int64_t r = 0; r < tile.rows; r += kRows) {
       const std::int64_t rows = std::min(kRows, tile.rows - r);
       const auto step_d_y = [&](std::int64_t row) {
@@ -61,56 +61,67 @@ class ShortGradients {
   void FindMeans(const entmax::BackwardTile& tile, std::int64_t r, std::int64_t rows,
                  const After& after) {
     const LaneTag<R> d;
-    HWY_ALIGN R sums[kLanes<R> * kLanes<R>] = {};
-    HWY_ALIGN R dots[kLanes<R> * kLanes<R>] = {};
-    for (std::size_t k = 0; k < static_cast<std::size_t>(rows); ++k) {
+    HWY_ALIGN R sums[kLanes<R> * kLanes<R>];
+    HWY_ALIGN R dots[kLanes<R> * kLanes<R>];
+    const auto count = static_cast<std::size_t>(rows);
+    for (std::size_t k = 0; k < count; ++k) {
       const auto row = r + static_cast<std::int64_t>(k);
       const auto weights = weights_of_(row);
       const T* d_y = tile.d_y.row<T>(row);
       auto sum = hn::Zero(d), dot = sum;
       for (std::size_t i = 0; i < length_; i += kLanes<R>) {
-        const std::size_t count = std::min(kLanes<R>, length_ - i);
-        const auto w = weights.Load(d, i, count);
-        const auto active = weights.Active(d, w);
-        const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
-        const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
-        sum = hn::Add(sum, s);
-        dot = hn::MulAdd(s, g, dot);
-        hn::StoreU(s, d, s_ + k * kPitch + i);
+        const std::size_t n = std::min(kLanes<R>, length_ - i);
+        if constexpr (kFromY) {
+          const auto w = weights.Load(d, i, n);
+          const auto active = weights.Active(d, w);
+          const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
+          const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, n));
+          sum = hn::Add(sum, s);
+          dot = hn::MulAdd(s, g, dot);
+          hn::StoreU(s, d, s_ + k * kPitch + i);
+        } else {
+          const auto active = weights.MaskAt(d, i, n);
+          dot = hn::Add(dot, hn::IfThenElseZero(active, LoadSome(d, d_y + i, n)));
+        }
       }
-      hn::Store(sum, d, sums + k * kLanes<R>);
+      if constexpr (kFromY) {
+        hn::Store(sum, d, sums + k * kLanes<R>);
+      } else {
+        // NaN in all of a row of NaN, which has that weight.
+        sums[k] = weights.weight() * static_cast<R>(*tile.support_size.row<std::int32_t>(row));
+      }
       hn::Store(dot, d, dots + k * kLanes<R>);
       after(row);
     }
-    hn::Store(hn::Div(SumsOfRows(dots), SumsOfRows(sums)), d, means_);
+    for (std::size_t k = count; k < kLanes<R>; ++k) {
+      hn::Store(hn::Zero(d), d, dots + k * kLanes<R>);
+      if constexpr (kFromY) hn::Store(hn::Zero(d), d, sums + k * kLanes<R>);
+      if constexpr (!kFromY) sums[k] = 1;
+    }
+    const auto total = kFromY ? SumsOfRows(sums) : hn::Load(d, sums);
+    hn::Store(hn::Div(SumsOfRows(dots), total), d, means_);
   }
 
   template <class After>
   void Write(const entmax::BackwardTile& tile, std::int64_t r, std::int64_t rows,
              const After& after) {
-    const LaneTag<R> d;
     // Where the rows of d_x follow each other they are streamed as one; in place they are cached.
-    const bool staged = tile.stream && tile.d_x.data != tile.d_y.data;
-    for (std::size_t k = 0; k < static_cast<std::size_t>(rows); ++k) {
-      const auto row = r + static_cast<std::int64_t>(k);
-      const T* d_y = tile.d_y.row<T>(row);
-      T* to = staged ? stage_ + k * length_ : tile.d_x.row<T>(row);
-      const auto mean = hn::Set(d, means_[k]);
-      for (std::size_t i = 0; i < length_; i += kLanes<R>) {
-        const std::size_t count = std::min(kLanes<R>, length_ - i);
-        const auto s = hn::LoadU(d, s_ + k * kPitch + i);
-        const auto active = hn::Not(hn::Eq(s, hn::Zero(d)));
-        const auto gradient = hn::Mul(s, hn::Sub(LoadSome(d, d_y + i, count), mean));
-        const auto masked = hn::IfThenElseZero(active, gradient);
-        if (count == kLanes<R>) {
-          StoreAs(d, masked, to + i);
-        } else {
-          StoreFirstAs(d, masked, to + i, count);
-        }
+    const bool streams = tile.stream && tile.d_x.data != tile.d_y.data;
+    if constexpr (std::is_same_v<T, R>) {
+      constexpr std::size_t kVector = kLanes<R> * sizeof(R);
+      if (streams && length_ % kLanes<R> == 0 &&
+          reinterpret_cast<std::uintptr_t>(tile.d_x.data) % kVector == 0 &&
+          tile.d_x.row_step % static_cast<std::int64_t>(kLanes<R>) == 0) {
+        return WriteTo(tile, r, rows, after, StreamStore(),
+                       [&](std::size_t k) { return tile.d_x.row<T>(r) + to_step(tile, k); });
       }
-      after(row);
     }
-    if (!staged) return;
+    if (!streams) {
+      return WriteTo(tile, r, rows, after, PlainStore(),
+                     [&](std::size_t k) { return tile.d_x.row<T>(r) + to_step(tile, k); });
+    }
+    WriteTo(tile, r, rows, after, PlainStore(),
+            [&](std::size_t k) { return stage_ + k * length_; });
     const auto stream = [&](std::int64_t row, const T* from, std::size_t count) {
       StreamBytes(reinterpret_cast<std::uint8_t*>(tile.d_x.row<T>(row)),
                   reinterpret_cast<const std::uint8_t*>(from), count * sizeof(T));
@@ -120,6 +131,40 @@ class ShortGradients {
     }
     for (std::int64_t k = 0; k < rows; ++k) {
       stream(r + k, stage_ + static_cast<std::size_t>(k) * length_, length_);
+    }
+  }
+
+  static std::int64_t to_step(const entmax::BackwardTile& tile, std::size_t k) {
+    return static_cast<std::int64_t>(k) * tile.d_x.row_step;
+  }
+
+  // Row k goes to to(k).
+  template <class After, class Store, class To>
+  HWY_INLINE void WriteTo(const entmax::BackwardTile& tile, std::int64_t r, std::int64_t rows,
+                          const After& after, const Store& store, const To& to_row) {
+    const LaneTag<R> d;
+    for (std::size_t k = 0; k < static_cast<std::size_t>(rows); ++k) {
+      const auto row = r + static_cast<std::int64_t>(k);
+      const T* d_y = tile.d_y.row<T>(row);
+      T* to = to_row(k);
+      const auto weights = weights_of_(row);
+      const auto mean = hn::Set(d, means_[k]);
+      for (std::size_t i = 0; i < length_; i += kLanes<R>) {
+        const std::size_t n = std::min(kLanes<R>, length_ - i);
+        auto gradient = hn::Sub(LoadSome(d, d_y + i, n), mean);
+        if constexpr (kFromY) {
+          const auto s = hn::LoadU(d, s_ + k * kPitch + i);
+          gradient = hn::IfThenElseZero(hn::Not(hn::Eq(s, hn::Zero(d))), hn::Mul(s, gradient));
+        } else {
+          gradient = hn::IfThenElseZero(weights.MaskAt(d, i, n), gradient);
+        }
+        if (n == kLanes<R>) {
+          store(d, gradient, to + i);
+        } else {
+          StoreFirstAs(d, gradient, to + i, n);
+        }
+      }
+      after(row);
     }
   }
 

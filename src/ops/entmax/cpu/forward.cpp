@@ -263,21 +263,46 @@ void ForwardTileOf(const ForwardTile& tile) {
     WithPowerOfLanes<Statistic>(tile, [&](const auto& power) {
       constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
       const RowStep<T> step{x.row_step, y.row_step, tile.support.row_step};
-      LinesAhead ahead(x.row<T>(0));
-      for (; r + kRows <= tile.rows; r += kRows) {
-        const auto finish_kth = [&](std::size_t k, const RowResult& result) {
-          const std::int64_t row = r + static_cast<std::int64_t>(k);
+      FourLinesAhead ahead(x.row<T>(0));
+      const bool fetches = x.row_step == tile.length;
+      const auto sink_of = [&](std::int64_t first) {
+        const auto finish_kth = [&, first](std::size_t k, const RowResult& result) {
+          const std::int64_t row = first + static_cast<std::int64_t>(k);
           finish(row, result);
-          // Row by row: all lines of a group at once would have to wait for each other.
-          if (x.row_step == tile.length) ahead.StepTo(x.row<T>(row + 1));
+          if (fetches) ahead.StepTo(x.row<T>(row + 1));
         };
+        const auto store_taus = [&, first](const double* taus) {
+          if (!tile.tau) return;
+          auto* const to = tile.tau.row<Statistic>(first);
+          const std::int64_t apart = tile.tau.row_step;
+          if (apart == 1) {
+            for (std::int64_t k = 0; k < kRows; ++k) to[k] = static_cast<Statistic>(taus[k]);
+          } else {
+            for (std::int64_t k = 0; k < kRows; ++k) {
+              to[k * apart] = static_cast<Statistic>(taus[k]);
+            }
+          }
+        };
+        return RowSink{finish_kth, store_taus, ahead, fetches};
+      };
+      constexpr Family kFamily = std::remove_reference_t<decltype(power)>::family;
+      while (r + kRows <= tile.rows) {
         bool done;
-        if constexpr (std::remove_reference_t<decltype(power)>::family == Family::softmax) {
-          done = ShortSoftmax<T>(view(r), step, finish_kth);
+        if constexpr (kFamily == Family::softmax) {
+          done = ShortSoftmax<T>(view(r), step, sink_of(r).finish);
+        } else if constexpr (kFamily == Family::sparsemax) {
+          done = ShortSparsemax<T>(power, view(r), step, sink_of(r));
         } else {
-          done = ShortRows<T>(power, view(r), step, finish_kth);
+          const std::int64_t second = r + kRows;
+          if (second + kRows <= tile.rows &&
+              TwoGroups<T>(power, view(r), sink_of(r), view(second), sink_of(second), step)) {
+            r = second + kRows;
+            continue;
+          }
+          done = OneGroup<T>(power, view(r), sink_of(r), step);
         }
         for (std::int64_t k = 0; !done && k < kRows; ++k) one_row(r + k);
+        r += kRows;
       }
       return true;
     });

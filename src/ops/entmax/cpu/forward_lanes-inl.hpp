@@ -10,6 +10,7 @@
 #include "ops/entmax/cpu/forward_row-inl.hpp"
 #include "ops/entmax/cpu/forward_tile.hpp"
 #include "ops/entmax/cpu/lanes-inl.hpp"
+#include "ops/entmax/cpu/sorted_lanes-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -55,99 +56,263 @@ struct RowStep {
   }
 };
 
-// y of kLanes rows of whole vectors, where each power takes tables: loaded once for all rows, which
-// they cannot be while rows are written.
-template <class T, class P>
-void WriteRowsOfPowers(const P& shared_power, const LaneRows<Real<T>>& group,
-                       const RowView<T>& first, const RowStep<T>& step) {
+// Where goes what kLanes rows have besides y: finish(k, RowResult) takes it of row k and fetches
+// what that is due, or tau(taus) takes the taus of all where nothing else is wanted.
+template <class Finish, class Tau>
+struct RowSink {
+  Finish finish;
+  Tau tau;
+  FourLinesAhead& ahead;
+  bool fetches;  // that is, rows follow each other
+};
+template <class Finish, class Tau>
+RowSink(Finish, Tau, FourLinesAhead&, bool) -> RowSink<Finish, Tau>;
+
+// kLanes rows as numbers of the arithmetic, `step` apart: the rows themselves, or copies of them.
+template <class T>
+struct ShortRowsToRead {
   using R = Real<T>;
-  const LaneTag<R> d;
-  const P power = shared_power;
-  const std::size_t length = first.length;
-  HWY_ALIGN R y[static_cast<std::size_t>(kLaneLength) * kLanes<R>];
-  RowView<T> row = first;
-  for (std::size_t k = 0; k < kLanes<R>; ++k, step(row)) {
-    const auto shift = hn::Set(d, group.max[k]), theta = hn::Set(d, group.theta[k]);
-    const auto rest = hn::Set(d, group.rest[k]);
-    for (std::size_t i = 0; i < length; i += kLanes<R>) {
-      const auto excess = power.Excess(d, hn::Sub(Load(d, row.x + i), shift), theta);
-      hn::Store(power.Value(d, hn::Sub(excess, rest)), d, y + k * length + i);
+
+  HWY_INLINE ShortRowsToRead(const RowView<T>& first, const RowStep<T>& row_step) {
+    if constexpr (std::is_same_v<T, R>) {
+      from = first.x;
+      step = row_step.x;
+    } else {
+      const LaneTag<R> d;
+      const std::size_t length = first.length;
+      for (std::size_t k = 0; k < kLanes<R>; ++k) {
+        const T* x = first.x + static_cast<std::int64_t>(k) * row_step.x;
+        R* to = wide + k * length;
+        std::size_t i = 0;
+        for (; i + kLanes<R> <= length; i += kLanes<R>) hn::StoreU(Load(d, x + i), d, to + i);
+        for (; i < length; ++i) to[i] = static_cast<R>(x[i]);
+      }
+      from = wide;
+      step = static_cast<std::int64_t>(length);
     }
   }
-  row = first;
-  for (std::size_t k = 0; k < kLanes<R>; ++k, step(row)) {
-    WriteRow(row.y, length, row.stream,
-             [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
-               const R* from = y + k * length + begin;
-               for (std::size_t i = 0; i < count; i += kLanes<R>) {
-                 store(d, hn::Load(d, from + i), to + i);
-               }
-             });
+
+  const R* from;
+  std::int64_t step;
+
+ private:
+  static constexpr std::size_t kWide = std::is_same_v<T, R> ? 1 : (kLaneLength + 1) * kLanes<R>;
+  HWY_ALIGN R wide[kWide];
+};
+
+// y of kLanes rows of whole vectors and, with kMarks, the bits and the size of their support.
+template <bool kMarks, class T, class P, class Store, class Sink>
+HWY_INLINE void WriteWholeRows(const P& shared_power, const SolvedLanes<Real<T>>& found,
+                               const double* tau, const RowView<T>& first, const RowStep<T>& step,
+                               T* y, std::int64_t y_step, const Store& store, const Sink& sink) {
+  using R = Real<T>;
+  constexpr std::size_t kVector = kLanes<R>;
+  const LaneTag<R> d;
+  // Compilers take stores of vectors for stores to members, and would load tables anew.
+  const Power<P::family, R> power = shared_power;
+  FourLinesAhead ahead = sink.ahead;
+  const std::size_t length = first.length;
+  const T* x = first.x;
+  [[maybe_unused]] std::uint8_t* support = first.support;
+  for (std::size_t k = 0; k < kVector; ++k, y += y_step) {
+    const auto shift = hn::Set(d, found.max[k]), at = hn::Set(d, found.theta[k]);
+    const auto scale = hn::Set(d, found.scale[k]), rest = hn::Set(d, found.rest[k]);
+    [[maybe_unused]] std::size_t size = 0;
+    const auto write = [&](std::size_t i) HWY_ATTR {
+      const auto excess = power.Excess(d, hn::Sub(Load(d, x + i), shift), at);
+      if constexpr (kMarks) {
+        const auto active = power.Active(d, excess);
+        hn::StoreMaskBits(d, active, support + i / 8);
+        size += hn::CountTrue(d, active);
+      }
+      if constexpr (P::family == Family::sparsemax) {
+        store(d, power.Value(d, excess), y + i);
+      } else if constexpr (P::uses_rest) {
+        store(d, power.Value(d, hn::Sub(excess, rest)), y + i);
+      } else {
+        store(d, hn::Mul(scale, power.Value(d, excess)), y + i);
+      }
+    };
+    std::size_t i = 0;
+    for (; i + 2 * kVector <= length; i += 2 * kVector) {
+      write(i);
+      write(i + kVector);
+    }
+    if (i < length) write(i);
+    x += step.x;
+    if constexpr (kMarks) {
+      support += step.support;
+      sink.finish(k, RowResult{tau[k], static_cast<std::int64_t>(size)});
+    } else if (sink.fetches) {
+      // Row by row: all lines of a group at once would have to wait for each other.
+      ahead.StepTo(x);
+    }
+  }
+  if constexpr (!kMarks) {
+    sink.ahead = ahead;
+    sink.tau(tau);
   }
 }
 
-// kLanes rows from `first` on, a lane each for their thresholds; finish(k, RowResult) takes what
-// row k of them has besides y. False, with nothing written, if one of them is degenerate.
-template <class T, class P, class Finish>
-bool ShortRows(const P& power, const RowView<T>& first, const RowStep<T>& step,
-               const Finish& finish) {
-  using R = Real<T>;
-  const LaneTag<R> d;
-  constexpr std::size_t kElements = kLaneLength * kLanes<R>;
+// The same by way of a buffer, from which the rows are streamed together.
+template <bool kMarks, class T, class P, class Sink>
+void WriteStagedRows(const P& power, const SolvedLanes<Real<T>>& found, const double* tau,
+                     const RowView<T>& first, const RowStep<T>& step, const Sink& sink) {
+  constexpr std::size_t kRows = kLanes<Real<T>>;
   const std::size_t length = first.length;
-  HWY_ALIGN R lanes[kElements];
-  if constexpr (std::is_same_v<T, R>) {
-    RowsToLanes(first.x, step.x, length, lanes);
-  } else {
-    HWY_ALIGN R wide[kElements + kLanes<R>];
-    for (std::size_t k = 0; k < kLanes<R>; ++k) {
-      const T* from = first.x + static_cast<std::int64_t>(k) * step.x;
-      R* to = wide + k * length;
-      std::size_t i = 0;
-      for (; i + kLanes<R> <= length; i += kLanes<R>) hn::StoreU(Load(d, from + i), d, to + i);
-      for (; i < length; ++i) to[i] = static_cast<R>(from[i]);
-    }
-    RowsToLanes(wide, static_cast<std::int64_t>(length), length, lanes);
+  const auto apart = static_cast<std::int64_t>(length);
+  HWY_ALIGN T staged[kLaneLength * kRows];
+  T* const y = first.stream ? staged : first.y;
+  WriteWholeRows<kMarks>(power, found, tau, first, step, y, first.stream ? apart : step.y,
+                         PlainStore(), sink);
+  if (!first.stream) return;
+  if (step.y == apart) return StreamBytes(first.y, staged, kRows * length * sizeof(T));
+  for (std::size_t k = 0; k < kRows; ++k) {
+    StreamBytes(first.y + static_cast<std::int64_t>(k) * step.y, staged + k * length,
+                length * sizeof(T));
   }
-  LaneRows<R> group;
-  constexpr std::size_t kParts = 4;
-  const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
-  auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
-  auto broken = hn::IsNaN(lowest);
-  const auto take = [&](std::size_t i, auto& best) HWY_ATTR {
-    const auto v = hn::Load(d, lanes + i * kLanes<R>);
-    broken = hn::Or(broken, hn::IsNaN(v));
-    best = hn::Max(best, v);
-  };
-  std::size_t i = 0;
-  for (; i + kParts <= length; i += kParts) {
-    take(i, m0);
-    take(i + 1, m1);
-    take(i + 2, m2);
-    take(i + 3, m3);
-  }
-  for (; i < length; ++i) take(i, m0);
-  hn::Store(m0, d, group.part_max);
-  hn::Store(m1, d, group.part_max + kLanes<R>);
-  hn::Store(m2, d, group.part_max + 2 * kLanes<R>);
-  hn::Store(m3, d, group.part_max + 3 * kLanes<R>);
-  if (!group.SetMax(length) || !hn::AllFalse(d, broken)) return false;
-  HWY_ALIGN R candidates[kElements];
-  group.Solve(power, lanes, length, candidates);
+}
+
+// y and all else that is wanted of kLanes rows.
+template <class T, class P, class Sink>
+void WriteShortRows(const P& power, const SolvedLanes<Real<T>>& found, const RowView<T>& first,
+                    const RowStep<T>& step, const Sink& sink) {
+  using R = Real<T>;
   double tau[kLanes<R>];
-  group.Tau(power, tau);
-  if constexpr (P::family == Family::general) {
-    if (length % kLanes<R> == 0 && first.y && !first.wants_size) {
-      WriteRowsOfPowers(power, group, first, step);
-      for (std::size_t k = 0; k < kLanes<R>; ++k) finish(k, RowResult{tau[k], 0});
-      return true;
+  for (std::size_t k = 0; k < kLanes<R>; ++k) {
+    tau[k] = power.Tau(found.max[k], found.theta[k], found.rest[k]);
+  }
+  if constexpr (!P::near_one) {
+    constexpr bool kStages = !std::is_same_v<T, R>;
+    constexpr std::size_t kVector = kLanes<R> * sizeof(R);
+    const bool aligned = reinterpret_cast<std::uintptr_t>(first.y) % kVector == 0 &&
+                         step.y % static_cast<std::int64_t>(kLanes<R>) == 0;
+    const auto write = [&]<bool kMarks>() {
+      if constexpr (kStages) {
+        WriteStagedRows<kMarks>(power, found, tau, first, step, sink);
+      } else if (first.stream) {
+        WriteWholeRows<kMarks>(power, found, tau, first, step, first.y, step.y, StreamStore(),
+                               sink);
+      } else {
+        WriteWholeRows<kMarks>(power, found, tau, first, step, first.y, step.y, PlainStore(), sink);
+      }
+    };
+    if (first.length % kLanes<R> == 0 && first.y && (kStages || aligned || !first.stream)) {
+      if (!first.support && !first.wants_size) return write.template operator()<false>();
+      if constexpr (P::family == Family::sparsemax && kLanes<R> % 8 == 0) {
+        if (first.support) return write.template operator()<true>();
+      }
     }
   }
   RowView<T> row = first;
   for (std::size_t k = 0; k < kLanes<R>; ++k, step(row)) {
-    const Threshold<R> threshold{group.theta[k], group.rest[k], group.scale[k]};
-    finish(k, RowResult{tau[k], WriteY(power, row, group.max[k], threshold)});
+    const Threshold<R> threshold{found.theta[k], found.rest[k], found.scale[k]};
+    sink.finish(k, RowResult{tau[k], WriteY(power, row, found.max[k], threshold)});
   }
+}
+
+// kLanes rows in the lanes.
+template <class T>
+struct ShortGroup {
+  using R = Real<T>;
+
+  // False if one of the rows is degenerate.
+  bool Read(const RowView<T>& first, const RowStep<T>& step) {
+    const LaneTag<R> d;
+    const std::size_t length = first.length;
+    const ShortRowsToRead<T> rows(first, step);
+    const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
+    auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
+    auto m4 = lowest, m5 = lowest, m6 = lowest, m7 = lowest;
+    auto total = hn::Zero(d);  // NaN, where a row has one
+    const auto take_max = [&](const Lane<R>* v, Lane<R>& a, Lane<R>& b, Lane<R>& c, Lane<R>& e)
+                              HWY_ATTR {
+                                a = hn::Max(a, v[0]);
+                                b = hn::Max(b, v[1]);
+                                c = hn::Max(c, v[2]);
+                                e = hn::Max(e, v[3]);
+                              };
+    ForEachFourInLanes(rows.from, rows.step, length, [&](std::size_t i, const Lane<R>* v) HWY_ATTR {
+      total = hn::Add(total, hn::Add(hn::Add(v[0], v[1]), hn::Add(v[2], v[3])));
+      if (i % 8 == 0) {
+        take_max(v, m0, m1, m2, m3);
+      } else {
+        take_max(v, m4, m5, m6, m7);
+      }
+      for (std::size_t k = 0; k < 4; ++k) hn::Store(v[k], d, x + (i + k) * kLanes<R>);
+    });
+    static_assert(LaneRows<R>::kFewParts == 8);
+    const auto keep = [&](std::size_t part, Lane<R> m)
+                          HWY_ATTR { hn::Store(m, d, rows_of.part_max + part * kLanes<R>); };
+    keep(0, m0), keep(1, m1), keep(2, m2), keep(3, m3);
+    keep(4, m4), keep(5, m5), keep(6, m6), keep(7, m7);
+    return rows_of.SetMax(length) && hn::AllFalse(d, hn::IsNaN(total));
+  }
+
+  LaneRows<R> rows_of;
+  HWY_ALIGN R x[kLaneLength * kLanes<R>];
+};
+
+// kLanes rows from `first` on, a lane each for their thresholds. False, with nothing written, if
+// one of them is degenerate.
+template <class T, class P, class Sink>
+bool OneGroup(const P& power, const RowView<T>& first, const Sink& sink, const RowStep<T>& step) {
+  ShortGroup<T> group;
+  if (!group.Read(first, step)) return false;
+  group.rows_of.SolveShort(power, group.x, first.length);
+  WriteShortRows(power, group.rows_of, first, step, sink);
+  return true;
+}
+
+// Two times as many: from `first` on, and from `second` on.
+template <class T, class P, class Sink>
+bool TwoGroups(const P& power, const RowView<T>& first, const Sink& first_sink,
+               const RowView<T>& second, const Sink& second_sink, const RowStep<T>& step) {
+  ShortGroup<T> a, b;
+  if (!a.Read(first, step) || !b.Read(second, step)) return false;
+  LaneRows<Real<T>>::SolveShort(power, a.rows_of, a.x, b.rows_of, b.x, first.length);
+  WriteShortRows(power, a.rows_of, first, step, first_sink);
+  WriteShortRows(power, b.rows_of, second, step, second_sink);
+  return true;
+}
+
+// kLanes rows of sparsemax, most of which have no more than a few elements in the support.
+template <class T, class P, class Sink>
+bool ShortSparsemax(const P& power, const RowView<T>& first, const RowStep<T>& step,
+                    const Sink& sink) {
+  using R = Real<T>;
+  const LaneTag<R> d;
+  const std::size_t length = first.length;
+  const ShortRowsToRead<T> rows(first, step);
+  LargestInLanes<R> largest;
+  auto total = hn::Zero(d);  // NaN, where a row has one
+  ForEachFourInLanes(rows.from, rows.step, length, [&](std::size_t, const Lane<R>* v) HWY_ATTR {
+    total = hn::Add(total, hn::Add(hn::Add(v[0], v[1]), hn::Add(v[2], v[3])));
+    largest.Add(v);
+  });
+  const auto max = largest.max();
+  if (!hn::AllTrue(d, hn::IsFinite(max)) || !hn::AllFalse(d, hn::IsNaN(total))) return false;
+  auto theta = largest.Theta();
+  const auto overflows = largest.Overflows(theta);
+  if (!hn::AllFalse(d, overflows)) {
+    HWY_ALIGN R z[kLaneLength * kLanes<R>];
+    ForEachFourInLanes(rows.from, rows.step, length, [&](std::size_t i, const Lane<R>* v) HWY_ATTR {
+      for (std::size_t k = 0; k < 4; ++k) {
+        hn::Store(hn::Sub(v[k], max), d, z + (i + k) * kLanes<R>);
+      }
+    });
+    const auto start = SafeBound<R>(power, theta);
+    const auto found = SolveLanes<R>(power, start, overflows, power.tolerance,
+                                     [&](Lane<R> at, hn::Mask<LaneTag<R>>)
+                                         HWY_ATTR { return EvaluateLanes(power, at, z, length); });
+    theta = hn::IfThenElse(overflows, found.theta, theta);
+  }
+  SolvedLanes<R> found;
+  hn::Store(max, d, found.max);
+  hn::Store(theta, d, found.theta);
+  hn::Store(hn::Zero(d), d, found.rest);
+  hn::Store(hn::Set(d, R{1}), d, found.scale);
+  WriteShortRows(power, found, first, step, sink);
   return true;
 }
 

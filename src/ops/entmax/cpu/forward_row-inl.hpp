@@ -30,6 +30,30 @@ struct RowView {
   const T* next;  // the row that comes after this one, or null
 };
 
+// LinesAhead for rows that are read one after the other: the four lines that it takes in turn are
+// fetched at once, for a third of the instructions.
+class FourLinesAhead {
+ public:
+  explicit FourLinesAhead(const void* at)
+      : at_(reinterpret_cast<std::uintptr_t>(at) / kFour * kFour) {}
+
+  // All before `to` is used.
+  HWY_INLINE void StepTo(const void* to) {
+    for (const auto end = reinterpret_cast<std::uintptr_t>(to); at_ + kFour <= end; at_ += kFour) {
+      constexpr std::uintptr_t kPage = 4096, kRegion = LinesAhead::kLead;
+      static_assert(kRegion == 4 * kPage);
+      const auto* next =
+          reinterpret_cast<const char*>((at_ / kRegion + 1) * kRegion + at_ % kRegion / 4);
+      for (std::uintptr_t page = 0; page < 4; ++page) hwy::Prefetch(next + page * kPage);
+    }
+  }
+
+ private:
+  static constexpr std::uintptr_t kFour = 4 * LinesAhead::kLine;
+
+  std::uintptr_t at_;
+};
+
 constexpr std::size_t kNextBytes = 8192;
 
 // The solver computes on few elements for as long as it takes to fetch a few KB: without this,

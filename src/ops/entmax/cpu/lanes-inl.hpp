@@ -10,6 +10,9 @@
 #define PULLBACK_ENTMAX_LANES_INL_HPP
 #endif
 
+#include <algorithm>
+#include <limits>
+
 #include "ops/entmax/cpu/solve_lanes-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -54,31 +57,59 @@ HWY_INLINE hn::Vec<D> LoadBlocks(D d, const hn::TFromD<D>* from, std::int64_t st
 
 #endif
 
-// Element i of kLanes rows to vector i.
+// Elements 0 to 3 of kLanes rows to vectors 0 to 3.
 template <class R>
-void RowsToLanes(const R* from, std::int64_t row_step, std::size_t length, R* HWY_RESTRICT to) {
-  [[maybe_unused]] const LaneTag<R> d;
-  std::size_t i = 0;
-#if HWY_TARGET != HWY_SCALAR
-  constexpr std::size_t kBlock = 16 / sizeof(R);
-  for (const std::size_t end = length / kBlock * kBlock; i < end; i += kBlock) {
-    Lane<R> v[kBlock];
+HWY_INLINE void FourToLanes(const R* from, [[maybe_unused]] std::int64_t row_step, Lane<R>* v) {
+  const LaneTag<R> d;
+  constexpr std::size_t kBlock = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(R);
+  for (std::size_t i = 0; i < 4; i += kBlock) {
     for (std::size_t k = 0; k < kBlock; ++k) {
       // Lane k of block b is row b * kBlock + k.
-      v[k] = LoadBlocks(
-          d, from + static_cast<std::int64_t>(k) * row_step + static_cast<std::int64_t>(i),
-          row_step * static_cast<std::int64_t>(kBlock));
-    }
-    TransposeBlocks(d, v);
-    for (std::size_t k = 0; k < kBlock; ++k) hn::StoreU(v[k], d, to + (i + k) * kLanes<R>);
-  }
+#if HWY_TARGET == HWY_SCALAR
+      v[i + k] = hn::LoadU(d, from + i + k);
+#else
+      v[i + k] = LoadBlocks(d, from + static_cast<std::int64_t>(k) * row_step + i,
+                            row_step * static_cast<std::int64_t>(kBlock));
 #endif
-  for (; i < length; ++i) {
+    }
+#if HWY_TARGET != HWY_SCALAR
+    TransposeBlocks(d, v + i);
+#endif
+  }
+}
+
+// Calls take(i, v) for elements i to i + 3 of kLanes rows in vectors v[0] to v[3], those past the
+// end of the rows as -inf.
+template <class R, class Take>
+HWY_INLINE void ForEachFourInLanes(const R* from, std::int64_t row_step, std::size_t length,
+                                   const Take& take) {
+  const LaneTag<R> d;
+  Lane<R> v[4];
+  std::size_t i = 0;
+  for (; i + 4 <= length; i += 4) {
+    FourToLanes(from + i, row_step, v);
+    take(i, v);
+  }
+  if (i == length) return;
+  HWY_ALIGN R last[4 * kLanes<R>];
+  std::fill_n(last, 4 * kLanes<R>, -std::numeric_limits<R>::infinity());
+  for (std::size_t k = 0; i + k < length; ++k) {
     for (std::size_t r = 0; r < kLanes<R>; ++r) {
-      to[i * kLanes<R> + r] =
-          from[static_cast<std::int64_t>(r) * row_step + static_cast<std::int64_t>(i)];
+      last[k * kLanes<R> + r] =
+          from[static_cast<std::int64_t>(r) * row_step + static_cast<std::int64_t>(i + k)];
     }
   }
+  for (std::size_t k = 0; k < 4; ++k) v[k] = hn::Load(d, last + k * kLanes<R>);
+  take(i, v);
+}
+
+// Element i of kLanes rows to vector i; `to` has room for a multiple of four.
+template <class R>
+void RowsToLanes(const R* from, std::int64_t row_step, std::size_t length, R* HWY_RESTRICT to) {
+  const LaneTag<R> d;
+  ForEachFourInLanes(from, row_step, length, [&](std::size_t i, const Lane<R>* v) HWY_ATTR {
+    for (std::size_t k = 0; k < 4; ++k) hn::StoreU(v[k], d, to + (i + k) * kLanes<R>);
+  });
 }
 
 // Lane k is what op, such as Add, makes of the lanes of vector row(kFirst + k). Pairs of vectors
@@ -139,20 +170,27 @@ HWY_INLINE Lane<R> SumsOfRows(const R* rows) {
 
 // --- Rows ---
 
-// kLanes rows, an element each in a vector.
+// Of kLanes rows. rest and scale as in Threshold.
 template <class R>
-class LaneRows {
- public:
-  static constexpr std::size_t kMostParts = 32;
-
-  // A row is cut in parts, whose maxima bound its threshold.
-  static std::size_t Parts(std::size_t length) { return length < 256 ? 4 : kMostParts; }
-
-  HWY_ALIGN R part_max[kMostParts * kLanes<R>];  // to be set before Solve()
+struct SolvedLanes {
   HWY_ALIGN R max[kLanes<R>];
   HWY_ALIGN R theta[kLanes<R>];
   HWY_ALIGN R rest[kLanes<R>];
-  HWY_ALIGN R scale[kLanes<R>];  // of softmax: 1 / the sum of exp(x - max)
+  HWY_ALIGN R scale[kLanes<R>];
+};
+
+// kLanes rows, an element each in a vector.
+template <class R>
+class LaneRows : public SolvedLanes<R> {
+ public:
+  static constexpr std::size_t kFewParts = 8, kMostParts = 32;
+
+  // A row is cut in parts, whose maxima bound its threshold.
+  static std::size_t Parts(std::size_t length) { return length < 256 ? kFewParts : kMostParts; }
+
+  HWY_ALIGN R part_max[kMostParts * kLanes<R>];  // to be set before Solve()
+  // scale is, of softmax, 1 / the sum of exp(x - max)
+  using SolvedLanes<R>::max, SolvedLanes<R>::theta, SolvedLanes<R>::rest, SolvedLanes<R>::scale;
 
   // False if a row has no element that is finite.
   bool SetMax(std::size_t length) {
@@ -176,26 +214,50 @@ class LaneRows {
     } else {
       const auto shift = hn::Load(d, max);
       std::size_t count = 0;
-      const auto start = Bound(power);
+      const auto start = Start(power, length);
       if (parts_ < kMostParts) {
         for (; count < length; ++count) {
           const auto z = hn::Sub(hn::LoadU(d, x + count * kLanes<R>), shift);
           hn::StoreU(z, d, candidates + count * kLanes<R>);
         }
-      } else {
-        for (std::size_t i = 0; i < length; ++i) {
-          // Stored always, kept where it is a candidate of some row.
-          const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
-          hn::StoreU(z, d, candidates + count * kLanes<R>);
-          const auto active = power.Active(d, power.Excess(d, z, start));
-          count += hn::AllFalse(d, active) ? 0 : 1;
-        }
+        return Set(SolveLanes(power, start, candidates, count, power.tolerance));
       }
-      const auto found = SolveLanes(power, start, candidates, count, power.tolerance);
-      hn::Store(found.theta, d, theta);
-      hn::Store(found.rest, d, rest);
-      hn::Store(found.scale, d, scale);
+      for (std::size_t i = 0; i < length; ++i) {
+        // Stored always, kept where it is a candidate of some row.
+        const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
+        hn::StoreU(z, d, candidates + count * kLanes<R>);
+        const auto active = power.Active(d, power.Excess(d, z, start));
+        count += hn::AllFalse(d, active) ? 0 : 1;
+      }
+      Set(SolveLanes(power, start, candidates, count, power.tolerance));
     }
+  }
+
+  // The same of short rows, where z takes the place of x. Not of sparsemax and softmax.
+  template <class P>
+  void SolveShort(const P& power, R* x, std::size_t length) {
+    const auto start = Start(power, length);
+    LaneSolver<R, P> solver(power, start, hn::Eq(start, start), power.tolerance);
+    bool open = solver.Step(EvaluateFirst(power, start, x, length));
+    while (open) open = solver.Step(EvaluateLanes(power, solver.theta(), x, length));
+    Set(solver.threshold());
+  }
+  // And of two times as many: the steps of the ones hide behind the sums of the others.
+  template <class P>
+  static void SolveShort(const P& power, LaneRows& a, R* x_a, LaneRows& b, R* x_b,
+                         std::size_t length) {
+    const auto start_a = a.Start(power, length), start_b = b.Start(power, length);
+    const auto all = hn::Eq(start_a, start_a);
+    LaneSolver<R, P> solver_a(power, start_a, all, power.tolerance);
+    LaneSolver<R, P> solver_b(power, start_b, all, power.tolerance);
+    bool open_a = solver_a.Step(a.EvaluateFirst(power, start_a, x_a, length));
+    bool open_b = solver_b.Step(b.EvaluateFirst(power, start_b, x_b, length));
+    while (open_a || open_b) {
+      if (open_a) open_a = solver_a.Step(EvaluateLanes(power, solver_a.theta(), x_a, length));
+      if (open_b) open_b = solver_b.Step(EvaluateLanes(power, solver_b.theta(), x_b, length));
+    }
+    a.Set(solver_a.threshold());
+    b.Set(solver_b.threshold());
   }
 
   // y of the rows' elements v, which Solve() found in x or has put there.
@@ -230,18 +292,58 @@ class LaneRows {
   }
 
  private:
-  // Lower bounds of the thresholds, from the maxima of parts of the rows, which become z.
+  // Of x, which becomes z.
   template <class P>
-  Lane<R> Bound(const P& power) {
+  HWY_INLINE LaneSums<R> EvaluateFirst(const P& power, Lane<R> at, R* x, std::size_t length) {
     const LaneTag<R> d;
     const auto shift = hn::Load(d, max);
-    auto sum = hn::Zero(d);
-    for (std::size_t i = 0; i < parts_ * kLanes<R>; i += kLanes<R>) {
-      const auto z = hn::Sub(hn::Load(d, part_max + i), shift);
-      hn::Store(z, d, part_max + i);
-      sum = hn::Add(sum, z);
+    const auto z_of = [&](std::size_t i) HWY_ATTR {
+      const auto z = hn::Sub(hn::LoadU(d, x + i * kLanes<R>), shift);
+      hn::StoreU(z, d, x + i * kLanes<R>);
+      return z;
+    };
+    if constexpr (P::family == Family::general) {
+      // Stores beside powers would keep their tables out of the registers.
+      for (std::size_t i = 0; i < length; ++i) z_of(i);
+      return EvaluateLanes(power, at, x, length);
     }
-    if (parts_ < kMostParts) return SafeBound<R>(power, MeanBound<R>(power, sum, parts_));
+    return EvaluateLanesOf<R>(power, at, length, z_of);
+  }
+
+  void Set(const LaneThreshold<R>& found) {
+    const LaneTag<R> d;
+    hn::Store(found.theta, d, theta);
+    hn::Store(found.rest, d, rest);
+    hn::Store(found.scale, d, scale);
+  }
+
+  // Where to begin, from the maxima of parts of the rows, which become z: of long rows lower bounds
+  // of the thresholds.
+  template <class P>
+  Lane<R> Start(const P& power, std::size_t length) {
+    const LaneTag<R> d;
+    const auto shift = hn::Load(d, max);
+    if (parts_ < kMostParts) {
+      std::size_t parts = kFewParts;
+      const auto part = [&](std::size_t i)
+                            HWY_ATTR { return hn::Load(d, part_max + i * kLanes<R>); };
+      if (P::family == Family::sparsemax || length < kFewParts) {
+        parts /= 2;
+        for (std::size_t i = 0; i < parts; ++i) {
+          hn::Store(hn::Max(part(i), part(i + parts)), d, part_max + i * kLanes<R>);
+        }
+      }
+      auto sum = hn::Zero(d), squares = sum;
+      for (std::size_t i = 0; i < parts; ++i) {
+        const auto z = hn::Sub(part(i), shift);
+        sum = hn::Add(sum, z);
+        squares = hn::MulAdd(z, z, squares);
+      }
+      return SpreadStart<R>(power, sum, squares, parts);
+    }
+    for (std::size_t i = 0; i < parts_ * kLanes<R>; i += kLanes<R>) {
+      hn::Store(hn::Sub(hn::Load(d, part_max + i), shift), d, part_max + i);
+    }
     const auto start = hn::Set(d, power.start);
     return SafeBound<R>(power, SolveLanes<R>(power, start, part_max, parts_, kRough).theta);
   }

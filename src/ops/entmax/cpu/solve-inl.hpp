@@ -145,8 +145,15 @@ struct Power {
       // base as often as it takes.
       const auto base = hn::Max(excess, hn::Set(d, powers_.least_large()));
       const auto bend = hn::IfThenElseZero(Active(d, excess), powers_.OfLarge(d, base));
-      const auto once = hn::Set(d, curved ? R{1} : R{0}), never = hn::Set(d, curved ? R{0} : R{1});
-      const auto slope = hn::Mul(bend, hn::MulAdd(base, once, never));
+      auto slope = bend;
+      if constexpr (sizeof(R) == sizeof(float)) {
+        if (curved) slope = hn::Mul(bend, base);
+      } else {
+        // Compilers would make two loops of a choice, and not inline the longer powers of f64.
+        const auto once = hn::Set(d, curved ? R{1} : R{0});
+        const auto never = hn::Set(d, curved ? R{0} : R{1});
+        slope = hn::Mul(bend, hn::MulAdd(base, once, never));
+      }
       return {hn::Mul(slope, base), slope, bend};
     } else {
       // base^(1/b - 1), and base times that: one power for both.

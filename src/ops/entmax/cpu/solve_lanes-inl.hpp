@@ -35,18 +35,19 @@ class LanePower : public Power<kFamily, R> {
         half_to_b(static_cast<R>(std::exp2(1 - alpha))),
         powers_(alpha - 1) {}
 
-  // f - f^(1-b), by its series where that has more digits; not that far where f < 1/2.
+  // f - f^(1-b), by its series where that has more digits. Where f < 1/2, b (f - 1), whose step,
+  // one on f itself and not on f^b, leads below the root, too.
   template <class D>
   HWY_INLINE hn::Vec<D> Over(D d, hn::Vec<D> f, hn::Vec<D> inverse_f) const {
     const auto one = hn::Set(d, R{1}), least = hn::Set(d, R{0.51});
-    const auto power = powers_.OfLarge(d, hn::Min(inverse_f, hn::Div(one, least)));
-    const auto far = hn::NegMulAdd(f, power, f);
-    const auto more = hn::Sub(f, one);
+    const auto more = hn::Sub(f, one), b_more = hn::Mul(more, hn::Set(d, this->b));
+    const auto power = powers_.OfLarge(d, hn::Min(inverse_f, hn::Set(d, 1 / R{0.51})));
+    const auto far = hn::IfThenElse(hn::Lt(f, least), b_more, hn::NegMulAdd(f, power, f));
     auto series = hn::Set(d, (this->b + 2) / 4);
     series = hn::NegMulAdd(series, more, one);
     series = hn::NegMulAdd(hn::Mul(series, more), hn::Set(d, (1 + this->b) / 3), one);
     series = hn::MulAdd(hn::Mul(series, more), hn::Set(d, (1 - this->b) / 2), one);
-    series = hn::Mul(hn::Mul(series, more), hn::Set(d, this->b));
+    series = hn::Mul(series, b_more);
     return hn::IfThenElse(hn::Lt(hn::Abs(more), hn::Set(d, R{0.06})), series, far);
   }
 
@@ -61,16 +62,17 @@ struct LaneSums {
   Lane<R> bend;      // if Power::curved; of sparsemax: the least z
 };
 
-template <class P, class R>
-HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY_RESTRICT z,
-                                     std::size_t count) {
+// z_of(i) is a vector of elements i.
+template <class R, class P, class Elements>
+HWY_INLINE LaneSums<R> EvaluateLanesOf(const P& power, Lane<R> theta, std::size_t count,
+                                       const Elements& z_of) {
   const LaneTag<R> d;
   const auto zero = hn::Zero(d);
   LaneSums<R> sums{zero, zero, zero};
   auto lost = zero;  // what f has rounded off, block by block
   auto least0 = zero, least1 = zero, least2 = zero, least3 = zero;  // z <= 0
   const auto add = [&](std::size_t i, auto& first, auto& second, auto& least) HWY_ATTR {
-    const auto v = hn::LoadU(d, z + i * kLanes<R>);
+    const auto v = z_of(i);
     if constexpr (P::family == Family::sparsemax) {
       const auto active = hn::Gt(v, theta);
       first = hn::IfThenElse(active, hn::Add(first, v), first);
@@ -98,10 +100,14 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
       add(begin + 3, f3, slope3, least3);
     }
     for (; begin < end; ++begin) add(begin, f0, slope0, least0);
-    const auto part = hn::Add(hn::Add(f0, f1), hn::Add(f2, f3)), f = hn::Add(sums.f, part);
-    lost = hn::Add(lost, hn::Sub(part, hn::Sub(f, sums.f)));
+    if constexpr (kCheap) {
+      f0 = hn::Add(hn::Add(f0, f1), hn::Add(f2, f3));
+      slope0 = hn::Add(hn::Add(slope0, slope1), hn::Add(slope2, slope3));
+    }
+    const auto f = hn::Add(sums.f, f0);
+    lost = hn::Add(lost, hn::Sub(f0, hn::Sub(f, sums.f)));
     sums.f = f;
-    sums.slope = hn::Add(sums.slope, hn::Add(hn::Add(slope0, slope1), hn::Add(slope2, slope3)));
+    sums.slope = hn::Add(sums.slope, slope0);
   }
   sums.f = hn::Add(sums.f, lost);
   if constexpr (P::family == Family::sparsemax) {
@@ -110,11 +116,20 @@ HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY
   return sums;
 }
 
+template <class P, class R>
+HWY_INLINE LaneSums<R> EvaluateLanes(const P& power, Lane<R> theta, const R* HWY_RESTRICT z,
+                                     std::size_t count) {
+  const LaneTag<R> d;
+  return EvaluateLanesOf<R>(
+      power, theta, count, [&](std::size_t i) HWY_ATTR { return hn::LoadU(d, z + i * kLanes<R>); });
+}
+
 // Power::Step, and by how much of itself it falls short of the root for the curvature of f^b, as
 // far as that is known (a step of Chebyshev's method).
 template <class R>
 struct LaneMove {
   Lane<R> step, shortfall;
+  Lane<R> inverse;  // of the slope
 };
 template <class P, class R>
 HWY_INLINE LaneMove<R> LaneStep(const P& power, const LaneSums<R>& sums) {
@@ -123,18 +138,26 @@ HWY_INLINE LaneMove<R> LaneStep(const P& power, const LaneSums<R>& sums) {
   const auto inverse = hn::Div(one, sums.slope);  // beside the power, not after it
   if constexpr (P::near_one) {
     const auto less = hn::Expm1(d, hn::Neg(hn::Mul(b, hn::Log(d, sums.f))));
-    return {hn::Neg(hn::Mul(hn::Div(hn::Mul(less, sums.f), b), inverse)), hn::Zero(d)};
+    return {hn::Neg(hn::Mul(hn::Div(hn::Mul(less, sums.f), b), inverse)), hn::Zero(d), inverse};
   }
   if constexpr (P::family == Family::entmax15) {
-    return {hn::Mul(hn::Sub(sums.f, hn::Sqrt(sums.f)), inverse), hn::Zero(d)};
+    return {hn::Mul(hn::Sub(sums.f, hn::Sqrt(sums.f)), inverse), hn::Zero(d), inverse};
   }
   if constexpr (P::family == Family::general) {
     const auto inverse_f = hn::Div(one, sums.f);
     const auto over = power.Over(d, sums.f, inverse_f);
     const auto bend = hn::MulSub(hn::Mul(sums.bend, inverse), inverse, inverse_f);
     const auto half = hn::Set(d, power.curved ? (power.inverse - 1) / 2 : R{0});
-    return {hn::Mul(over, inverse), hn::Mul(hn::Mul(half, over), bend)};
+    return {hn::Mul(over, inverse), hn::Mul(hn::Mul(half, over), bend), inverse};
   }
+}
+
+// n^-b of a power of two.
+template <class R, class P>
+HWY_INLINE R EqualExcess(const P& power, std::size_t n) {
+  R equal = 1;
+  for (std::size_t k = n; k > 1; k /= 2) equal *= power.half_to_b;
+  return equal;
 }
 
 // A lower bound of the threshold of n elements, a power of two, whose z add up to `sum`, by
@@ -144,10 +167,27 @@ HWY_INLINE Lane<R> MeanBound(const P& power, Lane<R> sum, std::size_t n) {
   const LaneTag<R> d;
   const auto start = hn::Set(d, P::start);
   if constexpr (P::near_one) return start;
-  R equal = 1;  // n^-b
-  for (std::size_t k = n; k > 1; k /= 2) equal *= power.half_to_b;
+  const R equal = EqualExcess<R>(power, n);
   const auto share = hn::Set(d, power.b / static_cast<R>(n));
   return hn::Max(start, hn::MulSub(share, sum, hn::Set(d, equal)));
+}
+
+// About the threshold of such elements, the squares of whose z add up to `squares`. With u the mean
+// excess and v its variance, f is about n u^(1/b) (1 + (1/b) (1/b - 1) / 2 v / u^2): 1 where
+// u = n^-b / (1 + (1/b - 1) / 2 v / u^2), of which two rounds are taken.
+template <class R, class P>
+HWY_INLINE Lane<R> SpreadStart(const P& power, Lane<R> sum, Lane<R> squares, std::size_t n) {
+  const LaneTag<R> d;
+  const auto start = hn::Set(d, P::start), one = hn::Set(d, R{1});
+  if constexpr (P::near_one) return start;
+  const R equal = EqualExcess<R>(power, n), share = power.b / static_cast<R>(n);
+  const auto mean = hn::Mul(hn::Set(d, share), sum);
+  const auto variance = hn::NegMulAdd(mean, mean, hn::Mul(hn::Set(d, share * power.b), squares));
+  const auto times = hn::Mul(variance, hn::Set(d, (power.inverse - 1) / (2 * equal * equal)));
+  const auto first = hn::Add(times, one);  // n^-b / u after a round
+  const auto excess = hn::Div(hn::Set(d, equal), hn::MulAdd(hn::Mul(times, first), first, one));
+  const auto theta = hn::Sub(mean, excess);
+  return hn::IfThenElse(hn::Gt(theta, start), theta, start);  // a NaN is not
 }
 
 template <class R>
@@ -158,15 +198,89 @@ struct LaneThreshold {
 // Rows that settle take fewer.
 inline constexpr int kFreeSteps = 8;
 
-// `theta` is a lower bound of each row's root. evaluate(theta, open) returns LaneSums<R>, of which
-// the open rows count. Rows that are done wait for the others.
+// The rows of the lanes on their way to the roots, from `start`. Rows that are done wait for the
+// others. Not of sparsemax.
+template <class R, class P>
+class LaneSolver {
+ public:
+  HWY_INLINE LaneSolver(const P& power, Lane<R> start, hn::Mask<LaneTag<R>> open, double tolerance)
+      : power_(power),
+        // Not for bounds, which must stay below the root.
+        curved_(power.curved && tolerance <= power.tolerance),
+        tolerance_(static_cast<R>(curved_ ? power.curved_tolerance : tolerance)),
+        theta_(start),
+        open_(open) {
+    const LaneTag<R> d;
+    lost_ = hn::Zero(d);
+    scale_ = hn::Set(d, R{1});
+    last_error_ = hn::Set(d, std::numeric_limits<R>::infinity());
+  }
+
+  HWY_INLINE Lane<R> theta() const { return theta_; }
+  HWY_INLINE hn::Mask<LaneTag<R>> open() const { return open_; }
+  HWY_INLINE LaneThreshold<R> threshold() const { return {theta_, lost_, scale_}; }
+
+  // Takes a step from the sums at theta(). False when all rows are done.
+  HWY_INLINE bool Step(const LaneSums<R>& sums) {
+    const LaneTag<R> d;
+    constexpr R kEpsilon = std::numeric_limits<R>::epsilon();
+    const auto one = hn::Set(d, R{1});
+    auto [step, shortfall, inverse] = LaneStep<P, R>(power_, sums);
+    const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
+    auto far = hn::Gt(error, hn::Set(d, tolerance_));
+    if (curved_) {
+      // The third terms: of the series that these two begin, and of f, where the sum of
+      // excess^(1/b - 3) is about bend^2 / slope.
+      const R third = power_.inverse * (power_.inverse - 1) * (power_.inverse - 2) / 6;
+      const auto squared = hn::Mul(error, hn::Mul(shortfall, shortfall));
+      const auto moved = hn::Mul(step, sums.bend);
+      const auto cubed = hn::Mul(hn::Mul(hn::Abs(step), hn::Mul(moved, moved)), inverse);
+      const auto both = hn::MulAdd(hn::Set(d, third), cubed, squared);
+      far = hn::Or(far, hn::Gt(both, hn::Set(d, kEpsilon)));
+      const auto most = hn::Set(d, R{0.5});
+      step = hn::MulAdd(step, hn::Min(hn::Max(shortfall, hn::Neg(most)), most), step);
+    }
+    // Steps may swing between neighbours of the root for ever. After kFreeSteps theta only rises.
+    const auto passed = hn::Lt(sums.f, steps_++ < kFreeSteps ? hn::Zero(d) : one);
+    step = hn::IfThenZeroElse(passed, step);
+    auto root = hn::Add(theta_, step);
+    // From above the root a step may lead far below, where powers are not defined.
+    if constexpr (P::family == Family::general) root = hn::Max(root, hn::Set(d, P::start));
+    const auto rest = hn::Sub(step, hn::Sub(root, theta_));
+    theta_ = hn::IfThenElse(open_, root, theta_);
+    lost_ = hn::IfThenElse(open_, rest, lost_);
+    if constexpr (!P::uses_rest) {
+      const auto descent = hn::Set(d, power_.near_one ? R{1} : power_.inverse);
+      const auto f =
+          hn::IfThenElse(passed, sums.f, hn::MulAdd(hn::Mul(rest, descent), sums.slope, one));
+      scale_ = hn::IfThenElse(open_, hn::Div(one, f), scale_);
+    }
+    const auto moves = hn::Gt(hn::Abs(step), hn::Mul(hn::Set(d, 4 * kEpsilon), hn::Abs(root)));
+    // Below this, an error that does not shrink is that of the sums.
+    const auto rounding = hn::Set(d, std::sqrt(kEpsilon));
+    const auto shrinks = hn::Or(hn::Lt(error, last_error_), hn::Gt(error, rounding));
+    open_ = hn::And(hn::And(open_, shrinks), hn::And(far, moves));
+    last_error_ = error;
+    return !hn::AllFalse(d, open_);
+  }
+
+ private:
+  const P& power_;
+  const bool curved_;
+  const R tolerance_;
+  int steps_ = 0;
+  Lane<R> theta_, lost_, scale_, last_error_;
+  hn::Mask<LaneTag<R>> open_;
+};
+
+// evaluate(theta, open) returns LaneSums<R>, of which the open rows count. Of sparsemax `theta` has
+// to be a lower bound of each row's root.
 template <class R, class P, class Evaluate>
 LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> open,
                             double tolerance, const Evaluate& evaluate) {
   const LaneTag<R> d;
-  const auto one = hn::Set(d, R{1});
-  auto lost = hn::Zero(d), scale = one;
   if constexpr (P::family == Family::sparsemax) {
+    const auto one = hn::Set(d, R{1});
     while (true) {
       const LaneSums<R> sums = evaluate(theta, open);
       const auto next = hn::Div(hn::Sub(sums.f, one), sums.slope);
@@ -174,50 +288,13 @@ LaneThreshold<R> SolveLanes(const P& power, Lane<R> theta, hn::Mask<LaneTag<R>> 
       theta = hn::IfThenElse(moves, next, theta);
       // Those that none of the summands is lost by are done, too.
       const auto loses = hn::And(moves, hn::Le(sums.bend, theta));
-      if (hn::AllFalse(d, loses)) return {theta, lost, scale};
+      if (hn::AllFalse(d, loses)) return {theta, hn::Zero(d), one};
     }
   } else {
-    // Not for bounds, which must stay below the root.
-    const bool curved = power.curved && tolerance <= power.tolerance;
-    const auto close = hn::Set(d, static_cast<R>(curved ? power.curved_tolerance : tolerance));
-    const auto epsilon = hn::Set(d, std::numeric_limits<R>::epsilon());
-    const auto tiny = hn::Set(d, 4 * std::numeric_limits<R>::epsilon());
-    const auto descent = hn::Set(d, power.near_one ? R{1} : power.inverse);
-    const auto third = hn::Set(d, power.inverse * (power.inverse - 1) * (power.inverse - 2) / 6);
-    // Below this, an error that does not shrink is that of the sums.
-    const auto rounding = hn::Set(d, std::sqrt(std::numeric_limits<R>::epsilon()));
-    auto last_error = hn::Set(d, std::numeric_limits<R>::infinity());
-    for (int number = 0;; ++number) {
-      const LaneSums<R> sums = evaluate(theta, open);
-      auto [step, shortfall] = LaneStep<P, R>(power, sums);
-      const auto error = hn::Abs(hn::Sub(sums.f, one));  // a curved step may pass the root
-      auto far = hn::Gt(error, close);
-      if (curved) {
-        // The third terms: of the series that these two begin, and of f, where the sum of
-        // excess^(1/b - 3) is about bend^2 / slope.
-        const auto squared = hn::Mul(error, hn::Mul(shortfall, shortfall));
-        const auto moved = hn::Mul(step, sums.bend);
-        const auto cubed = hn::Div(hn::Mul(hn::Abs(step), hn::Mul(moved, moved)), sums.slope);
-        far = hn::Or(far, hn::Gt(hn::MulAdd(third, cubed, squared), epsilon));
-        const auto most = hn::Set(d, R{0.5});
-        step = hn::MulAdd(step, hn::Min(hn::Max(shortfall, hn::Neg(most)), most), step);
-      }
-      // Steps may swing between neighbours of the root for ever. After kFreeSteps theta only rises.
-      const auto passed = hn::Lt(sums.f, number < kFreeSteps ? hn::Zero(d) : one);
-      step = hn::IfThenZeroElse(passed, step);
-      const auto root = hn::Add(theta, step);
-      const auto rest = hn::Sub(step, hn::Sub(root, theta));
-      const auto f =
-          hn::IfThenElse(passed, sums.f, hn::MulAdd(hn::Mul(rest, descent), sums.slope, one));
-      theta = hn::IfThenElse(open, root, theta);
-      lost = hn::IfThenElse(open, rest, lost);
-      scale = hn::IfThenElse(open, hn::Div(one, f), scale);
-      const auto moves = hn::Gt(hn::Abs(step), hn::Mul(tiny, hn::Abs(root)));
-      const auto shrinks = hn::Or(hn::Lt(error, last_error), hn::Gt(error, rounding));
-      open = hn::And(hn::And(open, shrinks), hn::And(far, moves));
-      last_error = error;
-      if (hn::AllFalse(d, open)) return {theta, lost, scale};
+    LaneSolver<R, P> solver(power, theta, open, tolerance);
+    while (solver.Step(evaluate(solver.theta(), solver.open()))) {
     }
+    return solver.threshold();
   }
 }
 

@@ -107,18 +107,21 @@ class MaskWeights {
 
   explicit MaskWeights(const std::uint8_t* bits, R weight = 1) : bits_(bits), weight_(weight) {}
 
+  R weight() const { return weight_; }
   template <class D>
-  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
+  HWY_INLINE hn::Mask<D> MaskAt(D d, std::size_t i, std::size_t count) const {
+    if (hn::MaxLanes(d) >= 8 && count == hn::Lanes(d)) return hn::LoadMaskBits(d, bits_ + i / 8);
     std::uint8_t bytes[HWY_MAX_BYTES] = {};
     if (hn::Lanes(d) < 8) {
       bytes[0] = static_cast<std::uint8_t>(bits_[i / 8] >> i % 8);
-    } else if (count == hn::Lanes(d)) {
-      std::memcpy(bytes, bits_ + i / 8, hn::MaxLanes(d) / 8);
     } else {
       std::memcpy(bytes, bits_ + i / 8, (count + 7) / 8);
     }
-    const auto mask = hn::And(hn::LoadMaskBits(d, bytes), hn::FirstN(d, count));
-    return hn::IfThenElseZero(mask, hn::Set(d, weight_));
+    return hn::And(hn::LoadMaskBits(d, bytes), hn::FirstN(d, count));
+  }
+  template <class D>
+  HWY_INLINE hn::Vec<D> Load(D d, std::size_t i, std::size_t count) const {
+    return hn::IfThenElseZero(MaskAt(d, i, count), hn::Set(d, weight_));
   }
   template <class D>
   HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> s) const {
