@@ -1,216 +1,15 @@
 // Cases of segment: every reduction, tie rule, empty rule, saved form and index form, and the sizes
 // and segment lengths where kernels tend to break.
-#include <algorithm>
-#include <cmath>
-#include <limits>
-#include <numeric>
+#include <string>
+#include <utility>
 #include <vector>
 
-#include "core/element.hpp"
-#include "driver/case.hpp"
+#include "ops/segment/case_setup.hpp"
 
 namespace pullback::driver {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-const std::vector<std::string> kReduces = {"sum",  "mean",      "max",    "min",
-                                           "prod", "logsumexp", "softmax"};
-
-enum class Form { offsets_i64, offsets_i32, ids_i64, ids_i32, unsorted };
-enum class Values { normal, integers, near_one, relu, wide, special, special_near_one };
-
-using Lengths = std::vector<std::int64_t>;
-
-struct Shape {
-  Lengths lengths;  // rows of each segment
-  std::int64_t columns;
-  Form form = Form::offsets_i64;
-  std::int64_t before = 0, after = 0;  // rows in no segment
-};
-
-std::int64_t total(const Lengths& lengths) {
-  return std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
-}
-
-HostTensor index_tensor(DType dtype, const Lengths& values) {
-  HostTensor tensor(TensorSpec::contiguous(dtype, {static_cast<std::int64_t>(values.size())}));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    store_element(dtype, tensor.data(), static_cast<std::int64_t>(i),
-                  static_cast<double>(values[i]));
-  }
-  return tensor;
-}
-
-HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t columns, Values values,
-                         Random& random) {
-  if (values == Values::normal) return normal_tensor(dtype, {rows, columns}, random);
-  HostTensor tensor(TensorSpec::contiguous(dtype, {rows, columns}));
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-    double value = random.normal();
-    if (values == Values::integers) value = static_cast<double>(random.integer(-3, 3));
-    if (values == Values::relu) value = std::max(0.0, static_cast<double>(random.integer(-6, 1)));
-    // Long products of normal numbers vanish; these wander around 1.
-    if (values == Values::near_one || values == Values::special_near_one) {
-      value = std::exp(0.02 * value) * (random.chance(0.5) ? -1 : 1);
-    }
-    // Further from each other than one shift of exponents serves.
-    if (values == Values::wide) value *= 40;
-    const bool special = values == Values::special || values == Values::special_near_one;
-    if (special && random.chance(0.02)) {
-      const double specials[] = {-kInfinity, kInfinity, kNaN, 0};
-      value = specials[random.integer(0, 3)];
-    }
-    tensor.set(i, value);
-  }
-  return tensor;
-}
-
-TensorMap make_inputs(const Shape& shape, DType dtype, Random& random, Values values,
-                      bool softmax) {
-  TensorMap inputs;
-  const std::int64_t count = static_cast<std::int64_t>(shape.lengths.size());
-  const std::int64_t rows = shape.before + total(shape.lengths) + shape.after;
-  inputs["x"] = values_tensor(dtype, rows, shape.columns, values, random);
-  inputs["d_out"] = values == Values::integers
-                        ? integer_tensor(dtype, {softmax ? rows : count, shape.columns}, random, 4)
-                        : normal_tensor(dtype, {softmax ? rows : count, shape.columns}, random);
-  const bool narrow = shape.form == Form::offsets_i32 || shape.form == Form::ids_i32;
-  const DType index = narrow ? DType::i32 : DType::i64;
-  if (shape.form == Form::offsets_i64 || shape.form == Form::offsets_i32) {
-    Lengths offsets = {shape.before};
-    for (std::int64_t length : shape.lengths) offsets.push_back(offsets.back() + length);
-    inputs["offsets"] = index_tensor(index, offsets);
-    return inputs;
-  }
-  Lengths ids(static_cast<std::size_t>(shape.before), -1);
-  for (std::int64_t s = 0; s < count; ++s) {
-    ids.insert(ids.end(), static_cast<std::size_t>(shape.lengths[static_cast<std::size_t>(s)]), s);
-  }
-  ids.insert(ids.end(), static_cast<std::size_t>(shape.after), count);
-  if (shape.form == Form::unsorted) {
-    for (std::size_t i = ids.size(); i > 1; --i) {
-      std::swap(ids[i - 1],
-                ids[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
-    }
-  }
-  inputs["ids"] = index_tensor(index, ids);
-  return inputs;
-}
-
-bool extreme(const std::string& reduce) { return reduce == "max" || reduce == "min"; }
-
-Values values_for(const std::string& reduce, Values values) {
-  if (reduce != "prod") return values;
-  if (values == Values::special) return Values::special_near_one;
-  return values == Values::normal ? Values::near_one : values;
-}
-
-Case make_case(const std::string& name, const std::string& reduce, const Shape& shape,
-               OptionMap options = {}, Values values = Values::normal) {
-  Case result;
-  result.op = "segment";
-  result.name = reduce + " " + name;
-  options["reduce"] = reduce;
-  options["num-segments"] = std::to_string(shape.lengths.size());
-  result.options = options;
-  values = values_for(reduce, values);
-  const bool softmax = reduce == "softmax";
-  result.inputs = [=](DType dtype, Random& random) {
-    return make_inputs(shape, dtype, random, values, softmax);
-  };
-  // Ties are kinks, and 16-bit values tie often; only f64 is stepped, and it does not.
-  result.finite_differences = values == Values::normal || values == Values::near_one;
-  return result;
-}
-
-// Lengths with a heavy tail: most are short, few hold most rows.
-Lengths power_law(std::int64_t rows, std::int64_t longest, Random& random) {
-  Lengths lengths;
-  for (std::int64_t left = rows; left > 0;) {
-    const double length = std::pow(1 - random.uniform(), -1 / 1.1);
-    lengths.push_back(
-        std::clamp<std::int64_t>(static_cast<std::int64_t>(length), 0, std::min(left, longest)));
-    left -= lengths.back();
-  }
-  return lengths;
-}
-
-// Values given one by one, for the edge rules.
-Case edge_case(const std::string& name, const std::string& reduce,
-               std::initializer_list<double> column, std::initializer_list<double> d_out,
-               const Lengths& lengths, OptionMap options = {}) {
-  Case result;
-  result.op = "segment";
-  result.name = reduce + " " + name;
-  options["reduce"] = reduce;
-  result.options = options;
-  const std::vector<double> x_values(column), g_values(d_out);
-  result.inputs = [=](DType dtype, Random&) {
-    TensorMap inputs;
-    const auto rows = static_cast<std::int64_t>(x_values.size());
-    const auto out_rows = static_cast<std::int64_t>(g_values.size());
-    HostTensor x(TensorSpec::contiguous(dtype, {rows, 3}));
-    HostTensor g(TensorSpec::contiguous(dtype, {out_rows, 3}));
-    for (std::int64_t i = 0; i < x.numel(); ++i) {
-      // The other columns see the rows in other orders.
-      const std::int64_t row = (i / 3 + (i % 3 == 1 ? 1 : 0)) % rows;
-      x.set(i, x_values[static_cast<std::size_t>(i % 3 == 2 ? rows - 1 - row : row)]);
-    }
-    for (std::int64_t i = 0; i < g.numel(); ++i) {
-      g.set(i, g_values[static_cast<std::size_t>(i / 3)]);
-    }
-    inputs["x"] = x;
-    inputs["d_out"] = g;
-    Lengths offsets = {0};
-    for (std::int64_t length : lengths) offsets.push_back(offsets.back() + length);
-    inputs["offsets"] = index_tensor(DType::i64, offsets);
-    return inputs;
-  };
-  result.finite_differences = false;
-  return result;
-}
-
-// Kernels that hold tiles of rows: segments about the borders of tiles, longer ones, which warps
-// share, and for softmax those too long for that.
-void add_tiles(std::vector<Case>& cases, const Lengths& skewed) {
-  const auto add = [&](const std::string& name, const std::string& reduce, const Shape& shape,
-                       Values values, const OptionMap& options = {}) {
-    const std::string full = name + " D=" + std::to_string(shape.columns);
-    cases.push_back(make_case(full, reduce, shape, options, values));
-    cases.back().finite_differences = false;
-  };
-  // The least tiles have 128 rows and ends.
-  Lengths tiles = {125, 1,  126, 0,  0,  127, 254, 3, 1,   0, 122,
-                   40,  60, 90,  33, 32, 31,  700, 1, 250, 0, 0};
-  const Lengths empty(300, 0);
-  tiles.insert(tiles.end(), empty.begin(), empty.end());
-  tiles.push_back(129);
-  for (const std::int64_t columns : {1, 2, 3, 4, 12, 33, 128}) {
-    add("about tiles", "softmax", {tiles, columns, Form::ids_i32, 130, 5}, Values::normal);
-    add("special short", "softmax", {skewed, columns, Form::offsets_i32}, Values::special);
-    add("wide short", "softmax", {skewed, columns, Form::offsets_i64, 3, 200}, Values::wide);
-  }
-  for (const std::int64_t columns : {1, 2, 3, 4, 6, 8, 12, 16, 50, 67, 70, 100, 128}) {
-    add("long", "softmax", {{27000 / columns, 1, 27000 / columns}, columns}, Values::normal);
-  }
-  for (const std::string reduce : {"sum", "mean", "max", "min", "logsumexp"}) {
-    const auto values = extreme(reduce) ? Values::integers : Values::normal;
-    for (const std::int64_t columns : {2, 3, 50}) {
-      add("about tiles", reduce, {tiles, columns, Form::ids_i32, 130, 5}, values);
-    }
-    add("special about tiles", reduce, {tiles, 3, Form::offsets_i32, 130, 5}, Values::special);
-    add("long", reduce, {{0, 900, 3, 257, 256, 700, 5}, 6, Form::offsets_i64, 9, 300}, values);
-    if (reduce == "min" || reduce == "mean") continue;
-    // Enough rows for tiles of more than a warp's part of a segment on a large GPU.
-    add("many long", reduce, {Lengths(600, 300), 3}, values);
-  }
-  for (const std::string reduce : {"max", "min"}) {
-    const OptionMap options = {{"ties", "last"}, {"arg-dtype", "i32"}};
-    add("last about tiles", reduce, {tiles, 3}, Values::integers, options);
-    add("last long", reduce, {{900, 3, 257, 0, 700, 5}, 10}, Values::integers, options);
-  }
-}
+using namespace segment_setup;
 
 void add_edges(std::vector<Case>& cases) {
   for (const std::string reduce : {"max", "min"}) {
@@ -403,7 +202,9 @@ std::vector<Case> segment_cases() {
     test.exact = true;
     add(test);
   }
-  add_tiles(cases, power_law(1500, 300, random));
+  const Lengths skewed = power_law(1500, 300, random);
+  tiles(cases, skewed);
+  mask_tiles(cases, skewed);
   add_edges(cases);
   return cases;
 }
@@ -438,6 +239,7 @@ Case segment_fuzz(std::uint64_t seed) {
                        {"empty", any({"identity", "zero", "nan"})}};
   Values values = extreme(reduce) && random.chance(0.5) ? Values::integers : Values::normal;
   if (reduce != "softmax" && random.chance(0.15)) values = Values::special;
+  if (options["saved"] != "arg" && random.chance(0.5)) options["arg-dtype"] = "none";
   Case test = make_case("fuzz", reduce, shape, options, values);
   test.finite_differences = values == Values::normal;
   return test;

@@ -71,6 +71,8 @@ std::vector<Case> segment_cuda_bench() {
       add({{"reduce", "sum"}}, "sum");
       add({{"reduce", "max"}, {"arg-dtype", "i32"}}, "max from arg");
       add({{"reduce", "logsumexp"}}, "logsumexp");
+      add({{"reduce", "max"}, {"ties", "even"}, {"arg-dtype", "none"}, {"saved", "mask"}},
+          "max, even, from the mask");
       if (columns != 128) continue;
       add({{"reduce", "mean"}}, "mean");
       add({{"reduce", "min"}, {"arg-dtype", "i32"}}, "min from arg");

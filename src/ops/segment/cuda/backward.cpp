@@ -112,7 +112,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
       case SegmentReduce::softmax: {
         ReduceOp reduce = row_product_sum(dtype);
         MapOp gradient = softmax_gradient_map(dtype);
-        if (SoftmaxTiles::serves(problem, Pass::backward)) {
+        if (SoftmaxTiles::serves(problem, device_, Pass::backward)) {
           softmax_.emplace(problem, device_, Pass::backward, setup_, layout_);
           reduce.wide = gradient.wide = false;  // what it does not take is rare
         }

@@ -1,4 +1,5 @@
-// Forward on CUDA: one reduction, then for softmax and for arg_mask a pass over the rows.
+// Forward on CUDA: one reduction, then for softmax and for arg_mask a pass over the rows; or what
+// does both in one.
 #include <fmt/format.h>
 
 #include <limits>
@@ -7,19 +8,6 @@
 
 namespace pullback::segment_cuda {
 namespace {
-
-cuda::OpKernel mask_kernel(DType dtype, DType arg, bool even) {
-  return {.name = fmt::format("segment_mask_{}_{}", even ? "even" : name_of(arg),
-                              cuda::device_type(dtype)),
-          .file = "ops/segment/cuda/smxx_mask.cuh",
-          // Even ties are found by their values.
-          .function = fmt::format("segment_cuda::write_mask<{}, {}, {}>", cuda::device_type(dtype),
-                                  cuda::device_type(even ? DType::i64 : arg), even),
-          .parameters = "segment_cuda::Params",
-          .threads = kThreads,
-          .constants = {{"segment_cuda::kMaskTileItems", kMaskTileItems}}};
-}
-constexpr Tiling kMaskTiling{.items = kMaskTileItems};
 
 double empty_value(const SegmentProblem& problem) {
   if (problem.empty == EmptySegment::zero) return 0;
@@ -51,9 +39,12 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
 
     ReduceOp op = keeps_place_ ? extreme_place(problem.reduce, problem.ties == Ties::last, dtype)
                                : reduce_op(problem.reduce, dtype);
-    if (softmax && SoftmaxTiles::serves(problem, Pass::forward)) {
+    if (softmax && SoftmaxTiles::serves(problem, device_, Pass::forward)) {
       softmax_.emplace(problem, device_, Pass::forward, setup_, layout_);
       op.wide = false;  // what it does not take is rare
+    }
+    if (mask && MaskTiles::serves(problem, device_)) {
+      mask_tiles_.emplace(problem, device_, setup_, layout_);
     }
     reduction_.emplace(problem, device_, op, Specs{&problem.x}, setup_, layout_);
     x_ = matrix(problem.x, element, length);
@@ -71,19 +62,16 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     if (problem.arg.given()) {
       arg_ = matrix(problem.arg, size_of(problem.arg.dtype), length);
       arg_dtype_ = problem.arg.dtype;
-      // u8 counts too few places for what the caller does not see.
-      own_arg_dtype_ = arg_dtype_ == DType::u8 ? DType::i64 : arg_dtype_;
     }
     lse_ = matrix(problem.lse, size_of(accumulation_dtype(dtype)), length);
     if (mask) {
       mask_matrix_ = matrix(problem.arg_mask, 1, 1);
-      setup_.allow(kMaskTiling);
-      mask_ = {mask_kernel(dtype, arg_dtype_, even), device_};
-      own_mask_ = {mask_kernel(dtype, own_arg_dtype_, even), device_};
+      mask_.emplace(problem, device_, setup_);
       // What the mask is made from, where the caller does not want it.
       if (even) {
         own_out_at_ = layout_.take(cells * element);
       } else {
+        own_arg_dtype_ = MaskRows::own_arg_dtype(problem);
         own_arg_at_ = layout_.take(cells * size_of(own_arg_dtype_));
       }
     }
@@ -92,7 +80,10 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     description = fmt::format(
         "tiles of {} rows and segment ends, {} accumulation in an order that follows from the "
         "offsets: the same bits every run",
-        (softmax_ ? softmax_->tiling() : reduction_->tiling()).items,
+        (softmax_      ? softmax_->tiling()
+         : mask_tiles_ ? mask_tiles_->tiling()
+                       : reduction_->tiling())
+            .items,
         name_of(accumulation_dtype(dtype)));
   }
 
@@ -139,6 +130,16 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     if (mask && problem_.ties == Ties::even && tensors.out == nullptr) {
       p.result = own(own_out_at_);
     }
+    const auto with_mask = [&] {
+      Params q = p;
+      q.out = p.result;
+      q.mask = bound(mask_matrix_, tensors.arg_mask);
+      return q;
+    };
+    if (mask && mask_tiles_ && mask_tiles_->takes(p)) {
+      mask_tiles_->enqueue(setup_, launcher, with_mask());
+      return;
+    }
     reduction_->enqueue(setup_, launcher, p);
     if (softmax) {
       p.statistic = p.result;
@@ -146,12 +147,7 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
       p.d_x = bound(out_, tensors.out);
       map_->enqueue(setup_, launcher, p);
     }
-    if (mask) {
-      Params q = setup_.tiled(launcher, p, kMaskTiling);
-      q.out = p.result;
-      q.mask = bound(mask_matrix_, tensors.arg_mask);
-      launcher.launch(own_arg ? own_mask_ : mask_, q, q.tiles, 1);
-    }
+    if (mask) mask_->enqueue(setup_, launcher, with_mask(), own_arg);
   }
 
   SegmentProblem problem_;
@@ -160,7 +156,8 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
   std::optional<SoftmaxTiles> softmax_;
   std::optional<Reduction> reduction_;
   std::optional<Mapping> map_;
-  Kernel mask_, own_mask_;  // from an arg of the caller, or of the workspace
+  std::optional<MaskTiles> mask_tiles_;
+  std::optional<MaskRows> mask_;
   Matrix x_{}, out_{}, lse_{}, arg_{}, mask_matrix_{}, own_{};
   DType arg_dtype_ = DType::i64, own_arg_dtype_ = DType::i64;
   bool keeps_place_ = false;
@@ -177,17 +174,7 @@ std::unique_ptr<SegmentBody> make_forward(const SegmentProblem& problem, const D
 
 namespace pullback::cuda {
 
-std::vector<KernelSource> segment_forward_kernels(int arch) {
-  using namespace segment_cuda;
-  std::vector<KernelSource> all;
-  const auto add = [&](const OpKernel& kernel) { all.push_back(op_kernel<Params>(kernel, arch)); };
-  for (const DType dtype : kDTypes) {
-    for (const DType arg : {DType::i64, DType::i32, DType::u8}) {
-      add(mask_kernel(dtype, arg, false));
-    }
-    add(mask_kernel(dtype, DType::i64, true));
-  }
-  return all;
-}
+// All that it launches are in the lists of its stages.
+std::vector<KernelSource> segment_forward_kernels(int) { return {}; }
 
 }  // namespace pullback::cuda

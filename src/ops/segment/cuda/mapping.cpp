@@ -173,10 +173,14 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
                  Specs rows, Setup& setup)
     : problem_(problem), chunks_(op.chunk_blocks > 0) {
   const DType dtype = problem.x.dtype;
+  const auto has = [&](const cuda::OpKernel& kernel) {
+    return cuda::can_have<Params>(kernel, device);
+  };
   if (problem.x.shape[1] == 1) {
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.segment_bytes);
-    if (op.wide && dtype != DType::f64 && streamable(problem, rows)) {
+    if (op.wide && dtype != DType::f64 && streamable(problem, rows) &&
+        has(stream_kernel(op, dtype))) {
       stream_ = {stream_kernel(op, dtype), device};
       setup.allow_stream(*stream_);
     }
@@ -187,7 +191,8 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
     // Many columns by single elements: a row takes all lanes of a block, whose one walker is slower
     // in longer tiles.
     constexpr std::int64_t kMostSingles = 128;
-    if (const std::optional<int> vector = tile_vector(problem, op, rows)) {
+    const std::optional<int> vector = tile_vector(problem, op, rows);
+    if (vector && has(tile_kernel(op, dtype, *vector))) {
       vector_ = *vector;
       tile_ = {tile_kernel(op, dtype, vector_), device, kRowTileBytes};
       // What is read of a segment takes no more bytes than what is kept of it.
@@ -196,12 +201,15 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
       tile_tiling_ =
           row_tiling(problem, device, vector_, map_tile_items(row_bytes, end_items), 0, end_items);
     } else if (op.wide && access && (access->vector > 1 || problem.x.shape[1] <= kMostSingles)) {
-      vector_ = access->vector;
       const bool narrow =
           has_narrow(op, dtype, *access) && problem.x.shape[1] * bytes(dtype) <= kNarrowMostBytes;
-      pieces_ = {narrow ? narrow_kernel(op, dtype, *access) : rows_kernel(op, dtype, *access),
-                 device};
-      pieces_tiling_ = map_tiling(problem, device, vector_, narrow ? 0 : kMapLaneBits);
+      const cuda::OpKernel kernel =
+          narrow ? narrow_kernel(op, dtype, *access) : rows_kernel(op, dtype, *access);
+      if (has(kernel)) {
+        vector_ = access->vector;
+        pieces_ = {kernel, device};
+        pieces_tiling_ = map_tiling(problem, device, vector_, narrow ? 0 : kMapLaneBits);
+      }
     }
   }
   setup.allow(any_tiling_);

@@ -240,10 +240,13 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
   const DType dtype = problem.x.dtype;
   const std::int64_t columns = problem.x.shape[1];
   const bool column = columns == 1;
+  const auto has = [&](const cuda::OpKernel& kernel) {
+    return cuda::can_have<Params>(kernel, device);
+  };
   if (column) {
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.state_bytes);
-    if (streams(op, dtype) && streamable(problem, inputs)) {
+    if (streams(op, dtype) && streamable(problem, inputs) && has(stream_kernel(op, dtype))) {
       stream_ = {stream_kernel(op, dtype), device,
                  reduce_chunks_bytes(static_cast<int>(size_of(dtype)), op.state_bytes)};
       setup.allow_stream(*stream_);
@@ -251,17 +254,18 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
   } else {
     any_ = {rows_kernel(op, dtype, kAnyAccess), device, reduce_bytes(op, dtype, 1)};
     const std::optional<Access> access = access_of(problem, inputs);
-    if (const std::optional<int> vector = tile_vector(problem, op, inputs)) {
+    const std::optional<int> vector = tile_vector(problem, op, inputs);
+    if (vector && has(tile_kernel(op, dtype, *vector))) {
       vector_ = *vector;
       const int rows = tile_rows(problem), snap = row_tile_snap(rows);
       tile_ = {tile_kernel(op, dtype, vector_), device, kRowTileBytes};
       tile_tiling_ = row_tiling(problem, device, vector_, rows - snap, snap, 1);
       setup.allow(tile_tiling_);
-    } else if (op.wide && access) {
+    } else if (op.wide && access && has(rows_kernel(op, dtype, *access))) {
       vector_ = access->vector;
       pieces_ = {rows_kernel(op, dtype, *access), device, reduce_bytes(op, dtype, vector_)};
       narrow_lane_bits_ = narrow_lane_bits(problem);
-      if (streams(op, dtype) && narrow_lane_bits_) {
+      if (streams(op, dtype) && narrow_lane_bits_ && has(narrow_kernel(op, dtype))) {
         narrow_ = {narrow_kernel(op, dtype), device, kNarrowBytes};
         setup.allow_stream(*narrow_);
       }

@@ -8,11 +8,67 @@
 
 namespace pullback::segment_cuda {
 
+// Whether the bytes of the mask that a tile has are copied to shared memory first: rows would wait
+// for them, byte by byte.
+template <class Map, class T, int kVector>
+inline constexpr bool kStagesMask =
+    kVector * sizeof(T) == 16 && requires(typename Map::Row row) { row.bits; };
+template <bool kStages, int kVector>
+struct MaskMemory {
+  // Tiles of rows in 16-byte pieces have no more; with what lies in the same 16 bytes.
+  static constexpr int kBytes = kStages ? kWalkerRows * kThreads / 8 * kVector : 0;
+  alignas(16) uint8_t bytes[kStages ? kBytes + 32 : 1];
+};
+struct StagedMask {
+  const uint8_t* first;  // of the tile's origin
+  int row_bytes;
+
+  uint32_t bits(int row, int column) const {
+    return first[row * row_bytes + column / 8] >> (column % 8);
+  }
+};
+// By all threads, which may read it after async_wait and a barrier: of some columns from a multiple
+// of eight on.
+template <int kVector>
+StagedMask stage_mask(const Params& p, const Tile& tile, int64_t first_column, int columns,
+                      MaskMemory<true, kVector>& memory) {
+  constexpr int kPiece = 16;
+  const int64_t all = (p.columns + 7) / 8, first_byte = first_column / 8;
+  const int most = (columns + 7) / 8;
+  const int row_bytes = all - first_byte < most ? static_cast<int>(all - first_byte) : most;
+  const int rows = static_cast<int>(
+      clamped(tile.row_stop - tile.origin, 0, MaskMemory<true, kVector>::kBytes / row_bytes));
+  const auto* mask = static_cast<const uint8_t*>(p.mask.data);
+  if (p.mask.row_stride == row_bytes && (row_bytes == 1 || p.mask.column_stride == 1) &&
+      reinterpret_cast<uint64_t>(mask) % kPiece == 0) {
+    const int64_t begin = tile.origin * row_bytes, from = begin & -kPiece;
+    const int64_t left = p.rows * row_bytes - from;
+    const int skew = static_cast<int>(begin - from), count = skew + rows * row_bytes;
+    const uint32_t to = shared_address(memory.bytes);
+    for (int at = static_cast<int>(threadIdx.x) * kPiece; at < count; at += kThreads * kPiece) {
+      if (left - at >= kPiece) {
+        async_copy<kPiece>(to + at, mask + from + at);
+      } else {
+        device::async_copy_padded(to + at, mask + from + at, static_cast<int>(left - at));
+      }
+    }
+    async_commit();
+    return {memory.bytes + skew, row_bytes};
+  }
+  for (int at = threadIdx.x; at < rows * row_bytes; at += kThreads) {
+    const int row = at / row_bytes, byte = at - row * row_bytes;
+    memory.bytes[at] =
+        mask[(tile.origin + row) * p.mask.row_stride + (first_byte + byte) * p.mask.column_stride];
+  }
+  return {memory.bytes, row_bytes};
+}
+
 template <class Map, class T, int kVector, bool kPermuted>
 void map_rows(const Params& p) {
   constexpr int kBatch = Map::kBatch;  // rows whose reads are in flight together
   constexpr int kRounds = map_rounds(kVector * static_cast<int>(sizeof(T)));
   constexpr bool kShares = kRounds > 1;
+  constexpr bool kStages = kStagesMask<Map, T, kVector> && !kPermuted;
   __shared__ Ends<kMostTileRows> ends;
   // Here, where registers would keep them from round to round.
   __shared__ Segments shared_segments;
@@ -30,7 +86,16 @@ void map_rows(const Params& p) {
   const int walker = static_cast<int>(threadIdx.x) >> p.lane_bits;
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   const int64_t column = (column_block(p) * lanes + lane) * kVector;
+  __shared__ MaskMemory<kStages, kVector> mask_memory;
+  StagedMask mask{};
+  if constexpr (kStages) {
+    mask = stage_mask(p, found_tile, column - lane * kVector, lanes * kVector, mask_memory);
+  }
   ends.mark(found_segments, found_tile, [](int64_t) {});
+  if constexpr (kStages) {
+    async_wait<0>();
+    __syncthreads();
+  }
   if (column >= p.columns) return;
 
 #pragma unroll 1
@@ -63,7 +128,11 @@ void map_rows(const Params& p) {
           const int end = rest != 0 ? at + __ffs(static_cast<int>(rest)) - 1 : after;
           raw[k].load(RowInputs{p, segments, ends.segment_to(tile, end), column});
         }
-        data[k].load(p, kPermuted && to[k] < 0 ? 0 : to[k], column);
+        if constexpr (kStages) {
+          data[k].bits = mask.bits(at, lane * kVector);
+        } else {
+          data[k].load(p, kPermuted && to[k] < 0 ? 0 : to[k], column);
+        }
       }
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
@@ -142,6 +211,7 @@ void map_narrow(const Params& p) {
   constexpr int kBatch = Map::kBatch;
   // Rows at once, where all are of one segment; of 16 bits more, as registers allow.
   constexpr int kAlike = kBatch == 2 && sizeof(T) == 2 ? 3 : kBatch;
+  constexpr bool kStages = kStagesMask<Map, T, kVector>;
   using TileEnds = Ends<kMostTileRows>;
   __shared__ TileEnds ends;
   __shared__ EndCounts<kMostTileRows> counts;
@@ -152,9 +222,13 @@ void map_narrow(const Params& p) {
   const int walkers = kThreads >> p.lane_bits;
   const int walker = static_cast<int>(threadIdx.x) >> p.lane_bits;
   const int column = kept((threadIdx.x & ((1u << p.lane_bits) - 1)) * kVector);
+  __shared__ MaskMemory<kStages, kVector> mask_memory;
+  StagedMask mask{};
+  if constexpr (kStages) mask = stage_mask(p, tile, 0, static_cast<int>(p.columns), mask_memory);
   ends.mark(segments, tile, [](int64_t) {});
   counts.count(ends);
   if (threadIdx.x == 0) first.find(p, tile);
+  if constexpr (kStages) async_wait<0>();
   __syncthreads();
   if (column >= p.columns) return;
 
@@ -180,6 +254,13 @@ void map_narrow(const Params& p) {
   Segment segment{};
   int end = -1;  // last row of this segment
   int row = counted(tile.row) + walker;
+  const auto load = [&](typename Map::Row& data, int at) {
+    if constexpr (kStages) {
+      data.bits = mask.bits(at, column);
+    } else {
+      data.load(p, tile.origin + at, column);
+    }
+  };
   const auto value = [&](const Segment& of, const typename Map::Row& data, int at) {
     return Map::values(of, data, {static_cast<uint32_t>(at), tile.origin + at});
   };
@@ -189,7 +270,7 @@ void map_narrow(const Params& p) {
     if (last_alike <= end && last_alike < stop) {
       typename Map::Row data[kAlike];
 #pragma unroll
-      for (int k = 0; k < kAlike; ++k) data[k].load(p, tile.origin + row + k * walkers, column);
+      for (int k = 0; k < kAlike; ++k) load(data[k], row + k * walkers);
 #pragma unroll
       for (int k = 0; k < kAlike; ++k) {
         store_once(d_x + k * step, value(segment, data[k], row + k * walkers));
@@ -207,7 +288,7 @@ void map_narrow(const Params& p) {
           const int place = row + k * walkers;
           const int at = place < low ? low : place < high ? place : high - 1;
           raw[k].load(TileInputs{p, segments, tile, first, column, segment_at(at)});
-          data[k].load(p, tile.origin + at, column);
+          load(data[k], at);
         }
       }
       end = inside(last) ? ends.next(last) : -1;

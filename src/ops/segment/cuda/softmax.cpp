@@ -54,7 +54,8 @@ Tiling tiling_of(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
 
 }  // namespace
 
-bool SoftmaxTiles::serves(const SegmentProblem& problem, Pass pass) {
+bool SoftmaxTiles::serves(const SegmentProblem& problem, const cuda::DeviceInfo& device,
+                          Pass pass) {
   const TensorSpec& x = problem.x;
   if (x.dtype == DType::f64 || permuted(problem) || x.shape[0] == 0 || x.shape[1] == 0) {
     return false;
@@ -70,7 +71,12 @@ bool SoftmaxTiles::serves(const SegmentProblem& problem, Pass pass) {
   // Of segments half as long as a tile a third of the rows is read twice; of those as long, all.
   // One column's that no lane has alone are summed faster by its own kernels.
   const bool column = x.shape[1] == 1 && pass == Pass::forward;
-  return x.shape[0] <= (problem.num_segments + 1) * (column ? kRowTileAloneRows : rows / 2);
+  if (x.shape[0] > (problem.num_segments + 1) * (column ? kRowTileAloneRows : rows / 2)) {
+    return false;
+  }
+  const int vector = vector_of(problem);
+  return cuda::can_have<Params>(tile_kernel(x.dtype, pass, vector), device) &&
+         cuda::can_have<Params>(border_kernel(x.dtype, pass, vector), device);
 }
 
 SoftmaxTiles::SoftmaxTiles(const SegmentProblem& problem, const cuda::DeviceInfo& device, Pass pass,

@@ -246,8 +246,8 @@ class Mapping {
 // (smxx_softmax.cuh).
 class SoftmaxTiles {
  public:
-  // Whether rows lie so, and most segments are short enough.
-  static bool serves(const SegmentProblem& problem, Pass pass);
+  // Whether rows lie so, most segments are short enough, and there are the kernels.
+  static bool serves(const SegmentProblem& problem, const cuda::DeviceInfo& device, Pass pass);
 
   SoftmaxTiles(const SegmentProblem& problem, const cuda::DeviceInfo& device, Pass pass,
                Setup& setup, Layout& layout);
@@ -264,6 +264,47 @@ class SoftmaxTiles {
 
  private:
   std::int64_t slot_columns_;
+  Tiling tiling_;
+  Kernel tile_, border_;
+  std::size_t slots_at_;
+};
+
+// The mask of max and min, after a reduction (smxx_mask.cuh): from arg, or where ties are even from
+// x and out.
+class MaskRows {
+ public:
+  MaskRows(const SegmentProblem& problem, const cuda::DeviceInfo& device, Setup& setup);
+
+  // Of an arg that the caller does not want; of places in a segment, u8 would count too few.
+  static DType own_arg_dtype(const SegmentProblem& problem);
+  // `p` has the mask, and arg (own_arg: of that dtype) or x and out bound.
+  void enqueue(const Setup& setup, Launcher& launcher, const Params& p, bool own_arg) const;
+
+ private:
+  Kernel kernel_, own_kernel_;
+  Tiling tiling_;
+};
+
+// max and min and the mask of even ties in one pass over contiguous rows, but for segments that
+// reach over tiles (smxx_mask_tile.cuh).
+class MaskTiles {
+ public:
+  // Whether rows lie so, most segments are short enough, and there are the kernels.
+  static bool serves(const SegmentProblem& problem, const cuda::DeviceInfo& device);
+
+  MaskTiles(const SegmentProblem& problem, const cuda::DeviceInfo& device, Setup& setup,
+            Layout& layout);
+
+  // Whether what is bound lies so; places are not found.
+  bool takes(const Params& p) const;
+  // `p` has x, the mask and, as result and as out, the extremes bound.
+  void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
+  const Tiling& tiling() const { return tiling_; }
+
+ private:
+  std::int64_t slot_columns_;
+  int vector_;
+  Combining combining_;
   Tiling tiling_;
   Kernel tile_, border_;
   std::size_t slots_at_;
