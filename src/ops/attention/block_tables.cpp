@@ -1,7 +1,6 @@
 #include "ops/attention/block_tables.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <functional>
 #include <limits>
 #include <queue>
@@ -107,10 +106,8 @@ std::vector<SeenOwner> plan_owners(const Lists& seen, std::int64_t tiles, const 
     }
     shared += parts > 1;
   }
-  // Forward by powers of two: neighbours see much of the same and stay together.
   std::ranges::stable_sort(owners, std::greater<>(), [&](const SeenOwner& owner) {
-    const auto length = static_cast<std::uint64_t>(most[at(owner.tile)] / owner.parts);
-    return forward ? std::bit_floor(length) : length;
+    return most[at(owner.tile)] / owner.parts;
   });
   return owners;
 }
@@ -264,7 +261,7 @@ BlockLists block_lists(const AttentionProblem& problem, Pass pass, int query_til
                        const OwnersAtWork& at_work) {
   const AttentionSizes sizes = sizes_of(problem);
   const std::int64_t planes = problem.blocks.layout->heads();
-  const bool forward = pass == Pass::forward;
+  const bool forward = pass == Pass::forward, turns = !forward && at_work.owners > 0;
   const std::int64_t query_tiles = ceil_div(sizes.total_query, query_tile);
   const std::int64_t key_tiles = ceil_div(sizes.total_key, key_tile);
   const Sides sides = forward
@@ -281,7 +278,7 @@ BlockLists block_lists(const AttentionProblem& problem, Pass pass, int query_til
         static_cast<std::int64_t>(seen.tiles.size()) * ceil_div(sizes.batch * sizes.heads, planes);
     const std::int64_t each = ceil_div(work, at_work.everywhere), steps = each / at_work.blocks;
     const std::int64_t of_head = each / (forward ? 1 : sizes.group);
-    list_cut = {std::max<std::int64_t>(of_head * (forward ? 7 : 3) / 4, 20),
+    list_cut = {std::max<std::int64_t>(of_head * (turns ? 3 : 7) / 4, 20),
                 std::max<std::int64_t>(of_head / 2, 16)};
     line_cut = {std::clamp<std::int64_t>(steps * 4 / 3, 16, kMostTurns),
                 std::clamp<std::int64_t>(steps / 4, 12, kMostTurns)};
@@ -292,7 +289,7 @@ BlockLists block_lists(const AttentionProblem& problem, Pass pass, int query_til
 
   Lists lists;
   lists.first.clear();
-  result.counts.resize(at(forward ? 0 : planes * query_tiles), 0);
+  result.counts.resize(at(turns ? planes * query_tiles : 0), 0);
   std::vector<std::vector<SeenLine>> more(at(planes));
   // Forward, the grid begins with the last number.
   if (forward) std::ranges::reverse(result.owners);
@@ -300,7 +297,7 @@ BlockLists block_lists(const AttentionProblem& problem, Pass pass, int query_til
     const std::size_t begin = lists.tiles.size(), first = lists.first.size();
     lists.first.push_back(static_cast<std::int64_t>(begin));
     add_lists(lists, seen, plane * sides.owners, result.owners, at_work.blocks);
-    if (forward) continue;
+    if (!turns) continue;
     const auto own = std::span(lists.tiles).subspan(begin);
     take_turns(own, std::span(result.counts).subspan(at(plane * query_tiles), at(query_tiles)),
                line_cut, more[at(plane)]);

@@ -10,8 +10,8 @@
 namespace pullback::attention {
 
 struct OwnersAtWork {
-  // Backward: how many of a plane work side by side, and with how many blocks each, which share the
-  // tiles of its list.
+  // Backward, where owners add to sums of d_q in turns: how many of a plane work side by side, and
+  // with how many blocks each, which share the tiles of its list. 0 owners: there are no turns.
   int owners = 1, blocks = 1;
   // How many of all planes do: several share what takes as long as all the work would if it were
   // shared evenly. 0: nothing is shared.

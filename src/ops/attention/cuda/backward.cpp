@@ -8,6 +8,7 @@
 #include "ops/attention/cuda/aligned_rows.hpp"
 #include "ops/attention/cuda/backward_kernels.hpp"
 #include "ops/attention/cuda/bias_chain.hpp"
+#include "ops/attention/cuda/block_backward.hpp"
 #include "ops/attention/cuda/dense_work.hpp"
 #include "ops/attention/cuda/few_queries.hpp"
 #include "ops/attention/cuda/head_maps.hpp"
@@ -46,17 +47,14 @@ class TileBackward final : public BackwardBody {
                int width)
       : TileBackward(problem, device, arch, hopper, width,
                      tiles_of(problem.q.dtype, width, arch,
-                              hopper.gradients
-                                  ? hopper_kind(problem, width) == HopperBackwardKind::small_blocks
-                                  : has_small_blocks(problem, false))) {}
+                              !hopper.gradients && has_small_blocks(problem))) {}
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, Hopper hopper,
                int width, const BackwardTiles& tiles)
       : TileBackward(
             problem, device, arch, hopper, width, tiles,
-            masked_work(
-                problem, cuda::device_info(device.index), tiles, width, hopper.gradients,
-                hopper.gradients ? hopper_tile_of(problem, width).resident : tiles.blocks)) {}
+            masked_work(problem, cuda::device_info(device.index), tiles, width, hopper.gradients)) {
+  }
 
   TileBackward(const AttentionProblem& problem, const Device& device, int arch, Hopper hopper,
                int width, const BackwardTiles& tiles, const MaskedWork& masked)
@@ -142,7 +140,7 @@ class TileBackward final : public BackwardBody {
            kernel_of(problem.blocks.given() ? Features::general_blocks : Features::general));
       if (only_all_) {
         const bool stepped = bias_plan_ == BiasPlan::stepped;
-        const HopperBackwardKind kind = hopper_kind(problem, width, stepped);
+        const HopperBackwardKind kind = hopper_kind(problem, stepped);
         const int queries = hopper_tile_of(problem, width).part_queries();
         maps_ = HeadMaps<2>({{{problem.q, queries}, {problem.d_out, queries}}});
         load(hopper_kernel_, hopper_backward_kernel(dtype, kind, width));
@@ -153,15 +151,16 @@ class TileBackward final : public BackwardBody {
                                   : problem.blocks.given() ? Features::blocks
                                   : problem.dropout > 0    ? Features::dropout
                                                            : Features::plain;
-        load(aligned_, kernel_of(features));
+        const TileKernel own = kernel_of(features);
+        only_vectors_ = cuda::can_have<Params>(own.kernel, device_);
+        if (only_vectors_) load(aligned_, own);
       }
       params_.pair_group = static_cast<std::int32_t>(
-          problem.blocks.given() ? masked_.pair_group : dense_work(problem, width).pair_group());
+          problem.blocks.given() ? masked_.pair_group : dense_work(problem).pair_group());
     }
   }
 
-  DenseWork dense_work(const AttentionProblem& problem, int width) const {
-    const int blocks = only_all_ ? hopper_tile_of(problem, width).resident : tiles_.blocks;
+  DenseWork dense_work(const AttentionProblem& problem) const {
     return {.problem = problem,
             .sizes = sizes_,
             .pairs = pairs_,
@@ -170,7 +169,7 @@ class TileBackward final : public BackwardBody {
             .keys = tiles_.keys,
             .step_queries = step_queries_,
             .hopper = only_all_,
-            .flight = std::int64_t{device_.multiprocessors} * blocks};
+            .flight = std::int64_t{device_.multiprocessors} * (only_all_ ? 1 : tiles_.blocks)};
   }
 
   void plan_bias(const AttentionProblem& problem, int width, int arch, bool hopper) {
@@ -192,11 +191,16 @@ class TileBackward final : public BackwardBody {
     bias_sums_fit_ = step_bytes <= static_cast<std::size_t>(device_.l2_bytes) / 2;
     const std::int64_t steps = ceil_div(sizes_.total_query, step_queries_) * sizes_.group;
     const std::int64_t key_tiles = sizes_.kv_heads * params_.k_tiles;
-    const bool stepped = !problem.blocks.given() && shape.head == sizes_.heads &&
-                         shape.query == sizes_.total_query && shape.key == sizes_.total_key &&
-                         (only_all_ ? chains_pay(sizes_.batch, key_tiles, steps,
-                                                 device_.multiprocessors, bias_sums_fit_)
-                                    : key_tiles >= device_.multiprocessors);
+    const bool stepped =
+        !whole && !problem.blocks.given() && shape.head == sizes_.heads &&
+        shape.query == sizes_.total_query && shape.key == sizes_.total_key &&
+        (only_all_
+             ? chains_pay(sizes_.batch, key_tiles, steps, device_.multiprocessors,
+                          bias_sums_fit_) &&
+                   cuda::can_have<HopperBackwardParams>(
+                       hopper_backward_kernel(dtype, hopper_kind(problem, true), width).kernel,
+                       device_)
+             : key_tiles >= device_.multiprocessors);
     if (whole || stepped || work == 0) {
       bias_plan_ = whole || work == 0 ? BiasPlan::written : BiasPlan::stepped;
       if (bias_plan_ == BiasPlan::stepped) {
@@ -222,8 +226,10 @@ class TileBackward final : public BackwardBody {
                      tiles.queries);
     if (hopper) {
       const HopperBiasTile tile = hopper_bias_tile(width, problem.dropout > 0);
-      aligned_bias_ = bias_sum(hopper_bias_kernel(dtype, tile, width, arch), tile.shared_bytes(),
-                               tile.keys, tile.queries());
+      const cuda::OpKernel kernel = hopper_bias_kernel(dtype, tile, width, arch);
+      if (cuda::can_have<Params>(kernel, device_)) {
+        aligned_bias_ = bias_sum(kernel, tile.shared_bytes(), tile.keys, tile.queries());
+      }
     }
     const std::int32_t parts = std::max(bias_.parts, aligned_bias_.parts);
     if (parts > 1) {
@@ -329,8 +335,15 @@ class TileBackward final : public BackwardBody {
 template <bool kHopper>
 Body make_backward(const AttentionProblem& problem, const Device& device) {
   const cuda::DeviceInfo& info = cuda::device_info(device.index);
-  return cuda::make_body<TileBackward>(with_shared_keys(problem, info), device,
-                                       cuda::compile_arch(info), kHopper);
+  AttentionProblem shared = with_shared_keys(problem, info);
+  if (shared.blocks.given() && !problem.blocks.given()) {
+    const cuda::OpKernel kernel = tile_kernel(problem.q.dtype, tensor_core_width(problem),
+                                              Features::general_blocks, cuda::compile_arch(info))
+                                      .kernel;
+    if (!cuda::can_have<Params>(kernel, info)) shared = problem;
+  }
+  if (kHopper && block_backward_serves(shared, info)) return make_block_backward(shared, device);
+  return cuda::make_body<TileBackward>(shared, device, cuda::compile_arch(info), kHopper);
 }
 
 }  // namespace
@@ -354,45 +367,7 @@ Body make_cuda_backward(const AttentionProblem& problem, const Device& device, P
 namespace pullback::cuda {
 
 std::vector<KernelSource> attention_backward_kernels(int arch) {
-  using namespace attention;
-  std::vector<KernelSource> kernels;
-  const auto add = [&](const OpKernel& kernel) {
-    for (const KernelSource& other : kernels) {
-      if (other.name == kernel.name) return;  // widths that share their tiles
-    }
-    kernels.push_back(op_kernel<Params>(kernel, arch));
-  };
-  for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
-    for (const int width : kHeadWidths) {
-      if (dtype == DType::f32 &&
-          (split_width(width) != width || split_tiles(width, arch).keys == 0)) {
-        continue;
-      }
-      for (const bool small_blocks : {false, true}) {
-        add(prepare_kernel(dtype, tiles_of(dtype, width, arch, small_blocks)));
-        for (const Features features : kFeatures) {
-          if (dtype == DType::f32 && has_own_bias(features)) continue;
-          if (small_blocks && !has_blocks(features)) continue;
-          add(tile_kernel(dtype, width, features, arch, small_blocks).kernel);
-        }
-      }
-      add(bias_kernel(dtype, width, arch));
-      if (arch == 90 && has_hopper_bias_tile(width, static_cast<int>(size_of(dtype)))) {
-        for (const bool dropout : {false, true}) {
-          add(hopper_bias_kernel(dtype, hopper_bias_tile(width, dropout), width, arch));
-        }
-      }
-      for (const HopperBackwardKind kind : kHopperBackwardKinds) {
-        if (arch != 90) continue;
-        if (!has_hopper_backward_tile(kind, width, static_cast<int>(size_of(dtype)))) continue;
-        kernels.push_back(op_kernel<HopperBackwardParams>(
-            hopper_backward_kernel(dtype, kind, width).kernel, arch));
-      }
-    }
-    add(bias_helper(dtype, "clear_bias"));
-    if (dtype != DType::f32) add(bias_helper(dtype, "combine_bias"));
-  }
-  return kernels;
+  return attention::backward_kernels(arch);
 }
 
 }  // namespace pullback::cuda

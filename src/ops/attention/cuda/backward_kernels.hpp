@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <vector>
+
 #include "ops/attention/cuda/backward_body.hpp"
 #include "ops/attention/cuda/sm90_backward_tuning.cuh"
 
@@ -76,8 +78,8 @@ inline TileKernel tile_kernel(DType dtype, int width, Features features, int arc
 }
 
 inline constexpr std::string_view kHopperBackwardKindNames[] = {
-    "plain",        "softcap",          "dropout", "bias",        "bias_sum",
-    "bias_dropout", "bias_sum_dropout", "blocks",  "small_blocks"};
+    "plain",    "softcap",      "dropout",          "bias",
+    "bias_sum", "bias_dropout", "bias_sum_dropout", "blocks"};
 
 inline TileKernel hopper_backward_kernel(DType dtype, HopperBackwardKind kind, int width) {
   const std::string_view type = cuda::device_type(dtype);
@@ -92,7 +94,6 @@ inline TileKernel hopper_backward_kernel(DType dtype, HopperBackwardKind kind, i
                tile.wide() ? "wide_" : "", type, kind_name, width),
            .parameters = kHopperBackwardParams,
            .threads = tile.threads(),
-           .blocks = tile.resident,
            .arch_specific = true},
           tile.shared_bytes()};
 }
@@ -140,6 +141,48 @@ inline cuda::OpKernel bias_helper(DType dtype, std::string_view what) {
           .function = fmt::format("attention::{}<{}>", what, type),
           .parameters = kBackwardParams,
           .threads = kRowThreads};
+}
+
+// All of them.
+inline std::vector<cuda::KernelSource> backward_kernels(int arch) {
+  std::vector<cuda::KernelSource> kernels;
+  const auto add = [&](const cuda::OpKernel& kernel) {
+    for (const cuda::KernelSource& other : kernels) {
+      if (other.name == kernel.name) return;  // widths that share their tiles
+    }
+    kernels.push_back(cuda::op_kernel<BackwardParams>(kernel, arch));
+  };
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+    for (const int width : kHeadWidths) {
+      if (dtype == DType::f32 &&
+          (split_width(width) != width || split_tiles(width, arch).keys == 0)) {
+        continue;
+      }
+      for (const bool small_blocks : {false, true}) {
+        add(prepare_kernel(dtype, tiles_of(dtype, width, arch, small_blocks)));
+        for (const Features features : kFeatures) {
+          if (dtype == DType::f32 && has_own_bias(features)) continue;
+          if (small_blocks && !has_blocks(features)) continue;
+          add(tile_kernel(dtype, width, features, arch, small_blocks).kernel);
+        }
+      }
+      add(bias_kernel(dtype, width, arch));
+      if (arch == 90 && has_hopper_bias_tile(width, static_cast<int>(size_of(dtype)))) {
+        for (const bool dropout : {false, true}) {
+          add(hopper_bias_kernel(dtype, hopper_bias_tile(width, dropout), width, arch));
+        }
+      }
+      for (const HopperBackwardKind kind : kHopperBackwardKinds) {
+        if (arch != 90) continue;
+        if (!has_hopper_backward_tile(kind, width, static_cast<int>(size_of(dtype)))) continue;
+        kernels.push_back(cuda::op_kernel<HopperBackwardParams>(
+            hopper_backward_kernel(dtype, kind, width).kernel, arch));
+      }
+    }
+    add(bias_helper(dtype, "clear_bias"));
+    if (dtype != DType::f32) add(bias_helper(dtype, "combine_bias"));
+  }
+  return kernels;
 }
 
 }  // namespace pullback::attention

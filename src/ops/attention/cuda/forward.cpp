@@ -98,15 +98,14 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
         p.softcap > 0 || !(p.scale > kLeastScale) ||
         (bias && !(bias_vectors && has_kind(ForwardKind::bias, width, element_bytes(dtype))));
     const bool terms = others || bias + blocks + dropout > 1;
-    const ForwardKind kind = terms     ? ForwardKind::terms
-                             : bias    ? ForwardKind::bias
-                             : dropout ? ForwardKind::dropout
-                             : blocks  ? blocks_kind(problem, width, hopper)
-                                       : ForwardKind::plain;
+    ForwardKind kind = terms     ? ForwardKind::terms
+                       : bias    ? ForwardKind::bias
+                       : dropout ? ForwardKind::dropout
+                       : blocks  ? blocks_kind(problem, width, hopper)
+                                 : ForwardKind::plain;
     const auto tile_of = [&](ForwardKind any) {
       return forward_tile(width, element_bytes(dtype), any, arch);
     };
-    const ForwardTile tile = tile_of(kind);
 
     params_.q = head_rows(problem.q);
     params_.k = head_rows(problem.k);
@@ -140,18 +139,27 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       to->pair_group = pair_group(pairs, dtype);
       take_sequences(*to);
     };
-    only_aligned_bias_ = kind == ForwardKind::bias;
     load(by_elements_, ForwardKind::elements);
     const bool only_softcap = p.softcap > 0 && bias + blocks + dropout == 0;
     const bool bias_dropout = !others && bias && dropout && !blocks;
     const ForwardKind hopper_kind = only_softcap   ? ForwardKind::softcap
                                     : bias_dropout ? ForwardKind::bias_dropout
                                                    : kind;
-    if (hopper && vectors_ && hopper_serves(dtype, width, hopper_kind)) {
-      only_aligned_bias_ = only_aligned_bias_ || bias_dropout;
+    if (hopper && vectors_ && hopper_serves(dtype, width, hopper_kind) &&
+        cuda::can_have<HopperForwardParams>(hopper_kernel(dtype, width, hopper_kind), device_)) {
+      only_aligned_bias_ = kind == ForwardKind::bias || bias_dropout;
       load_hopper(problem, width, hopper_kind, pairs);
       return;
     }
+    const auto has = [&](ForwardKind any) {
+      return cuda::can_have<ForwardParams>(tile_kernel(dtype, width, any, arch), device_);
+    };
+    if (vectors_ && !has(kind)) {
+      vectors_ = kind != ForwardKind::terms && has(ForwardKind::terms);
+      kind = ForwardKind::terms;
+    }
+    only_aligned_bias_ = kind == ForwardKind::bias;
+    const ForwardTile tile = tile_of(vectors_ ? kind : ForwardKind::elements);
     if (vectors_) {
       load(by_vectors_, kind);
       plan_parts(by_vectors_->blocks, pairs, tile.rows, width);
@@ -160,7 +168,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
         "tiles of {} queries by {} keys, head dims padded to {}, {} products on tensor cores{}; "
         "sums in f32, in a fixed order: the same bits every run",
         tile.rows, tile.keys, width, dtype == DType::f32 ? "three f16" : name_of(dtype),
-        vectors_ ? "" : "; rows that do not begin at 16 bytes are read element by element");
+        vectors_ ? "" : "; rows are read element by element");
   }
 
  private:
@@ -337,8 +345,20 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
 
 template <bool kHopper>
 Body make_forward(const AttentionProblem& problem, const Device& device) {
-  return cuda::make_body<Forward>(with_shared_keys(problem, cuda::device_info(device.index)),
-                                  device, kHopper);
+  const cuda::DeviceInfo& info = cuda::device_info(device.index);
+  const AttentionProblem shared = with_shared_keys(problem, info);
+  const AttentionSizes sizes = sizes_of(problem);
+  const int width = head_width(static_cast<int>(sizes.head_dim), static_cast<int>(sizes.value_dim));
+  const DType dtype = problem.q.dtype;
+  const int arch = cuda::compile_arch(info);
+  const auto has_blocks = [&] {
+    const ForwardKind kind = blocks_kind(shared, width, kHopper);
+    return kHopper && has_hopper_kernel(dtype, width, kind)
+               ? cuda::can_have<HopperForwardParams>(hopper_kernel(dtype, width, kind), info)
+               : cuda::can_have<ForwardParams>(tile_kernel(dtype, width, kind, arch), info);
+  };
+  const bool serves = problem.blocks.given() || !shared.blocks.given() || has_blocks();
+  return cuda::make_body<Forward>(serves ? shared : problem, device, kHopper);
 }
 
 }  // namespace

@@ -37,6 +37,7 @@ class HeadMaps {
     }
   }
 
+  bool exist() const { return exist_; }
   // For the tensors of a run, in the same order.
   std::optional<std::array<device::TensorMap, kTensors>> of_run(
       const std::array<const void*, kTensors>& data) const {

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "ops/attention/cuda/backward_kernels.hpp"
-#include "ops/attention/cuda/masked_work.hpp"
 
 namespace pullback::attention {
 
@@ -13,8 +12,7 @@ inline int hopper_width(const AttentionProblem& problem) {
   return std::max(tensor_core_width(problem), 64);
 }
 // sums_bias: over the batch.
-inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width,
-                                      bool sums_bias = false) {
+inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, bool sums_bias = false) {
   using Kind = HopperBackwardKind;
   if (problem.softcap > 0) return Kind::softcap;
   if (problem.bias.given() && problem.dropout > 0) {
@@ -22,14 +20,10 @@ inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, int width
   }
   if (problem.bias.given()) return sums_bias ? Kind::bias_sum : Kind::bias;
   if (problem.dropout > 0) return Kind::dropout;
-  if (!problem.blocks.given()) return Kind::plain;
-  const bool small = has_small_blocks(problem, true) &&
-                     has_hopper_backward_tile(Kind::small_blocks, width,
-                                              static_cast<int>(size_of(problem.q.dtype)));
-  return small ? Kind::small_blocks : Kind::blocks;
+  return problem.blocks.given() ? Kind::blocks : Kind::plain;
 }
 inline HopperBackwardTile hopper_tile_of(const AttentionProblem& problem, int width) {
-  return hopper_backward_tile(hopper_kind(problem, width), width);
+  return hopper_backward_tile(hopper_kind(problem), width);
 }
 
 // The kernels find tanh of a score from the weight that it gave. What that is wrong by counts as
@@ -49,11 +43,13 @@ inline bool hopper_serves(const AttentionProblem& problem, const cuda::DeviceInf
   const int width = hopper_width(problem);
   const std::int64_t pairs = (sizes.varlen ? 1 : sizes.batch) * sizes.kv_heads;
   const std::int64_t k_tiles = ceil_div(sizes.total_key, 128) + (sizes.varlen ? sizes.batch : 0);
-  return has_hopper_backward_tile(hopper_kind(problem, width), width,
+  return has_hopper_backward_tile(hopper_kind(problem), width,
                                   static_cast<int>(size_of(problem.q.dtype))) &&
          hopper_backward_pays(width, sizes.max_query, pairs * k_tiles, device.multiprocessors) &&
          problem.d_q.given() && problem.d_k.given() && problem.d_v.given() &&
-         has_hopper_features(problem);
+         has_hopper_features(problem) &&
+         cuda::can_have<HopperBackwardParams>(
+             hopper_backward_kernel(problem.q.dtype, hopper_kind(problem), width).kernel, device);
 }
 // Of the keys at least, and whole rows of them.
 inline bool hopper_sums_bias(const AttentionProblem& problem) {

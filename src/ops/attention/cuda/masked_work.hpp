@@ -12,10 +12,8 @@ namespace pullback::attention {
 inline constexpr std::int64_t kPairGroup = 16;
 
 // Of 64, or near it: smaller ones leave few tiles empty, of any size, and then larger tiles pay.
-// hopper: by its own kernel.
-inline bool has_small_blocks(const AttentionProblem& problem, bool hopper) {
-  const std::int64_t least = hopper ? 32 : 48;
-  return problem.blocks.given() && problem.blocks.block >= least && problem.blocks.block <= 64;
+inline bool has_small_blocks(const AttentionProblem& problem) {
+  return problem.blocks.given() && problem.blocks.block >= 48 && problem.blocks.block <= 64;
 }
 
 // How many blocks of a cluster share a tile of keys: with two, half as many tiles are in flight and
@@ -48,14 +46,14 @@ struct MaskedWork {
   OwnersAtWork owners;
 };
 
-// hopper: by its own kernel, of which `resident` blocks are on a multiprocessor, none in a cluster.
+// hopper: by its own kernel, of which a multiprocessor has one block, in no cluster.
 inline MaskedWork masked_work(const AttentionProblem& problem, const cuda::DeviceInfo& device,
-                              const BackwardTiles& tiles, int width, bool hopper, int resident) {
+                              const BackwardTiles& tiles, int width, bool hopper) {
   const AttentionSizes sizes = sizes_of(problem);
   std::int64_t pairs = (sizes.varlen ? 1 : sizes.batch) * sizes.kv_heads;
   pairs = std::clamp<std::int64_t>(pairs, 1, kPairGroup);
   const bool sixteen_bits = size_of(problem.q.dtype) == 2;
-  const std::int64_t flight = std::int64_t{device.multiprocessors} * resident;
+  const std::int64_t flight = std::int64_t{device.multiprocessors} * (hopper ? 1 : tiles.blocks);
   const bool clusters = problem.blocks.given() && sixteen_bits && device.major >= 9 && !hopper;
   const int blocks = clusters ? blocks_of_cluster(problem, tiles, flight) : 1;
   // Of random lists all queries are in use at a time. With tiles of few keys, which read them the

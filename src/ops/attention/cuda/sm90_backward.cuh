@@ -16,8 +16,8 @@
 // masks and turns say of a step is found beside them.
 //
 // With a block mask the two tiles of 128 queries are from anywhere, and a warpgroup whose keys none
-// of a step's queries see has dS of 0. Of small blocks 128 keys would meet many queries that half
-// of them do not see: a thread block owns 64 keys, and a multiprocessor has two such blocks.
+// of a step's queries see has dS of 0. (Of small blocks that would be half of all:
+// sm90_backward_blocks.cuh.)
 //
 // Shared memory: the block's place and barriers; a ring of statistics; keys and values; a ring of
 // queries and d_out, whose last stage keys without NaN and infinity take for dQ, if there are such;
@@ -60,9 +60,8 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kOwnWidth = kSumWidth * kQueryPanels / kGroups;
   static constexpr int kTiles = kWidth / 8, kQueryTiles = kQueries / 8, kOwnTiles = kOwnWidth / 8;
   static constexpr int kWorkers = kGroups * kWarpgroupSize;
-  // Threads that copy, and warps that add up d_q, of which one thread works: one more where steps
-  // are short, and copied by the copy engine alone.
-  static constexpr int kCopiers = kGroups == 1 ? 32 : 64, kAdders = 4 - kCopiers / 32;
+  // Threads that copy, and warps that add up d_q, of which one thread works.
+  static constexpr int kCopiers = 64, kAdders = 2;
 
   using Scores = float[kQueryTiles][4];
   using Words = uint32_t[kQueryTiles / 2][4];  // P^T or dS^T, as operands
@@ -260,8 +259,8 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     if (owner.parts == 1) return true;
     wait_for_previous_kernel();  // also where no step did
     using Sum = float(&)[1][kTiles][4];
-    join_key_parts<kWorkers>(p, block, owner, reinterpret_cast<Sum>(d_k), 0, Workers());
-    join_key_parts<kWorkers>(p, block, owner, reinterpret_cast<Sum>(d_v), 1, Workers());
+    join_key_parts<kWorkers>(p, block.pair, owner, reinterpret_cast<Sum>(d_k), 0, Workers());
+    join_key_parts<kWorkers>(p, block.pair, owner, reinterpret_cast<Sum>(d_v), 1, Workers());
     return owner.part + 1 == owner.parts;
   }
 
@@ -291,7 +290,7 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     const auto part_of = [&](int part) { return part_at(step, stage, part); };
     Scores s = {}, d_p = {};
     Words chances, gradients;
-    if constexpr (kBlocks && kGroups > 1) {
+    if constexpr (kBlocks) {
       constexpr uint32_t kOwnSquares = all_squares(kPartQueries, kOwnKeys);
       uint32_t of_group = 0;
 #pragma unroll

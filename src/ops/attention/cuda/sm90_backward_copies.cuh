@@ -1,5 +1,5 @@
-// The first warpgroup of the backward pass on Hopper (sm90_backward.cuh): one or two warps that see
-// to copies of what the steps read, and a thread each of the others that adds up d_q.
+// The first warpgroup of the backward pass on Hopper (sm90_backward.cuh): two warps that see to
+// copies of what the steps read, and a thread each of the others that adds up d_q.
 #pragma once
 
 #include "device/boxes.cuh"
@@ -19,7 +19,7 @@ void copy_tile(const Backward& own, uint32_t tile, const HeadRows& of, int head,
   using T = typename Backward::Element;
   using Layout = TileLayout<T, kPanel>;
   constexpr int kDown = Backward::kCopiers / Layout::kChunks;
-  static_assert(kDown == 8 || kDown == 4);  // rows that are swizzled alike, or half of them
+  static_assert(kDown == 8);  // rows that are swizzled alike
   const int row = static_cast<int>(threadIdx.x) / Layout::kChunks;
   const int chunk = static_cast<int>(threadIdx.x) % Layout::kChunks;
   const uint32_t to = tile + Layout::offset(row, chunk);
@@ -30,8 +30,7 @@ void copy_tile(const Backward& own, uint32_t tile, const HeadRows& of, int head,
   for (int down = 0; down < kRows; down += kDown) {
 #pragma unroll
     for (int panel = 0; panel < Backward::kPanels; ++panel) {
-      const uint32_t swizzled = to ^ (down % 8 * 16);
-      async_copy_or_zero(swizzled + (panel * kRows + down) * kPanelRow, from + panel * kPanel,
+      async_copy_or_zero(to + (panel * kRows + down) * kPanelRow, from + panel * kPanel,
                          down < rows && panel * kPanel < columns);
     }
     from += kDown * of.row;

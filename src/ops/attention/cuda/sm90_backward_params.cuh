@@ -14,4 +14,13 @@ struct HopperBackwardParams {
   BackwardParams all;
 };
 
+// Of one pass of sm90_backward_blocks.cuh, whose lists `all` has: its owners are tiles of keys, or
+// of queries.
+struct BlockBackwardParams {
+  // Of rows of its tiles: what is owned, k and v or q and d_out, and what is listed, the other two.
+  device::TensorMap own[2], listed[2];
+  BackwardParams all;
+  int32_t* extreme_keys;  // [pairs, k_tiles]: whether keys or values hold NaN or infinity
+};
+
 }  // namespace pullback::attention

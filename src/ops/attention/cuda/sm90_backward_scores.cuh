@@ -12,12 +12,18 @@
 
 namespace pullback::attention {
 
-// Of each half the queries of the tile that see the key, by 8 · n + c.
-struct SeenQueries {
+// Of each half what the thread's row of scores sees of a tile, by 8 · n + c.
+struct SeenColumns {
   int begin[2];
   uint32_t count[2];
 
-  // The warp's keys begin at `key`, the tile's queries at `query`.
+  bool covers(int n, int e) const {
+    return static_cast<uint32_t>(8 * n + e % 2 - begin[e / 2]) < count[e / 2];
+  }
+};
+
+// Rows are keys: the warp's begin at `key`, the tile's queries at `query`.
+struct SeenQueries : SeenColumns {
   SeenQueries(const TilePlace& place, int key, int query, int lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -28,8 +34,19 @@ struct SeenQueries {
       count[half] = last > first ? last - first : 0;
     }
   }
-  bool covers(int n, int e) const {
-    return static_cast<uint32_t>(8 * n + e % 2 - begin[e / 2]) < count[e / 2];
+};
+
+// Rows are queries: the warp's begin at `query`, the tile's keys at `key`.
+struct SeenKeys : SeenColumns {
+  SeenKeys(const TilePlace& place, int query, int key, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = query + lane / 4 + 8 * half;
+      const int first = own + place.lowest, end = own + place.highest + 1;
+      const int last = own >= place.q_length ? first : end < place.k_length ? end : place.k_length;
+      begin[half] = first - (key + lane % 4 * 2);
+      count[half] = last > first ? last - first : 0;
+    }
   }
 };
 
@@ -44,7 +61,7 @@ inline bool in_block(uint32_t squares, int n) { return (squares >> n / 2 * 8 & 1
 // Each in place and, where it is called, in a branch without another side: with two sides the
 // compiler lacks registers for the products that run meanwhile.
 template <int kTiles>
-void hide_unseen(float (&s)[kTiles][4], const SeenQueries& seen) {
+void hide_unseen(float (&s)[kTiles][4], const SeenColumns& seen) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -61,7 +78,7 @@ void hide_blocks(float (&s)[kTiles][4], uint32_t squares) {
 }
 // Unseen chances become -0, which others are not. (Of a row whose lse is NaN they are not 0.)
 template <bool kBlocks, int kTiles>
-void mark_unseen(float (&s)[kTiles][4], const SeenQueries& seen, uint32_t squares) {
+void mark_unseen(float (&s)[kTiles][4], const SeenColumns& seen, uint32_t squares) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -199,6 +216,25 @@ void make_gradients(float (&d_s)[kTiles][4], const float (&s)[kTiles][4],
     load_shared_floats(row, stats + stats_of(n) + static_cast<uint32_t>(lane % 4 * 16));
 #pragma unroll
     for (int e = 0; e < 4; ++e) d_s[n][e] = s[n][e] * (d_p[n][e] - row[e % 2 * 2 + 1]);
+  }
+}
+
+// The same where a thread's two rows are queries: S and dP, of which it knows lse and delta.
+template <int kTiles>
+void make_row_chances(float (&s)[kTiles][4], float factor, const float (&lse)[2]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = exp2_approx(s[n][e] * factor - lse[e / 2]);
+  }
+}
+template <int kTiles>
+void make_row_gradients(float (&d_s)[kTiles][4], const float (&s)[kTiles][4],
+                        const float (&d_p)[kTiles][4], const float (&delta)[2]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) d_s[n][e] = s[n][e] * (d_p[n][e] - delta[e / 2]);
   }
 }
 

@@ -15,8 +15,7 @@ enum class HopperBackwardKind {
   bias_sum,
   bias_dropout,
   bias_sum_dropout,
-  blocks,
-  small_blocks
+  blocks
 };
 inline constexpr HopperBackwardKind kHopperBackwardKinds[] = {HopperBackwardKind::plain,
                                                               HopperBackwardKind::softcap,
@@ -25,11 +24,10 @@ inline constexpr HopperBackwardKind kHopperBackwardKinds[] = {HopperBackwardKind
                                                               HopperBackwardKind::bias_sum,
                                                               HopperBackwardKind::bias_dropout,
                                                               HopperBackwardKind::bias_sum_dropout,
-                                                              HopperBackwardKind::blocks,
-                                                              HopperBackwardKind::small_blocks};
+                                                              HopperBackwardKind::blocks};
 
-// A warpgroup that copies and adds up d_q, and one for each 64 of the keys or, with wide heads
-// (sm90_backward_wide.cuh), two; tiles as backward_tiles() has them on sm_90.
+// A warpgroup that copies and adds up d_q, and two that work; tiles as backward_tiles() has them on
+// sm_90.
 struct HopperBackwardTile {
   HopperBackwardKind kind;
   int width, keys;
@@ -38,9 +36,8 @@ struct HopperBackwardTile {
   int stages;
   int copy_registers, work_registers;  // of a thread
   int queries = 64;  // of a step: a tile of the plan, or two; with a block mask from anywhere
-  int resident = 1;  // thread blocks that a multiprocessor holds
 
-  constexpr bool blocks() const { return kind >= HopperBackwardKind::blocks; }
+  constexpr bool blocks() const { return kind == HopperBackwardKind::blocks; }
   constexpr bool bias() const {
     return kind >= HopperBackwardKind::bias && kind <= HopperBackwardKind::bias_sum_dropout;
   }
@@ -55,8 +52,8 @@ struct HopperBackwardTile {
   constexpr int score_tiles() const { return bias() ? 1 : 2; }
   constexpr bool wide() const { return width > 128; }
   constexpr int d_out_stages() const { return width == 256 ? 1 : stages; }
-  constexpr int groups() const { return wide() ? 2 : keys / 64; }
-  constexpr int threads() const { return (groups() + 1) * 128; }
+  static constexpr int groups() { return 2; }
+  static constexpr int threads() { return (groups() + 1) * 128; }
   constexpr int panels() const { return (width + 63) / 64; }  // of 64 columns, 128 bytes
   constexpr int query_panels() const { return queries / 64; }
   constexpr int part_queries() const { return blocks() ? 64 : queries; }
@@ -75,11 +72,8 @@ struct HopperBackwardTile {
   constexpr int first_tile() const { return (kPlaceBytes + stats() + 1023) / 1024 * 1024; }
   constexpr int shared_bytes() const { return first_tile() + tiles_bytes(); }
 };
-// Small blocks: tiles of 128 keys would meet many queries that half of them do not see.
 constexpr bool has_hopper_backward_tile(HopperBackwardKind kind, int width, int element_bytes) {
-  const int widest = kind == HopperBackwardKind::small_blocks ? 64
-                     : kind <= HopperBackwardKind::softcap    ? 256
-                                                              : 128;
+  const int widest = kind <= HopperBackwardKind::softcap ? 256 : 128;
   return width >= 64 && width <= widest && element_bytes == 2;
 }
 // Heads of 64 with few queries are little work for what a thread block begins and ends with: where
@@ -89,15 +83,47 @@ constexpr bool hopper_backward_pays(int width, int64_t queries, int64_t blocks,
   return width > 64 || queries > 256 || blocks <= 2 * multiprocessors;
 }
 constexpr HopperBackwardTile hopper_backward_tile(HopperBackwardKind kind, int width) {
-  if (kind == HopperBackwardKind::small_blocks) return {kind, width, 64, 3, 40, 216, 64, 2};
   // Twice the queries need registers that other kinds have use for.
   if (width == 64 && (kind == HopperBackwardKind::plain || kind == HopperBackwardKind::blocks)) {
     return {kind, width, 128, 2, 40, 232, 128};
   }
   if (width == 64) return {kind, width, 128, 4, 40, 232};
   if (width == 96) return {kind, width, 128, 2, 56, 224};
-  if (width == 128) return {kind, width, 128, 2, 24, 240};
+  if (width == 128) {
+    // Either those who copy spill or those who work: measured.
+    const bool plain = kind == HopperBackwardKind::plain;
+    const bool sums =
+        kind == HopperBackwardKind::bias_sum || kind == HopperBackwardKind::bias_sum_dropout;
+    if (plain || sums) return {kind, width, 128, 2, 40, 232};
+    return {kind, width, 128, 2, 24, 240};
+  }
   return {kind, width, 64, 2, 40, 232};
+}
+
+// sm90_backward_blocks.cuh: a warpgroup whose first warp copies and one that works, which owns a
+// tile of keys, or of queries.
+struct BlockBackwardTile {
+  int width;
+  bool owns_keys;
+  int stages;  // pairs of listed tiles
+  int copy_registers, work_registers;
+  int resident;
+  static constexpr int kRows = 64, kThreads = 256, kPlaceBytes = 1024;
+
+  constexpr int panels() const { return (width + 63) / 64; }
+  constexpr int tile_bytes() const { return panels() * kRows * 128; }
+  constexpr int first_tile() const {
+    return (kPlaceBytes + (owns_keys ? stages * stats_bytes(kRows) : 0) + 1023) / 1024 * 1024;
+  }
+  constexpr int shared_bytes() const {
+    return first_tile() + (2 + 2 * stages) * tile_bytes() + (owns_keys ? kRows * 128 : 0);
+  }
+};
+constexpr BlockBackwardTile block_backward_tile(int width, bool owns_keys) {
+  // Two sums of 128 columns leave few registers for the rest, one of 64 enough for a third block.
+  if (width == 128 && owns_keys) return {width, owns_keys, 2, 32, 224, 2};
+  if (width == 64 && !owns_keys) return {width, owns_keys, 3, 24, 136, 3};
+  return {width, owns_keys, width == 64 ? 4 : 2, 40, 216, 2};
 }
 
 // sm90_bias_gradient.cuh: a tile of the bias, and stages of what it takes of an item.

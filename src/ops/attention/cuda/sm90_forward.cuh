@@ -78,9 +78,10 @@ struct HopperForward {
     return queries + kQuerySlots * kGroups * kQueryBytes + number * kSlotBytes;
   }
   const TileNote& tile(uint32_t number) const { return shared.tiles[number % kQuerySlots]; }
-  // Of a step and of a warpgroup.
+  // Of a step, or the place of its note, and of a warpgroup.
   uint32_t bias_tile(uint32_t step, int group) const {
     constexpr uint32_t kBiasSlots = kBias ? kTile.bias_slots() : 1;
+    static_assert(!kBias || kSlots % kBiasSlots == 0);
     return slot(kSlots) + (step % kBiasSlots * kGroups + group) * kBiasBytes;
   }
 };
@@ -394,9 +395,12 @@ void hopper_forward(const HopperForwardParams& params) {
   constexpr int kLaunched = 65536 / kTile.resident / kTile.threads() / 8 * 8;
   static_assert(kTile.copy_registers + kTile.groups * kTile.work_registers <=
                 (kTile.groups + 1) * kLaunched);
-  extern __shared__ __align__(1024) char dynamic[];
-  __shared__ typename Forward::Shared shared;
-  const Forward forward{params, params.all, shared, (shared_address(dynamic) + 1023) & ~1023u};
+  // No byte to spare, hence nothing beside dynamic memory, which begins at a multiple of 1024.
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<typename Forward::Shared*>(memory);
+  static_assert(sizeof(shared) <= HopperTile::kNoteBytes);
+  const Forward forward{params, params.all, shared,
+                        shared_address(memory) + HopperTile::kNoteBytes};
   using Copies = ForwardCopies<Forward>;
   if (threadIdx.x == 0) {
     const uint32_t arrivals = Copies::arrivals(forward);

@@ -106,7 +106,17 @@ class ForwardCopies {
       const int own = (end_key + kKeys - 1) / kKeys - keys.first;
       return own < 1 ? 1 : own < steps() ? own : steps();
     }
-    int key(int n, int part) const { return keys.count > 0 ? keys.key(n, part) : keys.kNoKey; }
+    // Of the n-th step, as a list has it: an entry is far away, and is not waited for to be
+    // multiplied.
+    int entry(int n, int part) const {
+      if constexpr (kBlocks) {
+        const int at = n * kParts + part;
+        return at < keys.parts ? keys.listed[at].tile : keys.kNoKey / kPartKeys;
+      } else {
+        return keys.count > 0 ? keys.key(n, part) : keys.kNoKey;
+      }
+    }
+    static int key_of(int entry) { return kBlocks ? entry * kPartKeys : entry; }
     uint32_t squares(int n, int part) const { return keys.count > 0 ? keys.squares(n, part) : 0; }
   };
 
@@ -148,7 +158,7 @@ class ForwardCopies {
     }
     // The end: a step of nothing.
     const uint32_t slot = await_slot();
-    if (threadIdx.x == 0) own_.shared.steps[item_ / 2 % kSlots].count = 0;
+    if (threadIdx.x == 0) own_.shared.steps[note_].count = 0;
     tell_coming(own_.shared.full[slot], 0);
     tell_full(own_.shared.full[slot]);
     async_wait<0>();
@@ -206,30 +216,31 @@ class ForwardCopies {
         source(own_.hopper.k, params_.k, tile, kv_head, k_begin, tile.band.keys, p.head_dim);
     const Source v =
         source(own_.hopper.v, params_.v, tile, kv_head, k_begin, tile.band.keys, p.value_dim);
-    int key[kParts], next_key[kParts];  // an entry of a list is far away
+    int key[kParts], next_entry[kParts];
     uint32_t squares[kParts], next_squares[kParts];
     const auto find_keys = [&](int n) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        next_key[part] = tile.key(n, part);
+        next_entry[part] = tile.entry(n, part);
         next_squares[part] = kBlocks ? tile.squares(n, part) : 0;
       }
     };
     const auto copy_step = [&](int n) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        key[part] = next_key[part];
+        key[part] = Tile::key_of(next_entry[part]);
         squares[part] = next_squares[part];
       }
       if (n + 1 < steps) find_keys(n + 1);
       const uint32_t k_slot = await_slot();
       if (threadIdx.x == 0) {
-        note_step(own_.shared.steps[item_ / 2 % kSlots], tile, key, squares);
+        note_step(own_.shared.steps[note_], tile, key, squares);
       }
       copy_parts(k, key, k_slot, [&] {
         if constexpr (Forward::kBias) copy_bias(tile, key[0]);
       });
       copy_parts(v, key, await_slot(), [] {});
+      if (++note_ == kSlots) note_ = 0;
     };
     if (steps > 0) find_keys(0);
     int n = 0;
@@ -249,9 +260,8 @@ class ForwardCopies {
 
   // The slot of the next item.
   uint32_t await_slot() const {
-    const uint32_t slot = item_ % kSlots, round = item_ / kSlots;
-    if (round > 0) barrier_wait(&own_.shared.empty[slot], (round - 1) & 1);
-    return slot;
+    if (round_ > 0) barrier_wait(&own_.shared.empty[slot_], (round_ - 1) & 1);
+    return slot_;
   }
   // Before boxes are asked for.
   void tell_coming(uint64_t& full, uint32_t bytes) const {
@@ -304,7 +314,7 @@ class ForwardCopies {
     }
     more();
     tell_full(full);
-    ++item_;
+    if (++slot_ == kSlots) slot_ = 0, ++round_;
   }
   // To panels that are kPanelStep bytes apart.
   template <int kRows, uint32_t kPanelStep, bool kInterleaved>
@@ -335,9 +345,8 @@ class ForwardCopies {
 #pragma unroll 1
     for (int group = 0; group < Forward::kGroups; ++group) {
       const int first = group * Forward::kRows;
-      Forward::Bias::template load<false>(own_.bias_tile(item_ / 2, group),
-                                          from + first * bias.query, bias, tile.rows - first,
-                                          tile.band.keys - key, true);
+      Forward::Bias::template load<false>(own_.bias_tile(note_, group), from + first * bias.query,
+                                          bias, tile.rows - first, tile.band.keys - key, true);
     }
   }
 
@@ -345,7 +354,9 @@ class ForwardCopies {
   const ForwardParams& params_;
   const bool maps_;
   TileNumbers<Forward::kPersistent> numbers_;
-  uint32_t item_ = 0, tile_count_ = 0;
+  // Of the next item, and how many had its slot before; where the next step's note goes.
+  uint32_t slot_ = 0, round_ = 0, note_ = 0;
+  uint32_t tile_count_ = 0;
 };
 
 }  // namespace pullback::attention

@@ -113,7 +113,9 @@ struct BackwardBlock {
 
   static constexpr bool listed() { return has_blocks(kFeatures); }
   BackwardSteps<listed()> steps() const { return {p, block}; }
-  QuerySums<kKeys, kQueries, kWidth, kThreads, listed()> sums() const { return {p, block}; }
+  QuerySums<kKeys, kQueries, kWidth, kThreads, listed(), !kOneBarrier> sums() const {
+    return {p, block};
+  }
   static int64_t tile_of(const Step& step) { return step.first_tile + step.tile; }
 
   void load_step(const Step& step, uint32_t stage) const {
@@ -363,8 +365,8 @@ struct BackwardBlock {
       const SeenOwner owner = p.problem.blocks.owners[block.owner];
       if (owner.parts > 1) {
         wait_for_previous_kernel();  // also where no step did
-        if (keys && p.d_k.data != nullptr) join_key_parts<kThreads>(p, block, owner, d_k, 0);
-        if (values && p.d_v.data != nullptr) join_key_parts<kThreads>(p, block, owner, d_v, 1);
+        if (keys && p.d_k.data != nullptr) join_key_parts<kThreads>(p, block.pair, owner, d_k, 0);
+        if (values && p.d_v.data != nullptr) join_key_parts<kThreads>(p, block.pair, owner, d_v, 1);
         if (owner.part + 1 < owner.parts) return;
       }
     }

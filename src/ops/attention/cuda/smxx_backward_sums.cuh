@@ -7,7 +7,9 @@
 
 namespace pullback::attention {
 
-template <int kKeys, int kQueries, int kWidth, int kThreads, bool kListed>
+// kEndsEarly: a barrier has come behind the sums of the step before when a turn begins, so that its
+// turn may end before this one has come.
+template <int kKeys, int kQueries, int kWidth, int kThreads, bool kListed, bool kEndsEarly>
 struct QuerySums {
   const BackwardParams& p;
   BlockPlace& block;
@@ -112,7 +114,7 @@ struct QuerySums {
     return (block.pair * p.problem.group + step.head_of_group) * p.lines + step.line;
   }
   void await(int64_t line, int32_t turns) const {
-    block.end_turn();
+    if constexpr (kEndsEarly) block.end_turn();
     while (load_relaxed(p.turns + line) < turns) {
     }
   }
@@ -122,14 +124,14 @@ struct QuerySums {
   }
 };
 
-// Owners that share a tile of keys add up d_k (0) or d_v (1), in their order: the last one has the
-// sum. By all of `threads`.
+// Owners that share a tile of keys of a pair add up d_k (0) or d_v (1), in their order: the last
+// one has the sum. By all of `threads`.
 template <int kThreads, int kM, int kN, class Threads = AllThreads>
-void join_key_parts(const BackwardParams& p, const BlockPlace& block, const SeenOwner& owner,
+void join_key_parts(const BackwardParams& p, int64_t pair, const SeenOwner& owner,
                     float (&sum)[kM][kN][4], int which, const Threads& threads = {}) {
   const int64_t shared = p.problem.blocks.shared_count;
-  int32_t* const done = p.parts_done + (block.pair * shared + owner.shared) * 2 + which;
-  const int64_t at = ((block.pair - p.first_pair) * shared + owner.shared) * 2 + which;
+  int32_t* const done = p.parts_done + (pair * shared + owner.shared) * 2 + which;
+  const int64_t at = ((pair - p.first_pair) * shared + owner.shared) * 2 + which;
   float* const sums = p.key_sums + (at * (kM * kN * kThreads) + threads.number()) * 4;
   if (owner.part > 0) {
     await_parts(done, owner.part, threads);

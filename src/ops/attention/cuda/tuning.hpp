@@ -132,10 +132,11 @@ struct HopperTile {
   }
   // Tiles of a bias, one for each tile of keys.
   constexpr int bias_slots() const { return bias() ? slots / 2 : 0; }
-  // With what it takes to begin at a multiple of 1024.
+  // Barriers and notes; tiles, which begin at a multiple of 1024.
+  static constexpr int kNoteBytes = 1024;
   constexpr int shared_bytes() const {
-    return (query_slots * rows() + slots * keys) * panels() * 128 +
-           bias_slots() * rows() * keys * 2 + 1024;
+    return kNoteBytes + (query_slots * rows() + slots * keys) * panels() * 128 +
+           bias_slots() * rows() * keys * 2;
   }
 };
 constexpr bool has_hopper_tile(ForwardKind kind, int width, int element_bytes) {
@@ -144,7 +145,7 @@ constexpr bool has_hopper_tile(ForwardKind kind, int width, int element_bytes) {
 }
 constexpr HopperTile hopper_tile(ForwardKind kind, int width) {
   if (kind == ForwardKind::blocks) {
-    return {kind, width, width == 64 ? 128 : 64, 1, 5, 1, 40, 216, false, 2};
+    return {kind, width, width == 64 ? 128 : 64, 1, 6, 1, 48, 208, false, 2};
   }
   if (kind == ForwardKind::large_blocks) {
     return {kind, width, 128, 2, width == 64 ? 8 : 6, 1, 56, 224, false};
