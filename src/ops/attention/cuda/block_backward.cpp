@@ -74,7 +74,7 @@ class BlockBackward final : public BackwardBody {
     const auto load = [&](Kernel& kernel, const BlockBackwardTile& tile, std::int64_t blocks) {
       kernel = {block_kernel(dtype, tile), device_, tile.shared_bytes()};
       set_grid(kernel, blocks);
-      kernel.shape.programmatic = true;
+      kernel.shape.programmatic = has_queries_;  // behind prepare, which allows it
     };
     if (has_keys_) load(keys_, key_tile(problem), pairs_ * keys.owner_count);
     if (has_queries_ && problem.d_q.given()) {
