@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/driver.hpp"
+#include "driver/block_layout.hpp"
 #include "driver/check.hpp"
 #include "ops/attention/case_setup.hpp"
 #include "pullback/attention.hpp"
@@ -159,6 +160,80 @@ TEST_F(attention_cuda, gradients_of_131072_tokens) {
     expect_row(row("d_q", at, head), d_q, "d_q");
     expect_row(row("d_k", at, head), d_k, "d_k");
     expect_row(row("d_v", at, head), d_v, "d_v");
+  }
+}
+
+void expect_tensor(const HostTensor& got, const HostTensor& want) {
+  double largest = 0;
+  for (std::int64_t i = 0; i < want.numel(); ++i)
+    largest = std::max(largest, std::abs(want.get(i)));
+  for (std::int64_t i = 0; i < want.numel(); ++i) {
+    ASSERT_NEAR(got.get(i), want.get(i), largest * 0x1p-6) << "element " << i;
+  }
+  EXPECT_TRUE(got.guards_intact());
+}
+
+// Gradients of which only some are wanted, and tensors that vectors of 16 bytes do not fit: kernels
+// that need more leave it to others.
+TEST_F(attention_cuda, any_gradients_at_any_addresses) {
+  const auto expect_all = [](const attention_setup::Setup& setup, std::int64_t block, DType dtype) {
+    Random random(4);
+    const Request request{.op = "attention",
+                          .inputs = attention_setup::inputs_of(setup, dtype, random),
+                          .options = block == 0 ? OptionMap{} : attention_setup::with_size(block),
+                          .device = Device::cuda(),
+                          .variant = {}};
+    const TensorMap expected = evaluate(request);
+    AttentionProblem problem;
+    problem.q = request.inputs.at("q").spec();
+    problem.k = request.inputs.at("k").spec();
+    problem.v = request.inputs.at("v").spec();
+    problem.d_out = request.inputs.at("d_out").spec();
+    if (block > 0) {
+      problem.blocks.layout = layout_of("attention", request.inputs, &problem.blocks.batches);
+      problem.blocks.block = block;
+    }
+    problem = complete(problem);
+    const auto plan = make_plan(Device::cuda(), problem, Pass::backward);
+    for (const bool unaligned : {false, true}) {
+      for (const unsigned wanted : {1u, 2u, 3u, 4u, 5u, 6u, 7u}) {
+        SCOPED_TRACE(testing::Message()
+                     << plan.describe() << (unaligned ? " unaligned, " : " ") << wanted);
+        TensorMemory memory(Device::cuda(), {.unaligned = unaligned});
+        AttentionTensors tensors{.q = memory.input(request.inputs.at("q")),
+                                 .k = memory.input(request.inputs.at("k")),
+                                 .v = memory.input(request.inputs.at("v")),
+                                 .d_out = memory.input(request.inputs.at("d_out"))};
+        HostTensor out = expected.at("out"), lse = expected.at("lse");
+        const HostTensor d_q(problem.d_q), d_k(problem.d_k), d_v(problem.d_v);
+        tensors.out = const_cast<void*>(memory.input(out));
+        tensors.lse = const_cast<void*>(memory.input(lse));
+        if (wanted & 1) tensors.d_q = memory.output(d_q);
+        if (wanted & 2) tensors.d_k = memory.output(d_k);
+        if (wanted & 4) tensors.d_v = memory.output(d_v);
+        memory.reserve_workspace(plan.workspace_bytes());
+        plan.run(memory.stream(), tensors, memory.workspace());
+        memory.fetch();
+        if (wanted & 1) expect_tensor(d_q, expected.at("d_q"));
+        if (wanted & 2) expect_tensor(d_k, expected.at("d_k"));
+        if (wanted & 4) expect_tensor(d_v, expected.at("d_v"));
+      }
+    }
+  };
+  for (const std::int64_t head_dim : {64, 72, 128, 256}) {
+    const attention_setup::Setup setup{.batch = 2,
+                                       .query = 330,
+                                       .key = 450,
+                                       .heads = 4,
+                                       .kv_heads = 2,
+                                       .head_dim = head_dim,
+                                       .value_dim = head_dim};
+    expect_all(setup, 0, DType::bf16);
+    for (const std::int64_t block : {32, 64, 128}) {
+      expect_all(attention_setup::with_blocks(setup, {.block = block, .heads = 4}), block,
+                 DType::bf16);
+    }
+    expect_all(setup, 0, DType::f32);
   }
 }
 

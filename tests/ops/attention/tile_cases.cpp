@@ -57,6 +57,14 @@ void add_for_gpus(std::vector<Case>& all, const Setup& wide) {
     add(cases, fmt::format("tiles, few queries, window, D {}", head_dim), setup,
         {{"window", "3000,20"}, {"corner", "bottom-right"}});
   }
+  // Fewer than a warpgroup has: the others must not be waited for.
+  for (const std::int64_t query : {1, 16}) {
+    setup = wide;
+    setup.query = query, setup.key = 4100;
+    setup.head_dim = setup.value_dim = 64;
+    setup.dtypes = {DType::f32, DType::bf16, DType::f16};
+    add(cases, fmt::format("tiles, few queries, {} of D 64", query), setup);
+  }
   // Odd numbers of tiles of queries, which kernels of heads of 64 take by twos.
   setup = wide;
   setup.batch = 2, setup.heads = 4, setup.kv_heads = 2;
@@ -179,6 +187,14 @@ void add_shared_lists(std::vector<Case>& cases) {
   }
   even.change = poison;
   add_blocks("long lists, NaN in keys", even, {.block = 64, .heads = 2, .density = 0.8});
+
+  // The last tile of queries has rows for one warpgroup of two.
+  Setup wide = even;
+  wide.change = {};
+  wide.query = 140, wide.key = 5000;
+  add_blocks("long lists, few queries at the end", wide,
+             {.block = 128, .heads = 2, .density = 0.9});
+  cases.back().full_only = false;
 
   // Few lists are long, and the sums of d_q are several.
   Setup uneven = even;

@@ -195,14 +195,9 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     __syncwarp();
 #pragma unroll 1
     for (int part = 0; part < kQueryPanels; ++part) {  // of the queries
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        constexpr int kPanelTiles = kPanel / 8;
-        add_not_finite<T, kPanel, kPanel>(
-            reinterpret_cast<float(&)[1][kPanelTiles][4]>(d_v[panel * kPanelTiles]),
-            ds_tile + part * kScorePanelBytes, worker.row,
-            d_out_tile + (panel * kQueries + part * kPanel) * kPanelRow, 0, kPanel, 0, worker.lane);
-      }
+      add_panels_not_finite<T>(d_v, ds_tile + part * kScorePanelBytes, worker.row,
+                               d_out_tile + part * (kPanel * kPanelRow), kQueries * kPanelRow,
+                               worker.lane);
     }
     make_finite(q_tile, d_out_tile, worker);
   }

@@ -367,16 +367,7 @@ struct BlockBackward {
                         const Worker& worker) const {
     store_operands<T>(p_tile, weights, worker.row + worker.lane / 4, worker.lane % 4);
     __syncwarp();
-    add_extreme_columns<0>(d_v, d_out_tile, worker);
-  }
-  // From 8 · kFrom on, a panel at a time.
-  template <int kFrom>
-  void add_extreme_columns(Sum& d_v, uint32_t d_out_tile, const Worker& worker) const {
-    constexpr int kLeft = kTiles - kFrom, kOwn = kLeft < kPanel / 8 ? kLeft : kPanel / 8;
-    add_not_finite<T, kPanel, kPanel>(
-        reinterpret_cast<float(&)[1][kOwn][4]>(d_v[kFrom]), p_tile, worker.row,
-        d_out_tile + kFrom * 8 / kPanel * (kRows * kPanelRow), 0, kRows, 0, worker.lane);
-    if constexpr (kLeft > kOwn) add_extreme_columns<kFrom + kOwn>(d_v, d_out_tile, worker);
+    add_panels_not_finite<T>(d_v, p_tile, worker.row, d_out_tile, kRows * kPanelRow, worker.lane);
   }
   // A listed tile, whose NaN and infinity unseen weights must not meet, when all have its scores.
   void make_finite(uint32_t tile, const Worker& worker) const {

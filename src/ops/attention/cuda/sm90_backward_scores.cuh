@@ -294,8 +294,22 @@ bool sees_extreme(uint32_t from, uint32_t bytes, int thread) {
 }
 template <class T, int kThreads>
 void copy_finite(uint32_t to, uint32_t from, uint32_t bytes, int thread) {
+#pragma unroll 1
   for (uint32_t at = thread * 4; at < bytes; at += kThreads * 4) {
     store_shared(to + at, finite_or_zero<T>(load_shared_word(from + at)));
+  }
+}
+
+// add_not_finite() for a tile of 64 rows in panels, from columns 8 · kFrom on.
+template <class T, int kFrom = 0, int kTiles>
+void add_panels_not_finite(float (&sum)[kTiles][4], uint32_t weights, int weight_row, uint32_t tile,
+                           uint32_t panel_bytes, int lane) {
+  constexpr int kLeft = kTiles - kFrom, kOwn = kLeft < kPanel / 8 ? kLeft : kPanel / 8;
+  add_not_finite<T, kPanel, kPanel>(reinterpret_cast<float(&)[1][kOwn][4]>(sum[kFrom]), weights,
+                                    weight_row, tile + kFrom * 8 / kPanel * panel_bytes, 0, kPanel,
+                                    0, lane);
+  if constexpr (kLeft > kOwn) {
+    add_panels_not_finite<T, kFrom + kOwn>(sum, weights, weight_row, tile, panel_bytes, lane);
   }
 }
 

@@ -375,12 +375,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   void clean_rows(float (&sum)[kTiles][4], uint32_t p_tile, uint32_t q_tile, uint32_t d_out_tile,
                   const Worker& worker) const {
     if (worker.group == 0) {
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        add_not_finite<T, kPanel, kQueries>(
-            reinterpret_cast<float(&)[1][kPanelTiles][4]>(sum[panel * kPanelTiles]), p_tile,
-            worker.row, d_out_tile + panel * (kQueries * kPanelRow), 0, kQueries, 0, worker.lane);
-      }
+      add_panels_not_finite<T>(sum, p_tile, worker.row, d_out_tile, kQueries * kPanelRow,
+                               worker.lane);
     }
     meet();
     copy_finite<T, kWorkers>(q_tile, q_tile, kTileBytes, worker.thread);

@@ -365,13 +365,16 @@ class ForwardWorker {
   // the tile. The state is the tile's then.
   bool join(const TileNote& tile) {
     constexpr int kThreads = Forward::kGroups * kWarpgroupSize;
+    // A warpgroup without rows does not come here.
     struct Workers {
+      int count;
       int number() const { return static_cast<int>(threadIdx.x) - kWarpgroupSize; }
-      void meet() const { named_wait(kAllGroups, kThreads); }
+      void meet() const { named_wait(kAllGroups, count); }
     };
     const SeenOwner owner = own_.params.problem.blocks.owners[tile.owner];
     if (owner.parts == 1) return true;
-    const Workers workers;
+    const Workers workers{tile.rows > kRows ? kThreads : kWarpgroupSize};
+    static_assert(Forward::kGroups <= 2 || !kBlocks);
     return join_parts<kThreads>(state_, own_.params, owner, tile.plane, unit_, workers.number(),
                                 workers);
   }

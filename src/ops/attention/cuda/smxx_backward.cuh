@@ -46,6 +46,10 @@ struct BackwardBlock {
   static constexpr int kDqParts = kSplit == 1 && kDqM * kDqWidth > 64 ? 2 : 1;
   static constexpr int kDqN = kDqWidth / kDqParts / 8;
 
+  // Kernels that can do everything have loops where others have copies of code: to compile half of
+  // them again would take half a second more.
+  static constexpr bool kShort = is_general(kFeatures);
+
   using Step = BackwardStep;
   using WidthTile = TileLayout<T, kWidth>;
   using ScoreTile = TileLayout<T, kQueries>;
@@ -98,11 +102,15 @@ struct BackwardBlock {
         ds_tile(ds_tiles),
         p_tile(ds_tiles + kScoreTiles * kScoreBytes) {}
 
+  T* rows_of(const HeadRows& rows, int head, int64_t row) const {
+    return static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head +
+           row * rows.row;
+  }
+
   template <int kRows, bool kInterleaved>
   void load(uint32_t tile, const HeadRows& rows, int head, int64_t first, int count,
             int columns) const {
-    const T* const from = static_cast<const T*>(rows.data) + place.batch * rows.batch +
-                          first * rows.row + head * rows.head;
+    const T* const from = rows_of(rows, head, first);
     const auto load_by = [&](auto vectors) {
       TileLoader<T, kRows, kWidth, kThreads, vectors.value, kInterleaved, is_general(kFeatures)>(
           from, rows.row, rows.element, columns)
@@ -121,10 +129,12 @@ struct BackwardBlock {
   void load_step(const Step& step, uint32_t stage) const {
     const int first = step.tile * kQueries, left = place.q_length - first;
     const int64_t row = place.q_begin + first;
-    load<kQueries, false>(q_tiles + stage * kQueryBytes, p.q, step.head, row, left,
-                          p.problem.head_dim);
-    load<kQueries, false>(d_out_tiles + stage * kQueryBytes, p.d_out, step.head, row, left,
-                          p.problem.value_dim);
+#pragma unroll(kShort ? 1 : 2)
+    for (int which = 0; which < 2; ++which) {
+      load<kQueries, false>((which == 0 ? q_tiles : d_out_tiles) + stage * kQueryBytes,
+                            which == 0 ? p.q : p.d_out, step.head, row, left,
+                            which == 0 ? p.problem.head_dim : p.problem.value_dim);
+    }
     if constexpr (kStatsStages == kStages) load_stats(step, stage);
     async_commit();
   }
@@ -245,7 +255,10 @@ struct BackwardBlock {
       }
     };
     const bool wants_k = p.d_k.data != nullptr, wants_v = p.d_v.data != nullptr;
-    if (wants_k && wants_v) {
+    if (kShort) {
+      if (wants_v) sum(Constant<false>(), Constant<true>());
+      if (wants_k) sum(Constant<true>(), Constant<false>());
+    } else if (wants_k && wants_v) {
       sum(Constant<true>(), Constant<true>());
     } else if (wants_v) {
       sum(Constant<false>(), Constant<true>());
@@ -322,17 +335,11 @@ struct BackwardBlock {
                       columns);
   }
 
-  // Rows first + row … of a gradient, those below `limit`, from a sum.
-  template <bool kInterleaved, int kM, int kSumN>
-  void store_sum(const HeadRows& rows, int head, int64_t first, int row, int limit, int column,
-                 int columns, const float (&sum)[kM][kSumN][4], float factor) const {
-    T* const base =
-        static_cast<T*>(rows.data) + place.batch * rows.batch + head * rows.head + first * rows.row;
-    const GradientStore<T, kInterleaved> store{rows, base, row, limit, column, columns, factor};
-    if constexpr (sizeof(T) == 4) {
-      store.template elements<!is_general(kFeatures)>(sum, lane);
-    } else {
-      store.template pieces<!is_general(kFeatures)>(sum, lane, p.vectors != 0);
+  void load_keys_and_values() const {
+#pragma unroll(kShort ? 1 : 2)
+    for (int which = 0; which < 2; ++which) {
+      load_keys(which == 0 ? k_tile : v_tile, which == 0 ? p.k : p.v,
+                which == 0 ? p.problem.head_dim : p.problem.value_dim);
     }
   }
 
@@ -343,8 +350,16 @@ struct BackwardBlock {
     const int64_t all =
         p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
     const int rows = static_cast<int>(all - first_row < kQueries ? all - first_row : kQueries);
-    store_sum<false>(p.d_q, step.head, place.q_begin + first_row, first_query, rows, first_column,
-                     p.problem.head_dim, sum, p.problem.scale);
+    const GradientStore<T, false> store{
+        p.d_q,          rows_of(p.d_q, step.head, place.q_begin + first_row),
+        first_query,    rows,
+        first_column,   p.problem.head_dim,
+        p.problem.scale};
+    if constexpr (sizeof(T) == 4) {
+      store.template elements<!kShort>(sum, lane);
+    } else {
+      store.template pieces<!kShort>(sum, lane, p.vectors != 0);
+    }
   }
 
   void run() {
@@ -374,22 +389,28 @@ struct BackwardBlock {
   }
 
   void store_keys(bool keys, bool values) const {
-    const int limit = place.extent < kKeys ? place.extent : kKeys;
-    const int64_t row = place.k_begin + place.tile * kKeys;
+    static_assert(kStages * 2 * kQueryBytes >= kKeyBytes);
+    const int first = place.tile * kKeys + key_row, limit = place.extent - key_row;
     const int column = own * kOwnN * 8;
-    if (keys && p.d_k.data != nullptr) {
-      store_sum<true>(p.d_k, place.head, row, key_row, limit, column, p.problem.head_dim, d_k,
-                      p.problem.scale);
-    }
-    if (values && p.d_v.data != nullptr) {
-      store_sum<true>(p.d_v, place.head, row, key_row, limit, column, p.problem.value_dim, d_v,
-                      1.0f);
-    }
+    const auto store = [&](const HeadRows& rows, const float(&sum)[2][kOwnN][4], int columns,
+                           float factor) {
+      if (rows.data == nullptr) return;
+      T* const base = rows_of(rows, place.head, place.k_begin + first);
+      if constexpr (kShort || sizeof(T) == 4) {
+        // By way of the place of queries.
+        const StagedStore<T, kWidth> to{q_tiles, base, rows, key_row, column, limit, columns};
+        to.template store<!kShort>(sum, factor, lane, p.vectors != 0);
+      } else {
+        const GradientStore<T, true> to{rows, base, 0, limit, column, columns, factor};
+        to.template pieces<true>(sum, lane, true);
+      }
+    };
+    if (keys) store(p.d_k, d_k, p.problem.head_dim, p.problem.scale);
+    if (values) store(p.d_v, d_v, p.problem.value_dim, 1.0f);
   }
 
   void sum_steps() {
-    load_keys(k_tile, p.k, p.problem.head_dim);
-    load_keys(v_tile, p.v, p.problem.value_dim);
+    load_keys_and_values();
     wait_for_previous_kernel();  // for statistics and turns
     if (threadIdx.x == 0) steps().find(1);
     if constexpr (has_bias(kFeatures)) load_bias(block.steps[0]);

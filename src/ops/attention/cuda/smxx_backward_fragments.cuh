@@ -5,6 +5,7 @@
 #include "device/mma.cuh"
 #include "device/shared_tile.cuh"
 #include "ops/attention/cuda/params.cuh"
+#include "ops/attention/cuda/smxx_scores.cuh"
 
 namespace pullback::attention {
 
@@ -102,8 +103,9 @@ template <class T, int kColumns, int kThreads>
 void make_finite(uint32_t tile, int first, int count) {
   constexpr uint32_t kRowBytes = TileLayout<T, kColumns>::kRowBytes;
   const uint32_t end = tile + static_cast<uint32_t>(first + count) * kRowBytes;
-  for (uint32_t at = tile + static_cast<uint32_t>(first) * kRowBytes + threadIdx.x * 4; at < end;
-       at += kThreads * 4) {
+#pragma unroll 1
+  for (uint32_t at = tile + static_cast<uint32_t>(first) * kRowBytes + thread_number<true>() * 4;
+       at < end; at += kThreads * 4) {
     store_shared(at, finite_or_zero<T>(load_shared_word(at)));
   }
 }

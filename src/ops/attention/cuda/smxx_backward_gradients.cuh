@@ -54,6 +54,72 @@ void add_in_cluster(float (&d_k)[kM][kN][4], float (&d_v)[kM][kN][4], uint32_t l
   rank == 0 ? add(d_k) : add(d_v);
 }
 
+// factor · sum of the warp's 32 keys, which are interleaved, and 8 · kN columns goes to the rows
+// from `base` on below `limit`, by way of its part of a tile. kVectors: `columns` are whole pieces
+// of 16 bytes, aligned.
+template <class T, int kWidth>
+struct StagedStore {
+  using Layout = TileLayout<T, kWidth>;
+  uint32_t tile;
+  T* base;  // the warp's first key
+  const HeadRows& rows;
+  int row, column;  // in the tile
+  int limit, columns;
+
+  template <bool kVectors, int kN>
+  void store(const float (&sum)[2][kN][4], float factor, int lane, bool vectors) const {
+    put(sum, factor, lane);
+    __syncwarp();
+    constexpr int kAcross = kN * 8 / Layout::kChunk;
+#pragma unroll(kVectors ? 4 : 1)
+    for (int i = 0; i < kAcross; ++i) {
+      const int piece = i * 32 + lane, r = piece / kAcross;
+      const int first = column + piece % kAcross * Layout::kChunk;
+      uint32_t words[4];
+      load_shared(words, tile + Layout::offset(row + r, first / Layout::kChunk));
+      const int key = r / 8 * 2 + first_key_of_row(r % 8 * 4);
+      if (key >= limit) continue;
+      T* const to = base + key * rows.row;
+      if constexpr (kVectors) {
+        if (first < columns) store_words(to + first, words);
+      } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (first + e < columns) to[(first + e) * rows.element] = __uint_as_float(words[e]);
+        }
+      } else {
+        store_eight(to, rows.element, first, columns, vectors, words);
+      }
+    }
+    __syncwarp();  // the next ones lie there, too
+  }
+
+ private:
+  template <int kN>
+  void put(const float (&sum)[2][kN][4], float factor, int lane) const {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float a = factor * sum[m][n][2 * half], b = factor * sum[m][n][2 * half + 1];
+          const int first = column + 8 * n + lane % 4 * 2;
+          const uint32_t at =
+              tile + Layout::offset(row + 16 * m + 8 * half + lane / 4, first / Layout::kChunk) +
+              static_cast<uint32_t>(first % Layout::kChunk * sizeof(T));
+          if constexpr (sizeof(T) == 4) {
+            store_shared(at, __float_as_uint(a));
+            store_shared(at + 4, __float_as_uint(b));
+          } else {
+            store_shared(at, pack<T>(a, b));
+          }
+        }
+      }
+    }
+  }
+};
+
 // factor · sum of 16 · kM rows and 8 · kN columns goes to the rows from `row` on below `limit` and
 // the columns from `column` on below `columns`. kInterleaved: rows are keys, which are.
 template <class T, bool kInterleaved>

@@ -337,6 +337,7 @@ template <class T, int kKeys, int kQueries, int kThreads>
 void prefetch_bias(const BackwardParams& p, const TilePlace& place, int head, int query_tile) {
   if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
   constexpr int kLines = kKeys / 64;
+#pragma unroll 1
   for (int line = threadIdx.x; line < kQueries * kLines; line += kThreads) {
     const int i = query_tile * kQueries + line / kLines,
               j = place.tile * kKeys + line % kLines * 64;

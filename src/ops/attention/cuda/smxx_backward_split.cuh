@@ -93,10 +93,12 @@ struct SplitBlock
     split_tile<kKeys, kWidth, kThreads, 16>(tile, inverse_of(unit));
   }
   void split_queries(int stage) const {
-    split_tile<kQueries, kWidth, kThreads>(q_tiles + stage * kQueryBytes,
-                                           inverse_of(q_unit(stage)));
-    split_tile<kQueries, kWidth, kThreads>(d_out_tiles + stage * kQueryBytes,
-                                           inverse_of(d_out_unit(stage)));
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+      split_tile<kQueries, kWidth, kThreads>(
+          (which == 0 ? q_tiles : d_out_tiles) + stage * kQueryBytes,
+          inverse_of(which == 0 ? q_unit(stage) : d_out_unit(stage)));
+    }
   }
 
   KeyScores scores_of(const Step& step, int first, uint32_t stats) const {
@@ -246,19 +248,22 @@ struct SplitBlock
     const PlaneRows<kQueries, false> p_rows(p_tile, lane), ds_rows(ds_tile, lane);
     const PlaneRows<kWidth, false> q_rows(q_tile, lane), d_out_rows(d_out_tile, lane);
     const float to_q = q_unit(stage), to_d_out = d_out_unit(stage);
+    // Or the compiler keeps what follows from it in registers over all steps.
+    int own_eight = own * kOwnN;
+    asm volatile("" : "+r"(own_eight));
     const auto add_values = [&](int first) {
       const float unit = units.p_unit[key_row / 32][first / kUnitQueries] * to_d_out;
       PlaneMatrices a[2];
 #pragma unroll
       for (int m = 0; m < 2; ++m) a[m].load(p_rows.at(key_row + 16 * m, first / 8));
-      multiply_plane_rows(d_v, a, d_out_rows, first, own * kOwnN, {unit, unit});
+      multiply_plane_rows(d_v, a, d_out_rows, first, own_eight, {unit, unit});
     };
     const auto add_keys = [&](int first) {
       const float unit = units.ds_unit[key_row / 32][first / kUnitQueries] * to_q;
       PlaneMatrices a[2];
 #pragma unroll
       for (int m = 0; m < 2; ++m) a[m].load(ds_rows.at(key_row + 16 * m, first / 8));
-      multiply_plane_rows(d_k, a, q_rows, first, own * kOwnN, {unit, unit});
+      multiply_plane_rows(d_k, a, q_rows, first, own_eight, {unit, unit});
     };
     const bool wants_v = p.d_v.data != nullptr, wants_k = p.d_k.data != nullptr;
     if (!is_general(kFeatures) && wants_v && wants_k) {  // one block, for the compiler to mix
@@ -280,6 +285,7 @@ struct SplitBlock
   void query_product(float (&sum)[kDqM][kDqN][4], int first_query, int first_eight) const {
     const PlaneRows<kQueries, true> ds_rows(ds_tile, lane);
     const PlaneRows<kWidth, false> k_rows(k_tile, lane);
+    asm volatile("" : "+r"(first_eight));
 #pragma unroll 2
     for (int key = 0; key < kKeys; key += 16) {
       PlaneMatrices a[kDqM];
@@ -326,8 +332,7 @@ struct SplitBlock
   }
 
   void sum_steps() {
-    this->load_keys(k_tile, p.k, p.problem.head_dim);
-    this->load_keys(v_tile, p.v, p.problem.value_dim);
+    this->load_keys_and_values();
     wait_for_previous_kernel();  // for statistics and turns
     if (threadIdx.x == 0) this->steps().find(1);
     this->load_step(block.steps[0], 0);
@@ -337,8 +342,10 @@ struct SplitBlock
     async_wait<0>();
     __syncthreads();
     find_key_units();
-    split_keys(k_tile, units.k_unit);
-    split_keys(v_tile, units.v_unit);
+#pragma unroll 1
+    for (int which = 0; which < 2; ++which) {
+      split_keys(which == 0 ? k_tile : v_tile, which == 0 ? units.k_unit : units.v_unit);
+    }
     for (int number = 0;; ++number) {
       const Step& step = this->steps().at(number);
       const Step& next = this->steps().at(number + 1);

@@ -16,6 +16,7 @@
 #include "device/mma.cuh"
 #include "device/shared_tile.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
+#include "ops/attention/cuda/smxx_scores.cuh"
 #include "ops/attention/cuda/smxx_units.cuh"
 
 namespace pullback::attention {
@@ -44,8 +45,9 @@ uint32_t plane_offset(int row, int eight) {
   return TileLayout<float, kColumns>::offset(row, 2 * eight);
 }
 
-// Splits a tile where it lies, with all threads of the block: load, a barrier, and store.
-template <int kRows, int kColumns, int kThreads>
+// Splits a tile where it lies, with all threads of the block: load, a barrier, and store. kAnew: as
+// thread_number() has it.
+template <int kRows, int kColumns, int kThreads, bool kAnew = false>
 struct TileSplitter {
   static constexpr int kPieces = (kRows * kColumns / 8 + kThreads - 1) / kThreads;
   uint32_t words[kPieces][2][4];
@@ -53,9 +55,10 @@ struct TileSplitter {
   // Neighbouring threads have rows in different banks.
   template <class Visit>
   static void for_each(uint32_t tile, const Visit& visit) {
+    const int first = thread_number<kAnew>();
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      const int i = static_cast<int>(threadIdx.x) + piece * kThreads;
+      const int i = first + piece * kThreads;
       if (kRows * kColumns / 8 % kThreads == 0 || i < kRows * kColumns / 8) {
         visit(piece, tile + plane_offset<kColumns>(i % kRows, i / kRows));
       }
@@ -102,7 +105,7 @@ void split_tile(uint32_t tile, float inverse_unit) {
 #pragma unroll 1
   for (int row = 0; row < kRows; row += kPart) {
     const uint32_t part = tile + static_cast<uint32_t>(row * kColumns * 4);
-    TileSplitter<kPart, kColumns, kThreads> splitter;
+    TileSplitter<kPart, kColumns, kThreads, true> splitter;
     splitter.load(part);
     splitter.store(part, inverse_unit);
   }
@@ -240,7 +243,8 @@ inline bool plane_not_finite(uint32_t high, int element) {
 // All threads of the block: rows with NaN or infinity in a tile get 0 for it.
 template <int kRows, int kColumns, int kThreads>
 void make_planes_finite(uint32_t tile) {
-  for (int i = static_cast<int>(threadIdx.x); i < kRows * kColumns / 2; i += kThreads) {
+#pragma unroll 1
+  for (int i = thread_number<true>(); i < kRows * kColumns / 2; i += kThreads) {
     const uint32_t at = tile + plane_offset<kColumns>(i % kRows, i / kRows / 4) +
                         static_cast<uint32_t>(i / kRows % 4 * 4);
     const uint32_t high = load_shared_word(at);
