@@ -95,10 +95,7 @@ struct Dropout {
 
   // `number` is key % 8. What lies below a draw decides nothing.
   constexpr bool keeps(const PhiloxWords& words, unsigned number) const {
-    // Not by an index, which would take the words through memory.
-    const uint32_t low = number & 2 ? words.word[1] : words.word[0];
-    const uint32_t high = number & 2 ? words.word[3] : words.word[2];
-    const uint32_t word = number & 4 ? high : low;
+    const uint32_t word = words.word[number / 2];
     return (number % 2 != 0 ? word : word << 16) >= threshold << 16;
   }
 

@@ -44,8 +44,6 @@ void plain_row(const ForwardParams& params, const Sequence& sequence, int64_t ba
       if (added == -infinity<R>()) return added;
     }
     R s = 0;
-    // Fast for f64, short where it is rare.
-#pragma unroll(sizeof(R) == 8 ? 4 : 1)
     for (int d = 0; d < p.head_dim; ++d) {
       s += to_real(q[d * params.q.element]) * to_real(k[j * params.k.row + d * params.k.element]);
     }
