@@ -387,9 +387,13 @@ def entmax(p: Problem) -> Results:
         slope = right.pow(2 - alpha).where(right.to(p["dtype"]) > 0, 0)  # as it is saved
     mean = (slope * g).sum(axis, keepdim=True) / slope.sum(axis, keepdim=True).clamp(min=1e-300)
     results = [("out", out, right)]
-    # Beyond 2 the slope is infinite at the edge of the support.
-    if alpha <= 2:
+    # Beyond 2 the slope is infinite at the edge of the support, and before it jumps there: an
+    # element that near may be on either side.
+    if alpha == 1:
         results.append(("d_x", d_x, slope * (g - mean)))
+    elif alpha <= 2:
+        clear = ((z - low).abs() > 3e-6).all(axis, keepdim=True)
+        results.append(("d_x", d_x * clear, slope * (g - mean) * clear))
     return results
 
 
