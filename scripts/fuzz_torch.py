@@ -90,29 +90,32 @@ def segment(p: Problem) -> Results:
     inside = (ids >= 0) & (ids < count)
     at, x, g = ids[inside], own.detach()[inside].double(), g.double()
     each = at[:, None].expand(-1, columns)
-    zeros = x.new_zeros(count, columns)
     lengths = torch.bincount(at, minlength=count).double()[:, None]
-    sums = zeros.index_add(0, at, x)
-    largest = zeros.fill_(-math.inf).scatter_reduce(0, each, x, "amax")
-    powers = (x - largest[at]).exp()
-    lse = largest + x.new_zeros(count, columns).index_add(0, at, powers).log()
+
+    def added(values: Tensor) -> Tensor:
+        return values.new_zeros(count, columns).index_add(0, at, values)
+
+    def largest(values: Tensor) -> Tensor:
+        lowest = values.new_full((count, columns), -math.inf)
+        return lowest.scatter_reduce(0, each, values, "amax")
+
+    top = largest(x)
+    lse = top + added((x - top[at]).exp()).log()
     if reduce in ("sum", "mean"):
         factor = 1 / lengths.clamp(min=1) if reduce == "mean" else torch.ones_like(lengths)
-        right, right_d_x = sums * factor, (g * factor)[at]
+        right, right_d_x = added(x) * factor, (g * factor)[at]
     elif reduce in ("max", "min"):
         sign = 1 if reduce == "max" else -1
-        top = largest.fill_(-math.inf).scatter_reduce(0, each, sign * x, "amax")
+        top = largest(sign * x)
         tied, right = sign * x == top[at], sign * top
         if p["ties"] == "even":
-            share = x.new_zeros(count, columns).index_add(0, at, tied.double())
-            right_d_x = g[at] * tied / share[at]
+            right_d_x = g[at] * tied / added(tied.double())[at]
         else:
             number = torch.arange(len(at), dtype=torch.float64)[:, None]
             order = (number if p["ties"] == "last" else -number).where(tied, -math.inf)
-            chosen = torch.full_like(top, -math.inf).scatter_reduce(0, each, order, "amax")
-            right_d_x = g[at] * (order == chosen[at])
+            right_d_x = g[at] * (order == largest(order)[at])
     elif reduce == "prod":
-        right = torch.ones_like(sums).scatter_reduce(0, each, x, "prod")
+        right = torch.ones_like(top).scatter_reduce(0, each, x, "prod")
         right_d_x = (g * right)[at] / x
     elif reduce == "logsumexp":
         right, right_d_x = lse, g[at] * (x - lse[at]).exp()
@@ -120,8 +123,7 @@ def segment(p: Problem) -> Results:
         y, g = (x - lse[at]).exp(), g[inside]
         right = out.new_zeros(rows, columns, dtype=torch.float64)
         right[inside] = y
-        mean = x.new_zeros(count, columns).index_add(0, at, y * g)
-        right_d_x = y * (g - mean[at])
+        right_d_x = y * (g - added(y * g)[at])
     whole = torch.zeros(rows, columns, dtype=torch.float64)
     whole[inside] = right_d_x
     finite = right.isfinite()  # of f16 and empty segments
