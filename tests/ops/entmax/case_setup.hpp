@@ -92,6 +92,7 @@ inline Case no_differences(Case test) {
 void many_rows(std::vector<Case>& cases);
 void rows_with_edges(std::vector<Case>& cases);
 void long_rows(std::vector<Case>& cases);
+void masked_rows(std::vector<Case>& cases);
 // tile_cases.cpp
 void tiles(std::vector<Case>& cases);
 

@@ -200,6 +200,7 @@ std::vector<Case> entmax_cases() {
   many_rows(cases);
   rows_with_edges(cases);
   long_rows(cases);
+  masked_rows(cases);
   tiles(cases);
   return cases;
 }

@@ -206,4 +206,38 @@ void long_rows(std::vector<Case>& cases) {
   }
 }
 
+// Masks, and alphas of rows, for each way through rows of the CUDA kernels.
+void masked_rows(std::vector<Case>& cases) {
+  const auto add = [&](const std::string& name, OptionMap options, const Shape& shape,
+                       const More& more) {
+    cases.push_back(no_differences(make_case(fmt::format("{} {}x{}", name, shape[0], shape[1]),
+                                             std::move(options), shape, normal(0.5), more)));
+    cases.back().dtypes = {DType::f32, DType::bf16, DType::f16};
+    cases.back().full_only = shape[0] * shape[1] > 50000;
+  };
+  const auto rows_of = [](std::int64_t length) {
+    return Shape{length < 1000 ? 37 : length < 100000 ? 3 : 1, length};
+  };
+  for (const char* alpha : {"1", "1.05", "1.3", "1.5", "2"}) {
+    for (const std::int64_t length : {3, 24, 100, 496, 1001, 3200, 12000, 48000, 280000}) {
+      const Shape shape = rows_of(length);
+      add(fmt::format("masked rows, alpha {}", alpha), {{"alpha", alpha}}, shape,
+          mask_of(shape, 0.6));
+    }
+  }
+  for (const std::int64_t length : {24, 100, 496, 48000}) {
+    const Shape shape = rows_of(length);
+    add("masked rows, support", {{"saved", "support"}}, shape, mask_of(shape, 0.6));
+  }
+  for (const std::int64_t length : {3, 24, 100, 250, 496, 1001, 12000, 60000}) {
+    const Shape shape = rows_of(length);
+    const More alphas = alphas_of({shape[0]}, {1.2, 1.3, 1.05, 1.5, 1.7, 2, 1.95, 3});
+    add("alphas of rows", {}, shape, alphas);
+    add("masked rows with alphas", {}, shape, both(mask_of(shape, 0.6), alphas));
+  }
+  cases.push_back(
+      no_differences(make_case("masked rows across memory", {{"alpha", "1.5"}, {"axis", "1"}},
+                               {3, 200, 64}, normal(0.5), mask_of({3, 200, 64}, 0.6))));
+}
+
 }  // namespace pullback::driver::entmax_setup

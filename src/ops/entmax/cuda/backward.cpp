@@ -90,13 +90,23 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     const std::int64_t next = rows.rank == 0 ? 0 : std::abs(params_.d_x.outer[rows.rank - 1]);
     const bool across =
         !ragged && (std::abs(params_.d_x.axis) > next ? next > 0 : rows.length < 128);
-    const auto load = [&](const OpKernel& kernel) {
+    const auto load = [&](const OpKernel& kernel, RowMapping mapping) {
+      const int rows_of_block = mapping == RowMapping::across ? kAcrossRows
+                                : mapping == RowMapping::warp ? kAnyThreads / 32
+                                                              : 1;
       Kernel loaded(kernel, device_);
-      loaded.shape.grid[0] = grid(across ? (tasks_ + kAcrossRows - 1) / kAcrossRows : tasks_);
+      loaded.shape.grid[0] = grid((tasks_ + rows_of_block - 1) / rows_of_block);
       return loaded;
     };
-    any_ = load(any_kernel(dtype, weights_of(problem_) == Weights::mixed, across));
-    d_alpha_ = load(d_alpha_kernel(dtype, across));
+    const RowMapping mapping = across ? RowMapping::across : RowMapping::block;
+    any_ = load(any_kernel(dtype, weights_of(problem_) == Weights::mixed, mapping), mapping);
+    if (problem_.d_alpha.given()) {
+      constexpr std::int64_t kWarpLength = 1024;
+      const std::int64_t groups = std::max<std::int64_t>(1, rows.groups);
+      const bool warp = !across && rows.length / groups <= kWarpLength;
+      const RowMapping own = warp ? RowMapping::warp : mapping;
+      d_alpha_ = load(d_alpha_kernel(dtype, own), own);
+    }
     if (ragged) {
       rest_ = Kernel(rest_kernel(dtype), device_);
       rest_.shape.grid[0] = grid(std::min<std::int64_t>(rows.count, 8 * device_.multiprocessors));
@@ -383,10 +393,11 @@ std::vector<KernelSource> entmax_backward_kernels(int arch) {
             tile_kernel("backward", dtype, "Weights", name, staged), arch));
       }
     }
-    for (bool across : {false, true}) {
-      add(any_kernel(dtype, true, across));
-      if (dtype != DType::f64) add(any_kernel(dtype, false, across));
-      add(d_alpha_kernel(dtype, across));
+    for (const RowMapping mapping : {RowMapping::block, RowMapping::warp, RowMapping::across}) {
+      add(d_alpha_kernel(dtype, mapping));
+      if (mapping == RowMapping::warp) continue;
+      add(any_kernel(dtype, true, mapping));
+      if (dtype != DType::f64) add(any_kernel(dtype, false, mapping));
     }
     add(rest_kernel(dtype));
   }

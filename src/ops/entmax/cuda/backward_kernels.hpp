@@ -128,21 +128,26 @@ inline std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights)
   return {};
 }
 
-inline std::string_view mapping_name(bool across) { return across ? "across" : "block"; }
+// Of smxx_backward_any.cuh: who works on a row.
+inline constexpr std::string_view kMappingNames[] = {"block", "warp", "across"};
+enum class RowMapping { block, warp, across };
+inline std::string_view name_of(RowMapping mapping) {
+  return kMappingNames[static_cast<int>(mapping)];
+}
 
-inline OpKernel any_kernel(DType dtype, bool wide, bool across) {
+inline OpKernel any_kernel(DType dtype, bool wide, RowMapping mapping) {
   const std::string_view real = wide || dtype == DType::f64 ? "double" : "float";
   return kernel_of("any", kAnyFile,
                    fmt::format("entmax::backward_any<{}, {}, entmax::Mapping::{}>",
-                               cuda::device_type(dtype), real, mapping_name(across)),
-                   fmt::format("{}_{}", real, mapping_name(across)), dtype, kAnyThreads);
+                               cuda::device_type(dtype), real, name_of(mapping)),
+                   fmt::format("{}_{}", real, name_of(mapping)), dtype, kAnyThreads);
 }
 
-inline OpKernel d_alpha_kernel(DType dtype, bool across) {
+inline OpKernel d_alpha_kernel(DType dtype, RowMapping mapping) {
   return kernel_of("d_alpha", kAnyFile,
                    fmt::format("entmax::backward_d_alpha<{}, entmax::Mapping::{}>",
-                               cuda::device_type(dtype), mapping_name(across)),
-                   mapping_name(across), dtype, kAnyThreads);
+                               cuda::device_type(dtype), name_of(mapping)),
+                   name_of(mapping), dtype, kAnyThreads);
 }
 
 inline OpKernel rest_kernel(DType dtype) {

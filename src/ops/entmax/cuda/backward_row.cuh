@@ -47,6 +47,13 @@ __noinline__ double power(double base, double exponent) {
 // s of y > 0, and NaN of NaN. For the mask y is 1.
 template <class T, Weights kWeights, class R>
 R weight(R y, double alpha) {
+  // Up to alpha = 2 powers in double have no digits that y has not lost.
+  if constexpr ((kWeights == Weights::power || kWeights == Weights::mixed) &&
+                sizeof(R) > sizeof(Real<T>)) {
+    if (alpha <= 2) {
+      return static_cast<R>(weight<T, Weights::power>(static_cast<Real<T>>(y), alpha));
+    }
+  }
   if constexpr (kWeights == Weights::softmax || kWeights == Weights::mask) return y;
   if constexpr (kWeights == Weights::sparsemax) return fma(y, R{0}, R{1});
   if constexpr (kWeights == Weights::entmax15) return square_root(y);
@@ -93,6 +100,15 @@ RowPlace place_of(const BackwardParams& p, int64_t task) {
     place.nan = sizes[row_offset(p.rows, p.support_size, place.row)] < 0;
   }
   return place;
+}
+
+// Calls use<weights>(): of rows with their own alpha, those up to 2 need no double.
+template <class T, Weights kWeights, class Use>
+void with_weights_of_row(const RowPlace& place, const Use& use) {
+  if constexpr (kWeights == Weights::mixed && sizeof(T) < 8) {
+    if (place.alpha <= 2) return use.template operator()<Weights::power>();
+  }
+  use.template operator()<kWeights>();
 }
 
 // s of y, and 0 where y is.

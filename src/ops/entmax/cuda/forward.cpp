@@ -3,13 +3,15 @@
 // where they are short and lie as vectors, by smxx_forward_registers.cuh where they fit a warp or a
 // block; longer ones by smxx_forward_resident.cuh, where a block or a cluster holds them, else by
 // smxx_forward_stream.cuh or smxx_forward_softmax.cuh. There are two kernels of each, for rows that
-// lie as vectors and for those that begin anywhere, alike in x and y. Everything else by
-// smxx_forward_any.cuh.
+// lie as vectors and for those that begin anywhere, alike in x and y. What a mask hides is first
+// made -inf in a copy (smxx_hide.cuh), which is y where a kernel does not read what it has written.
+// Everything else by smxx_forward_any.cuh.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -17,6 +19,7 @@
 
 #include "ops/entmax/cpu/family.hpp"
 #include "ops/entmax/cuda/forward_kernels.hpp"
+#include "ops/entmax/cuda/hiding.hpp"
 #include "ops/entmax/cuda/rows.hpp"
 #include "ops/entmax/cuda/tile_kernels.hpp"
 
@@ -45,7 +48,8 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
  public:
   Forward(const EntmaxProblem& problem, const Device& device)
       : CudaBody(device), offsets_(problem, device_) {
-    params_.alpha = problem.alpha;
+    each_ = problem.alpha_per_row.given();
+    params_.alpha = each_ ? 2 : problem.alpha;
     params_.x = row_tensor(steps_with_axis(problem, problem.x));
     params_.mask = row_tensor(steps_with_axis(problem, problem.mask));
     params_.y = row_tensor(steps_with_axis(problem, problem.y));
@@ -67,15 +71,15 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
       return;
     }
     const DType dtype = problem.x.dtype;
-    const bool each = problem.alpha_per_row.given();
-    const Family family = each ? Family::invalid : family_of(problem.alpha);
-    const bool plain = !ragged && !each && !problem.mask.given();
-    if (plain && load_tile(problem, family)) {
+    const Family family = each_ ? Family::invalid : family_of(problem.alpha);
+    const bool masked = problem.mask.given();
+    if (!ragged && !each_ && !masked && load_tile(problem, family)) {
       description = describe(tile_->how(), dtype);
       return;
     }
     load_any(dtype, family, ragged);
-    if (plain) load_fast(dtype, family);
+    if (!ragged && !masked) load_fast(dtype, each_ ? Family::general : family);
+    if (!ragged && masked) load_shown(problem, device, family);
     // All are named: sizes of grids wait for them.
     set_any_grid(ragged);
     for (std::optional<Fast>* fast : {&aligned_, &anywhere_}) {
@@ -86,13 +90,42 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
         : aligned_                 ? aligned_->how
         : anywhere_                ? anywhere_->how
                     : fmt::format("{} threads a row, which is read in every step", 32 * any_warps_);
-    description = describe(how, dtype);
+    description = shown_ ? "a copy with -inf where the mask is 0; " + shown_->description
+                         : describe(how, dtype);
   }
 
  private:
   static std::string describe(std::string_view how, DType dtype) {
     return fmt::format("{}; sums in {}, in a fixed order: the same bits every run", how,
                        name_of(accumulation_dtype(dtype)));
+  }
+
+  // What computes rows of a copy of x, in which all that the mask hides is -inf.
+  void load_shown(const EntmaxProblem& problem, const Device& device, Family family) {
+    const DType dtype = problem.x.dtype;
+    if (!problem.y.given() || family == Family::steep || !Hiding::serves(dtype, device_)) return;
+    EntmaxProblem shown = problem;
+    shown.mask = {};
+    shown.x = problem.y;
+    hiding_.emplace(problem, shown.x, device_);
+    shown_ = std::make_unique<Forward>(shown, device);
+    copy_in_y_ = shown_->works_in_place();
+    if (!copy_in_y_) {
+      const std::span shape(problem.x.shape.data(), static_cast<std::size_t>(problem.x.rank));
+      shown.x = TensorSpec::contiguous(dtype, shape);
+      hiding_.emplace(problem, shown.x, device_);
+      shown_ = std::make_unique<Forward>(shown, device);
+      workspace_bytes = static_cast<std::size_t>(params_.rows.count * params_.rows.length) *
+                        static_cast<std::size_t>(size_of(dtype));
+    }
+    if (!shown_->tile_ && !shown_->aligned_ && !shown_->anywhere_) {
+      shown_.reset();  // any_ knows masks
+      workspace_bytes = 0;
+    }
+  }
+  // Whether no kernel but any_ reads elements of x behind those of y that it has written.
+  bool works_in_place() const {
+    return (!aligned_ || aligned_->in_place) && (!anywhere_ || anywhere_->in_place);
   }
 
   // Whether tiles serve every run.
@@ -143,6 +176,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     std::int64_t rows;  // of a block, or of a cluster
     bool stays;         // its blocks, until all rows are done
     std::string how;
+    bool in_place = true;  // y may be x
   };
 
   void set_grid(Fast& fast) {
@@ -183,7 +217,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     }
     const std::int64_t in_vectors = length * bytes / 16 * 16 / bytes;  // at most
     for (const Registers& shape : kRegisters) {
-      if (shape.capacity() < in_vectors) continue;
+      if (shape.capacity() < in_vectors || !has_registers(shape, dtype, begin)) continue;
       if (!has(registers_kernel(dtype, family, shape, begin))) return std::nullopt;
       return Fast{{registers_kernel(dtype, family, shape, begin), device_},
                   shape.warps == 1 ? kSingleWarps : 1,
@@ -207,7 +241,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
       fast.kernel.shape.cluster = static_cast<unsigned>(blocks);
       return fast;
     }
-    if (length > std::numeric_limits<std::int32_t>::max() / 2) return std::nullopt;
+    if (each_ || length > std::numeric_limits<std::int32_t>::max() / 2) return std::nullopt;
     if (family == Family::softmax) {
       if (!has(softmax_kernel(dtype, begin))) return std::nullopt;
       return Fast{{softmax_kernel(dtype, begin), device_},
@@ -221,7 +255,8 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
         {stream_kernel(dtype, family, warps, begin), device_, stream_shared(warps)},
         warps == 1 ? kStreamWarps : 1,
         false,
-        fmt::format("{} threads a row, which is read once if few elements survive", 32 * warps)};
+        fmt::format("{} threads a row, which is read once if few elements survive", 32 * warps),
+        false};
   }
 
   void enqueue(Stream stream, const EntmaxTensors& tensors, Workspace workspace) const override {
@@ -236,9 +271,32 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     params.tau.data = tensors.tau;
     params.support.data = tensors.support;
     params.support_size.data = tensors.support_size;
+    if (shown_ && tensors.y) {
+      EntmaxTensors shown = tensors;
+      shown.x = copy_in_y_ ? tensors.y : workspace.data;
+      shown.mask = nullptr;
+      // Those of any_, which reads x again for them.
+      const bool counts = each_ && (tensors.support || tensors.support_size);
+      if (!shown_->takes_any(shown) && !counts) {
+        hiding_->enqueue(stream, tensors.x, tensors.mask, const_cast<void*>(shown.x));
+        shown_->enqueue(stream, shown, {});
+        return;
+      }
+    }
+    if (takes_tile(tensors)) return tile_->launch(stream, params);
+    const auto& kernel = kernel_for(tensors);
+    kernel.launch(stream, params);
+    if (!each_ || &kernel == &any_) return;
+    params.general_elsewhere = true;
+    any_.launch(stream, params);
+  }
+
+  bool takes_tile(const EntmaxTensors& tensors) const {
     const bool aligned = prefers_aligned_ && cuda::vector_aligned({tensors.x, tensors.y});
-    if (tile_ && !aligned && !tensors.support) return tile_->launch(stream, params);
-    kernel_for(tensors).launch(stream, params);
+    return tile_ && !aligned && !tensors.support;
+  }
+  bool takes_any(const EntmaxTensors& tensors) const {
+    return !takes_tile(tensors) && &kernel_for(tensors) == &any_;
   }
 
   const cuda::PlannedKernel<ForwardParams>& kernel_for(const EntmaxTensors& tensors) const {
@@ -253,13 +311,17 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
 
   RaggedOffsets offsets_;
   ForwardParams params_{};
-  bool empty_ = false;
+  bool empty_ = false, each_ = false;  // each row has its own alpha
   int any_warps_ = 0;
   cuda::PlannedKernel<ForwardParams> any_;
   // For pointers aligned to 16 bytes; for those of x and y that are aligned alike.
   std::optional<Fast> aligned_, anywhere_;
   std::optional<TileKernel<ForwardTileParams>> tile_;  // without the support's bits
   bool prefers_aligned_ = false;                       // where pointers allow, to tile_
+  // With a mask: of a copy of x without.
+  std::unique_ptr<Forward> shown_;
+  std::optional<Hiding> hiding_;
+  bool copy_in_y_ = false;  // else in the workspace
 };
 
 }  // namespace
@@ -300,8 +362,7 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
           for (const int warps : kStreamGroups) add(stream_kernel(dtype, family, warps, begin));
         }
         for (const Registers& shape : kRegisters) {
-          const bool lanes = shape.capacity() <= std::end(kLanes)[-1].capacity(dtype);
-          if (begin == Begin::aligned && lanes) continue;
+          if (!has_registers(shape, dtype, begin)) continue;
           add(registers_kernel(dtype, family, shape, begin));
         }
         for (const Resident& shape : kResident) {

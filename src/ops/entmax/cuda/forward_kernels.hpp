@@ -112,6 +112,11 @@ struct Registers {
 inline constexpr Registers kRegisters[] = {
     {1, 16, {5, 5}}, {1, 32, {3, 3}}, {4, 16, {9, 9}}, {4, 32, {6, 6}}, {8, 32, {3, 3}}};
 
+// Shorter rows that lie as vectors are for kernels of smxx_forward_lanes.cuh.
+inline bool has_registers(const Registers& shape, DType dtype, Begin begin) {
+  return begin == Begin::anywhere || shape.capacity() > std::end(kLanes)[-1].capacity(dtype);
+}
+
 inline OpKernel registers_kernel(DType dtype, Family family, const Registers& shape, Begin begin) {
   const auto type = cuda::device_type(dtype);
   const auto vectors = shape.elements * static_cast<int>(size_of(dtype)) / 16;
@@ -129,7 +134,9 @@ inline OpKernel registers_kernel(DType dtype, Family family, const Registers& sh
           .parameters = "entmax::ForwardParams",
           .threads = shape.threads(),
           .blocks = shape.blocks[dtype == DType::f32 ? 0 : 1] - fewer + more,
-          .fewer_blocks_on = more != 0 ? std::vector{100, 120} : std::vector<int>{}};
+          .fewer_blocks_on = more == 0             ? std::vector<int>{}
+                             : dtype == DType::f32 ? std::vector{80, 86, 89, 100, 120}
+                                                   : std::vector{100, 120}};
 }
 
 // --- smxx_forward_resident.cuh ---

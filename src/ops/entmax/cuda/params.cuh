@@ -46,6 +46,13 @@ inline int64_t row_offset(const Rows& rows, const RowTensor& tensor, int64_t row
   return offset + row * tensor.outer[0];
 }
 
+// The kernel that copies x and hides what the mask does (smxx_hide.cuh). All dimensions are alike
+// to it: the axis of these rows is that of the smallest steps.
+struct HideParams {
+  Rows rows;
+  RowTensor x, mask, to;
+};
+
 // The kernel that cleans ragged offsets, one block.
 struct OffsetsParams {
   const void* from;  // i32 or i64

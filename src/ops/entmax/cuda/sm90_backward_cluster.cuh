@@ -9,12 +9,11 @@
 namespace pullback::entmax {
 
 template <class T, Weights kWeights>
-void backward_cluster(const BackwardParams& p) {
+void cluster_row(const BackwardParams& p, const RowPlace& place) {
   using R = Arithmetic<T, kWeights>;
   __shared__ Sums<R> scratch[kWarpSize];
   __shared__ Sums<R> of_block[kMaxCluster];
   const uint32_t rank = cluster_rank(), blocks = cluster_size();
-  const RowPlace place = place_of<T, kWeights>(p, static_cast<int64_t>(blockIdx.x / blocks));
   const PieceRow<T, kWeights> row(p, place);
   const int64_t share = (row.pieces + blocks - 1) / blocks;
   const int64_t begin = share * rank;
@@ -37,6 +36,13 @@ void backward_cluster(const BackwardParams& p) {
     sums.s_d_y += of_block[block].s_d_y;
   }
   slice.template write<true>(sums.s_d_y / sums.s);
+}
+template <class T, Weights kWeights>
+void backward_cluster(const BackwardParams& p) {
+  const RowPlace place =
+      place_of<T, kWeights>(p, static_cast<int64_t>(blockIdx.x / cluster_size()));
+  with_weights_of_row<T, kWeights>(place,
+                                   [&]<Weights kOfRow>() { cluster_row<T, kOfRow>(p, place); });
 }
 
 }  // namespace pullback::entmax

@@ -13,22 +13,30 @@
 
 namespace pullback::entmax {
 
-// Who works on a row: the block, or every kAcrossRows-th thread of it, so that neighbouring threads
-// take neighbouring rows, which are neighbours in memory where the axis is not the last one.
-enum class Mapping { block, across };
+// Who works on a row: the block, a warp of it, or every kAcrossRows-th thread of it, so that
+// neighbouring threads take neighbouring rows, which are neighbours in memory where the axis is not
+// the last one.
+enum class Mapping { block, warp, across };
 
 template <Mapping kMapping>
 struct RowThreads {
-  static constexpr int kRows = kMapping == Mapping::block ? 1 : kAcrossRows;
+  static constexpr bool kWarps = kMapping == Mapping::warp;
+  static constexpr int kRows = kWarps                       ? kAnyThreads / kWarpSize
+                               : kMapping == Mapping::block ? 1
+                                                            : kAcrossRows;
   static constexpr int kThreads = kAnyThreads / kRows;  // of a row
 
-  static int row() { return static_cast<int>(threadIdx.x) % kRows; }
-  static int thread() { return static_cast<int>(threadIdx.x) / kRows; }
+  static int row() { return static_cast<int>(threadIdx.x) / (kWarps ? kWarpSize : 1) % kRows; }
+  static int thread() {
+    return kWarps ? static_cast<int>(threadIdx.x) % kWarpSize
+                  : static_cast<int>(threadIdx.x) / kRows;
+  }
 
   // The sum over a row's threads, on all of them. All threads of the block take part.
   // `scratch`: kAnyThreads numbers.
   template <class R>
   static R sum(R value, R* scratch) {
+    if constexpr (kWarps) return warp_sum(value);
     __syncthreads();
     R result = 0;
     if constexpr (kMapping == Mapping::block) {
@@ -43,7 +51,7 @@ struct RowThreads {
     }
     return result;
   }
-  // The largest, which is not negative, likewise.
+  // The largest, which is not negative, likewise; not of a warp.
   template <class R>
   static R largest(R value, R* scratch) {
     __syncthreads();
@@ -151,22 +159,47 @@ void backward_any(const BackwardParams& p) {
 }
 
 // (e^t - 1 - t) / t^2 for t >= 0.
-inline double second_remainder(double t) {
-  if (t > 0.5) return (expm1(t) - t) / (t * t);
-  double term = 0.5, sum = 0;
-#pragma unroll 1
-  for (int k = 3; k <= 15; ++k) {
-    sum += term;
-    term *= t / k;
-  }
-  return sum;
+template <class R>
+R second_remainder(R t) {
+  if (t > R{0.5}) return (expm1_of(t) - t) / (t * t);
+  constexpr int kTerms = sizeof(R) == 8 ? 15 : 9;
+  R sum = 1;
+#pragma unroll
+  for (int k = kTerms; k > 2; --k) sum = fma(sum * t, R{1} / static_cast<R>(k), R{1});
+  return sum / 2;
 }
 
-// From y, in double whatever T is: seven sums of opposite signs meet in the result.
+// What an element adds to sums.
+template <class R>
+struct AlphaTerms {
+  R p, s, pl, pr;
+
+  AlphaTerms(R probability, R b) : p(probability) {
+    const R l = log_of(p), most = sizeof(R) == 8 ? 600 : 80;
+    const R t = min(-b * l, most);
+    s = p * exp_of(t);
+    pl = p * l;
+    pr = pl * l * second_remainder(max(t, R{0}));
+  }
+};
+
+// f64 has no digits to spare.
+template <class R>
+struct AlphaSum {
+  double sum = 0;
+  void add(double value) { sum += value; }
+  double total() const { return sum; }
+};
+template <>
+struct AlphaSum<double> : CompensatedSum<double> {};
+
+// From y. Seven sums of opposite signs meet in the result: they are in double whatever T is, of
+// terms in its own arithmetic, which every sum has the same of; above alpha = 2, where powers leave
+// the range of float, of terms in double.
 template <class T, Mapping kMapping>
 void backward_d_alpha(const BackwardParams& p) {
   using Threads = RowThreads<kMapping>;
-  __shared__ double scratch[kAnyThreads];
+  __shared__ double scratch[kMapping == Mapping::warp ? 1 : kAnyThreads];
   const int64_t task = static_cast<int64_t>(blockIdx.x) * Threads::kRows + Threads::row();
   const bool exists = task < p.rows.count * p.rows.groups;
   RowPlace place = any_place<T>(p, exists ? task : 0);
@@ -175,21 +208,27 @@ void backward_d_alpha(const BackwardParams& p) {
   const double b = place.alpha - 1;
 
   enum : int { kP, kS, kPL, kPR, kGP, kGPL, kGPR, kSums };
-  CompensatedSum<double> sums[kSums];
-  for (int64_t i = Threads::thread(); i < place.length; i += Threads::kThreads) {
-    const auto probability = static_cast<double>(to_real(row.y[i * row.y_step]));
-    if (probability == 0) continue;
-    const auto g = static_cast<double>(to_real(row.d_y[i * row.d_y_step]));
-    const double l = log(probability);
-    const double t = fmin(-b * l, 600.0);
-    const double pl = probability * l, pr = pl * l * second_remainder(fmax(t, 0.0));
-    sums[kP].add(probability);
-    sums[kS].add(probability * exp(t));
-    sums[kPL].add(pl);
-    sums[kPR].add(pr);
-    sums[kGP].add(g * probability);
-    sums[kGPL].add(g * pl);
-    sums[kGPR].add(g * pr);
+  AlphaSum<Real<T>> sums[kSums];
+  const auto add_all = [&](auto b_of_terms) {
+    using R = decltype(b_of_terms);
+    for (int64_t i = Threads::thread(); i < place.length; i += Threads::kThreads) {
+      const auto probability = static_cast<R>(to_real(row.y[i * row.y_step]));
+      if (probability == 0) continue;
+      const auto g = static_cast<double>(to_real(row.d_y[i * row.d_y_step]));
+      const AlphaTerms<R> terms(probability, b_of_terms);
+      sums[kP].add(terms.p);
+      sums[kS].add(terms.s);
+      sums[kPL].add(terms.pl);
+      sums[kPR].add(terms.pr);
+      sums[kGP].add(g * terms.p);
+      sums[kGPL].add(g * terms.pl);
+      sums[kGPR].add(g * terms.pr);
+    }
+  };
+  if (place.alpha <= 2) {
+    add_all(static_cast<Real<T>>(b));
+  } else {
+    add_all(b);
   }
   double total[kSums];
 #pragma unroll

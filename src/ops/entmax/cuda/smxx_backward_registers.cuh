@@ -9,9 +9,9 @@ namespace pullback::entmax {
 
 enum class Group { warp, block };
 
-// Rows of up to kVectors pieces a thread, and the edge.
+// A row of up to kVectors pieces a thread, and the edge.
 template <class T, Weights kWeights, int kVectors, Group kGroup>
-void backward_registers(const BackwardParams& p) {
+void registers_row(const BackwardParams& p, const RowPlace& place, int thread, int threads) {
   using R = Arithmetic<T, kWeights>;
   using SlopeOf = SlopePiece<T, kWeights>;
   // Short rows of 16-bit types wait for latency more than for memory: they load d_y beside y.
@@ -21,15 +21,6 @@ void backward_registers(const BackwardParams& p) {
   constexpr bool kInPlace = kWeights == Weights::power && sizeof(T) == 4;
   constexpr Weights kHeld = kInPlace ? Weights::softmax : kWeights;
   __shared__ Sums<R> scratch[kGroup == Group::block ? kWarpSize : 1];
-  int64_t task = static_cast<int64_t>(blockIdx.x);
-  int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  if constexpr (kGroup == Group::warp) {
-    task = task * kWarpRows + thread / kWarpSize;
-    if (task >= p.rows.count * p.rows.groups) return;
-    thread %= kWarpSize;
-    threads = kWarpSize;
-  }
-  const RowPlace place = place_of<T, kWeights>(p, task);
   const PieceRow<T, kWeights> row(p, place);
   const PieceRange<T, kWeights> range(row, 0, row.pieces);
 
@@ -92,6 +83,22 @@ void backward_registers(const BackwardParams& p) {
   }
   if (has_edge)
     range.d_x[edge_at] = from_real<T>(static_cast<Real<T>>(gradient(edge_s, edge_d_y, mean)));
+}
+
+template <class T, Weights kWeights, int kVectors, Group kGroup>
+void backward_registers(const BackwardParams& p) {
+  int64_t task = static_cast<int64_t>(blockIdx.x);
+  int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  if constexpr (kGroup == Group::warp) {
+    task = task * kWarpRows + thread / kWarpSize;
+    if (task >= p.rows.count * p.rows.groups) return;
+    thread %= kWarpSize;
+    threads = kWarpSize;
+  }
+  const RowPlace place = place_of<T, kWeights>(p, task);
+  with_weights_of_row<T, kWeights>(place, [&]<Weights kOfRow>() {
+    registers_row<T, kOfRow, kVectors, kGroup>(p, place, thread, threads);
+  });
 }
 
 }  // namespace pullback::entmax

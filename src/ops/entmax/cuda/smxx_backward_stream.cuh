@@ -9,15 +9,20 @@
 namespace pullback::entmax {
 
 template <class T, Weights kWeights>
-void backward_whole(const BackwardParams& p) {
+void whole_row(const BackwardParams& p, const RowPlace& place) {
   using R = Arithmetic<T, kWeights>;
   __shared__ Sums<R> scratch[kWarpSize];
-  const RowPlace place = place_of<T, kWeights>(p, static_cast<int64_t>(blockIdx.x));
   const PieceRow<T, kWeights> row(p, place);
   if (place.nan) return fill_nan(row, threadIdx.x, blockDim.x);
   Slice<T, kWeights> slice(row, place.alpha, 0, row.pieces, true, p.cached_pieces);
   const Sums<R> sums = block_sum(slice.template collect<true>(), scratch);
   slice.template write<true>(sums.s_d_y / sums.s);
+}
+template <class T, Weights kWeights>
+void backward_whole(const BackwardParams& p) {
+  const RowPlace place = place_of<T, kWeights>(p, static_cast<int64_t>(blockIdx.x));
+  with_weights_of_row<T, kWeights>(place,
+                                   [&]<Weights kOfRow>() { whole_row<T, kOfRow>(p, place); });
 }
 
 // Grid: chunks, rows.

@@ -197,6 +197,18 @@ RowResult<device::Real<T>> any_row(const RowOfAny<T>& row, double alpha, G& grou
   }
 }
 
+// The first row from `row` on, counted by `step`, whose own alpha is not is_general(); a lane looks
+// at one.
+inline int64_t next_of_others(const ForwardParams& p, int64_t row, int64_t step) {
+  for (; row < p.rows.count; row += device::kWarpSize * step) {
+    const int64_t own = row + lane_index() * step;
+    const bool other = own < p.rows.count && !is_general(alpha_of<true>(p, own));
+    const unsigned others = __ballot_sync(device::kAllLanes, other);
+    if (others != 0) return row + (__ffs(static_cast<int>(others)) - 1) * step;
+  }
+  return row;
+}
+
 // T is the element, kWarps the group: 1 or kAnyWarps.
 template <class T, Family kOnly, int kWarps>
 void forward_any(const ForwardParams& p) {
@@ -209,9 +221,12 @@ void forward_any(const ForwardParams& p) {
   const bool ragged = p.rows.offsets != nullptr;
   // Ragged: one more for the elements that belong to no row.
   const int64_t tasks = p.rows.groups + (ragged ? 1 : 0);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kGroups;
+  const auto next = [&](int64_t task) {
+    return kOnly == Family::invalid && p.general_elsewhere ? next_of_others(p, task, step) : task;
+  };
 #pragma unroll 1
-  for (int64_t task = first; task < p.rows.count * tasks;
-       task += static_cast<int64_t>(gridDim.x) * kGroups) {
+  for (int64_t task = next(first); task < p.rows.count * tasks; task = next(task + step)) {
     const int64_t outer = tasks == 1 ? task : task / tasks;
     const int64_t index = task - outer * tasks;
     const bool outside = ragged && index == p.rows.groups;

@@ -17,7 +17,10 @@ void forward_lanes(const ForwardParams& p) {
   LaneGroup<kLanes> group;
   const int thread = group.thread(), length = static_cast<int>(p.rows.length);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kLanes;
-  const bool exists = row < p.rows.count;
+  constexpr bool kOwnAlpha = kFamily == Family::general;
+  bool exists = row < p.rows.count;
+  const auto alpha = [&] { return exists ? alpha_of<kOwnAlpha>(p, row) : p.alpha; };
+  if (kOwnAlpha) exists = exists && is_general(alpha());
   Words held[kVectors];
   const T* x = static_cast<const T*>(p.x.data) + (exists ? row_offset(p.rows, p.x, row) : 0);
   load_held<T, kLanes>(held, x, exists ? length : 0, thread);
@@ -87,7 +90,10 @@ void forward_lanes(const ForwardParams& p) {
     store([&](int i) { return z[i] * scale; });
     finish(largest + log_of(sum), size);
   } else {
-    const Power<kFamily, float> power(p.alpha);
+    const Power<kFamily, float> power(alpha());
+    // Rows that share a warp take the same kind of steps.
+    const bool by_bend =
+        kOwnAlpha && __all_sync(device::kAllLanes, power.has_bend() || !exists) != 0;
     float tops[kPerWord<T>];
     unpack<T>(top, tops);
 #pragma unroll
@@ -119,12 +125,13 @@ void forward_lanes(const ForwardParams& p) {
         __shared__ Kept<T, kFamily, kLanesWarps * device::kWarpSize, kLanes, kCount> kept;
         Notes<kLanes, kCount> notes(kept);
         const bool closes = p.tau.data && !p.support_size.data;
-        threshold = power.with_rough([&](const auto& rough) {
+        threshold = power.with_rough(by_bend, [&](const auto& rough) {
           return solve_and_store<T>(rough, z, notes, group, start_of, digits, closes, store);
         });
       } else {
-        const auto theta_of = [&](const auto& rough) { return start_of(rough).theta; };
-        threshold = solve<float>(power, theta_of, group, all, digits);
+        threshold = power.with_rough(by_bend, [&](const auto& rough) {
+          return rise<float>(rough, start_of(rough).theta, group, all, rough.tolerance(digits));
+        });
       }
     }
     const auto active = [&](float v) { return power.excess(v, threshold) > power.edge; };
@@ -139,7 +146,7 @@ void forward_lanes(const ForwardParams& p) {
                                              [&](int i) { return finite && active(z[i]); });
       }
     }
-    finish(tau_of<decltype(power)>(p.alpha, largest, threshold),
+    finish(tau_of<decltype(power)>(alpha(), largest, threshold),
            p.support_size.data ? count(active) : 0);
   }
 }

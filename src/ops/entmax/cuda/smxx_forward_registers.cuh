@@ -232,6 +232,8 @@ Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLane
 template <class T, Family kFamily, bool kEdges, int kWarps, int kVectors>
 void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVectors], float edge,
                   Group<kWarps>& group) {
+  constexpr bool kOwnAlpha = kFamily == Family::general;
+  if (kOwnAlpha && !is_general(alpha_of<kOwnAlpha>(p, row))) return;
   constexpr int kThreads = kWarps * device::kWarpSize;
   constexpr int kOfVectors = kHeld<T, kVectors>;
   constexpr int kCount = kOfVectors + (kEdges ? 1 : 0);
@@ -330,7 +332,7 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
     store([&](int i) { return z[i] * scale; });
     finish(largest + log_of(sum), size);
   } else {
-    const Power<kFamily, float> power(p.alpha);
+    const Power<kFamily, float> power(alpha_of<kOwnAlpha>(p, row));
 #pragma unroll
     for (int w = 0; w < kTops; ++w) tops[w] -= largest;
     const auto all = [&](auto use) {
@@ -387,13 +389,14 @@ void forward_held(const ForwardParams& p, int64_t row, const Words (&held)[kVect
                                                [&](int i) { return active(z[i]); });
       }
     }
-    finish(tau_of<decltype(power)>(p.alpha, largest, threshold),
+    finish(tau_of<decltype(power)>(alpha_of<kOwnAlpha>(p, row), largest, threshold),
            p.support_size.data ? count(active) : 0);
   }
 }
 
 // Rows are `length` elements, a multiple of the vector length, and begin at multiples of 16 bytes
-// in x and y, where the axis has unit stride. No mask, no offsets, one alpha. kEdges: of any
+// in x and y, where the axis has unit stride. No mask, no offsets; but for Family::general, which
+// leaves rows of others, one alpha. kEdges: of any
 // length, and wherever they begin, alike in x and y; no support is wanted, whose bits count from
 // there.
 template <class T, Family kFamily, int kWarps, int kVectors, bool kEdges = false>

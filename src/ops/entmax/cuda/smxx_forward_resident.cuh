@@ -91,6 +91,8 @@ void forward_resident(const ForwardParams& p) {
       }
     }
     prefetch(row + rows_apart);
+    constexpr bool kOwnAlpha = kFamily == Family::general;
+    if (kOwnAlpha && !is_general(alpha_of<kOwnAlpha>(p, row))) continue;
 
     // Where the edge counts for the cluster.
     const auto counted_edge = [&] {
@@ -104,7 +106,7 @@ void forward_resident(const ForwardParams& p) {
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) largest = max_or_nan(largest, tops[w]);
     largest = warp_max_or_nan(largest);
-    const Power<kFamily, float> power(p.alpha);
+    const Power<kFamily, float> power(alpha_of<kOwnAlpha>(p, row));
     float bound = -infinity<float>();
     if constexpr (kFamily != Family::softmax) {
       constexpr int kTops = kWarps < kBoundTops ? kWarps : kBoundTops;
@@ -290,7 +292,7 @@ void forward_resident(const ForwardParams& p) {
       if constexpr (kFamily == Family::sparsemax) {
         store_bits([&](float x) { return active(x - largest); });
       }
-      finish(tau_of<decltype(power)>(p.alpha, largest, threshold), size);
+      finish(tau_of<decltype(power)>(alpha_of<kOwnAlpha>(p, row), largest, threshold), size);
     }
   }
   // No block leaves while another may read its counts.

@@ -5,6 +5,15 @@
 
 namespace pullback::entmax {
 
+inline float exp_of(float x) { return expf(x); }
+inline double exp_of(double x) { return exp(x); }
+inline float log_of(float x) { return logf(x); }
+inline double log_of(double x) { return log(x); }
+inline float log1p_of(float x) { return log1pf(x); }
+inline double log1p_of(double x) { return log1p(x); }
+inline float expm1_of(float x) { return expm1f(x); }
+inline double expm1_of(double x) { return expm1(x); }
+
 using device::exp2_approx;
 
 // x^y as close as the rounding of log2(x) y allows, log2 of the fraction in [2/3, 4/3) by a

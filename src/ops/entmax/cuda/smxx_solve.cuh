@@ -25,14 +25,6 @@ inline Family family_of(double alpha) {
   return alpha < 2 ? Family::general : Family::steep;
 }
 
-inline float exp_of(float x) { return expf(x); }
-inline double exp_of(double x) { return exp(x); }
-inline float log_of(float x) { return logf(x); }
-inline double log_of(double x) { return log(x); }
-inline float log1p_of(float x) { return log1pf(x); }
-inline double log1p_of(double x) { return log1p(x); }
-inline float expm1_of(float x) { return expm1f(x); }
-inline double expm1_of(double x) { return expm1(x); }
 inline double power_of(double x, double y) { return pow(x, y); }
 inline float root_of(float x) { return device::sqrt_approx(x); }
 inline double root_of(double x) { return sqrt(x); }
@@ -93,14 +85,20 @@ struct Power {
     }
   }
   Power(R b, R inverse) : b(b), inverse(inverse) {}
-  // f(this), with rough powers where there are some.
+  // Whether p has a second derivative.
+  bool has_bend() const { return inverse > 2; }
+  // f(this), with rough powers where there are some. Sharp ones serve where there is a bend, too.
   template <class Use>
   auto with_rough(const Use& use) const {
+    return with_rough(has_bend(), use);
+  }
+  template <class Use>
+  auto with_rough([[maybe_unused]] bool by_bend, const Use& use) const {
     if constexpr (kFamily != Family::general || sizeof(R) != 4) {
       return use(*this);
     } else {
-      return inverse > 2 ? use(Power<kFamily, R, Powers::smooth>(b, inverse))
-                         : use(Power<kFamily, R, Powers::sharp>(b, inverse));
+      return by_bend ? use(Power<kFamily, R, Powers::smooth>(b, inverse))
+                     : use(Power<kFamily, R, Powers::sharp>(b, inverse));
     }
   }
 
@@ -179,7 +177,7 @@ struct Power {
       if constexpr (kFamily != Family::general) return exp2_approx(-min(10.0f, wanted / 2 + 1));
       if constexpr (smooth)
         return exp2_approx(-0.75f - 5 * max(b, 0.3f) - 0.27f * (min(wanted, 22.0f) - 8));
-      return exp2_approx(-b * min(wanted + 1, 23.0f));
+      return exp2_approx(-max(b, 0.5f) * min(wanted + 1, 23.0f));
     }
     if constexpr (kFamily == Family::general) return power_of(kEpsilon<R>, max(R{0.5}, b));
     return R{0x1p-26};

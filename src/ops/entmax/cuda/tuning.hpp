@@ -16,6 +16,10 @@ enum class Family {
 
 inline constexpr int kOffsetsThreads = 1024;
 
+// smxx_hide.cuh: warps of a block, vectors of a thread.
+inline constexpr int kHideWarps = 8;
+inline constexpr int kHideVectors = 4;
+
 // smxx_forward_any.cuh: threads of a block; a row takes a warp or the block.
 inline constexpr int kAnyWarps = 8;
 
