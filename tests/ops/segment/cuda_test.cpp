@@ -188,6 +188,24 @@ TEST_F(segment_cuda, hostile_ids) {
   }
 }
 
+// Stretches of segments without rows are filled apart from single ones.
+TEST_F(segment_cuda, ids_leave_out_many) {
+  constexpr std::int64_t kSegments = 6000;
+  for (const Index& ids : std::vector<Index>{{5, 5, 1023, 1024, 2047, 2049, 5000, 5999},
+                                             {0, 1022, 1025, 4096, 4096, 5119, 5120, 5121},
+                                             {2, 40, 41, 1500, 3600, 3601, 9000, 9000},
+                                             Index(8, 5999),
+                                             Index(8, -1),
+                                             Index(8, kSegments)}) {
+    expect_same_as_reference(ids, 8, 2, kSegments, DType::i64);
+  }
+  Random random(11);
+  Index ids(3000);
+  std::int64_t id = 0;
+  for (std::int64_t& of_row : ids) of_row = id += random.integer(0, 1) * random.integer(0, 8);
+  expect_same_as_reference(ids, static_cast<std::int64_t>(ids.size()), 1, kSegments, DType::i32);
+}
+
 TEST_F(segment_cuda, hostile_offsets) {
   for (DType dtype : {DType::i32, DType::i64}) {
     expect_same_as_reference({0, 5, 3, 6}, 7, 5, 0, dtype);

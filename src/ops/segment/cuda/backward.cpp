@@ -72,6 +72,7 @@ class ProductStage {
 struct Extremes {
   std::optional<Mapping> by_arg, by_mask, recomputed;
   std::optional<Reduction> mask_counts, recompute;
+  std::optional<ReduceMap> ties;  // even ones, in place of the last two
   std::size_t statistic_at = 0, arg_at = 0;
 };
 
@@ -112,8 +113,8 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
       case SegmentReduce::softmax: {
         ReduceOp reduce = row_product_sum(dtype);
         MapOp gradient = softmax_gradient_map(dtype);
-        if (SoftmaxTiles::serves(problem, device_, Pass::backward)) {
-          softmax_.emplace(problem, device_, Pass::backward, setup_, layout_);
+        if (ReduceMap::serves(problem, device_, RowRule::softmax_gradient)) {
+          softmax_.emplace(problem, device_, RowRule::softmax_gradient, setup_, layout_);
           reduce.wide = gradient.wide = false;  // what it does not take is rare
         }
         map(gradient, {&problem.out, &problem.d_out, &problem.d_x});
@@ -159,10 +160,14 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
       }
     }
     if (even) {
+      MapOp map = ties_map(dtype);
+      if (ReduceMap::serves(problem, device_, RowRule::ties)) {
+        extremes_.ties.emplace(problem, device_, RowRule::ties, setup_, layout_);
+        map.wide = false;  // what it does not take is rare
+      }
       extremes_.recompute.emplace(problem, device_, extreme_count(problem.reduce, dtype),
                                   Specs{&problem.x}, setup_, layout_);
-      extremes_.recomputed.emplace(problem, device_, ties_map(dtype),
-                                   Specs{&problem.x, &problem.d_x}, setup_);
+      extremes_.recomputed.emplace(problem, device_, map, Specs{&problem.x, &problem.d_x}, setup_);
       extremes_.statistic_at = layout_.take(cells * real);
     } else {
       extremes_.recompute.emplace(problem, device_,
@@ -219,8 +224,8 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
           Params q = p;
           q.d_x = bound(d_x_, tensors.d_x);
           q.result = own(statistic_at_);
-          if (SoftmaxTiles::takes(q)) {
-            softmax_->enqueue(setup_, launcher, q, reduction_->combining());
+          if (ReduceMap::takes(q)) {
+            softmax_->enqueue(setup_, launcher, q);
             return;
           }
         }
@@ -244,6 +249,17 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
       case SegmentSaved::nothing:
         p.x = bound(x_, tensors.x);
         if (even) {
+          if (extremes_.ties) {
+            Params q = p;
+            q.out = bound(out_, tensors.out);
+            q.d_out = bound(d_out_, tensors.d_out);
+            q.d_x = bound(d_x_, tensors.d_x);
+            q.result = own(extremes_.statistic_at);
+            if (ReduceMap::takes(q)) {
+              extremes_.ties->enqueue(setup_, launcher, q);
+              return;
+            }
+          }
           reduce(*extremes_.recompute, extremes_.statistic_at);
           p.out = bound(out_, tensors.out);
         } else {
@@ -261,7 +277,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
   Layout layout_;
   Setup setup_;
   std::optional<Mapping> map_;
-  std::optional<SoftmaxTiles> softmax_;
+  std::optional<ReduceMap> softmax_;
   std::optional<Reduction> reduction_;
   std::optional<ProductStage> product_;
   Extremes extremes_;

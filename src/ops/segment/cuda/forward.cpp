@@ -39,8 +39,8 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
 
     ReduceOp op = keeps_place_ ? extreme_place(problem.reduce, problem.ties == Ties::last, dtype)
                                : reduce_op(problem.reduce, dtype);
-    if (softmax && SoftmaxTiles::serves(problem, device_, Pass::forward)) {
-      softmax_.emplace(problem, device_, Pass::forward, setup_, layout_);
+    if (softmax && ReduceMap::serves(problem, device_, RowRule::softmax)) {
+      softmax_.emplace(problem, device_, RowRule::softmax, setup_, layout_);
       op.wide = false;  // what it does not take is rare
     }
     if (mask && MaskTiles::serves(problem, device_)) {
@@ -112,8 +112,8 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
       if (softmax_) {
         Params q = p;
         q.d_x = bound(out_, tensors.out);
-        if (SoftmaxTiles::takes(q)) {
-          softmax_->enqueue(setup_, launcher, q, reduction_->combining());
+        if (ReduceMap::takes(q)) {
+          softmax_->enqueue(setup_, launcher, q);
           return;
         }
       }
@@ -153,7 +153,7 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
   SegmentProblem problem_;
   Layout layout_;
   Setup setup_;
-  std::optional<SoftmaxTiles> softmax_;
+  std::optional<ReduceMap> softmax_;
   std::optional<Reduction> reduction_;
   std::optional<Mapping> map_;
   std::optional<MaskTiles> mask_tiles_;

@@ -174,7 +174,7 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
     case SegmentReduce::softmax: {
       ReduceOp op = exponential_op("softmax", fmt::format("SoftmaxSum<{}>", r), dtype);
       op.out = r;
-      op.tiles = false;  // but smxx_softmax.cuh
+      op.tiles = false;  // but smxx_reduce_map.cuh
       --op.blocks;
       return op;
     }

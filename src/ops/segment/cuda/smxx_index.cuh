@@ -40,26 +40,93 @@ inline void check_offsets(const Params& p) {
   end_check(p, bad);
 }
 
-// offset(s) = number of ids below s, by bisection of ids that are taken to be in order.
+// --- Offsets of ids: offset(s) is the number of ids below s ---
+
+// So many segments without rows, from a multiple of that on, are a stretch, which a warp fills; or
+// one thread would, where ids leave out many.
+inline constexpr int64_t kStretch = 1024;
+
+// The first row whose id is `segment` or more, of ids in order. By a warp: 32 places at a time.
+inline int64_t first_row_from(const Params& p, int64_t segment) {
+  const int lane = threadIdx.x % device::kWarpSize;
+  int64_t low = 0, high = p.rows;
+  while (low < high) {
+    const int64_t step = (high - low + device::kWarpSize - 1) / device::kWarpSize;
+    const int64_t at = low + lane * step + step - 1;
+    const bool reached = at >= high || index_at(p.ids, at) >= segment;
+    const uint32_t lanes = __ballot_sync(device::kAllLanes, reached);
+    if (lanes == 0) return high;
+    low += (__ffs(static_cast<int>(lanes)) - 1) * step;
+    high = low + step - 1 < high ? low + step - 1 : high;
+  }
+  return low;
+}
+
+inline void fill_stretches(const Params& p) {
+  const int lane = threadIdx.x % device::kWarpSize;
+  const int64_t step = thread_count() / device::kWarpSize * kStretch;
+  for (int64_t s = thread_number() / device::kWarpSize * kStretch; s + kStretch <= p.segments;
+       s += step) {
+    const int64_t row = first_row_from(p, s);
+    if (row != first_row_from(p, s + kStretch)) continue;
+    for (int64_t i = lane; i < kStretch; i += device::kWarpSize) p.own_offsets[s + i] = row;
+  }
+}
+
+// Offsets from `first` to `last` become `row`. By a warp, together a lane's after the other's.
+inline void fill_offsets(const Params& p, int64_t first, int64_t last, int64_t row) {
+  uint32_t lanes = __ballot_sync(device::kAllLanes, first <= last);
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const int lane = __ffs(static_cast<int>(lanes)) - 1;
+    const int64_t from = __shfl_sync(device::kAllLanes, first, lane);
+    const int64_t to = __shfl_sync(device::kAllLanes, last, lane);
+    const int64_t value = __shfl_sync(device::kAllLanes, row, lane);
+    for (int64_t s = from + threadIdx.x % device::kWarpSize; s <= to; s += device::kWarpSize) {
+      p.own_offsets[s] = value;
+    }
+  }
+}
+
+// The same, but of whole stretches. Mostly there are few for each lane, which it fills alone.
+inline void fill_beside_stretches(const Params& p, int64_t first, int64_t last, int64_t row) {
+  constexpr int kAlone = 8;
+  if (__all_sync(device::kAllLanes, last - first < kAlone)) {
+    for (int64_t s = first; s <= last; ++s) p.own_offsets[s] = row;
+    return;
+  }
+  const int64_t begin = (first + kStretch - 1) / kStretch * kStretch;
+  const int64_t stop = last / kStretch * kStretch;
+  const bool has_stretch = stop > begin;
+  fill_offsets(p, first, has_stretch ? begin - 1 : last, row);
+  fill_offsets(p, has_stretch ? stop : last + 1, last, row);
+}
+
 inline void offsets_of_ids(const Params& p) {
   device::allow_next_kernel();
+  constexpr int kRows = 4;  // of a thread, one after the other
+  // As the row before the first has a segment before all, and the one behind the last the last one.
+  const auto id_at = [&](int64_t n) -> int64_t {
+    if (n < 0) return -1;
+    return n < p.rows ? clamped(index_at(p.ids, n), -1, p.segments) : p.segments;
+  };
   bool bad = false;
-  for (int64_t n = thread_number() + 1; n < p.rows; n += thread_count()) {
-    const int64_t id = clamped(index_at(p.ids, n), -1, p.segments);
-    bad |= id < clamped(index_at(p.ids, n - 1), -1, p.segments);
-  }
-  for (int64_t s = thread_number(); s <= p.segments; s += thread_count()) {
-    int64_t low = 0, high = p.rows;
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (index_at(p.ids, middle) >= s) {
-        high = middle;
-      } else {
-        low = middle + 1;
-      }
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * blockDim.x * kRows; base <= p.rows;
+       base += kRows * thread_count()) {
+    const int64_t first = base + threadIdx.x * kRows;
+    int64_t id[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) id[i] = id_at(first + i);
+    int64_t before = id_at(first - 1);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const bool exists = first + i <= p.rows;
+      bad |= exists && id[i] < before;
+      // Segments above the id before, up to this one, begin here.
+      fill_beside_stretches(p, before + 1, exists ? id[i] : before, first + i);
+      before = id[i];
     }
-    p.own_offsets[s] = low;
   }
+  fill_stretches(p);
   end_check(p, bad);
 }
 

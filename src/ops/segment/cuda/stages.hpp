@@ -181,7 +181,6 @@ class Reduction {
 
   // `p` has the inputs and results bound.
   void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
-  const Combining& combining() const { return combining_; }
   const Tiling& tiling() const {
     return tile_ ? tile_tiling_ : pieces_ ? pieces_tiling_ : any_tiling_;
   }
@@ -242,28 +241,33 @@ class Mapping {
   Tiling pieces_tiling_, tile_tiling_, any_tiling_;
 };
 
-// softmax or its gradient in one pass over contiguous rows, but for segments that reach over tiles
-// (smxx_softmax.cuh).
-class SoftmaxTiles {
+// What a row becomes by a reduction of its segment.
+enum class RowRule {
+  softmax,
+  softmax_gradient,  // of y and d_y, bound as x and y
+  ties,              // gradient of max and min with even ties
+};
+// Both in one pass over contiguous rows, but for segments that reach over tiles
+// (smxx_reduce_map.cuh).
+class ReduceMap {
  public:
   // Whether rows lie so, most segments are short enough, and there are the kernels.
-  static bool serves(const SegmentProblem& problem, const cuda::DeviceInfo& device, Pass pass);
+  static bool serves(const SegmentProblem& problem, const cuda::DeviceInfo& device, RowRule rule);
 
-  SoftmaxTiles(const SegmentProblem& problem, const cuda::DeviceInfo& device, Pass pass,
-               Setup& setup, Layout& layout);
+  ReduceMap(const SegmentProblem& problem, const cuda::DeviceInfo& device, RowRule rule,
+            Setup& setup, Layout& layout);
 
   // Whether what is bound lies so.
   static bool takes(const Params& p);
-  // `p` has x (backward: and y), d_x and the results of segments that reach over tiles bound;
-  // `combining` is that of the reduction which does the same.
-  void enqueue(const Setup& setup, Launcher& launcher, const Params& p,
-               const Combining& combining) const;
+  // `p` has what the rule reads, d_x and the results of segments that reach over tiles bound.
+  void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
   const Tiling& tiling() const { return tiling_; }
 
-  static std::vector<cuda::KernelSource> kernels(DType dtype, Pass pass, int arch);
+  static std::vector<cuda::KernelSource> kernels(DType dtype, RowRule rule, int arch);
 
  private:
   std::int64_t slot_columns_;
+  Combining combining_;
   Tiling tiling_;
   Kernel tile_, border_;
   std::size_t slots_at_;

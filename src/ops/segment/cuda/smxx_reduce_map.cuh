@@ -1,10 +1,10 @@
-// softmax of contiguous rows, and its gradient, for which x (backward: y and d_y) is read once
-// where segments lie within a tile.
+// What a reduction and then a map of the same contiguous rows make: softmax, its gradient, and that
+// of max and min with even ties. Rows are read once where segments lie within a tile.
 //
 // A block holds the rows of its tile (smxx_row_tile.cuh). Lanes walk the rows of a segment once for
 // their state and again to put what they give in their place. Then the block stores the tile.
 // Segments that reach over the tile's borders are only reduced, to the tile's two slots:
-// smxx_combine.cuh puts these together, and softmax_border() reads such rows again.
+// smxx_combine.cuh puts these together, and reduce_map_border() reads such rows again.
 #pragma once
 
 #include "ops/segment/cuda/smxx_row_tile.cuh"
@@ -13,9 +13,22 @@ namespace pullback::segment_cuda {
 
 // A lane's columns of a row of each input.
 template <class T, int kVector, int kInputs>
-struct SoftmaxRow {
+struct InputRow {
   Values<T, kVector> piece[kInputs];
 };
+// What is read of a segment, from `column` on: nothing.
+struct NothingGiven {
+  static NothingGiven load(const Params&, int64_t, int64_t) { return {}; }
+};
+
+// As smxx_combine.cuh has stored them.
+template <class R, int kVector>
+void read_sums(const Params& p, int64_t s, int64_t column,
+               typename Sum<R>::State (&state)[kVector]) {
+  const auto sums = load_row<R, kVector>(p.result, s, column);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) state[i] = {sums.element[i]};
+}
 
 // exp(x - shift) / sum.
 template <class T, int kVector>
@@ -24,15 +37,16 @@ struct SoftmaxForward {
   using Op = SoftmaxSum<R>;
   using State = typename Op::State;
   static constexpr int kInputs = 1;
-  using Row = SoftmaxRow<T, kVector, kInputs>;
+  using Row = InputRow<T, kVector, kInputs>;
+  using Given = NothingGiven;
   struct Segment {
     R shift[kVector], inverse[kVector];
   };
 
   // What enters the state, and what changes nothing there.
-  static R entry(const Row& row, int i) { return row.piece[0].real(i); }
-  static R nothing() { return -device::infinity<R>(); }
-  static Segment of(const State (&state)[kVector]) {
+  static R entry(const Row& row, const Given&, int i) { return row.piece[0].real(i); }
+  static R nothing(const Given&, int) { return -device::infinity<R>(); }
+  static Segment of(const State (&state)[kVector], const Given&, const Params&, int64_t, int64_t) {
     Segment segment;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
@@ -62,14 +76,17 @@ struct SoftmaxBackward {
   using Op = Sum<R>;
   using State = typename Op::State;
   static constexpr int kInputs = 2;
-  using Row = SoftmaxRow<T, kVector, kInputs>;
+  using Row = InputRow<T, kVector, kInputs>;
+  using Given = NothingGiven;
   struct Segment {
     R dot[kVector];
   };
 
-  static R entry(const Row& row, int i) { return row.piece[0].real(i) * row.piece[1].real(i); }
-  static R nothing() { return 0; }
-  static Segment of(const State (&state)[kVector]) {
+  static R entry(const Row& row, const Given&, int i) {
+    return row.piece[0].real(i) * row.piece[1].real(i);
+  }
+  static R nothing(const Given&, int) { return 0; }
+  static Segment of(const State (&state)[kVector], const Given&, const Params&, int64_t, int64_t) {
     Segment segment;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) segment.dot[i] = state[i].sum;
@@ -79,16 +96,58 @@ struct SoftmaxBackward {
     return row.piece[0].real(i) * (row.piece[1].real(i) - segment.dot[i]);
   }
   static void read(const Params& p, int64_t s, int64_t column, State (&state)[kVector]) {
-    const auto dot = load_row<R, kVector>(p.result, s, column);
+    read_sums<R>(p, s, column, state);
+  }
+};
+
+// d_out / (number of rows that are the extreme) to each of these.
+template <class T, int kVector>
+struct TiesBackward {
+  using R = Real<T>;
+  using Op = Sum<R>;  // of ones
+  using State = typename Op::State;
+  static constexpr int kInputs = 1;
+  using Row = InputRow<T, kVector, kInputs>;
+  struct Given {
+    Values<T, kVector> top;
+    static Given load(const Params& p, int64_t s, int64_t column) {
+      return {load_row<T, kVector>(p.out, s, column)};
+    }
+  };
+  struct Segment {
+    Values<T, kVector> top;
+    R share[kVector];
+  };
+
+  static bool tied(R x, R top) { return (x == top) | ((x != x) & (top != top)); }
+  static R entry(const Row& row, const Given& given, int i) {
+    return tied(row.piece[0].real(i), given.top.real(i)) ? 1 : 0;
+  }
+  static R nothing(const Given& given, int i) {
+    const R top = given.top.real(i);
+    return top != top ? 0 : device::quiet_nan<R>();
+  }
+  // d_out is read here: before, it would take registers from the first walk.
+  static Segment of(const State (&state)[kVector], const Given& given, const Params& p, int64_t s,
+                    int64_t column) {
+    const auto g = load_row<T, kVector>(p.d_out, s, column);
+    Segment segment{given.top, {}};
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) state[i] = {dot.element[i]};
+    for (int i = 0; i < kVector; ++i) segment.share[i] = g.real(i) / state[i].sum;
+    return segment;
+  }
+  static R value(const Segment& segment, const Row& row, int i) {
+    return tied(row.piece[0].real(i), segment.top.real(i)) ? segment.share[i] : 0;
+  }
+  static void read(const Params& p, int64_t s, int64_t column, State (&state)[kVector]) {
+    read_sums<R>(p, s, column, state);
   }
 };
 
 // What every row of a segment gives, from the values of the rows.
 template <class Rule, class T, int kVector>
-Values<T, kVector> softmax_values(const typename Rule::Segment& segment,
-                                  const typename Rule::Row& row) {
+Values<T, kVector> row_values(const typename Rule::Segment& segment,
+                              const typename Rule::Row& row) {
   Real<T> values[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) values[i] = Rule::value(segment, row, i);
@@ -96,7 +155,7 @@ Values<T, kVector> softmax_values(const typename Rule::Segment& segment,
 }
 
 template <template <class, int> class RuleOf, class T, int kVector>
-void softmax_tile(const Params& p) {
+void reduce_map_tile(const Params& p) {
   using Rule = RuleOf<T, kVector>;
   using Op = typename Rule::Op;
   using Row = typename Rule::Row;
@@ -139,16 +198,20 @@ void softmax_tile(const Params& p) {
           }
           return;
         }
+        const int64_t s = Tile::problem_segment(rows.tile.first + k);
+        typename Rule::Given given{};
+        if (column < p.columns) given = Rule::Given::load(p, s, column);
         R none[kVector];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) none[i] = Rule::nothing();
+        for (int i = 0; i < kVector; ++i) none[i] = Rule::nothing(given, i);
         Row nothing;
 #pragma unroll
         for (int input = 0; input < kInputs; ++input) nothing.piece[input] = Piece::of(none);
         typename Rule::State state[kVector];
         add_tile_rows<Op, kAtOnce, R>(
-            state, row_at, nothing, [](const Row& row, int i) { return Rule::entry(row, i); },
-            begin, many, rank, step, lanes);
+            state, row_at, nothing,
+            [&](const Row& row, int i) { return Rule::entry(row, given, i); }, begin, many, rank,
+            step, lanes);
         if (rows.reaches_out(k)) {
           if (rank != 0 || many <= 0) return;
 #pragma unroll
@@ -157,11 +220,12 @@ void softmax_tile(const Params& p) {
           }
           return;
         }
-        const typename Rule::Segment segment = Rule::of(state);
+        if (many <= 0) return;
+        const typename Rule::Segment segment = Rule::of(state, given, p, s, column);
 #pragma unroll 2
         for (int at = rank; at < many; at += step) {
           image.store(first + at * rows.row_bytes,
-                      softmax_values<Rule, T, kVector>(segment, row_at(at)));
+                      row_values<Rule, T, kVector>(segment, row_at(at)));
         }
       },
       [](int, int, int, int) {});
@@ -175,7 +239,7 @@ void softmax_tile(const Params& p) {
 
 // Rows of segments that reach over the borders of tiles. A block looks at some tiles.
 template <template <class, int> class RuleOf, class T, int kVector>
-void softmax_border(const Params& p) {
+void reduce_map_border(const Params& p) {
   using Rule = RuleOf<T, kVector>;
   constexpr int kRuns = 2 * kRowTileBorderTiles;
   constexpr int kAtOnce = kVector < 8 ? 4 : 2;  // rows on their way, as registers allow
@@ -214,8 +278,10 @@ void softmax_border(const Params& p) {
     const Run run = runs[i];
     if (run.begin >= run.end) continue;
     typename Rule::State state[kVector];
-    Rule::read(p, Tile::problem_segment(run.segment), column, state);
-    const typename Rule::Segment segment = Rule::of(state);
+    const int64_t s = Tile::problem_segment(run.segment);
+    Rule::read(p, s, column, state);
+    const typename Rule::Segment segment =
+        Rule::of(state, Rule::Given::load(p, s, column), p, s, column);
     const int64_t first = (run.begin + group) * p.columns + column, step = groups * p.columns;
     const T* x = static_cast<const T*>(p.x.data) + first;
     const T* y = static_cast<const T*>(p.y.data) + first;
@@ -234,7 +300,7 @@ void softmax_border(const Params& p) {
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         if (row + k * groups >= run.end) continue;
-        store_once(d_x + k * step, softmax_values<Rule, T, kVector>(segment, data[k]));
+        store_once(d_x + k * step, row_values<Rule, T, kVector>(segment, data[k]));
       }
       x += kAtOnce * step;
       if constexpr (Rule::kInputs == 2) y += kAtOnce * step;
