@@ -3,6 +3,9 @@
 // d_y.
 #include <fmt/format.h>
 
+#include <optional>
+#include <string>
+
 #include "ops/block_softmax/row_steps.hpp"
 
 namespace pullback::block_softmax {
@@ -47,19 +50,34 @@ cuda::OpKernel stream_kernel(DType dtype, bool vectors) {
           .constants = {{"block_softmax::kWarps", kWarps}}};
 }
 
-// `what` is plane_gradient, column_partial or column_gradient.
-cuda::OpKernel term_kernel(DType dtype, std::string_view what, std::string_view parameters) {
+cuda::OpKernel term_kernel(DType dtype, std::string_view what, std::string_view width,
+                           std::string_view parameters) {
   const std::string_view type = cuda::device_type(dtype);
-  return {.name = fmt::format("block_softmax_{}_{}", what, type),
+  return {.name = fmt::format("block_softmax_{}_{}{}", what, type,
+                              width.empty() ? "" : fmt::format("_{}", width)),
           .file = "ops/block_softmax/cuda/smxx_terms.cuh",
-          .function = fmt::format("block_softmax::{}<{}>", what, type),
+          .function = fmt::format("block_softmax::{}<{}{}>", what, type,
+                                  width.empty() ? "" : fmt::format(", {}", width)),
           .parameters = parameters,
           .threads = kThreads,
-          .constants = {{"block_softmax::kColumnChunk", kColumnChunk},
-                        {"block_softmax::kStripRows", kStripRows}}};
+          .constants = {{"block_softmax::kColumnChunk", kColumnChunk}}};
 }
-constexpr std::string_view kPlaneParams = "block_softmax::PlaneGradientParams";
+std::string width_of(DType dtype, bool vectors) {
+  return std::to_string(vectors ? 16 / size_of(dtype) : 1);
+}
+cuda::OpKernel plane_kernel(DType dtype, bool vectors) {
+  cuda::OpKernel kernel = term_kernel(dtype, "plane_gradient", width_of(dtype, vectors),
+                                      "block_softmax::PlaneGradientParams");
+  kernel.blocks = 4;  // most threads only store zeros: many have to wait for where blocks are
+  return kernel;
+}
 constexpr std::string_view kColumnParams = "block_softmax::ColumnGradientParams";
+cuda::OpKernel partial_kernel(DType dtype, bool vectors) {
+  return term_kernel(dtype, "column_partial", width_of(dtype, vectors), kColumnParams);
+}
+cuda::OpKernel column_kernel(DType dtype) {
+  return term_kernel(dtype, "column_gradient", {}, kColumnParams);
+}
 
 unsigned grid_of(std::int64_t items) {
   constexpr std::int64_t kMaxGrid = std::int64_t{1} << 20;
@@ -122,7 +140,8 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
 
  private:
   struct Plane {
-    cuda::PlannedKernel<PlaneGradientParams> kernel;
+    std::optional<cuda::PlannedKernel<PlaneGradientParams>> vectors;  // where all lie so
+    cuda::PlannedKernel<PlaneGradientParams> elements;
     PlaneGradientParams params;
   };
 
@@ -176,10 +195,21 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
       params.row = spec.strides[static_cast<std::size_t>(rank - 2)];
       params.column = spec.strides[static_cast<std::size_t>(rank - 1)];
       plane.params = params;
-      plane.kernel = cuda::PlannedKernel<PlaneGradientParams>(
-          term_kernel(problem.y.dtype, "plane_gradient", kPlaneParams), device_);
       const std::int64_t planes = (params.per_batch ? Z : 1) * (params.per_head ? H : 1);
-      plane.kernel.shape.grid[0] = grid_of(planes * R * (b / kStripRows) * C);
+      const auto load = [&](bool vectors) {
+        const DType dtype = problem.y.dtype;
+        const std::int64_t width = vectors ? 16 / static_cast<std::int64_t>(size_of(dtype)) : 1;
+        const std::int64_t parts = (b * C * b / width + kThreads - 1) / kThreads;
+        cuda::PlannedKernel<PlaneGradientParams> kernel(plane_kernel(dtype, vectors), device_);
+        kernel.shape.grid[0] = static_cast<unsigned>(planes * R * parts);
+        return kernel;
+      };
+      plane.elements = load(false);
+      const auto length = static_cast<std::int64_t>(16 / size_of(problem.y.dtype));
+      if (vectors_ && params.column == 1 && params.batch % length == 0 &&
+          params.head % length == 0 && params.row % length == 0) {
+        plane.vectors = load(true);
+      }
     };
     if (problem.d_rpe.given()) add(d_rpe_, problem.d_rpe, 4);
     if (problem.d_attn_mask.given()) add(d_attn_mask_, problem.d_attn_mask, 2);
@@ -220,9 +250,13 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
     columns_.column = problem.d_key_padding_mask.strides[1];
     if (columns_.batches == 0) return;
     const DType dtype = problem.y.dtype;
-    partial_kernel_ = {term_kernel(dtype, "column_partial", kColumnParams), device_};
-    partial_kernel_.shape.grid[0] = grid_of(Z * columns_.chunk_count);
-    column_kernel_ = {term_kernel(dtype, "column_gradient", kColumnParams), device_};
+    for (const bool vectors : {false, true}) {
+      if (vectors && !vectors_) break;
+      auto& kernel = partial_kernels_[vectors ? 1 : 0];
+      kernel = {partial_kernel(dtype, vectors), device_};
+      kernel.shape.grid[0] = grid_of(Z * columns_.chunk_count);
+    }
+    column_kernel_ = {column_kernel(dtype), device_};
     column_kernel_.shape.grid[0] = grid_of((Z * C * b + kThreads - 1) / kThreads);
   }
 
@@ -243,9 +277,9 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
       for (const auto& step : vectors ? vector_delta_ : element_steps_) {
         launch_rows(stream, step, tensors, nullptr, workspace.data);
       }
-      launch_plane(stream, d_rpe_, tensors, tensors.d_rpe, workspace.data);
-      launch_plane(stream, d_attn_mask_, tensors, tensors.d_attn_mask, workspace.data);
-      launch_columns(stream, tensors, workspace.data);
+      launch_plane(stream, d_rpe_, tensors, tensors.d_rpe, workspace.data, vectors);
+      launch_plane(stream, d_attn_mask_, tensors, tensors.d_attn_mask, workspace.data, vectors);
+      launch_columns(stream, tensors, workspace.data, vectors);
     }
     if (tensors.d_x == nullptr) return;
     for (const auto& step : vectors ? vector_steps_ : element_steps_) {
@@ -264,17 +298,19 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
   }
 
   static void launch_plane(Stream stream, const Plane& plane, const BlockSoftmaxTensors& tensors,
-                           void* gradient, const void* delta) {
+                           void* gradient, const void* delta, bool vectors) {
     if (gradient == nullptr || plane.params.block == 0) return;
     PlaneGradientParams params = plane.params;
     params.y.data = tensors.y;
     params.d_y.data = const_cast<void*>(tensors.d_y);
     params.delta = delta;
     params.gradient = gradient;
-    plane.kernel.launch(stream, params);
+    const bool by_vectors = vectors && plane.vectors && cuda::vector_aligned({gradient});
+    (by_vectors ? *plane.vectors : plane.elements).launch(stream, params);
   }
 
-  void launch_columns(Stream stream, const BlockSoftmaxTensors& tensors, void* workspace) const {
+  void launch_columns(Stream stream, const BlockSoftmaxTensors& tensors, void* workspace,
+                      bool vectors) const {
     if (tensors.d_key_padding_mask == nullptr || columns_.batches == 0) return;
     ColumnGradientParams params = columns_;
     params.y.data = tensors.y;
@@ -282,14 +318,14 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
     params.delta = workspace;
     params.partial = static_cast<std::byte*>(workspace) + delta_bytes_;
     params.gradient = tensors.d_key_padding_mask;
-    if (params.chunk_count > 0) partial_kernel_.launch(stream, params);
+    if (params.chunk_count > 0) partial_kernels_[vectors ? 1 : 0].launch(stream, params);
     column_kernel_.launch(stream, params);
   }
 
   DeviceTables tables_;
   RowSteps<Params> vector_steps_, vector_delta_, element_steps_;
   Plane d_rpe_{}, d_attn_mask_{};
-  cuda::PlannedKernel<ColumnGradientParams> partial_kernel_, column_kernel_;
+  cuda::PlannedKernel<ColumnGradientParams> partial_kernels_[2], column_kernel_;  // by vectors: 1
   ColumnGradientParams columns_{};
   std::size_t delta_bytes_ = 0;
   bool vectors_ = false;
@@ -313,12 +349,11 @@ std::vector<KernelSource> block_softmax_backward_kernels(int arch) {
     kernels.push_back(op_kernel<BackwardParams>(ring_kernel(dtype, arch), arch));
     kernels.push_back(op_kernel<BackwardParams>(stream_kernel(dtype, true), arch));
     kernels.push_back(op_kernel<BackwardParams>(stream_kernel(dtype, false), arch));
-    kernels.push_back(
-        op_kernel<PlaneGradientParams>(term_kernel(dtype, "plane_gradient", kPlaneParams), arch));
-    for (const std::string_view what : {"column_partial", "column_gradient"}) {
-      kernels.push_back(
-          op_kernel<ColumnGradientParams>(term_kernel(dtype, what, kColumnParams), arch));
+    for (const bool vectors : {false, true}) {
+      kernels.push_back(op_kernel<PlaneGradientParams>(plane_kernel(dtype, vectors), arch));
+      kernels.push_back(op_kernel<ColumnGradientParams>(partial_kernel(dtype, vectors), arch));
     }
+    kernels.push_back(op_kernel<ColumnGradientParams>(column_kernel(dtype), arch));
   }
   return kernels;
 }

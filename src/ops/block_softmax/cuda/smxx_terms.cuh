@@ -1,11 +1,13 @@
 // The gradients of the added terms: ds = y (d_y − δ), summed over whatever the term broadcasts, in
 // a fixed order. δ of every row is in the workspace.
-//   plane_gradient   d_rpe and d_attn_mask: a thread block sums kStripRows rows of one block's
-//   place column_partial   d_key_padding_mask: a thread block sums the rows of a few blocks of one
-//   column, column_gradient  and a thread adds up the partial sums of its column
+//   plane_gradient   d_rpe and d_attn_mask: a thread sums a piece of a row of the gradient
+//   column_partial   d_key_padding_mask: a thread block sums the rows of a few blocks of one
+//   column_gradient  column, and a thread adds up the partial sums of its column
+// kWidth is 1, or the length of a 16-byte vector: then rows are contiguous and aligned.
 #pragma once
 
 #include "device/float.cuh"
+#include "device/memory.cuh"
 #include "ops/block_softmax/cuda/params.cuh"
 #include "ops/block_softmax/cuda/tuning.hpp"
 
@@ -13,17 +15,40 @@ namespace pullback::block_softmax {
 
 using namespace device;
 
-// ds of element (rank, row, column); 0 where y is 0, whatever d_y is.
-template <class T>
-Real<T> score_gradient(const BlockTensor& y, const BlockTensor& d_y, int64_t batch, int64_t rank,
-                       int32_t row, int32_t column, Real<T> delta) {
+template <class T, int kWidth>
+struct TermPiece {
+  T element[kWidth];
+
+  static TermPiece load(const T* from) {
+    TermPiece piece;
+    if constexpr (kWidth == 1) {
+      piece.element[0] = *from;
+    } else {
+      const Vector<T> vector = load_vector(from);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) piece.element[e] = vector.element[e];
+    }
+    return piece;
+  }
+};
+
+// Adds ds of some neighbouring columns of one row; 0 where y is 0, whatever d_y is.
+template <class T, int kWidth>
+void add_score_gradients(Real<T> (&sums)[kWidth], const BlockTensor& y, const BlockTensor& d_y,
+                         int64_t batch, int64_t rank, int32_t row, int32_t column, Real<T> delta) {
   using R = Real<T>;
-  const R weight = to_real(static_cast<const T*>(
-      y.data)[batch * y.batch + rank * y.rank + row * y.row + column * y.column]);
-  if (weight == R{0}) return R{0};
-  return weight * (to_real(static_cast<const T*>(d_y.data)[batch * d_y.batch + rank * d_y.rank +
-                                                           row * d_y.row + column * d_y.column]) -
-                   delta);
+  using Piece = TermPiece<T, kWidth>;
+  const auto piece_of = [&](const BlockTensor& tensor) {
+    return Piece::load(static_cast<const T*>(tensor.data) + batch * tensor.batch +
+                       rank * tensor.rank + row * tensor.row + column * tensor.column);
+  };
+  const Piece weights = piece_of(y), gradients = piece_of(d_y);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    const R weight = to_real(weights.element[e]);
+    const R ds = weight * (to_real(gradients.element[e]) - delta);
+    sums[e] += weight == R{0} ? R{0} : ds;
+  }
 }
 
 // The rank of the row's block at `column`, or -1. A row's columns increase.
@@ -41,82 +66,83 @@ inline int64_t find_rank(const BlockRow& block_row, const int32_t* columns, int3
   return low < block_row.blocks && mine[low] == column ? block_row.first_rank + low : -1;
 }
 
-template <class T>
+template <class T, int kWidth>
 void plane_gradient(const PlaneGradientParams& p) {
   using R = Real<T>;
-  constexpr int kSums = kStripRows * kMaxBlock / kThreads;
-  const int64_t strips = p.block / kStripRows;
-  const int64_t heads = p.per_head ? p.heads : 1, batches = p.per_batch ? p.batches : 1;
-  const int64_t tiles = batches * heads * p.block_rows_per_head * strips * p.block_columns;
+  const int64_t heads = p.per_head ? p.heads : 1;
+  const auto pieces = static_cast<uint32_t>(p.block_columns) * (p.block / kWidth);  // of a row
+  const uint32_t all = pieces * p.block;  // of a block row
+  // A thread block takes pieces of one block row.
+  const uint32_t parts = (all + kThreads - 1) / kThreads;
+  const int64_t block_row_and_plane = blockIdx.x / parts;
+  const uint32_t item = (blockIdx.x - block_row_and_plane * parts) * kThreads + threadIdx.x;
+  if (item >= all) return;
+  const int64_t plane = block_row_and_plane / p.block_rows_per_head;
+  const int64_t block_row = block_row_and_plane - plane * p.block_rows_per_head;
+  const int64_t plane_batch = plane / heads, plane_head = plane - plane_batch * heads;
+  const auto row = static_cast<int32_t>(item / pieces);
+  const auto plane_column = static_cast<int32_t>((item - row * pieces) * kWidth);
+  const int32_t block_column = plane_column / p.block;
+  const int32_t column = plane_column - block_column * p.block;
   const R* const deltas = static_cast<const R*>(p.delta);
 
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    int64_t rest = tile / p.block_columns;
-    const int32_t block_column = static_cast<int32_t>(tile - rest * p.block_columns);
-    const int32_t first_row = static_cast<int32_t>(rest % strips) * kStripRows;
-    rest /= strips;
-    const int64_t block_row = rest % p.block_rows_per_head;
-    rest /= p.block_rows_per_head;
-    const int64_t plane_head = rest % heads, plane_batch = rest / heads;
-
-    R sums[kSums] = {};
-    const int64_t head_end = p.per_head ? plane_head + 1 : p.heads;
-    const int64_t batch_end = p.per_batch ? plane_batch + 1 : p.batches;
-    for (int64_t head = plane_head; head < head_end; ++head) {
-      const int64_t index = head * p.block_rows_per_head + block_row;
-      const int64_t rank = find_rank(p.block_rows[index], p.columns, block_column);
-      if (rank < 0) continue;
-      for (int64_t batch = plane_batch; batch < batch_end; ++batch) {
-#pragma unroll
-        for (int s = 0; s < kSums; ++s) {
-          const int32_t element = s * kThreads + static_cast<int32_t>(threadIdx.x);
-          if (element >= kStripRows * p.block) break;
-          const int32_t row = first_row + element / p.block, column = element % p.block;
-          sums[s] += score_gradient<T>(p.y, p.d_y, batch, rank, row, column,
-                                       deltas[batch * p.delta_batch + index * p.block + row]);
-        }
-      }
+  R sums[kWidth] = {};
+  const int64_t head_end = p.per_head ? plane_head + 1 : p.heads;
+  const int64_t batch_end = p.per_batch ? plane_batch + 1 : p.batches;
+  for (int64_t head = plane_head; head < head_end; ++head) {
+    const int64_t index = head * p.block_rows_per_head + block_row;
+    const int64_t rank = find_rank(p.block_rows[index], p.columns, block_column);
+    if (rank < 0) continue;
+#pragma unroll 2
+    for (int64_t batch = plane_batch; batch < batch_end; ++batch) {
+      add_score_gradients<T>(sums, p.y, p.d_y, batch, rank, row, column,
+                             deltas[batch * p.delta_batch + index * p.block + row]);
     }
-    T* const to = static_cast<T*>(p.gradient) + plane_batch * p.batch + plane_head * p.head;
+  }
+  T* const to = static_cast<T*>(p.gradient) + plane_batch * p.batch + plane_head * p.head +
+                (block_row * p.block + row) * p.row + plane_column * p.column;
+  if constexpr (kWidth == 1) {
+    *to = from_real<T>(sums[0]);
+  } else {
+    Vector<T> vector;
 #pragma unroll
-    for (int s = 0; s < kSums; ++s) {
-      const int32_t element = s * kThreads + static_cast<int32_t>(threadIdx.x);
-      if (element >= kStripRows * p.block) break;
-      const int64_t row = block_row * p.block + first_row + element / p.block;
-      const int64_t column = static_cast<int64_t>(block_column) * p.block + element % p.block;
-      to[row * p.row + column * p.column] = from_real<T>(sums[s]);
-    }
+    for (int e = 0; e < kWidth; ++e) vector.element[e] = from_real<T>(sums[e]);
+    store_vector(to, vector);
   }
 }
 
-template <class T>
+template <class T, int kWidth>
 void column_partial(const ColumnGradientParams& p) {
   using R = Real<T>;
-  __shared__ R shared[kThreads];
-  const int32_t groups = kThreads / p.block;  // of threads: each takes every groups-th row
-  const int32_t group = static_cast<int32_t>(threadIdx.x) / p.block;
-  const int32_t column = static_cast<int32_t>(threadIdx.x) % p.block;
+  __shared__ R shared[kThreads * kWidth];  // [groups, block]
+  const int32_t lanes = p.block / kWidth;
+  const int32_t groups = kThreads / lanes;  // of threads: each takes every groups-th row
+  const int32_t group = static_cast<int32_t>(threadIdx.x) / lanes;
+  const int32_t column = (static_cast<int32_t>(threadIdx.x) - group * lanes) * kWidth;
   const R* const deltas = static_cast<const R*>(p.delta);
 
   for (int64_t item = blockIdx.x; item < p.batches * p.chunk_count; item += gridDim.x) {
     const int64_t batch = item / p.chunk_count;
     const ColumnChunk chunk = p.chunks[item - batch * p.chunk_count];
-    R sum = 0;
+    R sums[kWidth] = {};
     if (group < groups) {
       for (int32_t k = 0; k < chunk.blocks; ++k) {
         const ColumnBlock block = p.blocks[chunk.first + k];
         const R* const delta =
             deltas + batch * p.delta_batch + static_cast<int64_t>(block.index) * p.block;
+#pragma unroll 4
         for (int32_t row = group; row < p.block; row += groups) {
-          sum += score_gradient<T>(p.y, p.d_y, batch, block.rank, row, column, delta[row]);
+          add_score_gradients<T>(sums, p.y, p.d_y, batch, block.rank, row, column, delta[row]);
         }
       }
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) shared[group * p.block + column + e] = sums[e];
     }
-    shared[threadIdx.x] = sum;
     __syncthreads();
-    if (group == 0) {
-      for (int32_t g = 1; g < groups; ++g) sum += shared[g * p.block + column];
-      static_cast<R*>(p.partial)[item * p.block + column] = sum;
+    if (static_cast<int32_t>(threadIdx.x) < p.block) {
+      R sum = 0;
+      for (int32_t g = 0; g < groups; ++g) sum += shared[g * p.block + threadIdx.x];
+      static_cast<R*>(p.partial)[item * p.block + threadIdx.x] = sum;
     }
     __syncthreads();
   }

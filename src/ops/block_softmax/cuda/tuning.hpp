@@ -35,9 +35,6 @@ inline constexpr int kRingCluster = 8;
 // Vectors (or elements) of a row that decide which team of smxx_stream.cuh takes it.
 inline constexpr int kStreamVectors = 16;
 
-// Rows of a block that a thread block of the gradients of rpe and attn_mask sums at a time.
-inline constexpr int kStripRows = 16;
-inline constexpr int kMaxBlock = 128;
 // Blocks of a block column whose rows one thread block sums up for d_key_padding_mask.
 inline constexpr int kColumnChunk = 16;
 
