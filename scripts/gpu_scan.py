@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times pullback.torch on sizes and features that tables of rivals leave out, to find where it is slow.
 
-  gpu_scan.py attention|entmax|segment [--match WORD] [--seconds S]
+  gpu_scan.py attention|block_softmax|entmax|segment [--match WORD] [--seconds S]
 
 A line a case: forward and backward, in µs and as a share of the device's copy or, of attention, in TFLOP/s. Kernels are
 compiled as they are met: run it with --warm I/N in N processes first, each takes every N-th case once.
@@ -15,6 +15,7 @@ import time
 import torch
 
 import pullback.torch as pt
+from pullback import sparsity
 
 ELEMENTS = 1 << 26
 
@@ -63,16 +64,21 @@ def copy_rate():
 
 def segment_cases():
     columns = [1, 2, 3, 4, 6, 8, 10, 16, 20, 33, 50, 64, 100, 128, 300, 500, 1000, 1001]
-    reductions = ["sum", "max", "logsumexp", "softmax"]
-    for d, dtype, reduce, kind in itertools.product(
-        columns, [torch.float32, torch.bfloat16], reductions, ["short", "power"]
-    ):
+    dtypes, reductions = [torch.float32, torch.bfloat16], ["sum", "max", "logsumexp", "softmax"]
+    for d, dtype, reduce, kind in itertools.product(columns, dtypes, reductions, ["short", "power"]):
         yield f"D {d} {dtype} {reduce} {kind}", {"d": d, "dtype": dtype, "reduce": reduce, "kind": kind}
+    for d, dtype, kind in itertools.product([1, 16, 128], dtypes, ["short", "long"]):
+        given = {"d": d, "dtype": dtype, "reduce": "max", "kind": kind, "ties": "even"}
+        yield f"D {d} {dtype} max {kind} even ties", given
+    for d, dtype, reduce, by in itertools.product([1, 16, 128], dtypes, ["sum", "max", "prod"], ["ids", "permutation"]):
+        yield f"D {d} {dtype} {reduce} by {by}", {"d": d, "dtype": dtype, "reduce": reduce, "kind": "short", "by": by}
 
 
 def segment_offsets(kind, rows):
     if kind == "short":
         lengths = torch.randint(1, 16, (rows // 8 + rows // 16,), device="cuda")
+    elif kind == "long":
+        lengths = torch.randint(1, 8192, (rows // 4096 + 64,), device="cuda")
     else:
         uniform = torch.rand(rows // 4 + 64, device="cuda")
         lengths = (1 / (uniform + 1e-4) ** 0.8).long().clamp(1, 20000)
@@ -81,17 +87,61 @@ def segment_offsets(kind, rows):
     return torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), rows)])
 
 
-def segment(time_them, d, dtype, reduce, kind):
+def segment(time_them, d, dtype, reduce, kind, by="offsets", **options):
     rows = ELEMENTS // d
     offsets = segment_offsets(kind, rows)
-    x = normal(rows, d, dtype=dtype)
-    times = both_passes(lambda: pt.segment_reduce(x, reduce, offsets=offsets), (x,), time_them)
     segments = offsets.numel() - 1
+    x = normal(rows, d, dtype=dtype)
+    index = {"offsets": offsets}
+    if by != "offsets":
+        ids = torch.repeat_interleave(torch.arange(segments, device="cuda"), offsets.diff())
+        index = {"ids": ids, "num_segments": segments}
+    if by == "permutation":
+        permutation, offsets = pt.segment_permutation(ids[torch.randperm(rows, device="cuda")], segments)
+        index = {"offsets": offsets, "permutation": permutation}
+    times = both_passes(lambda: pt.segment_reduce(x, reduce, **index, **options), (x,), time_them)
     result = rows if reduce == "softmax" else segments
     saved = {"max": 8 * segments * d, "logsumexp": 4 * segments * d}.get(reduce, 0)
-    work = (rows + result) * d * x.element_size() + 8 * offsets.numel() + saved
-    more = rows * d * x.element_size() if reduce in ("logsumexp", "softmax") else 0
+    work = (rows + result) * d * x.element_size() + saved + 8 * (offsets.numel() if by == "offsets" else rows)
+    more = rows * d * x.element_size() if reduce in ("logsumexp", "softmax") or options else 0
     return times, (work, work + more)
+
+
+def block_softmax_cases():
+    layouts = {
+        "BigBird 64": (sparsity.BigBirdSparsityConfig(num_heads=16, block=64), 4),
+        "Fixed 32": (sparsity.FixedSparsityConfig(num_heads=16, block=32), 2),
+    }
+    terms = [
+        ("nothing", None, False),
+        *[(f"rpe{' and its gradient' * grad}", "rpe", grad) for grad in (False, True)],
+        *[(f"key_padding_mask added{' and its gradient' * grad}", "key_padding_mask", grad) for grad in (False, True)],
+        *[(f"attn_mask added{' and its gradient' * grad}", "attn_mask", grad) for grad in (False, True)],
+        ("key_padding_mask kept", "key_padding_keep", False),
+        ("attn_mask kept", "attn_keep", False),
+    ]
+    dtypes = [torch.float32, torch.bfloat16]
+    for (name, (config, batch)), dtype, (term, what, grad) in itertools.product(layouts.items(), dtypes, terms):
+        given = {"config": config, "batch": batch, "dtype": dtype, "term": what, "grad": grad}
+        yield f"{name} {dtype} {term}", given
+
+
+def block_softmax(time_them, config, batch, dtype, term, grad, length=4096):
+    layout = config.make_layout(length)
+    x = normal(batch, layout.nnz, config.block, config.block, dtype=dtype)
+    kept = {"key_padding_keep": ("key_padding", batch), "attn_keep": ("attn", length)}
+    options = {"attn_mask_mode": "add"} if term == "attn_mask" else {}
+    if term in kept:
+        mask, rows = kept[term]
+        options[f"{mask}_mask"] = torch.rand(rows, length, device="cuda") < 0.8
+        options["key_padding_mode" if mask == "key_padding" else "attn_mask_mode"] = "keep"
+    shapes = {"rpe": (1, 16, length, length), "key_padding_mask": (batch, length), "attn_mask": (length, length)}
+    if term in shapes:
+        options[term] = normal(*shapes[term], dtype=dtype, grad=grad)
+    inputs = (x, options[term]) if grad else (x,)
+    times = both_passes(lambda: pt.block_softmax(x, layout, scale=0.125, **options), inputs, time_them)
+    own = x.numel() * x.element_size()
+    return times, (2 * own, 3 * own)
 
 
 def entmax_cases():
@@ -103,11 +153,26 @@ def entmax_cases():
     for (v, r), dtype, alpha in itertools.product(across, dtypes, alphas):
         shape = (ELEMENTS // v // r, v, r)
         yield f"axis 1 of [N,{v},{r}] {dtype} alpha {alpha}", {"shape": shape, "dtype": dtype, "alpha": alpha, "axis": 1}
+    for v, dtype in itertools.product([32, 100, 512, 1001, 4096, 32000], dtypes):
+        given = {"shape": (ELEMENTS // v, v), "dtype": dtype, "axis": -1}
+        for alpha in alphas:
+            yield f"V {v} {dtype} alpha {alpha} mask", {**given, "alpha": alpha, "mask": "whole"}
+        yield f"V {v} {dtype} alpha 1.5 mask of all rows", {**given, "alpha": 1.5, "mask": "broadcast"}
+        yield f"V {v} {dtype} alphas of rows", {**given, "alpha": "rows"}
+        yield f"V {v} {dtype} alphas of rows, no d_alpha", {**given, "alpha": "rows", "alpha_grad": False}
 
 
-def entmax(time_them, shape, dtype, alpha, axis):
+def entmax(time_them, shape, dtype, alpha, axis, mask=None, alpha_grad=True):
     x = normal(*shape, dtype=dtype)
-    times = both_passes(lambda: pt.entmax(x, alpha, axis), (x,), time_them)
+    inputs = [x]
+    if alpha == "rows":
+        alpha = (1.13 + 0.86 * torch.rand(shape[0], 1, device="cuda")).requires_grad_(alpha_grad)
+        if alpha_grad:
+            inputs.append(alpha)
+    if mask:
+        rows = 1 if mask == "broadcast" else shape[0]
+        mask = (torch.rand(rows, shape[1], device="cuda") < 0.8).expand(*shape)
+    times = both_passes(lambda: pt.entmax(x, alpha, axis, mask=mask), inputs, time_them)
     own = x.numel() * x.element_size()
     return times, (2 * own, 3 * own)
 
@@ -193,7 +258,7 @@ def attention(
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("op", choices=["attention", "entmax", "segment"])
+    parser.add_argument("op", choices=["attention", "block_softmax", "entmax", "segment"])
     parser.add_argument("--match", default="", help="only cases with this in their names")
     parser.add_argument("--seconds", type=float, default=600, help="stop after so many")
     parser.add_argument("--warm", help="I/N: run every N-th case once, from the I-th on, and time none")
