@@ -185,6 +185,7 @@ std::vector<Case> segment_cases() {
         tied("giant unsorted", {{4, 0, 1300, 7}, 65, Form::unsorted});
         tied("giant D=1", {{40000, 3}, 1});
         tied("D=1025", {{3, 0, 70, 1, 9}, 1025});
+        tied("long D=256", {{300, 0, 200}, 256});
         tied("empty zero", {mixed, 8, Form::ids_i32});
         cases.back().options["empty"] = "zero";
       }

@@ -41,6 +41,9 @@ cuda::OpKernel rows_kernel(const MapOp& op, DType dtype, Access access) {
   if (!perm) kernel.blocks = op.blocks;
   return kernel;
 }
+bool has_rows(const MapOp& op, DType dtype, Access access) {
+  return !op.only_wide || access == kAnyAccess || access.vector == vector_length(dtype);
+}
 // Smaller pieces than of 16 bytes are those of rows apart, where smxx_map_tile.cuh has the others.
 bool has_narrow(const MapOp& op, DType dtype, Access access) {
   return op.narrow_blocks > 0 && !access.permuted &&
@@ -71,6 +74,7 @@ cuda::OpKernel column_kernel(const MapOp& op, DType dtype) {
                    fmt::format("segment_cuda::map_column<{}, {}, {}>", type_of(op, dtype, 1, true),
                                cuda::device_type(dtype), op.segment_bytes));
 }
+bool has_stream(const MapOp& op, DType dtype) { return !op.only_wide && dtype != DType::f64; }
 cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
   const bool chunks = op.chunk_blocks > 0;
   const std::string_view what = chunks ? "map_chunks" : "map_stream";
@@ -142,8 +146,11 @@ MapOp mask_map(bool even, DType dtype) {
           .narrow_blocks = even ? 0 : 2};
 }
 MapOp ties_map(DType dtype) {
-  return {
-      .name = "ties", .type = "ByTies<{T}, {V}>", .segment_bytes = 2 * bytes(dtype), .blocks = 2};
+  return {.name = "ties",
+          .type = "ByTies<{T}, {V}>",
+          .segment_bytes = 2 * bytes(dtype),
+          .blocks = 2,
+          .only_wide = true};
 }
 MapOp exponential_map(DType dtype) {
   return {.name = "logsumexp",
@@ -179,7 +186,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
   if (problem.x.shape[1] == 1) {
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.segment_bytes);
-    if (op.wide && dtype != DType::f64 && streamable(problem, rows) &&
+    if (op.wide && has_stream(op, dtype) && streamable(problem, rows) &&
         has(stream_kernel(op, dtype))) {
       stream_ = {stream_kernel(op, dtype), device};
       setup.allow_stream(*stream_);
@@ -200,7 +207,8 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
       const int row_bytes = static_cast<int>(problem.x.shape[1]) * bytes(dtype);
       tile_tiling_ =
           row_tiling(problem, device, vector_, map_tile_items(row_bytes, end_items), 0, end_items);
-    } else if (op.wide && access && (access->vector > 1 || problem.x.shape[1] <= kMostSingles)) {
+    } else if (op.wide && access && has_rows(op, dtype, *access) &&
+               (access->vector > 1 || problem.x.shape[1] <= kMostSingles)) {
       const bool narrow =
           has_narrow(op, dtype, *access) && problem.x.shape[1] * bytes(dtype) <= kNarrowMostBytes;
       const cuda::OpKernel kernel =
@@ -235,9 +243,9 @@ std::vector<cuda::KernelSource> Mapping::kernels(const MapOp& op, DType dtype, i
     all.push_back(cuda::op_kernel<Params>(kernel, arch));
   };
   add(column_kernel(op, dtype));
-  if (dtype != DType::f64) add(stream_kernel(op, dtype));
+  if (has_stream(op, dtype)) add(stream_kernel(op, dtype));
   for (const Access access : accesses(dtype)) {
-    add(rows_kernel(op, dtype, access));
+    if (has_rows(op, dtype, access)) add(rows_kernel(op, dtype, access));
     if (has_narrow(op, dtype, access)) add(narrow_kernel(op, dtype, access));
   }
   for (const int vector : row_tile_vectors(dtype)) {

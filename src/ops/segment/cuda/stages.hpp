@@ -212,6 +212,8 @@ struct MapOp {
   int narrow_blocks = 0;
   bool wide = true;    // whether kernels for pieces, or streams, are worth loading
   bool tiles = false;  // and smxx_map_tile.cuh serves
+  // Whether there are kernels for pieces of 16 bytes alone: smxx_reduce_map.cuh has other rows.
+  bool only_wide = false;
 };
 
 MapOp spread_map(bool mean, DType dtype);
