@@ -12,7 +12,7 @@ struct Registers {
   int vectors, blocks;
 };
 inline constexpr Registers forward_registers(int element_bytes, bool terms) {
-  if (terms) return {4, 2};
+  if (terms) return element_bytes == 4 ? Registers{3, 4} : Registers{3, 3};
   return element_bytes == 4   ? Registers{8, 4}
          : element_bytes == 2 ? Registers{6, 5}
                               : Registers{4, 3};
