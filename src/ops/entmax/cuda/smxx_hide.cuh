@@ -1,5 +1,5 @@
 // x with -inf where the mask is 0: then rows are as good as without a mask, and the kernels for
-// these serve. A warp takes some vectors of a row at a time.
+// these serve. A thread takes some vectors, whatever rows they are in.
 #pragma once
 
 #include "ops/entmax/cuda/params.cuh"
@@ -7,7 +7,7 @@
 
 namespace pullback::entmax {
 
-// The mask's bytes of one vector of x, all of them `step` apart: 0 or 1.
+// The mask's bytes for one vector of x, `step` apart.
 template <class T>
 struct MaskBytes {
   static constexpr int kLength = device::kVectorLength<T>;
