@@ -7,42 +7,24 @@
 #pragma once
 
 #include "device/float.cuh"
-#include "device/memory.cuh"
 #include "ops/block_softmax/cuda/params.cuh"
+#include "ops/block_softmax/cuda/smxx_piece.cuh"
 #include "ops/block_softmax/cuda/tuning.hpp"
 
 namespace pullback::block_softmax {
 
 using namespace device;
 
-template <class T, int kWidth>
-struct TermPiece {
-  T element[kWidth];
-
-  static TermPiece load(const T* from) {
-    TermPiece piece;
-    if constexpr (kWidth == 1) {
-      piece.element[0] = *from;
-    } else {
-      const Vector<T> vector = load_vector(from);
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) piece.element[e] = vector.element[e];
-    }
-    return piece;
-  }
-};
-
 // Adds ds of some neighbouring columns of one row; 0 where y is 0, whatever d_y is.
 template <class T, int kWidth>
 void add_score_gradients(Real<T> (&sums)[kWidth], const BlockTensor& y, const BlockTensor& d_y,
                          int64_t batch, int64_t rank, int32_t row, int32_t column, Real<T> delta) {
   using R = Real<T>;
-  using Piece = TermPiece<T, kWidth>;
   const auto piece_of = [&](const BlockTensor& tensor) {
-    return Piece::load(static_cast<const T*>(tensor.data) + batch * tensor.batch +
-                       rank * tensor.rank + row * tensor.row + column * tensor.column);
+    return load_piece<T, kWidth>(static_cast<const T*>(tensor.data) + batch * tensor.batch +
+                                 rank * tensor.rank + row * tensor.row + column * tensor.column);
   };
-  const Piece weights = piece_of(y), gradients = piece_of(d_y);
+  const Piece<T, kWidth> weights = piece_of(y), gradients = piece_of(d_y);
 #pragma unroll
   for (int e = 0; e < kWidth; ++e) {
     const R weight = to_real(weights.element[e]);
@@ -101,14 +83,10 @@ void plane_gradient(const PlaneGradientParams& p) {
   }
   T* const to = static_cast<T*>(p.gradient) + plane_batch * p.batch + plane_head * p.head +
                 (block_row * p.block + row) * p.row + plane_column * p.column;
-  if constexpr (kWidth == 1) {
-    *to = from_real<T>(sums[0]);
-  } else {
-    Vector<T> vector;
+  Piece<T, kWidth> piece;
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) vector.element[e] = from_real<T>(sums[e]);
-    store_vector(to, vector);
-  }
+  for (int e = 0; e < kWidth; ++e) piece.element[e] = from_real<T>(sums[e]);
+  store_piece(to, piece);
 }
 
 template <class T, int kWidth>

@@ -90,23 +90,19 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     const std::int64_t next = rows.rank == 0 ? 0 : std::abs(params_.d_x.outer[rows.rank - 1]);
     const bool across =
         !ragged && (std::abs(params_.d_x.axis) > next ? next > 0 : rows.length < 128);
-    const auto load = [&](const OpKernel& kernel, RowMapping mapping) {
-      const int rows_of_block = mapping == RowMapping::across ? kAcrossRows
-                                : mapping == RowMapping::warp ? kAnyThreads / 32
-                                                              : 1;
+    const auto load = [&](const OpKernel& kernel, Mapping mapping) {
       Kernel loaded(kernel, device_);
-      loaded.shape.grid[0] = grid((tasks_ + rows_of_block - 1) / rows_of_block);
+      const int of_block = rows_of_block(mapping);
+      loaded.shape.grid[0] = grid((tasks_ + of_block - 1) / of_block);
       return loaded;
     };
-    const RowMapping mapping = across ? RowMapping::across : RowMapping::block;
+    const Mapping mapping = across ? Mapping::across : Mapping::block;
     any_ = load(any_kernel(dtype, weights_of(problem_) == Weights::mixed, mapping), mapping);
-    if (problem_.d_alpha.given()) {
-      constexpr std::int64_t kWarpLength = 1024;
-      const std::int64_t groups = std::max<std::int64_t>(1, rows.groups);
-      const bool warp = !across && rows.length / groups <= kWarpLength;
-      const RowMapping own = warp ? RowMapping::warp : mapping;
-      d_alpha_ = load(d_alpha_kernel(dtype, own), own);
-    }
+    constexpr std::int64_t kWarpLength = 1024;
+    const bool warp =
+        !across && rows.length / std::max<std::int64_t>(1, rows.groups) <= kWarpLength;
+    const Mapping of_d_alpha = warp ? Mapping::warp : mapping;
+    d_alpha_ = load(d_alpha_kernel(dtype, of_d_alpha), of_d_alpha);
     if (ragged) {
       rest_ = Kernel(rest_kernel(dtype), device_);
       rest_.shape.grid[0] = grid(std::min<std::int64_t>(rows.count, 8 * device_.multiprocessors));
@@ -393,9 +389,9 @@ std::vector<KernelSource> entmax_backward_kernels(int arch) {
             tile_kernel("backward", dtype, "Weights", name, staged), arch));
       }
     }
-    for (const RowMapping mapping : {RowMapping::block, RowMapping::warp, RowMapping::across}) {
+    for (const Mapping mapping : {Mapping::block, Mapping::warp, Mapping::across}) {
       add(d_alpha_kernel(dtype, mapping));
-      if (mapping == RowMapping::warp) continue;
+      if (mapping == Mapping::warp) continue;
       add(any_kernel(dtype, true, mapping));
       if (dtype != DType::f64) add(any_kernel(dtype, false, mapping));
     }

@@ -128,14 +128,12 @@ inline std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights)
   return {};
 }
 
-// Of smxx_backward_any.cuh: who works on a row.
 inline constexpr std::string_view kMappingNames[] = {"block", "warp", "across"};
-enum class RowMapping { block, warp, across };
-inline std::string_view name_of(RowMapping mapping) {
+inline std::string_view name_of(Mapping mapping) {
   return kMappingNames[static_cast<int>(mapping)];
 }
 
-inline OpKernel any_kernel(DType dtype, bool wide, RowMapping mapping) {
+inline OpKernel any_kernel(DType dtype, bool wide, Mapping mapping) {
   const std::string_view real = wide || dtype == DType::f64 ? "double" : "float";
   return kernel_of("any", kAnyFile,
                    fmt::format("entmax::backward_any<{}, {}, entmax::Mapping::{}>",
@@ -143,7 +141,7 @@ inline OpKernel any_kernel(DType dtype, bool wide, RowMapping mapping) {
                    fmt::format("{}_{}", real, name_of(mapping)), dtype, kAnyThreads);
 }
 
-inline OpKernel d_alpha_kernel(DType dtype, RowMapping mapping) {
+inline OpKernel d_alpha_kernel(DType dtype, Mapping mapping) {
   return kernel_of("d_alpha", kAnyFile,
                    fmt::format("entmax::backward_d_alpha<{}, entmax::Mapping::{}>",
                                cuda::device_type(dtype), name_of(mapping)),

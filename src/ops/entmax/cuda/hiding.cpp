@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
-#include <functional>
+#include <utility>
 #include <vector>
 
+#include "ops/entmax/cuda/rows.hpp"
 #include "ops/entmax/cuda/tuning.hpp"
 
 namespace pullback::entmax {
@@ -35,43 +35,23 @@ bool Hiding::serves(DType dtype, const cuda::DeviceInfo& device) {
 
 Hiding::Hiding(const EntmaxProblem& problem, const TensorSpec& to, const cuda::DeviceInfo& device)
     : kernel_(hide_kernel(problem.x.dtype), device) {
-  struct Dim {
-    std::int64_t size;
-    std::array<std::int64_t, 3> steps;
-  };
   std::vector<Dim> dims;
   for (int dim = 0; dim < to.rank; ++dim) {
     if (to.shape[dim] == 1) continue;
     dims.push_back(
         {to.shape[dim], {problem.x.strides[dim], problem.mask.strides[dim], to.strides[dim]}});
   }
-  std::ranges::stable_sort(dims, std::ranges::greater(),
-                           [](const Dim& dim) { return std::abs(dim.steps[0]); });
-  for (std::size_t inner = dims.size(); inner-- > 1;) {
-    const Dim &low = dims[inner], &high = dims[inner - 1];
-    const auto merges = [&](int i) { return high.steps[i] == low.steps[i] * low.size; };
-    if (!merges(0) || !merges(1) || !merges(2)) continue;
-    dims[inner - 1] = {high.size * low.size, low.steps};
-    dims.erase(dims.begin() + static_cast<std::ptrdiff_t>(inner));
-  }
+  dims = merged(std::move(dims));
   if (dims.empty()) dims.push_back({1, {1, 1, 1}});
+  const Dim axis = std::move(dims.back());
+  dims.pop_back();
 
   Rows& rows = params_.rows;
   const std::array tensors{&params_.x, &params_.mask, &params_.to};
-  const Dim axis = dims.back();
-  dims.pop_back();
-  rows.count = 1;
   rows.length = axis.size;
   rows.groups = 1;
-  rows.rank = static_cast<int>(dims.size());
-  for (std::size_t dim = 0; dim < dims.size(); ++dim) {
-    rows.sizes[dim] = dims[dim].size;
-    rows.count *= dims[dim].size;
-  }
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    tensors[i]->axis = axis.steps[i];
-    for (std::size_t dim = 0; dim < dims.size(); ++dim) tensors[i]->outer[dim] = dims[dim].steps[i];
-  }
+  set_outer(dims, rows, tensors);
+  for (std::size_t i = 0; i < tensors.size(); ++i) tensors[i]->axis = axis.steps[i];
   const auto vector_length = static_cast<std::int64_t>(16 / size_of(problem.x.dtype));
   const std::int64_t vectors = rows.count * ((rows.length + vector_length - 1) / vector_length);
   constexpr std::int64_t kBlockVectors = std::int64_t{kHideVectors} * 32 * kHideWarps;

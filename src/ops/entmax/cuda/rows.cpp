@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <functional>
+#include <utility>
 
 #include "cuda/memory.hpp"
 #include "ops/entmax/cuda/tuning.hpp"
@@ -27,23 +28,7 @@ RowTensor row_tensor(const Steps& steps) {
   return tensor;
 }
 
-Rows merged_rows(const EntmaxProblem& problem, std::span<RowTensor* const> tensors) {
-  const Outer outer(problem);
-  struct Dim {
-    std::int64_t size;
-    std::vector<std::int64_t> steps;
-  };
-  std::vector<Dim> dims;
-  Rows rows{};
-  rows.count = 1;
-  rows.length = row_length(problem);
-  rows.groups = std::max<std::int64_t>(group_count(problem), problem.offsets.given() ? 0 : 1);
-  for (int dim = 0; dim < outer.rank; ++dim) {
-    rows.count *= outer.sizes[dim];
-    if (outer.sizes[dim] == 1) continue;
-    Dim& entry = dims.emplace_back(Dim{outer.sizes[dim], {}});
-    for (const RowTensor* tensor : tensors) entry.steps.push_back(tensor->outer[dim]);
-  }
+std::vector<Dim> merged(std::vector<Dim> dims) {
   std::ranges::stable_sort(dims, std::ranges::greater(),
                            [](const Dim& dim) { return std::abs(dim.steps[0]); });
   for (std::size_t inner = dims.size(); inner-- > 1;) {
@@ -58,12 +43,32 @@ Rows merged_rows(const EntmaxProblem& problem, std::span<RowTensor* const> tenso
     high.steps = low.steps;
     dims.erase(dims.begin() + static_cast<std::ptrdiff_t>(inner));
   }
+  return dims;
+}
+
+void set_outer(const std::vector<Dim>& dims, Rows& rows, std::span<RowTensor* const> tensors) {
   rows.rank = static_cast<int>(dims.size());
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    std::fill_n(tensors[i]->outer, kMaxOuterRank, 0);
-    for (std::size_t dim = 0; dim < dims.size(); ++dim) tensors[i]->outer[dim] = dims[dim].steps[i];
+  rows.count = 1;
+  for (RowTensor* tensor : tensors) std::fill_n(tensor->outer, kMaxOuterRank, 0);
+  for (std::size_t dim = 0; dim < dims.size(); ++dim) {
+    rows.sizes[dim] = dims[dim].size;
+    rows.count *= dims[dim].size;
+    for (std::size_t i = 0; i < tensors.size(); ++i) tensors[i]->outer[dim] = dims[dim].steps[i];
   }
-  for (std::size_t dim = 0; dim < dims.size(); ++dim) rows.sizes[dim] = dims[dim].size;
+}
+
+Rows merged_rows(const EntmaxProblem& problem, std::span<RowTensor* const> tensors) {
+  const Outer outer(problem);
+  std::vector<Dim> dims;
+  for (int dim = 0; dim < outer.rank; ++dim) {
+    if (outer.sizes[dim] == 1) continue;
+    Dim& entry = dims.emplace_back(Dim{outer.sizes[dim], {}});
+    for (const RowTensor* tensor : tensors) entry.steps.push_back(tensor->outer[dim]);
+  }
+  Rows rows{};
+  rows.length = row_length(problem);
+  rows.groups = std::max<std::int64_t>(group_count(problem), problem.offsets.given() ? 0 : 1);
+  set_outer(merged(std::move(dims)), rows, tensors);
   return rows;
 }
 

@@ -13,6 +13,16 @@ namespace pullback::entmax {
 // Null data; the outer dimensions of the problem, not merged yet.
 RowTensor row_tensor(const Steps& steps);
 
+// A dimension, and each tensor's step along it.
+struct Dim {
+  std::int64_t size;
+  std::vector<std::int64_t> steps;
+};
+// Sorted by the steps of the first tensor, the smallest last, and merged where all tensors allow.
+std::vector<Dim> merged(std::vector<Dim> dims);
+// The dims that rows are counted in: sizes and count of `rows`, steps of the tensors.
+void set_outer(const std::vector<Dim>& dims, Rows& rows, std::span<RowTensor* const> tensors);
+
 // Sorts the outer dimensions by the steps of the first tensor, merges them where all tensors allow,
 // and rewrites the tensors' steps. Without offsets.
 Rows merged_rows(const EntmaxProblem& problem, std::span<RowTensor* const> tensors);

@@ -13,17 +13,10 @@
 
 namespace pullback::entmax {
 
-// Who works on a row: the block, a warp of it, or every kAcrossRows-th thread of it, so that
-// neighbouring threads take neighbouring rows, which are neighbours in memory where the axis is not
-// the last one.
-enum class Mapping { block, warp, across };
-
 template <Mapping kMapping>
 struct RowThreads {
   static constexpr bool kWarps = kMapping == Mapping::warp;
-  static constexpr int kRows = kWarps                       ? kAnyThreads / kWarpSize
-                               : kMapping == Mapping::block ? 1
-                                                            : kAcrossRows;
+  static constexpr int kRows = rows_of_block(kMapping);
   static constexpr int kThreads = kAnyThreads / kRows;  // of a row
 
   static int row() { return static_cast<int>(threadIdx.x) / (kWarps ? kWarpSize : 1) % kRows; }

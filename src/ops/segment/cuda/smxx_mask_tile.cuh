@@ -9,6 +9,7 @@
 // part of a segment has its extreme.
 #pragma once
 
+#include "ops/segment/cuda/smxx_border.cuh"
 #include "ops/segment/cuda/smxx_mask.cuh"
 #include "ops/segment/cuda/smxx_row_tile.cuh"
 
@@ -201,41 +202,18 @@ void mask_tile(const Params& p) {
 template <class T>
 void mask_border(const Params& p) {
   using Op = Extreme<Real<T>, false>;
-  constexpr int kRuns = 2 * kRowTileBorderTiles;
-  struct Run {
-    int64_t segment, begin, end;
-  };
-  __shared__ Run runs[kRuns];
+  __shared__ BorderRun runs[kBorderRuns];
 
   const Segments segments = make_segments(p);
-  const int thread = threadIdx.x;
+  find_border_runs(p, segments, runs);
   const int64_t first_tile = static_cast<int64_t>(blockIdx.x) * kRowTileBorderTiles;
-  if (thread < kRuns) {
-    const int64_t number = first_tile + thread / 2;
-    const bool goes_on = thread % 2 != 0;
-    Run run{};
-    if (number < p.tiles) {
-      const Tile tile = make_tile(p, number);
-      const int64_t j = goes_on ? tile.stop : tile.first;
-      if (j >= 1 && j <= p.segments && (goes_on || tile.first < tile.stop)) {
-        const int64_t begin = segments.begin(j), end = segments.end(j);
-        if (goes_on) {
-          run = {j, begin > tile.row ? begin : tile.row, tile.row_stop};
-        } else if (begin < tile.row) {
-          run = {j, tile.row, end};
-        }
-      }
-    }
-    runs[thread] = run;
-  }
-  __syncthreads();
 
   const int bytes = static_cast<int>((p.columns + 7) / 8);
-  const int at_once = kThreads / bytes, own = thread / bytes, byte = thread - own * bytes;
+  const int at_once = kThreads / bytes, own = threadIdx.x / bytes, byte = threadIdx.x - own * bytes;
   if (own >= at_once) return;
 #pragma unroll 1
-  for (int i = 0; i < kRuns; ++i) {
-    const Run run = runs[i];
+  for (int i = 0; i < kBorderRuns; ++i) {
+    const BorderRun run = runs[i];
     if (run.begin >= run.end) continue;
     const int64_t s = Tile::problem_segment(run.segment);
     const typename Op::State* const slot = slot_of<Op>(p, first_tile + i / 2, i % 2) + byte * 8;

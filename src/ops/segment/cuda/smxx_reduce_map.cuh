@@ -7,6 +7,7 @@
 // smxx_combine.cuh puts these together, and reduce_map_border() reads such rows again.
 #pragma once
 
+#include "ops/segment/cuda/smxx_border.cuh"
 #include "ops/segment/cuda/smxx_row_tile.cuh"
 
 namespace pullback::segment_cuda {
@@ -241,41 +242,19 @@ void reduce_map_tile(const Params& p) {
 template <template <class, int> class RuleOf, class T, int kVector>
 void reduce_map_border(const Params& p) {
   using Rule = RuleOf<T, kVector>;
-  constexpr int kRuns = 2 * kRowTileBorderTiles;
   constexpr int kAtOnce = kVector < 8 ? 4 : 2;  // rows on their way, as registers allow
-  struct Run {
-    int64_t segment, begin, end;
-  };
-  __shared__ Run runs[kRuns];
+  __shared__ BorderRun runs[kBorderRuns];
 
   const Segments segments = make_segments(p);
-  const int thread = threadIdx.x;
-  if (thread < kRuns) {
-    const int64_t number = static_cast<int64_t>(blockIdx.x) * kRowTileBorderTiles + thread / 2;
-    const bool goes_on = thread % 2 != 0;
-    Run run{};
-    if (number < p.tiles) {
-      const Tile tile = make_tile(p, number);
-      const int64_t j = goes_on ? tile.stop : tile.first;
-      if (j >= 1 && j <= p.segments && (goes_on || tile.first < tile.stop)) {
-        const int64_t begin = segments.begin(j), end = segments.end(j);
-        if (goes_on) {
-          run = {j, begin > tile.row ? begin : tile.row, tile.row_stop};
-        } else if (begin < tile.row) {
-          run = {j, tile.row, end};
-        }
-      }
-    }
-    runs[thread] = run;
-  }
-  __syncthreads();
+  find_border_runs(p, segments, runs);
 
   const int lanes = 1 << p.lane_bits, groups = kThreads >> p.lane_bits;
-  const int group = thread >> p.lane_bits, column = (thread & (lanes - 1)) * kVector;
+  const int thread = threadIdx.x, group = thread >> p.lane_bits;
+  const int column = (thread & (lanes - 1)) * kVector;
   if (column >= p.columns) return;
 #pragma unroll 1
-  for (int i = 0; i < kRuns; ++i) {
-    const Run run = runs[i];
+  for (int i = 0; i < kBorderRuns; ++i) {
+    const BorderRun run = runs[i];
     if (run.begin >= run.end) continue;
     typename Rule::State state[kVector];
     const int64_t s = Tile::problem_segment(run.segment);
