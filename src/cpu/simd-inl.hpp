@@ -40,42 +40,31 @@ namespace hn = hwy::HWY_NAMESPACE;
 template <class T>
 using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// Load(d, from) loads Lanes(d) elements of any storage type as Real, from any address. An object
-// and not a function: an unqualified call would else find Highway's Load, which needs alignment.
-struct LoadFunction {
-  template <class D>
-  HWY_INLINE hn::Vec<D> operator()(D d, const hn::TFromD<D>* from) const {
-    return hn::LoadU(d, from);
-  }
-  template <class D>
-  HWY_INLINE hn::Vec<D> operator()(D d, const bfloat16* from) const {
-    const hn::Rebind<std::uint16_t, D> d16;
-    const hn::Rebind<std::uint32_t, D> d32;
-    const auto bits = hn::LoadU(d16, reinterpret_cast<const std::uint16_t*>(from));
-    return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
-  }
-  template <class D>
-  HWY_INLINE hn::Vec<D> operator()(D d, const float16* from) const {
-#if PULLBACK_EMULATED_F16
-    HWY_ALIGN float values[hn::MaxLanes(d)];
-    for (std::size_t i = 0; i < hn::Lanes(d); ++i) values[i] = static_cast<float>(from[i]);
-    return hn::Load(d, values);
-#else
-    const hn::Rebind<hwy::float16_t, D> d16;
-    return hn::PromoteTo(d, hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(from)));
-#endif
-  }
-};
-inline constexpr LoadFunction Load{};
-
+// 16-bit storage types as the bits that they are.
 template <class D>
-HWY_INLINE void Store(D d, hn::Vec<D> value, hn::TFromD<D>* to) {
-  hn::StoreU(value, d, to);
+using BitsTag = hn::Rebind<std::uint16_t, D>;
+
+// The bits of 16-bit floats as Real, and back with one rounding; the last argument tells the type.
+template <class D>
+HWY_INLINE hn::Vec<D> Widen(D d, hn::Vec<BitsTag<D>> bits, bfloat16) {
+  const hn::Rebind<std::uint32_t, D> d32;
+  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(d32, bits)));
 }
 template <class D>
-HWY_INLINE void Store(D, hn::Vec<D> value, bfloat16* to) {
+HWY_INLINE hn::Vec<D> Widen([[maybe_unused]] D d, hn::Vec<BitsTag<D>> bits, float16) {
+#if PULLBACK_EMULATED_F16
+  float16 halves[hn::MaxLanes(d)];
+  HWY_ALIGN float values[hn::MaxLanes(d)];
+  hn::StoreU(bits, BitsTag<D>(), reinterpret_cast<std::uint16_t*>(halves));
+  for (std::size_t i = 0; i < hn::Lanes(d); ++i) values[i] = static_cast<float>(halves[i]);
+  return hn::Load(d, values);
+#else
+  return hn::PromoteTo(d, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), bits));
+#endif
+}
+template <class D>
+HWY_INLINE hn::Vec<BitsTag<D>> Narrow(D, hn::Vec<D> value, bfloat16) {
   // Highway's DemoteTo may truncate; this rounds to nearest even and keeps NaN a quiet NaN.
-  const hn::Rebind<std::uint16_t, D> d16;
   const hn::Rebind<std::uint32_t, D> d32;
   const auto bits = hn::BitCast(d32, value);
   const auto high = hn::ShiftRight<16>(bits);
@@ -86,34 +75,68 @@ HWY_INLINE void Store(D, hn::Vec<D> value, bfloat16* to) {
   const hn::Rebind<std::int32_t, D> ds32;
   const auto result = hn::IfThenElse(nan, quiet, rounded);
   // The signed source saturates at 65535, which no value exceeds.
-  hn::StoreU(hn::DemoteTo(d16, hn::BitCast(ds32, result)), d16,
-             reinterpret_cast<std::uint16_t*>(to));
+  return hn::DemoteTo(BitsTag<D>(), hn::BitCast(ds32, result));
 }
 template <class D>
-HWY_INLINE void Store([[maybe_unused]] D d, hn::Vec<D> value, float16* to) {
+HWY_INLINE hn::Vec<BitsTag<D>> Narrow([[maybe_unused]] D d, hn::Vec<D> value, float16) {
 #if PULLBACK_EMULATED_F16
   HWY_ALIGN float values[hn::MaxLanes(d)];
+  float16 halves[hn::MaxLanes(d)];
   hn::Store(value, d, values);
-  for (std::size_t i = 0; i < hn::Lanes(d); ++i) to[i] = float16(values[i]);
+  for (std::size_t i = 0; i < hn::Lanes(d); ++i) halves[i] = float16(values[i]);
+  return hn::LoadU(BitsTag<D>(), reinterpret_cast<const std::uint16_t*>(halves));
 #else
   const hn::Rebind<hwy::float16_t, D> d16;
-  hn::StoreU(hn::DemoteTo(d16, value), d16, reinterpret_cast<hwy::float16_t*>(to));
+  return hn::BitCast(BitsTag<D>(), hn::DemoteTo(d16, value));
 #endif
 }
+
+// Load(d, from) loads Lanes(d) elements of any storage type as Real, from any address. An object
+// and not a function: an unqualified call would else find Highway's Load, which needs alignment.
+struct LoadFunction {
+  template <class D, class T>
+  HWY_INLINE hn::Vec<D> operator()(D d, const T* from) const {
+    if constexpr (std::is_same_v<T, hn::TFromD<D>>) {
+      return hn::LoadU(d, from);
+    } else {
+      const auto* bits = reinterpret_cast<const std::uint16_t*>(from);
+      return Widen(d, hn::LoadU(BitsTag<D>(), bits), T{});
+    }
+  }
+};
+inline constexpr LoadFunction Load{};
+
+template <class D, class T>
+HWY_INLINE void Store(D d, hn::Vec<D> value, T* to) {
+  if constexpr (std::is_same_v<T, hn::TFromD<D>>) {
+    hn::StoreU(value, d, to);
+  } else {
+    hn::StoreU(Narrow(d, value, T{}), BitsTag<D>(), reinterpret_cast<std::uint16_t*>(to));
+  }
+}
+
+// Without instructions for it, Highway's masked loads and stores touch whole vectors.
+template <class T>
+inline constexpr bool kMasksElements =
+    HWY_ARCH_X86 && HWY_TARGET <= (sizeof(T) == 2 ? HWY_AVX3 : HWY_AVX2);
 
 // The first `count` <= Lanes(d) elements; the others read as `fill`. Touches no memory past them.
 template <class D, class T>
 HWY_INLINE hn::Vec<D> LoadFirst(D d, const T* from, std::size_t count,
                                 hn::TFromD<D> fill = hn::TFromD<D>{0}) {
-  // Without instructions for it, Highway's MaskedLoad loads whole vectors.
-  constexpr bool kMasks = HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2;
-  if constexpr (kMasks && std::is_same_v<T, hn::TFromD<D>>) {
-    const auto mask = hn::FirstN(d, count);
-    return hn::IfThenElse(mask, hn::MaskedLoad(mask, d, from), hn::Set(d, fill));
+  const auto first = [&](auto v) HWY_ATTR {
+    return hn::IfThenElse(hn::FirstN(d, count), v, hn::Set(d, fill));
+  };
+  if constexpr (kMasksElements<T> && std::is_same_v<T, hn::TFromD<D>>) {
+    return first(hn::MaskedLoad(hn::FirstN(d, count), d, from));
+  } else if constexpr (kMasksElements<T>) {
+    const BitsTag<D> d16;
+    const auto* bits = reinterpret_cast<const std::uint16_t*>(from);
+    return first(Widen(d, hn::MaskedLoad(hn::FirstN(d16, count), d16, bits), T{}));
   } else {
     T buffer[hn::MaxLanes(d)] = {};
     std::memcpy(static_cast<void*>(buffer), from, count * sizeof(T));
-    return hn::IfThenElse(hn::FirstN(d, count), Load(d, buffer), hn::Set(d, fill));
+    return first(Load(d, buffer));
   }
 }
 
@@ -121,6 +144,10 @@ template <class D, class T>
 HWY_INLINE void StoreFirst(D d, hn::Vec<D> value, T* to, std::size_t count) {
   if constexpr (std::is_same_v<T, hn::TFromD<D>>) {
     hn::BlendedStore(value, hn::FirstN(d, count), d, to);
+  } else if constexpr (kMasksElements<T>) {
+    const BitsTag<D> d16;
+    hn::BlendedStore(Narrow(d, value, T{}), hn::FirstN(d16, count), d16,
+                     reinterpret_cast<std::uint16_t*>(to));
   } else {
     T buffer[hn::MaxLanes(d)];
     Store(d, value, buffer);

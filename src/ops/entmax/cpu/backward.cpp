@@ -194,7 +194,9 @@ void GradientsFromY(const TensorRows& y, const TensorRows& d_y, const TensorRows
 template <class T>
 TensorRows Packed(const TensorRows& from, const BackwardTile& tile, std::byte* scratch) {
   if (!from || from.contiguous()) return from;
-  return entmax::packed_copy<T>(from, tile.rows, tile.length, scratch, tile.pitch);
+  const TensorRows packed{scratch, tile.pitch, 1};
+  entmax::packed_copy<T>(from, tile.rows, tile.length, packed);
+  return packed;
 }
 
 // From the mask of a row whose support is small: 64 zeros at a time, and the gradients one by one.

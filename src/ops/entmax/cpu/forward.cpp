@@ -15,6 +15,7 @@
 #include "cpu/simd-inl.hpp"
 #include "ops/entmax/cpu/forward_batch-inl.hpp"
 #include "ops/entmax/cpu/forward_lanes-inl.hpp"
+#include "ops/entmax/cpu/forward_mask-inl.hpp"
 #include "ops/entmax/cpu/forward_row-inl.hpp"
 #include "ops/entmax/cpu/solve-inl.hpp"
 #include "ops/entmax/cpu/stream-inl.hpp"
@@ -200,19 +201,6 @@ RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements) {
   return DegenerateRow(row, row.length == 0);
 }
 
-// Hidden elements become -inf.
-template <class T>
-TensorRows MaskedCopy(const ForwardTile& tile) {
-  const TensorRows copy =
-      entmax::packed_copy<T>(tile.x, tile.rows, tile.length, tile.packed_x, tile.pitch);
-  const T hidden(-std::numeric_limits<Real<T>>::infinity());
-  entmax::for_each_blocked(tile.rows, tile.length, [&](std::int64_t r, std::int64_t i) {
-    T& value = copy.row<T>(r)[i];
-    value = tile.mask.row<std::uint8_t>(r)[i * tile.mask.step] != 0 ? value : hidden;
-  });
-  return copy;
-}
-
 template <class T>
 void ForwardTileOf(const ForwardTile& tile) {
   using Statistic = Real<T>;
@@ -222,11 +210,13 @@ void ForwardTileOf(const ForwardTile& tile) {
     if (tile.stream) hwy::FlushStream();
     return;
   }
-  const TensorRows x =
-      tile.mask ? MaskedCopy<T>(tile)
-      : tile.x.contiguous()
-          ? tile.x
-          : entmax::packed_copy<T>(tile.x, tile.rows, tile.length, tile.packed_x, tile.pitch);
+  const bool packs_x = tile.mask || !tile.x.contiguous();
+  const TensorRows x = packs_x ? TensorRows{tile.packed_x, tile.pitch, 1} : tile.x;
+  if (tile.mask) {
+    MaskedCopy<T>(tile, x);
+  } else if (packs_x) {
+    entmax::packed_copy<T>(tile.x, tile.rows, tile.length, x);
+  }
   const bool packs_y = tile.y && !tile.y.contiguous();
   const TensorRows y = packs_y ? TensorRows{tile.packed_y, tile.pitch, 1} : tile.y;
   const std::int64_t support_bytes = (tile.length + 7) / 8;
@@ -383,7 +373,7 @@ class ForwardPlan final : public RowPlan {
 
  private:
   ForwardPlan(const EntmaxProblem& problem, const Device& device, Walk walk)
-      : RowPlan(problem, device, walk, packs(problem, walk)) {
+      : RowPlan(problem, device, walk, packs(walk)) {
     const auto bytes = static_cast<std::int64_t>(size_of(problem.x.dtype));
     const bool in_double = problem.x.dtype == DType::f64 || problem.alpha_per_row.given() ||
                            family_of(problem.alpha) == Family::steep;
@@ -406,12 +396,10 @@ class ForwardPlan final : public RowPlan {
       candidates_ = slot.add((general ? 2 : 1) * rows * candidates_pitch(length_) * real);
       if (general) places_ = slot.add(rows * places_pitch(length_));
     }
-    finish(slot, problem.y, packs(problem, walk_));
+    finish(slot, problem.y, packs(walk_) || problem.mask.given());
   }
 
-  static bool packs(const EntmaxProblem& problem, const Walk& walk) {
-    return problem.mask.given() || !walk.contiguous(kX) || !walk.contiguous(kY);
-  }
+  static bool packs(const Walk& walk) { return !walk.contiguous(kX) || !walk.contiguous(kY); }
 
   // The columns of a tile in whole vectors, and one vector more for candidates.
   std::int64_t stripe_bytes(DType dtype) const {

@@ -43,9 +43,10 @@ void for_each_square(std::int64_t rows, std::int64_t length, const Block& block,
 }
 
 template <class T>
-TensorRows packed_copy(const TensorRows& from, std::int64_t rows, std::int64_t length,
-                       std::byte* scratch, std::int64_t pitch) {
-  T* to = reinterpret_cast<T*>(scratch);
+void packed_copy(const TensorRows& from, std::int64_t rows, std::int64_t length,
+                 const TensorRows& packed) {
+  T* const to = packed.row<T>(0);
+  const std::int64_t pitch = packed.row_step;
   const auto move = [&](std::int64_t r, std::int64_t i) {
     to[r * pitch + i] = from.row<T>(r)[i * from.step];
   };
@@ -66,7 +67,6 @@ TensorRows packed_copy(const TensorRows& from, std::int64_t rows, std::int64_t l
   } else {
     for_each_blocked(rows, length, move);
   }
-  return {scratch, pitch, 1};
 }
 
 template <class T>

@@ -81,8 +81,9 @@ class RowPlan : public PlanBody<EntmaxTensors> {
                         : packs        ? packed
                         : groups_ >= 0 ? 1
                                        : kTileElements / length);
-    packed_rows_ = packs ? std::clamp<std::int64_t>(packed, 1, walk_.tile_rows()) : 0;
-    pitch_ = packed_pitch(length_, bytes);
+    packed_rows_ =
+        packs ? std::clamp<std::int64_t>(packed, 1, walk_.tile_rows()) : walk_.tile_rows();
+    pitch_ = packs ? packed_pitch(length_, bytes) : length_;
     if (groups_ >= 0) offsets_at_ = layout_.add((groups_ + 1) * 8);
     slots_at_ = layout_.bytes();
     // Neighbouring ragged rows go together until they are worth a task.
@@ -174,7 +175,7 @@ class RowPlan : public PlanBody<EntmaxTensors> {
   Threads threads_;
   Walk walk_;
   std::int64_t length_, groups_, pitch_ = 0;
-  std::int64_t packed_rows_ = 0;  // the most that are packed together
+  std::int64_t packed_rows_ = 0;  // the most that are copied to scratch together
 
  private:
   void clear(const TensorRows& output, std::int64_t rows, std::int64_t length) const {
