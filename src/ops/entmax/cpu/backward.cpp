@@ -64,15 +64,15 @@ HWY_INLINE void ForEachVector(D d, const W& weights, std::size_t begin, std::siz
 }
 
 // <s, d_y> / S. Keeps s in `stored` unless that is null. The rows that come after this one are
-// prefetched, of y unless that is null, of d_y where all of it is needed.
+// prefetched, of y unless that is null, of d_y as much as is needed here: no hardware foresees
+// which groups will have an active element.
 template <class R, class W, class T>
 HWY_INLINE R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_t length,
                           R* stored) {
   const hn::ScalableTag<R> d;
   LinesAhead y_ahead(y), d_y_ahead(d_y);
-  const auto prefetch = [&](std::size_t i) HWY_ATTR {
+  const auto prefetch_y = [&](std::size_t i) HWY_ATTR {
     if (y != nullptr) y_ahead.StepTo(y + i);
-    if constexpr (W::dense) d_y_ahead.StepTo(d_y + i);
   };
   const std::size_t block = kSumVectors * hn::Lanes(d);
   double total = 0, dot = 0;
@@ -81,7 +81,8 @@ HWY_INLINE R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_
     ForEachVector(
         d, weights, begin, std::min(length, begin + block),
         [&](std::size_t i, auto w, auto active, std::size_t count) HWY_ATTR {
-          prefetch(i);
+          prefetch_y(i);
+          d_y_ahead.StepTo(d_y + i);
           const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
           const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
           part = hn::Add(part, s);
@@ -89,7 +90,8 @@ HWY_INLINE R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_
           if (stored) hn::StoreU(s, d, stored + i);
         },
         [&](std::size_t i) HWY_ATTR {
-          prefetch(i);
+          prefetch_y(i);
+          d_y_ahead.Skip(d_y + i);
           for (std::size_t k = 0; stored && k < kGroup; ++k) {
             hn::StoreU(hn::Zero(d), d, stored + i + k * hn::Lanes(d));
           }

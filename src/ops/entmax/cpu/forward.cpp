@@ -247,8 +247,7 @@ void ForwardTileOf(const ForwardTile& tile) {
   };
   std::int64_t r = 0;
   const Family family = entmax::family_of(tile.alpha);
-  const bool short_rows =
-      tile.length <= (family == Family::general ? kPowerLaneLength : kLaneLength);
+  const bool short_rows = tile.length <= kLaneLength;
   if (short_rows && !packs_bits) {
     WithPowerOfLanes<Statistic>(tile, [&](const auto& power) {
       constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
@@ -278,7 +277,10 @@ void ForwardTileOf(const ForwardTile& tile) {
       constexpr Family kFamily = std::remove_reference_t<decltype(power)>::family;
       while (r + kRows <= tile.rows) {
         bool done;
-        if constexpr (kFamily == Family::softmax) {
+        constexpr bool kByRows = kFamily == Family::softmax || kFamily == Family::sparsemax;
+        if (kByRows && ShortGroup<T>::InLanes(view(r))) {
+          done = OneGroup<T>(power, view(r), sink_of(r), step);
+        } else if constexpr (kFamily == Family::softmax) {
           done = ShortSoftmax<T>(view(r), step, sink_of(r).finish);
         } else if constexpr (kFamily == Family::sparsemax) {
           done = ShortSparsemax<T>(power, view(r), step, sink_of(r));

@@ -80,9 +80,7 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
     for (std::size_t k = 0; k < rows_; ++k) {
       if (valid_[k] != 0) {
         result_[k].tau = power_.Tau(max_[k], theta[k], rest[k]);
-        result_[k].support_size =
-            FromX(k) ? WriteY(power_, row_[k], max_[k], Threshold<R>{theta[k], rest[k]})
-                     : ComputeY(k, theta[k], rest[k]);
+        result_[k].support_size = ComputeY(k, theta[k], rest[k]);
       } else {
         result_[k] = DegenerateRow(row_[k], empty_[k]);
       }
@@ -100,12 +98,6 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
   // Of a sample's theta; a row whose root is below that is done again without a sample.
   static constexpr R kSampleError = R{0.06};
   static constexpr std::size_t kPlaceBytes = (kLanes<R> + 7) / 8;  // of a vector
-
-  // Whether a pass over x is the faster way to y: few candidates, whose places take as long.
-  // Shorter vectors lose more by mispredictions of which hold nothing of the support.
-  bool FromX(std::size_t k) const {
-    return sizeof(Lane<R>) >= 64 && length_ >= 16384 && count_[k] * 8 < length_;
-  }
 
   // The candidates of one vector in so many of each row, which count for the others; false if they
   // are too few in each.
@@ -232,7 +224,7 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
 
   void SpreadY(std::size_t k) {
     const LaneTag<R> d;
-    if (valid_[k] == 0 || row_[k].y == nullptr || FromX(k)) return;
+    if (valid_[k] == 0 || row_[k].y == nullptr) return;
     const R* y = candidates_ + k * pitch_;
     const std::uint8_t* places = places_ + k * places_pitch_;
     WriteRow(row_[k].y, length_, row_[k].stream,

@@ -21,8 +21,6 @@ using entmax::TensorRows;
 
 // Up to this length, rows are computed in the lanes.
 constexpr std::int64_t kLaneLength = 128;
-// Where powers take a logarithm, which batches compute of candidates only.
-constexpr std::int64_t kPowerLaneLength = 64;
 
 // Calls f(Power) of the tile's rows, which have one alpha, not above 2; false for others.
 template <class R, class F>
@@ -68,27 +66,25 @@ struct RowSink {
 template <class Finish, class Tau>
 RowSink(Finish, Tau, FourLinesAhead&, bool) -> RowSink<Finish, Tau>;
 
-// kLanes rows as numbers of the arithmetic, `step` apart: the rows themselves, or copies of them.
+// kLanes rows as numbers of the arithmetic, `step` apart: the rows themselves, or copies of them,
+// which have something behind them.
 template <class T>
 struct ShortRowsToRead {
   using R = Real<T>;
 
   HWY_INLINE ShortRowsToRead(const RowView<T>& first, const RowStep<T>& row_step) {
-    if constexpr (std::is_same_v<T, R>) {
-      from = first.x;
+    const auto length = static_cast<std::int64_t>(first.length);
+    if (std::is_same_v<T, R> && length % 4 == 0) {
+      from = reinterpret_cast<const R*>(first.x);
       step = row_step.x;
-    } else {
-      const LaneTag<R> d;
-      const std::size_t length = first.length;
-      for (std::size_t k = 0; k < kLanes<R>; ++k) {
-        const T* x = first.x + static_cast<std::int64_t>(k) * row_step.x;
-        R* to = wide + k * length;
-        std::size_t i = 0;
-        for (; i + kLanes<R> <= length; i += kLanes<R>) hn::StoreU(Load(d, x + i), d, to + i);
-        for (; i < length; ++i) to[i] = static_cast<R>(x[i]);
-      }
-      from = wide;
-      step = static_cast<std::int64_t>(length);
+      return;
+    }
+    from = copy;
+    step = length;
+    const bool adjacent = row_step.x == length;
+    for (std::size_t k = 0; k < (adjacent ? 1 : kLanes<R>); ++k) {
+      Copy(first.x + static_cast<std::int64_t>(k) * row_step.x,
+           first.length * (adjacent ? kLanes<R> : 1), copy + k * first.length);
     }
   }
 
@@ -96,8 +92,14 @@ struct ShortRowsToRead {
   std::int64_t step;
 
  private:
-  static constexpr std::size_t kWide = std::is_same_v<T, R> ? 1 : (kLaneLength + 1) * kLanes<R>;
-  HWY_ALIGN R wide[kWide];
+  static void Copy(const T* x, std::size_t count, R* to) {
+    const LaneTag<R> d;
+    std::size_t i = 0;
+    for (; i + kLanes<R> <= count; i += kLanes<R>) hn::StoreU(Load(d, x + i), d, to + i);
+    if (i < count) hn::StoreU(LoadFirst(d, x + i, count - i), d, to + i);
+  }
+
+  HWY_ALIGN R copy[(kLaneLength + 1) * kLanes<R>];
 };
 
 // y of kLanes rows of whole vectors and, with kMarks, the bits and the size of their support.
@@ -249,8 +251,63 @@ struct ShortGroup {
     return rows_of.SetMax(length) && hn::AllFalse(d, hn::IsNaN(total));
   }
 
+  template <class P>
+  void Solve(const P& power, std::size_t length) {
+    if constexpr (P::family == Family::softmax) {
+      rows_of.Solve(power, x, length, static_cast<R*>(nullptr));
+    } else if constexpr (P::family == Family::sparsemax) {
+      HWY_ALIGN R candidates[(kLaneLength + 1) * kLanes<R>];
+      rows_of.Solve(power, x, length, candidates);
+    } else {
+      rows_of.SolveShort(power, x, length);
+    }
+  }
+
+  // When they are solved.
+  template <class P, class Sink>
+  void Write(const P& power, const RowView<T>& first, const RowStep<T>& step, const Sink& sink) {
+    if constexpr (P::family != Family::softmax) {
+      if (!InLanes(first)) return WriteShortRows(power, rows_of, first, step, sink);
+    }
+    const LaneTag<R> d;
+    const std::size_t length = first.length;
+    HWY_ALIGN R y[(kLaneLength + 1) * kLanes<R>];
+    LanesToRows(length, y, [&](std::size_t i) HWY_ATTR {
+      const auto v = hn::Load(d, x + i * kLanes<R>);
+      constexpr bool kKeepsX = P::family == Family::softmax || P::family == Family::sparsemax;
+      return kKeepsX ? rows_of.Value(power, v) : rows_of.ValueOfShifted(power, v);
+    });
+    const auto write = [&](T* to, const R* from, std::size_t all) HWY_ATTR {
+      WriteRow(to, all, first.stream,
+               [&](T* part, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
+                 std::size_t i = 0;
+                 for (; i + kLanes<R> <= count; i += kLanes<R>) {
+                   store(d, hn::LoadU(d, from + begin + i), part + i);
+                 }
+                 if (i == count) return;
+                 StoreFirst(d, hn::LoadU(d, from + begin + i), part + i, count - i);
+               });
+    };
+    if (step.y == static_cast<std::int64_t>(length)) {
+      write(first.y, y, kLanes<R> * length);
+    } else {
+      for (std::size_t k = 0; k < kLanes<R>; ++k) {
+        write(first.y + static_cast<std::int64_t>(k) * step.y, y + k * length, length);
+      }
+    }
+    double tau[kLanes<R>];
+    rows_of.Tau(power, tau);
+    sink.tau(tau);
+    if (sink.fetches) sink.ahead.StepTo(first.x + static_cast<std::int64_t>(kLanes<R>) * step.x);
+  }
+
+  // Whether y is computed in the lanes: of whole vectors it is faster row by row.
+  static bool InLanes(const RowView<T>& first) {
+    return first.length % kLanes<R> != 0 && first.y && !first.support && !first.wants_size;
+  }
+
   LaneRows<R> rows_of;
-  HWY_ALIGN R x[kLaneLength * kLanes<R>];
+  HWY_ALIGN R x[(kLaneLength + 1) * kLanes<R>];
 };
 
 // kLanes rows from `first` on, a lane each for their thresholds. False, with nothing written, if
@@ -259,8 +316,8 @@ template <class T, class P, class Sink>
 bool OneGroup(const P& power, const RowView<T>& first, const Sink& sink, const RowStep<T>& step) {
   ShortGroup<T> group;
   if (!group.Read(first, step)) return false;
-  group.rows_of.SolveShort(power, group.x, first.length);
-  WriteShortRows(power, group.rows_of, first, step, sink);
+  group.Solve(power, first.length);
+  group.Write(power, first, step, sink);
   return true;
 }
 
@@ -271,8 +328,8 @@ bool TwoGroups(const P& power, const RowView<T>& first, const Sink& first_sink,
   ShortGroup<T> a, b;
   if (!a.Read(first, step) || !b.Read(second, step)) return false;
   LaneRows<Real<T>>::SolveShort(power, a.rows_of, a.x, b.rows_of, b.x, first.length);
-  WriteShortRows(power, a.rows_of, first, step, first_sink);
-  WriteShortRows(power, b.rows_of, second, step, second_sink);
+  a.Write(power, first, step, first_sink);
+  b.Write(power, second, step, second_sink);
   return true;
 }
 

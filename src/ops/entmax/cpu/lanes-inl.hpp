@@ -55,6 +55,27 @@ HWY_INLINE hn::Vec<D> LoadBlocks(D d, const hn::TFromD<D>* from, std::int64_t st
   }
 }
 
+// A 16-byte block each to rows `row_step` elements apart, one after the other: block b of v[k] to
+// row b times as many as a block has elements + k.
+template <class D>
+HWY_INLINE void StoreRows(D d, const hn::Vec<D>* v, hn::TFromD<D>* to, std::int64_t row_step) {
+  constexpr std::size_t kBlock = 16 / sizeof(hn::TFromD<D>);
+  if constexpr (hn::MaxLanes(d) <= kBlock) {
+    for (std::size_t k = 0; k < kBlock; ++k) {
+      hn::StoreU(v[k], d, to + static_cast<std::int64_t>(k) * row_step);
+    }
+  } else {
+    const hn::Half<D> half;
+    hn::Vec<decltype(half)> lower[kBlock], upper[kBlock];
+    for (std::size_t k = 0; k < kBlock; ++k) {
+      lower[k] = hn::LowerHalf(half, v[k]);
+      upper[k] = hn::UpperHalf(half, v[k]);
+    }
+    StoreRows(half, lower, to, row_step);
+    StoreRows(half, upper, to + static_cast<std::int64_t>(hn::MaxLanes(half)) * row_step, row_step);
+  }
+}
+
 #endif
 
 // Elements 0 to 3 of kLanes rows to vectors 0 to 3.
@@ -78,8 +99,27 @@ HWY_INLINE void FourToLanes(const R* from, [[maybe_unused]] std::int64_t row_ste
   }
 }
 
+// Elements value(i) of kLanes rows to rows side by side. Writes up to three elements past them.
+template <class R, class Value>
+HWY_INLINE void LanesToRows(std::size_t length, R* HWY_RESTRICT to, const Value& value) {
+  const LaneTag<R> d;
+  constexpr std::size_t kBlock = HWY_TARGET == HWY_SCALAR ? 1 : 16 / sizeof(R);
+  // From the end: what the last block has beyond its row is overwritten by the first of the next.
+  for (std::size_t i = (length + kBlock - 1) / kBlock * kBlock; i > 0;) {
+    i -= kBlock;
+    Lane<R> v[kBlock];
+    for (std::size_t k = 0; k < kBlock; ++k) v[k] = value(std::min(i + k, length - 1));
+#if HWY_TARGET == HWY_SCALAR
+    hn::StoreU(v[0], d, to + i);
+#else
+    TransposeBlocks(d, v);
+    StoreRows(d, v, to + i, static_cast<std::int64_t>(length));
+#endif
+  }
+}
+
 // Calls take(i, v) for elements i to i + 3 of kLanes rows in vectors v[0] to v[3], those past the
-// end of the rows as -inf.
+// end of the rows as -inf; up to three elements past the last row are read.
 template <class R, class Take>
 HWY_INLINE void ForEachFourInLanes(const R* from, std::int64_t row_step, std::size_t length,
                                    const Take& take) {
@@ -91,15 +131,9 @@ HWY_INLINE void ForEachFourInLanes(const R* from, std::int64_t row_step, std::si
     take(i, v);
   }
   if (i == length) return;
-  HWY_ALIGN R last[4 * kLanes<R>];
-  std::fill_n(last, 4 * kLanes<R>, -std::numeric_limits<R>::infinity());
-  for (std::size_t k = 0; i + k < length; ++k) {
-    for (std::size_t r = 0; r < kLanes<R>; ++r) {
-      last[k * kLanes<R> + r] =
-          from[static_cast<std::int64_t>(r) * row_step + static_cast<std::int64_t>(i + k)];
-    }
-  }
-  for (std::size_t k = 0; k < 4; ++k) v[k] = hn::Load(d, last + k * kLanes<R>);
+  FourToLanes(from + i, row_step, v);
+  const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
+  for (std::size_t k = length - i; k < 4; ++k) v[k] = lowest;
   take(i, v);
 }
 
@@ -267,13 +301,19 @@ class LaneRows : public SolvedLanes<R> {
     if constexpr (P::family == Family::softmax) {
       return hn::Mul(v, hn::Load(d, scale));
     } else {
-      auto excess = power.Excess(d, hn::Sub(v, hn::Load(d, max)), hn::Load(d, theta));
-      if constexpr (P::uses_rest) excess = hn::Sub(excess, hn::Load(d, rest));
-      constexpr bool kCheap = P::family == Family::sparsemax || P::family == Family::entmax15;
-      if (!kCheap && hn::AllFalse(d, power.Active(d, excess))) return hn::Zero(d);
-      const auto p = power.Value(d, excess);
-      return P::uses_rest || P::family == Family::sparsemax ? p : hn::Mul(p, hn::Load(d, scale));
+      return ValueOfShifted(power, hn::Sub(v, hn::Load(d, max)));
     }
+  }
+  // And of what SolveShort() has put there.
+  template <class P>
+  HWY_INLINE Lane<R> ValueOfShifted(const P& power, Lane<R> z) const {
+    const LaneTag<R> d;
+    auto excess = power.Excess(d, z, hn::Load(d, theta));
+    if constexpr (P::uses_rest) excess = hn::Sub(excess, hn::Load(d, rest));
+    constexpr bool kCheap = P::family == Family::sparsemax || P::family == Family::entmax15;
+    if (!kCheap && hn::AllFalse(d, power.Active(d, excess))) return hn::Zero(d);
+    const auto p = power.Value(d, excess);
+    return P::uses_rest || P::family == Family::sparsemax ? p : hn::Mul(p, hn::Load(d, scale));
   }
 
   // tau of the rows.

@@ -20,6 +20,12 @@ namespace pullback::entmax {
 // would read them first, and an output this large is gone from L2 when its reader comes.
 inline constexpr std::int64_t kStreamBytes = std::int64_t{8} << 20;
 inline constexpr std::int64_t kTileElements = 32768;  // in place: makes the cost of a task vanish
+// Tiles of short rows begin at whole cache lines if the first one does.
+inline std::int64_t tile_rows_in_place(std::int64_t length) {
+  constexpr std::int64_t kLine = 64;
+  const std::int64_t rows = kTileElements / length;
+  return rows < kLine ? rows : rows / kLine * kLine;
+}
 // A tile of packed rows: this many bytes across neighbouring rows, as every axis position takes a
 // page walk and a DRAM page; within this much scratch.
 inline constexpr std::int64_t kPackedLineBytes = 256;
@@ -80,7 +86,7 @@ class RowPlan : public PlanBody<EntmaxTensors> {
     walk_.set_tile_rows(columns > 0    ? columns
                         : packs        ? packed
                         : groups_ >= 0 ? 1
-                                       : kTileElements / length);
+                                       : tile_rows_in_place(length));
     packed_rows_ =
         packs ? std::clamp<std::int64_t>(packed, 1, walk_.tile_rows()) : walk_.tile_rows();
     pitch_ = packs ? packed_pitch(length_, bytes) : length_;

@@ -74,8 +74,6 @@ class Slope {
 template <Family kFamily, class R, class T>
 class DenseWeights {
  public:
-  static constexpr bool dense = kFamily == Family::softmax;  // no element without weight
-
   DenseWeights(const T* y, const Slope<kFamily, R>& slope) : y_(y), slope_(slope) {}
 
   // Of elements [i, i + count), count <= Lanes(d): y, which is zero where s is.
@@ -103,8 +101,6 @@ class DenseWeights {
 template <class R>
 class MaskWeights {
  public:
-  static constexpr bool dense = false;
-
   explicit MaskWeights(const std::uint8_t* bits, R weight = 1) : bits_(bits), weight_(weight) {}
 
   R weight() const { return weight_; }
