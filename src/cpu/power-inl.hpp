@@ -20,9 +20,9 @@ namespace pullback::HWY_NAMESPACE {
 
 // x^p for 0 < x <= 1 and p >= 0; numbers below the least normal one count as that.
 template <class R>
-class FixedPower {
+class AnyPower {
  public:
-  explicit FixedPower(double p) : p_(static_cast<R>(p)) {}
+  explicit AnyPower(double p) : p_(static_cast<R>(p)) {}
 
   template <class D>
   HWY_INLINE hn::Vec<D> operator()(D d, hn::Vec<D> x) const {
@@ -37,6 +37,13 @@ class FixedPower {
 
  private:
   R p_;
+};
+
+// The same, where it takes long to make and not to use.
+template <class R>
+class FixedPower : public AnyPower<R> {
+ public:
+  using AnyPower<R>::AnyPower;
 };
 
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2

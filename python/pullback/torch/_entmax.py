@@ -72,11 +72,14 @@ def entmax(
 
 
 def _saves_mask(x: Tensor, dim: int) -> bool:
-    """Whether backward reads a bit an element in place of y; on GPUs, where that is fast."""
-    if not x.is_cuda:
-        return True
-    row_bytes = x.shape[dim] * x.element_size()
-    return x.stride(dim) == 1 and row_bytes > 128 and row_bytes % 16 == 0
+    """Whether backward reads a bit an element in place of y, where that is fast."""
+    length = x.shape[dim]
+    if x.stride(dim) != 1:
+        return False
+    if x.is_cuda:
+        row_bytes = length * x.element_size()
+        return row_bytes > 128 and row_bytes % 16 == 0
+    return length >= 256 or (length >= 32 and length % 16 == 0)
 
 
 def sparsemax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:

@@ -168,10 +168,9 @@ template <class T>
 void GradientsFromY(const TensorRows& y, const TensorRows& d_y, const TensorRows& d_x,
                     std::int64_t begin, std::int64_t end, std::size_t length, double alpha,
                     bool stream, std::byte* scratch) {
-  const auto write = [&]<Family kFamily, class R>() {
-    const Slope<kFamily, R> slope(alpha);
+  const auto write_with = [&]<Family kFamily, class R>(const auto& slope) {
     for (std::int64_t r = begin; r < end; ++r) {
-      const DenseWeights<kFamily, R, T> weights(y.row<T>(r), slope);
+      const DenseWeights weights(y.row<T>(r), slope);
       const T* g = d_y.row<T>(r);
       auto* s = reinterpret_cast<R*>(scratch);
       if constexpr (kFamily == Family::steep) {
@@ -184,6 +183,14 @@ void GradientsFromY(const TensorRows& y, const TensorRows& d_y, const TensorRows
         Gradient<R>(weights, y.row<T>(r), g, d_x.row<T>(r), length, stream);
       }
     }
+  };
+  // One row is worth no tables unless it is long.
+  constexpr std::size_t kWorthTables = 2048;
+  const auto write = [&]<Family kFamily, class R>() {
+    if (kFamily == Family::general && end - begin == 1 && length < kWorthTables) {
+      return write_with.template operator()<kFamily, R>(RowSlope<R>(alpha));
+    }
+    write_with.template operator()<kFamily, R>(Slope<kFamily, R>(alpha));
   };
   const auto smooth = [&]<Family kFamily>() { write.template operator()<kFamily, Real<T>>(); };
   if (WithSmoothFamily(alpha, smooth)) return;
@@ -295,7 +302,7 @@ void GradientOfStripe(const BackwardTile& tile) {
   constexpr std::size_t kMostRows = 256;
   constexpr std::int64_t kRowsAhead = 32, kLine = 64;
   const Slope<kFamily, R> slope(tile.alpha);
-  const DenseWeights<kFamily, R, T> weights(nullptr, slope);
+  const DenseWeights weights(static_cast<const T*>(nullptr), slope);
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const std::int64_t rows = tile.rows, width = (rows + lanes - 1) / lanes * lanes;
   const std::int64_t bytes = rows * static_cast<std::int64_t>(sizeof(T));
@@ -377,13 +384,13 @@ bool StripeServes(const BackwardTile& tile) {
 template <class T>
 bool ShortRowsServe(const BackwardTile& tile) {
   using R = Real<T>;
-  if (tile.length > kShortLength || tile.alpha_per_row || tile.d_alpha || !tile.d_x) return false;
+  if (tile.length > kLaneLength || !tile.d_x) return false;
   if (!tile.d_y.contiguous() || !tile.d_x.contiguous()) return false;
   if (!tile.y) {
     if (!tile.support.contiguous()) return false;
     constexpr std::uint8_t kAll[] = {255, 255, 255, 255, 255, 255, 255, 255,
                                      255, 255, 255, 255, 255, 255, 255, 255};
-    static_assert(sizeof(kAll) * 8 == kShortLength);
+    static_assert(sizeof(kAll) * 8 == kLaneLength);
     const auto weights = [&](std::int64_t r) {
       // A row of NaN has none in its support.
       if (*tile.support_size.row<std::int32_t>(r) < 0) {
@@ -394,18 +401,60 @@ bool ShortRowsServe(const BackwardTile& tile) {
     ShortGradients<false, T, decltype(weights)>(tile.length, weights).Compute(tile);
     return true;
   }
-  return tile.y.contiguous() && WithSmoothFamily(tile.alpha, [&]<Family kFamily>() {
-           const Slope<kFamily, R> slope(tile.alpha);
-           const auto weights = [&](std::int64_t r) {
-             return DenseWeights<kFamily, R, T>(tile.y.row<T>(r), slope);
-           };
-           ShortGradients<true, T, decltype(weights)>(tile.length, weights).Compute(tile);
-         });
+  if (!tile.y.contiguous()) return false;
+  if (tile.alpha_per_row) {
+    for (std::int64_t r = 0; r < tile.rows; ++r) {
+      const double alpha = tile.alpha_of<R>(r);
+      if (!(alpha >= 1 && alpha <= 2)) return false;
+    }
+    RowSlope<R> slope(1);  // of the row that is being worked on
+    const auto weights = [&](std::int64_t r) {
+      slope = RowSlope<R>(tile.alpha_of<R>(r));
+      return DenseWeights(static_cast<const T*>(tile.y.row<T>(r)), slope);
+    };
+    ShortGradients<true, T, decltype(weights)>(tile.length, weights).Compute(tile);
+    return true;
+  }
+  return WithSmoothFamily(tile.alpha, [&]<Family kFamily>() {
+    const std::int64_t done = tile.length < static_cast<std::int64_t>(kLanes<R>)
+                                  ? LaneGradients<kFamily, T>(tile).Compute()
+                                  : 0;
+    const Slope<kFamily, R> slope(tile.alpha);
+    const auto weights = [&](std::int64_t r) {
+      return DenseWeights(static_cast<const T*>(tile.y.row<T>(r)), slope);
+    };
+    ShortGradients<true, T, decltype(weights)>(tile.length, weights).Compute(tile, done);
+  });
+}
+
+// If it is wanted. Before d_x, which may be d_y's memory.
+template <class T>
+void WriteDAlpha(const BackwardTile& tile, const TensorRows& y, const TensorRows& d_y) {
+  using Statistic = Real<T>;
+  const auto length = static_cast<std::size_t>(tile.length);
+  for (std::int64_t r = 0; tile.d_alpha && r < tile.rows; ++r) {
+    const double alpha = tile.alpha_of<Statistic>(r);
+    const auto of_row = [&]<class R>() {
+      return DAlphaOfRow<R>(y.row<T>(r), d_y.row<T>(r), length, alpha);
+    };
+    double d_alpha = std::numeric_limits<double>::quiet_NaN();
+    switch (entmax::family_of(alpha)) {
+      case Family::invalid:
+        break;
+      case Family::steep:
+        d_alpha = of_row.template operator()<double>();
+        break;
+      default:
+        d_alpha = of_row.template operator()<Real<T>>();
+    }
+    *tile.d_alpha.row<Statistic>(r) = static_cast<Statistic>(d_alpha);
+  }
 }
 
 template <class T>
 void BackwardTileOf(const BackwardTile& tile) {
-  using Statistic = Real<T>;
+  const bool in_place = tile.y.contiguous() && tile.d_y.contiguous();
+  if (in_place) WriteDAlpha<T>(tile, tile.y, tile.d_y);
   if (StripeServes<T>(tile) || ShortRowsServe<T>(tile)) {
     if (tile.stream) hwy::FlushStream();
     return;
@@ -417,13 +466,9 @@ void BackwardTileOf(const BackwardTile& tile) {
   const TensorRows d_x = packs_d_x ? TensorRows{tile.packed_d_x, tile.pitch, 1} : tile.d_x;
   // In place the lines are cached already.
   const bool stream = tile.stream && !packs_d_x && d_x.data != d_y.data;
-  // Before d_x, which may be d_y's memory.
-  for (std::int64_t r = 0; tile.d_alpha && r < tile.rows; ++r) {
-    *tile.d_alpha.row<Statistic>(r) = static_cast<Statistic>(
-        DAlphaOfRow(y.row<T>(r), d_y.row<T>(r), length, tile.alpha_of<Statistic>(r)));
-  }
+  if (!in_place) WriteDAlpha<T>(tile, y, d_y);
   const auto from_y = [&](std::int64_t begin, std::int64_t end) {
-    GradientsFromY<T>(y, d_y, d_x, begin, end, length, tile.alpha_of<Statistic>(begin), stream,
+    GradientsFromY<T>(y, d_y, d_x, begin, end, length, tile.alpha_of<Real<T>>(begin), stream,
                       tile.weights);
   };
   if (tile.d_x && tile.y && !tile.alpha_per_row) from_y(0, tile.rows);

@@ -10,61 +10,75 @@
 #include <algorithm>
 #include <limits>
 
-#include "ops/entmax/cpu/solve-inl.hpp"
+#include "ops/entmax/cpu/weights-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
 // (e^t - 1 - t) / t^2 for t >= 0.
 template <class D>
-HWY_INLINE hn::Vec<D> SecondRemainder(D d, hn::Vec<D> t) {
-  // Below 1/2 the difference cancels, and 14 terms of the series are exact to double.
+HWY_INLINE hn::Vec<D> SecondRemainder(D d, hn::Vec<D> t, hn::Vec<D> e_to_t) {
+  using R = hn::TFromD<D>;
+  // Below 1 the difference cancels, and the series is exact to R with so many terms.
+  constexpr int kTerms = sizeof(R) == sizeof(double) ? 18 : 11;
   auto series = hn::Zero(d);
-  double factorial = 1307674368000.0;  // 15!
-  for (int k = 15; k >= 2; --k) {
-    series = hn::MulAdd(series, t, hn::Set(d, 1 / factorial));
+  double factorial = 1;
+  for (int k = 2; k <= kTerms; ++k) factorial *= k;
+  for (int k = kTerms; k >= 2; --k) {
+    series = hn::MulAdd(series, t, hn::Set(d, static_cast<R>(1 / factorial)));
     factorial /= k;
   }
-  const auto safe = hn::Max(t, hn::Set(d, 0.5));
-  const auto direct = hn::Div(hn::Sub(hn::Expm1(d, safe), safe), hn::Mul(safe, safe));
-  return hn::IfThenElse(hn::Lt(t, hn::Set(d, 0.5)), series, direct);
+  const auto one = hn::Set(d, R{1}), safe = hn::Max(t, one);
+  const auto direct = hn::Div(hn::Sub(hn::Sub(e_to_t, one), safe), hn::Mul(safe, safe));
+  return hn::IfThenElse(hn::Lt(t, one), series, direct);
 }
 
-// In double whatever T is: this pass is rare, and seven sums of opposite signs meet in its result.
-template <class T>
+// Seven sums of opposite signs meet in the result: beyond a few vectors they are in double.
+template <class R, class T>
 double DAlphaOfRow(const T* y, const T* d_y, std::size_t length, double alpha) {
-  const hn::ScalableTag<double> d;
+  const hn::ScalableTag<R> d;
   const std::size_t lanes = hn::Lanes(d);
-  if (entmax::family_of(alpha) == Family::invalid) return std::numeric_limits<double>::quiet_NaN();
-  const auto minus_b = hn::Set(d, 1 - alpha);
-  const auto one = hn::Set(d, 1.0);
-  auto sum_p = hn::Zero(d), sum_s = sum_p, sum_pl = sum_p, sum_pr = sum_p;
-  auto g_p = sum_p, g_pl = sum_p, g_pr = sum_p;
-  for (std::size_t i = 0; i < length; i += lanes) {
-    const std::size_t count = std::min(lanes, length - i);
-    const auto p = LoadFirstAs(d, y + i, count, Real<T>{0});
-    const auto active = hn::Not(hn::Eq(p, hn::Zero(d)));
-    if (hn::AllFalse(d, active)) continue;
-    const auto g = hn::IfThenElseZero(active, LoadFirstAs(d, d_y + i, count, Real<T>{0}));
-    const auto positive = hn::Gt(p, hn::Zero(d));
-    const auto l = hn::Log(d, hn::IfThenElse(positive, p, one));
-    const auto t = hn::Min(hn::Mul(minus_b, l), hn::Set(d, 600.0));
-    const auto pl = hn::Mul(p, l);
-    const auto pr = hn::Mul(hn::Mul(pl, l), SecondRemainder(d, t));
-    sum_p = hn::Add(sum_p, p);
-    sum_s = hn::MulAdd(p, hn::Exp(d, t), sum_s);
-    sum_pl = hn::Add(sum_pl, pl);
-    sum_pr = hn::Add(sum_pr, pr);
-    g_p = hn::MulAdd(g, p, g_p);
-    g_pl = hn::MulAdd(g, pl, g_pl);
-    g_pr = hn::MulAdd(g, pr, g_pr);
+  constexpr std::size_t kVectors = 16;
+  constexpr R kMost = sizeof(R) == sizeof(double) ? 600 : 87;  // e to it is finite
+  const auto minus_b = hn::Set(d, static_cast<R>(1 - alpha));
+  const auto one = hn::Set(d, R{1}), zero = hn::Zero(d);
+  double total_p = 0, total_s = 0, total_pl = 0, total_pr = 0, total_g_p = 0, total_g_pl = 0,
+         total_g_pr = 0;
+  for (std::size_t begin = 0; begin < length; begin += kVectors * lanes) {
+    auto p_part = zero, s_part = zero, pl_part = zero, pr_part = zero;
+    auto g_p = zero, g_pl = zero, g_pr = zero;
+    bool any = false;
+    for (std::size_t i = begin; i < std::min(length, begin + kVectors * lanes); i += lanes) {
+      const std::size_t count = std::min(lanes, length - i);
+      const auto p = LoadSome(d, y + i, count);
+      const auto active = hn::Not(hn::Eq(p, zero));
+      if (hn::AllFalse(d, active)) continue;
+      any = true;
+      const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
+      const auto l = hn::Log(d, hn::IfThenElse(hn::Gt(p, zero), p, one));
+      const auto t = hn::Min(hn::Mul(minus_b, l), hn::Set(d, kMost));
+      const auto e_to_t = hn::Exp(d, t);
+      const auto pl = hn::Mul(p, l);
+      const auto pr = hn::Mul(hn::Mul(pl, l), SecondRemainder(d, t, e_to_t));
+      p_part = hn::Add(p_part, p);
+      s_part = hn::MulAdd(p, e_to_t, s_part);
+      pl_part = hn::Add(pl_part, pl);
+      pr_part = hn::Add(pr_part, pr);
+      g_p = hn::MulAdd(g, p, g_p);
+      g_pl = hn::MulAdd(g, pl, g_pl);
+      g_pr = hn::MulAdd(g, pr, g_pr);
+    }
+    if (!any) continue;
+    const auto add = [&](auto part, double& total) HWY_ATTR {
+      total += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, part)));
+    };
+    add(p_part, total_p), add(s_part, total_s), add(pl_part, total_pl), add(pr_part, total_pr);
+    add(g_p, total_g_p), add(g_pl, total_g_pl), add(g_pr, total_g_pr);
   }
-  const auto sum = [&](auto v) HWY_ATTR { return hn::GetLane(hn::SumOfLanes(d, v)); };
+  if (total_s == 0) return 0;  // nothing visible in the row
   const double b = alpha - 1;
-  const double total = sum(sum_s);
-  if (total == 0) return 0;  // nothing visible in the row
-  return (sum(sum_pr) * (sum(g_p) - b * sum(g_pl)) - (sum(sum_p) - b * sum(sum_pl)) * sum(g_pr)) /
-         total;
+  return (total_pr * (total_g_p - b * total_g_pl) - (total_p - b * total_pl) * total_g_pr) /
+         total_s;
 }
 
 }  // namespace pullback::HWY_NAMESPACE

@@ -17,8 +17,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
-constexpr std::int64_t kShortLength = 128;
-
 // weights_of(row) says where s of a row comes from.
 template <bool kFromY, class T, class WeightsOf>
 class ShortGradients {
@@ -28,12 +26,12 @@ class ShortGradients {
   ShortGradients(std::int64_t length, const WeightsOf& weights_of)
       : weights_of_(weights_of), length_(static_cast<std::size_t>(length)) {}
 
-  // All rows of a tile whose tensors have unit stride along the axis.
-  void Compute(const entmax::BackwardTile& tile) {
+  // The rows from `begin` on of a tile whose tensors have unit stride along the axis.
+  void Compute(const entmax::BackwardTile& tile, std::int64_t begin = 0) {
     constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
     [[maybe_unused]] FourLinesAhead y_ahead(tile.y.data);
     FourLinesAhead d_y_ahead(tile.d_y.data);
-    for (std::int64_t r = 0; r < tile.rows; r += kRows) {
+    for (std::int64_t r = begin; r < tile.rows; r += kRows) {
       const std::int64_t rows = std::min(kRows, tile.rows - r);
       const auto step_d_y = [&](std::int64_t row) {
         if (tile.d_y.row_step == tile.length) d_y_ahead.StepTo(tile.d_y.row<T>(row));
@@ -54,7 +52,7 @@ class ShortGradients {
   }
 
  private:
-  static constexpr std::size_t kPitch = kShortLength + HWY_MAX_BYTES / sizeof(R);
+  static constexpr std::size_t kPitch = kLaneLength + HWY_MAX_BYTES / sizeof(R);
 
   // Here and below, after(row) is called of every row.
   template <class After>
@@ -172,7 +170,77 @@ class ShortGradients {
   const std::size_t length_;
   HWY_ALIGN R means_[kLanes<R>];
   HWY_ALIGN R s_[kLanes<R> * kPitch];
-  HWY_ALIGN T stage_[kLanes<R> * static_cast<std::size_t>(kShortLength)];
+  HWY_ALIGN T stage_[kLanes<R> * static_cast<std::size_t>(kLaneLength)];
+};
+
+// From y, of rows in the lanes: of those that are shorter than a vector.
+template <Family kFamily, class T>
+class LaneGradients {
+ public:
+  using R = Real<T>;
+
+  explicit LaneGradients(const entmax::BackwardTile& tile)
+      : tile_(tile), slope_(tile.alpha), length_(static_cast<std::size_t>(tile.length)) {}
+
+  // Returns how many of the tile's rows it has done.
+  std::int64_t Compute() {
+    constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
+    const bool stream = tile_.stream && tile_.d_x.data != tile_.d_y.data;
+    FourLinesAhead y_ahead(tile_.y.data), d_y_ahead(tile_.d_y.data);
+    std::int64_t r = 0;
+    for (; r + kRows <= tile_.rows; r += kRows) {
+      if (tile_.y.row_step == tile_.length) y_ahead.StepTo(tile_.y.row<T>(r));
+      if (tile_.d_y.row_step == tile_.length) d_y_ahead.StepTo(tile_.d_y.row<T>(r));
+      Read(r);
+      const LaneTag<R> d;
+      const auto mean = hn::Div(dot_, sum_);
+      HWY_ALIGN R d_x[kRoom];
+      LanesToRows(length_, d_x, [&](std::size_t i) HWY_ATTR {
+        const auto s = hn::Load(d, s_ + i * kLanes<R>);
+        const auto difference = hn::Sub(hn::Load(d, d_y_ + i * kLanes<R>), mean);
+        return hn::IfThenElseZero(hn::Not(hn::Eq(s, hn::Zero(d))), hn::Mul(s, difference));
+      });
+      WriteRows(d_x, length_, tile_.d_x.row<T>(r), tile_.d_x.row_step, stream);
+    }
+    return r;
+  }
+
+ private:
+  static constexpr std::size_t kRoom = (kLanes<R> + 4) * kLanes<R>;
+
+  // s and d_y, and their sums.
+  void Read(std::int64_t r) {
+    const LaneTag<R> d;
+    const ShortRowsToRead<T> y(tile_.y.row<T>(r), tile_.y.row_step, length_);
+    const ShortRowsToRead<T> d_y(tile_.d_y.row<T>(r), tile_.d_y.row_step, length_);
+    RowsToLanes(y.from, y.step, length_, s_);
+    RowsToLanes(d_y.from, d_y.step, length_, d_y_);
+    auto sum0 = hn::Zero(d), sum1 = sum0, dot0 = sum0, dot1 = sum0;
+    const auto add = [&](std::size_t i, auto& sum, auto& dot) HWY_ATTR {
+      const auto w = hn::Load(d, s_ + i * kLanes<R>);
+      const auto active = hn::Not(hn::Eq(w, hn::Zero(d)));
+      const auto s = hn::IfThenElseZero(active, slope_(d, w));
+      const auto g = hn::IfThenElseZero(active, hn::Load(d, d_y_ + i * kLanes<R>));
+      sum = hn::Add(sum, s);
+      dot = hn::MulAdd(s, g, dot);
+      hn::Store(s, d, s_ + i * kLanes<R>);
+    };
+    std::size_t i = 0;
+    for (; i + 2 <= length_; i += 2) {
+      add(i, sum0, dot0);
+      add(i + 1, sum1, dot1);
+    }
+    if (i < length_) add(i, sum0, dot0);
+    sum_ = hn::Add(sum0, sum1);
+    dot_ = hn::Add(dot0, dot1);
+  }
+
+  const entmax::BackwardTile& tile_;
+  const Slope<kFamily, R> slope_;
+  const std::size_t length_;
+  Lane<R> sum_, dot_;
+  HWY_ALIGN R s_[kRoom];
+  HWY_ALIGN R d_y_[kRoom];
 };
 
 }  // namespace pullback::HWY_NAMESPACE

@@ -19,9 +19,6 @@ namespace pullback::HWY_NAMESPACE {
 using entmax::ForwardTile;
 using entmax::TensorRows;
 
-// Up to this length, rows are computed in the lanes.
-constexpr std::int64_t kLaneLength = 128;
-
 // Calls f(Power) of the tile's rows, which have one alpha, not above 2; false for others.
 template <class R, class F>
 bool WithPowerOfLanes(const ForwardTile& tile, const F& f) {
@@ -65,42 +62,6 @@ struct RowSink {
 };
 template <class Finish, class Tau>
 RowSink(Finish, Tau, FourLinesAhead&, bool) -> RowSink<Finish, Tau>;
-
-// kLanes rows as numbers of the arithmetic, `step` apart: the rows themselves, or copies of them,
-// which have something behind them.
-template <class T>
-struct ShortRowsToRead {
-  using R = Real<T>;
-
-  HWY_INLINE ShortRowsToRead(const RowView<T>& first, const RowStep<T>& row_step) {
-    const auto length = static_cast<std::int64_t>(first.length);
-    if (std::is_same_v<T, R> && length % 4 == 0) {
-      from = reinterpret_cast<const R*>(first.x);
-      step = row_step.x;
-      return;
-    }
-    from = copy;
-    step = length;
-    const bool adjacent = row_step.x == length;
-    for (std::size_t k = 0; k < (adjacent ? 1 : kLanes<R>); ++k) {
-      Copy(first.x + static_cast<std::int64_t>(k) * row_step.x,
-           first.length * (adjacent ? kLanes<R> : 1), copy + k * first.length);
-    }
-  }
-
-  const R* from;
-  std::int64_t step;
-
- private:
-  static void Copy(const T* x, std::size_t count, R* to) {
-    const LaneTag<R> d;
-    std::size_t i = 0;
-    for (; i + kLanes<R> <= count; i += kLanes<R>) hn::StoreU(Load(d, x + i), d, to + i);
-    if (i < count) hn::StoreU(LoadFirst(d, x + i, count - i), d, to + i);
-  }
-
-  HWY_ALIGN R copy[(kLaneLength + 1) * kLanes<R>];
-};
 
 // y of kLanes rows of whole vectors and, with kMarks, the bits and the size of their support.
 template <bool kMarks, class T, class P, class Store, class Sink>
@@ -222,7 +183,7 @@ struct ShortGroup {
   bool Read(const RowView<T>& first, const RowStep<T>& step) {
     const LaneTag<R> d;
     const std::size_t length = first.length;
-    const ShortRowsToRead<T> rows(first, step);
+    const ShortRowsToRead<T> rows(first.x, step.x, length);
     const auto lowest = hn::Set(d, -std::numeric_limits<R>::infinity());
     auto m0 = lowest, m1 = lowest, m2 = lowest, m3 = lowest;
     auto m4 = lowest, m5 = lowest, m6 = lowest, m7 = lowest;
@@ -277,24 +238,7 @@ struct ShortGroup {
       constexpr bool kKeepsX = P::family == Family::softmax || P::family == Family::sparsemax;
       return kKeepsX ? rows_of.Value(power, v) : rows_of.ValueOfShifted(power, v);
     });
-    const auto write = [&](T* to, const R* from, std::size_t all) HWY_ATTR {
-      WriteRow(to, all, first.stream,
-               [&](T* part, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
-                 std::size_t i = 0;
-                 for (; i + kLanes<R> <= count; i += kLanes<R>) {
-                   store(d, hn::LoadU(d, from + begin + i), part + i);
-                 }
-                 if (i == count) return;
-                 StoreFirst(d, hn::LoadU(d, from + begin + i), part + i, count - i);
-               });
-    };
-    if (step.y == static_cast<std::int64_t>(length)) {
-      write(first.y, y, kLanes<R> * length);
-    } else {
-      for (std::size_t k = 0; k < kLanes<R>; ++k) {
-        write(first.y + static_cast<std::int64_t>(k) * step.y, y + k * length, length);
-      }
-    }
+    WriteRows(y, length, first.y, step.y, first.stream);
     double tau[kLanes<R>];
     rows_of.Tau(power, tau);
     sink.tau(tau);
@@ -340,7 +284,7 @@ bool ShortSparsemax(const P& power, const RowView<T>& first, const RowStep<T>& s
   using R = Real<T>;
   const LaneTag<R> d;
   const std::size_t length = first.length;
-  const ShortRowsToRead<T> rows(first, step);
+  const ShortRowsToRead<T> rows(first.x, step.x, length);
   LargestInLanes<R> largest;
   auto total = hn::Zero(d);  // NaN, where a row has one
   ForEachFourInLanes(rows.from, rows.step, length, [&](std::size_t, const Lane<R>* v) HWY_ATTR {

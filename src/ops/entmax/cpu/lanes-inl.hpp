@@ -14,9 +14,13 @@
 #include <limits>
 
 #include "ops/entmax/cpu/solve_lanes-inl.hpp"
+#include "ops/entmax/cpu/stream-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
+
+// Up to this length, rows are computed in the lanes.
+constexpr std::int64_t kLaneLength = 128;
 
 // --- Transposition ---
 
@@ -144,6 +148,60 @@ void RowsToLanes(const R* from, std::int64_t row_step, std::size_t length, R* HW
   ForEachFourInLanes(from, row_step, length, [&](std::size_t i, const Lane<R>* v) HWY_ATTR {
     for (std::size_t k = 0; k < 4; ++k) hn::StoreU(v[k], d, to + (i + k) * kLanes<R>);
   });
+}
+
+// kLanes rows as numbers of the arithmetic, `step` apart: the rows themselves, or copies of them,
+// which have something behind them.
+template <class T>
+struct ShortRowsToRead {
+  using R = Real<T>;
+
+  HWY_INLINE ShortRowsToRead(const T* first, std::int64_t row_step, std::size_t length) {
+    if (std::is_same_v<T, R> && length % 4 == 0) {
+      from = reinterpret_cast<const R*>(first);
+      step = row_step;
+      return;
+    }
+    from = copy;
+    step = static_cast<std::int64_t>(length);
+    const bool adjacent = row_step == step;
+    for (std::size_t k = 0; k < (adjacent ? 1 : kLanes<R>); ++k) {
+      Copy(first + static_cast<std::int64_t>(k) * row_step, length * (adjacent ? kLanes<R> : 1),
+           copy + k * length);
+    }
+  }
+
+  const R* from;
+  std::int64_t step;
+
+ private:
+  static void Copy(const T* x, std::size_t count, R* to) {
+    const LaneTag<R> d;
+    std::size_t i = 0;
+    for (; i + kLanes<R> <= count; i += kLanes<R>) hn::StoreU(Load(d, x + i), d, to + i);
+    if (i < count) hn::StoreU(LoadFirst(d, x + i, count - i), d, to + i);
+  }
+
+  HWY_ALIGN R copy[(kLaneLength + 1) * kLanes<R>];
+};
+
+// Such rows, of the arithmetic and side by side, to where they belong.
+template <class T>
+void WriteRows(const Real<T>* from, std::size_t length, T* to, std::int64_t row_step, bool stream) {
+  using R = Real<T>;
+  const LaneTag<R> d;
+  const bool adjacent = row_step == static_cast<std::int64_t>(length);
+  for (std::size_t k = 0; k < (adjacent ? 1 : kLanes<R>); ++k, from += length, to += row_step) {
+    WriteRow(to, length * (adjacent ? kLanes<R> : 1), stream,
+             [&](T* part, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
+               std::size_t i = 0;
+               for (; i + kLanes<R> <= count; i += kLanes<R>) {
+                 store(d, hn::LoadU(d, from + begin + i), part + i);
+               }
+               if (i == count) return;
+               StoreFirst(d, hn::LoadU(d, from + begin + i), part + i, count - i);
+             });
+  }
 }
 
 // Lane k is what op, such as Add, makes of the lanes of vector row(kFirst + k). Pairs of vectors

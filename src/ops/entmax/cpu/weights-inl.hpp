@@ -32,7 +32,7 @@ HWY_INLINE hn::Vec<D> LoadSome(D d, const T* from, std::size_t count) {
 }
 
 // s = y^(2-alpha) where y is not 0.
-template <Family kFamily, class R>
+template <Family kFamily, class R, class Powers = FixedPower<R>>
 class Slope {
  public:
   explicit Slope(double alpha) : power_(2 - alpha) {}
@@ -67,14 +67,17 @@ class Slope {
     explicit Exponent(double value) : exponent(static_cast<R>(value)) {}
     R exponent;
   };
-  std::conditional_t<kFamily == Family::general, FixedPower<R>, Exponent> power_;
+  std::conditional_t<kFamily == Family::general, Powers, Exponent> power_;
 };
+// Of rows too short to be worth more, which have an alpha each, up to 2.
+template <class R>
+using RowSlope = Slope<Family::general, R, AnyPower<R>>;
 
 // Where s comes from: dense y.
-template <Family kFamily, class R, class T>
+template <class T, class S>
 class DenseWeights {
  public:
-  DenseWeights(const T* y, const Slope<kFamily, R>& slope) : y_(y), slope_(slope) {}
+  DenseWeights(const T* y, const S& slope) : y_(y), slope_(slope) {}
 
   // Of elements [i, i + count), count <= Lanes(d): y, which is zero where s is.
   template <class D>
@@ -94,7 +97,7 @@ class DenseWeights {
 
  private:
   const T* y_;
-  const Slope<kFamily, R>& slope_;
+  const S& slope_;
 };
 
 // Where s comes from: the support mask of sparsemax. Load() gives 0, or `weight` in the support.
