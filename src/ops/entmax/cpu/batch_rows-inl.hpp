@@ -28,8 +28,8 @@ class BatchRows {
   const RowResult& result(std::int64_t k) const { return result_[k]; }
 
  protected:
-  BatchRows(double alpha, std::size_t length, const entmax::BatchScratch& scratch)
-      : power_(alpha),
+  BatchRows(const P& power, std::size_t length, const entmax::BatchScratch& scratch)
+      : power_(power),
         length_(length),
         pitch_(
             static_cast<std::size_t>(entmax::candidates_pitch(static_cast<std::int64_t>(length)))),
@@ -91,13 +91,14 @@ class BatchRows {
   template <class Keep>
   HWY_INLINE void FindCandidates(std::size_t k, R theta, const Keep& keep) {
     const LaneTag<R> d;
+    const auto& power = power_.OfRow(k);
     const T* x = row_[k].x;
     R* z = candidates_ + k * pitch_;
     const auto shift = hn::Set(d, max_[k]), at = hn::Set(d, theta);
     std::size_t count = 0;
     const auto take = [&](auto loaded) HWY_ATTR {
       const auto v = hn::Sub(loaded, shift);
-      const auto active = power_.Active(d, power_.Excess(d, v, at));
+      const auto active = power.Active(d, power.Excess(d, v, at));
       count += StoreActive(d, v, active, z + count);
       keep(active);
     };
@@ -147,7 +148,7 @@ class SparseBatch : public BatchRows<LanePower<kFamily, Real<T>>, T> {
   using R = Real<T>;
 
   SparseBatch(double alpha, std::size_t length, const entmax::BatchScratch& scratch)
-      : Base(alpha, length, scratch) {}
+      : Base(LanePower<kFamily, R>(alpha), length, scratch) {}
 
   static constexpr std::int64_t most_rows() { return kLanes<R>; }
 

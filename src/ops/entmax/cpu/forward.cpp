@@ -201,6 +201,22 @@ RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements) {
   return DegenerateRow(row, row.length == 0);
 }
 
+// Up to this length, rows with an alpha each are computed in the lanes: powers that go by logarithms
+// are better computed of candidates only.
+constexpr std::int64_t kRowsPowerLength = 48;
+
+// Those of `rows` rows from r on, and more of the last one for lanes without a row; false if there
+// is one that RowsPower does not serve.
+template <class R>
+bool AlphasOfLanes(const ForwardTile& tile, std::int64_t r, std::int64_t rows, R* alphas) {
+  for (std::int64_t k = 0; k < static_cast<std::int64_t>(kLanes<R>); ++k) {
+    const double alpha = tile.alpha_of<R>(r + std::min(k, rows - 1));
+    if (!(alpha >= RowsPower<R>::kLeastAlpha && alpha <= 2)) return false;
+    alphas[k] = static_cast<R>(alpha);
+  }
+  return true;
+}
+
 template <class T>
 void ForwardTileOf(const ForwardTile& tile) {
   using Statistic = Real<T>;
@@ -246,34 +262,33 @@ void ForwardTileOf(const ForwardTile& tile) {
     finish(r, ForwardRow(view(r), tile.alpha_of<Statistic>(r), tile.elements));
   };
   std::int64_t r = 0;
-  const Family family = entmax::family_of(tile.alpha);
-  const bool short_rows = tile.length <= kLaneLength;
+  const bool short_rows = tile.length <= (tile.alpha_per_row ? kRowsPowerLength : kLaneLength);
+  constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
+  const RowStep<T> step{x.row_step, y.row_step, tile.support.row_step};
+  FourLinesAhead ahead(x.row<T>(0));
+  const bool fetches = x.row_step == tile.length;
+  const auto sink_of = [&](std::int64_t first) {
+    const auto finish_kth = [&, first](std::size_t k, const RowResult& result) {
+      const std::int64_t row = first + static_cast<std::int64_t>(k);
+      finish(row, result);
+      if (fetches) ahead.StepTo(x.row<T>(row + 1));
+    };
+    const auto store_taus = [&, first](const double* taus) {
+      if (!tile.tau) return;
+      auto* const to = tile.tau.row<Statistic>(first);
+      const std::int64_t apart = tile.tau.row_step;
+      if (apart == 1) {
+        for (std::int64_t k = 0; k < kRows; ++k) to[k] = static_cast<Statistic>(taus[k]);
+      } else {
+        for (std::int64_t k = 0; k < kRows; ++k) {
+          to[k * apart] = static_cast<Statistic>(taus[k]);
+        }
+      }
+    };
+    return RowSink{finish_kth, store_taus, ahead, fetches};
+  };
   if (short_rows && !packs_bits) {
     WithPowerOfLanes<Statistic>(tile, [&](const auto& power) {
-      constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
-      const RowStep<T> step{x.row_step, y.row_step, tile.support.row_step};
-      FourLinesAhead ahead(x.row<T>(0));
-      const bool fetches = x.row_step == tile.length;
-      const auto sink_of = [&](std::int64_t first) {
-        const auto finish_kth = [&, first](std::size_t k, const RowResult& result) {
-          const std::int64_t row = first + static_cast<std::int64_t>(k);
-          finish(row, result);
-          if (fetches) ahead.StepTo(x.row<T>(row + 1));
-        };
-        const auto store_taus = [&, first](const double* taus) {
-          if (!tile.tau) return;
-          auto* const to = tile.tau.row<Statistic>(first);
-          const std::int64_t apart = tile.tau.row_step;
-          if (apart == 1) {
-            for (std::int64_t k = 0; k < kRows; ++k) to[k] = static_cast<Statistic>(taus[k]);
-          } else {
-            for (std::int64_t k = 0; k < kRows; ++k) {
-              to[k * apart] = static_cast<Statistic>(taus[k]);
-            }
-          }
-        };
-        return RowSink{finish_kth, store_taus, ahead, fetches};
-      };
       constexpr Family kFamily = std::remove_reference_t<decltype(power)>::family;
       while (r + kRows <= tile.rows) {
         bool done;
@@ -299,26 +314,45 @@ void ForwardTileOf(const ForwardTile& tile) {
       return true;
     });
   }
+  Statistic alphas[kRows];
+  if (short_rows && tile.alpha_per_row && tile.length > 0 && ShortGroup<T>::WantsY(view(0))) {
+    for (; r + kRows <= tile.rows; r += kRows) {
+      const bool done = AlphasOfLanes(tile, r, kRows, alphas) &&
+                        OneGroup<T>(RowsPower<Statistic>(alphas), view(r), sink_of(r), step);
+      for (std::int64_t k = 0; !done && k < kRows; ++k) one_row(r + k);
+    }
+  }
+  const auto add_batch = [&](auto& batch, std::int64_t end) {
+    batch.Clear();
+    for (std::int64_t k = r; k < end; ++k) batch.Add(view(k));
+    batch.Compute(fetches);
+    for (std::int64_t k = r; k < end; ++k) finish(k, batch.result(k - r));
+  };
   const auto batches = [&](auto batch) {
     for (; r < tile.rows; r += batch.rows()) {
-      batch.Clear();
-      const std::int64_t end = std::min(tile.rows, r + batch.most_rows());
-      for (std::int64_t k = r; k < end; ++k) batch.Add(view(k));
-      batch.Compute(x.row_step == tile.length);
-      for (std::int64_t k = r; k < end; ++k) finish(k, batch.result(k - r));
+      add_batch(batch, std::min(tile.rows, r + batch.most_rows()));
     }
   };
   if (tile.batch.candidates != nullptr && !short_rows && !packs_bits) {
     const auto length = static_cast<std::size_t>(tile.length);
-    switch (family) {
-      case Family::entmax15:
-        batches(SparseBatch<Family::entmax15, T>(tile.alpha, length, tile.batch));
-        break;
-      case Family::sparsemax:
-        batches(SparseBatch<Family::sparsemax, T>(tile.alpha, length, tile.batch));
-        break;
-      default:
-        batches(RowBatch<T>(tile.alpha, length, tile.batch));
+    if (tile.alpha_per_row) {
+      using Batch = RowBatch<RowsPower<Statistic>, T>;
+      for (std::int64_t end; r < tile.rows; r = end) {
+        end = std::min(tile.rows, r + Batch::MostRows(length));
+        if (AlphasOfLanes(tile, r, end - r, alphas)) {
+          Batch batch(RowsPower<Statistic>(alphas), length, tile.batch);
+          add_batch(batch, end);
+        } else {
+          for (std::int64_t k = r; k < end; ++k) one_row(k);
+        }
+      }
+    } else if (tile.alpha == 1.5) {
+      batches(SparseBatch<Family::entmax15, T>(tile.alpha, length, tile.batch));
+    } else if (tile.alpha == 2) {
+      batches(SparseBatch<Family::sparsemax, T>(tile.alpha, length, tile.batch));
+    } else {
+      using General = LanePower<Family::general, Statistic>;
+      batches(RowBatch<General, T>(General(tile.alpha), length, tile.batch));
     }
   }
   for (; r < tile.rows; ++r) one_row(r);
@@ -387,10 +421,10 @@ class ForwardPlan final : public RowPlan {
     has_stripe_ = !problem.mask.given() && !walk_.contiguous(kX) && walk_.adjacent(kX) &&
                   walk_.adjacent(kY) && stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
-    const bool general = family_of(problem.alpha) == Family::general;
-    has_batch_ = !problem.alpha_per_row.given() &&
-                 (general || ((problem.alpha == 2 || problem.alpha == 1.5) &&
-                              walk_.tile_rows() >= kMostBatchRows));
+    const bool general =
+        problem.alpha_per_row.given() || family_of(problem.alpha) == Family::general;
+    has_batch_ = general || ((problem.alpha == 2 || problem.alpha == 1.5) &&
+                             walk_.tile_rows() >= kMostBatchRows);
     if (has_batch_) {
       batch_rows_ = static_cast<std::size_t>(std::min(walk_.tile_rows(), kMostBatchRows));
       const auto rows = static_cast<std::int64_t>(batch_rows_);

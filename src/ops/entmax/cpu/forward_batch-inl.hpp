@@ -15,28 +15,29 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
-template <class T>
-class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
-  using Base = BatchRows<LanePower<Family::general, Real<T>>, T>;
+template <class P, class T>
+class RowBatch : public BatchRows<P, T> {
+  using Base = BatchRows<P, T>;
   using Base::candidates_, Base::count_, Base::empty_, Base::length_, Base::max_, Base::pitch_,
       Base::power_, Base::result_, Base::row_, Base::rows_, Base::valid_;
 
  public:
   using R = Real<T>;
 
-  RowBatch(double alpha, std::size_t length, const entmax::BatchScratch& scratch)
-      : Base(alpha, length, scratch),
+  RowBatch(const P& power, std::size_t length, const entmax::BatchScratch& scratch)
+      : Base(power, length, scratch),
         places_pitch_(
             static_cast<std::size_t>(entmax::places_pitch(static_cast<std::int64_t>(length)))),
         bends_(candidates_ + scratch.rows * pitch_),
         places_(reinterpret_cast<std::uint8_t*>(scratch.places)),
-        most_shift_(MostShift(alpha)) {}
+        most_shift_(MostShift(power)) {}
 
   // Long rows go one by one: what is computed of them then stays in L1.
-  std::int64_t most_rows() const {
+  static std::int64_t MostRows(std::size_t length) {
     constexpr std::size_t kElements = 32768;
-    return static_cast<std::int64_t>(std::clamp<std::size_t>(kElements / length_, 1, kLanes<R>));
+    return static_cast<std::int64_t>(std::clamp<std::size_t>(kElements / length, 1, kLanes<R>));
   }
+  std::int64_t most_rows() const { return MostRows(length_); }
 
   // With `prefetch`, the rows that follow the batch in memory are fetched meanwhile.
   void Compute(bool prefetch) {
@@ -79,7 +80,7 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
     hn::Store(threshold.rest, d, rest);
     for (std::size_t k = 0; k < rows_; ++k) {
       if (valid_[k] != 0) {
-        result_[k].tau = power_.Tau(max_[k], theta[k], rest[k]);
+        result_[k].tau = power_.TauOf(k, max_[k], theta[k], rest[k]);
         result_[k].support_size = ComputeY(k, theta[k], rest[k]);
       } else {
         result_[k] = DegenerateRow(row_[k], empty_[k]);
@@ -107,12 +108,13 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
     std::fill_n(weight_, kLanes<R>, R{1});
     for (std::size_t k = 0; k < rows_; ++k) {
       if (valid_[k] == 0) continue;
+      const auto& power = power_.OfRow(k);
       R* const z = candidates_ + k * pitch_;
       const auto shift = hn::Set(d, max_[k]), at = hn::Set(d, theta[k]);
       std::size_t count = 0, looked_at = 0;
       for (std::size_t i = 0; i + kLanes<R> <= length_; i += kSampleStride * kLanes<R>) {
         const auto v = hn::Sub(LoadAs(d, row_[k].x + i), shift);
-        count += StoreActive(d, v, power_.Active(d, power_.Excess(d, v, at)), z + count);
+        count += StoreActive(d, v, power.Active(d, power.Excess(d, v, at)), z + count);
         looked_at += kLanes<R>;
         if (i == kGlance * kLanes<R> && 2 * count * length_ < kLeastSampled * looked_at) break;
       }
@@ -145,9 +147,10 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
     HWY_ALIGN R slope[kLanes<R> * kLanes<R>];
     HWY_ALIGN R bend[kLanes<R> * kLanes<R>];
     hn::Store(theta, d, at);
-    const auto power = power_;  // compilers take stores of vectors for stores to members
+    const P powers = power_;  // compilers take stores of vectors for stores to members
     const unsigned bits = BitsOf(d, open);
     for (std::size_t k = 0; k < kLanes<R>; ++k) {
+      const auto& power = powers.OfRow(k);
       auto sum = hn::Zero(d), lost = sum, slopes = sum, bends = sum;
       const R* z = candidates_ + k * pitch_;
       const auto own = hn::Set(d, at[k]);
@@ -184,9 +187,9 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
   // terms of the series of excess^(1/b), whose powers are there, give y and its slope y^(2 -
   // alpha): the next one counts most for the largest elements or, where 1/b < 4, for those that the
   // shift takes to the edge of the support. Without curvature there is no such power.
-  R MostShift(double alpha) const {
-    if (!power_.curved) return -1;
-    const double q = 1 / (alpha - 1);
+  static R MostShift(const P& power) {
+    if (!power.curved) return -1;
+    const double q = static_cast<double>(hn::GetLane(power.inverse_lanes()));
     const double half = static_cast<double>(std::numeric_limits<R>::epsilon()) / 4;
     return static_cast<R>(
         std::min(std::cbrt(6 * half / (q * (q - 1) * (q - 2))), std::pow(half, 1 / (q - 1))));
@@ -195,6 +198,7 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
   // In place of the candidates. Returns how many are in the support, if that is wanted.
   std::int64_t ComputeY(std::size_t k, R theta, R rest) {
     const LaneTag<R> d;
+    const auto& power = power_.OfRow(k);
     R* z = candidates_ + k * pitch_;
     const auto at = hn::Set(d, theta), less = hn::Set(d, rest);
     const bool counts = row_[k].wants_size;
@@ -203,10 +207,11 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
     if (sampled_[k] != 0 && std::abs(shift) <= most_shift_ * std::abs(theta)) {
       const R* const bends = bends_ + k * pitch_;
       const auto last = hn::Set(d, last_theta_[k]), by = hn::Set(d, shift);
-      const auto first = hn::Set(d, power_.inverse * shift);
-      const auto second = hn::Set(d, power_.inverse * (power_.inverse - 1) / 2 * shift * shift);
+      const R q = hn::GetLane(power.inverse_lanes());
+      const auto first = hn::Set(d, q * shift);
+      const auto second = hn::Set(d, q * (q - 1) / 2 * shift * shift);
       for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
-        const auto excess = power_.Excess(d, hn::LoadU(d, z + i), last);
+        const auto excess = power.Excess(d, hn::LoadU(d, z + i), last);
         const auto active = hn::Gt(excess, by);
         if (counts) support += hn::CountTrue(d, active);
         const auto series = hn::MulAdd(excess, hn::Sub(excess, first), second);
@@ -215,9 +220,9 @@ class RowBatch : public BatchRows<LanePower<Family::general, Real<T>>, T> {
       return static_cast<std::int64_t>(support);
     }
     for (std::size_t i = 0; i < count_[k]; i += kLanes<R>) {
-      const auto excess = hn::Sub(power_.Excess(d, hn::LoadU(d, z + i), at), less);
-      if (counts) support += hn::CountTrue(d, power_.Active(d, excess));
-      hn::StoreU(power_.Value(d, excess), d, z + i);
+      const auto excess = hn::Sub(power.Excess(d, hn::LoadU(d, z + i), at), less);
+      if (counts) support += hn::CountTrue(d, power.Active(d, excess));
+      hn::StoreU(power.Value(d, excess), d, z + i);
     }
     return static_cast<std::int64_t>(support);
   }

@@ -227,7 +227,7 @@ struct ShortGroup {
   // When they are solved.
   template <class P, class Sink>
   void Write(const P& power, const RowView<T>& first, const RowStep<T>& step, const Sink& sink) {
-    if constexpr (P::family != Family::softmax) {
+    if constexpr (P::family != Family::softmax && !std::is_same_v<P, RowsPower<R>>) {
       if (!InLanes(first)) return WriteShortRows(power, rows_of, first, step, sink);
     }
     const LaneTag<R> d;
@@ -245,9 +245,13 @@ struct ShortGroup {
     if (sink.fetches) sink.ahead.StepTo(first.x + static_cast<std::int64_t>(kLanes<R>) * step.x);
   }
 
-  // Whether y is computed in the lanes: of whole vectors it is faster row by row.
+  // Whether y is computed in the lanes, where it is all that is wanted: of whole vectors it is
+  // faster row by row.
   static bool InLanes(const RowView<T>& first) {
-    return first.length % kLanes<R> != 0 && first.y && !first.support && !first.wants_size;
+    return first.length % kLanes<R> != 0 && WantsY(first);
+  }
+  static bool WantsY(const RowView<T>& first) {
+    return first.y && !first.support && !first.wants_size;
   }
 
   LaneRows<R> rows_of;

@@ -385,7 +385,8 @@ class LaneRows : public SolvedLanes<R> {
         tau[k] = static_cast<double>(max[k]) - static_cast<double>(logs[k]);
       }
     } else {
-      for (std::size_t k = 0; k < kLanes<R>; ++k) tau[k] = power.Tau(max[k], theta[k], rest[k]);
+      for (std::size_t k = 0; k < kLanes<R>; ++k)
+        tau[k] = power.TauOf(k, max[k], theta[k], rest[k]);
     }
   }
 

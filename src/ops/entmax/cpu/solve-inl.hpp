@@ -110,10 +110,12 @@ struct Power {
       : b(static_cast<R>(alpha - 1)),
         inverse(static_cast<R>(1 / (alpha - 1))),
         curved(kFamily == Family::general && alpha < 1.5),
-        tolerance(std::pow(kEpsilon, NewtonOrder(alpha))),
+        tolerance(ToleranceOf(alpha)),
         curved_tolerance(alpha < 4.0 / 3 ? 0.05 : std::pow(kEpsilon / 8, alpha - 1) / (alpha - 1)),
         wide_b_(alpha - 1),
         powers_(1 / (alpha - 1) - (curved ? 2 : 1)) {}
+
+  static double ToleranceOf(double alpha) { return std::pow(kEpsilon, NewtonOrder(alpha)); }
 
   // b z - theta, or b (z - c) near one and where steep.
   template <class D>

@@ -23,44 +23,133 @@ using Lane = hn::Vec<LaneTag<R>>;
 template <class R>
 inline constexpr std::size_t kLanes = hn::MaxLanes(LaneTag<R>());
 
-// With what steps and bounds take of it. Not for single rows, which may have an alpha each: tables
-// take longer to make than their steps.
-template <Family kFamily, class R>
-class LanePower : public Power<kFamily, R> {
- public:
-  const R half_to_b;  // 2^(1 - alpha)
-
-  explicit LanePower(double alpha)
-      : Power<kFamily, R>(alpha),
-        half_to_b(static_cast<R>(std::exp2(1 - alpha))),
-        powers_(alpha - 1) {}
-
-  // f - f^(1-b), by its series where that has more digits. Where f < 1/2, b (f - 1), whose step,
-  // one on f itself and not on f^b, leads below the root, too.
-  template <class D>
-  HWY_INLINE hn::Vec<D> Over(D d, hn::Vec<D> f, hn::Vec<D> inverse_f) const {
-    const auto one = hn::Set(d, R{1}), least = hn::Set(d, R{0.51});
-    const auto more = hn::Sub(f, one), b_more = hn::Mul(more, hn::Set(d, this->b));
-    const auto power = powers_.OfLarge(d, hn::Min(inverse_f, hn::Set(d, 1 / R{0.51})));
-    const auto far = hn::IfThenElse(hn::Lt(f, least), b_more, hn::NegMulAdd(f, power, f));
-    auto series = hn::Set(d, (this->b + 2) / 4);
-    series = hn::NegMulAdd(series, more, one);
-    series = hn::NegMulAdd(hn::Mul(series, more), hn::Set(d, (1 + this->b) / 3), one);
-    series = hn::MulAdd(hn::Mul(series, more), hn::Set(d, (1 - this->b) / 2), one);
-    series = hn::Mul(series, b_more);
-    return hn::IfThenElse(hn::Lt(hn::Abs(more), hn::Set(d, R{0.06})), series, far);
-  }
-
- private:
-  PowersOf<kFamily, R> powers_;
-};
-
 // Sums over the elements of each row that are active at its theta.
 template <class R>
 struct LaneSums {
   Lane<R> f, slope;  // of sparsemax: the sum of z, and how many they are
   Lane<R> bend;      // if Power::curved; of sparsemax: the least z
 };
+
+// With what steps and bounds take of it. Not for single rows: tables take longer to make than their
+// steps.
+template <Family kFamily, class R>
+class LanePower : public Power<kFamily, R> {
+ public:
+  static constexpr bool of_rows = false;
+
+  explicit LanePower(double alpha)
+      : Power<kFamily, R>(alpha),
+        half_to_b_(static_cast<R>(std::exp2(1 - alpha))),
+        powers_(alpha - 1) {}
+
+  // What each row may have of its own.
+  HWY_INLINE Lane<R> b_lanes() const { return hn::Set(LaneTag<R>(), this->b); }
+  HWY_INLINE Lane<R> inverse_lanes() const { return hn::Set(LaneTag<R>(), this->inverse); }
+  HWY_INLINE Lane<R> half_to_b() const { return hn::Set(LaneTag<R>(), half_to_b_); }  // 2^-b
+  HWY_INLINE const LanePower& OfRow(std::size_t) const { return *this; }
+  double TauOf(std::size_t, R max, R theta, R rest) const { return this->Tau(max, theta, rest); }
+
+  // x^b for 0 <= x < 2.
+  HWY_INLINE Lane<R> RaisedToB(Lane<R> x) const { return powers_.OfLarge(LaneTag<R>(), x); }
+
+ private:
+  R half_to_b_;
+  PowersOf<kFamily, R> powers_;
+};
+
+// The same of rows that have an alpha each, from kLeastOfRows to 2: a lane of every number is a
+// row's, and powers go by logarithms.
+template <class R>
+class RowsPower {
+ public:
+  static constexpr Family family = Family::general;
+  static constexpr bool of_rows = true, near_one = false, steep = false, uses_rest = true;
+  static constexpr bool curved = false;
+  static constexpr R start = -1;
+  static constexpr double kLeastAlpha = 1.125;
+
+  // `alphas` has one for each lane.
+  explicit RowsPower(const R* alphas)
+      : b_(hn::Sub(hn::LoadU(LaneTag<R>(), alphas), hn::Set(LaneTag<R>(), R{1}))),
+        exponent_(hn::Sub(hn::Div(hn::Set(LaneTag<R>(), R{1}), b_), hn::Set(LaneTag<R>(), R{1}))),
+        tolerance(Power<Family::general, R>::ToleranceOf(
+            static_cast<double>(*std::max_element(alphas, alphas + kLanes<R>)))),
+        curved_tolerance(tolerance) {}
+
+  HWY_INLINE Lane<R> b_lanes() const { return b_; }
+  HWY_INLINE Lane<R> inverse_lanes() const {
+    return hn::Add(exponent_, hn::Set(LaneTag<R>(), R{1}));
+  }
+  HWY_INLINE Lane<R> half_to_b() const {
+    const LaneTag<R> d;
+    return ExpNonPositive(d, hn::Mul(b_, hn::Set(d, static_cast<R>(-0.6931471805599453))));
+  }
+  // Every lane is of that row.
+  HWY_INLINE RowsPower OfRow(std::size_t k) const {
+    const LaneTag<R> d;
+    RowsPower power = *this;
+    power.b_ = hn::Set(d, LaneOf(b_, k));
+    power.exponent_ = hn::Set(d, LaneOf(exponent_, k));
+    return power;
+  }
+  double TauOf(std::size_t k, R max, R theta, R rest) const {
+    return static_cast<double>(LaneOf(b_, k)) * static_cast<double>(max) +
+           (static_cast<double>(theta) + static_cast<double>(rest));
+  }
+  HWY_INLINE Lane<R> RaisedToB(Lane<R> x) const {
+    const LaneTag<R> d;
+    return hn::Exp(d, hn::Mul(b_, hn::Log(d, x)));
+  }
+
+  // As of Power.
+  template <class D>
+  HWY_INLINE hn::Vec<D> Excess(D, hn::Vec<D> z, hn::Vec<D> theta) const {
+    return hn::MulSub(b_, z, theta);
+  }
+  template <class D>
+  HWY_INLINE hn::Mask<D> Active(D d, hn::Vec<D> excess) const {
+    return hn::Gt(excess, hn::Zero(d));
+  }
+  struct Summands {
+    Lane<R> value, slope, bend;
+  };
+  HWY_INLINE Summands Both(LaneTag<R> d, Lane<R> excess) const {
+    const auto base = hn::Max(excess, hn::Set(d, std::numeric_limits<R>::min()));
+    const auto slope = hn::IfThenElseZero(Active(d, excess), PowerOfFraction(d, base, exponent_));
+    return {hn::Mul(slope, base), slope, slope};
+  }
+  HWY_INLINE Lane<R> Value(LaneTag<R> d, Lane<R> excess) const { return Both(d, excess).value; }
+
+ private:
+  static R LaneOf(Lane<R> v, std::size_t k) {
+    HWY_ALIGN R lanes[kLanes<R>];
+    hn::Store(v, LaneTag<R>(), lanes);
+    return lanes[k];
+  }
+
+  Lane<R> b_, exponent_;  // 1 / b - 1
+
+ public:
+  double tolerance, curved_tolerance;
+};
+
+// f - f^(1-b), by its series where that has more digits. Where f < 1/2, b (f - 1), whose step, one
+// on f itself and not on f^b, leads below the root, too.
+template <class R, class P>
+HWY_INLINE Lane<R> Over(const P& power, Lane<R> f, Lane<R> inverse_f) {
+  const LaneTag<R> d;
+  const auto one = hn::Set(d, R{1}), least = hn::Set(d, R{0.51}), b = power.b_lanes();
+  const auto more = hn::Sub(f, one), b_more = hn::Mul(more, b);
+  const auto raised = power.RaisedToB(hn::Min(inverse_f, hn::Set(d, 1 / R{0.51})));
+  const auto far = hn::IfThenElse(hn::Lt(f, least), b_more, hn::NegMulAdd(f, raised, f));
+  auto series = hn::MulAdd(b, hn::Set(d, R{0.25}), hn::Set(d, R{0.5}));
+  series = hn::NegMulAdd(series, more, one);
+  series =
+      hn::NegMulAdd(hn::Mul(series, more), hn::Mul(hn::Add(b, one), hn::Set(d, R{1} / 3)), one);
+  series = hn::MulAdd(hn::Mul(series, more), hn::Mul(hn::Sub(one, b), hn::Set(d, R{0.5})), one);
+  series = hn::Mul(series, b_more);
+  return hn::IfThenElse(hn::Lt(hn::Abs(more), hn::Set(d, R{0.06})), series, far);
+}
 
 // z_of(i) is a vector of elements i.
 template <class R, class P, class Elements>
@@ -134,7 +223,7 @@ struct LaneMove {
 template <class P, class R>
 HWY_INLINE LaneMove<R> LaneStep(const P& power, const LaneSums<R>& sums) {
   const LaneTag<R> d;
-  const auto b = hn::Set(d, power.b), one = hn::Set(d, R{1});
+  const auto b = power.b_lanes(), one = hn::Set(d, R{1});
   const auto inverse = hn::Div(one, sums.slope);  // beside the power, not after it
   if constexpr (P::near_one) {
     const auto less = hn::Expm1(d, hn::Neg(hn::Mul(b, hn::Log(d, sums.f))));
@@ -145,18 +234,20 @@ HWY_INLINE LaneMove<R> LaneStep(const P& power, const LaneSums<R>& sums) {
   }
   if constexpr (P::family == Family::general) {
     const auto inverse_f = hn::Div(one, sums.f);
-    const auto over = power.Over(d, sums.f, inverse_f);
+    const auto over = Over<R>(power, sums.f, inverse_f);
     const auto bend = hn::MulSub(hn::Mul(sums.bend, inverse), inverse, inverse_f);
-    const auto half = hn::Set(d, power.curved ? (power.inverse - 1) / 2 : R{0});
+    const auto half =
+        hn::Mul(hn::Sub(power.inverse_lanes(), one), hn::Set(d, power.curved ? R{0.5} : R{0}));
     return {hn::Mul(over, inverse), hn::Mul(hn::Mul(half, over), bend), inverse};
   }
 }
 
 // n^-b of a power of two.
 template <class R, class P>
-HWY_INLINE R EqualExcess(const P& power, std::size_t n) {
-  R equal = 1;
-  for (std::size_t k = n; k > 1; k /= 2) equal *= power.half_to_b;
+HWY_INLINE Lane<R> EqualExcess(const P& power, std::size_t n) {
+  const auto half = power.half_to_b();
+  auto equal = hn::Set(LaneTag<R>(), R{1});
+  for (std::size_t k = n; k > 1; k /= 2) equal = hn::Mul(equal, half);
   return equal;
 }
 
@@ -167,9 +258,8 @@ HWY_INLINE Lane<R> MeanBound(const P& power, Lane<R> sum, std::size_t n) {
   const LaneTag<R> d;
   const auto start = hn::Set(d, P::start);
   if constexpr (P::near_one) return start;
-  const R equal = EqualExcess<R>(power, n);
-  const auto share = hn::Set(d, power.b / static_cast<R>(n));
-  return hn::Max(start, hn::MulSub(share, sum, hn::Set(d, equal)));
+  const auto share = hn::Mul(power.b_lanes(), hn::Set(d, 1 / static_cast<R>(n)));
+  return hn::Max(start, hn::MulSub(share, sum, EqualExcess<R>(power, n)));
 }
 
 // About the threshold of such elements, the squares of whose z add up to `squares`. With u the mean
@@ -180,12 +270,14 @@ HWY_INLINE Lane<R> SpreadStart(const P& power, Lane<R> sum, Lane<R> squares, std
   const LaneTag<R> d;
   const auto start = hn::Set(d, P::start), one = hn::Set(d, R{1});
   if constexpr (P::near_one) return start;
-  const R equal = EqualExcess<R>(power, n), share = power.b / static_cast<R>(n);
-  const auto mean = hn::Mul(hn::Set(d, share), sum);
-  const auto variance = hn::NegMulAdd(mean, mean, hn::Mul(hn::Set(d, share * power.b), squares));
-  const auto times = hn::Mul(variance, hn::Set(d, (power.inverse - 1) / (2 * equal * equal)));
+  const auto equal = EqualExcess<R>(power, n), b = power.b_lanes();
+  const auto share = hn::Mul(b, hn::Set(d, 1 / static_cast<R>(n)));
+  const auto mean = hn::Mul(share, sum);
+  const auto variance = hn::NegMulAdd(mean, mean, hn::Mul(hn::Mul(share, b), squares));
+  const auto half = hn::Mul(hn::Sub(power.inverse_lanes(), one), hn::Set(d, R{0.5}));
+  const auto times = hn::Mul(variance, hn::Div(half, hn::Mul(equal, equal)));
   const auto first = hn::Add(times, one);  // n^-b / u after a round
-  const auto excess = hn::Div(hn::Set(d, equal), hn::MulAdd(hn::Mul(times, first), first, one));
+  const auto excess = hn::Div(equal, hn::MulAdd(hn::Mul(times, first), first, one));
   const auto theta = hn::Sub(mean, excess);
   return hn::IfThenElse(hn::Gt(theta, start), theta, start);  // a NaN is not
 }
@@ -231,11 +323,13 @@ class LaneSolver {
     if (curved_) {
       // The third terms: of the series that these two begin, and of f, where the sum of
       // excess^(1/b - 3) is about bend^2 / slope.
-      const R third = power_.inverse * (power_.inverse - 1) * (power_.inverse - 2) / 6;
+      const auto q = power_.inverse_lanes(), two = hn::Set(d, R{2});
+      const auto third =
+          hn::Mul(hn::Mul(hn::Mul(q, hn::Set(d, R{1} / 6)), hn::Sub(q, one)), hn::Sub(q, two));
       const auto squared = hn::Mul(error, hn::Mul(shortfall, shortfall));
       const auto moved = hn::Mul(step, sums.bend);
       const auto cubed = hn::Mul(hn::Mul(hn::Abs(step), hn::Mul(moved, moved)), inverse);
-      const auto both = hn::MulAdd(hn::Set(d, third), cubed, squared);
+      const auto both = hn::MulAdd(third, cubed, squared);
       far = hn::Or(far, hn::Gt(both, hn::Set(d, kEpsilon)));
       const auto most = hn::Set(d, R{0.5});
       step = hn::MulAdd(step, hn::Min(hn::Max(shortfall, hn::Neg(most)), most), step);
@@ -250,7 +344,7 @@ class LaneSolver {
     theta_ = hn::IfThenElse(open_, root, theta_);
     lost_ = hn::IfThenElse(open_, rest, lost_);
     if constexpr (!P::uses_rest) {
-      const auto descent = hn::Set(d, power_.near_one ? R{1} : power_.inverse);
+      const auto descent = P::near_one ? one : power_.inverse_lanes();
       const auto f =
           hn::IfThenElse(passed, sums.f, hn::MulAdd(hn::Mul(rest, descent), sums.slope, one));
       scale_ = hn::IfThenElse(open_, hn::Div(one, f), scale_);
