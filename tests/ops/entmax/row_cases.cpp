@@ -235,6 +235,17 @@ void masked_rows(std::vector<Case>& cases) {
     add("alphas of rows", {}, shape, alphas);
     add("masked rows with alphas", {}, shape, both(mask_of(shape, 0.6), alphas));
   }
+  // Those that CPUs solve together, with no other among them.
+  for (const std::int64_t length :
+       {1, 3, 16, 24, 48, 49, 100, 250, 496, 1001, 2500, 12000, 60000}) {
+    const Shape shape = rows_of(length);
+    add("alphas of rows up to 2", {}, shape,
+        alphas_of({shape[0]}, {1.2, 1.3, 1.125, 1.5, 1.7, 2, 1.95}));
+    cases.back().dtypes.push_back(DType::f64);
+    // Rows that all see much of themselves, beside some that see nothing.
+    add("masked rows with alphas up to 1.5", {}, shape,
+        both(mask_of(shape, 0.95), alphas_of({shape[0]}, {1.2, 1.3, 1.125, 1.5, 1.4})));
+  }
   cases.push_back(
       no_differences(make_case("masked rows across memory", {{"alpha", "1.5"}, {"axis", "1"}},
                                {3, 200, 64}, normal(0.5), mask_of({3, 200, 64}, 0.6))));
