@@ -237,7 +237,7 @@ void masked_rows(std::vector<Case>& cases) {
   }
   // Those that CPUs solve together, with no other among them.
   for (const std::int64_t length :
-       {1, 3, 16, 24, 48, 49, 100, 250, 496, 1001, 2500, 12000, 60000}) {
+       {2, 3, 16, 24, 48, 49, 100, 250, 496, 1001, 2500, 12000, 60000}) {
     const Shape shape = rows_of(length);
     add("alphas of rows up to 2", {}, shape,
         alphas_of({shape[0]}, {1.2, 1.3, 1.125, 1.5, 1.7, 2, 1.95}));

@@ -579,7 +579,8 @@ class BackwardPlan final : public RowPlan {
         2 * width * length_ *
         static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype)));
     has_stripe_ = packs(walk_) && walk_.adjacent(kY) && walk_.adjacent(kDY) &&
-                  walk_.adjacent(kDX) && stripe_bytes <= kMostStripeBytes;
+                  walk_.adjacent(kDX) && walk_.inner() >= kLeastStripeColumns &&
+                  stripe_bytes <= kMostStripeBytes;
     if (has_stripe_) {
       stripe_ = slot.add(
           std::max(stripe_bytes, sparse_columns_ ? sparse_bytes(problem) : std::int64_t{0}));

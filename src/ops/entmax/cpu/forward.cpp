@@ -201,8 +201,8 @@ RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements) {
   return DegenerateRow(row, row.length == 0);
 }
 
-// Up to this length, rows with an alpha each are computed in the lanes: powers that go by logarithms
-// are better computed of candidates only.
+// Up to this length, rows with an alpha each are computed in the lanes: powers that go by
+// logarithms are better computed of candidates only.
 constexpr std::int64_t kRowsPowerLength = 48;
 
 // Those of `rows` rows from r on, and more of the last one for lanes without a row; false if there
@@ -419,7 +419,8 @@ class ForwardPlan final : public RowPlan {
     add_support_bits(slot, problem.support, kSupport);
     elements_ = slot.add(vector_scratch_bytes(length_, in_double));
     has_stripe_ = !problem.mask.given() && !walk_.contiguous(kX) && walk_.adjacent(kX) &&
-                  walk_.adjacent(kY) && stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
+                  walk_.adjacent(kY) && walk_.inner() >= kLeastStripeColumns &&
+                  stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
     const bool general =
         problem.alpha_per_row.given() || family_of(problem.alpha) == Family::general;

@@ -32,6 +32,7 @@ inline constexpr std::int64_t kPackedLineBytes = 256;
 inline constexpr std::int64_t kPackedTileBytes = std::int64_t{4} << 20;
 // Such rows side by side in a tile of which little has to be kept.
 inline constexpr std::int64_t kSparseColumns = 256;
+inline constexpr std::int64_t kLeastStripeColumns = 5;  // fewer would leave vectors empty
 inline constexpr std::int64_t kMostStripeBytes = 4 * kPackedTileBytes;  // beyond, rows are packed
 
 // Cuts a slot of scratch into parts.
