@@ -70,8 +70,10 @@ HWY_INLINE const Real<T>* TermSegment(const Term& term, std::int64_t offset, std
       return scratch;
     }
   }
-  const auto* from = static_cast<const std::uint8_t*>(term.data) + offset;
-  for (std::int64_t j = 0; j < b; ++j) scratch[j] = static_cast<Real<T>>(from[j * stride]);
+  std::uint8_t gathered[kMaxBlock];
+  const auto* from =
+      Gathered(static_cast<const std::uint8_t*>(term.data) + offset, stride, b, gathered);
+  for (std::int64_t j = 0; j < b; ++j) scratch[j] = static_cast<Real<T>>(from[j]);
   return scratch;
 }
 
@@ -197,15 +199,26 @@ HWY_INLINE void Write(const Outputs<T, kRows>& outputs, std::int64_t first, std:
   }
 }
 
-// All terms at the segment of token row `row` that begins at token column `column`.
+// All terms at the segment of token row `row` that begins at token column `column`. Asks for what
+// `ahead` rows later comes of them: their rows lie pages apart.
 template <class T>
 HWY_NOINLINE void ApplyTerms(const ForwardTask& task, std::int64_t head, std::int64_t row,
-                             std::int64_t column, Real<T>* s) {
+                             std::int64_t column, std::int64_t ahead, Real<T>* s) {
+  const std::int64_t b = task.problem->block;
   for (const Term& term : task.terms) {
     if (term.data == nullptr) continue;
     const std::int64_t offset = task.rows.z * term.z_stride + head * term.h_stride +
                                 row * term.row_stride + column * term.column_stride;
-    ApplyTerm<T>(term, offset, task.problem->block, s);
+    if (term.row_stride != 0 && term.column_stride == 1) {
+      const auto bytes = static_cast<std::int64_t>(size_of(term.dtype));
+      const std::int64_t later = (offset + ahead * term.row_stride) * bytes;
+      const auto from = reinterpret_cast<std::uintptr_t>(term.data) +
+                        static_cast<std::uintptr_t>(later);  // may lie past the tensor
+      for (std::uintptr_t line = 0; line < static_cast<std::uintptr_t>(b * bytes); line += 64) {
+        __builtin_prefetch(reinterpret_cast<const void*>(from + line));
+      }
+    }
+    ApplyTerm<T>(term, offset, b, s);
   }
 }
 
@@ -224,7 +237,7 @@ HWY_INLINE void Scores(const ForwardTask& task, const RowGroup& strip, R* s) {
       for (std::int64_t j = 0; j < b; j += static_cast<std::int64_t>(hn::Lanes(d))) {
         hn::StoreU(hn::Mul(HWY_NAMESPACE::Load(d, from + j), scale), d, s + j);
       }
-      ApplyTerms<T>(task, block.head, block.row * b + strip.begin + i, block.column * b, s);
+      ApplyTerms<T>(task, block.head, block.row * b + strip.begin + i, block.column * b, kRows, s);
     }
   }
 }
