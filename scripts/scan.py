@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
 """Times pullback.torch on sizes and features that tables of rivals leave out, to find where it is slow.
 
-  gpu_scan.py attention|block_softmax|entmax|segment [--match WORD] [--seconds S]
+  scan.py attention|block_softmax|entmax|segment [--device cpu] [--match WORD] [--seconds S]
 
-A line a case: forward and backward, in µs and as a share of the device's copy or, of attention, in TFLOP/s. Kernels are
-compiled as they are met: run it with --warm I/N in N processes first, each takes every N-th case once.
+A line a case: forward and backward, in µs and as a share of the device's copy or, of attention, in GFLOP/s.
+
+On a GPU kernels are compiled as they are met: run it with --warm I/N in N processes first, each takes every N-th
+case once. On a CPU problems are smaller, and one thread's own time is counted, which others do not lengthen; have
+MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ at 4294967296, or each large output is of new pages, which take
+longer than the work.
 """
 
 import argparse
@@ -17,12 +21,31 @@ import torch
 import pullback.torch as pt
 from pullback import sparsity
 
-ELEMENTS = 1 << 26
+DEVICE = "cuda"
+ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 23}
+# Of attention, and of the layouts of block_softmax.
+BATCH, HEADS, LENGTH = {"cuda": 2, "cpu": 1}, {"cuda": 16, "cpu": 4}, {"cuda": 2048, "cpu": 512}
+BLOCKS_LENGTH = {"cuda": 4096, "cpu": 2048}
 
 
 def timed(run, repeats=8):
-    """Median µs of run(), behind a kernel that sleeps while the host works ahead."""
+    """µs of run()."""
     run()
+    return timed_on_cpu(run) if DEVICE == "cpu" else timed_on_gpu(run, repeats)
+
+
+def timed_on_cpu(run):
+    """The least of some."""
+    times = []
+    while len(times) < 3 or (sum(times) < 0.1 and len(times) < 15):
+        begin = time.process_time()
+        run()
+        times.append(time.process_time() - begin)
+    return min(times) * 1e6
+
+
+def timed_on_gpu(run, repeats):
+    """The median, behind a kernel that sleeps while the host works ahead."""
     medians = []
     for _ in range(3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -37,7 +60,7 @@ def timed(run, repeats=8):
 
 
 def normal(*shape, dtype=torch.bfloat16, grad=True):
-    return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=grad)
+    return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=grad)
 
 
 def both_passes(run, inputs, time_them):
@@ -54,7 +77,7 @@ def both_passes(run, inputs, time_them):
 
 
 def copy_rate():
-    x = normal(ELEMENTS, dtype=torch.float32, grad=False)
+    x = normal(ELEMENTS[DEVICE], dtype=torch.float32, grad=False)
     y = torch.empty_like(x)
     return 2 * x.numel() * x.element_size() / timed(lambda: y.copy_(x))
 
@@ -70,17 +93,18 @@ def segment_cases():
     for d, dtype, kind in itertools.product([1, 16, 128], dtypes, ["short", "long"]):
         given = {"d": d, "dtype": dtype, "reduce": "max", "kind": kind, "ties": "even"}
         yield f"D {d} {dtype} max {kind} even ties", given
-    for d, dtype, reduce, by in itertools.product([1, 16, 128], dtypes, ["sum", "max", "prod"], ["ids", "permutation"]):
+    reductions = ["sum", "max", "prod", "logsumexp", "softmax"]
+    for d, dtype, reduce, by in itertools.product([1, 4, 16, 128], dtypes, reductions, ["ids", "permutation"]):
         yield f"D {d} {dtype} {reduce} by {by}", {"d": d, "dtype": dtype, "reduce": reduce, "kind": "short", "by": by}
 
 
 def segment_offsets(kind, rows):
     if kind == "short":
-        lengths = torch.randint(1, 16, (rows // 8 + rows // 16,), device="cuda")
+        lengths = torch.randint(1, 16, (rows // 8 + rows // 16,), device=DEVICE)
     elif kind == "long":
-        lengths = torch.randint(1, 8192, (rows // 4096 + 64,), device="cuda")
+        lengths = torch.randint(1, 8192, (rows // 4096 + 64,), device=DEVICE)
     else:
-        uniform = torch.rand(rows // 4 + 64, device="cuda")
+        uniform = torch.rand(rows // 4 + 64, device=DEVICE)
         lengths = (1 / (uniform + 1e-4) ** 0.8).long().clamp(1, 20000)
     ends = lengths.cumsum(0)
     ends = ends[ends < rows]
@@ -88,16 +112,16 @@ def segment_offsets(kind, rows):
 
 
 def segment(time_them, d, dtype, reduce, kind, by="offsets", **options):
-    rows = ELEMENTS // d
+    rows = ELEMENTS[DEVICE] // d
     offsets = segment_offsets(kind, rows)
     segments = offsets.numel() - 1
     x = normal(rows, d, dtype=dtype)
     index = {"offsets": offsets}
     if by != "offsets":
-        ids = torch.repeat_interleave(torch.arange(segments, device="cuda"), offsets.diff())
+        ids = torch.repeat_interleave(torch.arange(segments, device=DEVICE), offsets.diff())
         index = {"ids": ids, "num_segments": segments}
     if by == "permutation":
-        permutation, offsets = pt.segment_permutation(ids[torch.randperm(rows, device="cuda")], segments)
+        permutation, offsets = pt.segment_permutation(ids[torch.randperm(rows, device=DEVICE)], segments)
         index = {"offsets": offsets, "permutation": permutation}
     times = both_passes(lambda: pt.segment_reduce(x, reduce, **index, **options), (x,), time_them)
     result = rows if reduce == "softmax" else segments
@@ -126,14 +150,15 @@ def block_softmax_cases():
         yield f"{name} {dtype} {term}", given
 
 
-def block_softmax(time_them, config, batch, dtype, term, grad, length=4096):
+def block_softmax(time_them, config, batch, dtype, term, grad):
+    length = BLOCKS_LENGTH[DEVICE]
     layout = config.make_layout(length)
     x = normal(batch, layout.nnz, config.block, config.block, dtype=dtype)
     kept = {"key_padding_keep": ("key_padding", batch), "attn_keep": ("attn", length)}
     options = {"attn_mask_mode": "add"} if term == "attn_mask" else {}
     if term in kept:
         mask, rows = kept[term]
-        options[f"{mask}_mask"] = torch.rand(rows, length, device="cuda") < 0.8
+        options[f"{mask}_mask"] = torch.rand(rows, length, device=DEVICE) < 0.8
         options["key_padding_mode" if mask == "key_padding" else "attn_mask_mode"] = "keep"
     shapes = {"rpe": (1, 16, length, length), "key_padding_mask": (batch, length), "attn_mask": (length, length)}
     if term in shapes:
@@ -148,13 +173,19 @@ def entmax_cases():
     dtypes, alphas = [torch.float32, torch.bfloat16], [1.0, 1.25, 1.5, 2.0]
     lengths = [2, 3, 5, 8, 10, 16, 33, 64, 100, 512, 1001, 4095, 32000, 50257, 151936]
     for v, dtype, alpha in itertools.product(lengths, dtypes, alphas):
-        yield f"V {v} {dtype} alpha {alpha}", {"shape": (ELEMENTS // v, v), "dtype": dtype, "alpha": alpha, "axis": -1}
+        yield (
+            f"V {v} {dtype} alpha {alpha}",
+            {"shape": (ELEMENTS[DEVICE] // v, v), "dtype": dtype, "alpha": alpha, "axis": -1},
+        )
     across = [(8, 64), (64, 64), (512, 3), (512, 64), (1000, 7), (4096, 128)]
     for (v, r), dtype, alpha in itertools.product(across, dtypes, alphas):
-        shape = (ELEMENTS // v // r, v, r)
-        yield f"axis 1 of [N,{v},{r}] {dtype} alpha {alpha}", {"shape": shape, "dtype": dtype, "alpha": alpha, "axis": 1}
+        shape = (ELEMENTS[DEVICE] // v // r, v, r)
+        yield (
+            f"axis 1 of [N,{v},{r}] {dtype} alpha {alpha}",
+            {"shape": shape, "dtype": dtype, "alpha": alpha, "axis": 1},
+        )
     for v, dtype in itertools.product([32, 100, 512, 1001, 4096, 32000], dtypes):
-        given = {"shape": (ELEMENTS // v, v), "dtype": dtype, "axis": -1}
+        given = {"shape": (ELEMENTS[DEVICE] // v, v), "dtype": dtype, "axis": -1}
         for alpha in alphas:
             yield f"V {v} {dtype} alpha {alpha} mask", {**given, "alpha": alpha, "mask": "whole"}
         yield f"V {v} {dtype} alpha 1.5 mask of all rows", {**given, "alpha": 1.5, "mask": "broadcast"}
@@ -166,18 +197,19 @@ def entmax(time_them, shape, dtype, alpha, axis, mask=None, alpha_grad=True):
     x = normal(*shape, dtype=dtype)
     inputs = [x]
     if alpha == "rows":
-        alpha = (1.13 + 0.86 * torch.rand(shape[0], 1, device="cuda")).requires_grad_(alpha_grad)
+        alpha = (1.13 + 0.86 * torch.rand(shape[0], 1, device=DEVICE)).requires_grad_(alpha_grad)
         if alpha_grad:
             inputs.append(alpha)
     if mask:
         rows = 1 if mask == "broadcast" else shape[0]
-        mask = (torch.rand(rows, shape[1], device="cuda") < 0.8).expand(*shape)
+        mask = (torch.rand(rows, shape[1], device=DEVICE) < 0.8).expand(*shape)
     times = both_passes(lambda: pt.entmax(x, alpha, axis, mask=mask), inputs, time_them)
     own = x.numel() * x.element_size()
     return times, (2 * own, 3 * own)
 
 
 def attention_cases():
+    batch, heads, length = BATCH[DEVICE], HEADS[DEVICE], LENGTH[DEVICE]
     for d, causal in itertools.product(
         [8, 16, 32, 33, 40, 50, 64, 65, 72, 80, 88, 96, 100, 112, 127, 128, 160, 192, 224, 250, 256], [False, True]
     ):
@@ -188,12 +220,12 @@ def attention_cases():
         "softcap": {"softcap": 30.0},
         "window 256": {"window": (256, 0)},
         "dropout": {"dropout": 0.1, "seed": 7},
-        "bias [2,16,S,S]": {"bias": (2, 16, 2048, 2048)},
-        "bias [1,16,S,S]": {"bias": (1, 16, 2048, 2048)},
-        "bias [1,16,S,S] causal": {"bias": (1, 16, 2048, 2048), "causal": True},
-        "bias [2,1,1,S]": {"bias": (2, 1, 1, 2048)},
-        "bias and dropout": {"bias": (1, 16, 2048, 2048), "dropout": 0.1, "seed": 7},
-        "4 key/value heads": {"kv_heads": 4},
+        "bias [B,H,S,S]": {"bias": (batch, heads, length, length)},
+        "bias [1,H,S,S]": {"bias": (1, heads, length, length)},
+        "bias [1,H,S,S] causal": {"bias": (1, heads, length, length), "causal": True},
+        "bias [B,1,1,S]": {"bias": (batch, 1, 1, length)},
+        "bias and dropout": {"bias": (1, heads, length, length), "dropout": 0.1, "seed": 7},
+        "a quarter of the heads for keys": {"kv_heads": heads // 4},
         "packed": {"lengths": (100, 900, 1500, 300, 700, 50, 546)},
     }
     for d, (name, options) in itertools.product([64, 80, 128, 256], features.items()):
@@ -214,6 +246,8 @@ def attention_cases():
         (2, 16, 2047, 2047),
     ]
     for (b, h, q, k), d in itertools.product(shapes, [64, 128]):
+        if DEVICE == "cpu" and b * h * q * k > 1 << 26:
+            continue
         yield f"B {b} H {h} Sq {q} Sk {k} D {d}", {"d": d, "batch": b, "heads": h, "query": q, "key": k}
 
 
@@ -222,9 +256,9 @@ def attention(
     d,
     causal=False,
     dtype=torch.bfloat16,
-    batch=2,
-    heads=16,
-    query=2048,
+    batch=None,
+    heads=None,
+    query=None,
     key=None,
     value_dim=None,
     kv_heads=None,
@@ -232,11 +266,12 @@ def attention(
     lengths=None,
     **options,
 ):
+    batch, heads, query = batch or BATCH[DEVICE], heads or HEADS[DEVICE], query or LENGTH[DEVICE]
     key, value_dim, kv_heads = key or query, value_dim or d, kv_heads or heads
     pairs = batch * heads * query * key
     rows_q, rows_k = (batch, query), (batch, key)
     if lengths:
-        ends = torch.tensor((0, *lengths), dtype=torch.int32, device="cuda").cumsum(0, dtype=torch.int32)
+        ends = torch.tensor((0, *lengths), dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
         options.update(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths))
         rows_q = rows_k = (sum(lengths),)
         pairs = heads * sum(n * n for n in lengths)
@@ -259,10 +294,14 @@ def attention(
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("op", choices=["attention", "block_softmax", "entmax", "segment"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--match", default="", help="only cases with this in their names")
     parser.add_argument("--seconds", type=float, default=600, help="stop after so many")
     parser.add_argument("--warm", help="I/N: run every N-th case once, from the I-th on, and time none")
     arguments = parser.parse_args()
+    global DEVICE
+    DEVICE = arguments.device
+    torch.set_num_threads(1)
     cases = [case for case in globals()[f"{arguments.op}_cases"]() if arguments.match in case[0]]
     if arguments.warm:
         first, step = map(int, arguments.warm.split("/"))
@@ -282,7 +321,9 @@ def main():
         if times is None:
             continue
         shown = [
-            f"{t:8.0f} µs {w / t / 1e6:5.0f} TFLOP/s" if arguments.op == "attention" else f"{t:8.0f} µs {w / t / rate:5.0%}"
+            f"{t:8.0f} µs {w / t / 1e3:9.0f} GFLOP/s"
+            if arguments.op == "attention"
+            else f"{t:8.0f} µs {w / t / rate:5.0%}"
             for t, w in zip(times, work)
         ]
         print(f"{name:44} {shown[0]}  {shown[1]}", flush=True)
