@@ -8,19 +8,14 @@
 #define HWY_TARGET_INCLUDE "ops/entmax/cpu/backward.cpp"
 #include <hwy/foreach_target.h>
 
-#include "cpu/ahead-inl.hpp"
-#include "cpu/simd-inl.hpp"
 #include "ops/entmax/cpu/backward_alpha-inl.hpp"
 #include "ops/entmax/cpu/backward_columns-inl.hpp"
+#include "ops/entmax/cpu/backward_row-inl.hpp"
 #include "ops/entmax/cpu/backward_short-inl.hpp"
-#include "ops/entmax/cpu/backward_steep-inl.hpp"
-#include "ops/entmax/cpu/solve-inl.hpp"
-#include "ops/entmax/cpu/stream-inl.hpp"
-#include "ops/entmax/cpu/weights-inl.hpp"
+#include "ops/entmax/cpu/backward_support-inl.hpp"
 
 #ifndef PULLBACK_ENTMAX_BACKWARD_ONCE
 #define PULLBACK_ENTMAX_BACKWARD_ONCE
-#include <bit>
 #include <utility>
 
 #include "ops/entmax/cpu/backward_tile.hpp"
@@ -31,115 +26,6 @@ namespace pullback::HWY_NAMESPACE {
 
 using entmax::BackwardTile;
 using entmax::TensorRows;
-
-// Calls body(i, w, active, count) for vectors of elements in [begin, end), and skip(i) for groups
-// of kGroup whole vectors that have no active element. Branching on single vectors would mispredict
-// where a row is neither sparse nor dense.
-constexpr std::size_t kGroup = 4;
-template <class D, class W, class Body, class Skip>
-HWY_INLINE void ForEachVector(D d, const W& weights, std::size_t begin, std::size_t end,
-                              const Body& body, const Skip& skip) {
-  const std::size_t lanes = hn::Lanes(d);
-  std::size_t i = begin;
-  for (; i + kGroup * lanes <= end; i += kGroup * lanes) {
-    const auto w0 = weights.Load(d, i, lanes), w1 = weights.Load(d, i + lanes, lanes);
-    const auto w2 = weights.Load(d, i + 2 * lanes, lanes);
-    const auto w3 = weights.Load(d, i + 3 * lanes, lanes);
-    const auto a0 = weights.Active(d, w0), a1 = weights.Active(d, w1);
-    const auto a2 = weights.Active(d, w2), a3 = weights.Active(d, w3);
-    if (hn::AllFalse(d, hn::Or(hn::Or(a0, a1), hn::Or(a2, a3)))) {
-      skip(i);
-      continue;
-    }
-    body(i, w0, a0, lanes);
-    body(i + lanes, w1, a1, lanes);
-    body(i + 2 * lanes, w2, a2, lanes);
-    body(i + 3 * lanes, w3, a3, lanes);
-  }
-  for (; i < end; i += lanes) {
-    const std::size_t count = std::min(lanes, end - i);
-    const auto w = weights.Load(d, i, count);
-    body(i, w, weights.Active(d, w), count);
-  }
-}
-
-// <s, d_y> / S. Keeps s in `stored` unless that is null. The rows that come after this one are
-// prefetched, of y unless that is null, of d_y as much as is needed here: no hardware foresees
-// which groups will have an active element.
-template <class R, class W, class T>
-HWY_INLINE R WeightedMean(const W& weights, const T* y, const T* d_y, std::size_t length,
-                          R* stored) {
-  const hn::ScalableTag<R> d;
-  LinesAhead y_ahead(y), d_y_ahead(d_y);
-  const auto prefetch_y = [&](std::size_t i) HWY_ATTR {
-    if (y != nullptr) y_ahead.StepTo(y + i);
-  };
-  const std::size_t block = kSumVectors * hn::Lanes(d);
-  double total = 0, dot = 0;
-  for (std::size_t begin = 0; begin < length; begin += block) {
-    auto part = hn::Zero(d), dot_part = hn::Zero(d);
-    ForEachVector(
-        d, weights, begin, std::min(length, begin + block),
-        [&](std::size_t i, auto w, auto active, std::size_t count) HWY_ATTR {
-          prefetch_y(i);
-          d_y_ahead.StepTo(d_y + i);
-          const auto s = hn::IfThenElseZero(active, weights.Weight(d, w));
-          const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
-          part = hn::Add(part, s);
-          dot_part = hn::MulAdd(s, g, dot_part);
-          if (stored) hn::StoreU(s, d, stored + i);
-        },
-        [&](std::size_t i) HWY_ATTR {
-          prefetch_y(i);
-          d_y_ahead.Skip(d_y + i);
-          for (std::size_t k = 0; stored && k < kGroup; ++k) {
-            hn::StoreU(hn::Zero(d), d, stored + i + k * hn::Lanes(d));
-          }
-        });
-    total += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, part)));
-    dot += static_cast<double>(hn::GetLane(hn::SumOfLanes(d, dot_part)));
-  }
-  return static_cast<R>(dot / total);
-}
-
-// `mean` is an R or a SplitMean.
-template <class R, class W, class M, class T>
-void WriteGradient(const W& weights, const M& mean, const T* d_y, T* d_x, std::size_t length,
-                   bool stream) {
-  const hn::ScalableTag<R> d;
-  const std::size_t lanes = hn::Lanes(d);
-  WriteRow(d_x, length, stream,
-           [&](T* to, std::size_t begin, std::size_t count, auto store) HWY_ATTR {
-             ForEachVector(
-                 d, weights, begin, begin + count,
-                 [&](std::size_t i, auto w, auto active, std::size_t n) HWY_ATTR {
-                   const auto difference = Less(d, LoadSome(d, d_y + i, n), mean);
-                   const auto gradient =
-                       hn::IfThenElseZero(active, hn::Mul(weights.Weight(d, w), difference));
-                   if (n == lanes) {
-                     store(d, gradient, to + (i - begin));
-                   } else {
-                     StoreFirstAs(d, gradient, to + (i - begin), n);
-                   }
-                 },
-                 [&](std::size_t i) HWY_ATTR {
-                   for (std::size_t k = 0; k < kGroup; ++k) {
-                     store(d, hn::Zero(d), to + (i - begin) + k * lanes);
-                   }
-                 });
-           });
-}
-
-template <class R, class W, class T>
-void Gradient(const W& weights, const T* y, const T* d_y, T* d_x, std::size_t length, bool stream) {
-  const R mean = WeightedMean<R>(weights, y, d_y, length, static_cast<R*>(nullptr));
-  WriteGradient<R>(weights, mean, d_y, d_x, length, stream);
-}
-
-template <class T>
-void FillNaN(T* d_x, std::size_t length) {
-  std::fill_n(d_x, length, from_double<T>(std::numeric_limits<double>::quiet_NaN()));
-}
 
 // Calls f.template operator()<family>() for an alpha up to 2; false for others.
 template <class F>
@@ -206,92 +92,6 @@ TensorRows Packed(const TensorRows& from, const BackwardTile& tile, std::byte* s
   const TensorRows packed{scratch, tile.pitch, 1};
   entmax::packed_copy<T>(from, tile.rows, tile.length, packed);
   return packed;
-}
-
-// From the mask of a row whose support is small: 64 zeros at a time, and the gradients one by one.
-template <class R, class T>
-void GradientOfFew(const std::uint8_t* bits, const T* d_y, T* d_x, std::size_t length,
-                   bool stream) {
-  static_assert(std::endian::native == std::endian::little);
-  constexpr std::size_t kBits = 64;
-  const hn::ScalableTag<R> d;
-  const std::size_t lanes = hn::Lanes(d);
-  const auto word_at = [&](std::size_t i, std::size_t count) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, bits + i / 8, (count + 7) / 8);
-    return count < kBits ? word & ((std::uint64_t{1} << count) - 1) : word;
-  };
-  double dot = 0;
-  std::int64_t support = 0;
-  for (std::size_t i = 0; i < length; i += kBits) {
-    for (std::uint64_t word = word_at(i, std::min(kBits, length - i)); word != 0; ++support) {
-      dot += static_cast<double>(
-          static_cast<R>(d_y[i + static_cast<std::size_t>(std::countr_zero(word))]));
-      word &= word - 1;
-    }
-  }
-  const R mean = static_cast<R>(dot / static_cast<double>(support));
-  const auto fill = [&](T* to, std::size_t begin, std::size_t count) HWY_ATTR {
-    for (std::size_t i = 0; i < count; i += kBits) {
-      const std::size_t n = std::min(kBits, count - i);
-      const std::uint64_t word = word_at(begin + i, n);
-      // Before the zeros, as d_x may be d_y's memory.
-      R gradients[kBits];
-      std::size_t k = 0;
-      for (std::uint64_t rest = word; rest != 0; rest &= rest - 1) {
-        const auto bit = static_cast<std::size_t>(std::countr_zero(rest));
-        gradients[k++] = static_cast<R>(d_y[begin + i + bit]) - mean;
-      }
-      if (n == kBits) {
-        for (std::size_t zero = 0; zero < kBits; zero += lanes) {
-          StoreAs(d, hn::Zero(d), to + i + zero);
-        }
-      } else {
-        std::fill_n(to + i, n, T(R{0}));
-      }
-      k = 0;
-      for (std::uint64_t rest = word; rest != 0; rest &= rest - 1) {
-        to[i + static_cast<std::size_t>(std::countr_zero(rest))] = T(gradients[k++]);
-      }
-    }
-  };
-  // Not straight to the row: numbers are put among zeros that have just been stored.
-  stream ? WriteStaged(d_x, length, fill) : fill(d_x, 0, length);
-}
-
-template <class T>
-void GradientFromSupport(const BackwardTile& tile, std::int64_t r, const TensorRows& d_y_rows,
-                         T* d_x, bool stream) {
-  const auto length = static_cast<std::size_t>(tile.length);
-  const T* d_y = d_y_rows.row<T>(r);
-  const std::int64_t support_size = *tile.support_size.row<std::int32_t>(r);
-  if (support_size < 0) return FillNaN(d_x, length);
-  const std::uint8_t* bits = tile.support.row<std::uint8_t>(r);
-  if (!tile.support.contiguous()) {
-    for (std::int64_t i = 0; i < (tile.length + 7) / 8; ++i) {
-      tile.bits[i] = bits[i * tile.support.step];
-    }
-    bits = tile.bits;
-  }
-  // Lines of d_y that a later row needs, which no hardware foresees.
-  constexpr std::int64_t kRowsAhead = 2;
-  if (tile.support.contiguous() && r + kRowsAhead < tile.rows && tile.length <= 4096) {
-    const std::uint8_t* later = tile.support.row<std::uint8_t>(r + kRowsAhead);
-    const T* later_d_y = d_y_rows.row<T>(r + kRowsAhead);
-    for (std::size_t i = 0; i + 8 <= length / 8; i += 8) {
-      std::uint64_t word;
-      std::memcpy(&word, later + i, sizeof(word));
-      for (; word != 0; word &= word - 1) {
-        hwy::Prefetch(later_d_y + i * 8 + static_cast<std::size_t>(std::countr_zero(word)));
-      }
-    }
-  }
-  // A search takes longer than vectors where more of the row is in the support.
-  if (support_size * 8 <= std::max<std::int64_t>(tile.length, 64)) {
-    return GradientOfFew<Real<T>>(bits, d_y, d_x, length, stream);
-  }
-  Gradient<Real<T>>(MaskWeights<Real<T>>(bits), static_cast<const T*>(nullptr), d_y, d_x, length,
-                    stream);
 }
 
 // Rows side by side in columns: a row in each lane.
