@@ -18,7 +18,9 @@ enum class EmptySegment { identity, zero, nan };  // value of a segment without 
 //   offsets               i32 or i64 [S+1]
 //   ids                   i32 or i64 [N], ascending, with num_segments
 //   offsets, permutation  for ids in any order, both from plan_permutation: row r of the sorted
-//                         order is x[permutation[r]]
+//                         order is x[permutation[r]]. With the ids, too, passes that write rows
+//                         of few columns may do so in the rows' own order, which on GPUs is
+//                         several times faster
 // Ids out of range and rows outside all offsets take no part: no output, zero gradient.
 struct SegmentProblem {
   TensorSpec x;  // [N,D]; f64, f32, bf16 or f16

@@ -26,6 +26,7 @@ struct Options {
   bool arg = true;  // whether it is an output
   std::int64_t num_segments = -1;
   bool check_indices = false;
+  bool keep_ids = true;
 };
 
 bool is_extreme_reduce(SegmentReduce reduce) {
@@ -57,6 +58,7 @@ Options read_options(const Request& request) {
          std::to_string(options.num_segments));
   }
   options.check_indices = reader.boolean("check-indices", false);
+  options.keep_ids = reader.boolean("keep-ids", true);
   reader.finish();
   return options;
 }
@@ -147,7 +149,7 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
     tensors_.d_out = input("d_out");
     if (problem.ids.given() && !ascending(problem.ids, data_of(request.inputs, "ids"))) {
       if (options.check_indices) check_ids(problem, data_of(request.inputs, "ids"));
-      sort_ids(problem);
+      sort_ids(problem, options.keep_ids);
     }
 
     tensors_.out = output("out", problem.out);
@@ -172,7 +174,7 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
   }
 
  private:
-  void sort_ids(SegmentProblem& problem) {
+  void sort_ids(SegmentProblem& problem, bool keep_ids) {
     const SegmentPermutationProblem sort =
         complete(SegmentPermutationProblem{.ids = problem.ids,
                                            .num_segments = problem.num_segments,
@@ -183,10 +185,12 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
     const auto plan = plan_permutation(request_.device, sort);
     memory_.reserve_workspace(plan.workspace_bytes());
     plan.run(stream(), {tensors_.ids, permutation, offsets}, memory_.workspace());
-    problem.ids = {};
     problem.offsets = sort.offsets;
     problem.permutation = sort.permutation;
-    tensors_.ids = nullptr;
+    if (!keep_ids) {
+      problem.ids = {};
+      tensors_.ids = nullptr;
+    }
     tensors_.offsets = offsets;
     tensors_.permutation = permutation;
   }
@@ -211,7 +215,8 @@ const OpDriver kDriver{
           "what backward of max and min uses (arg); none: nor lse of 16-bit x, unrounded"},
          {"arg-dtype", "i64|i32|u8|none",
           "dtype of arg; u8 is the place in a short segment; none: it is not computed (i64)"},
-         {"check-indices", "true|false", "report the first bad offset or id (false)"}},
+         {"check-indices", "true|false", "report the first bad offset or id (false)"},
+         {"keep-ids", "true|false", "give the op ids in any order beside what sorts them (true)"}},
     .cotangents = {{"out", "d_out"}},
     .gradients = {{"x", "d_x"}},
     .prepare = prepare,

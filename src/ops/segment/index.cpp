@@ -131,6 +131,19 @@ void check_ids(const IndexView& ids, std::int64_t count, std::int64_t rows) {
   }
 }
 
+// Those that the offsets and the permutation come from.
+void check_ids_of_permutation(const IndexView& ids, const Segments& segments) {
+  for (std::int64_t s = 0; s < segments.count; ++s) {
+    for (std::int64_t r = segments.begin(s); r < segments.end(s); ++r) {
+      const std::int64_t n = segments.permutation[r];
+      if (ids[n] != s) {
+        report("ids", n, fmt::format("{}, the segment of the row by offsets and permutation", s),
+               ids[n], "pass the ids that plan_permutation sorted");
+      }
+    }
+  }
+}
+
 void check_permutation(const IndexView& permutation, std::int64_t rows, std::uint8_t* seen) {
   std::memset(seen, 0, bitmap_bytes(rows));
   for (std::int64_t r = 0; r < rows; ++r) {
@@ -152,7 +165,7 @@ void check_permutation(const IndexView& permutation, std::int64_t rows, std::uin
 void check_indices(const SegmentProblem& problem, const SegmentTensors& tensors, void* scratch) {
   if (!problem.check_indices) return;
   const std::int64_t rows = problem.x.shape[0];
-  if (problem.ids.given()) {
+  if (by_ids(problem)) {
     check_ids(IndexView(problem.ids, tensors.ids), problem.num_segments, rows);
     return;
   }
@@ -160,6 +173,10 @@ void check_indices(const SegmentProblem& problem, const SegmentTensors& tensors,
   if (problem.permutation.given()) {
     check_permutation(IndexView(problem.permutation, tensors.permutation), rows,
                       static_cast<std::uint8_t*>(scratch));
+    if (problem.ids.given()) {
+      check_ids_of_permutation(IndexView(problem.ids, tensors.ids),
+                               unproven_segments(problem, tensors));
+    }
   }
 }
 

@@ -32,6 +32,11 @@ inline constexpr std::array<std::string_view, 14> kSegmentFeatureNames = {
     "sum",         "mean",        "max", "min",      "prod", "logsumexp",   "softmax",
     "ties = last", "ties = even", "arg", "arg_mask", "lse",  "permutation", "check_indices"};
 
+// Whether ids, in order, say where segments are; beside a permutation they say so once more.
+inline bool by_ids(const SegmentProblem& problem) {
+  return problem.ids.given() && !problem.permutation.given();
+}
+
 inline bool is_extreme(SegmentReduce reduce) {
   return reduce == SegmentReduce::max || reduce == SegmentReduce::min;
 }

@@ -17,8 +17,14 @@ SegmentProblem complete(const SegmentProblem& given) {
   const std::int64_t rows = x.shape[0];
   const std::int64_t columns = x.shape[1];
 
-  check.that(problem.offsets.given() != problem.ids.given(), "offsets, ids", "exactly one of them",
-             problem.offsets.given() ? "both" : "none");
+  if (problem.permutation.given()) {
+    check.that(problem.offsets.given(), "offsets", "those of the permutation", "none",
+               "pass the offsets that plan_permutation wrote");
+  } else {
+    check.that(problem.offsets.given() != problem.ids.given(), "offsets, ids",
+               "exactly one of them, or both with a permutation",
+               problem.offsets.given() ? "both" : "none");
+  }
   const auto check_index = [&](std::string_view name, const TensorSpec& spec) {
     check.sane(name, spec);
     check.rank(name, spec, 1);
@@ -34,11 +40,10 @@ SegmentProblem complete(const SegmentProblem& given) {
                fmt::format("0 or {}, the length of offsets - 1", length - 1),
                fmt::format("{}", problem.num_segments));
     problem.num_segments = length - 1;
-  } else {
+  }
+  if (problem.ids.given()) {
     check_index("ids", problem.ids);
     check.shape("ids", problem.ids, {rows});
-    check.that(!problem.permutation.given(), "permutation", "none with ids", "a tensor",
-               "pass the offsets that plan_permutation wrote in place of ids");
   }
   if (problem.permutation.given()) {
     check_index("permutation", problem.permutation);

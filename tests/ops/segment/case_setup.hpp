@@ -21,7 +21,7 @@ inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 inline const std::vector<std::string> kReduces = {"sum",  "mean",      "max",    "min",
                                                   "prod", "logsumexp", "softmax"};
 
-enum class Form { offsets_i64, offsets_i32, ids_i64, ids_i32, unsorted };
+enum class Form { offsets_i64, offsets_i32, ids_i64, ids_i32, unsorted, unsorted_with_ids };
 enum class Values { normal, integers, near_one, relu, wide, special, special_near_one };
 
 using Lengths = std::vector<std::int64_t>;
@@ -92,7 +92,7 @@ inline TensorMap make_inputs(const Shape& shape, DType dtype, Random& random, Va
     ids.insert(ids.end(), static_cast<std::size_t>(shape.lengths[static_cast<std::size_t>(s)]), s);
   }
   ids.insert(ids.end(), static_cast<std::size_t>(shape.after), count);
-  if (shape.form == Form::unsorted) {
+  if (shape.form == Form::unsorted || shape.form == Form::unsorted_with_ids) {
     for (std::size_t i = ids.size(); i > 1; --i) {
       std::swap(ids[i - 1],
                 ids[static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(i) - 1))]);
@@ -117,6 +117,7 @@ inline Case make_case(const std::string& name, const std::string& reduce, const 
   result.name = reduce + " " + name;
   options["reduce"] = reduce;
   options["num-segments"] = std::to_string(shape.lengths.size());
+  if (shape.form == Form::unsorted) options["keep-ids"] = "false";
   result.options = options;
   values = values_for(reduce, values);
   const bool softmax = reduce == "softmax";

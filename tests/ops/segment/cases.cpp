@@ -100,6 +100,10 @@ std::vector<Case> segment_cases() {
                                                   {"unsorted", Form::unsorted}};
     for (const auto& [name, form] : forms) add(make_case(name, reduce, {mixed, 7, form}));
     add(make_case("unsorted D=64", reduce, {mixed, 64, Form::unsorted}));
+    for (const std::int64_t columns : {1, 5, 8, 16, 64}) {
+      add(make_case("unsorted with ids D=" + std::to_string(columns), reduce,
+                    {mixed, columns, Form::unsorted_with_ids, 2, 3}));
+    }
     for (const std::int64_t columns : kPieceColumns) {
       const std::string width = "D=" + std::to_string(columns);
       add(make_case(width, reduce, {mixed, columns}));
@@ -153,6 +157,11 @@ std::vector<Case> segment_cases() {
       add(make_case("special" + name, reduce, {blocks, columns}, {}, Values::special));
       cases.back().finite_differences = false;
     }
+    for (const std::int64_t columns : {1, 2, 4}) {
+      add(make_case("many unsorted with ids D=" + std::to_string(columns), reduce,
+                    {blocks, columns, Form::unsorted_with_ids, 40, 90}));
+      cases.back().finite_differences = false;
+    }
     if (reduce == "logsumexp") {
       // 16 bits only: the others have it in out.
       const OptionMap none = {{"saved", "none"}};
@@ -181,6 +190,7 @@ std::vector<Case> segment_cases() {
         tied("short", {mixed, 33});
         tied("short D=1", {mixed, 1});
         tied("unsorted", {mixed, 9, Form::unsorted, 2, 3});
+        tied("unsorted with ids", {mixed, 4, Form::unsorted_with_ids, 2, 3});
         tied("giant", {{4, 0, 2500, 7}, 20});
         tied("giant unsorted", {{4, 0, 1300, 7}, 65, Form::unsorted});
         tied("giant D=1", {{40000, 3}, 1});
@@ -194,6 +204,9 @@ std::vector<Case> segment_cases() {
         add(make_case(ties + " arg " + arg, reduce, {mixed, 33},
                       {{"ties", ties}, {"arg-dtype", arg}}, Values::integers));
         add(make_case(ties + " unsorted arg " + arg, reduce, {mixed, 5, Form::unsorted},
+                      {{"ties", ties}, {"arg-dtype", arg}}, Values::integers));
+        add(make_case(ties + " unsorted with ids, arg " + arg, reduce,
+                      {mixed, 8, Form::unsorted_with_ids, 2, 3},
                       {{"ties", ties}, {"arg-dtype", arg}}, Values::integers));
       }
     }

@@ -52,7 +52,7 @@ struct Shifted {
 // Forward and backward on one device.
 struct OneRun {
   SegmentProblem problem;
-  HostTensor x, index, permutation, d_out;
+  HostTensor x, index, permutation, row_ids, d_out;
   Saved saved = Saved::arg;
   DType arg_dtype = DType::i64;
   bool wants_arg = true;
@@ -64,6 +64,7 @@ struct OneRun {
     problem.x = x.spec();
     (problem.num_segments > 0 ? problem.ids : problem.offsets) = index.spec();
     if (permutation.spec().given()) problem.permutation = permutation.spec();
+    if (row_ids.spec().given()) problem.ids = row_ids.spec();
     problem.d_out = d_out.spec();
     SegmentProblem full = complete(problem);
     const bool extreme =
@@ -84,7 +85,8 @@ struct OneRun {
     d_x = HostTensor(full.d_x);
     const Shifted shifted_x(x, shift), shifted_d_x(d_x, shift);
     tensors.x = shifted_x.begin(const_cast<void*>(memory.input(shifted_x.memory)));
-    (full.ids.given() ? tensors.ids : tensors.offsets) = memory.input(index);
+    (full.offsets.given() ? tensors.offsets : tensors.ids) = memory.input(index);
+    if (row_ids.spec().given()) tensors.ids = memory.input(row_ids);
     tensors.permutation = permutation.spec().given() ? memory.input(permutation) : nullptr;
     tensors.out = memory.output(out);
     tensors.d_out = memory.input(d_out);
@@ -115,8 +117,8 @@ class segment_cuda : public ::testing::Test {
   static void expect_same_as_reference(const Index& index, std::int64_t rows, std::int64_t columns,
                                        std::int64_t num_segments, DType dtype,
                                        const Index& permutation = {}, DType element = DType::f64,
-                                       testing::MaskLayout mask_layout = {},
-                                       std::int64_t shift = 0) {
+                                       testing::MaskLayout mask_layout = {}, std::int64_t shift = 0,
+                                       const Index& row_ids = {}) {
     Random random(5);
     const std::int64_t segments =
         num_segments > 0 ? num_segments : static_cast<std::int64_t>(index.size()) - 1;
@@ -144,6 +146,7 @@ class segment_cuda : public ::testing::Test {
         run.problem.num_segments = num_segments;
         run.index = index_tensor(index, dtype);
         if (!permutation.empty()) run.permutation = index_tensor(permutation, dtype);
+        if (!row_ids.empty()) run.row_ids = index_tensor(row_ids, dtype);
         run.mask_layout = mask_layout;
         run.shift = shift;
         run.x = HostTensor(TensorSpec::contiguous(element, {rows, columns}));
@@ -186,6 +189,19 @@ TEST_F(segment_cuda, hostile_ids) {
     for (auto& id : ids) id = random.integer(-2, 6);
     expect_same_as_reference(ids, static_cast<std::int64_t>(ids.size()), round + 1, 4, DType::i64);
   }
+}
+
+// Of rows that a permutation orders, and that are written in their own order.
+TEST_F(segment_cuda, hostile_ids_of_permuted_rows) {
+  const Index permutation = {6, 1, 2, 0, 5, 4, 3}, offsets = {0, 3, 3, 7};
+  for (std::int64_t columns : {1, 4, 6}) {
+    for (DType element : {DType::f64, DType::f32, DType::bf16}) {
+      expect_same_as_reference(offsets, 7, columns, 0, DType::i64, permutation, element, {}, 0,
+                               {kLowest, 3, kHighest, -1, 2, 1, 0});
+    }
+  }
+  expect_same_as_reference({0, 9, 2, 7}, 7, 1, 0, DType::i32, {6, -1, 2, 9, 5, 4, 3}, DType::f32,
+                           {}, 1, {-7, 3, 70, -1, 2, 1, 0});
 }
 
 // Stretches of segments without rows are filled apart from single ones.

@@ -164,10 +164,12 @@ TEST(segment_indices, checked_mode_names_the_first_bad_one) {
       ids({0, 1, 1, 2}),
       "segment: ids[3]: expected 0 to 1, got 2; raise num_segments, or leave check_indices off "
       "to drop the row");
-  const auto offsets = [](const Index& values, const Index& permutation = {}) {
+  const auto offsets = [](const Index& values, const Index& permutation = {},
+                          const Index& row_ids = {}) {
     return checked_message([&](Direct& direct) {
       direct.index = index_tensor(values);
       if (!permutation.empty()) direct.permutation = index_tensor(permutation);
+      if (!row_ids.empty()) direct.row_ids = index_tensor(row_ids);
     });
   };
   EXPECT_EQ(offsets({0, 1, 4}), "no error");
@@ -179,6 +181,10 @@ TEST(segment_indices, checked_mode_names_the_first_bad_one) {
   EXPECT_EQ(offsets({0, 1, 4}, {3, 2, 3, 0}),
             "segment: permutation[2]: expected a row not named before, got 3; make it with "
             "plan_permutation");
+  EXPECT_EQ(offsets({0, 1, 4}, {3, 2, 1, 0}, {1, 1, 1, 0}), "no error");
+  EXPECT_EQ(offsets({0, 1, 4}, {3, 2, 1, 0}, {1, 0, 1, 0}),
+            "segment: ids[1]: expected 1, the segment of the row by offsets and permutation, got "
+            "0; pass the ids that plan_permutation sorted");
 }
 
 TEST(segment_indices, compact_arg_refuses_long_segments) {

@@ -64,9 +64,13 @@ TEST(segment_messages, x) {
 TEST(segment_messages, indices) {
   SegmentProblem problem = good();
   problem.ids = TensorSpec::contiguous(DType::i64, {6});
-  EXPECT_EQ(message(problem), "segment: offsets, ids: expected exactly one of them, got both");
+  EXPECT_EQ(
+      message(problem),
+      "segment: offsets, ids: expected exactly one of them, or both with a permutation, got both");
   problem.offsets = problem.ids = {};
-  EXPECT_EQ(message(problem), "segment: offsets, ids: expected exactly one of them, got none");
+  EXPECT_EQ(
+      message(problem),
+      "segment: offsets, ids: expected exactly one of them, or both with a permutation, got none");
   problem = good();
   problem.offsets = TensorSpec::contiguous(DType::f32, {4});
   EXPECT_EQ(message(problem),
@@ -86,8 +90,8 @@ TEST(segment_messages, indices) {
   problem = good_ids();
   problem.permutation = TensorSpec::contiguous(DType::i64, {6});
   EXPECT_EQ(message(problem),
-            "segment: permutation: expected none with ids, got a tensor; pass the offsets that "
-            "plan_permutation wrote in place of ids");
+            "segment: offsets: expected those of the permutation, got none; pass the offsets that "
+            "plan_permutation wrote");
 }
 
 TEST(segment_messages, outputs) {
@@ -178,8 +182,9 @@ std::string driver_message(const driver::OptionMap& options, const driver::Tenso
 TEST(segment_messages, driver) {
   driver::TensorMap inputs;
   inputs["x"] = driver::HostTensor(TensorSpec::contiguous(DType::f32, {6, 4}));
-  EXPECT_EQ(driver_message({}, inputs),
-            "segment: offsets, ids: expected exactly one of them, got none");
+  EXPECT_EQ(
+      driver_message({}, inputs),
+      "segment: offsets, ids: expected exactly one of them, or both with a permutation, got none");
   inputs["offsets"] = driver::HostTensor(TensorSpec::contiguous(DType::i64, {4}));
   EXPECT_EQ(driver_message({}, inputs), "segment: d_out: expected a tensor [3, 4], got none");
   inputs["d_out"] = driver::HostTensor(TensorSpec::contiguous(DType::f32, {3, 4}));

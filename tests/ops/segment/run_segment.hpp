@@ -77,7 +77,7 @@ struct MaskLayout {
 // The op itself, without the driver's sorting. Forward, then backward from what was saved.
 struct Direct {
   SegmentProblem problem;
-  HostTensor x, index, permutation, d_out, out, arg, mask, d_x;
+  HostTensor x, index, permutation, row_ids, d_out, out, arg, mask, d_x;
   bool saved_arg = true, saved_mask = false, writes_mask = true;
   DType arg_dtype = DType::i64;
   MaskLayout mask_layout;
@@ -86,6 +86,7 @@ struct Direct {
     problem.x = x.spec();
     (problem.num_segments > 0 ? problem.ids : problem.offsets) = index.spec();
     if (permutation.spec().given()) problem.permutation = permutation.spec();
+    if (row_ids.spec().given()) problem.ids = row_ids.spec();
     problem.d_out = d_out.spec();
     SegmentProblem full = complete(problem);
     const bool extreme =
@@ -102,7 +103,8 @@ struct Direct {
     d_x = HostTensor(full.d_x);
     SegmentTensors tensors;
     tensors.x = x.data();
-    (full.ids.given() ? tensors.ids : tensors.offsets) = index.data();
+    (full.offsets.given() ? tensors.offsets : tensors.ids) = index.data();
+    if (row_ids.spec().given()) tensors.ids = row_ids.data();
     tensors.permutation = permutation.data();
     tensors.out = out.data();
     tensors.arg = arg.data();

@@ -74,6 +74,17 @@ cuda::OpKernel column_kernel(const MapOp& op, DType dtype) {
                    fmt::format("segment_cuda::map_column<{}, {}, {}>", type_of(op, dtype, 1, true),
                                cuda::device_type(dtype), op.segment_bytes));
 }
+cuda::OpKernel own_order_kernel(const MapOp& op, DType dtype, int vector) {
+  return kernel_of(op, vector > 1 ? "map_ids_wide" : "map_ids", dtype,
+                   "ops/segment/cuda/smxx_map_ids.cuh",
+                   fmt::format("segment_cuda::map_ids<{}, {}, {}>",
+                               type_of(op, dtype, vector, true), cuda::device_type(dtype), vector));
+}
+// Pieces of 16 bytes, or single elements.
+int own_order_vector(const SegmentProblem& problem, Specs rows) {
+  const std::optional<Access> access = access_of(problem, rows);
+  return access && access->vector == vector_length(problem.x.dtype) ? access->vector : 1;
+}
 bool has_stream(const MapOp& op, DType dtype) { return !op.only_wide && dtype != DType::f64; }
 cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
   const bool chunks = op.chunk_blocks > 0;
@@ -125,7 +136,8 @@ MapOp spread_map(bool mean, DType dtype) {
           .segment_bytes = bytes(dtype),
           .chunk_blocks = mean && size_of(dtype) == 2 ? 4 : 5,
           .narrow_blocks = 4,
-          .tiles = true};
+          .tiles = true,
+          .own_order = true};
 }
 MapOp arg_map(DType arg, DType dtype) {
   const int blocks = arg == DType::i32 ? 4 : 3;
@@ -135,7 +147,8 @@ MapOp arg_map(DType arg, DType dtype) {
           .blocks = blocks,
           .chunk_blocks = size_of(dtype) == 2 && arg != DType::i32 ? 4 : 5,
           .narrow_blocks = blocks,
-          .tiles = arg != DType::u8};
+          .tiles = arg != DType::u8,
+          .own_order = arg != DType::u8};
 }
 MapOp mask_map(bool even, DType dtype) {
   return {.name = even ? "mask_even" : "mask",
@@ -159,21 +172,24 @@ MapOp exponential_map(DType dtype) {
           .blocks = 3,
           .chunk_blocks = 4,
           .narrow_blocks = size_of(dtype) == 2 ? 3 : 4,
-          .tiles = true};
+          .tiles = true,
+          .own_order = true};
 }
 MapOp softmax_map(DType dtype) {
   return {.name = "softmax",
           .type = "Softmax<{T}, {V}>",
           .segment_bytes = 2 * real_bytes(dtype),
           .blocks = 2,
-          .narrow_blocks = 2};
+          .narrow_blocks = 2,
+          .own_order = true};
 }
 MapOp softmax_gradient_map(DType dtype) {
   return {.name = "softmax_gradient",
           .type = "SoftmaxGradient<{T}, {V}>",
           .segment_bytes = real_bytes(dtype),
           .blocks = 2,
-          .narrow_blocks = 2};
+          .narrow_blocks = 2,
+          .own_order = true};
 }
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
@@ -183,7 +199,17 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
   const auto has = [&](const cuda::OpKernel& kernel) {
     return cuda::can_have<Params>(kernel, device);
   };
-  if (problem.x.shape[1] == 1) {
+  if (op.own_order && permuted(problem) && problem.ids.given() &&
+      problem.x.shape[1] * bytes(dtype) <= kOwnOrderMostBytes) {
+    own_order_ = true;
+    any_ = {own_order_kernel(op, dtype, 1), device};
+    any_tiling_ = rows_tiling(problem, 1);
+    vector_ = own_order_vector(problem, rows);
+    if (vector_ > 1) {
+      pieces_ = {own_order_kernel(op, dtype, vector_), device};
+      pieces_tiling_ = any_tiling_;
+    }
+  } else if (problem.x.shape[1] == 1) {
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.segment_bytes);
     if (op.wide && has_stream(op, dtype) && streamable(problem, rows) &&
@@ -234,6 +260,12 @@ void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& boun
   const bool tile = tile_ && takes_tiles(bound_params);
   const Tiling& shape = tile ? tile_tiling_ : pieces ? pieces_tiling_ : any_tiling_;
   Params p = setup.tiled(launcher, bound_params, shape);
+  if (own_order_) {
+    constexpr std::int64_t kBlockPieces = std::int64_t{kThreads} * kOwnOrderPieces;
+    const std::int64_t all = p.rows * p.columns / (pieces ? vector_ : 1);
+    launcher.launch(pieces ? *pieces_ : any_, p, (all + kBlockPieces - 1) / kBlockPieces, 1);
+    return;
+  }
   launcher.launch(tile ? *tile_ : pieces ? *pieces_ : any_, p, p.tiles, shape.column_blocks);
 }
 
@@ -250,6 +282,10 @@ std::vector<cuda::KernelSource> Mapping::kernels(const MapOp& op, DType dtype, i
   }
   for (const int vector : row_tile_vectors(dtype)) {
     if (op.tiles) add(tile_kernel(op, dtype, vector));
+  }
+  if (op.own_order) {
+    add(own_order_kernel(op, dtype, 1));
+    if (dtype != DType::f64) add(own_order_kernel(op, dtype, vector_length(dtype)));
   }
   return all;
 }

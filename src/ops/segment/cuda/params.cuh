@@ -46,6 +46,7 @@ struct Params {
   int32_t snap_rows;      // a tile begins with its first segment, if up to so many rows earlier
   int32_t row_alignment;  // tiles count their rows from a multiple of it: a power of two
   Indices offsets, ids, permutation;
+  Indices row_ids;  // of permuted rows
 
   // Workspace.
   int64_t* own_offsets;      // [S+1]: made from ids, or repaired

@@ -211,7 +211,7 @@ Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layo
   params_.segments = problem.num_segments;
   params_.columns = problem.x.shape[1];
   params_.offsets = indices(problem.offsets);
-  params_.ids = indices(problem.ids);
+  (by_ids(problem) ? params_.ids : params_.row_ids) = indices(problem.ids);
   params_.permutation = indices(problem.permutation);
   offsets_at_ = layout.take(static_cast<std::size_t>(params_.segments + 1) * sizeof(std::int64_t));
   use_at_ = layout.take(2 * sizeof(std::int32_t));
@@ -249,7 +249,7 @@ void Setup::allow_stream(const Kernel& kernel) {
 
 void Setup::reserve(Layout& layout) {
   const std::int64_t work = std::max(
-      {problem_.ids.given() ? params_.rows : 0, params_.segments + 1, (most_tiles_ + 1) * kWarp});
+      {by_ids(problem_) ? params_.rows : 0, params_.segments + 1, (most_tiles_ + 1) * kWarp});
   params_.disorder_count =
       static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
   starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
@@ -263,7 +263,7 @@ Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* worksp
   Launcher launcher{.stream = stream, .params = params_, .workspace = memory};
   Params& p = launcher.params;
   p.offsets.data = tensors.offsets;
-  p.ids.data = tensors.ids;
+  (by_ids(problem_) ? p.ids : p.row_ids).data = tensors.ids;
   p.permutation.data = tensors.permutation;
   p.own_offsets = reinterpret_cast<std::int64_t*>(memory + offsets_at_);
   p.use_own_offsets = reinterpret_cast<std::int32_t*>(memory + use_at_);
@@ -295,7 +295,7 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
                before.snap == tiling.snap && before.end_items == tiling.end_items;
   if (!launcher.proven) {
     prove(launcher, p);
-    found = !problem_.ids.given();
+    found = !by_ids(problem_);
   }
   if (!found) launcher.launch(starts_, p, blocks_for((p.tiles + 1) * kWarp), 1);
   return p;
@@ -317,7 +317,7 @@ void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound
   const std::int64_t blocks = p.tiles / kStreamWarps;
   p.tile_items = (items + p.tiles - 1) / p.tiles;
   p.starts = reinterpret_cast<TileStart*>(launcher.workspace + shares_at_);
-  if (!launcher.proven && problem_.ids.given()) prove(launcher, p);
+  if (!launcher.proven && by_ids(problem_)) prove(launcher, p);
   const bool proven = std::exchange(launcher.proven, true);
   if (!proven) {
     p.proof = Proof::wanted;

@@ -214,6 +214,7 @@ struct MapOp {
   bool tiles = false;  // and smxx_map_tile.cuh serves
   // Whether there are kernels for pieces of 16 bytes alone: smxx_reduce_map.cuh has other rows.
   bool only_wide = false;
+  bool own_order = false;  // and smxx_map_ids.cuh serves
 };
 
 MapOp spread_map(bool mean, DType dtype);
@@ -239,7 +240,8 @@ class Mapping {
   std::optional<Kernel> pieces_, stream_, tile_;
   Kernel any_;
   bool chunks_;
-  int vector_ = 0;  // of pieces_ or tile_
+  bool own_order_ = false;  // any_ and pieces_ go by the rows' ids
+  int vector_ = 0;          // of pieces_ or tile_
   Tiling pieces_tiling_, tile_tiling_, any_tiling_;
 };
 
