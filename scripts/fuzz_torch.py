@@ -41,7 +41,7 @@ def segment_problem(r: random.Random) -> Problem:
         "mean": r.choice([1, 3, 8, 40, 300, 5000]),
         "reduce": reduce,
         "ties": r.choice(["first", "last", "even"]) if reduce in ("max", "min") else "first",
-        "by": r.choice(["offsets", "offsets", "ids", "permutation"]),
+        "by": r.choice(["offsets", "offsets", "ids", "permutation", "permutation with ids"]),
         "outside": r.choice([0, 0, 5, 700]),  # rows before all segments, and behind
         "padding": r.choice([0, 0, 0, 0, 3]),
     }
@@ -74,9 +74,11 @@ def segment(p: Problem) -> Results:
     kinds: dict[str, Tensor] = {}
     if p["by"] == "ids":
         kinds["ids"] = ids
-    elif p["by"] == "permutation":
+    elif p["by"].startswith("permutation"):
         ids = ids[torch.randperm(rows)]
         kinds["permutation"], kinds["offsets"] = pt.segment_permutation(ids, count)
+        if p["by"] != "permutation":
+            kinds["ids"] = ids
     else:
         kinds["offsets"] = torch.searchsorted(ids, torch.arange(count + 1))
     x = torch.randn(rows, columns + p["padding"])[:, :columns]

@@ -94,7 +94,8 @@ def segment_cases():
         given = {"d": d, "dtype": dtype, "reduce": "max", "kind": kind, "ties": "even"}
         yield f"D {d} {dtype} max {kind} even ties", given
     reductions = ["sum", "max", "prod", "logsumexp", "softmax"]
-    for d, dtype, reduce, by in itertools.product([1, 4, 16, 128], dtypes, reductions, ["ids", "permutation"]):
+    ways = ["ids", "permutation", "permutation with ids"]
+    for d, dtype, reduce, by in itertools.product([1, 4, 16, 128], dtypes, reductions, ways):
         yield f"D {d} {dtype} {reduce} by {by}", {"d": d, "dtype": dtype, "reduce": reduce, "kind": "short", "by": by}
 
 
@@ -120,9 +121,12 @@ def segment(time_them, d, dtype, reduce, kind, by="offsets", **options):
     if by != "offsets":
         ids = torch.repeat_interleave(torch.arange(segments, device=DEVICE), offsets.diff())
         index = {"ids": ids, "num_segments": segments}
-    if by == "permutation":
-        permutation, offsets = pt.segment_permutation(ids[torch.randperm(rows, device=DEVICE)], segments)
+    if by.startswith("permutation"):
+        ids = ids[torch.randperm(rows, device=DEVICE)]
+        permutation, offsets = pt.segment_permutation(ids, segments)
         index = {"offsets": offsets, "permutation": permutation}
+        if by != "permutation":
+            index["ids"] = ids
     times = both_passes(lambda: pt.segment_reduce(x, reduce, **index, **options), (x,), time_them)
     result = rows if reduce == "softmax" else segments
     saved = {"max": 8 * segments * d, "logsumexp": 4 * segments * d}.get(reduce, 0)

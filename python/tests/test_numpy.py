@@ -209,9 +209,10 @@ def test_segment_ids_in_any_order() -> None:
     ids = np.array([2, 0, 2, 1, 0, 5])
     x = random(0, 6, 3)
     permutation, offsets = pn.segment_permutation(ids, 3)
-    out = pn.segment_reduce(x, "sum", permutation=permutation, offsets=offsets)
     expected = np.stack([x[ids == s].sum(0) for s in range(3)])
-    np.testing.assert_allclose(out, expected, atol=1e-14)
+    for own in (None, ids):
+        out = pn.segment_reduce(x, "sum", permutation=permutation, offsets=offsets, ids=own)
+        np.testing.assert_allclose(out, expected, atol=1e-14)
     y = pn.segment_reduce(x, "softmax", permutation=permutation, offsets=offsets)
     np.testing.assert_allclose(y[:5].sum(0), 3)
     assert (y[5] == 0).all()
