@@ -106,43 +106,39 @@ class Backward {
 
   // Segments [begin, end), all whole or empty. False when others have to do it.
   bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    if constexpr (std::is_same_v<T, R>) {
-      if (!folds_) return false;
-      if (problem_.x.shape[1] > 1) {
-        if (rule_ != Rule::softmax || segments_.permuted() || out_.column_stride != 1 ||
-            d_out_.column_stride != 1 || d_x_.matrix().column_stride != 1) {
-          return false;
-        }
-        d_x_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
-                       : SoftmaxOfRows<false>(begin, end, task, output);
-        return true;
-      }
-      if (!d_x_.stages()) return false;
-      if (rule_ == Rule::softmax && out_.row_stride == 1 && d_out_.row_stride == 1) {
-        SoftmaxGradientOfColumn(segments_, begin, end, reinterpret_cast<const R*>(out_.data),
-                                reinterpret_cast<const R*>(d_out_.data), task, output,
-                                [&](const Piece& piece) { Single(piece, task, output); });
-        return true;
-      }
-      if (rule_ == Rule::place && x_.row_stride == 1) {
-        WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-          ExtremeGradientOfColumn<ExtremeRule<R, kMax, kLast>>(
-              segments_, begin, end, reinterpret_cast<const R*>(x_.data), out_, d_out_, output,
-              [&](const Piece& piece) { Single(piece, task, output); });
-        });
-        return true;
-      }
+    if (!folds_) return false;
+    if (problem_.x.shape[1] > 1) {
+      if (rule_ != Rule::softmax || !d_x_.apart()) return false;
+      d_x_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
+                     : SoftmaxOfRows<false>(begin, end, task, output);
+      return true;
     }
-    return false;
+    if (!d_x_.stages()) return false;
+    const auto single = [&](const Piece& piece) { Single(piece, task, output); };
+    if (rule_ == Rule::softmax) {
+      SoftmaxGradientOfColumn(out_, d_out_, segments_, begin, end, task, output, single);
+    } else if (rule_ == Rule::place) {
+      WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
+        ExtremeGradientOfColumn<ExtremeRule<R, kMax, kLast>>(x_, out_, d_out_, segments_, begin,
+                                                             end, task, output, single);
+      });
+    } else {
+      return false;
+    }
+    return true;
   }
 
   template <bool kStream>
   void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    const std::int64_t last_row = segments_.begin(end);
+    RowWindow<T> y_rows(out_, segments_, last_row, task.column, task.columns, task.window);
+    RowWindow<T> g_rows(d_out_, segments_, last_row, task.column, task.columns, task.window2);
     ForSegments(
         segments_, begin, end,
         [&](const Piece& piece) {
+          const Block<R> y = y_rows.Rows(piece), g = g_rows.Rows(piece);
+          if (y.data == nullptr || g.data == nullptr) return false;
           output.Open(piece);
-          const auto [y, g] = SoftmaxBlocks(piece.begin, piece.end - piece.begin, task);
           SoftmaxGradientOfFewRows<kStream>(y, g, task.columns, [&](std::int64_t r) HWY_ATTR {
             return output.Row(piece.begin + r);
           });
@@ -378,9 +374,7 @@ class Backward {
   // a vector or four of the gradient, or for one row among zeros. Past the end of a segment that
   // writes where the next one is still to come, or where the stage has room to spare.
   bool WritesRuns() const {
-    return problem_.x.shape[1] == 1 && std::is_same_v<T, R> && d_x_.stages() && !folds_ &&
-           (rule_ == Rule::spread || rule_ == Rule::place ||
-            (rule_ == Rule::power && x_.row_stride == 1));
+    return problem_.x.shape[1] == 1 && d_x_.stages() && !folds_ && rule_ != Rule::mask;
   }
 
   // So few at a time that memory takes their lines while the next ones are made.
@@ -406,24 +400,36 @@ class Backward {
         R* to = output.Run(row, nullptr);
         LinesAhead ahead(d_out_.at(s, 0));
         if (d_out_.row_stride == 1) ahead.StepTo(d_out_.at(stop, 0));
-        const auto gradient_of = [&](std::int64_t k) { return ToReal(*d_out_.at(k, 0)); };
+        const R* gradients = ReadOfSegments(d_out_, s, stop - s, task.window2);
+        const auto gradient_of = [=](std::int64_t k) { return gradients[k - s]; };
         if (rule_ == Rule::power) {
           LinesAhead lse_ahead(lse_.at(s, 0));
           if (lse_.row_stride == 1) lse_ahead.StepTo(lse_.at(stop, 0));
           const auto lse_of = [&](std::int64_t k) { return *lse_.at(k, 0); };
           SpreadPowers(s, stop, row, end_of, lse_of, gradient_of,
-                       reinterpret_cast<const R*>(x_.data) + row, task, to);
+                       ReadRun(x_, segments_, row, next - row, task.window), task, to);
         } else if (rule_ == Rule::spread) {
           SpreadGradients(s, stop, row, end_of, gradient_of, to);
+        } else if (saved_.by_row()) {
+          PlaceInRows<R>(
+              s, stop, row, end_of, to,
+              [&](std::int64_t k, std::int64_t begin_of, std::int64_t stop_of) {
+                return saved_.PlaceOfRow(k, begin_of, stop_of);
+              },
+              gradient_of);
         } else if (problem_.arg.dtype == DType::i64) {
           const auto arg = saved_.template Arg<std::int64_t>();
           LinesAhead args_ahead(arg.at(s, 0));
           if (arg.row_stride == 1) args_ahead.StepTo(arg.at(stop, 0));
           PlaceInRows<R>(
-              s, stop, row, end_of, to, [&](std::int64_t k) { return *arg.at(k, 0); }, gradient_of);
+              s, stop, row, end_of, to,
+              [&](std::int64_t k, std::int64_t, std::int64_t) { return *arg.at(k, 0); },
+              gradient_of);
         } else {
           PlaceInRows<R>(
-              s, stop, row, end_of, to, [&](std::int64_t k) { return saved_.Row(k); }, gradient_of);
+              s, stop, row, end_of, to,
+              [&](std::int64_t k, std::int64_t, std::int64_t) { return saved_.Row(k); },
+              gradient_of);
         }
         output.DrainLines();
         row = next;
@@ -480,7 +486,7 @@ class Backward {
     const auto key = [&](std::int64_t r) { return saved_.Key(piece, r); };
     const auto map = [&]<int kInputs>(const MapInputs<T>& inputs, const auto& f) {
       MapRows<kStream, kInputs>(piece, segments_, task.column, task.columns, inputs, output,
-                                task.run, key, f);
+                                task.run, key, !saved_.by_row(), f);
     };
     const MapInputs<T> x{{&x_, nullptr}, {task.block, nullptr}};
     switch (rule_) {

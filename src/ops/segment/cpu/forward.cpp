@@ -34,6 +34,7 @@ class Forward {
         x_(problem_.x, run.tensors.x),
         out_(problem_.out, run.tensors.out),
         lse_(problem_.lse, run.tensors.lse),
+        results_(problem_.out, run.tensors.out, in_order_),
         rows_out_(problem_.out, run.tensors.out, run.segments),
         streams_out_(std::is_same_v<T, R> && Streams(problem_.out, run.tensors.out)),
         streams_arg_(run.tensors.arg != nullptr && Streams(problem_.arg, run.tensors.arg)) {}
@@ -60,8 +61,16 @@ class Forward {
   }
 
   using Output = typename RowOutput<T>::Tile;
-  Output MakeOutput(const Task& task) const {
-    return Output(rows_out_, task.column, task.columns, task.row, task.stage);
+  struct Outputs {
+    Output results, rows;
+    void Flush() {
+      results.Flush();
+      rows.Flush();
+    }
+  };
+  Outputs MakeOutputs(const Task& task) const {
+    return {Output(results_, task.column, task.columns, task.row, task.window2),
+            Output(rows_out_, task.column, task.columns, task.row, task.stage)};
   }
 
   std::uint8_t* Mask() const { return static_cast<std::uint8_t*>(run_.tensors.arg_mask); }
@@ -74,27 +83,27 @@ class Forward {
   // --- 1 ---
 
   void Fold(std::int64_t tile, const Task& task, bool rows) const {
-    Output output = MakeOutput(task);
+    Outputs outputs = MakeOutputs(task);
     run_.walk(
         tile,
         [&](const Piece& piece) {
           if (piece.whole) {
-            Whole(piece, task, output, rows);
+            Whole(piece, task, outputs, rows);
           } else {
             FoldPiece(piece, Slot(tile, piece.head, task.column), task);
           }
         },
-        [&](std::int64_t s) { WriteEmpty(s, task); },
-        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
-    output.Flush();
+        [&](std::int64_t s) { WriteEmpty(s, task, outputs.results); },
+        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, outputs); });
+    outputs.Flush();
     FinishStreams();
   }
 
-  HWY_INLINE void Whole(const Piece& piece, const Task& task, Output& output, bool rows) const {
+  HWY_INLINE void Whole(const Piece& piece, const Task& task, Outputs& outputs, bool rows) const {
     FoldPiece(piece, task.state, task);
     if (Extremal()) Widen(piece, task.state, task);
-    Finish(piece.segment, task.state, task);
-    if (rows) WriteRows(piece, task.state, task, output);
+    Finish(piece.segment, task.state, task, outputs.results);
+    if (rows) WriteRows(piece, task.state, task, outputs.rows);
   }
 
   // The rows of the extremes, in the sorted order, to task.wide.
@@ -142,72 +151,72 @@ class Forward {
     });
   }
 
-  // Segments [begin, end), all whole or empty, of tensors that are used in place. Short ones leave
-  // no time for anything but the reduction. False when others have to do it.
-  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task,
-                 [[maybe_unused]] Output& output) const {
+  // Segments [begin, end), all whole or empty. Short ones leave no time for anything but the
+  // reduction. False when others have to do it.
+  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs) const {
+    if (!out_.data || Mask()) return false;
     const bool sums =
         problem_.reduce == SegmentReduce::sum || problem_.reduce == SegmentReduce::mean;
-    if constexpr (std::is_same_v<T, R>) {
-      if (!out_.data || Mask() || (segments_.permuted() && !sums)) return false;
-      if (problem_.x.shape[1] == 1) {
-        if (x_.row_stride != 1 || segments_.permuted()) return false;
-        if (sums) {
-          FoldColumn<SumRule<R>>(begin, end, task, 0);
-        } else if (Extremal()) {
-          WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-            FoldColumn<ExtremeRule<R, kMax, kLast>>(begin, end, task, -1);
-          });
-        } else if (problem_.reduce == SegmentReduce::prod) {
-          FoldColumn<ProductRule<R>>(begin, end, task, 0);
-        } else if (problem_.reduce == SegmentReduce::logsumexp) {
-          FoldColumn<LogSumRule<R>>(begin, end, task, std::exp(EmptyValue()));
-        } else if (problem_.reduce == SegmentReduce::softmax && rows_out_.stages()) {
-          const auto* x = reinterpret_cast<const R*>(x_.data);
-          SoftmaxOfColumn(segments_, begin, end, x, task, output, [&](const Piece& piece) {
-            const auto open = [&] {
-              output.Open(piece);
-              return output.Run(piece.begin, nullptr);
-            };
-            if (SoftmaxOfRun(x + piece.begin, piece.end - piece.begin, open)) {
-              output.DrainLines();
-            } else {
-              Whole(piece, task, output, true);
-            }
-          });
-        } else {
-          return false;
-        }
-        return true;
-      }
-      if (x_.column_stride != 1 || out_.column_stride != 1) return false;
+    if (problem_.x.shape[1] == 1) {
       if (sums) {
-        SumsOfRows(begin, end, task, output);
+        FoldColumn<SumRule<R>>(begin, end, task, 0);
       } else if (Extremal()) {
-        return ExtremesOfRows(begin, end, task, output);
+        WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
+          FoldColumn<ExtremeRule<R, kMax, kLast>>(begin, end, task, -1);
+        });
+      } else if (problem_.reduce == SegmentReduce::prod) {
+        FoldColumn<ProductRule<R>>(begin, end, task, 0);
       } else if (problem_.reduce == SegmentReduce::logsumexp) {
-        streams_out_ ? LogSumsOfRows<true>(begin, end, task, output)
-                     : LogSumsOfRows<false>(begin, end, task, output);
-      } else if (problem_.reduce == SegmentReduce::softmax) {
-        rows_out_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
-                            : SoftmaxOfRows<false>(begin, end, task, output);
+        FoldColumn<LogSumRule<R>>(begin, end, task, std::exp(EmptyValue()));
+      } else if (rows_out_.stages()) {
+        SoftmaxColumn(begin, end, task, outputs);
       } else {
         return false;
       }
       return true;
     }
-    return false;
+    if (sums) {
+      SumsOfRows(begin, end, task, outputs);
+    } else if (Extremal()) {
+      return ExtremesOfRows(begin, end, task, outputs);
+    } else if (problem_.reduce == SegmentReduce::logsumexp) {
+      streams_out_ ? LogSumsOfRows<true>(begin, end, task, outputs)
+                   : LogSumsOfRows<false>(begin, end, task, outputs);
+    } else if (problem_.reduce == SegmentReduce::softmax && rows_out_.apart()) {
+      rows_out_.streams() ? SoftmaxOfRows<true>(begin, end, task, outputs)
+                          : SoftmaxOfRows<false>(begin, end, task, outputs);
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  void SoftmaxColumn(std::int64_t begin, std::int64_t end, const Task& task,
+                     Outputs& outputs) const {
+    SoftmaxOfColumn(x_, segments_, begin, end, task, outputs.rows, [&](const Piece& piece) {
+      const std::int64_t rows = piece.end - piece.begin;
+      if (rows <= kBlockElements) {
+        const R* x = ReadRun(x_, segments_, piece.begin, rows, task.run);
+        const auto open = [&] {
+          outputs.rows.Open(piece);
+          return outputs.rows.Run(piece.begin, nullptr);
+        };
+        if (SoftmaxOfRun(x, rows, open)) return outputs.rows.DrainLines();
+      }
+      Whole(piece, task, outputs, true);
+    });
   }
 
   // False when arg is not of the kind that short segments are quick with.
   bool ExtremesOfRows(std::int64_t begin, std::int64_t end, const Task& task,
-                      Output& output) const {
+                      Outputs& outputs) const {
     const bool arg = run_.tensors.arg != nullptr;
     const auto fold = [&]<class A>(const Matrix<A>& matrix) {
-      if (arg && (matrix.column_stride != 1 || streams_arg_ != streams_out_)) return false;
+      if (arg && matrix.column_stride != 1) return false;
+      const bool stream = streams_out_ && (!arg || (streams_arg_ && !segments_.permuted()));
       WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-        streams_out_ ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, output, matrix)
-                     : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, output, matrix);
+        stream ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, outputs, matrix)
+               : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, outputs, matrix);
       });
       return true;
     };
@@ -215,44 +224,66 @@ class Forward {
     return problem_.arg.dtype == DType::i32 && fold(ArgMatrix<std::int32_t>());
   }
 
-  // ForSegments, where few are done by few(block, piece).
-  template <class Few>
-  void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+  // ForSegments, where few are done by few(block, piece, result). With kGathers it finds their rows
+  // itself.
+  template <bool kGathers = false, class Few>
+  void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
                const Few& few) const {
     const bool rows = problem_.reduce == SegmentReduce::softmax;
+    RowWindow<T> window(x_, segments_, segments_.begin(end), task.column, task.columns,
+                        task.window);
+    Output& results = outputs.results;
     ForSegments(
         segments_, begin, end,
         [&](const Piece& piece) {
-          const auto* x = reinterpret_cast<const R*>(x_.at(piece.begin, task.column));
-          return few(Block<R>{x, x_.row_stride, piece.end - piece.begin}, piece);
+          Block<R> block{nullptr, 0, piece.end - piece.begin};
+          if constexpr (!kGathers) {
+            block = window.Rows(piece);
+            if (block.data == nullptr) return false;
+          }
+          if (rows) return few(block, piece, nullptr);
+          results.Open(Result(piece.segment));
+          const bool done = few(block, piece, results.Row(piece.segment));
+          done ? results.Done(piece.segment) : results.Drop();
+          return done;
         },
-        [&](const Piece& piece) { Whole(piece, task, output, rows); },
-        [&](std::int64_t s) { WriteEmpty(s, task); });
+        [&](const Piece& piece) { Whole(piece, task, outputs, rows); },
+        [&](std::int64_t s) { WriteEmpty(s, task, results); });
   }
-  R* OutAt(const Piece& piece, const Task& task) const {
-    return reinterpret_cast<R*>(out_.at(piece.segment, task.column));
-  }
+  static Piece Result(std::int64_t s) { return {s, s, s + 1, true, false}; }
 
   template <bool kMax, bool kLast, bool kStream, class A>
-  void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+  void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
                         const Matrix<A>& arg) const {
-    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+    FewRows(begin, end, task, outputs, [&](const Block<R>& block, const Piece& piece, R* to) {
       A* to_arg = arg.data == nullptr ? nullptr : arg.at(piece.segment, task.column);
-      return ExtremeOfFewRows<kMax, kLast, kStream>(block, task.columns, piece.begin,
-                                                    OutAt(piece, task), to_arg);
+      if (!ExtremeOfFewRows<kMax, kLast, kStream>(block, task.columns, piece.begin, to, to_arg)) {
+        return false;
+      }
+      if (to_arg != nullptr && segments_.permuted()) {
+        for (std::int64_t c = 0; c < task.columns; ++c) {
+          to_arg[c] = static_cast<A>(segments_.row(to_arg[c]));
+        }
+      }
+      return true;
     });
   }
 
   template <bool kStream>
-  void LogSumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
-      return LogSumOfFewRows<kStream>(block, task.columns, OutAt(piece, task));
+  void LogSumsOfRows(std::int64_t begin, std::int64_t end, const Task& task,
+                     Outputs& outputs) const {
+    FewRows(begin, end, task, outputs, [&](const Block<R>& block, const Piece& piece, R* to) {
+      if (!LogSumOfFewRows<kStream>(block, task.columns, to)) return false;
+      if (lse_.data != nullptr) WriteRow(lse_, piece.segment, task.column, task.columns, to);
+      return true;
     });
   }
 
   template <bool kStream>
-  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
+  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task,
+                     Outputs& outputs) const {
+    Output& output = outputs.rows;
+    FewRows(begin, end, task, outputs, [&](const Block<R>& block, const Piece& piece, R*) {
       output.Open(piece);
       return SoftmaxOfFewRows<kStream>(block, task.columns, task.run, [&](std::int64_t r) HWY_ATTR {
         return output.Row(piece.begin + r);
@@ -260,27 +291,30 @@ class Forward {
     });
   }
 
-  void SumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    if (segments_.permuted()) {
-      SumsOfRowsAs(begin, end, task, output, [&](const Block<R>&, const Piece& piece) {
-        return GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns);
-      });
-    } else {
-      SumsOfRowsAs(begin, end, task, output, [&](const Block<R>& block, const Piece&) {
-        return AdjacentRows<R>(block, task.columns);
-      });
+  void SumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs) const {
+    if constexpr (std::is_same_v<T, R>) {
+      if (segments_.permuted() && x_.column_stride == 1) {
+        return SumsOfRowsAs<true>(
+            begin, end, task, outputs, [&](const Block<R>&, const Piece& piece) {
+              return GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns);
+            });
+      }
     }
+    SumsOfRowsAs<false>(begin, end, task, outputs, [&](const Block<R>& block, const Piece&) {
+      return AdjacentRows<R>(block, task.columns);
+    });
   }
-  template <class Source>
-  void SumsOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+  template <bool kGathers, class Source>
+  void SumsOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
                     const Source& source) const {
     const bool mean = problem_.reduce == SegmentReduce::mean;
     const auto sum = [&]<bool kStream>() {
-      FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
-        SumFewRows<kStream>(source(block, piece), block.rows, task.columns,
-                            mean ? static_cast<R>(block.rows) : R{1}, OutAt(piece, task));
-        return true;
-      });
+      FewRows<kGathers>(begin, end, task, outputs,
+                        [&](const Block<R>& block, const Piece& piece, R* to) {
+                          SumFewRows<kStream>(source(block, piece), block.rows, task.columns,
+                                              mean ? static_cast<R>(block.rows) : R{1}, to);
+                          return true;
+                        });
     };
     streams_out_ ? sum.template operator()<true>() : sum.template operator()<false>();
   }
@@ -306,8 +340,8 @@ class Forward {
       } else {
         std::int64_t rows = std::min(Scan::kRows, last_row - row);
         const SegmentEnds ends(segments_, s);
-        const R* from = reinterpret_cast<const R*>(x_.data) + row;
-        const std::int64_t taken = scan.Take(from, row, rows, ends, end - s);
+        const R* from = ReadRun(x_, segments_, row, rows, task.block);
+        const std::int64_t taken = scan.Take(from, row, rows, ends, end - s, from != task.block);
         row += rows;
         s += taken;
       }
@@ -320,6 +354,7 @@ class Forward {
       }
       if constexpr (Rule::kTwo && !Rule::kPlaces) Rule::Finish(scan.a, scan.b, count);
       WriteColumn(out_, written, scan.a, count, streams_out_);
+      if (lse_.data != nullptr) WriteColumn(lse_, written, scan.a, count, false);
       if constexpr (Rule::kPlaces) {
         if (run_.tensors.arg != nullptr) WritePlaces(written, scan.b, count);
       }
@@ -342,12 +377,25 @@ class Forward {
     const auto begin_of = [&](std::int64_t k) { return ends[k - 1]; };
     if (problem_.arg.dtype == DType::u8) {
       write(std::uint8_t{kNoPlace}, [](std::int64_t) { return 0; });
+    } else if (segments_.permuted()) {
+      problem_.arg.dtype == DType::i32 ? WriteRowsOfPlaces<std::int32_t>(ends, s, places, count)
+                                       : WriteRowsOfPlaces<std::int64_t>(ends, s, places, count);
     } else if (problem_.arg.dtype == DType::i32) {
       write(std::int32_t{-1}, begin_of);
     } else if (ends.in_place != nullptr) {
       write(std::int64_t{-1}, [from = ends.in_place - 1](std::int64_t k) { return from[k]; });
     } else {
       write(std::int64_t{-1}, begin_of);
+    }
+  }
+
+  template <class A>
+  void WriteRowsOfPlaces(const SegmentEnds& ends, std::int64_t s, const Int<R>* places,
+                         std::int64_t count) const {
+    const Matrix<A> arg = ArgMatrix<A>();
+    for (std::int64_t k = 0; k < count; ++k) {
+      *arg.at(s + k, 0) =
+          static_cast<A>(places[k] < 0 ? -1 : segments_.row(ends[k - 1] + places[k]));
     }
   }
 
@@ -367,7 +415,9 @@ class Forward {
       segment = piece.segment;
     });
     if (segment < 0) return;
-    Finish(segment, total, task);
+    Outputs outputs = MakeOutputs(task);
+    Finish(segment, total, task, outputs.results);
+    outputs.Flush();
     FinishStreams();
     if (!rows) return;
     run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
@@ -404,7 +454,7 @@ class Forward {
   // --- Results ---
 
   // Writes out and arg of a segment with rows. For max and min, task.wide has the rows.
-  void Finish(std::int64_t s, const State& state, const Task& task) const {
+  void Finish(std::int64_t s, const State& state, const Task& task, Output& results) const {
     if (problem_.reduce == SegmentReduce::softmax) return;
     if (problem_.reduce == SegmentReduce::mean) {
       const R count = static_cast<R>(segments_.end(s) - segments_.begin(s));
@@ -414,7 +464,7 @@ class Forward {
     if (streams_out_) {
       StreamRow(state.a, out_.at(s, task.column), task);
     } else if (out_.data != nullptr) {
-      WriteRow(out_, s, task.column, task.columns, state.a);
+      WriteResult(s, state.a, task, results);
     }
     if (lse_.data != nullptr) WriteRow(lse_, s, task.column, task.columns, state.a);
     if (run_.tensors.arg == nullptr) return;
@@ -430,6 +480,12 @@ class Forward {
       problem_.arg.dtype == DType::i32 ? WriteArg<std::int32_t>(s, task, row)
                                        : WriteArg<std::int64_t>(s, task, row);
     }
+  }
+
+  void WriteResult(std::int64_t s, const R* from, const Task& task, Output& results) const {
+    results.Open(Result(s));
+    std::copy_n(from, task.columns, results.Row(s));
+    results.Done(s);
   }
 
   template <class A, class F>
@@ -473,10 +529,10 @@ class Forward {
     return minus ? -kInf<R> : R{0};
   }
 
-  void WriteEmpty(std::int64_t s, const Task& task) const {
+  void WriteEmpty(std::int64_t s, const Task& task, Output& results) const {
     if (problem_.reduce == SegmentReduce::softmax) return;
     std::fill_n(task.vector, padded(task.columns), EmptyValue());
-    if (out_.data != nullptr) WriteRow(out_, s, task.column, task.columns, task.vector);
+    if (out_.data != nullptr) WriteResult(s, task.vector, task, results);
     if (lse_.data != nullptr) WriteRow(lse_, s, task.column, task.columns, task.vector);
     if (run_.tensors.arg == nullptr) return;
     std::fill_n(task.wide, task.columns, std::int64_t{0});
@@ -492,11 +548,11 @@ class Forward {
   // --- 3 ---
 
   void FinishRows(std::int64_t tile, const Task& task) const {
-    Output output = MakeOutput(task);
+    Outputs outputs = MakeOutputs(task);
     run_.walk_ends(tile, [&](const Piece& piece) {
-      WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
+      WriteRows(piece, Slot(tile, piece.head, task.column), task, outputs.rows);
     });
-    output.Flush();
+    outputs.Flush();
   }
 
   void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
@@ -516,7 +572,7 @@ class Forward {
     MapRows<kStream, 1>(
         piece, segments_, task.column, task.columns,
         MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output, task.run,
-        [](std::int64_t) { return Int<R>{0}; },
+        [](std::int64_t) { return Int<R>{0}; }, true,
         [&](auto at, auto x) {
           // Where x is above the shift, or NaN, the other factor is NaN.
           return hn::Mul(ExpOfNonPositive(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
@@ -572,7 +628,8 @@ class Forward {
   Matrix<const T> x_;
   Matrix<T> out_;
   Matrix<R> lse_;
-  RowOutput<T> rows_out_;  // out of softmax
+  Segments in_order_;
+  RowOutput<T> results_, rows_out_;  // out of softmax has a row for each of x
   bool streams_out_, streams_arg_;
 };
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::int64_t kFewestItems = 256;  // keeps the slots below 1 % of x
 constexpr std::int64_t kScratchVectors = 16;
-constexpr std::int64_t kScratchBlocks = 3;
+constexpr std::int64_t kScratchBlocks = 5;
 
 Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
   const std::int64_t rows = problem.x.shape[0], columns = problem.x.shape[1];
@@ -34,8 +34,8 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
   layout.stage_elements = layout.tile_items * block + kStagePad;
   const bool rows_out = pass == Pass::backward || problem.reduce == SegmentReduce::softmax;
   const bool products = pass == Pass::backward && problem.reduce == SegmentReduce::prod;
-  const std::int64_t elements = kScratchBlocks * (kBlockElements + kColumnAlign) +
-                                (rows_out + products) * layout.stage_elements;
+  const std::int64_t elements =
+      kScratchBlocks * kScratchElements + (rows_out + products) * layout.stage_elements;
   layout.scratch_bytes =
       workspace_aligned(static_cast<std::size_t>(elements) * real +
                         static_cast<std::size_t>(kScratchVectors * padded(block)) * sizeof(double));

@@ -28,11 +28,19 @@ inline constexpr std::int64_t kStagePad = 4 * kColumnAlign;
 inline constexpr std::int64_t kTileElements = 1 << 16;   // 256 KiB of f32: well inside L2
 inline constexpr std::int64_t kBlockElements = 1 << 12;  // rows taken at a time: twice inside L1
 
+// Of a block in scratch memory: with a row more, of results that wait for whole lines.
+inline constexpr std::int64_t kScratchElements = kBlockElements + kColumnBlock + kStagePad;
+
 inline std::int64_t padded(std::int64_t columns) {
   return (columns + kColumnAlign - 1) / kColumnAlign * kColumnAlign;
 }
-// Rows of a block `columns` wide.
-inline std::int64_t block_rows(std::int64_t columns) { return kBlockElements / padded(columns); }
+// From row to row of a block `columns` wide that is copied, and how many there are.
+inline std::int64_t block_stride(std::int64_t columns) {
+  return columns < kColumnAlign ? columns : padded(columns);
+}
+inline std::int64_t block_rows(std::int64_t columns) {
+  return kBlockElements / block_stride(columns);
+}
 
 // First item of a tile: row `row`, or when that is past the segment, the segment's end.
 struct TileStart {

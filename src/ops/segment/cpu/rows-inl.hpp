@@ -142,16 +142,19 @@ void ReadRow(const Matrix<const T>& matrix, std::int64_t row, std::int64_t colum
 }
 
 template <class T>
+void ConvertRun(const Real<T>* HWY_RESTRICT from, std::int64_t count, T* HWY_RESTRICT to) {
+  const hn::ScalableTag<Real<T>> d;
+  ForColumns<Real<T>>(
+      count, [&](auto lanes, std::int64_t i) { lanes.Write(d, hn::LoadU(d, from + i), to + i); });
+}
+
+template <class T>
 void WriteRow(const Matrix<T>& matrix, std::int64_t row, std::int64_t column, std::int64_t columns,
               const Real<T>* HWY_RESTRICT from) {
-  using R = Real<T>;
-  const hn::ScalableTag<R> d;
   T* to = matrix.at(row, column);
   const std::int64_t stride = matrix.column_stride;
   if (stride == 1) {
-    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-      lanes.Write(d, hn::LoadU(d, from + c), to + c);
-    });
+    ConvertRun(from, columns, to);
   } else {
     for (std::int64_t c = 0; c < columns; ++c) to[c * stride] = T(from[c]);
   }
@@ -161,14 +164,15 @@ template <class R>
 struct Block {
   const R* data;
   std::int64_t stride, rows;
+  bool copied = false;  // into scratch
   const R* row(std::int64_t r) const { return data + r * stride; }
 };
 
 // Prefetches the rows behind a block, vector by vector while the block is used. Blocks that are not
-// dense are left to the hardware.
+// dense are left to the hardware, copies are in cache.
 template <class R>
 HWY_INLINE LinesAhead RowsAhead(const Block<R>& block, std::int64_t columns) {
-  const bool dense = block.stride == columns;
+  const bool dense = block.stride == columns && !block.copied;
   return LinesAhead(block.data, dense ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0);
 }
 
@@ -214,8 +218,12 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
       return {matrix.at(begin, column), matrix.row_stride, rows};
     }
   }
-  const std::int64_t stride = padded(columns);
-  if (matrix.column_stride != 1 && !segments.permuted() && std::abs(matrix.row_stride) == 1) {
+  const std::int64_t stride = block_stride(columns);
+  if (matrix.column_stride == 1 && matrix.row_stride == stride && stride == columns &&
+      !segments.permuted()) {
+    ReadRow(matrix, begin, column, rows * columns, scratch);
+  } else if (matrix.column_stride != 1 && !segments.permuted() &&
+             std::abs(matrix.row_stride) == 1) {
     for (std::int64_t c = 0; c < columns; ++c) {  // a transposed tensor: along its memory
       const T* from = matrix.at(begin, column + c);
       for (std::int64_t r = 0; r < rows; ++r) {
@@ -231,7 +239,23 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
       ReadRow(matrix, segments.readable_row(begin + r), column, columns, scratch + r * stride);
     }
   }
-  return {scratch, stride, rows};
+  return {scratch, stride, rows, true};
+}
+
+// Calls f(r, n) for the places r of the sorted order from `begin` to `end`, whose rows of x are n;
+// -1 where the permutation holds no row.
+template <class F>
+HWY_INLINE void ForRows(const Segments& segments, std::int64_t begin, std::int64_t end,
+                        const F& f) {
+  const IndexView& permutation = segments.permutation;
+  if (permutation.wide && permutation.stride == 1) {
+    const auto* rows = static_cast<const std::int64_t*>(permutation.data);
+    for (std::int64_t r = begin; r < end; ++r) {
+      f(r, rows[r] >= 0 && rows[r] < segments.rows ? rows[r] : -1);
+    }
+  } else {
+    for (std::int64_t r = begin; r < end; ++r) f(r, segments.row(r));
+  }
 }
 
 // The same of a tensor with one column, with stride 1: a run.
@@ -242,13 +266,20 @@ const Real<T>* ReadRun(const Matrix<const T>& matrix, const Segments& segments, 
     if (matrix.row_stride == 1 && !segments.permuted()) return matrix.at(begin, 0);
   }
   if (segments.permuted()) {
-    for (std::int64_t r = 0; r < rows; ++r) {
-      scratch[r] = ToReal(*matrix.at(segments.readable_row(begin + r), 0));
-    }
+    ForRows(segments, begin, begin + rows, [&](std::int64_t r, std::int64_t n) {
+      scratch[r - begin] = ToReal(*matrix.at(std::max<std::int64_t>(n, 0), 0));
+    });
   } else {
     ReadRow(Transposed(matrix), 0, begin, rows, scratch);
   }
   return scratch;
+}
+
+// Elements [s, s + count) of a tensor with one column and a row for each segment, likewise.
+template <class T>
+const Real<T>* ReadOfSegments(const Matrix<const T>& matrix, std::int64_t s, std::int64_t count,
+                              Real<T>* HWY_RESTRICT scratch) {
+  return ReadRun(matrix, Segments{}, s, count, scratch);
 }
 
 // Calls f(first row, rows) for the blocks of a piece, of up to `step` rows.

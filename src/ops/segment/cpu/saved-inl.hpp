@@ -85,12 +85,15 @@ class Saved {
 
   const SegmentSaved kind;
 
+  // Whether places are those in x and not those in the piece.
+  bool by_row() const {
+    return kind == SegmentSaved::arg && segments_.permuted() && problem_.arg.dtype != DType::u8;
+  }
+
   // What LoadPlaces' places of the chosen rows are compared with: the row's place in the piece, or
   // under a permutation the low bits of its number in x (unique, as complete() bounds N).
   I Key(const Piece& piece, std::int64_t r) const {
-    const bool by_row =
-        kind == SegmentSaved::arg && segments_.permuted() && problem_.arg.dtype != DType::u8;
-    return static_cast<I>(by_row ? segments_.readable_row(r) : r - piece.begin);
+    return static_cast<I>(by_row() ? segments_.readable_row(r) : r - piece.begin);
   }
 
   void LoadPlaces(const Piece& piece, std::int64_t column, std::int64_t columns, I* places) const {
@@ -113,6 +116,16 @@ class Saved {
     if (problem_.arg.dtype == DType::i64) return *Arg<std::int64_t>().at(s, 0);
     if (problem_.arg.dtype == DType::i32) return *Arg<std::int32_t>().at(s, 0);
     return segments_.begin(s) + *Arg<std::uint8_t>().at(s, 0);
+  }
+
+  // Where the row that arg means is, under a permutation, among the places from `begin` to `end`;
+  // -1 if it is not there.
+  std::int64_t PlaceOfRow(std::int64_t s, std::int64_t begin, std::int64_t end) const {
+    const std::int64_t wanted = Row(s);
+    for (std::int64_t r = begin; r < end; ++r) {
+      if (segments_.permutation[r] == wanted) return r;
+    }
+    return -1;
   }
 
   // The mask bits of row r, one byte each; up to a multiple of 8 of them.

@@ -47,9 +47,11 @@ struct Task {
     vector = value + width;
     row = vector + width;
     block = row + width;
-    block2 = block + kBlockElements + kColumnAlign;
-    run = block2 + kBlockElements + kColumnAlign;
-    stage = run + kBlockElements + kColumnAlign;
+    block2 = block + kScratchElements;
+    run = block2 + kScratchElements;
+    window = run + kScratchElements;
+    window2 = window + kScratchElements;
+    stage = window2 + kScratchElements;
     products = stage + layout.stage_elements;
     bits = reinterpret_cast<std::uint8_t*>(vector);
   }
@@ -66,7 +68,7 @@ struct Task {
   std::int64_t column, columns, block_rows;
   State<R> state;
   // Vectors of columns; blocks; and room for the rows of a tile, which only some passes have.
-  R *gradient, *value, *vector, *row, *block, *block2, *run, *stage, *products;
+  R *gradient, *value, *vector, *row, *block, *block2, *run, *window, *window2, *stage, *products;
   std::uint8_t* bits;
   std::int64_t* wide;
 };
