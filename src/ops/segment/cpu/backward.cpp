@@ -47,13 +47,64 @@ class Backward {
         rule_(RuleOf(problem_, saved_.kind)),
         folds_(Folds(problem_, run.tensors)) {}
 
-  void All() const {
-    ForTasksFirst<R>(run_, [&](std::int64_t tile, const Task& task) { First(tile, task); });
-    if (run_.failed()) return;
-    if (folds_) {
-      ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task); });
-      ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Last(tile, task); });
+  bool combines() const { return folds_; }
+  bool writes_rows() const { return folds_; }
+
+  void Fold(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
+    if (WritesRuns()) {
+      WriteRuns(tile, task, output);
+      return;
     }
+    run_.walk(
+        tile,
+        [&](const Piece& piece) {
+          if (!folds_) {
+            WriteRows(piece, task.state, task, output);
+          } else if (piece.whole) {
+            Single(piece, task, output);
+          } else {
+            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
+          }
+        },
+        [](std::int64_t) {},
+        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
+    output.Flush();
+  }
+
+  void Combine(std::int64_t tail_tile, const Task& task) const {
+    const State& total = task.state;
+    bool any = false;
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      Merge(total, state, piece, task, !any);
+      any = true;
+    });
+    if (!any) return;
+    if (rule_ == Rule::product) {
+      CombineProducts(tail_tile, task);
+      return;
+    }
+    Resolve(total, task);
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      if (rule_ == Rule::place) {
+        task.PlacesIn(piece, state.places());
+      } else {
+        total.CopyTo(state, task.columns);
+      }
+    });
+  }
+
+  void Finish(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
+    run_.walk_ends(tile, [&](const Piece& piece) {
+      WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
+    });
+    output.Flush();
+  }
+
+  void Clear() const {
     ClearRows(0, segments_.first_row());
     ClearRows(segments_.last_row(), segments_.rows);
   }
@@ -82,28 +133,6 @@ class Backward {
 
   // --- 1: fold ---
 
-  void First(std::int64_t tile, const Task& task) const {
-    Output output = MakeOutput(task);
-    if (WritesRuns()) {
-      WriteRuns(tile, task, output);
-      return;
-    }
-    run_.walk(
-        tile,
-        [&](const Piece& piece) {
-          if (!folds_) {
-            WriteRows(piece, task.state, task, output);
-          } else if (piece.whole) {
-            Single(piece, task, output);
-          } else {
-            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
-          }
-        },
-        [](std::int64_t) {},
-        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
-    output.Flush();
-  }
-
   // Segments [begin, end), all whole or empty. False when others have to do it.
   bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
     if (!folds_) return false;
@@ -122,6 +151,15 @@ class Backward {
         ExtremeGradientOfColumn<ExtremeRule<R, kMax, kLast>>(x_, out_, d_out_, segments_, begin,
                                                              end, task, output, single);
       });
+    } else if (rule_ == Rule::equal) {
+      const auto ties = [&]<bool kMax>() {
+        ExtremeGradientOfColumn<TiesRule<R, kMax>>(x_, out_, d_out_, segments_, begin, end, task,
+                                                   output, single);
+      };
+      problem_.reduce == SegmentReduce::max ? ties.template operator()<true>()
+                                            : ties.template operator()<false>();
+    } else if (rule_ == Rule::product) {
+      ProductGradientOfColumn(x_, d_out_, segments_, begin, end, task, output, single);
     } else {
       return false;
     }
@@ -165,6 +203,12 @@ class Backward {
         break;
       case Rule::product:
         std::fill_n(state.a, padded(task.columns), R{1});
+        if (problem_.x.shape[1] == 1) {
+          ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
+            state.a[0] *= ProductOfRun(ReadRun(x_, segments_, row, rows, task.block), rows);
+          });
+          break;
+        }
         ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
           MultiplyRows(XBlock(row, rows, task), task.columns, state.a);
         });
@@ -216,6 +260,13 @@ class Backward {
       return;
     }
     ReadRow(out_, piece.segment, task.column, task.columns, task.value);
+    if (problem_.x.shape[1] == 1) {
+      ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
+        const R* run = ReadRun(x_, segments_, row, rows, task.block);
+        counts[0] += static_cast<I>(CountOfValue(run, rows, task.value[0]));
+      });
+      return;
+    }
     ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
       const Block<R> block = XBlock(first, rows, task);
       for (std::int64_t r = 0; r < rows; ++r) {
@@ -272,30 +323,6 @@ class Backward {
   }
 
   // --- 2: combine, and leave in each slot what its piece needs ---
-
-  void Combine(std::int64_t tail_tile, const Task& task) const {
-    const State& total = task.state;
-    bool any = false;
-    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
-      const State state = Slot(tile, piece.head, task.column);
-      Merge(total, state, piece, task, !any);
-      any = true;
-    });
-    if (!any) return;
-    if (rule_ == Rule::product) {
-      CombineProducts(tail_tile, task);
-      return;
-    }
-    Resolve(total, task);
-    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
-      const State state = Slot(tile, piece.head, task.column);
-      if (rule_ == Rule::place) {
-        task.PlacesIn(piece, state.places());
-      } else {
-        total.CopyTo(state, task.columns);
-      }
-    });
-  }
 
   void Merge(const State& total, const State& later, const Piece& piece, const Task& task,
              bool first) const {
@@ -361,14 +388,6 @@ class Backward {
   }
 
   // --- 3: write ---
-
-  void Last(std::int64_t tile, const Task& task) const {
-    Output output = MakeOutput(task);
-    run_.walk_ends(tile, [&](const Piece& piece) {
-      WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
-    });
-    output.Flush();
-  }
 
   // Sum, mean, and max and min from arg, of one column: short segments leave no time for more than
   // a vector or four of the gradient, or for one row among zeros. Past the end of a segment that
@@ -588,7 +607,7 @@ class Backward {
 }  // namespace
 
 void BackwardOf(const Run& run) {
-  dispatch_floating(run.problem.x.dtype, [&]<class T>() { Backward<T>(run).All(); });
+  dispatch_floating(run.problem.x.dtype, [&]<class T>() { RunPass<Backward<T>, Real<T>>(run); });
 }
 
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE

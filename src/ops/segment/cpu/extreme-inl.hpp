@@ -19,6 +19,11 @@ struct Extreme {
   Int<R>* place;
 };
 
+template <class V>
+HWY_INLINE auto Tied(V a, V b) {
+  return hn::Or(hn::Eq(a, b), hn::And(hn::IsNaN(a), hn::IsNaN(b)));
+}
+
 // Whether later values take over, NaN aside.
 template <bool kMax, bool kLast, class V>
 HWY_INLINE auto Beats(V value, V best) {

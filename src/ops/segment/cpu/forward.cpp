@@ -39,13 +39,64 @@ class Forward {
         streams_out_(std::is_same_v<T, R> && Streams(problem_.out, run.tensors.out)),
         streams_arg_(run.tensors.arg != nullptr && Streams(problem_.arg, run.tensors.arg)) {}
 
-  void All() const {
-    const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
-    ForTasksFirst<R>(run_, [&](std::int64_t tile, const Task& task) { Fold(tile, task, rows); });
-    if (run_.failed()) return;
-    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task, rows); });
-    if (!rows) return;
-    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { FinishRows(tile, task); });
+  bool combines() const { return true; }
+  bool writes_rows() const {
+    return problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
+  }
+
+  void Fold(std::int64_t tile, const Task& task) const {
+    Outputs outputs = MakeOutputs(task);
+    run_.walk(
+        tile,
+        [&](const Piece& piece) {
+          if (piece.whole) {
+            Whole(piece, task, outputs);
+          } else {
+            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
+          }
+        },
+        [&](std::int64_t s) { WriteEmpty(s, task, outputs.results); },
+        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, outputs); });
+    outputs.Flush();
+    FinishStreams();
+  }
+
+  void Combine(std::int64_t tail_tile, const Task& task) const {
+    const State& total = task.state;
+    std::int64_t segment = -1;
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      if (piece.head) {
+        Merge(total, state, piece, task);
+      } else {
+        state.CopyTo(total, task.columns);
+        if (Extremal()) Widen(piece, state, task);
+      }
+      segment = piece.segment;
+    });
+    if (segment < 0) return;
+    Outputs outputs = MakeOutputs(task);
+    WriteResults(segment, total, task, outputs.results);
+    outputs.Flush();
+    FinishStreams();
+    if (!writes_rows()) return;
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      total.CopyTo(state, task.columns);
+      if (Extremal()) task.PlacesIn(piece, state.places());
+    });
+  }
+
+  void Finish(std::int64_t tile, const Task& task) const {
+    Outputs outputs = MakeOutputs(task);
+    run_.walk_ends(tile, [&](const Piece& piece) {
+      WriteRows(piece, Slot(tile, piece.head, task.column), task, outputs.rows);
+    });
+    outputs.Flush();
+  }
+
+  void Clear() const {
+    if (!writes_rows()) return;
     ClearRows(0, segments_.first_row());
     ClearRows(segments_.last_row(), segments_.rows);
   }
@@ -80,30 +131,13 @@ class Forward {
     return SlotOf<R>(run_, tile, head, column);
   }
 
-  // --- 1 ---
+  // --- Folding ---
 
-  void Fold(std::int64_t tile, const Task& task, bool rows) const {
-    Outputs outputs = MakeOutputs(task);
-    run_.walk(
-        tile,
-        [&](const Piece& piece) {
-          if (piece.whole) {
-            Whole(piece, task, outputs, rows);
-          } else {
-            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
-          }
-        },
-        [&](std::int64_t s) { WriteEmpty(s, task, outputs.results); },
-        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, outputs); });
-    outputs.Flush();
-    FinishStreams();
-  }
-
-  HWY_INLINE void Whole(const Piece& piece, const Task& task, Outputs& outputs, bool rows) const {
+  HWY_INLINE void Whole(const Piece& piece, const Task& task, Outputs& outputs) const {
     FoldPiece(piece, task.state, task);
     if (Extremal()) Widen(piece, task.state, task);
-    Finish(piece.segment, task.state, task, outputs.results);
-    if (rows) WriteRows(piece, task.state, task, outputs.rows);
+    WriteResults(piece.segment, task.state, task, outputs.results);
+    if (writes_rows()) WriteRows(piece, task.state, task, outputs.rows);
   }
 
   // The rows of the extremes, in the sorted order, to task.wide.
@@ -203,7 +237,7 @@ class Forward {
         };
         if (SoftmaxOfRun(x, rows, open)) return outputs.rows.DrainLines();
       }
-      Whole(piece, task, outputs, true);
+      Whole(piece, task, outputs);
     });
   }
 
@@ -247,7 +281,7 @@ class Forward {
           done ? results.Done(piece.segment) : results.Drop();
           return done;
         },
-        [&](const Piece& piece) { Whole(piece, task, outputs, rows); },
+        [&](const Piece& piece) { Whole(piece, task, outputs); },
         [&](std::int64_t s) { WriteEmpty(s, task, results); });
   }
   static Piece Result(std::int64_t s) { return {s, s, s + 1, true, false}; }
@@ -399,33 +433,7 @@ class Forward {
     }
   }
 
-  // --- 2 ---
-
-  void Combine(std::int64_t tail_tile, const Task& task, bool rows) const {
-    const State& total = task.state;
-    std::int64_t segment = -1;
-    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
-      const State state = Slot(tile, piece.head, task.column);
-      if (piece.head) {
-        Merge(total, state, piece, task);
-      } else {
-        state.CopyTo(total, task.columns);
-        if (Extremal()) Widen(piece, state, task);
-      }
-      segment = piece.segment;
-    });
-    if (segment < 0) return;
-    Outputs outputs = MakeOutputs(task);
-    Finish(segment, total, task, outputs.results);
-    outputs.Flush();
-    FinishStreams();
-    if (!rows) return;
-    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
-      const State state = Slot(tile, piece.head, task.column);
-      total.CopyTo(state, task.columns);
-      if (Extremal()) task.PlacesIn(piece, state.places());
-    });
-  }
+  // --- Combining ---
 
   void Merge(const State& total, const State& later, const Piece& piece, const Task& task) const {
     switch (problem_.reduce) {
@@ -454,7 +462,7 @@ class Forward {
   // --- Results ---
 
   // Writes out and arg of a segment with rows. For max and min, task.wide has the rows.
-  void Finish(std::int64_t s, const State& state, const Task& task, Output& results) const {
+  void WriteResults(std::int64_t s, const State& state, const Task& task, Output& results) const {
     if (problem_.reduce == SegmentReduce::softmax) return;
     if (problem_.reduce == SegmentReduce::mean) {
       const R count = static_cast<R>(segments_.end(s) - segments_.begin(s));
@@ -545,15 +553,7 @@ class Forward {
     }
   }
 
-  // --- 3 ---
-
-  void FinishRows(std::int64_t tile, const Task& task) const {
-    Outputs outputs = MakeOutputs(task);
-    run_.walk_ends(tile, [&](const Piece& piece) {
-      WriteRows(piece, Slot(tile, piece.head, task.column), task, outputs.rows);
-    });
-    outputs.Flush();
-  }
+  // --- Rows ---
 
   void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
     if (problem_.reduce != SegmentReduce::softmax) {
@@ -636,7 +636,7 @@ class Forward {
 }  // namespace
 
 void ForwardOf(const Run& run) {
-  dispatch_floating(run.problem.x.dtype, [&]<class T>() { Forward<T>(run).All(); });
+  dispatch_floating(run.problem.x.dtype, [&]<class T>() { RunPass<Forward<T>, Real<T>>(run); });
 }
 
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE

@@ -61,17 +61,14 @@ class RowOutput {
  public:
   RowOutput(const TensorSpec& spec, const void* data, const Segments& segments)
       : matrix_(spec, data), segments_(segments), columns_(spec.shape[1]) {
-    constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
-    large_ = spec.numel() * kSize >= kStreamBytes;
     if (data == nullptr) return;
+    constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
+    const bool contiguous = spec.is_contiguous() && !segments.permuted();
+    large_ = contiguous && spec.numel() * kSize >= kStreamBytes;
     streams_ = !kConverts && StreamsRows(spec, data);
-    const bool worth = columns_ == 1 || kConverts;
-    if (segments.permuted()) {
-      stages_ = worth && columns_ <= kColumnBlock;
-    } else {
-      stages_ = spec.is_contiguous() && (worth || large_) && !streams_ && columns_ <= kColumnBlock;
-      if (stages_) matrix_.row_stride = columns_;  // also of a single row, which has any
-    }
+    stages_ = columns_ == 1 || (!streams_ && columns_ <= kColumnBlock &&
+                                (kConverts ? contiguous || segments.permuted() : large_));
+    if (stages_ && contiguous) matrix_.row_stride = columns_;  // also of a single row, with any
   }
 
   explicit operator bool() const { return matrix_.data != nullptr; }
@@ -115,7 +112,7 @@ class RowOutput {
     void Drop() { end_ -= columns_; }
     void Flush() {
       Drain();
-      if (output_.large_) hwy::FlushStream();
+      if (output_.large_ || output_.streams_) hwy::FlushStream();
     }
     // The stage's rows go home; Flush() has to follow before others read them.
     void Drain() {
@@ -126,7 +123,7 @@ class RowOutput {
     // Only the whole lines go home, so that each is written once.
     void DrainLines() {
       if (!output_.stages_ || end_ <= first_) return;
-      if (!output_.large_ || output_.segments_.permuted()) {
+      if (!output_.large_) {
         Send(end_ - first_);
         return StageFrom(end_);
       }
@@ -184,10 +181,16 @@ class RowOutput {
           if (columns_ == 1) {
             *matrix.at(n, 0) = T(*from);
           } else {
+            constexpr std::int64_t kAhead = 16;
+            const std::int64_t later = std::min(r + kAhead, output_.segments_.rows - 1);
+            __builtin_prefetch(matrix.at(output_.segments_.readable_row(later), 0), 1, 2);
             WriteRow(matrix, n, 0, columns_, from);
           }
         });
         return;
+      }
+      if (matrix.row_stride != columns_) {  // of one column
+        return WriteRow(Transposed(matrix), 0, first_, count, stage_);
       }
       T* const to = matrix.data + first_;
       if constexpr (!kConverts) {

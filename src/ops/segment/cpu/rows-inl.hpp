@@ -61,6 +61,11 @@ struct AllLanes {
       Store(d, value, to);
     }
   }
+  // Which lanes are f's.
+  template <class D>
+  HWY_INLINE hn::Mask<D> Inside(D d) const {
+    return hn::FirstN(d, hn::Lanes(d));
+  }
   // `value`, with 0 in lanes that are none of f's.
   template <class D>
   HWY_INLINE hn::Vec<D> First(D, hn::Vec<D> value) const {
@@ -78,8 +83,12 @@ struct FirstLanes {
     StoreFirst(d, value, to, count);
   }
   template <class D>
+  HWY_INLINE hn::Mask<D> Inside(D d) const {
+    return hn::FirstN(d, count);
+  }
+  template <class D>
   HWY_INLINE hn::Vec<D> First(D d, hn::Vec<D> value) const {
-    return hn::IfThenElseZero(hn::FirstN(d, count), value);
+    return hn::IfThenElseZero(Inside(d), value);
   }
 };
 
@@ -125,19 +134,69 @@ HWY_INLINE Real<T> ToReal(T value) {
   return static_cast<Real<T>>(value);
 }
 
+#if HWY_TARGET != HWY_SCALAR
+// A vector of every kStride-th element.
+template <int kStride, class D>
+HWY_INLINE hn::Vec<D> LoadEvery(D d, const hn::TFromD<D>* from) {
+  if constexpr (kStride == 1) {
+    return hn::LoadU(d, from);
+  } else {
+    constexpr int kHalf = kStride / 2;
+    const auto low = LoadEvery<kHalf>(d, from);
+    return hn::ConcatEven(d, LoadEvery<kHalf>(d, from + kHalf * hn::MaxLanes(d)), low);
+  }
+}
+#endif
+
+// Elements `stride` apart.
+template <class T>
+void CopyApart(const T* HWY_RESTRICT from, std::int64_t stride, std::int64_t count,
+               T* HWY_RESTRICT to) {
+  std::int64_t i = 0;
+#if HWY_TARGET != HWY_SCALAR
+  using Bits = hwy::UnsignedFromSize<sizeof(T)>;
+  const hn::ScalableTag<Bits> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  const auto copy = [&]<int kStride>() HWY_ATTR {
+    // The last vector would read past the last element.
+    for (; i + kLanes < count; i += kLanes) {
+      hn::StoreU(LoadEvery<kStride>(d, reinterpret_cast<const Bits*>(from + i * kStride)), d,
+                 reinterpret_cast<Bits*>(to + i));
+    }
+  };
+  if (stride == 2) copy.template operator()<2>();
+  if (stride == 4) copy.template operator()<4>();
+#endif
+  for (; i < count; ++i) to[i] = from[i * stride];
+}
+
+// Elements of a row that are not side by side are copied in turn before and after conversion.
+inline constexpr std::int64_t kApart = 512;
+
 // One row into `to`, which has room for whole vectors.
 template <class T>
 void ReadRow(const Matrix<const T>& matrix, std::int64_t row, std::int64_t column,
              std::int64_t columns, Real<T>* HWY_RESTRICT to) {
   using R = Real<T>;
   const hn::ScalableTag<R> d;
-  const T* from = matrix.at(row, column);
   const std::int64_t stride = matrix.column_stride;
+  const auto convert = [&](const T* from, std::int64_t count, std::int64_t first) HWY_ATTR {
+    ForColumns<R>(count, [&](auto lanes, std::int64_t c) {
+      Store(d, lanes.Read(d, from + c), to + first + c);
+    });
+  };
+  const T* from = matrix.at(row, column);
   if (stride == 1) {
-    ForColumns<R>(columns,
-                  [&](auto lanes, std::int64_t c) { Store(d, lanes.Read(d, from + c), to + c); });
+    convert(from, columns, 0);
+  } else if constexpr (std::is_same_v<T, R>) {
+    CopyApart(from, stride, columns, to);
   } else {
-    for (std::int64_t c = 0; c < columns; ++c) to[c] = ToReal(from[c * stride]);
+    T values[kApart];
+    for (std::int64_t c = 0; c < columns; c += kApart) {
+      const std::int64_t count = std::min(kApart, columns - c);
+      CopyApart(from + c * stride, stride, count, values);
+      convert(values, count, c);
+    }
   }
 }
 
@@ -155,8 +214,15 @@ void WriteRow(const Matrix<T>& matrix, std::int64_t row, std::int64_t column, st
   const std::int64_t stride = matrix.column_stride;
   if (stride == 1) {
     ConvertRun(from, columns, to);
+  } else if constexpr (std::is_same_v<T, Real<T>>) {
+    for (std::int64_t c = 0; c < columns; ++c) to[c * stride] = from[c];
   } else {
-    for (std::int64_t c = 0; c < columns; ++c) to[c * stride] = T(from[c]);
+    T values[kApart];
+    for (std::int64_t c = 0; c < columns; c += kApart) {
+      const std::int64_t count = std::min(kApart, columns - c);
+      ConvertRun(from + c, count, values);
+      for (std::int64_t i = 0; i < count; ++i) to[(c + i) * stride] = values[i];
+    }
   }
 }
 
@@ -187,7 +253,7 @@ class GatherAhead {
         segments_(segments),
         column_(column),
         rows_(std::clamp<std::int64_t>(kLead / (columns * static_cast<std::int64_t>(sizeof(T))), 4,
-                                       64)) {}
+                                       256)) {}
 
   // Row `row` of the sorted order is used, from column `column` on, `bytes` of it.
   HWY_INLINE void Step(std::int64_t row, std::int64_t column, std::int64_t bytes) const {
@@ -266,7 +332,9 @@ const Real<T>* ReadRun(const Matrix<const T>& matrix, const Segments& segments, 
     if (matrix.row_stride == 1 && !segments.permuted()) return matrix.at(begin, 0);
   }
   if (segments.permuted()) {
+    const GatherAhead<T> ahead(matrix, segments, 0, 1);
     ForRows(segments, begin, begin + rows, [&](std::int64_t r, std::int64_t n) {
+      ahead.Step(r, 0, 1);
       scratch[r - begin] = ToReal(*matrix.at(std::max<std::int64_t>(n, 0), 0));
     });
   } else {

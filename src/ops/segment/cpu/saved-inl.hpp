@@ -8,7 +8,7 @@
 #define PULLBACK_SEGMENT_SAVED_INL_HPP
 #endif
 
-#include "ops/segment/cpu/rows-inl.hpp"
+#include "ops/segment/cpu/extreme-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -42,11 +42,6 @@ inline bool Folds(const SegmentProblem& problem, const SegmentTensors& tensors) 
   }
   if (problem.reduce == SegmentReduce::logsumexp) return !has_lse(problem, tensors);
   return problem.reduce == SegmentReduce::prod || problem.reduce == SegmentReduce::softmax;
-}
-
-template <class V>
-HWY_INLINE auto Tied(V a, V b) {
-  return hn::Or(hn::Eq(a, b), hn::And(hn::IsNaN(a), hn::IsNaN(b)));
 }
 
 // places[c] = `place` + the first or last row of the block whose element c is value[c], of NaN the

@@ -8,6 +8,8 @@
 #define PULLBACK_SEGMENT_SPREAD_INL_HPP
 #endif
 
+#include "ops/segment/cpu/product-inl.hpp"
+#include "ops/segment/cpu/saved-inl.hpp"
 #include "ops/segment/cpu/scan-inl.hpp"
 #include "ops/segment/cpu/task-inl.hpp"
 
@@ -235,27 +237,29 @@ void SoftmaxGradientOfColumn(const Matrix<const T>& out, const Matrix<const T>& 
       single);
 }
 
-// The gradient of max and min with nothing saved, likewise: the places are those that forward would
-// find, if `out` is what it found.
+// The gradient of max and min with nothing saved, likewise: the places, or how many tie, are what
+// forward would find, if `out` is what it found.
 template <class Rule, class T, class R, class Output, class Single>
 void ExtremeGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& out,
                              const Matrix<const T>& d_out, const Segments& segments,
                              std::int64_t begin, std::int64_t end, const Task<R>& task,
                              Output& output, const Single& single) {
   using Scan = ColumnScan<R, Rule>;
-  Scan scan({0, -1});
+  const hn::ScalableTag<R> d;
+  Scan scan({0, Rule::kPlaces ? -1 : 1});
+  const R* run = nullptr;  // of the block
   ForBlocksOfSegments<Scan::kRows>(
       segments, begin, end,
       [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most) {
-        const R* run = ReadRun(x, segments, row, rows, task.window);
+        run = ReadRun(x, segments, row, rows, task.window);
         return scan.Take(run, row, rows, ends, most, run != task.window);
       },
       [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
-          const SegmentEnds& ends) {
+          const SegmentEnds& ends) HWY_ATTR {
         scan.Used(count);
-        const R* values = ReadOfSegments(out, s, count, task.block);
-        const R* gradients = ReadOfSegments(d_out, s, count, task.block2);
-        ends.Visit([&](const auto& end_of) {
+        const R* values = ReadOfSegments(out, s, count, task.run);
+        const R* gradients = ReadOfSegments(d_out, s, count, task.window2);
+        ends.Visit([&](const auto& end_of) HWY_ATTR {
           bool same = true;
           for (std::int64_t k = 0; k < count; ++k) {
             const R value = values[k], found = scan.a[k];
@@ -264,10 +268,26 @@ void ExtremeGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& ou
           }
           if (same) {
             output.Open(Piece{s, row, stop, true, false});
-            PlaceInRows<R>(
-                0, count, row, end_of, output.Run(row, nullptr),
-                [&](std::int64_t k, std::int64_t first, std::int64_t) { return first + scan.b[k]; },
-                [&](std::int64_t k) { return gradients[k]; });
+            R* to = output.Run(row, nullptr);
+            if constexpr (Rule::kPlaces) {
+              PlaceInRows<R>(
+                  0, count, row, end_of, to,
+                  [&](std::int64_t k, std::int64_t first, std::int64_t) {
+                    return first + scan.b[k];
+                  },
+                  [&](std::int64_t k) { return gradients[k]; });
+            } else {
+              SpreadToRows<2, R>(0, count, row, end_of,
+                                 [&](std::int64_t k, int i) {
+                                   return i == 0 ? values[k]
+                                                 : gradients[k] / static_cast<R>(scan.b[k]);
+                                 },
+                                 {task.block, task.block2});
+              ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) HWY_ATTR {
+                const auto tied = Tied(lanes.Read(d, run + r), hn::LoadU(d, task.block + r));
+                lanes.Write(d, hn::IfThenElseZero(tied, hn::LoadU(d, task.block2 + r)), to + r);
+              });
+            }
             output.DrainLines();
             return;
           }
@@ -276,6 +296,51 @@ void ExtremeGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& ou
             if (piece.begin < piece.end) single(piece);
           }
         });
+      },
+      single);
+}
+
+// The gradient of products, likewise.
+template <class T, class R, class Output, class Single>
+void ProductGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& d_out,
+                             const Segments& segments, std::int64_t begin, std::int64_t end,
+                             const Task<R>& task, Output& output, const Single& single) {
+  constexpr std::int64_t kRows = kBlockElements / 2;  // what is kept of them stays in L1
+  const hn::ScalableTag<R> d;
+  std::uint64_t firsts[kRows / 64], lasts[kRows / 64];
+  ForBlocksOfSegments<kRows>(
+      segments, begin, end,
+      [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most) {
+        std::fill_n(firsts, kRows / 64, 0);
+        std::fill_n(lasts, kRows / 64, 0);
+        std::int64_t k = 0;
+        for (std::int64_t first = 0; k < std::min(most, kRows); ++k) {
+          const std::int64_t stop = ends[k] - row;
+          if (stop > rows) break;
+          if (stop == first) continue;
+          firsts[first / 64] |= std::uint64_t{1} << (first % 64);
+          lasts[(stop - 1) / 64] |= std::uint64_t{1} << ((stop - 1) % 64);
+          first = stop;
+        }
+        return k;
+      },
+      [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
+          const SegmentEnds& ends) HWY_ATTR {
+        const std::int64_t rows = stop - row;
+        const R* run = ReadRun(x, segments, row, rows, task.window);
+        const R* gradients = ReadOfSegments(d_out, s, count, task.window2);
+        ends.Visit([&](const auto& end_of) {
+          SpreadToRows<1, R>(0, count, row, end_of,
+                             [&](std::int64_t k, int) { return gradients[k]; }, {task.run});
+        });
+        ProductsOfOthers<false>(run, firsts, rows, R{1}, task.block);
+        ProductsOfOthers<true>(run, lasts, rows, R{1}, task.block2);
+        output.Open(Piece{s, row, stop, true, false});
+        MultiplyOthers(
+            task.block, task.block2,
+            [&](std::int64_t r) HWY_ATTR { return hn::LoadU(d, task.run + r); }, rows,
+            output.Run(row, nullptr));
+        output.DrainLines();
       },
       single);
 }
