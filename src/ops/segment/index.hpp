@@ -32,6 +32,17 @@ struct IndexView {
     return wide ? static_cast<const std::int64_t*>(data)[i * stride]
                 : static_cast<const std::int32_t*>(data)[i * stride];
   }
+  // Calls f(at), where at(i) is the same without a look at what they are.
+  template <class F>
+  auto visit(const F& f) const {
+    if (stride != 1) return f([this](std::int64_t i) { return (*this)[i]; });
+    if (wide) {
+      return f([from = static_cast<const std::int64_t*>(data)](std::int64_t i) { return from[i]; });
+    }
+    return f([from = static_cast<const std::int32_t*>(data)](std::int64_t i) {
+      return std::int64_t{from[i]};
+    });
+  }
 };
 
 // Segment s has the rows [begin(s), end(s)) of the sorted order; they rise with s, within [0, N].
@@ -81,27 +92,35 @@ void check_places(const SegmentProblem& problem, const SegmentTensors& tensors,
 // Writes offset(s) = number of rows whose key is below s, for s in [0, S], from keys in ascending
 // order, clamped to [-1, S]. False when they are not; the offsets then mean nothing.
 template <class Key, class SetOffset>
-bool offsets_of_keys(std::int64_t rows, std::int64_t count, const Threads& threads, const Key& key,
-                     const SetOffset& set_offset) {
+bool offsets_of_keys(std::int64_t rows, std::int64_t count, const Threads& threads,
+                     const Key& key_of, const SetOffset& set_offset_of) {
   constexpr std::int64_t kBlock = 1 << 14;
   const std::int64_t blocks = (rows + kBlock - 1) / kBlock;
   std::atomic<bool> ascending = true;
   threads.parallel_for(blocks, [&](std::int64_t block, int) {
-    std::int64_t last = block == 0 ? -1 : key(block * kBlock - 1);
-    const std::int64_t end = std::min(rows, (block + 1) * kBlock);
-    for (std::int64_t n = block * kBlock; n < end; ++n) {
-      const std::int64_t next = key(n);
-      if (next == last) continue;
-      if (next < last) {
+    // Copies, which no store to memory changes.
+    const Key key = key_of;
+    const SetOffset set_offset = set_offset_of;
+    std::int64_t begin = block * kBlock;
+    const std::int64_t last = begin == 0 ? -1 : key(begin - 1);
+    const std::int64_t end = std::min(rows, begin + kBlock);
+    while (begin < end && key(begin) == last) ++begin;
+    // From the last row up, so that each may set the offset of its segment: which one is the first
+    // would be a guess.
+    std::int64_t next = begin < end ? key(end - 1) : 0;
+    for (std::int64_t n = end - 1; n >= begin; --n) {
+      const std::int64_t before = n == begin ? last : key(n - 1);
+      if (before > next || next < 0) {
         ascending.store(false, std::memory_order_relaxed);
         return;
       }
-      for (std::int64_t s = last + 1; s <= next; ++s) set_offset(s, n);
-      last = next;
+      for (std::int64_t s = before + 1; s < next; ++s) set_offset(s, n);
+      set_offset(next, n);
+      next = before;
     }
   });
-  const std::int64_t last = rows == 0 ? -1 : key(rows - 1);
-  for (std::int64_t s = last + 1; s <= count; ++s) set_offset(s, rows);
+  const std::int64_t last = rows == 0 ? -1 : key_of(rows - 1);
+  for (std::int64_t s = last + 1; s <= count; ++s) set_offset_of(s, rows);
   return ascending.load();
 }
 

@@ -313,15 +313,12 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
 template <class F>
 HWY_INLINE void ForRows(const Segments& segments, std::int64_t begin, std::int64_t end,
                         const F& f) {
-  const IndexView& permutation = segments.permutation;
-  if (permutation.wide && permutation.stride == 1) {
-    const auto* rows = static_cast<const std::int64_t*>(permutation.data);
+  segments.permutation.visit([&](const auto& row_of) HWY_ATTR {
     for (std::int64_t r = begin; r < end; ++r) {
-      f(r, rows[r] >= 0 && rows[r] < segments.rows ? rows[r] : -1);
+      const std::int64_t n = row_of(r);
+      f(r, n >= 0 && n < segments.rows ? n : -1);
     }
-  } else {
-    for (std::int64_t r = begin; r < end; ++r) f(r, segments.row(r));
-  }
+  });
 }
 
 // The same of a tensor with one column, with stride 1: a run.
