@@ -275,10 +275,13 @@ class Forward {
             block = window.Rows(piece);
             if (block.data == nullptr) return false;
           }
-          if (rows) return few(block, piece, nullptr);
-          results.Open(Result(piece.segment));
-          const bool done = few(block, piece, results.Row(piece.segment));
-          done ? results.Done(piece.segment) : results.Drop();
+          R* to = nullptr;
+          if (!rows) {
+            results.Open(Result(piece.segment));
+            to = results.Row(piece.segment);
+          }
+          const bool done = few(block, piece, to);  // called once, and so inlined
+          if (!rows) done ? results.Done(piece.segment) : results.Drop();
           return done;
         },
         [&](const Piece& piece) { Whole(piece, task, outputs); },
