@@ -248,8 +248,6 @@ class Backward {
   }
 
   void FoldCounts(const Piece& piece, const State& state, const Task& task) const {
-    const hn::ScalableTag<R> d;
-    const hn::RebindToSigned<decltype(d)> di;
     I* HWY_RESTRICT counts = state.places();
     std::fill_n(counts, padded(task.columns), I{0});
     if (rule_ == Rule::mask) {
@@ -268,22 +266,11 @@ class Backward {
       return;
     }
     ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
-      const Block<R> block = XBlock(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* row = block.row(r);
-        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto equal = Tied(lanes.Read(d, row + c), hn::LoadU(d, task.value + c));
-          const auto before = hn::LoadU(di, counts + c);
-          // A mask is -1 in each lane that it holds for.
-          hn::StoreU(hn::Sub(before, hn::VecFromMask(di, hn::RebindMask(di, equal))), di,
-                     counts + c);
-        });
-      }
+      CountTies(XBlock(first, rows, task), task.columns, task.value, counts);
     });
   }
 
   void FoldDot(const Piece& piece, const State& state, const Task& task) const {
-    const hn::ScalableTag<R> d;
     std::fill_n(state.a, padded(task.columns), R{0});
     if (problem_.x.shape[1] == 1) {
       ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
@@ -295,16 +282,7 @@ class Backward {
     }
     ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
       const auto [y, g] = SoftmaxBlocks(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* y_row = y.row(r);
-        const R* g_row = g.row(r);
-        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
-          Store(d,
-                hn::MulAdd(lanes.Read(d, y_row + c), lanes.Read(d, g_row + c),
-                           hn::LoadU(d, state.a + c)),
-                state.a + c);
-        });
-      }
+      AddDots(y, g, task.columns, state.a);
     });
   }
 

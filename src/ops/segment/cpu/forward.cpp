@@ -9,6 +9,7 @@
 #define HWY_TARGET_INCLUDE "ops/segment/cpu/forward.cpp"
 #include <hwy/foreach_target.h>
 
+#include "ops/segment/cpu/arg-inl.hpp"
 #include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
@@ -37,7 +38,7 @@ class Forward {
         results_(problem_.out, run.tensors.out, in_order_),
         rows_out_(problem_.out, run.tensors.out, run.segments),
         streams_out_(std::is_same_v<T, R> && Streams(problem_.out, run.tensors.out)),
-        streams_arg_(run.tensors.arg != nullptr && Streams(problem_.arg, run.tensors.arg)) {}
+        arg_(problem_, run.tensors, run.segments) {}
 
   bool combines() const { return true; }
   bool writes_rows() const {
@@ -106,10 +107,6 @@ class Forward {
   //   sum, mean, prod         a = total
   //   max, min                a = extreme, b = its row, counted from the piece's first
   //   logsumexp, softmax      a = largest, b = sum (LogSum)
-
-  static bool Streams(const TensorSpec& spec, const void* data) {
-    return StreamsRows(spec, data) || StreamsColumn(spec, data);
-  }
 
   using Output = typename RowOutput<T>::Tile;
   struct Outputs {
@@ -210,7 +207,8 @@ class Forward {
       return true;
     }
     if (sums) {
-      SumsOfRows(begin, end, task, outputs);
+      streams_out_ ? SumsOfRows<true>(begin, end, task, outputs)
+                   : SumsOfRows<false>(begin, end, task, outputs);
     } else if (Extremal()) {
       return ExtremesOfRows(begin, end, task, outputs);
     } else if (problem_.reduce == SegmentReduce::logsumexp) {
@@ -244,44 +242,56 @@ class Forward {
   // False when arg is not of the kind that short segments are quick with.
   bool ExtremesOfRows(std::int64_t begin, std::int64_t end, const Task& task,
                       Outputs& outputs) const {
-    const bool arg = run_.tensors.arg != nullptr;
+    const bool arg = static_cast<bool>(arg_);
     const auto fold = [&]<class A>(const Matrix<A>& matrix) {
       if (arg && matrix.column_stride != 1) return false;
-      const bool stream = streams_out_ && (!arg || (streams_arg_ && !segments_.permuted()));
+      const bool stream = streams_out_ && (!arg || (arg_.streams() && !segments_.permuted()));
       WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
         stream ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, outputs, matrix)
                : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, outputs, matrix);
       });
       return true;
     };
-    if (!arg || problem_.arg.dtype == DType::i64) return fold(ArgMatrix<std::int64_t>());
-    return problem_.arg.dtype == DType::i32 && fold(ArgMatrix<std::int32_t>());
+    if (!arg || problem_.arg.dtype == DType::i64) return fold(arg_.template matrix<std::int64_t>());
+    return problem_.arg.dtype == DType::i32 && fold(arg_.template matrix<std::int32_t>());
   }
 
-  // ForSegments, where few are done by few(block, piece, result). With kGathers it finds their rows
-  // itself.
-  template <bool kGathers = false, class Few>
+  // ForSegments, where few are done by few(rows, how many, piece, result). With kGathers the rows
+  // that a permutation names are not copied first.
+  template <bool kGathers, class Few>
   void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
                const Few& few) const {
-    const bool rows = problem_.reduce == SegmentReduce::softmax;
+    if constexpr (kGathers && std::is_same_v<T, R>) {
+      if (segments_.permuted() && x_.column_stride == 1) {
+        return FewRowsOf(begin, end, task, outputs, few, [&](const Piece& piece) {
+          return GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns);
+        });
+      }
+    }
     RowWindow<T> window(x_, segments_, segments_.begin(end), task.column, task.columns,
                         task.window);
+    FewRowsOf(begin, end, task, outputs, few, [&](const Piece& piece) {
+      return AdjacentRows<R>(window.Rows(piece), task.columns);
+    });
+  }
+  template <class Few, class Source>
+  void FewRowsOf(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
+                 const Few& few, const Source& source) const {
+    const bool of_rows = problem_.reduce == SegmentReduce::softmax;
     Output& results = outputs.results;
     ForSegments(
         segments_, begin, end,
         [&](const Piece& piece) {
-          Block<R> block{nullptr, 0, piece.end - piece.begin};
-          if constexpr (!kGathers) {
-            block = window.Rows(piece);
-            if (block.data == nullptr) return false;
-          }
+          const auto rows = source(piece);
+          if (!rows) return false;
           R* to = nullptr;
-          if (!rows) {
+          if (!of_rows) {
             results.Open(Result(piece.segment));
             to = results.Row(piece.segment);
           }
-          const bool done = few(block, piece, to);  // called once, and so inlined
-          if (!rows) done ? results.Done(piece.segment) : results.Drop();
+          // Called once, and so inlined.
+          const bool done = few(rows, piece.end - piece.begin, piece, to);
+          if (!of_rows) done ? results.Done(piece.segment) : results.Drop();
           return done;
         },
         [&](const Piece& piece) { Whole(piece, task, outputs); },
@@ -292,68 +302,61 @@ class Forward {
   template <bool kMax, bool kLast, bool kStream, class A>
   void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
                         const Matrix<A>& arg) const {
-    FewRows(begin, end, task, outputs, [&](const Block<R>& block, const Piece& piece, R* to) {
-      A* to_arg = arg.data == nullptr ? nullptr : arg.at(piece.segment, task.column);
-      if (!ExtremeOfFewRows<kMax, kLast, kStream>(block, task.columns, piece.begin, to, to_arg)) {
-        return false;
-      }
-      if (to_arg != nullptr && segments_.permuted()) {
-        for (std::int64_t c = 0; c < task.columns; ++c) {
-          to_arg[c] = static_cast<A>(segments_.row(to_arg[c]));
-        }
-      }
-      return true;
-    });
+    FewRows<true>(begin, end, task, outputs,
+                  [&](const auto& rows, std::int64_t count, const Piece& piece, R* to) {
+                    A* to_arg = arg.data == nullptr ? nullptr : arg.at(piece.segment, task.column);
+                    if (!ExtremeOfFewRows<kMax, kLast, kStream>(rows, count, task.columns,
+                                                                piece.begin, to, to_arg)) {
+                      return false;
+                    }
+                    if (to_arg != nullptr && segments_.permuted()) {
+                      A rows_of_x[kFewRows];
+                      ForRows(segments_, piece.begin, piece.end,
+                              [&](std::int64_t r, std::int64_t n) {
+                                rows_of_x[r - piece.begin] = static_cast<A>(n);
+                              });
+                      for (std::int64_t c = 0; c < task.columns; ++c) {
+                        to_arg[c] = rows_of_x[to_arg[c] - static_cast<A>(piece.begin)];
+                      }
+                    }
+                    return true;
+                  });
   }
 
   template <bool kStream>
   void LogSumsOfRows(std::int64_t begin, std::int64_t end, const Task& task,
                      Outputs& outputs) const {
-    FewRows(begin, end, task, outputs, [&](const Block<R>& block, const Piece& piece, R* to) {
-      if (!LogSumOfFewRows<kStream>(block, task.columns, to)) return false;
-      if (lse_.data != nullptr) WriteRow(lse_, piece.segment, task.column, task.columns, to);
-      return true;
-    });
+    FewRows<false>(begin, end, task, outputs,
+                   [&](const AdjacentRows<R>& rows, std::int64_t, const Piece& piece, R* to) {
+                     if (!LogSumOfFewRows<kStream>(rows.block(), task.columns, to)) return false;
+                     if (lse_.data != nullptr) {
+                       WriteRow(lse_, piece.segment, task.column, task.columns, to);
+                     }
+                     return true;
+                   });
   }
 
   template <bool kStream>
   void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task,
                      Outputs& outputs) const {
     Output& output = outputs.rows;
-    FewRows(begin, end, task, outputs, [&](const Block<R>& block, const Piece& piece, R*) {
-      output.Open(piece);
-      return SoftmaxOfFewRows<kStream>(block, task.columns, task.run, [&](std::int64_t r) HWY_ATTR {
-        return output.Row(piece.begin + r);
-      });
-    });
+    FewRows<false>(begin, end, task, outputs,
+                   [&](const AdjacentRows<R>& rows, std::int64_t, const Piece& piece, R*) {
+                     output.Open(piece);
+                     return SoftmaxOfFewRows<kStream>(
+                         rows.block(), task.columns, task.run,
+                         [&](std::int64_t r) HWY_ATTR { return output.Row(piece.begin + r); });
+                   });
   }
 
+  template <bool kStream>
   void SumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs) const {
-    if constexpr (std::is_same_v<T, R>) {
-      if (segments_.permuted() && x_.column_stride == 1) {
-        return SumsOfRowsAs<true>(
-            begin, end, task, outputs, [&](const Block<R>&, const Piece& piece) {
-              return GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns);
-            });
-      }
-    }
-    SumsOfRowsAs<false>(begin, end, task, outputs, [&](const Block<R>& block, const Piece&) {
-      return AdjacentRows<R>(block, task.columns);
-    });
-  }
-  template <bool kGathers, class Source>
-  void SumsOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
-                    const Source& source) const {
     const bool mean = problem_.reduce == SegmentReduce::mean;
-    const auto sum = [&]<bool kStream>() {
-      FewRows<kGathers>(begin, end, task, outputs,
-                        [&](const Block<R>& block, const Piece& piece, R* to) {
-                          SumFewRows<kStream>(source(block, piece), block.rows, task.columns,
-                                              mean ? static_cast<R>(block.rows) : R{1}, to);
-                          return true;
-                        });
-    };
-    streams_out_ ? sum.template operator()<true>() : sum.template operator()<false>();
+    FewRows<true>(
+        begin, end, task, outputs, [&](const auto& rows, std::int64_t count, const Piece&, R* to) {
+          SumFewRows<kStream>(rows, count, task.columns, mean ? static_cast<R>(count) : R{1}, to);
+          return true;
+        });
   }
 
   // `empty_b` belongs to EmptyValue() in the state of segments without rows.
@@ -393,46 +396,9 @@ class Forward {
       WriteColumn(out_, written, scan.a, count, streams_out_);
       if (lse_.data != nullptr) WriteColumn(lse_, written, scan.a, count, false);
       if constexpr (Rule::kPlaces) {
-        if (run_.tensors.arg != nullptr) WritePlaces(written, scan.b, count);
+        if (arg_) arg_.WritePlaces(written, scan.b, count);
       }
       scan.Used(count);
-    }
-  }
-
-  // Places in segments from s on, -1 for none, as arg has them.
-  void WritePlaces(std::int64_t s, const Int<R>* HWY_RESTRICT places, std::int64_t count) const {
-    const auto write = [&]<class A>(A none, const auto& begin_of) {
-      A rows[ColumnScan<R, SumRule<R>>::kMostWaiting];
-      for (std::int64_t k = 0; k < count; ++k) {
-        // An addition for all: compilers make vectors of that.
-        const auto row = static_cast<A>(begin_of(k) + places[k]);
-        rows[k] = places[k] < 0 ? none : row;
-      }
-      WriteColumn(ArgMatrix<A>(), s, rows, count, streams_arg_);
-    };
-    const SegmentEnds ends(segments_, s);
-    const auto begin_of = [&](std::int64_t k) { return ends[k - 1]; };
-    if (problem_.arg.dtype == DType::u8) {
-      write(std::uint8_t{kNoPlace}, [](std::int64_t) { return 0; });
-    } else if (segments_.permuted()) {
-      problem_.arg.dtype == DType::i32 ? WriteRowsOfPlaces<std::int32_t>(ends, s, places, count)
-                                       : WriteRowsOfPlaces<std::int64_t>(ends, s, places, count);
-    } else if (problem_.arg.dtype == DType::i32) {
-      write(std::int32_t{-1}, begin_of);
-    } else if (ends.in_place != nullptr) {
-      write(std::int64_t{-1}, [from = ends.in_place - 1](std::int64_t k) { return from[k]; });
-    } else {
-      write(std::int64_t{-1}, begin_of);
-    }
-  }
-
-  template <class A>
-  void WriteRowsOfPlaces(const SegmentEnds& ends, std::int64_t s, const Int<R>* places,
-                         std::int64_t count) const {
-    const Matrix<A> arg = ArgMatrix<A>();
-    for (std::int64_t k = 0; k < count; ++k) {
-      *arg.at(s + k, 0) =
-          static_cast<A>(places[k] < 0 ? -1 : segments_.row(ends[k - 1] + places[k]));
     }
   }
 
@@ -473,24 +439,13 @@ class Forward {
     }
     if (problem_.reduce == SegmentReduce::logsumexp) FinishLogSum(state.log_sum(), task.columns);
     if (streams_out_) {
-      StreamRow(state.a, out_.at(s, task.column), task);
+      StreamBytes(out_.at(s, task.column), state.a,
+                  static_cast<std::size_t>(task.columns) * sizeof(R));
     } else if (out_.data != nullptr) {
       WriteResult(s, state.a, task, results);
     }
     if (lse_.data != nullptr) WriteRow(lse_, s, task.column, task.columns, state.a);
-    if (run_.tensors.arg == nullptr) return;
-    const std::int64_t begin = segments_.begin(s);
-    if (problem_.arg.dtype == DType::u8) {
-      WriteArg<std::uint8_t>(s, task, [=](std::int64_t r) { return r - begin; });
-    } else if (segments_.permuted()) {
-      const auto row = [&](std::int64_t r) { return segments_.row(r); };
-      problem_.arg.dtype == DType::i32 ? WriteArg<std::int32_t>(s, task, row)
-                                       : WriteArg<std::int64_t>(s, task, row);
-    } else {
-      const auto row = [](std::int64_t r) { return r; };
-      problem_.arg.dtype == DType::i32 ? WriteArg<std::int32_t>(s, task, row)
-                                       : WriteArg<std::int64_t>(s, task, row);
-    }
+    if (arg_) arg_.Write(s, task.wide, task.columns, task.column, task.run);
   }
 
   void WriteResult(std::int64_t s, const R* from, const Task& task, Output& results) const {
@@ -499,35 +454,8 @@ class Forward {
     results.Done(s);
   }
 
-  template <class A, class F>
-  void WriteArg(std::int64_t s, const Task& task, const F& value_of) const {
-    const Matrix<A> arg = ArgMatrix<A>();
-    const std::int64_t* HWY_RESTRICT from = task.wide;
-    A* HWY_RESTRICT to = streams_arg_ ? reinterpret_cast<A*>(task.run) : arg.at(s, task.column);
-    if (streams_arg_) {
-      for (std::int64_t c = 0; c < task.columns; ++c) to[c] = static_cast<A>(value_of(from[c]));
-      StreamRow(to, arg.at(s, task.column), task);
-    } else if (arg.column_stride == 1) {
-      for (std::int64_t c = 0; c < task.columns; ++c) to[c] = static_cast<A>(value_of(from[c]));
-    } else {
-      for (std::int64_t c = 0; c < task.columns; ++c) {
-        to[c * arg.column_stride] = static_cast<A>(value_of(from[c]));
-      }
-    }
-  }
-
   void FinishStreams() const {
-    if (streams_out_ || streams_arg_) hwy::FlushStream();
-  }
-
-  template <class A, class To>
-  static void StreamRow(const A* from, To* to, const Task& task) {
-    StreamBytes(to, from, static_cast<std::size_t>(task.columns) * sizeof(A));
-  }
-
-  template <class A>
-  Matrix<A> ArgMatrix() const {
-    return Matrix<A>(problem_.arg, run_.tensors.arg);
+    if (streams_out_ || arg_.streams()) hwy::FlushStream();
   }
 
   R EmptyValue() const {
@@ -545,15 +473,7 @@ class Forward {
     std::fill_n(task.vector, padded(task.columns), EmptyValue());
     if (out_.data != nullptr) WriteResult(s, task.vector, task, results);
     if (lse_.data != nullptr) WriteRow(lse_, s, task.column, task.columns, task.vector);
-    if (run_.tensors.arg == nullptr) return;
-    std::fill_n(task.wide, task.columns, std::int64_t{0});
-    if (problem_.arg.dtype == DType::u8) {
-      WriteArg<std::uint8_t>(s, task, [](std::int64_t) { return kNoPlace; });
-    } else if (problem_.arg.dtype == DType::i32) {
-      WriteArg<std::int32_t>(s, task, [](std::int64_t) { return -1; });
-    } else {
-      WriteArg<std::int64_t>(s, task, [](std::int64_t) { return -1; });
-    }
+    if (arg_) arg_.WriteNone(s, task.columns, task.column, task.run);
   }
 
   // --- Rows ---
@@ -633,7 +553,8 @@ class Forward {
   Matrix<R> lse_;
   Segments in_order_;
   RowOutput<T> results_, rows_out_;  // out of softmax has a row for each of x
-  bool streams_out_, streams_arg_;
+  bool streams_out_;
+  ArgOutput<R> arg_;
 };
 
 }  // namespace

@@ -40,6 +40,11 @@ inline bool StreamsColumn(const TensorSpec& spec, const void* data) {
          spec.strides[0] == 1;
 }
 
+// Whether a tensor with a row for each segment is written past the caches.
+inline bool Streams(const TensorSpec& spec, const void* data) {
+  return StreamsRows(spec, data) || StreamsColumn(spec, data);
+}
+
 // Rows [s, s + count) of a tensor with one column.
 template <class To, class A>
 void WriteColumn(const Matrix<To>& matrix, std::int64_t s, const A* from, std::int64_t count,

@@ -411,12 +411,14 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
   }
 }
 
-// Where SumFewRows finds its rows: side by side, or by a permutation.
+// Where reductions of a few rows find them: side by side, or by a permutation.
 template <class R>
 class AdjacentRows {
  public:
   AdjacentRows(const Block<R>& block, std::int64_t columns)
       : block_(block), ahead_(RowsAhead(block, columns)) {}
+  explicit operator bool() const { return block_.data != nullptr; }
+  const Block<R>& block() const { return block_; }
   HWY_INLINE const R* Row(std::int64_t r) const { return block_.row(r); }
   HWY_INLINE void Used(std::int64_t, std::int64_t, std::int64_t vectors) {
     for (; vectors > 0; --vectors) ahead_.Step();
@@ -436,6 +438,7 @@ class GatheredRows {
         begin_(begin),
         column_(column),
         ahead_(matrix, segments, column, columns) {}
+  explicit operator bool() const { return true; }
   HWY_INLINE const R* Row(std::int64_t r) const {
     return matrix_.at(segments_.readable_row(begin_ + r), column_);
   }

@@ -67,6 +67,23 @@ void FindPlaces(const Block<R>& block, Int<R> place, std::int64_t columns,
   }
 }
 
+// Adds how many rows of the block tie with value[c].
+template <class R>
+void CountTies(const Block<R>& block, std::int64_t columns, const R* HWY_RESTRICT value,
+               Int<R>* HWY_RESTRICT counts) {
+  const hn::ScalableTag<R> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  for (std::int64_t r = 0; r < block.rows; ++r) {
+    const R* row = block.row(r);
+    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      const auto equal = Tied(lanes.Read(d, row + c), hn::LoadU(d, value + c));
+      const auto before = hn::LoadU(di, counts + c);
+      // A mask is -1 in each lane that it holds for.
+      hn::StoreU(hn::Sub(before, hn::VecFromMask(di, hn::RebindMask(di, equal))), di, counts + c);
+    });
+  }
+}
+
 template <class R>
 class Saved {
   using I = Int<R>;
