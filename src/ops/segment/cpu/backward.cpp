@@ -52,10 +52,7 @@ class Backward {
 
   void Fold(std::int64_t tile, const Task& task) const {
     Output output = MakeOutput(task);
-    if (WritesRuns()) {
-      WriteRuns(tile, task, output);
-      return;
-    }
+    if (WritesRuns()) return WriteRuns(tile, task, output);
     run_.walk(
         tile,
         [&](const Piece& piece) {
@@ -81,10 +78,7 @@ class Backward {
       any = true;
     });
     if (!any) return;
-    if (rule_ == Rule::product) {
-      CombineProducts(tail_tile, task);
-      return;
-    }
+    if (rule_ == Rule::product) return CombineProducts(tail_tile, task);
     Resolve(total, task);
     run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
       const State state = Slot(tile, piece.head, task.column);
@@ -137,10 +131,15 @@ class Backward {
   bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
     if (!folds_) return false;
     if (problem_.x.shape[1] > 1) {
-      if (rule_ != Rule::softmax || !d_x_.apart()) return false;
-      d_x_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
-                     : SoftmaxOfRows<false>(begin, end, task, output);
-      return true;
+      const auto few = [&]<Rule kRule>() {
+        d_x_.streams() ? FewRows<kRule, true>(begin, end, task, output)
+                       : FewRows<kRule, false>(begin, end, task, output);
+        return true;
+      };
+      if (!d_x_.apart()) return false;
+      if (rule_ == Rule::softmax) return few.template operator()<Rule::softmax>();
+      if (rule_ == Rule::product) return few.template operator()<Rule::product>();
+      return rule_ == Rule::equal && few.template operator()<Rule::equal>();
     }
     if (!d_x_.stages()) return false;
     const auto single = [&](const Piece& piece) { Single(piece, task, output); };
@@ -166,20 +165,32 @@ class Backward {
     return true;
   }
 
-  template <bool kStream>
-  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    const std::int64_t last_row = segments_.begin(end);
-    RowWindow<T> y_rows(out_, segments_, last_row, task.column, task.columns, task.window);
-    RowWindow<T> g_rows(d_out_, segments_, last_row, task.column, task.columns, task.window2);
+  template <Rule kRule, bool kStream>
+  void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    constexpr bool kSoftmax = kRule == Rule::softmax;
+    const std::int64_t last_row = segments_.begin(end), columns = task.columns;
+    RowWindow<T> x_rows(kSoftmax ? out_ : x_, segments_, last_row, task.column, columns,
+                        task.window);
+    RowWindow<T> g_rows(d_out_, segments_, last_row, task.column, columns, task.window2);
     ForSegments(
         segments_, begin, end,
         [&](const Piece& piece) {
-          const Block<R> y = y_rows.Rows(piece), g = g_rows.Rows(piece);
-          if (y.data == nullptr || g.data == nullptr) return false;
+          const Block<R> x = x_rows.Rows(piece);
+          const Block<R> g = kSoftmax ? g_rows.Rows(piece) : x;
+          if (x.data == nullptr || g.data == nullptr) return false;
+          const auto to = [&](std::int64_t r) HWY_ATTR { return output.Row(piece.begin + r); };
           output.Open(piece);
-          SoftmaxGradientOfFewRows<kStream>(y, g, task.columns, [&](std::int64_t r) HWY_ATTR {
-            return output.Row(piece.begin + r);
-          });
+          if constexpr (kSoftmax) {
+            SoftmaxGradientOfFewRows<kStream>(x, g, columns, to);
+          } else {
+            ReadRow(d_out_, piece.segment, task.column, columns, task.gradient);
+          }
+          if constexpr (kRule == Rule::product) {
+            ProductGradientOfFewRows<kStream>(x, columns, task.gradient, task.run, to);
+          } else if constexpr (kRule == Rule::equal) {
+            ReadRow(out_, piece.segment, task.column, columns, task.value);
+            TiesGradientOfFewRows<kStream>(x, columns, task.value, task.gradient, to);
+          }
           return true;
         },
         [&](const Piece& piece) { Single(piece, task, output); }, [](std::int64_t) {});
@@ -406,7 +417,8 @@ class Backward {
           SpreadPowers(s, stop, row, end_of, lse_of, gradient_of,
                        ReadRun(x_, segments_, row, next - row, task.window), task, to);
         } else if (rule_ == Rule::spread) {
-          SpreadGradients(s, stop, row, end_of, gradient_of, to);
+          const bool mean = problem_.reduce == SegmentReduce::mean;
+          SpreadGradients(segments_, mean, s, stop, row, end_of, gradients, to, task);
         } else if (saved_.by_row()) {
           PlaceInRows<R>(
               s, stop, row, end_of, to,
@@ -453,22 +465,6 @@ class Backward {
           return true;
         });
     output.Flush();
-  }
-
-  // Rows from `row` on, in the segments [begin, end), to `to`: the gradient of their segment.
-  template <class End, class Gradient>
-  void SpreadGradients(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of,
-                       const Gradient& gradient_of, R* to) const {
-    if (problem_.reduce == SegmentReduce::mean) {
-      R gradients[kSegments];
-      for (std::int64_t s = begin; s < end; ++s) gradients[s - begin] = gradient_of(s);
-      DivideByRows(SegmentEnds(segments_, begin), end - begin, gradients);
-      SpreadToRows<1, R>(begin, end, row, end_of,
-                         [&](std::int64_t s, int) { return gradients[s - begin]; }, {to});
-    } else {
-      SpreadToRows<1, R>(begin, end, row, end_of,
-                         [&](std::int64_t s, int) { return gradient_of(s); }, {to});
-    }
   }
 
   void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {

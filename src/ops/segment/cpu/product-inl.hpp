@@ -160,6 +160,31 @@ void WriteProductsOfRun(const Matrix<const T>& x, const Segments& segments, cons
   });
 }
 
+// Gradients of a few rows, column by column in registers, straight to rows to(r). `products` has
+// room for a vector of each row.
+template <bool kStream, class R, class To>
+void ProductGradientOfFewRows(const Block<R>& x, std::int64_t columns,
+                              const R* HWY_RESTRICT gradient, R* HWY_RESTRICT products,
+                              const To& to) {
+  const hn::ScalableTag<R> d;
+  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
+  LinesAhead ahead = RowsAhead(x, columns);
+  ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
+    auto after = hn::Set(d, R{1}), before = after;
+    for (std::int64_t r = x.rows; r-- > 0;) {
+      ahead.Step();
+      Store(d, after, products + r * step);
+      after = hn::Mul(after, lanes.Read(d, x.row(r) + c));
+    }
+    const auto g = hn::LoadU(d, gradient + c);
+    for (std::int64_t r = 0; r < x.rows; ++r) {
+      const auto others = hn::Mul(before, hn::LoadU(d, products + r * step));
+      before = hn::Mul(before, lanes.Read(d, x.row(r) + c));
+      lanes.Write(d, hn::Mul(others, g), to(r) + c);
+    }
+  });
+}
+
 // output[r] = gradient * state.a * (product of the piece's rows before r) * (of those after r) *
 // state.b.
 template <class T, class R, class Output>

@@ -84,6 +84,28 @@ void CountTies(const Block<R>& block, std::int64_t columns, const R* HWY_RESTRIC
   }
 }
 
+// Shares of a few rows, column by column in registers, straight to rows to(r).
+template <bool kStream, class R, class To>
+void TiesGradientOfFewRows(const Block<R>& x, std::int64_t columns, const R* HWY_RESTRICT value,
+                           const R* HWY_RESTRICT gradient, const To& to) {
+  const hn::ScalableTag<R> d;
+  LinesAhead ahead = RowsAhead(x, columns);
+  ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
+    const auto extreme = hn::LoadU(d, value + c);
+    auto count = hn::Zero(d);
+    for (std::int64_t r = 0; r < x.rows; ++r) {
+      ahead.Step();
+      const auto tied = Tied(lanes.Read(d, x.row(r) + c), extreme);
+      count = hn::Add(count, hn::IfThenElseZero(tied, hn::Set(d, R{1})));
+    }
+    const auto share = hn::Div(hn::LoadU(d, gradient + c), count);
+    for (std::int64_t r = 0; r < x.rows; ++r) {
+      const auto tied = Tied(lanes.Read(d, x.row(r) + c), extreme);
+      lanes.Write(d, hn::IfThenElseZero(tied, share), to(r) + c);
+    }
+  });
+}
+
 template <class R>
 class Saved {
   using I = Int<R>;

@@ -69,6 +69,20 @@ void DivideByRows(const SegmentEnds& ends, std::int64_t count, R* HWY_RESTRICT n
   }
 }
 
+// The gradients of the segments [begin, end), for the mean divided by their rows, to their rows.
+template <class R, class End>
+void SpreadGradients(const Segments& segments, bool mean, std::int64_t begin, std::int64_t end,
+                     std::int64_t row, const End& end_of, const R* gradients, R* to,
+                     const Task<R>& task) {
+  if (mean) {
+    std::copy_n(gradients, end - begin, task.block);
+    DivideByRows(SegmentEnds(segments, begin), end - begin, task.block);
+    gradients = task.block;
+  }
+  SpreadToRows<1, R>(begin, end, row, end_of,
+                     [=](std::int64_t s, int) { return gradients[s - begin]; }, {to});
+}
+
 // Takes the segments [begin, end), all of them whole, in blocks of rows that a ColumnScan can fold:
 //   fold(row, rows, ends, most)         folds those of the next `most` segments that end within
 //                                       `rows` rows from `row` on, and returns how many those are
