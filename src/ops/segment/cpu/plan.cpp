@@ -72,9 +72,15 @@ void find_starts(const Segments& segments, std::int64_t items, std::int64_t tile
 // Whether the columns are so few that they are quicker one by one.
 bool takes_apart(const SegmentProblem& problem, Pass pass) {
   const SegmentReduce reduce = problem.reduce;
+  const bool extreme = is_extreme(reduce);
   const bool sum = reduce == SegmentReduce::sum || reduce == SegmentReduce::mean;
-  std::int64_t most = sum ? 3 : 4;
-  if (pass == Pass::backward) most = reduce == SegmentReduce::softmax ? 2 : kMostApart;
+  std::int64_t most = sum || extreme ? 3 : 4;
+  if (pass == Pass::backward) {
+    const bool few_rows_at_once = reduce == SegmentReduce::softmax ||
+                                  reduce == SegmentReduce::prod ||
+                                  (extreme && problem.ties == Ties::even);
+    most = few_rows_at_once ? 2 : kMostApart;
+  }
   return problem.x.shape[1] > 1 && problem.x.shape[1] <= most;
 }
 
