@@ -83,11 +83,10 @@ Segments make_segments(const SegmentProblem& problem, const SegmentTensors& tens
       std::atomic_ref<std::int64_t>(repaired[s]).store(n, std::memory_order_relaxed);
     };
     IndexView(problem.ids, tensors.ids).visit([&](const auto& id) {
-      const auto key = [=](std::int64_t n) { return std::clamp<std::int64_t>(id(n), -1, count); };
-      if (offsets_of_keys(rows, count, threads, key, set)) return;
+      if (offsets_of_keys(rows, count, threads, id, set)) return;
       std::int64_t largest = -1;
       for (std::int64_t n = 0; n < rows; ++n) {
-        for (const std::int64_t next = key(n); largest < next;) repaired[++largest] = n;
+        for (const auto next = std::min(id(n), count); largest < next;) repaired[++largest] = n;
       }
       while (largest < count) repaired[++largest] = rows;
     });
