@@ -157,6 +157,8 @@ class Backward {
       };
       problem_.reduce == SegmentReduce::max ? ties.template operator()<true>()
                                             : ties.template operator()<false>();
+    } else if (rule_ == Rule::power) {
+      PowerGradientOfColumn(x_, d_out_, segments_, begin, end, task, output, single);
     } else if (rule_ == Rule::product) {
       ProductGradientOfColumn(x_, d_out_, segments_, begin, end, task, output, single);
     } else {
@@ -204,6 +206,7 @@ class Backward {
   }
 
   void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
+    const bool one_column = problem_.x.shape[1] == 1;
     switch (rule_) {
       case Rule::place:
         FoldPlaces(piece, state, task);
@@ -213,18 +216,14 @@ class Backward {
         FoldCounts(piece, state, task);
         break;
       case Rule::product:
+        if (one_column) return FoldRun(problem_, x_, segments_, piece, state, task);
         std::fill_n(state.a, padded(task.columns), R{1});
-        if (problem_.x.shape[1] == 1) {
-          ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
-            state.a[0] *= ProductOfRun(ReadRun(x_, segments_, row, rows, task.block), rows);
-          });
-          break;
-        }
         ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
           MultiplyRows(XBlock(row, rows, task), task.columns, state.a);
         });
         break;
       case Rule::power:
+        if (one_column) return FoldRun(problem_, x_, segments_, piece, state, task);
         ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
           AddLogSum(state.log_sum(), XBlock(row, rows, task), row == piece.begin, task.columns);
         });

@@ -143,7 +143,7 @@ HWY_INLINE void SpreadPowers(std::int64_t begin, std::int64_t end, std::int64_t 
   };
   SpreadToRows<2, R>(begin, end, row, end_of, value_of, {task.block, task.block2});
   const std::int64_t rows = end_of(end - 1) - row;
-  LinesAhead ahead = RowsAhead(Block<R>{x, 1, rows}, 1);
+  LinesAhead ahead = RowsAhead(Block<R>{x, 1, rows, x == task.window}, 1);
   ForColumns<R>(rows, [&](auto lanes, std::int64_t r) {
     ahead.Step();
     const auto power = ExpOf(d, hn::Sub(lanes.Read(d, x + r), hn::LoadU(d, task.block + r)));
@@ -310,6 +310,36 @@ void ExtremeGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& ou
             if (piece.begin < piece.end) single(piece);
           }
         });
+      },
+      single);
+}
+
+// The gradient of logsumexp that was not saved, likewise.
+template <class T, class R, class Output, class Single>
+void PowerGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& d_out,
+                           const Segments& segments, std::int64_t begin, std::int64_t end,
+                           const Task<R>& task, Output& output, const Single& single) {
+  using Scan = ColumnScan<R, LogSumRule<R>>;
+  Scan scan({0, 0});
+  const R* run = nullptr;  // of the block
+  ForBlocksOfSegments<Scan::kRows>(
+      segments, begin, end,
+      [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most) {
+        run = ReadRun(x, segments, row, rows, task.window);
+        return scan.Take(run, row, rows, ends, most, run != task.window);
+      },
+      [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
+          const SegmentEnds& ends) {
+        scan.Used(count);
+        FinishLogSum(LogSum<R>{scan.a, scan.b}, count);
+        const R* gradients = ReadOfSegments(d_out, s, count, task.window2);
+        output.Open(Piece{s, row, stop, true, false});
+        ends.Visit([&](const auto& end_of) {
+          SpreadPowers(
+              0, count, row, end_of, [&](std::int64_t k) { return scan.a[k]; },
+              [&](std::int64_t k) { return gradients[k]; }, run, task, output.Run(row, nullptr));
+        });
+        output.DrainLines();
       },
       single);
 }
