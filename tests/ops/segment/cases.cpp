@@ -176,6 +176,18 @@ std::vector<Case> segment_cases() {
       }
       add(make_case("without lse, unsorted", reduce, {mixed, 9, Form::unsorted, 2, 3}, none));
       cases.back().dtypes = {DType::bf16, DType::f16};
+      for (const Form form : {Form::offsets_i32, Form::unsorted}) {
+        const std::string name =
+            form == Form::unsorted ? "without lse, unsorted " : "without lse, ";
+        for (const std::int64_t columns : {1, 3}) {
+          const std::string full = name + "blocks D=" + std::to_string(columns);
+          add(make_case(full, reduce, {blocks, columns, form, 40, 90}, none));
+          cases.back().dtypes = {DType::bf16, DType::f16};
+        }
+      }
+      add(make_case("without lse, special D=1", reduce, {blocks, 1}, none, Values::special));
+      cases.back().dtypes = {DType::bf16, DType::f16};
+      cases.back().finite_differences = false;
     }
     if (reduce == "logsumexp" || reduce == "softmax") {
       add(make_case("wide D=1", reduce, {blocks, 1}, {}, Values::wide));
