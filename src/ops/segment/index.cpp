@@ -78,19 +78,18 @@ Segments make_segments(const SegmentProblem& problem, const SegmentTensors& tens
       repaired[s] = largest;
     }
   } else {
-    const IndexView ids(problem.ids, tensors.ids);
-    const auto key = [&](std::int64_t n) { return std::clamp<std::int64_t>(ids[n], -1, count); };
     // Keys out of order let two blocks of rows set the same offset, before it is all thrown away.
-    const auto set = [&](std::int64_t s, std::int64_t n) {
+    const auto set = [=](std::int64_t s, std::int64_t n) {
       std::atomic_ref<std::int64_t>(repaired[s]).store(n, std::memory_order_relaxed);
     };
-    if (!offsets_of_keys(rows, count, threads, key, set)) {
+    IndexView(problem.ids, tensors.ids).visit([&](const auto& id) {
+      if (offsets_of_keys(rows, count, threads, id, set)) return;
       std::int64_t largest = -1;
       for (std::int64_t n = 0; n < rows; ++n) {
-        for (const std::int64_t next = key(n); largest < next;) repaired[++largest] = n;
+        for (const auto next = std::min(id(n), count); largest < next;) repaired[++largest] = n;
       }
       while (largest < count) repaired[++largest] = rows;
-    }
+    });
   }
   segments.offsets = {};
   segments.offsets.data = repaired;

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "core/element.hpp"
 #include "core/threads.hpp"
@@ -31,6 +32,17 @@ struct IndexView {
   std::int64_t operator[](std::int64_t i) const {
     return wide ? static_cast<const std::int64_t*>(data)[i * stride]
                 : static_cast<const std::int32_t*>(data)[i * stride];
+  }
+  // Calls f(at), where at(i) is the same without a look at what they are.
+  template <class F>
+  auto visit(const F& f) const {
+    if (stride != 1) return f([this](std::int64_t i) { return (*this)[i]; });
+    if (wide) {
+      return f([from = static_cast<const std::int64_t*>(data)](std::int64_t i) { return from[i]; });
+    }
+    return f([from = static_cast<const std::int32_t*>(data)](std::int64_t i) {
+      return std::int64_t{from[i]};
+    });
   }
 };
 
@@ -81,27 +93,44 @@ void check_places(const SegmentProblem& problem, const SegmentTensors& tensors,
 // Writes offset(s) = number of rows whose key is below s, for s in [0, S], from keys in ascending
 // order, clamped to [-1, S]. False when they are not; the offsets then mean nothing.
 template <class Key, class SetOffset>
-bool offsets_of_keys(std::int64_t rows, std::int64_t count, const Threads& threads, const Key& key,
-                     const SetOffset& set_offset) {
-  constexpr std::int64_t kBlock = 1 << 14;
-  const std::int64_t blocks = (rows + kBlock - 1) / kBlock;
+bool offsets_of_keys(std::int64_t rows, std::int64_t count, const Threads& threads,
+                     const Key& key_of, const SetOffset& set_offset_of) {
+  constexpr std::int64_t kBlock = 1 << 14, kPart = 1 << 10;
+  const auto clamped = [=](std::int64_t key) { return std::clamp<std::int64_t>(key, -1, count); };
   std::atomic<bool> ascending = true;
-  threads.parallel_for(blocks, [&](std::int64_t block, int) {
-    std::int64_t last = block == 0 ? -1 : key(block * kBlock - 1);
-    const std::int64_t end = std::min(rows, (block + 1) * kBlock);
-    for (std::int64_t n = block * kBlock; n < end; ++n) {
-      const std::int64_t next = key(n);
-      if (next == last) continue;
-      if (next < last) {
+  threads.parallel_for((rows + kBlock - 1) / kBlock, [&](std::int64_t block, int) {
+    // Copies, which no store to memory changes.
+    const Key key = key_of;
+    const SetOffset set_offset = set_offset_of;
+    std::int64_t last = std::numeric_limits<std::int64_t>::min();
+    if (block > 0) last = key(block * kBlock - 1);
+    const std::int64_t stop = std::min(rows, (block + 1) * kBlock);
+    for (std::int64_t part = block * kBlock; part < stop; part += kPart) {
+      // Rows with another key than the one before, listed without a guess which those are.
+      std::int32_t firsts[kPart];
+      const std::int64_t length = std::min(kPart, stop - part);
+      std::int64_t found = 0, before = last;
+      bool falls = false;
+      for (std::int64_t r = 0; r < length; ++r) {
+        const std::int64_t next = key(part + r);
+        firsts[found] = static_cast<std::int32_t>(r);
+        found += next != last;
+        falls |= next < last;
+        last = next;
+      }
+      if (falls) {
         ascending.store(false, std::memory_order_relaxed);
         return;
       }
-      for (std::int64_t s = last + 1; s <= next; ++s) set_offset(s, n);
-      last = next;
+      for (std::int64_t k = 0; k < found; ++k) {
+        const std::int64_t n = part + firsts[k], next = clamped(key(n));
+        for (std::int64_t s = clamped(before) + 1; s <= next; ++s) set_offset(s, n);
+        before = next;
+      }
     }
   });
-  const std::int64_t last = rows == 0 ? -1 : key(rows - 1);
-  for (std::int64_t s = last + 1; s <= count; ++s) set_offset(s, rows);
+  const std::int64_t last = rows == 0 ? -1 : clamped(key_of(rows - 1));
+  for (std::int64_t s = last + 1; s <= count; ++s) set_offset_of(s, rows);
   return ascending.load();
 }
 

@@ -68,6 +68,7 @@ void add_widths(std::vector<Case>& cases, const std::string& reduce, const std::
       cases.push_back(make_case(full, reduce, shape, options, Values::integers));
     };
     add("D=1", {lengths, 1});
+    add("D=1 unsorted", {lengths, 1, Form::unsorted});
     add("D=5", {lengths, 5});
     add("D=16", {lengths, 16});
     add("D=64", {lengths, 64});
@@ -150,6 +151,19 @@ std::vector<Case> segment_cases() {
     for (const std::string empty : {"zero", "nan"}) {
       add(make_case("empty " + empty + " D=1", reduce, {mixed, 1}, {{"empty", empty}}));
     }
+    for (const std::int64_t columns : {1, 3, 10, 17}) {
+      const std::string name = "D=" + std::to_string(columns);
+      add(make_case("unsorted blocks " + name, reduce, {blocks, columns, Form::unsorted, 40, 90}));
+    }
+    add(make_case("special unsorted D=1", reduce, {blocks, 1, Form::unsorted}, {},
+                  Values::special));
+    cases.back().finite_differences = false;
+    // Longer than the blocks of rows whose ids are looked at together, and none for some.
+    const Lengths long_and_none = {16383, 0, 2, 0, 0, 20000, 1, 0, 16000, 0};
+    for (Form form : {Form::ids_i64, Form::ids_i32}) {
+      const std::string name = form == Form::ids_i64 ? "long ids i64" : "long ids i32";
+      add(make_case(name, reduce, {long_and_none, 1, form, 100, 70}));
+    }
     for (std::int64_t columns : {2, 4, 6, 8, 16, 32}) {
       const std::string name = " D=" + std::to_string(columns);
       add(make_case("narrow" + name, reduce, {blocks, columns, Form::offsets_i32, 40, 90}));
@@ -171,6 +185,18 @@ std::vector<Case> segment_cases() {
       }
       add(make_case("without lse, unsorted", reduce, {mixed, 9, Form::unsorted, 2, 3}, none));
       cases.back().dtypes = {DType::bf16, DType::f16};
+      for (const Form form : {Form::offsets_i32, Form::unsorted}) {
+        const std::string name =
+            form == Form::unsorted ? "without lse, unsorted " : "without lse, ";
+        for (const std::int64_t columns : {1, 3}) {
+          const std::string full = name + "blocks D=" + std::to_string(columns);
+          add(make_case(full, reduce, {blocks, columns, form, 40, 90}, none));
+          cases.back().dtypes = {DType::bf16, DType::f16};
+        }
+      }
+      add(make_case("without lse, special D=1", reduce, {blocks, 1}, none, Values::special));
+      cases.back().dtypes = {DType::bf16, DType::f16};
+      cases.back().finite_differences = false;
     }
     if (reduce == "logsumexp" || reduce == "softmax") {
       add(make_case("wide D=1", reduce, {blocks, 1}, {}, Values::wide));
@@ -189,6 +215,8 @@ std::vector<Case> segment_cases() {
         };
         tied("short", {mixed, 33});
         tied("short D=1", {mixed, 1});
+        tied("blocks D=1", {blocks, 1});
+        tied("unsorted D=1", {blocks, 1, Form::unsorted, 2, 3});
         tied("unsorted", {mixed, 9, Form::unsorted, 2, 3});
         tied("unsorted with ids", {mixed, 4, Form::unsorted_with_ids, 2, 3});
         tied("giant", {{4, 0, 2500, 7}, 20});

@@ -47,13 +47,58 @@ class Backward {
         rule_(RuleOf(problem_, saved_.kind)),
         folds_(Folds(problem_, run.tensors)) {}
 
-  void All() const {
-    ForTasksFirst<R>(run_, [&](std::int64_t tile, const Task& task) { First(tile, task); });
-    if (run_.failed()) return;
-    if (folds_) {
-      ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task); });
-      ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Last(tile, task); });
-    }
+  bool combines() const { return folds_; }
+  bool writes_rows() const { return folds_; }
+
+  void Fold(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
+    if (WritesRuns()) return WriteRuns(tile, task, output);
+    run_.walk(
+        tile,
+        [&](const Piece& piece) {
+          if (!folds_) {
+            WriteRows(piece, task.state, task, output);
+          } else if (piece.whole) {
+            Single(piece, task, output);
+          } else {
+            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
+          }
+        },
+        [](std::int64_t) {},
+        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
+    output.Flush();
+  }
+
+  void Combine(std::int64_t tail_tile, const Task& task) const {
+    const State& total = task.state;
+    bool any = false;
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      Merge(total, state, piece, task, !any);
+      any = true;
+    });
+    if (!any) return;
+    if (rule_ == Rule::product) return CombineProducts(tail_tile, task);
+    Resolve(total, task);
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      if (rule_ == Rule::place) {
+        task.PlacesIn(piece, state.places());
+      } else {
+        total.CopyTo(state, task.columns);
+      }
+    });
+  }
+
+  void Finish(std::int64_t tile, const Task& task) const {
+    Output output = MakeOutput(task);
+    run_.walk_ends(tile, [&](const Piece& piece) {
+      WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
+    });
+    output.Flush();
+  }
+
+  void Clear() const {
     ClearRows(0, segments_.first_row());
     ClearRows(segments_.last_row(), segments_.rows);
   }
@@ -82,70 +127,72 @@ class Backward {
 
   // --- 1: fold ---
 
-  void First(std::int64_t tile, const Task& task) const {
-    Output output = MakeOutput(task);
-    if (WritesRuns()) {
-      WriteRuns(tile, task, output);
-      return;
-    }
-    run_.walk(
-        tile,
-        [&](const Piece& piece) {
-          if (!folds_) {
-            WriteRows(piece, task.state, task, output);
-          } else if (piece.whole) {
-            Single(piece, task, output);
-          } else {
-            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
-          }
-        },
-        [](std::int64_t) {},
-        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
-    output.Flush();
-  }
-
   // Segments [begin, end), all whole or empty. False when others have to do it.
   bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    if constexpr (std::is_same_v<T, R>) {
-      if (!folds_) return false;
-      if (problem_.x.shape[1] > 1) {
-        if (rule_ != Rule::softmax || segments_.permuted() || out_.column_stride != 1 ||
-            d_out_.column_stride != 1 || d_x_.matrix().column_stride != 1) {
-          return false;
-        }
-        d_x_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
-                       : SoftmaxOfRows<false>(begin, end, task, output);
+    if (!folds_) return false;
+    if (problem_.x.shape[1] > 1) {
+      const auto few = [&]<Rule kRule>() {
+        d_x_.streams() ? FewRows<kRule, true>(begin, end, task, output)
+                       : FewRows<kRule, false>(begin, end, task, output);
         return true;
-      }
-      if (!d_x_.stages()) return false;
-      if (rule_ == Rule::softmax && out_.row_stride == 1 && d_out_.row_stride == 1) {
-        SoftmaxGradientOfColumn(segments_, begin, end, reinterpret_cast<const R*>(out_.data),
-                                reinterpret_cast<const R*>(d_out_.data), task, output,
-                                [&](const Piece& piece) { Single(piece, task, output); });
-        return true;
-      }
-      if (rule_ == Rule::place && x_.row_stride == 1) {
-        WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-          ExtremeGradientOfColumn<ExtremeRule<R, kMax, kLast>>(
-              segments_, begin, end, reinterpret_cast<const R*>(x_.data), out_, d_out_, output,
-              [&](const Piece& piece) { Single(piece, task, output); });
-        });
-        return true;
-      }
+      };
+      if (!d_x_.apart()) return false;
+      if (rule_ == Rule::softmax) return few.template operator()<Rule::softmax>();
+      if (rule_ == Rule::product) return few.template operator()<Rule::product>();
+      return rule_ == Rule::equal && few.template operator()<Rule::equal>();
     }
-    return false;
+    if (!d_x_.stages()) return false;
+    const auto single = [&](const Piece& piece) { Single(piece, task, output); };
+    if (rule_ == Rule::softmax) {
+      SoftmaxGradientOfColumn(out_, d_out_, segments_, begin, end, task, output, single);
+    } else if (rule_ == Rule::place) {
+      WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
+        ExtremeGradientOfColumn<ExtremeRule<R, kMax, kLast>>(x_, out_, d_out_, segments_, begin,
+                                                             end, task, output, single);
+      });
+    } else if (rule_ == Rule::equal) {
+      const auto ties = [&]<bool kMax>() {
+        ExtremeGradientOfColumn<TiesRule<R, kMax>>(x_, out_, d_out_, segments_, begin, end, task,
+                                                   output, single);
+      };
+      problem_.reduce == SegmentReduce::max ? ties.template operator()<true>()
+                                            : ties.template operator()<false>();
+    } else if (rule_ == Rule::power) {
+      PowerGradientOfColumn(x_, d_out_, segments_, begin, end, task, output, single);
+    } else if (rule_ == Rule::product) {
+      ProductGradientOfColumn(x_, d_out_, segments_, begin, end, task, output, single);
+    } else {
+      return false;
+    }
+    return true;
   }
 
-  template <bool kStream>
-  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+  template <Rule kRule, bool kStream>
+  void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
+    constexpr bool kSoftmax = kRule == Rule::softmax;
+    const std::int64_t last_row = segments_.begin(end), columns = task.columns;
+    RowWindow<T> x_rows(kSoftmax ? out_ : x_, segments_, last_row, task.column, columns,
+                        task.window);
+    RowWindow<T> g_rows(d_out_, segments_, last_row, task.column, columns, task.window2);
     ForSegments(
         segments_, begin, end,
         [&](const Piece& piece) {
+          const Block<R> x = x_rows.Rows(piece);
+          const Block<R> g = kSoftmax ? g_rows.Rows(piece) : x;
+          if (x.data == nullptr || g.data == nullptr) return false;
+          const auto to = [&](std::int64_t r) HWY_ATTR { return output.Row(piece.begin + r); };
           output.Open(piece);
-          const auto [y, g] = SoftmaxBlocks(piece.begin, piece.end - piece.begin, task);
-          SoftmaxGradientOfFewRows<kStream>(y, g, task.columns, [&](std::int64_t r) HWY_ATTR {
-            return output.Row(piece.begin + r);
-          });
+          if constexpr (kSoftmax) {
+            SoftmaxGradientOfFewRows<kStream>(x, g, columns, to);
+          } else {
+            ReadRow(d_out_, piece.segment, task.column, columns, task.gradient);
+          }
+          if constexpr (kRule == Rule::product) {
+            ProductGradientOfFewRows<kStream>(x, columns, task.gradient, task.run, to);
+          } else if constexpr (kRule == Rule::equal) {
+            ReadRow(out_, piece.segment, task.column, columns, task.value);
+            TiesGradientOfFewRows<kStream>(x, columns, task.value, task.gradient, to);
+          }
           return true;
         },
         [&](const Piece& piece) { Single(piece, task, output); }, [](std::int64_t) {});
@@ -159,6 +206,7 @@ class Backward {
   }
 
   void FoldPiece(const Piece& piece, const State& state, const Task& task) const {
+    const bool one_column = problem_.x.shape[1] == 1;
     switch (rule_) {
       case Rule::place:
         FoldPlaces(piece, state, task);
@@ -168,12 +216,14 @@ class Backward {
         FoldCounts(piece, state, task);
         break;
       case Rule::product:
+        if (one_column) return FoldRun(problem_, x_, segments_, piece, state, task);
         std::fill_n(state.a, padded(task.columns), R{1});
         ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
           MultiplyRows(XBlock(row, rows, task), task.columns, state.a);
         });
         break;
       case Rule::power:
+        if (one_column) return FoldRun(problem_, x_, segments_, piece, state, task);
         ForBlocks(piece, task.block_rows, [&](std::int64_t row, std::int64_t rows) {
           AddLogSum(state.log_sum(), XBlock(row, rows, task), row == piece.begin, task.columns);
         });
@@ -208,8 +258,6 @@ class Backward {
   }
 
   void FoldCounts(const Piece& piece, const State& state, const Task& task) const {
-    const hn::ScalableTag<R> d;
-    const hn::RebindToSigned<decltype(d)> di;
     I* HWY_RESTRICT counts = state.places();
     std::fill_n(counts, padded(task.columns), I{0});
     if (rule_ == Rule::mask) {
@@ -220,23 +268,19 @@ class Backward {
       return;
     }
     ReadRow(out_, piece.segment, task.column, task.columns, task.value);
+    if (problem_.x.shape[1] == 1) {
+      ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
+        const R* run = ReadRun(x_, segments_, row, rows, task.block);
+        counts[0] += static_cast<I>(CountOfValue(run, rows, task.value[0]));
+      });
+      return;
+    }
     ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
-      const Block<R> block = XBlock(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* row = block.row(r);
-        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
-          const auto equal = Tied(lanes.Read(d, row + c), hn::LoadU(d, task.value + c));
-          const auto before = hn::LoadU(di, counts + c);
-          // A mask is -1 in each lane that it holds for.
-          hn::StoreU(hn::Sub(before, hn::VecFromMask(di, hn::RebindMask(di, equal))), di,
-                     counts + c);
-        });
-      }
+      CountTies(XBlock(first, rows, task), task.columns, task.value, counts);
     });
   }
 
   void FoldDot(const Piece& piece, const State& state, const Task& task) const {
-    const hn::ScalableTag<R> d;
     std::fill_n(state.a, padded(task.columns), R{0});
     if (problem_.x.shape[1] == 1) {
       ForRuns(piece, [&](std::int64_t row, std::int64_t rows) {
@@ -248,16 +292,7 @@ class Backward {
     }
     ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
       const auto [y, g] = SoftmaxBlocks(first, rows, task);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        const R* y_row = y.row(r);
-        const R* g_row = g.row(r);
-        ForColumns<R>(task.columns, [&](auto lanes, std::int64_t c) {
-          Store(d,
-                hn::MulAdd(lanes.Read(d, y_row + c), lanes.Read(d, g_row + c),
-                           hn::LoadU(d, state.a + c)),
-                state.a + c);
-        });
-      }
+      AddDots(y, g, task.columns, state.a);
     });
   }
 
@@ -276,30 +311,6 @@ class Backward {
   }
 
   // --- 2: combine, and leave in each slot what its piece needs ---
-
-  void Combine(std::int64_t tail_tile, const Task& task) const {
-    const State& total = task.state;
-    bool any = false;
-    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
-      const State state = Slot(tile, piece.head, task.column);
-      Merge(total, state, piece, task, !any);
-      any = true;
-    });
-    if (!any) return;
-    if (rule_ == Rule::product) {
-      CombineProducts(tail_tile, task);
-      return;
-    }
-    Resolve(total, task);
-    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
-      const State state = Slot(tile, piece.head, task.column);
-      if (rule_ == Rule::place) {
-        task.PlacesIn(piece, state.places());
-      } else {
-        total.CopyTo(state, task.columns);
-      }
-    });
-  }
 
   void Merge(const State& total, const State& later, const Piece& piece, const Task& task,
              bool first) const {
@@ -366,21 +377,11 @@ class Backward {
 
   // --- 3: write ---
 
-  void Last(std::int64_t tile, const Task& task) const {
-    Output output = MakeOutput(task);
-    run_.walk_ends(tile, [&](const Piece& piece) {
-      WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
-    });
-    output.Flush();
-  }
-
   // Sum, mean, and max and min from arg, of one column: short segments leave no time for more than
   // a vector or four of the gradient, or for one row among zeros. Past the end of a segment that
   // writes where the next one is still to come, or where the stage has room to spare.
   bool WritesRuns() const {
-    return problem_.x.shape[1] == 1 && std::is_same_v<T, R> && d_x_.stages() && !folds_ &&
-           (rule_ == Rule::spread || rule_ == Rule::place ||
-            (rule_ == Rule::power && x_.row_stride == 1));
+    return problem_.x.shape[1] == 1 && d_x_.stages() && !folds_ && rule_ != Rule::mask;
   }
 
   // So few at a time that memory takes their lines while the next ones are made.
@@ -406,24 +407,37 @@ class Backward {
         R* to = output.Run(row, nullptr);
         LinesAhead ahead(d_out_.at(s, 0));
         if (d_out_.row_stride == 1) ahead.StepTo(d_out_.at(stop, 0));
-        const auto gradient_of = [&](std::int64_t k) { return ToReal(*d_out_.at(k, 0)); };
+        const R* gradients = ReadOfSegments(d_out_, s, stop - s, task.window2);
+        const auto gradient_of = [=](std::int64_t k) { return gradients[k - s]; };
         if (rule_ == Rule::power) {
           LinesAhead lse_ahead(lse_.at(s, 0));
           if (lse_.row_stride == 1) lse_ahead.StepTo(lse_.at(stop, 0));
           const auto lse_of = [&](std::int64_t k) { return *lse_.at(k, 0); };
           SpreadPowers(s, stop, row, end_of, lse_of, gradient_of,
-                       reinterpret_cast<const R*>(x_.data) + row, task, to);
+                       ReadRun(x_, segments_, row, next - row, task.window), task, to);
         } else if (rule_ == Rule::spread) {
-          SpreadGradients(s, stop, row, end_of, gradient_of, to);
+          const bool mean = problem_.reduce == SegmentReduce::mean;
+          SpreadGradients(segments_, mean, s, stop, row, end_of, gradients, to, task);
+        } else if (saved_.by_row()) {
+          PlaceInRows<R>(
+              s, stop, row, end_of, to,
+              [&](std::int64_t k, std::int64_t begin_of, std::int64_t stop_of) {
+                return saved_.PlaceOfRow(k, begin_of, stop_of);
+              },
+              gradient_of);
         } else if (problem_.arg.dtype == DType::i64) {
           const auto arg = saved_.template Arg<std::int64_t>();
           LinesAhead args_ahead(arg.at(s, 0));
           if (arg.row_stride == 1) args_ahead.StepTo(arg.at(stop, 0));
           PlaceInRows<R>(
-              s, stop, row, end_of, to, [&](std::int64_t k) { return *arg.at(k, 0); }, gradient_of);
+              s, stop, row, end_of, to,
+              [&](std::int64_t k, std::int64_t, std::int64_t) { return *arg.at(k, 0); },
+              gradient_of);
         } else {
           PlaceInRows<R>(
-              s, stop, row, end_of, to, [&](std::int64_t k) { return saved_.Row(k); }, gradient_of);
+              s, stop, row, end_of, to,
+              [&](std::int64_t k, std::int64_t, std::int64_t) { return saved_.Row(k); },
+              gradient_of);
         }
         output.DrainLines();
         row = next;
@@ -452,22 +466,6 @@ class Backward {
     output.Flush();
   }
 
-  // Rows from `row` on, in the segments [begin, end), to `to`: the gradient of their segment.
-  template <class End, class Gradient>
-  void SpreadGradients(std::int64_t begin, std::int64_t end, std::int64_t row, const End& end_of,
-                       const Gradient& gradient_of, R* to) const {
-    if (problem_.reduce == SegmentReduce::mean) {
-      R gradients[kSegments];
-      for (std::int64_t s = begin; s < end; ++s) gradients[s - begin] = gradient_of(s);
-      DivideByRows(SegmentEnds(segments_, begin), end - begin, gradients);
-      SpreadToRows<1, R>(begin, end, row, end_of,
-                         [&](std::int64_t s, int) { return gradients[s - begin]; }, {to});
-    } else {
-      SpreadToRows<1, R>(begin, end, row, end_of,
-                         [&](std::int64_t s, int) { return gradient_of(s); }, {to});
-    }
-  }
-
   void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
     d_x_.streams() ? WriteRowsAs<true>(piece, state, task, output)
                    : WriteRowsAs<false>(piece, state, task, output);
@@ -480,7 +478,7 @@ class Backward {
     const auto key = [&](std::int64_t r) { return saved_.Key(piece, r); };
     const auto map = [&]<int kInputs>(const MapInputs<T>& inputs, const auto& f) {
       MapRows<kStream, kInputs>(piece, segments_, task.column, task.columns, inputs, output,
-                                task.run, key, f);
+                                task.run, key, !saved_.by_row(), f);
     };
     const MapInputs<T> x{{&x_, nullptr}, {task.block, nullptr}};
     switch (rule_) {
@@ -582,7 +580,7 @@ class Backward {
 }  // namespace
 
 void BackwardOf(const Run& run) {
-  dispatch_floating(run.problem.x.dtype, [&]<class T>() { Backward<T>(run).All(); });
+  dispatch_floating(run.problem.x.dtype, [&]<class T>() { RunPass<Backward<T>, Real<T>>(run); });
 }
 
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE

@@ -108,6 +108,21 @@ std::int64_t PlaceOfValue(const R* HWY_RESTRICT from, std::int64_t count, R valu
   return place;
 }
 
+// How many rows tie with a value.
+template <class R>
+std::int64_t CountOfValue(const R* HWY_RESTRICT from, std::int64_t count, R value) {
+  const hn::ScalableTag<R> d;
+  const auto wanted = hn::Set(d, value);
+  std::size_t found = 0;
+  LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
+  ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
+    ahead.Step();
+    const auto tied = Tied(lanes.Read(d, from + i), wanted);
+    found += hn::CountTrue(d, hn::And(tied, lanes.Inside(d)));
+  });
+  return static_cast<std::int64_t>(found);
+}
+
 // Place of the extreme: the first or last of equal ones, of NaN the first.
 template <bool kMax, bool kLast, class R>
 std::int64_t PlaceOfLongExtreme(const R* HWY_RESTRICT from, std::int64_t count) {

@@ -19,6 +19,11 @@ struct Extreme {
   Int<R>* place;
 };
 
+template <class V>
+HWY_INLINE auto Tied(V a, V b) {
+  return hn::Or(hn::Eq(a, b), hn::And(hn::IsNaN(a), hn::IsNaN(b)));
+}
+
 // Whether later values take over, NaN aside.
 template <bool kMax, bool kLast, class V>
 HWY_INLINE auto Beats(V value, V best) {
@@ -145,24 +150,22 @@ HWY_INLINE void WriteRowNumbers([[maybe_unused]] const Lanes& lanes, DI di, hn::
 }
 
 // Extremes of a few rows straight to `to`, and the numbers of their rows to `arg` unless that is
-// null; `first` is that of the block's first row. False, and nothing useful is written, if there is
+// null; `first` is that of the first row. False, and nothing useful is written, if there is
 // a NaN.
-template <bool kMax, bool kLast, bool kStream, class R, class A>
-HWY_INLINE bool ExtremeOfFewRows(const Block<R>& block, std::int64_t columns, std::int64_t first,
-                                 R* HWY_RESTRICT to, A* HWY_RESTRICT arg) {
+template <bool kMax, bool kLast, bool kStream, class Rows, class R, class A>
+HWY_INLINE bool ExtremeOfFewRows(Rows rows, std::int64_t count, std::int64_t columns,
+                                 std::int64_t first, R* HWY_RESTRICT to, A* HWY_RESTRICT arg) {
   const hn::ScalableTag<R> d;
   const hn::RebindToSigned<decltype(d)> di;
-  LinesAhead ahead = RowsAhead(block, columns);
   auto nan = hn::IsNaN(hn::Zero(d));
   ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
-    const R* from = block.data + c;
-    auto best = lanes.Read(d, from);
+    auto best = lanes.Read(d, rows.Row(0) + c);
     auto best_place = hn::Zero(di);
     auto sum = best;  // NaN if a row is
-    ahead.Step();
-    for (std::int64_t r = 1; r < block.rows; ++r) {
-      const auto next = lanes.Read(d, from += block.stride);
-      ahead.Step();
+    rows.Used(0, c, 1);
+    for (std::int64_t r = 1; r < count; ++r) {
+      const auto next = lanes.Read(d, rows.Row(r) + c);
+      rows.Used(r, c, 1);
       const auto beats = Beats<kMax, kLast>(next, best);
       sum = hn::Add(sum, next);
       best = hn::IfThenElse(beats, next, best);

@@ -9,6 +9,7 @@
 #define HWY_TARGET_INCLUDE "ops/segment/cpu/forward.cpp"
 #include <hwy/foreach_target.h>
 
+#include "ops/segment/cpu/arg-inl.hpp"
 #include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
@@ -34,17 +35,69 @@ class Forward {
         x_(problem_.x, run.tensors.x),
         out_(problem_.out, run.tensors.out),
         lse_(problem_.lse, run.tensors.lse),
+        results_(problem_.out, run.tensors.out, in_order_),
         rows_out_(problem_.out, run.tensors.out, run.segments),
         streams_out_(std::is_same_v<T, R> && Streams(problem_.out, run.tensors.out)),
-        streams_arg_(run.tensors.arg != nullptr && Streams(problem_.arg, run.tensors.arg)) {}
+        arg_(problem_, run.tensors, run.segments) {}
 
-  void All() const {
-    const bool rows = problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
-    ForTasksFirst<R>(run_, [&](std::int64_t tile, const Task& task) { Fold(tile, task, rows); });
-    if (run_.failed()) return;
-    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { Combine(tile, task, rows); });
-    if (!rows) return;
-    ForTasks<R>(run_, [&](std::int64_t tile, const Task& task) { FinishRows(tile, task); });
+  bool combines() const { return true; }
+  bool writes_rows() const {
+    return problem_.reduce == SegmentReduce::softmax || Mask() != nullptr;
+  }
+
+  void Fold(std::int64_t tile, const Task& task) const {
+    Outputs outputs = MakeOutputs(task);
+    run_.walk(
+        tile,
+        [&](const Piece& piece) {
+          if (piece.whole) {
+            Whole(piece, task, outputs);
+          } else {
+            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
+          }
+        },
+        [&](std::int64_t s) { WriteEmpty(s, task, outputs.results); },
+        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, outputs); });
+    outputs.Flush();
+    FinishStreams();
+  }
+
+  void Combine(std::int64_t tail_tile, const Task& task) const {
+    const State& total = task.state;
+    std::int64_t segment = -1;
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      if (piece.head) {
+        Merge(total, state, piece, task);
+      } else {
+        state.CopyTo(total, task.columns);
+        if (Extremal()) Widen(piece, state, task);
+      }
+      segment = piece.segment;
+    });
+    if (segment < 0) return;
+    Outputs outputs = MakeOutputs(task);
+    WriteResults(segment, total, task, outputs.results);
+    outputs.Flush();
+    FinishStreams();
+    if (!writes_rows()) return;
+    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
+      const State state = Slot(tile, piece.head, task.column);
+      total.CopyTo(state, task.columns);
+      if (Extremal()) task.PlacesIn(piece, state.places());
+    });
+  }
+
+  void Finish(std::int64_t tile, const Task& task) const {
+    Outputs outputs = MakeOutputs(task);
+    run_.walk_ends(tile, [&](const Piece& piece) {
+      WriteRows(piece, Slot(tile, piece.head, task.column), task, outputs.rows);
+    });
+    outputs.Flush();
+  }
+
+  void Clear() const {
+    if (!writes_rows()) return;
     ClearRows(0, segments_.first_row());
     ClearRows(segments_.last_row(), segments_.rows);
   }
@@ -55,13 +108,17 @@ class Forward {
   //   max, min                a = extreme, b = its row, counted from the piece's first
   //   logsumexp, softmax      a = largest, b = sum (LogSum)
 
-  static bool Streams(const TensorSpec& spec, const void* data) {
-    return StreamsRows(spec, data) || StreamsColumn(spec, data);
-  }
-
   using Output = typename RowOutput<T>::Tile;
-  Output MakeOutput(const Task& task) const {
-    return Output(rows_out_, task.column, task.columns, task.row, task.stage);
+  struct Outputs {
+    Output results, rows;
+    void Flush() {
+      results.Flush();
+      rows.Flush();
+    }
+  };
+  Outputs MakeOutputs(const Task& task) const {
+    return {Output(results_, task.column, task.columns, task.row, task.window2),
+            Output(rows_out_, task.column, task.columns, task.row, task.stage)};
   }
 
   std::uint8_t* Mask() const { return static_cast<std::uint8_t*>(run_.tensors.arg_mask); }
@@ -71,30 +128,13 @@ class Forward {
     return SlotOf<R>(run_, tile, head, column);
   }
 
-  // --- 1 ---
+  // --- Folding ---
 
-  void Fold(std::int64_t tile, const Task& task, bool rows) const {
-    Output output = MakeOutput(task);
-    run_.walk(
-        tile,
-        [&](const Piece& piece) {
-          if (piece.whole) {
-            Whole(piece, task, output, rows);
-          } else {
-            FoldPiece(piece, Slot(tile, piece.head, task.column), task);
-          }
-        },
-        [&](std::int64_t s) { WriteEmpty(s, task); },
-        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
-    output.Flush();
-    FinishStreams();
-  }
-
-  HWY_INLINE void Whole(const Piece& piece, const Task& task, Output& output, bool rows) const {
+  HWY_INLINE void Whole(const Piece& piece, const Task& task, Outputs& outputs) const {
     FoldPiece(piece, task.state, task);
     if (Extremal()) Widen(piece, task.state, task);
-    Finish(piece.segment, task.state, task);
-    if (rows) WriteRows(piece, task.state, task, output);
+    WriteResults(piece.segment, task.state, task, outputs.results);
+    if (writes_rows()) WriteRows(piece, task.state, task, outputs.rows);
   }
 
   // The rows of the extremes, in the sorted order, to task.wide.
@@ -142,147 +182,181 @@ class Forward {
     });
   }
 
-  // Segments [begin, end), all whole or empty, of tensors that are used in place. Short ones leave
-  // no time for anything but the reduction. False when others have to do it.
-  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task,
-                 [[maybe_unused]] Output& output) const {
+  // Segments [begin, end), all whole or empty. Short ones leave no time for anything but the
+  // reduction. False when others have to do it.
+  bool FoldInner(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs) const {
+    if (!out_.data || Mask()) return false;
     const bool sums =
         problem_.reduce == SegmentReduce::sum || problem_.reduce == SegmentReduce::mean;
-    if constexpr (std::is_same_v<T, R>) {
-      if (!out_.data || Mask() || (segments_.permuted() && !sums)) return false;
-      if (problem_.x.shape[1] == 1) {
-        if (x_.row_stride != 1 || segments_.permuted()) return false;
-        if (sums) {
-          FoldColumn<SumRule<R>>(begin, end, task, 0);
-        } else if (Extremal()) {
-          WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-            FoldColumn<ExtremeRule<R, kMax, kLast>>(begin, end, task, -1);
-          });
-        } else if (problem_.reduce == SegmentReduce::prod) {
-          FoldColumn<ProductRule<R>>(begin, end, task, 0);
-        } else if (problem_.reduce == SegmentReduce::logsumexp) {
-          FoldColumn<LogSumRule<R>>(begin, end, task, std::exp(EmptyValue()));
-        } else if (problem_.reduce == SegmentReduce::softmax && rows_out_.stages()) {
-          const auto* x = reinterpret_cast<const R*>(x_.data);
-          SoftmaxOfColumn(segments_, begin, end, x, task, output, [&](const Piece& piece) {
-            const auto open = [&] {
-              output.Open(piece);
-              return output.Run(piece.begin, nullptr);
-            };
-            if (SoftmaxOfRun(x + piece.begin, piece.end - piece.begin, open)) {
-              output.DrainLines();
-            } else {
-              Whole(piece, task, output, true);
-            }
-          });
-        } else {
-          return false;
-        }
-        return true;
-      }
-      if (x_.column_stride != 1 || out_.column_stride != 1) return false;
+    if (problem_.x.shape[1] == 1) {
       if (sums) {
-        SumsOfRows(begin, end, task, output);
+        FoldColumn<SumRule<R>>(begin, end, task, 0);
       } else if (Extremal()) {
-        return ExtremesOfRows(begin, end, task, output);
+        WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
+          FoldColumn<ExtremeRule<R, kMax, kLast>>(begin, end, task, -1);
+        });
+      } else if (problem_.reduce == SegmentReduce::prod) {
+        FoldColumn<ProductRule<R>>(begin, end, task, 0);
       } else if (problem_.reduce == SegmentReduce::logsumexp) {
-        streams_out_ ? LogSumsOfRows<true>(begin, end, task, output)
-                     : LogSumsOfRows<false>(begin, end, task, output);
-      } else if (problem_.reduce == SegmentReduce::softmax) {
-        rows_out_.streams() ? SoftmaxOfRows<true>(begin, end, task, output)
-                            : SoftmaxOfRows<false>(begin, end, task, output);
+        FoldColumn<LogSumRule<R>>(begin, end, task, std::exp(EmptyValue()));
+      } else if (rows_out_.stages()) {
+        SoftmaxColumn(begin, end, task, outputs);
       } else {
         return false;
       }
       return true;
     }
-    return false;
+    if (sums) {
+      streams_out_ ? SumsOfRows<true>(begin, end, task, outputs)
+                   : SumsOfRows<false>(begin, end, task, outputs);
+    } else if (Extremal()) {
+      return ExtremesOfRows(begin, end, task, outputs);
+    } else if (problem_.reduce == SegmentReduce::logsumexp) {
+      streams_out_ ? LogSumsOfRows<true>(begin, end, task, outputs)
+                   : LogSumsOfRows<false>(begin, end, task, outputs);
+    } else if (problem_.reduce == SegmentReduce::softmax && rows_out_.apart()) {
+      rows_out_.streams() ? SoftmaxOfRows<true>(begin, end, task, outputs)
+                          : SoftmaxOfRows<false>(begin, end, task, outputs);
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  void SoftmaxColumn(std::int64_t begin, std::int64_t end, const Task& task,
+                     Outputs& outputs) const {
+    SoftmaxOfColumn(x_, segments_, begin, end, task, outputs.rows, [&](const Piece& piece) {
+      const std::int64_t rows = piece.end - piece.begin;
+      if (rows <= kBlockElements) {
+        const R* x = ReadRun(x_, segments_, piece.begin, rows, task.run);
+        const auto open = [&] {
+          outputs.rows.Open(piece);
+          return outputs.rows.Run(piece.begin, nullptr);
+        };
+        if (SoftmaxOfRun(x, rows, open)) return outputs.rows.DrainLines();
+      }
+      Whole(piece, task, outputs);
+    });
   }
 
   // False when arg is not of the kind that short segments are quick with.
   bool ExtremesOfRows(std::int64_t begin, std::int64_t end, const Task& task,
-                      Output& output) const {
-    const bool arg = run_.tensors.arg != nullptr;
+                      Outputs& outputs) const {
+    const bool arg = static_cast<bool>(arg_);
     const auto fold = [&]<class A>(const Matrix<A>& matrix) {
-      if (arg && (matrix.column_stride != 1 || streams_arg_ != streams_out_)) return false;
+      if (arg && matrix.column_stride != 1) return false;
+      const bool stream = streams_out_ && (!arg || (arg_.streams() && !segments_.permuted()));
       WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-        streams_out_ ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, output, matrix)
-                     : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, output, matrix);
+        stream ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, outputs, matrix)
+               : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, outputs, matrix);
       });
       return true;
     };
-    if (!arg || problem_.arg.dtype == DType::i64) return fold(ArgMatrix<std::int64_t>());
-    return problem_.arg.dtype == DType::i32 && fold(ArgMatrix<std::int32_t>());
+    if (!arg || problem_.arg.dtype == DType::i64) return fold(arg_.template matrix<std::int64_t>());
+    return problem_.arg.dtype == DType::i32 && fold(arg_.template matrix<std::int32_t>());
   }
 
-  // ForSegments, where few are done by few(block, piece).
-  template <class Few>
-  void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+  // ForSegments, where few are done by few(rows, how many, piece, result). With kGathers the rows
+  // that a permutation names are not copied first.
+  template <bool kGathers, class Few>
+  void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
                const Few& few) const {
-    const bool rows = problem_.reduce == SegmentReduce::softmax;
+    if constexpr (kGathers && std::is_same_v<T, R>) {
+      if (segments_.permuted() && x_.column_stride == 1) {
+        return FewRowsOf(begin, end, task, outputs, few, [&](const Piece& piece) {
+          return GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns);
+        });
+      }
+    }
+    RowWindow<T> window(x_, segments_, segments_.begin(end), task.column, task.columns,
+                        task.window);
+    FewRowsOf(begin, end, task, outputs, few, [&](const Piece& piece) {
+      return AdjacentRows<R>(window.Rows(piece), task.columns);
+    });
+  }
+  template <class Few, class Source>
+  void FewRowsOf(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
+                 const Few& few, const Source& source) const {
+    const bool of_rows = problem_.reduce == SegmentReduce::softmax;
+    Output& results = outputs.results;
     ForSegments(
         segments_, begin, end,
         [&](const Piece& piece) {
-          const auto* x = reinterpret_cast<const R*>(x_.at(piece.begin, task.column));
-          return few(Block<R>{x, x_.row_stride, piece.end - piece.begin}, piece);
+          const auto rows = source(piece);
+          if (!rows) return false;
+          R* to = nullptr;
+          if (!of_rows) {
+            results.Open(Result(piece.segment));
+            to = results.Row(piece.segment);
+          }
+          // Called once, and so inlined.
+          const bool done = few(rows, piece.end - piece.begin, piece, to);
+          if (!of_rows) done ? results.Done(piece.segment) : results.Drop();
+          return done;
         },
-        [&](const Piece& piece) { Whole(piece, task, output, rows); },
-        [&](std::int64_t s) { WriteEmpty(s, task); });
+        [&](const Piece& piece) { Whole(piece, task, outputs); },
+        [&](std::int64_t s) { WriteEmpty(s, task, results); });
   }
-  R* OutAt(const Piece& piece, const Task& task) const {
-    return reinterpret_cast<R*>(out_.at(piece.segment, task.column));
-  }
+  static Piece Result(std::int64_t s) { return {s, s, s + 1, true, false}; }
 
   template <bool kMax, bool kLast, bool kStream, class A>
-  void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
+  void ExtremesOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
                         const Matrix<A>& arg) const {
-    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
-      A* to_arg = arg.data == nullptr ? nullptr : arg.at(piece.segment, task.column);
-      return ExtremeOfFewRows<kMax, kLast, kStream>(block, task.columns, piece.begin,
-                                                    OutAt(piece, task), to_arg);
-    });
+    FewRows<true>(begin, end, task, outputs,
+                  [&](const auto& rows, std::int64_t count, const Piece& piece, R* to) {
+                    A* to_arg = arg.data == nullptr ? nullptr : arg.at(piece.segment, task.column);
+                    if (!ExtremeOfFewRows<kMax, kLast, kStream>(rows, count, task.columns,
+                                                                piece.begin, to, to_arg)) {
+                      return false;
+                    }
+                    if (to_arg != nullptr && segments_.permuted()) {
+                      A rows_of_x[kFewRows];
+                      ForRows(segments_, piece.begin, piece.end,
+                              [&](std::int64_t r, std::int64_t n) {
+                                rows_of_x[r - piece.begin] = static_cast<A>(n);
+                              });
+                      for (std::int64_t c = 0; c < task.columns; ++c) {
+                        to_arg[c] = rows_of_x[to_arg[c] - static_cast<A>(piece.begin)];
+                      }
+                    }
+                    return true;
+                  });
   }
 
   template <bool kStream>
-  void LogSumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
-      return LogSumOfFewRows<kStream>(block, task.columns, OutAt(piece, task));
-    });
+  void LogSumsOfRows(std::int64_t begin, std::int64_t end, const Task& task,
+                     Outputs& outputs) const {
+    FewRows<false>(begin, end, task, outputs,
+                   [&](const AdjacentRows<R>& rows, std::int64_t, const Piece& piece, R* to) {
+                     if (!LogSumOfFewRows<kStream>(rows.block(), task.columns, to)) return false;
+                     if (lse_.data != nullptr) {
+                       WriteRow(lse_, piece.segment, task.column, task.columns, to);
+                     }
+                     return true;
+                   });
   }
 
   template <bool kStream>
-  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
-      output.Open(piece);
-      return SoftmaxOfFewRows<kStream>(block, task.columns, task.run, [&](std::int64_t r) HWY_ATTR {
-        return output.Row(piece.begin + r);
-      });
-    });
+  void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task,
+                     Outputs& outputs) const {
+    Output& output = outputs.rows;
+    FewRows<false>(begin, end, task, outputs,
+                   [&](const AdjacentRows<R>& rows, std::int64_t, const Piece& piece, R*) {
+                     output.Open(piece);
+                     return SoftmaxOfFewRows<kStream>(
+                         rows.block(), task.columns, task.run,
+                         [&](std::int64_t r) HWY_ATTR { return output.Row(piece.begin + r); });
+                   });
   }
 
-  void SumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Output& output) const {
-    if (segments_.permuted()) {
-      SumsOfRowsAs(begin, end, task, output, [&](const Block<R>&, const Piece& piece) {
-        return GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns);
-      });
-    } else {
-      SumsOfRowsAs(begin, end, task, output, [&](const Block<R>& block, const Piece&) {
-        return AdjacentRows<R>(block, task.columns);
-      });
-    }
-  }
-  template <class Source>
-  void SumsOfRowsAs(std::int64_t begin, std::int64_t end, const Task& task, Output& output,
-                    const Source& source) const {
+  template <bool kStream>
+  void SumsOfRows(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs) const {
     const bool mean = problem_.reduce == SegmentReduce::mean;
-    const auto sum = [&]<bool kStream>() {
-      FewRows(begin, end, task, output, [&](const Block<R>& block, const Piece& piece) {
-        SumFewRows<kStream>(source(block, piece), block.rows, task.columns,
-                            mean ? static_cast<R>(block.rows) : R{1}, OutAt(piece, task));
-        return true;
-      });
-    };
-    streams_out_ ? sum.template operator()<true>() : sum.template operator()<false>();
+    FewRows<true>(
+        begin, end, task, outputs, [&](const auto& rows, std::int64_t count, const Piece&, R* to) {
+          SumFewRows<kStream>(rows, count, task.columns, mean ? static_cast<R>(count) : R{1}, to);
+          return true;
+        });
   }
 
   // `empty_b` belongs to EmptyValue() in the state of segments without rows.
@@ -306,8 +380,8 @@ class Forward {
       } else {
         std::int64_t rows = std::min(Scan::kRows, last_row - row);
         const SegmentEnds ends(segments_, s);
-        const R* from = reinterpret_cast<const R*>(x_.data) + row;
-        const std::int64_t taken = scan.Take(from, row, rows, ends, end - s);
+        const R* from = ReadRun(x_, segments_, row, rows, task.block);
+        const std::int64_t taken = scan.Take(from, row, rows, ends, end - s, from != task.block);
         row += rows;
         s += taken;
       }
@@ -320,62 +394,15 @@ class Forward {
       }
       if constexpr (Rule::kTwo && !Rule::kPlaces) Rule::Finish(scan.a, scan.b, count);
       WriteColumn(out_, written, scan.a, count, streams_out_);
+      if (lse_.data != nullptr) WriteColumn(lse_, written, scan.a, count, false);
       if constexpr (Rule::kPlaces) {
-        if (run_.tensors.arg != nullptr) WritePlaces(written, scan.b, count);
+        if (arg_) arg_.WritePlaces(written, scan.b, count);
       }
       scan.Used(count);
     }
   }
 
-  // Places in segments from s on, -1 for none, as arg has them.
-  void WritePlaces(std::int64_t s, const Int<R>* HWY_RESTRICT places, std::int64_t count) const {
-    const auto write = [&]<class A>(A none, const auto& begin_of) {
-      A rows[ColumnScan<R, SumRule<R>>::kMostWaiting];
-      for (std::int64_t k = 0; k < count; ++k) {
-        // An addition for all: compilers make vectors of that.
-        const auto row = static_cast<A>(begin_of(k) + places[k]);
-        rows[k] = places[k] < 0 ? none : row;
-      }
-      WriteColumn(ArgMatrix<A>(), s, rows, count, streams_arg_);
-    };
-    const SegmentEnds ends(segments_, s);
-    const auto begin_of = [&](std::int64_t k) { return ends[k - 1]; };
-    if (problem_.arg.dtype == DType::u8) {
-      write(std::uint8_t{kNoPlace}, [](std::int64_t) { return 0; });
-    } else if (problem_.arg.dtype == DType::i32) {
-      write(std::int32_t{-1}, begin_of);
-    } else if (ends.in_place != nullptr) {
-      write(std::int64_t{-1}, [from = ends.in_place - 1](std::int64_t k) { return from[k]; });
-    } else {
-      write(std::int64_t{-1}, begin_of);
-    }
-  }
-
-  // --- 2 ---
-
-  void Combine(std::int64_t tail_tile, const Task& task, bool rows) const {
-    const State& total = task.state;
-    std::int64_t segment = -1;
-    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
-      const State state = Slot(tile, piece.head, task.column);
-      if (piece.head) {
-        Merge(total, state, piece, task);
-      } else {
-        state.CopyTo(total, task.columns);
-        if (Extremal()) Widen(piece, state, task);
-      }
-      segment = piece.segment;
-    });
-    if (segment < 0) return;
-    Finish(segment, total, task);
-    FinishStreams();
-    if (!rows) return;
-    run_.walk_tail(tail_tile, [&](std::int64_t tile, const Piece& piece) {
-      const State state = Slot(tile, piece.head, task.column);
-      total.CopyTo(state, task.columns);
-      if (Extremal()) task.PlacesIn(piece, state.places());
-    });
-  }
+  // --- Combining ---
 
   void Merge(const State& total, const State& later, const Piece& piece, const Task& task) const {
     switch (problem_.reduce) {
@@ -404,7 +431,7 @@ class Forward {
   // --- Results ---
 
   // Writes out and arg of a segment with rows. For max and min, task.wide has the rows.
-  void Finish(std::int64_t s, const State& state, const Task& task) const {
+  void WriteResults(std::int64_t s, const State& state, const Task& task, Output& results) const {
     if (problem_.reduce == SegmentReduce::softmax) return;
     if (problem_.reduce == SegmentReduce::mean) {
       const R count = static_cast<R>(segments_.end(s) - segments_.begin(s));
@@ -412,55 +439,23 @@ class Forward {
     }
     if (problem_.reduce == SegmentReduce::logsumexp) FinishLogSum(state.log_sum(), task.columns);
     if (streams_out_) {
-      StreamRow(state.a, out_.at(s, task.column), task);
+      StreamBytes(out_.at(s, task.column), state.a,
+                  static_cast<std::size_t>(task.columns) * sizeof(R));
     } else if (out_.data != nullptr) {
-      WriteRow(out_, s, task.column, task.columns, state.a);
+      WriteResult(s, state.a, task, results);
     }
     if (lse_.data != nullptr) WriteRow(lse_, s, task.column, task.columns, state.a);
-    if (run_.tensors.arg == nullptr) return;
-    const std::int64_t begin = segments_.begin(s);
-    if (problem_.arg.dtype == DType::u8) {
-      WriteArg<std::uint8_t>(s, task, [=](std::int64_t r) { return r - begin; });
-    } else if (segments_.permuted()) {
-      const auto row = [&](std::int64_t r) { return segments_.row(r); };
-      problem_.arg.dtype == DType::i32 ? WriteArg<std::int32_t>(s, task, row)
-                                       : WriteArg<std::int64_t>(s, task, row);
-    } else {
-      const auto row = [](std::int64_t r) { return r; };
-      problem_.arg.dtype == DType::i32 ? WriteArg<std::int32_t>(s, task, row)
-                                       : WriteArg<std::int64_t>(s, task, row);
-    }
+    if (arg_) arg_.Write(s, task.wide, task.columns, task.column, task.run);
   }
 
-  template <class A, class F>
-  void WriteArg(std::int64_t s, const Task& task, const F& value_of) const {
-    const Matrix<A> arg = ArgMatrix<A>();
-    const std::int64_t* HWY_RESTRICT from = task.wide;
-    A* HWY_RESTRICT to = streams_arg_ ? reinterpret_cast<A*>(task.run) : arg.at(s, task.column);
-    if (streams_arg_) {
-      for (std::int64_t c = 0; c < task.columns; ++c) to[c] = static_cast<A>(value_of(from[c]));
-      StreamRow(to, arg.at(s, task.column), task);
-    } else if (arg.column_stride == 1) {
-      for (std::int64_t c = 0; c < task.columns; ++c) to[c] = static_cast<A>(value_of(from[c]));
-    } else {
-      for (std::int64_t c = 0; c < task.columns; ++c) {
-        to[c * arg.column_stride] = static_cast<A>(value_of(from[c]));
-      }
-    }
+  void WriteResult(std::int64_t s, const R* from, const Task& task, Output& results) const {
+    results.Open(Result(s));
+    std::copy_n(from, task.columns, results.Row(s));
+    results.Done(s);
   }
 
   void FinishStreams() const {
-    if (streams_out_ || streams_arg_) hwy::FlushStream();
-  }
-
-  template <class A, class To>
-  static void StreamRow(const A* from, To* to, const Task& task) {
-    StreamBytes(to, from, static_cast<std::size_t>(task.columns) * sizeof(A));
-  }
-
-  template <class A>
-  Matrix<A> ArgMatrix() const {
-    return Matrix<A>(problem_.arg, run_.tensors.arg);
+    if (streams_out_ || arg_.streams()) hwy::FlushStream();
   }
 
   R EmptyValue() const {
@@ -473,31 +468,15 @@ class Forward {
     return minus ? -kInf<R> : R{0};
   }
 
-  void WriteEmpty(std::int64_t s, const Task& task) const {
+  void WriteEmpty(std::int64_t s, const Task& task, Output& results) const {
     if (problem_.reduce == SegmentReduce::softmax) return;
     std::fill_n(task.vector, padded(task.columns), EmptyValue());
-    if (out_.data != nullptr) WriteRow(out_, s, task.column, task.columns, task.vector);
+    if (out_.data != nullptr) WriteResult(s, task.vector, task, results);
     if (lse_.data != nullptr) WriteRow(lse_, s, task.column, task.columns, task.vector);
-    if (run_.tensors.arg == nullptr) return;
-    std::fill_n(task.wide, task.columns, std::int64_t{0});
-    if (problem_.arg.dtype == DType::u8) {
-      WriteArg<std::uint8_t>(s, task, [](std::int64_t) { return kNoPlace; });
-    } else if (problem_.arg.dtype == DType::i32) {
-      WriteArg<std::int32_t>(s, task, [](std::int64_t) { return -1; });
-    } else {
-      WriteArg<std::int64_t>(s, task, [](std::int64_t) { return -1; });
-    }
+    if (arg_) arg_.WriteNone(s, task.columns, task.column, task.run);
   }
 
-  // --- 3 ---
-
-  void FinishRows(std::int64_t tile, const Task& task) const {
-    Output output = MakeOutput(task);
-    run_.walk_ends(tile, [&](const Piece& piece) {
-      WriteRows(piece, Slot(tile, piece.head, task.column), task, output);
-    });
-    output.Flush();
-  }
+  // --- Rows ---
 
   void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
     if (problem_.reduce != SegmentReduce::softmax) {
@@ -516,7 +495,7 @@ class Forward {
     MapRows<kStream, 1>(
         piece, segments_, task.column, task.columns,
         MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output, task.run,
-        [](std::int64_t) { return Int<R>{0}; },
+        [](std::int64_t) { return Int<R>{0}; }, true,
         [&](auto at, auto x) {
           // Where x is above the shift, or NaN, the other factor is NaN.
           return hn::Mul(ExpOfNonPositive(d, hn::Sub(x, at.At(state.a))), at.At(state.b));
@@ -572,14 +551,16 @@ class Forward {
   Matrix<const T> x_;
   Matrix<T> out_;
   Matrix<R> lse_;
-  RowOutput<T> rows_out_;  // out of softmax
-  bool streams_out_, streams_arg_;
+  Segments in_order_;
+  RowOutput<T> results_, rows_out_;  // out of softmax has a row for each of x
+  bool streams_out_;
+  ArgOutput<R> arg_;
 };
 
 }  // namespace
 
 void ForwardOf(const Run& run) {
-  dispatch_floating(run.problem.x.dtype, [&]<class T>() { Forward<T>(run).All(); });
+  dispatch_floating(run.problem.x.dtype, [&]<class T>() { RunPass<Forward<T>, Real<T>>(run); });
 }
 
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE

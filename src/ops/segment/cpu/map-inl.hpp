@@ -2,7 +2,7 @@
 //
 // A tensor too large to stay in cache is written with streaming stores, which spare the reading of
 // the lines that they fill. They come in whole aligned vectors: either the rows are made of those,
-// or a tile's rows are staged in scratch memory and streamed from there in one run. Tensors of one
+// or rows are staged in scratch memory and streamed from there. Tensors of one
 // column are staged whatever their size: short segments are quicker to write where the end of one
 // may be written over by the next.
 
@@ -40,12 +40,19 @@ inline bool StreamsColumn(const TensorSpec& spec, const void* data) {
          spec.strides[0] == 1;
 }
 
+// Whether a tensor with a row for each segment is written past the caches.
+inline bool Streams(const TensorSpec& spec, const void* data) {
+  return StreamsRows(spec, data) || StreamsColumn(spec, data);
+}
+
 // Rows [s, s + count) of a tensor with one column.
 template <class To, class A>
 void WriteColumn(const Matrix<To>& matrix, std::int64_t s, const A* from, std::int64_t count,
                  bool stream) {
   if (stream) {
     StreamBytes(matrix.at(s, 0), from, static_cast<std::size_t>(count) * sizeof(A));
+  } else if constexpr (!std::is_same_v<To, A>) {
+    WriteRow(Transposed(matrix), 0, s, count, from);
   } else {
     for (std::int64_t k = 0; k < count; ++k) *matrix.at(s + k, 0) = To(from[k]);
   }
@@ -54,114 +61,176 @@ void WriteColumn(const Matrix<To>& matrix, std::int64_t s, const A* from, std::i
 template <class T>
 class RowOutput {
   using R = Real<T>;
+  static constexpr bool kConverts = !std::is_same_v<T, R>;
 
  public:
   RowOutput(const TensorSpec& spec, const void* data, const Segments& segments)
       : matrix_(spec, data), segments_(segments), columns_(spec.shape[1]) {
-    constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
-    const bool in_order = spec.is_contiguous() && !segments.permuted();
-    large_ = spec.numel() * kSize >= kStreamBytes;
     if (data == nullptr) return;
-    streams_ = std::is_same_v<T, R> && StreamsRows(spec, data);
-    stages_ = (large_ || columns_ == 1) && !streams_ && in_order && columns_ <= kColumnBlock;
-    if (stages_) matrix_.row_stride = columns_;  // also of a single row, which has any
+    constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
+    const bool contiguous = spec.is_contiguous() && !segments.permuted();
+    large_ = contiguous && spec.numel() * kSize >= kStreamBytes;
+    streams_ = !kConverts && StreamsRows(spec, data);
+    stages_ = columns_ == 1 || (!streams_ && columns_ <= kColumnBlock &&
+                                (kConverts ? contiguous || segments.permuted() : large_));
+    if (stages_ && contiguous) matrix_.row_stride = columns_;  // also of a single row, with any
   }
 
   explicit operator bool() const { return matrix_.data != nullptr; }
   bool streams() const { return streams_; }
   // Whether rows are written to a stage, where there is room for a vector more.
   bool stages() const { return stages_; }
+  // Whether all rows of a tile can be written at the same time.
+  bool apart() const { return stages_ || (!kConverts && matrix_.column_stride == 1); }
   const Matrix<T>& matrix() const { return matrix_; }
 
   // One tile's view: where its rows are written. `stage` has room for the tile's rows.
   class Tile {
    public:
-    Tile(const RowOutput& output, std::int64_t column, std::int64_t columns, R* row, void* stage)
-        : output_(output),
-          matrix_(output.matrix_),
-          column_(column),
-          columns_(columns),
-          row_(row),
-          stage_(static_cast<T*>(stage)) {}
+    Tile(const RowOutput& output, std::int64_t column, std::int64_t columns, R* row, R* stage)
+        : output_(output), column_(column), columns_(columns), row_(row), stage_(stage) {
+      const Matrix<T>& matrix = output.matrix_;
+      known_ = output.stages_;
+      row_stride_ = columns;
+      if constexpr (!kConverts) {
+        if (known_ || matrix.column_stride != 1 || output.segments_.permuted()) return;
+        known_ = true;
+        row_stride_ = matrix.row_stride;
+        rows_ = matrix.data + column;
+      }
+    }
 
     // Of the tensor: this tile may have a single one of many, too.
     bool one_column() const { return output_.columns_ == 1; }
     // To be called before the rows of a piece are written, in rising order.
     void Open(const Piece& piece) {
       if (!output_.stages_) return;
-      if (end_ != piece.begin) {
+      if (end_ != piece.begin * columns_) {
         Drain();
-        first_ = piece.begin;
-        matrix_.data = stage_ - first_ * columns_;
+        StageFrom(piece.begin * columns_);
+      } else if (end_ - first_ >= kBlockElements) {
+        DrainLines();
       }
-      end_ = piece.end;
+      end_ = piece.end * columns_;
     }
+    // The last row, opened by itself, is written elsewhere.
+    void Drop() { end_ -= columns_; }
     void Flush() {
       Drain();
-      if (output_.large_) hwy::FlushStream();
+      if (output_.large_ || output_.streams_) hwy::FlushStream();
     }
     // The stage's rows go home; Flush() has to follow before others read them.
     void Drain() {
-      if (output_.stages_ && end_ > first_) {
-        const std::size_t bytes = static_cast<std::size_t>((end_ - first_) * columns_) * sizeof(T);
-        void* const to = output_.matrix_.at(first_, 0);
-        if (output_.large_) {
-          StreamBytes(to, stage_, bytes);
-        } else {
-          std::memcpy(to, stage_, bytes);
-        }
-      }
+      if (output_.stages_ && end_ > first_) Send(end_ - first_);
       first_ = end_ = -1;
     }
 
-    // Of the rows of one column only the whole lines go home, so that each is written once.
+    // Only the whole lines go home, so that each is written once.
     void DrainLines() {
       if (!output_.stages_ || end_ <= first_) return;
-      if (!output_.large_) return Drain();
-      constexpr auto kSize = static_cast<std::int64_t>(sizeof(T));
-      const auto past = static_cast<std::int64_t>(
-          reinterpret_cast<std::uintptr_t>(output_.matrix_.at(end_, 0)) % kLine);
-      const std::int64_t whole = (end_ - first_) * kSize - past;
+      if (!output_.large_) {
+        Send(end_ - first_);
+        return StageFrom(end_);
+      }
+      const std::int64_t whole = end_ - first_ - PastLine(output_.matrix_.data + end_);
       if (whole <= 0) return;
-      StreamBytes(output_.matrix_.at(first_, 0), stage_, static_cast<std::size_t>(whole));
-      std::memmove(static_cast<void*>(stage_), stage_ + whole / kSize, kLine);
-      first_ += whole / kSize;
-      matrix_.data = stage_ - first_;
+      Send(whole);
+      std::copy_n(stage_ + whole, kLineElements, stage_);
+      StageFrom(first_ + whole);
     }
 
     // Where row r of the sorted order is computed; Done() brings it home if that was elsewhere.
     HWY_INLINE R* Row(std::int64_t r) const {
-      if constexpr (std::is_same_v<T, R>) {
+      if (known_) return rows_ + r * row_stride_;
+      if constexpr (!kConverts) {
         const std::int64_t n = output_.segments_.row(r);
-        if (matrix_.column_stride == 1 && n >= 0) return matrix_.at(n, column_);
+        if (output_.matrix_.column_stride == 1 && n >= 0) return output_.matrix_.at(n, column_);
       }
       return row_;
     }
     HWY_INLINE void Done(std::int64_t r) const {
-      if (std::is_same_v<T, R> && matrix_.column_stride == 1) return;
+      if (known_ || (!kConverts && output_.matrix_.column_stride == 1)) return;
       const std::int64_t n = output_.segments_.row(r);
-      if (n >= 0) WriteRow(matrix_, n, column_, columns_, row_);
+      if (n >= 0) WriteRow(output_.matrix_, n, column_, columns_, row_);
     }
 
     // The same for rows [r, r + rows) of a tensor with one column, in a run of up to a block.
     HWY_INLINE R* Run(std::int64_t r, R* scratch) const {
-      if constexpr (std::is_same_v<T, R>) {
-        if (matrix_.row_stride == 1) return matrix_.at(r, 0);
-      }
-      return scratch;
+      return output_.stages_ ? rows_ + r : scratch;
     }
     HWY_INLINE void RunDone(std::int64_t r, std::int64_t rows, const R* from) const {
-      if (std::is_same_v<T, R> && matrix_.row_stride == 1) return;
-      WriteRow(Transposed(matrix_), 0, r, rows, from);
+      if (output_.stages_) return;
+      WriteRow(Transposed(output_.matrix_), 0, r, rows, from);
     }
 
    private:
+    static constexpr auto kLineElements = kLine / static_cast<std::int64_t>(sizeof(T));
+
+    static std::int64_t PastLine(const T* at) {
+      return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at) % kLine / sizeof(T));
+    }
+
+    void StageFrom(std::int64_t element) {
+      first_ = element;
+      rows_ = stage_ - element;
+    }
+
+    // The first `count` elements of the stage go home.
+    void Send(std::int64_t count) const {
+      const Matrix<T>& matrix = output_.matrix_;
+      if (output_.segments_.permuted()) {
+        const std::int64_t begin = first_ / columns_, end = begin + count / columns_;
+        ForRows(output_.segments_, begin, end, [&](std::int64_t r, std::int64_t n) {
+          const R* from = stage_ + (r - begin) * columns_;
+          if (n < 0) return;
+          if (columns_ == 1) {
+            *matrix.at(n, 0) = T(*from);
+          } else {
+            constexpr std::int64_t kAhead = 16;
+            const std::int64_t later = std::min(r + kAhead, output_.segments_.rows - 1);
+            __builtin_prefetch(matrix.at(output_.segments_.readable_row(later), 0), 1, 2);
+            WriteRow(matrix, n, 0, columns_, from);
+          }
+        });
+        return;
+      }
+      if (matrix.row_stride != columns_) {  // of one column
+        return WriteRow(Transposed(matrix), 0, first_, count, stage_);
+      }
+      T* const to = matrix.data + first_;
+      if constexpr (!kConverts) {
+        SendRun(stage_, count, to);
+      } else if (!output_.large_) {
+        ConvertRun(stage_, count, to);
+      } else {
+        constexpr std::int64_t kSpan = 1024;
+        HWY_ALIGN T span[kSpan];
+        for (std::int64_t i = 0; i < count;) {
+          const std::int64_t n = std::min(kSpan - PastLine(to + i), count - i);
+          ConvertRun(stage_ + i, n, span);
+          SendRun(span, n, to + i);
+          i += n;
+        }
+      }
+    }
+    void SendRun(const T* from, std::int64_t count, T* to) const {
+      const std::size_t bytes = static_cast<std::size_t>(count) * sizeof(T);
+      if (output_.large_) {
+        StreamBytes(to, from, bytes);
+      } else {
+        std::memcpy(static_cast<void*>(to), from, bytes);
+      }
+    }
+
     const RowOutput& output_;
-    Matrix<T> matrix_;
     std::int64_t column_, columns_;
     R* row_;
-    T* stage_;
-    std::int64_t first_ = -1, end_ = -1;
+    R* stage_;
+    // Row r is at rows_ + r row_stride_, if that is known for all.
+    R* rows_ = nullptr;
+    std::int64_t row_stride_;
+    bool known_;
+    std::int64_t first_ = -1, end_ = -1;  // elements on the stage, in the order of rows
   };
 
   // Zeros in all columns of row r of the sorted order.
@@ -176,6 +245,50 @@ class RowOutput {
   const Segments& segments_;
   std::int64_t columns_;
   bool large_ = false, streams_ = false, stages_ = false;
+};
+
+// Rows of short segments, one segment after the other: in place, or copied to scratch, as many at a
+// time as are worth it.
+template <class T>
+class RowWindow {
+  using R = Real<T>;
+
+ public:
+  // Up to `last_row` of the sorted order.
+  RowWindow(const Matrix<const T>& matrix, const Segments& segments, std::int64_t last_row,
+            std::int64_t column, std::int64_t columns, R* scratch)
+      : matrix_(matrix),
+        segments_(segments),
+        last_row_(last_row),
+        column_(column),
+        columns_(columns),
+        most_(block_rows(columns)),
+        scratch_(scratch),
+        in_place_(std::is_same_v<T, R> && matrix.column_stride == 1 && !segments.permuted()) {}
+
+  // The rows of a piece behind those of the pieces before; no data if they are too many.
+  HWY_INLINE Block<R> Rows(const Piece& piece) {
+    const std::int64_t rows = piece.end - piece.begin;
+    if constexpr (std::is_same_v<T, R>) {
+      if (in_place_) return {matrix_.at(piece.begin, column_), matrix_.row_stride, rows};
+    }
+    if (piece.end > end_) {
+      if (rows > most_) return {};
+      begin_ = piece.begin;
+      end_ = most_ < kFewRows ? piece.end : std::min(begin_ + most_, last_row_);
+      block_ = ReadBlock(matrix_, segments_, begin_, end_ - begin_, column_, columns_, scratch_);
+    }
+    return {block_.row(piece.begin - begin_), block_.stride, rows, true};
+  }
+
+ private:
+  const Matrix<const T>& matrix_;
+  const Segments& segments_;
+  std::int64_t last_row_, column_, columns_, most_;
+  R* scratch_;
+  bool in_place_;
+  Block<R> block_{};
+  std::int64_t begin_ = 0, end_ = 0;
 };
 
 // What f of MapRows computes with besides its inputs: vectors with an element per column, and the
@@ -209,17 +322,15 @@ struct MapInputs {
   Real<T>* scratch[2] = {};
 };
 
-// output[r] = f(lanes, inputs of row r...) for the rows of a piece. key(r) names a row; in a tensor
-// of one column it has to count up by one.
+// output[r] = f(lanes, inputs of row r...) for the rows of a piece. key(r) names a row; only if it
+// counts up by one are the rows of one column computed side by side.
 template <bool kStream, int kInputs, class T, class Key, class F>
 void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
              std::int64_t columns, const MapInputs<T>& inputs, typename RowOutput<T>::Tile& output,
-             Real<T>* scratch, const Key& key, const F& f) {
+             Real<T>* scratch, const Key& key, bool counts_up, const F& f) {
   using R = Real<T>;
   const hn::ScalableTag<R> d;
-  const bool one_column = output.one_column() && !segments.permuted();
-  const std::int64_t step = kInputs == 0 ? piece.end - piece.begin : block_rows(columns);
-  if (one_column) {
+  if (output.one_column() && counts_up) {
     ForRuns(piece, [&](std::int64_t first, std::int64_t rows) {
       output.Open(Piece{piece.segment, first, first + rows, false, false});
       const R* in[2] = {};
@@ -244,8 +355,8 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
     });
     return;
   }
-  output.Open(piece);
-  ForBlocks(piece, step, [&](std::int64_t first, std::int64_t rows) {
+  ForBlocks(piece, block_rows(columns), [&](std::int64_t first, std::int64_t rows) {
+    output.Open(Piece{piece.segment, first, first + rows, false, false});
     Block<R> block[2] = {};
     for (int i = 0; i < kInputs; ++i) {
       block[i] =

@@ -11,17 +11,20 @@ namespace {
 
 constexpr std::int64_t kFewestItems = 256;  // keeps the slots below 1 % of x
 constexpr std::int64_t kScratchVectors = 16;
-constexpr std::int64_t kScratchBlocks = 3;
+constexpr std::int64_t kScratchBlocks = 5;
 
-Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
+Layout layout_of(const SegmentProblem& problem, Pass pass, int threads, bool apart) {
   const std::int64_t rows = problem.x.shape[0], columns = problem.x.shape[1];
   const std::size_t real = size_of(accumulation_dtype(problem.x.dtype));
-  const std::int64_t block = std::min(columns, kColumnBlock);
   Layout layout{};
-  layout.column_blocks = (columns + kColumnBlock - 1) / kColumnBlock;
+  layout.apart = apart;
+  layout.column_block = apart ? 1 : kColumnBlock;
+  layout.column_blocks = (columns + layout.column_block - 1) / layout.column_block;
+  const std::int64_t block = std::min(columns, layout.column_block);
   layout.tile_items = std::max(kFewestItems, kTileElements / std::max<std::int64_t>(block, 4));
   layout.most_tiles = (rows + problem.num_segments + layout.tile_items - 1) / layout.tile_items;
-  layout.slot_columns = padded(columns);
+  // Whole vectors are written to slots.
+  layout.slot_columns = apart ? columns * kColumnAlign : padded(columns);
 
   layout.tiles_at = workspace_aligned(segments_workspace_bytes(problem));
   layout.slots_at = workspace_aligned(
@@ -34,8 +37,8 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads) {
   layout.stage_elements = layout.tile_items * block + kStagePad;
   const bool rows_out = pass == Pass::backward || problem.reduce == SegmentReduce::softmax;
   const bool products = pass == Pass::backward && problem.reduce == SegmentReduce::prod;
-  const std::int64_t elements = kScratchBlocks * (kBlockElements + kColumnAlign) +
-                                (rows_out + products) * layout.stage_elements;
+  const std::int64_t elements =
+      kScratchBlocks * kScratchElements + (rows_out + products) * layout.stage_elements;
   layout.scratch_bytes =
       workspace_aligned(static_cast<std::size_t>(elements) * real +
                         static_cast<std::size_t>(kScratchVectors * padded(block)) * sizeof(double));
@@ -66,18 +69,34 @@ void find_starts(const Segments& segments, std::int64_t items, std::int64_t tile
   }
 }
 
+// Whether the columns are so few that they are quicker one by one.
+bool takes_apart(const SegmentProblem& problem, Pass pass) {
+  const SegmentReduce reduce = problem.reduce;
+  const bool extreme = is_extreme(reduce);
+  const bool sum = reduce == SegmentReduce::sum || reduce == SegmentReduce::mean;
+  std::int64_t most = sum || extreme ? 3 : 4;
+  if (pass == Pass::backward) {
+    const bool few_rows_at_once = reduce == SegmentReduce::softmax ||
+                                  reduce == SegmentReduce::prod ||
+                                  (extreme && problem.ties == Ties::even);
+    most = few_rows_at_once ? 2 : kMostApart;
+  }
+  return problem.x.shape[1] > 1 && problem.x.shape[1] <= most;
+}
+
 class CpuBody final : public SegmentBody {
  public:
   CpuBody(const SegmentProblem& problem, const Device& device, Pass pass)
       : problem_(problem),
         pass_(pass),
         threads_(device.threads),
-        layout_(layout_of(problem, pass, threads_.count())) {
-    workspace_bytes = layout_.total_bytes;
+        whole_(layout_of(problem, pass, threads_.count(), false)),
+        apart_(layout_of(problem, pass, threads_.count(), takes_apart(problem, pass))) {
+    workspace_bytes = std::max(whole_.total_bytes, apart_.total_bytes);
     description = fmt::format(
         "tiles of {} rows and segment ends by {} columns, {} accumulation; deterministic, the same "
         "bits for any number of threads",
-        layout_.tile_items, std::min(problem.x.shape[1], kColumnBlock),
+        apart_.tile_items, std::min(problem.x.shape[1], apart_.column_block),
         name_of(accumulation_dtype(problem.x.dtype)));
   }
 
@@ -107,25 +126,58 @@ class CpuBody final : public SegmentBody {
 
   void run_tiles(const Segments& segments, const SegmentTensors& tensors, std::byte* memory,
                  std::atomic<bool>* unsound) const {
+    const Layout& layout = uses_mask(tensors) ? whole_ : apart_;
     const std::int64_t items = segments.last_row() - segments.first_row() + segments.count;
-    const std::int64_t tiles = (items + layout_.tile_items - 1) / layout_.tile_items;
-    auto* starts = reinterpret_cast<TileStart*>(memory + layout_.tiles_at);
+    const std::int64_t tiles = (items + layout.tile_items - 1) / layout.tile_items;
+    auto* starts = reinterpret_cast<TileStart*>(memory + layout.tiles_at);
     threads_.parallel_for((tiles + kSearches) / kSearches, [&](std::int64_t batch, int) {
       const std::int64_t begin = batch * kSearches;
-      find_starts(segments, items, layout_.tile_items, begin,
-                  std::min(kSearches, tiles + 1 - begin), starts);
+      find_starts(segments, items, layout.tile_items, begin, std::min(kSearches, tiles + 1 - begin),
+                  starts);
     });
-    const Run run{problem_, tensors, threads_, layout_, memory, segments, tiles, unsound};
+    const Run run{problem_, tensors, threads_, layout, memory, segments, tiles, unsound};
     pass_ == Pass::forward ? run_forward(run) : run_backward(run);
+  }
+
+  // A byte of the mask has several columns.
+  bool uses_mask(const SegmentTensors& tensors) const {
+    return tensors.arg_mask != nullptr &&
+           (pass_ == Pass::forward || saved_of(problem_, tensors) == SegmentSaved::arg_mask);
   }
 
   SegmentProblem problem_;
   Pass pass_;
   Threads threads_;
-  Layout layout_;
+  Layout whole_, apart_;
 };
 
 }  // namespace
+
+ColumnRun::ColumnRun(const Run& all, std::int64_t column)
+    : problem(all.problem),
+      tensors(all.tensors),
+      layout(all.layout),
+      run{problem,       tensors,      all.threads,    layout,
+          all.workspace, all.segments, all.tile_count, all.unsound} {
+  const auto take = [&](TensorSpec& spec, auto& data) {
+    if (!spec.given()) return;
+    if (data != nullptr) {
+      const std::int64_t elements = column * spec.strides[1];
+      data = const_cast<std::byte*>(static_cast<const std::byte*>(data)) +
+             elements * static_cast<std::int64_t>(size_of(spec.dtype));
+    }
+    spec.shape[1] = 1;
+  };
+  take(problem.x, tensors.x);
+  take(problem.out, tensors.out);
+  take(problem.arg, tensors.arg);
+  take(problem.lse, tensors.lse);
+  take(problem.d_out, tensors.d_out);
+  take(problem.d_x, tensors.d_x);
+  const std::size_t real = size_of(accumulation_dtype(problem.x.dtype));
+  layout.slots_at += static_cast<std::size_t>(column * kColumnAlign) * real;
+}
+
 }  // namespace pullback::segment_cpu
 
 namespace pullback {

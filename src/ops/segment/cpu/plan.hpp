@@ -28,11 +28,22 @@ inline constexpr std::int64_t kStagePad = 4 * kColumnAlign;
 inline constexpr std::int64_t kTileElements = 1 << 16;   // 256 KiB of f32: well inside L2
 inline constexpr std::int64_t kBlockElements = 1 << 12;  // rows taken at a time: twice inside L1
 
+// Of a block in scratch memory: with a row more, of results that wait for whole lines.
+inline constexpr std::int64_t kScratchElements = kBlockElements + kColumnBlock + kStagePad;
+
+// More columns are not taken apart.
+inline constexpr std::int64_t kMostApart = 6;
+
 inline std::int64_t padded(std::int64_t columns) {
   return (columns + kColumnAlign - 1) / kColumnAlign * kColumnAlign;
 }
-// Rows of a block `columns` wide.
-inline std::int64_t block_rows(std::int64_t columns) { return kBlockElements / padded(columns); }
+// From row to row of a block `columns` wide that is copied, and how many there are.
+inline std::int64_t block_stride(std::int64_t columns) {
+  return columns < kColumnAlign ? columns : padded(columns);
+}
+inline std::int64_t block_rows(std::int64_t columns) {
+  return kBlockElements / block_stride(columns);
+}
 
 // First item of a tile: row `row`, or when that is past the segment, the segment's end.
 struct TileStart {
@@ -47,7 +58,8 @@ struct Piece {
 
 // Sizes that follow from the problem.
 struct Layout {
-  std::int64_t column_blocks, tile_items, most_tiles;
+  bool apart;  // the columns, each as a tensor with one column
+  std::int64_t column_block, column_blocks, tile_items, most_tiles;
   std::int64_t slot_columns;    // padded columns of a slot's vectors
   std::int64_t stage_elements;  // rows of x of a tile
   std::size_t tiles_at, slots_at, scratch_at, scratch_bytes, total_bytes;
@@ -93,28 +105,25 @@ struct Run {
   }
   bool failed() const { return unsound != nullptr && unsound->load(std::memory_order_relaxed); }
 
-  // The first of the steps over all tiles, which proves their offsets. Unless failed() then, others
-  // may follow.
-  template <class Body>
-  void for_tiles_first(const Body& body) const {
-    for_tiles([&](std::int64_t tile, std::int64_t column, std::int64_t columns,
-                  std::byte* scratch_of_thread) {
-      if (unsound != nullptr && !sound(tile)) {
-        unsound->store(true, std::memory_order_relaxed);
-      } else {
-        body(tile, column, columns, scratch_of_thread);
-      }
-    });
-  }
-
   // Calls body(tile, first column, columns, scratch of the thread) for all tiles and column blocks.
+  // With `first` it proves their offsets. Unless failed() then, other steps may follow.
   template <class Body>
-  void for_tiles(const Body& body) const {
-    threads.parallel_for(tile_count * layout.column_blocks, [&](std::int64_t task, int thread) {
-      const std::int64_t column = task / tile_count * kColumnBlock;
-      const std::int64_t columns = std::min(kColumnBlock, problem.x.shape[1] - column);
-      body(task % tile_count, column, columns, scratch(thread));
-    });
+  void for_tiles(bool first, const Body& body) const {
+    // Columns that are apart share the lines of a tile's rows.
+    const std::int64_t blocks = layout.apart ? layout.column_blocks : 1;
+    threads.parallel_for(
+        tile_count * layout.column_blocks / blocks, [&](std::int64_t task, int thread) {
+          const std::int64_t tile = task % tile_count;
+          if (first && unsound != nullptr && !sound(tile)) {
+            unsound->store(true, std::memory_order_relaxed);
+            return;
+          }
+          for (std::int64_t k = 0; k < blocks; ++k) {
+            const std::int64_t column = (task / tile_count + k) * layout.column_block;
+            const std::int64_t columns = std::min(layout.column_block, problem.x.shape[1] - column);
+            body(tile, column, columns, scratch(thread));
+          }
+        });
   }
 
   // Calls on_piece(Piece) for each piece of the tile and on_empty(s) for each empty segment; but
@@ -169,6 +178,18 @@ struct Run {
       on_piece(t, Piece{s, tiles()[t].row, std::min(end, tiles()[t + 1].row), false, true});
     }
   }
+};
+
+// One column of a run, as a run of its own.
+struct ColumnRun {
+  ColumnRun(const Run& all, std::int64_t column);
+  ColumnRun(const ColumnRun&) = delete;
+  ColumnRun& operator=(const ColumnRun&) = delete;
+
+  SegmentProblem problem;
+  SegmentTensors tensors;
+  Layout layout;
+  Run run;
 };
 
 // In forward.cpp and backward.cpp, for the best instruction set of this CPU.

@@ -61,6 +61,11 @@ struct AllLanes {
       Store(d, value, to);
     }
   }
+  // Which lanes are f's.
+  template <class D>
+  HWY_INLINE hn::Mask<D> Inside(D d) const {
+    return hn::FirstN(d, hn::Lanes(d));
+  }
   // `value`, with 0 in lanes that are none of f's.
   template <class D>
   HWY_INLINE hn::Vec<D> First(D, hn::Vec<D> value) const {
@@ -78,8 +83,12 @@ struct FirstLanes {
     StoreFirst(d, value, to, count);
   }
   template <class D>
+  HWY_INLINE hn::Mask<D> Inside(D d) const {
+    return hn::FirstN(d, count);
+  }
+  template <class D>
   HWY_INLINE hn::Vec<D> First(D d, hn::Vec<D> value) const {
-    return hn::IfThenElseZero(hn::FirstN(d, count), value);
+    return hn::IfThenElseZero(Inside(d), value);
   }
 };
 
@@ -125,35 +134,95 @@ HWY_INLINE Real<T> ToReal(T value) {
   return static_cast<Real<T>>(value);
 }
 
+#if HWY_TARGET != HWY_SCALAR
+// A vector of every kStride-th element.
+template <int kStride, class D>
+HWY_INLINE hn::Vec<D> LoadEvery(D d, const hn::TFromD<D>* from) {
+  if constexpr (kStride == 1) {
+    return hn::LoadU(d, from);
+  } else {
+    constexpr int kHalf = kStride / 2;
+    const auto low = LoadEvery<kHalf>(d, from);
+    return hn::ConcatEven(d, LoadEvery<kHalf>(d, from + kHalf * hn::MaxLanes(d)), low);
+  }
+}
+#endif
+
+// Elements `stride` apart.
+template <class T>
+void CopyApart(const T* HWY_RESTRICT from, std::int64_t stride, std::int64_t count,
+               T* HWY_RESTRICT to) {
+  std::int64_t i = 0;
+#if HWY_TARGET != HWY_SCALAR
+  using Bits = hwy::UnsignedFromSize<sizeof(T)>;
+  const hn::ScalableTag<Bits> d;
+  constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(d));
+  const auto copy = [&]<int kStride>() HWY_ATTR {
+    // The last vector would read past the last element.
+    for (; i + kLanes < count; i += kLanes) {
+      hn::StoreU(LoadEvery<kStride>(d, reinterpret_cast<const Bits*>(from + i * kStride)), d,
+                 reinterpret_cast<Bits*>(to + i));
+    }
+  };
+  if (stride == 2) copy.template operator()<2>();
+  if (stride == 4) copy.template operator()<4>();
+#endif
+  for (; i < count; ++i) to[i] = from[i * stride];
+}
+
+// Elements of a row that are not side by side are copied in turn before and after conversion.
+inline constexpr std::int64_t kApart = 512;
+
 // One row into `to`, which has room for whole vectors.
 template <class T>
 void ReadRow(const Matrix<const T>& matrix, std::int64_t row, std::int64_t column,
              std::int64_t columns, Real<T>* HWY_RESTRICT to) {
   using R = Real<T>;
   const hn::ScalableTag<R> d;
-  const T* from = matrix.at(row, column);
   const std::int64_t stride = matrix.column_stride;
+  const auto convert = [&](const T* from, std::int64_t count, std::int64_t first) HWY_ATTR {
+    ForColumns<R>(count, [&](auto lanes, std::int64_t c) {
+      Store(d, lanes.Read(d, from + c), to + first + c);
+    });
+  };
+  const T* from = matrix.at(row, column);
   if (stride == 1) {
-    ForColumns<R>(columns,
-                  [&](auto lanes, std::int64_t c) { Store(d, lanes.Read(d, from + c), to + c); });
+    convert(from, columns, 0);
+  } else if constexpr (std::is_same_v<T, R>) {
+    CopyApart(from, stride, columns, to);
   } else {
-    for (std::int64_t c = 0; c < columns; ++c) to[c] = ToReal(from[c * stride]);
+    T values[kApart];
+    for (std::int64_t c = 0; c < columns; c += kApart) {
+      const std::int64_t count = std::min(kApart, columns - c);
+      CopyApart(from + c * stride, stride, count, values);
+      convert(values, count, c);
+    }
   }
+}
+
+template <class T>
+void ConvertRun(const Real<T>* HWY_RESTRICT from, std::int64_t count, T* HWY_RESTRICT to) {
+  const hn::ScalableTag<Real<T>> d;
+  ForColumns<Real<T>>(
+      count, [&](auto lanes, std::int64_t i) { lanes.Write(d, hn::LoadU(d, from + i), to + i); });
 }
 
 template <class T>
 void WriteRow(const Matrix<T>& matrix, std::int64_t row, std::int64_t column, std::int64_t columns,
               const Real<T>* HWY_RESTRICT from) {
-  using R = Real<T>;
-  const hn::ScalableTag<R> d;
   T* to = matrix.at(row, column);
   const std::int64_t stride = matrix.column_stride;
   if (stride == 1) {
-    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-      lanes.Write(d, hn::LoadU(d, from + c), to + c);
-    });
+    ConvertRun(from, columns, to);
+  } else if constexpr (std::is_same_v<T, Real<T>>) {
+    for (std::int64_t c = 0; c < columns; ++c) to[c * stride] = from[c];
   } else {
-    for (std::int64_t c = 0; c < columns; ++c) to[c * stride] = T(from[c]);
+    T values[kApart];
+    for (std::int64_t c = 0; c < columns; c += kApart) {
+      const std::int64_t count = std::min(kApart, columns - c);
+      ConvertRun(from + c, count, values);
+      for (std::int64_t i = 0; i < count; ++i) to[(c + i) * stride] = values[i];
+    }
   }
 }
 
@@ -161,14 +230,15 @@ template <class R>
 struct Block {
   const R* data;
   std::int64_t stride, rows;
+  bool copied = false;  // into scratch
   const R* row(std::int64_t r) const { return data + r * stride; }
 };
 
 // Prefetches the rows behind a block, vector by vector while the block is used. Blocks that are not
-// dense are left to the hardware.
+// dense are left to the hardware, copies are in cache.
 template <class R>
 HWY_INLINE LinesAhead RowsAhead(const Block<R>& block, std::int64_t columns) {
-  const bool dense = block.stride == columns;
+  const bool dense = block.stride == columns && !block.copied;
   return LinesAhead(block.data, dense ? hn::Lanes(hn::ScalableTag<R>()) * sizeof(R) : 0);
 }
 
@@ -183,7 +253,7 @@ class GatherAhead {
         segments_(segments),
         column_(column),
         rows_(std::clamp<std::int64_t>(kLead / (columns * static_cast<std::int64_t>(sizeof(T))), 4,
-                                       64)) {}
+                                       256)) {}
 
   // Row `row` of the sorted order is used, from column `column` on, `bytes` of it.
   HWY_INLINE void Step(std::int64_t row, std::int64_t column, std::int64_t bytes) const {
@@ -214,8 +284,12 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
       return {matrix.at(begin, column), matrix.row_stride, rows};
     }
   }
-  const std::int64_t stride = padded(columns);
-  if (matrix.column_stride != 1 && !segments.permuted() && std::abs(matrix.row_stride) == 1) {
+  const std::int64_t stride = block_stride(columns);
+  if (matrix.column_stride == 1 && matrix.row_stride == stride && stride == columns &&
+      !segments.permuted()) {
+    ReadRow(matrix, begin, column, rows * columns, scratch);
+  } else if (matrix.column_stride != 1 && !segments.permuted() &&
+             std::abs(matrix.row_stride) == 1) {
     for (std::int64_t c = 0; c < columns; ++c) {  // a transposed tensor: along its memory
       const T* from = matrix.at(begin, column + c);
       for (std::int64_t r = 0; r < rows; ++r) {
@@ -231,7 +305,20 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
       ReadRow(matrix, segments.readable_row(begin + r), column, columns, scratch + r * stride);
     }
   }
-  return {scratch, stride, rows};
+  return {scratch, stride, rows, true};
+}
+
+// Calls f(r, n) for the places r of the sorted order from `begin` to `end`, whose rows of x are n;
+// -1 where the permutation holds no row.
+template <class F>
+HWY_INLINE void ForRows(const Segments& segments, std::int64_t begin, std::int64_t end,
+                        const F& f) {
+  segments.permutation.visit([&](const auto& row_of) HWY_ATTR {
+    for (std::int64_t r = begin; r < end; ++r) {
+      const std::int64_t n = row_of(r);
+      f(r, n >= 0 && n < segments.rows ? n : -1);
+    }
+  });
 }
 
 // The same of a tensor with one column, with stride 1: a run.
@@ -242,13 +329,22 @@ const Real<T>* ReadRun(const Matrix<const T>& matrix, const Segments& segments, 
     if (matrix.row_stride == 1 && !segments.permuted()) return matrix.at(begin, 0);
   }
   if (segments.permuted()) {
-    for (std::int64_t r = 0; r < rows; ++r) {
-      scratch[r] = ToReal(*matrix.at(segments.readable_row(begin + r), 0));
-    }
+    const GatherAhead<T> ahead(matrix, segments, 0, 1);
+    ForRows(segments, begin, begin + rows, [&](std::int64_t r, std::int64_t n) {
+      ahead.Step(r, 0, 1);
+      scratch[r - begin] = ToReal(*matrix.at(std::max<std::int64_t>(n, 0), 0));
+    });
   } else {
     ReadRow(Transposed(matrix), 0, begin, rows, scratch);
   }
   return scratch;
+}
+
+// Elements [s, s + count) of a tensor with one column and a row for each segment, likewise.
+template <class T>
+const Real<T>* ReadOfSegments(const Matrix<const T>& matrix, std::int64_t s, std::int64_t count,
+                              Real<T>* HWY_RESTRICT scratch) {
+  return ReadRun(matrix, Segments{}, s, count, scratch);
 }
 
 // Calls f(first row, rows) for the blocks of a piece, of up to `step` rows.
@@ -315,12 +411,14 @@ HWY_INLINE void FoldRows(const Block<R>& block, std::int64_t first, std::int64_t
   }
 }
 
-// Where SumFewRows finds its rows: side by side, or by a permutation.
+// Where reductions of a few rows find them: side by side, or by a permutation.
 template <class R>
 class AdjacentRows {
  public:
   AdjacentRows(const Block<R>& block, std::int64_t columns)
       : block_(block), ahead_(RowsAhead(block, columns)) {}
+  explicit operator bool() const { return block_.data != nullptr; }
+  const Block<R>& block() const { return block_; }
   HWY_INLINE const R* Row(std::int64_t r) const { return block_.row(r); }
   HWY_INLINE void Used(std::int64_t, std::int64_t, std::int64_t vectors) {
     for (; vectors > 0; --vectors) ahead_.Step();
@@ -340,6 +438,7 @@ class GatheredRows {
         begin_(begin),
         column_(column),
         ahead_(matrix, segments, column, columns) {}
+  explicit operator bool() const { return true; }
   HWY_INLINE const R* Row(std::int64_t r) const {
     return matrix_.at(segments_.readable_row(begin_ + r), column_);
   }

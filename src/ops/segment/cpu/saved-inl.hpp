@@ -8,7 +8,7 @@
 #define PULLBACK_SEGMENT_SAVED_INL_HPP
 #endif
 
-#include "ops/segment/cpu/rows-inl.hpp"
+#include "ops/segment/cpu/extreme-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
@@ -44,11 +44,6 @@ inline bool Folds(const SegmentProblem& problem, const SegmentTensors& tensors) 
   return problem.reduce == SegmentReduce::prod || problem.reduce == SegmentReduce::softmax;
 }
 
-template <class V>
-HWY_INLINE auto Tied(V a, V b) {
-  return hn::Or(hn::Eq(a, b), hn::And(hn::IsNaN(a), hn::IsNaN(b)));
-}
-
 // places[c] = `place` + the first or last row of the block whose element c is value[c], of NaN the
 // first, unless one was found before. `place` is that of the block's first row.
 template <class R>
@@ -72,6 +67,45 @@ void FindPlaces(const Block<R>& block, Int<R> place, std::int64_t columns,
   }
 }
 
+// Adds how many rows of the block tie with value[c].
+template <class R>
+void CountTies(const Block<R>& block, std::int64_t columns, const R* HWY_RESTRICT value,
+               Int<R>* HWY_RESTRICT counts) {
+  const hn::ScalableTag<R> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  for (std::int64_t r = 0; r < block.rows; ++r) {
+    const R* row = block.row(r);
+    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      const auto equal = Tied(lanes.Read(d, row + c), hn::LoadU(d, value + c));
+      const auto before = hn::LoadU(di, counts + c);
+      // A mask is -1 in each lane that it holds for.
+      hn::StoreU(hn::Sub(before, hn::VecFromMask(di, hn::RebindMask(di, equal))), di, counts + c);
+    });
+  }
+}
+
+// Shares of a few rows, column by column in registers, straight to rows to(r).
+template <bool kStream, class R, class To>
+void TiesGradientOfFewRows(const Block<R>& x, std::int64_t columns, const R* HWY_RESTRICT value,
+                           const R* HWY_RESTRICT gradient, const To& to) {
+  const hn::ScalableTag<R> d;
+  LinesAhead ahead = RowsAhead(x, columns);
+  ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
+    const auto extreme = hn::LoadU(d, value + c);
+    auto count = hn::Zero(d);
+    for (std::int64_t r = 0; r < x.rows; ++r) {
+      ahead.Step();
+      const auto tied = Tied(lanes.Read(d, x.row(r) + c), extreme);
+      count = hn::Add(count, hn::IfThenElseZero(tied, hn::Set(d, R{1})));
+    }
+    const auto share = hn::Div(hn::LoadU(d, gradient + c), count);
+    for (std::int64_t r = 0; r < x.rows; ++r) {
+      const auto tied = Tied(lanes.Read(d, x.row(r) + c), extreme);
+      lanes.Write(d, hn::IfThenElseZero(tied, share), to(r) + c);
+    }
+  });
+}
+
 template <class R>
 class Saved {
   using I = Int<R>;
@@ -85,12 +119,15 @@ class Saved {
 
   const SegmentSaved kind;
 
+  // Whether places are those in x and not those in the piece.
+  bool by_row() const {
+    return kind == SegmentSaved::arg && segments_.permuted() && problem_.arg.dtype != DType::u8;
+  }
+
   // What LoadPlaces' places of the chosen rows are compared with: the row's place in the piece, or
   // under a permutation the low bits of its number in x (unique, as complete() bounds N).
   I Key(const Piece& piece, std::int64_t r) const {
-    const bool by_row =
-        kind == SegmentSaved::arg && segments_.permuted() && problem_.arg.dtype != DType::u8;
-    return static_cast<I>(by_row ? segments_.readable_row(r) : r - piece.begin);
+    return static_cast<I>(by_row() ? segments_.readable_row(r) : r - piece.begin);
   }
 
   void LoadPlaces(const Piece& piece, std::int64_t column, std::int64_t columns, I* places) const {
@@ -113,6 +150,16 @@ class Saved {
     if (problem_.arg.dtype == DType::i64) return *Arg<std::int64_t>().at(s, 0);
     if (problem_.arg.dtype == DType::i32) return *Arg<std::int32_t>().at(s, 0);
     return segments_.begin(s) + *Arg<std::uint8_t>().at(s, 0);
+  }
+
+  // Where the row that arg means is, under a permutation, among the places from `begin` to `end`;
+  // -1 if it is not there.
+  std::int64_t PlaceOfRow(std::int64_t s, std::int64_t begin, std::int64_t end) const {
+    const std::int64_t wanted = Row(s);
+    for (std::int64_t r = begin; r < end; ++r) {
+      if (segments_.permutation[r] == wanted) return r;
+    }
+    return -1;
   }
 
   // The mask bits of row r, one byte each; up to a multiple of 8 of them.

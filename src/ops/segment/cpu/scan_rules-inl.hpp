@@ -73,6 +73,43 @@ struct ExtremeRule {
   }
 };
 
+// b = how many rows are the extreme.
+template <class R, bool kMax>
+struct TiesRule {
+  using B = Int<R>;
+  static constexpr bool kTwo = true, kPlaces = false, kPowers = false;
+
+  template <class D>
+  static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
+    return hn::AllFalse(d, hn::IsNaN(sum));
+  }
+  template <Walk kWalk, class D, class DB>
+  static HWY_INLINE void Step(D, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
+                              hn::Vec<D>& a, hn::Vec<DB>& b) {
+    Count<kWalk, D, DB>(x, hn::Set(DB(), 1), starts, a, b);
+  }
+  template <class D, class DB>
+  static HWY_INLINE void JoinLanes(D d, hn::Vec<D>& a, hn::Vec<DB>& b, hn::Vec<D> later_a,
+                                   hn::Vec<DB> later_b) {
+    Count<Walk::any, D, DB>(later_a, later_b, hn::FirstN(d, 0), a, b);
+  }
+
+ private:
+  template <Walk kWalk, class D, class DB>
+  static HWY_INLINE void Count(hn::Vec<D> x, hn::Vec<DB> rows, hn::Mask<D> starts, hn::Vec<D>& a,
+                               hn::Vec<DB>& b) {
+    auto beats = hn::Or(starts, Beats<kMax, false>(x, a));
+    auto ties = hn::Eq(x, a);
+    if constexpr (kWalk == Walk::any) {
+      beats = hn::Or(beats, hn::AndNot(hn::IsNaN(a), hn::IsNaN(x)));
+      ties = hn::Or(ties, hn::And(hn::IsNaN(a), hn::IsNaN(x)));
+    }
+    const auto sum = hn::Add(b, hn::IfThenElseZero(hn::RebindMask(DB(), ties), rows));
+    a = hn::IfThenElse(beats, x, a);
+    b = hn::IfThenElse(hn::RebindMask(DB(), beats), rows, sum);
+  }
+};
+
 // The product is a + b: b has what the roundings of a lose, as far as there is a fused
 // multiply-add.
 template <class R>

@@ -162,6 +162,20 @@ void FinishSoftmax(const LogSum<R>& state, std::int64_t columns) {
   });
 }
 
+// total[c] += sum over rows of y g.
+template <class R>
+void AddDots(const Block<R>& y, const Block<R>& g, std::int64_t columns, R* HWY_RESTRICT total) {
+  const hn::ScalableTag<R> d;
+  for (std::int64_t r = 0; r < y.rows; ++r) {
+    const R* y_row = y.row(r);
+    const R* g_row = g.row(r);
+    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+      const auto before = hn::LoadU(d, total + c);
+      Store(d, hn::MulAdd(lanes.Read(d, y_row + c), lanes.Read(d, g_row + c), before), total + c);
+    });
+  }
+}
+
 // --- A few rows, column by column in registers ---
 
 // Calls f(lanes, column, largest) for all columns with the largest element of each. False, and f

@@ -8,6 +8,8 @@
 #define PULLBACK_SEGMENT_SPREAD_INL_HPP
 #endif
 
+#include "ops/segment/cpu/product-inl.hpp"
+#include "ops/segment/cpu/saved-inl.hpp"
 #include "ops/segment/cpu/scan-inl.hpp"
 #include "ops/segment/cpu/task-inl.hpp"
 
@@ -67,6 +69,20 @@ void DivideByRows(const SegmentEnds& ends, std::int64_t count, R* HWY_RESTRICT n
   }
 }
 
+// The gradients of the segments [begin, end), for the mean divided by their rows, to their rows.
+template <class R, class End>
+void SpreadGradients(const Segments& segments, bool mean, std::int64_t begin, std::int64_t end,
+                     std::int64_t row, const End& end_of, const R* gradients, R* to,
+                     const Task<R>& task) {
+  if (mean) {
+    std::copy_n(gradients, end - begin, task.block);
+    DivideByRows(SegmentEnds(segments, begin), end - begin, task.block);
+    gradients = task.block;
+  }
+  SpreadToRows<1, R>(begin, end, row, end_of,
+                     [=](std::int64_t s, int) { return gradients[s - begin]; }, {to});
+}
+
 // Takes the segments [begin, end), all of them whole, in blocks of rows that a ColumnScan can fold:
 //   fold(row, rows, ends, most)         folds those of the next `most` segments that end within
 //                                       `rows` rows from `row` on, and returns how many those are
@@ -93,8 +109,8 @@ HWY_INLINE void ForBlocksOfSegments(const Segments& segments, std::int64_t begin
   }
 }
 
-// The rows from `row` on, in the segments [begin, end), to `to`: 0, but for the row chosen(s) of x
-// if that is in segment s.
+// The rows from `row` on, in the segments [begin, end), to `to`: 0, but for the row
+// chosen(s, first row, its end) of x if that is in segment s.
 template <class R, class End, class Chosen, class Gradient>
 HWY_INLINE void PlaceInRows(std::int64_t begin, std::int64_t end, std::int64_t row,
                             const End& end_of, R* HWY_RESTRICT to, const Chosen& chosen,
@@ -106,7 +122,7 @@ HWY_INLINE void PlaceInRows(std::int64_t begin, std::int64_t end, std::int64_t r
   }
   R nowhere;
   for (std::int64_t s = begin, first = row; s < end; ++s) {
-    const std::int64_t next = end_of(s), place = chosen(s);
+    const std::int64_t next = end_of(s), place = chosen(s, first, next);
     // Without a branch, as it is a guess whether a segment has rows.
     R* at = place >= first && place < next ? to + (place - row) : &nowhere;
     *at = gradient_of(s);
@@ -127,7 +143,7 @@ HWY_INLINE void SpreadPowers(std::int64_t begin, std::int64_t end, std::int64_t 
   };
   SpreadToRows<2, R>(begin, end, row, end_of, value_of, {task.block, task.block2});
   const std::int64_t rows = end_of(end - 1) - row;
-  LinesAhead ahead = RowsAhead(Block<R>{x, 1, rows}, 1);
+  LinesAhead ahead = RowsAhead(Block<R>{x, 1, rows, x == task.window}, 1);
   ForColumns<R>(rows, [&](auto lanes, std::int64_t r) {
     ahead.Step();
     const auto power = ExpOf(d, hn::Sub(lanes.Read(d, x + r), hn::LoadU(d, task.block + r)));
@@ -136,16 +152,18 @@ HWY_INLINE void SpreadPowers(std::int64_t begin, std::int64_t end, std::int64_t 
 }
 
 // Softmax of the segments [begin, end), all of them whole; single(piece) does one of them.
-template <class R, class Output, class Single>
-void SoftmaxOfColumn(const Segments& segments, std::int64_t begin, std::int64_t end, const R* x,
-                     const Task<R>& task, Output& output, const Single& single) {
+template <class T, class R, class Output, class Single>
+void SoftmaxOfColumn(const Matrix<const T>& matrix, const Segments& segments, std::int64_t begin,
+                     std::int64_t end, const Task<R>& task, Output& output, const Single& single) {
   using Scan = ColumnScan<R, LogSumRule<R>>;
   const hn::ScalableTag<R> d;
   Scan scan({0, 0});
+  const R* x = nullptr;  // of the block
   ForBlocksOfSegments<Scan::kRows>(
       segments, begin, end,
       [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most) {
-        return scan.Take(x + row, row, rows, ends, most);
+        x = ReadRun(matrix, segments, row, rows, task.window);
+        return scan.Take(x, row, rows, ends, most, x != task.window);
       },
       [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
           const SegmentEnds& ends) HWY_ATTR {
@@ -175,7 +193,7 @@ void SoftmaxOfColumn(const Segments& segments, std::int64_t begin, std::int64_t 
                 {task.block, task.block2});
             ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) {
               const auto inverse = hn::LoadU(d, task.block + r);
-              const auto less = hn::Sub(lanes.Read(d, x + row + r), hn::LoadU(d, task.block2 + r));
+              const auto less = hn::Sub(lanes.Read(d, x + r), hn::LoadU(d, task.block2 + r));
               lanes.Write(d, hn::Mul(ExpOfNonPositive(d, less), inverse), to + r);
             });
           }
@@ -186,23 +204,26 @@ void SoftmaxOfColumn(const Segments& segments, std::int64_t begin, std::int64_t 
 }
 
 // Its gradient y (g - sum y g), likewise.
-template <class R, class Output, class Single>
-void SoftmaxGradientOfColumn(const Segments& segments, std::int64_t begin, std::int64_t end,
-                             const R* y, const R* g, const Task<R>& task, Output& output,
-                             const Single& single) {
+template <class T, class R, class Output, class Single>
+void SoftmaxGradientOfColumn(const Matrix<const T>& out, const Matrix<const T>& d_out,
+                             const Segments& segments, std::int64_t begin, std::int64_t end,
+                             const Task<R>& task, Output& output, const Single& single) {
   using Scan = ColumnScan<R, SumRule<R>>;
   const hn::ScalableTag<R> d;
   Scan scan({0, 0});
+  const R *y = nullptr, *g = nullptr;  // of the block
   ForBlocksOfSegments<Scan::kRows>(
       segments, begin, end,
       [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most)
           HWY_ATTR {
-            LinesAhead y_ahead = RowsAhead(Block<R>{y + row, 1, rows}, 1);
-            LinesAhead g_ahead = RowsAhead(Block<R>{g + row, 1, rows}, 1);
+            y = ReadRun(out, segments, row, rows, task.window);
+            g = ReadRun(d_out, segments, row, rows, task.window2);
+            LinesAhead y_ahead = RowsAhead(Block<R>{y, 1, rows, y == task.window}, 1);
+            LinesAhead g_ahead = RowsAhead(Block<R>{g, 1, rows, g == task.window2}, 1);
             ForColumns<R>(rows, [&](auto lanes, std::int64_t r) {
               y_ahead.Step();
               g_ahead.Step();
-              const auto product = hn::Mul(lanes.Read(d, y + row + r), lanes.Read(d, g + row + r));
+              const auto product = hn::Mul(lanes.Read(d, y + r), lanes.Read(d, g + r));
               Store(d, product, task.block + r);
             });
             return scan.Take(task.block, row, rows, ends, most, false);
@@ -213,8 +234,8 @@ void SoftmaxGradientOfColumn(const Segments& segments, std::int64_t begin, std::
         output.Open(Piece{s, row, stop, true, false});
         R* to = output.Run(row, nullptr);
         const auto write = [&](auto lanes, std::int64_t r, auto dot) HWY_ATTR {
-          const auto above = hn::Sub(lanes.Read(d, g + row + r), dot);
-          lanes.Write(d, hn::Mul(lanes.Read(d, y + row + r), above), to + r);
+          const auto above = hn::Sub(lanes.Read(d, g + r), dot);
+          lanes.Write(d, hn::Mul(lanes.Read(d, y + r), above), to + r);
         };
         if (!scan.Spread(stop - row, count, scan.a, write)) {
           ends.Visit([&](const auto& end_of) {
@@ -230,35 +251,57 @@ void SoftmaxGradientOfColumn(const Segments& segments, std::int64_t begin, std::
       single);
 }
 
-// The gradient of max and min with nothing saved, likewise: the places are those that forward would
-// find, if `out` is what it found.
-template <class Rule, class R, class Output, class Single>
-void ExtremeGradientOfColumn(const Segments& segments, std::int64_t begin, std::int64_t end,
-                             const R* x, const Matrix<const R>& out, const Matrix<const R>& d_out,
+// The gradient of max and min with nothing saved, likewise: the places, or how many tie, are what
+// forward would find, if `out` is what it found.
+template <class Rule, class T, class R, class Output, class Single>
+void ExtremeGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& out,
+                             const Matrix<const T>& d_out, const Segments& segments,
+                             std::int64_t begin, std::int64_t end, const Task<R>& task,
                              Output& output, const Single& single) {
   using Scan = ColumnScan<R, Rule>;
-  Scan scan({0, -1});
+  const hn::ScalableTag<R> d;
+  Scan scan({0, Rule::kPlaces ? -1 : 1});
+  const R* run = nullptr;  // of the block
   ForBlocksOfSegments<Scan::kRows>(
       segments, begin, end,
       [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most) {
-        return scan.Take(x + row, row, rows, ends, most);
+        run = ReadRun(x, segments, row, rows, task.window);
+        return scan.Take(run, row, rows, ends, most, run != task.window);
       },
       [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
-          const SegmentEnds& ends) {
+          const SegmentEnds& ends) HWY_ATTR {
         scan.Used(count);
-        ends.Visit([&](const auto& end_of) {
+        const R* values = ReadOfSegments(out, s, count, task.run);
+        const R* gradients = ReadOfSegments(d_out, s, count, task.window2);
+        ends.Visit([&](const auto& end_of) HWY_ATTR {
           bool same = true;
           for (std::int64_t k = 0; k < count; ++k) {
-            const R value = *out.at(s + k, 0), found = scan.a[k];
+            const R value = values[k], found = scan.a[k];
             const bool nan = std::isnan(value) && std::isnan(found);
             same = same && (value == found || nan || end_of(k) == end_of(k - 1));
           }
           if (same) {
             output.Open(Piece{s, row, stop, true, false});
-            PlaceInRows<R>(
-                0, count, row, end_of, output.Run(row, nullptr),
-                [&](std::int64_t k) { return end_of(k - 1) + scan.b[k]; },
-                [&](std::int64_t k) { return *d_out.at(s + k, 0); });
+            R* to = output.Run(row, nullptr);
+            if constexpr (Rule::kPlaces) {
+              PlaceInRows<R>(
+                  0, count, row, end_of, to,
+                  [&](std::int64_t k, std::int64_t first, std::int64_t) {
+                    return first + scan.b[k];
+                  },
+                  [&](std::int64_t k) { return gradients[k]; });
+            } else {
+              SpreadToRows<2, R>(0, count, row, end_of,
+                                 [&](std::int64_t k, int i) {
+                                   return i == 0 ? values[k]
+                                                 : gradients[k] / static_cast<R>(scan.b[k]);
+                                 },
+                                 {task.block, task.block2});
+              ForColumns<R>(stop - row, [&](auto lanes, std::int64_t r) HWY_ATTR {
+                const auto tied = Tied(lanes.Read(d, run + r), hn::LoadU(d, task.block + r));
+                lanes.Write(d, hn::IfThenElseZero(tied, hn::LoadU(d, task.block2 + r)), to + r);
+              });
+            }
             output.DrainLines();
             return;
           }
@@ -267,6 +310,81 @@ void ExtremeGradientOfColumn(const Segments& segments, std::int64_t begin, std::
             if (piece.begin < piece.end) single(piece);
           }
         });
+      },
+      single);
+}
+
+// The gradient of logsumexp that was not saved, likewise.
+template <class T, class R, class Output, class Single>
+void PowerGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& d_out,
+                           const Segments& segments, std::int64_t begin, std::int64_t end,
+                           const Task<R>& task, Output& output, const Single& single) {
+  using Scan = ColumnScan<R, LogSumRule<R>>;
+  Scan scan({0, 0});
+  const R* run = nullptr;  // of the block
+  ForBlocksOfSegments<Scan::kRows>(
+      segments, begin, end,
+      [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most) {
+        run = ReadRun(x, segments, row, rows, task.window);
+        return scan.Take(run, row, rows, ends, most, run != task.window);
+      },
+      [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
+          const SegmentEnds& ends) {
+        scan.Used(count);
+        FinishLogSum(LogSum<R>{scan.a, scan.b}, count);
+        const R* gradients = ReadOfSegments(d_out, s, count, task.window2);
+        output.Open(Piece{s, row, stop, true, false});
+        ends.Visit([&](const auto& end_of) {
+          SpreadPowers(
+              0, count, row, end_of, [&](std::int64_t k) { return scan.a[k]; },
+              [&](std::int64_t k) { return gradients[k]; }, run, task, output.Run(row, nullptr));
+        });
+        output.DrainLines();
+      },
+      single);
+}
+
+// The gradient of products, likewise.
+template <class T, class R, class Output, class Single>
+void ProductGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& d_out,
+                             const Segments& segments, std::int64_t begin, std::int64_t end,
+                             const Task<R>& task, Output& output, const Single& single) {
+  constexpr std::int64_t kRows = kBlockElements / 2;  // what is kept of them stays in L1
+  const hn::ScalableTag<R> d;
+  std::uint64_t firsts[kRows / 64], lasts[kRows / 64];
+  ForBlocksOfSegments<kRows>(
+      segments, begin, end,
+      [&](std::int64_t row, std::int64_t rows, const SegmentEnds& ends, std::int64_t most) {
+        std::fill_n(firsts, kRows / 64, 0);
+        std::fill_n(lasts, kRows / 64, 0);
+        std::int64_t k = 0;
+        for (std::int64_t first = 0; k < std::min(most, kRows); ++k) {
+          const std::int64_t stop = ends[k] - row;
+          if (stop > rows) break;
+          if (stop == first) continue;
+          firsts[first / 64] |= std::uint64_t{1} << (first % 64);
+          lasts[(stop - 1) / 64] |= std::uint64_t{1} << ((stop - 1) % 64);
+          first = stop;
+        }
+        return k;
+      },
+      [&](std::int64_t s, std::int64_t count, std::int64_t row, std::int64_t stop,
+          const SegmentEnds& ends) HWY_ATTR {
+        const std::int64_t rows = stop - row;
+        const R* run = ReadRun(x, segments, row, rows, task.window);
+        const R* gradients = ReadOfSegments(d_out, s, count, task.window2);
+        ends.Visit([&](const auto& end_of) {
+          SpreadToRows<1, R>(0, count, row, end_of,
+                             [&](std::int64_t k, int) { return gradients[k]; }, {task.run});
+        });
+        ProductsOfOthers<false>(run, firsts, rows, R{1}, task.block);
+        ProductsOfOthers<true>(run, lasts, rows, R{1}, task.block2);
+        output.Open(Piece{s, row, stop, true, false});
+        MultiplyOthers(
+            task.block, task.block2,
+            [&](std::int64_t r) HWY_ATTR { return hn::LoadU(d, task.run + r); }, rows,
+            output.Run(row, nullptr));
+        output.DrainLines();
       },
       single);
 }

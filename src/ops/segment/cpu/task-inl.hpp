@@ -8,6 +8,9 @@
 #define PULLBACK_SEGMENT_TASK_INL_HPP
 #endif
 
+#include <array>
+#include <optional>
+
 #include "ops/segment/cpu/softmax-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -47,9 +50,11 @@ struct Task {
     vector = value + width;
     row = vector + width;
     block = row + width;
-    block2 = block + kBlockElements + kColumnAlign;
-    run = block2 + kBlockElements + kColumnAlign;
-    stage = run + kBlockElements + kColumnAlign;
+    block2 = block + kScratchElements;
+    run = block2 + kScratchElements;
+    window = run + kScratchElements;
+    window2 = window + kScratchElements;
+    stage = window2 + kScratchElements;
     products = stage + layout.stage_elements;
     bits = reinterpret_cast<std::uint8_t*>(vector);
   }
@@ -66,27 +71,51 @@ struct Task {
   std::int64_t column, columns, block_rows;
   State<R> state;
   // Vectors of columns; blocks; and room for the rows of a tile, which only some passes have.
-  R *gradient, *value, *vector, *row, *block, *block2, *run, *stage, *products;
+  R *gradient, *value, *vector, *row, *block, *block2, *run, *window, *window2, *stage, *products;
   std::uint8_t* bits;
   std::int64_t* wide;
 };
 
-// Calls f(tile, task) for all tiles and blocks of columns.
-template <class R, class F>
-void ForTasks(const Run& run, const F& f) {
-  run.for_tiles(
-      [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
-        f(tile, Task<R>(run.layout, column, columns, scratch));
-      });
-}
-
-// The same for the first of the steps over all tiles.
-template <class R, class F>
-void ForTasksFirst(const Run& run, const F& f) {
-  run.for_tiles_first(
-      [&](std::int64_t tile, std::int64_t column, std::int64_t columns, std::byte* scratch) {
-        f(tile, Task<R>(run.layout, column, columns, scratch));
-      });
+// Runs a pass over the problem; where the columns are taken apart, one over each of them. Of a Pass
+//   Fold(tile, task)      folds pieces, or writes rows at once
+//   Combine(tile, task)   joins the pieces of longer segments, if combines()
+//   Finish(tile, task)    writes the rows of those, if writes_rows()
+//   Clear()               those of no segment
+template <class Pass, class R>
+void RunPass(const Run& run) {
+  std::array<std::optional<ColumnRun>, kMostApart> columns;
+  std::array<std::optional<Pass>, kMostApart> passes;
+  if (run.layout.apart) {
+    for (std::int64_t c = 0; c < run.layout.column_blocks; ++c) {
+      passes[c].emplace(columns[c].emplace(run, c).run);
+    }
+  } else {
+    passes[0].emplace(run);
+  }
+  const auto for_tasks = [&](bool first, const auto& f) {
+    run.for_tiles(first, [&](std::int64_t tile, std::int64_t column, std::int64_t count,
+                             std::byte* scratch) {
+      const bool apart = run.layout.apart;
+      f(*passes[apart ? column : 0], tile, Task<R>(run.layout, apart ? 0 : column, count, scratch));
+    });
+  };
+  using Task = segment_cpu::HWY_NAMESPACE::Task<R>;
+  for_tasks(true,
+            [](const Pass& pass, std::int64_t tile, const Task& task) { pass.Fold(tile, task); });
+  if (run.failed()) return;
+  if (passes[0]->combines()) {
+    for_tasks(false, [](const Pass& pass, std::int64_t tile, const Task& task) {
+      pass.Combine(tile, task);
+    });
+  }
+  if (passes[0]->writes_rows()) {
+    for_tasks(false, [](const Pass& pass, std::int64_t tile, const Task& task) {
+      pass.Finish(tile, task);
+    });
+  }
+  for (const std::optional<Pass>& pass : passes) {
+    if (pass) pass->Clear();
+  }
 }
 
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE
