@@ -32,10 +32,19 @@
 #undef PULLBACK_EMULATED_F16
 #define PULLBACK_EMULATED_F16 (HWY_TARGET == HWY_SCALAR || (HWY_ARCH_X86 && HWY_TARGET > HWY_AVX2))
 
+// The target without lanes is the last that is compiled.
+#if HWY_TARGET == HWY_SCALAR && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("Os")
+#endif
+
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
+
+// Whether vectors have several lanes. On x86 they have not where there is no AVX2: that code is to
+// be small, and does without what is for speed alone.
+inline constexpr bool kHasLanes = HWY_TARGET != HWY_SCALAR;
 
 template <class T>
 using Real = std::conditional_t<std::is_same_v<T, double>, double, float>;

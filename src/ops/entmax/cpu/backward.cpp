@@ -255,9 +255,11 @@ template <class T>
 void BackwardTileOf(const BackwardTile& tile) {
   const bool in_place = tile.y.contiguous() && tile.d_y.contiguous();
   if (in_place) WriteDAlpha<T>(tile, tile.y, tile.d_y);
-  if (StripeServes<T>(tile) || ShortRowsServe<T>(tile)) {
-    if (tile.stream) hwy::FlushStream();
-    return;
+  if constexpr (kHasLanes) {
+    if (StripeServes<T>(tile) || ShortRowsServe<T>(tile)) {
+      if (tile.stream) hwy::FlushStream();
+      return;
+    }
   }
   const auto length = static_cast<std::size_t>(tile.length);
   const TensorRows y = Packed<T>(tile.y, tile, tile.packed_y);
@@ -288,13 +290,16 @@ void BackwardTileOf(const BackwardTile& tile) {
 template <class T>
 bool SparseGradientsServe(const BackwardTile& tile) {
   if (!tile.sparse_columns || !tile.y || tile.d_alpha || !tile.d_x) return false;
-  if (entmax::family_of(tile.alpha) == Family::sparsemax) {
-    return SparseGradients<Family::sparsemax, T>(tile).Compute();
+  if constexpr (kHasLanes) {
+    if (entmax::family_of(tile.alpha) == Family::sparsemax) {
+      return SparseGradients<Family::sparsemax, T>(tile).Compute();
+    }
+    if (entmax::family_of(tile.alpha) == Family::entmax15) {
+      return SparseGradients<Family::entmax15, T>(tile).Compute();
+    }
+    return SparseGradients<Family::general, T>(tile).Compute();
   }
-  if (entmax::family_of(tile.alpha) == Family::entmax15) {
-    return SparseGradients<Family::entmax15, T>(tile).Compute();
-  }
-  return SparseGradients<Family::general, T>(tile).Compute();
+  return false;
 }
 
 void RunBackwardTile(const BackwardTile& tile) {

@@ -205,26 +205,198 @@ RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements) {
 // logarithms are better computed of candidates only.
 constexpr std::int64_t kRowsPowerLength = 48;
 
-// Those of `rows` rows from r on, and more of the last one for lanes without a row; false if there
-// is one that RowsPower does not serve.
-template <class R>
-bool AlphasOfLanes(const ForwardTile& tile, std::int64_t r, std::int64_t rows, R* alphas) {
-  for (std::int64_t k = 0; k < static_cast<std::int64_t>(kLanes<R>); ++k) {
-    const double alpha = tile.alpha_of<R>(r + std::min(k, rows - 1));
-    if (!(alpha >= RowsPower<R>::kLeastAlpha && alpha <= 2)) return false;
-    alphas[k] = static_cast<R>(alpha);
+// The rows of a tile, where they have unit stride: many at a time from the first one on, and the
+// rest one by one.
+template <class T>
+class ForwardRows {
+ public:
+  using R = Real<T>;
+
+  ForwardRows(const ForwardTile& tile, const TensorRows& x, const TensorRows& y)
+      : tile_(tile),
+        x_(x),
+        y_(y),
+        stages_bits_(tile.support && !tile.support.contiguous()),
+        ahead_(x.row<T>(0)) {}
+
+  void Compute() {
+    if constexpr (kHasLanes) {
+      const bool short_rows =
+          tile_.length <= (tile_.alpha_per_row ? kRowsPowerLength : kLaneLength);
+      if (!short_rows && tile_.batch.candidates != nullptr && !stages_bits_) Batches();
+      if (short_rows && tile_.length > 0 && !stages_bits_) ShortRows();
+    }
+    while (r_ < tile_.rows) OneByOne(r_ + 1);
   }
-  return true;
-}
+
+ private:
+  static constexpr auto kRows = static_cast<std::int64_t>(kLanes<R>);
+
+  RowView<T> View(std::int64_t r) const {
+    return {x_.row<T>(r),
+            static_cast<std::size_t>(tile_.length),
+            y_ ? y_.row<T>(r) : nullptr,
+            stages_bits_    ? tile_.bits
+            : tile_.support ? tile_.support.row<std::uint8_t>(r)
+                            : nullptr,
+            tile_.stream && y_.data != tile_.packed_y,
+            static_cast<bool>(tile_.support_size),
+            r + 1 < tile_.rows ? x_.row<T>(r + 1) : nullptr};
+  }
+  // Whether rows follow each other, so that the next ones can be fetched.
+  bool Fetches() const { return x_.row_step == tile_.length; }
+
+  void Finish(std::int64_t r, const RowResult& result) const {
+    if (tile_.tau) *tile_.tau.row<R>(r) = static_cast<R>(result.tau);
+    if (tile_.support_size) {
+      *tile_.support_size.row<std::int32_t>(r) = static_cast<std::int32_t>(
+          std::min<std::int64_t>(result.support_size, std::numeric_limits<std::int32_t>::max()));
+    }
+    for (std::int64_t i = 0; stages_bits_ && i < (tile_.length + 7) / 8; ++i) {
+      tile_.support.row<std::uint8_t>(r)[i * tile_.support.step] = tile_.bits[i];
+    }
+  }
+
+  void OneByOne(std::int64_t end) {
+    for (; r_ < end; ++r_) {
+      Finish(r_, ForwardRow(View(r_), tile_.alpha_of<R>(r_), tile_.elements));
+    }
+  }
+
+  // Where kRows rows from `first` on leave what they have besides y.
+  auto SinkOf(std::int64_t first) {
+    const auto finish_kth = [this, first](std::size_t k, const RowResult& result) {
+      const std::int64_t row = first + static_cast<std::int64_t>(k);
+      Finish(row, result);
+      if (Fetches()) ahead_.StepTo(x_.row<T>(row + 1));
+    };
+    const auto store_taus = [this, first](const double* taus) {
+      if (!tile_.tau) return;
+      auto* const to = tile_.tau.row<R>(first);
+      const std::int64_t apart = tile_.tau.row_step;
+      if (apart == 1) {
+        for (std::int64_t k = 0; k < kRows; ++k) to[k] = static_cast<R>(taus[k]);
+      } else {
+        for (std::int64_t k = 0; k < kRows; ++k) to[k * apart] = static_cast<R>(taus[k]);
+      }
+    };
+    return RowSink{finish_kth, store_taus, ahead_, Fetches()};
+  }
+
+  void ShortRows() {
+    if constexpr (kPowersOfLanes<R>) {
+      if (tile_.alpha_per_row) return ShortRowsOfAlphas();
+    }
+    WithPowerOfLanes<R>(tile_, [&](const auto& power) {
+      while (r_ + kRows <= tile_.rows) ShortRowsBy(power);
+      return true;
+    });
+  }
+
+  template <class P>
+  void ShortRowsBy(const P& power) {
+    const RowStep<T> step = Step();
+    constexpr bool kByRows = P::family == Family::softmax || P::family == Family::sparsemax;
+    bool done;
+    if (kByRows && ShortGroup<T>::InLanes(View(r_))) {
+      done = OneGroup<T>(power, View(r_), SinkOf(r_), step);
+    } else if constexpr (P::family == Family::softmax) {
+      done = ShortSoftmax<T>(View(r_), step, SinkOf(r_).finish);
+    } else if constexpr (P::family == Family::sparsemax) {
+      done = ShortSparsemax<T>(power, View(r_), step, SinkOf(r_));
+    } else {
+      const std::int64_t second = r_ + kRows;
+      if (second + kRows <= tile_.rows &&
+          TwoGroups<T>(power, View(r_), SinkOf(r_), View(second), SinkOf(second), step)) {
+        r_ = second + kRows;
+        return;
+      }
+      done = OneGroup<T>(power, View(r_), SinkOf(r_), step);
+    }
+    done ? static_cast<void>(r_ += kRows) : OneByOne(r_ + kRows);
+  }
+
+  void ShortRowsOfAlphas() {
+    if (!ShortGroup<T>::WantsY(View(0))) return;
+    while (r_ + kRows <= tile_.rows) {
+      const bool done =
+          AlphasOfLanes(kRows) && OneGroup<T>(RowsPower<R>(alphas_), View(r_), SinkOf(r_), Step());
+      done ? static_cast<void>(r_ += kRows) : OneByOne(r_ + kRows);
+    }
+  }
+
+  void Batches() {
+    const auto length = static_cast<std::size_t>(tile_.length);
+    if constexpr (kPowersOfLanes<R>) {
+      if (tile_.alpha_per_row) return BatchesOfAlphas();
+      if (entmax::family_of(tile_.alpha) == Family::general) {
+        using General = LanePower<Family::general, R>;
+        return Batches(RowBatch<General, T>(General(tile_.alpha), length, tile_.batch));
+      }
+    }
+    if (tile_.alpha_per_row) return;
+    if (tile_.alpha == 1.5) {
+      Batches(SparseBatch<Family::entmax15, T>(tile_.alpha, length, tile_.batch));
+    } else if (tile_.alpha == 2) {
+      Batches(SparseBatch<Family::sparsemax, T>(tile_.alpha, length, tile_.batch));
+    }
+  }
+  void BatchesOfAlphas() {
+    const auto length = static_cast<std::size_t>(tile_.length);
+    using Batch = RowBatch<RowsPower<R>, T>;
+    while (r_ < tile_.rows) {
+      const std::int64_t end = std::min(tile_.rows, r_ + Batch::MostRows(length));
+      if (AlphasOfLanes(end - r_)) {
+        Batch batch(RowsPower<R>(alphas_), length, tile_.batch);
+        OneBatch(batch, end);
+      } else {
+        OneByOne(end);
+      }
+    }
+  }
+  template <class Batch>
+  void Batches(Batch batch) {
+    while (r_ < tile_.rows) OneBatch(batch, std::min(tile_.rows, r_ + batch.most_rows()));
+  }
+  template <class Batch>
+  void OneBatch(Batch& batch, std::int64_t end) {
+    batch.Clear();
+    for (std::int64_t k = r_; k < end; ++k) batch.Add(View(k));
+    batch.Compute(Fetches());
+    for (std::int64_t k = r_; k < end; ++k) Finish(k, batch.result(k - r_));
+    r_ = end;
+  }
+
+  RowStep<T> Step() const { return {x_.row_step, y_.row_step, tile_.support.row_step}; }
+
+  // Those of `rows` rows, and more of the last one for lanes without a row; false if there is one
+  // that RowsPower does not serve.
+  bool AlphasOfLanes(std::int64_t rows) {
+    for (std::int64_t k = 0; k < kRows; ++k) {
+      const double alpha = tile_.alpha_of<R>(r_ + std::min(k, rows - 1));
+      if (!(alpha >= RowsPower<R>::kLeastAlpha && alpha <= 2)) return false;
+      alphas_[k] = static_cast<R>(alpha);
+    }
+    return true;
+  }
+
+  const ForwardTile& tile_;
+  const TensorRows x_, y_;
+  const bool stages_bits_;
+  FourLinesAhead ahead_;
+  std::int64_t r_ = 0;  // the next row
+  R alphas_[kRows];
+};
 
 template <class T>
 void ForwardTileOf(const ForwardTile& tile) {
-  using Statistic = Real<T>;
-  const auto stripe = [&](const auto& power) { return StripeInLanes<T>(tile, power); };
-  if (tile.stripe != nullptr && !tile.support && !tile.support_size &&
-      WithPowerOfLanes<Real<T>>(tile, stripe)) {
-    if (tile.stream) hwy::FlushStream();
-    return;
+  if constexpr (kHasLanes) {
+    const auto stripe = [&](const auto& power) { return StripeInLanes<T>(tile, power); };
+    if (tile.stripe != nullptr && !tile.support && !tile.support_size &&
+        WithPowerOfLanes<Real<T>>(tile, stripe)) {
+      if (tile.stream) hwy::FlushStream();
+      return;
+    }
   }
   const bool packs_x = tile.mask || !tile.x.contiguous();
   const TensorRows x = packs_x ? TensorRows{tile.packed_x, tile.pitch, 1} : tile.x;
@@ -235,127 +407,7 @@ void ForwardTileOf(const ForwardTile& tile) {
   }
   const bool packs_y = tile.y && !tile.y.contiguous();
   const TensorRows y = packs_y ? TensorRows{tile.packed_y, tile.pitch, 1} : tile.y;
-  const std::int64_t support_bytes = (tile.length + 7) / 8;
-  const bool packs_bits = tile.support && !tile.support.contiguous();
-  const auto view = [&](std::int64_t r) {
-    return RowView<T>{x.row<T>(r),
-                      static_cast<std::size_t>(tile.length),
-                      y ? y.row<T>(r) : nullptr,
-                      packs_bits     ? tile.bits
-                      : tile.support ? tile.support.row<std::uint8_t>(r)
-                                     : nullptr,
-                      tile.stream && !packs_y,
-                      static_cast<bool>(tile.support_size),
-                      r + 1 < tile.rows ? x.row<T>(r + 1) : nullptr};
-  };
-  const auto finish = [&](std::int64_t r, const RowResult& result) {
-    if (tile.tau) *tile.tau.row<Statistic>(r) = static_cast<Statistic>(result.tau);
-    if (tile.support_size) {
-      *tile.support_size.row<std::int32_t>(r) = static_cast<std::int32_t>(
-          std::min<std::int64_t>(result.support_size, std::numeric_limits<std::int32_t>::max()));
-    }
-    for (std::int64_t i = 0; packs_bits && i < support_bytes; ++i) {
-      tile.support.row<std::uint8_t>(r)[i * tile.support.step] = tile.bits[i];
-    }
-  };
-  const auto one_row = [&](std::int64_t r) {
-    finish(r, ForwardRow(view(r), tile.alpha_of<Statistic>(r), tile.elements));
-  };
-  std::int64_t r = 0;
-  const bool short_rows = tile.length <= (tile.alpha_per_row ? kRowsPowerLength : kLaneLength);
-  constexpr auto kRows = static_cast<std::int64_t>(kLanes<Statistic>);
-  const RowStep<T> step{x.row_step, y.row_step, tile.support.row_step};
-  FourLinesAhead ahead(x.row<T>(0));
-  const bool fetches = x.row_step == tile.length;
-  const auto sink_of = [&](std::int64_t first) {
-    const auto finish_kth = [&, first](std::size_t k, const RowResult& result) {
-      const std::int64_t row = first + static_cast<std::int64_t>(k);
-      finish(row, result);
-      if (fetches) ahead.StepTo(x.row<T>(row + 1));
-    };
-    const auto store_taus = [&, first](const double* taus) {
-      if (!tile.tau) return;
-      auto* const to = tile.tau.row<Statistic>(first);
-      const std::int64_t apart = tile.tau.row_step;
-      if (apart == 1) {
-        for (std::int64_t k = 0; k < kRows; ++k) to[k] = static_cast<Statistic>(taus[k]);
-      } else {
-        for (std::int64_t k = 0; k < kRows; ++k) {
-          to[k * apart] = static_cast<Statistic>(taus[k]);
-        }
-      }
-    };
-    return RowSink{finish_kth, store_taus, ahead, fetches};
-  };
-  if (short_rows && !packs_bits) {
-    WithPowerOfLanes<Statistic>(tile, [&](const auto& power) {
-      constexpr Family kFamily = std::remove_reference_t<decltype(power)>::family;
-      while (r + kRows <= tile.rows) {
-        bool done;
-        constexpr bool kByRows = kFamily == Family::softmax || kFamily == Family::sparsemax;
-        if (kByRows && ShortGroup<T>::InLanes(view(r))) {
-          done = OneGroup<T>(power, view(r), sink_of(r), step);
-        } else if constexpr (kFamily == Family::softmax) {
-          done = ShortSoftmax<T>(view(r), step, sink_of(r).finish);
-        } else if constexpr (kFamily == Family::sparsemax) {
-          done = ShortSparsemax<T>(power, view(r), step, sink_of(r));
-        } else {
-          const std::int64_t second = r + kRows;
-          if (second + kRows <= tile.rows &&
-              TwoGroups<T>(power, view(r), sink_of(r), view(second), sink_of(second), step)) {
-            r = second + kRows;
-            continue;
-          }
-          done = OneGroup<T>(power, view(r), sink_of(r), step);
-        }
-        for (std::int64_t k = 0; !done && k < kRows; ++k) one_row(r + k);
-        r += kRows;
-      }
-      return true;
-    });
-  }
-  Statistic alphas[kRows];
-  if (short_rows && tile.alpha_per_row && tile.length > 0 && ShortGroup<T>::WantsY(view(0))) {
-    for (; r + kRows <= tile.rows; r += kRows) {
-      const bool done = AlphasOfLanes(tile, r, kRows, alphas) &&
-                        OneGroup<T>(RowsPower<Statistic>(alphas), view(r), sink_of(r), step);
-      for (std::int64_t k = 0; !done && k < kRows; ++k) one_row(r + k);
-    }
-  }
-  const auto add_batch = [&](auto& batch, std::int64_t end) {
-    batch.Clear();
-    for (std::int64_t k = r; k < end; ++k) batch.Add(view(k));
-    batch.Compute(fetches);
-    for (std::int64_t k = r; k < end; ++k) finish(k, batch.result(k - r));
-  };
-  const auto batches = [&](auto batch) {
-    for (; r < tile.rows; r += batch.rows()) {
-      add_batch(batch, std::min(tile.rows, r + batch.most_rows()));
-    }
-  };
-  if (tile.batch.candidates != nullptr && !short_rows && !packs_bits) {
-    const auto length = static_cast<std::size_t>(tile.length);
-    if (tile.alpha_per_row) {
-      using Batch = RowBatch<RowsPower<Statistic>, T>;
-      for (std::int64_t end; r < tile.rows; r = end) {
-        end = std::min(tile.rows, r + Batch::MostRows(length));
-        if (AlphasOfLanes(tile, r, end - r, alphas)) {
-          Batch batch(RowsPower<Statistic>(alphas), length, tile.batch);
-          add_batch(batch, end);
-        } else {
-          for (std::int64_t k = r; k < end; ++k) one_row(k);
-        }
-      }
-    } else if (tile.alpha == 1.5) {
-      batches(SparseBatch<Family::entmax15, T>(tile.alpha, length, tile.batch));
-    } else if (tile.alpha == 2) {
-      batches(SparseBatch<Family::sparsemax, T>(tile.alpha, length, tile.batch));
-    } else {
-      using General = LanePower<Family::general, Statistic>;
-      batches(RowBatch<General, T>(General(tile.alpha), length, tile.batch));
-    }
-  }
-  for (; r < tile.rows; ++r) one_row(r);
+  ForwardRows<T>(tile, x, y).Compute();
   if (packs_y) entmax::unpack<T>(y, tile.rows, tile.length, tile.y);
   if (tile.stream) hwy::FlushStream();
 }

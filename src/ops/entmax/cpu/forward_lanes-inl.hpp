@@ -19,6 +19,11 @@ namespace pullback::HWY_NAMESPACE {
 using entmax::ForwardTile;
 using entmax::TensorRows;
 
+// Whether rows whose powers take a logarithm are computed many at a time. Those of f64 are long in
+// code, and mostly there to check gradients.
+template <class R>
+inline constexpr bool kPowersOfLanes = sizeof(R) == sizeof(float);
+
 // Calls f(Power) of the tile's rows, which have one alpha, not above 2; false for others.
 template <class R, class F>
 bool WithPowerOfLanes(const ForwardTile& tile, const F& f) {
@@ -27,11 +32,13 @@ bool WithPowerOfLanes(const ForwardTile& tile, const F& f) {
     case Family::softmax:
       return f(LanePower<Family::softmax, R>(tile.alpha));
     case Family::near_one:
-      return f(LanePower<Family::near_one, R>(tile.alpha));
+      if constexpr (kPowersOfLanes<R>) return f(LanePower<Family::near_one, R>(tile.alpha));
+      return false;
     case Family::entmax15:
       return f(LanePower<Family::entmax15, R>(tile.alpha));
     case Family::general:
-      return f(LanePower<Family::general, R>(tile.alpha));
+      if constexpr (kPowersOfLanes<R>) return f(LanePower<Family::general, R>(tile.alpha));
+      return false;
     case Family::sparsemax:
       return f(LanePower<Family::sparsemax, R>(tile.alpha));
     default:

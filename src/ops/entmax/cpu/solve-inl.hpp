@@ -294,7 +294,8 @@ inline constexpr double kRough = 1;
 // alpha <= 2. `theta` is a lower bound of the root. Uses up z.
 template <class P, class R>
 Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double tolerance) {
-  constexpr double kTiny = 4 * static_cast<double>(std::numeric_limits<R>::epsilon());
+  constexpr auto kEpsilon = static_cast<double>(std::numeric_limits<R>::epsilon());
+  constexpr double kTiny = 4 * kEpsilon;
   while (true) {
     // A few vectors are faster summed again than moved: the next sums would wait for the stores.
     const PowerSums sums = count > kCompactVectors * hn::Lanes(hn::ScalableTag<R>())
@@ -309,7 +310,10 @@ Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double toler
       theta = next;
       if (tolerance > power.tolerance && excess < tolerance) return {theta};
     } else {
-      const double step = power.Step(sums.f, sums.slope);
+      double step = power.Step(sums.f, sums.slope);
+      // Only theta's rounding passes the root; what has left the support by it may be most of the
+      // slope.
+      if (sums.f < 1) step = std::max(step, -kEpsilon * std::abs(static_cast<double>(theta)));
       const double root = static_cast<double>(theta) + step;
       theta = static_cast<R>(root);
       // Sums that round up would never come closer to 1.

@@ -65,7 +65,10 @@ class Backward {
           }
         },
         [](std::int64_t) {},
-        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, output); });
+        [&](std::int64_t begin, std::int64_t end) {
+          if constexpr (kHasLanes) return FoldInner(begin, end, task, output);
+          return false;
+        });
     output.Flush();
   }
 

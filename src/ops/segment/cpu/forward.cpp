@@ -57,7 +57,10 @@ class Forward {
           }
         },
         [&](std::int64_t s) { WriteEmpty(s, task, outputs.results); },
-        [&](std::int64_t begin, std::int64_t end) { return FoldInner(begin, end, task, outputs); });
+        [&](std::int64_t begin, std::int64_t end) {
+          if constexpr (kHasLanes) return FoldInner(begin, end, task, outputs);
+          return false;
+        });
     outputs.Flush();
     FinishStreams();
   }

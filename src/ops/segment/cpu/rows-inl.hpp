@@ -26,6 +26,7 @@ namespace pullback::segment_cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 using pullback::HWY_NAMESPACE::BitsOf;
+using pullback::HWY_NAMESPACE::kHasLanes;
 using pullback::HWY_NAMESPACE::LinesAhead;
 using pullback::HWY_NAMESPACE::LoadFirst;
 using pullback::HWY_NAMESPACE::Real;

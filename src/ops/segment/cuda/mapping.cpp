@@ -199,13 +199,14 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
   const auto has = [&](const cuda::OpKernel& kernel) {
     return cuda::can_have<Params>(kernel, device);
   };
-  if (op.own_order && permuted(problem) && problem.ids.given() &&
-      problem.x.shape[1] * bytes(dtype) <= kOwnOrderMostBytes) {
-    own_order_ = true;
+  own_order_ = op.own_order && permuted(problem) && problem.ids.given() &&
+               problem.x.shape[1] * bytes(dtype) <= kOwnOrderMostBytes &&
+               has(own_order_kernel(op, dtype, 1));
+  if (own_order_) {
     any_ = {own_order_kernel(op, dtype, 1), device};
     any_tiling_ = rows_tiling(problem, 1);
     vector_ = own_order_vector(problem, rows);
-    if (vector_ > 1) {
+    if (vector_ > 1 && has(own_order_kernel(op, dtype, vector_))) {
       pieces_ = {own_order_kernel(op, dtype, vector_), device};
       pieces_tiling_ = any_tiling_;
     }

@@ -1,6 +1,6 @@
 // A pass over permuted rows of few columns in their own order: each gets a value from the segment
-// that its id names (smxx_maps.cuh). What a segment gives is read anew for each row, mostly from the
-// second-level cache, but neighbouring threads read and write neighbouring memory.
+// that its id names (smxx_maps.cuh). What a segment gives is read anew for each row, mostly from
+// the second-level cache, but neighbouring threads read and write neighbouring memory.
 #pragma once
 
 #include "ops/segment/cuda/smxx_maps.cuh"
