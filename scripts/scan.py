@@ -95,7 +95,7 @@ def segment_cases():
         yield f"D {d} {dtype} max {kind} even ties", given
     reductions = ["sum", "max", "prod", "logsumexp", "softmax"]
     ways = ["ids", "permutation", "permutation with ids"]
-    for d, dtype, reduce, by in itertools.product([1, 4, 16, 128], dtypes, reductions, ways):
+    for d, dtype, reduce, by in itertools.product([1, 2, 4, 8, 16, 128], dtypes, reductions, ways):
         yield f"D {d} {dtype} {reduce} by {by}", {"d": d, "dtype": dtype, "reduce": reduce, "kind": "short", "by": by}
 
 

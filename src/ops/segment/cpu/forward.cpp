@@ -265,7 +265,7 @@ class Forward {
   void FewRows(std::int64_t begin, std::int64_t end, const Task& task, Outputs& outputs,
                const Few& few) const {
     if constexpr (kGathers && std::is_same_v<T, R>) {
-      if (segments_.permuted() && x_.column_stride == 1) {
+      if (segments_.permuted() && x_.column_stride == 1 && task.columns >= kColumnAlign) {
         return FewRowsOf(begin, end, task, outputs, few, [&](const Piece& piece) {
           return GatheredRows<R>(x_, segments_, piece.begin, task.column, task.columns);
         });

@@ -274,6 +274,19 @@ class GatherAhead {
   std::int64_t column_, rows_;
 };
 
+// Calls f(r, n) for the places r of the sorted order from `begin` to `end`, whose rows of x are n;
+// -1 where the permutation holds no row.
+template <class F>
+HWY_INLINE void ForRows(const Segments& segments, std::int64_t begin, std::int64_t end,
+                        const F& f) {
+  segments.permutation.visit([&](const auto& row_of) HWY_ATTR {
+    for (std::int64_t r = begin; r < end; ++r) {
+      const std::int64_t n = row_of(r);
+      f(r, n >= 0 && n < segments.rows ? n : -1);
+    }
+  });
+}
+
 // Rows [begin, begin + rows) of the sorted order; in place, or else converted into `scratch`.
 template <class T>
 Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments,
@@ -301,6 +314,17 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
     const GatherAhead<T> ahead(matrix, segments, column, columns);
     const std::int64_t bytes =
         matrix.column_stride == 1 ? columns * static_cast<std::int64_t>(sizeof(T)) : 1;
+    if (segments.permuted() && columns < kColumnAlign && matrix.column_stride == 1) {
+      // Element by element: a call for each row would take most of the time, and so would whole
+      // vectors that are stored over each other.
+      ForRows(segments, begin, begin + rows, [&](std::int64_t r, std::int64_t n) {
+        ahead.Step(r, 0, bytes);
+        const T* from = matrix.at(std::max<std::int64_t>(n, 0), column);
+        R* const to = scratch + (r - begin) * stride;
+        for (std::int64_t c = 0; c < columns; ++c) to[c] = ToReal(from[c]);
+      });
+      return {scratch, stride, rows, true};
+    }
     for (std::int64_t r = 0; r < rows; ++r) {
       if (segments.permuted()) ahead.Step(begin + r, 0, bytes);
       ReadRow(matrix, segments.readable_row(begin + r), column, columns, scratch + r * stride);
@@ -309,20 +333,7 @@ Block<Real<T>> ReadBlock(const Matrix<const T>& matrix, const Segments& segments
   return {scratch, stride, rows, true};
 }
 
-// Calls f(r, n) for the places r of the sorted order from `begin` to `end`, whose rows of x are n;
-// -1 where the permutation holds no row.
-template <class F>
-HWY_INLINE void ForRows(const Segments& segments, std::int64_t begin, std::int64_t end,
-                        const F& f) {
-  segments.permutation.visit([&](const auto& row_of) HWY_ATTR {
-    for (std::int64_t r = begin; r < end; ++r) {
-      const std::int64_t n = row_of(r);
-      f(r, n >= 0 && n < segments.rows ? n : -1);
-    }
-  });
-}
-
-// The same of a tensor with one column, with stride 1: a run.
+// ReadBlock of a tensor with one column, with stride 1: a run.
 template <class T>
 const Real<T>* ReadRun(const Matrix<const T>& matrix, const Segments& segments, std::int64_t begin,
                        std::int64_t rows, Real<T>* HWY_RESTRICT scratch) {
