@@ -82,7 +82,7 @@ def copy_rate():
     return 2 * x.numel() * x.element_size() / timed(lambda: y.copy_(x))
 
 
-# Each yields (name, arguments); the functions behind return µs forward and backward and the work of each: bytes, or FLOP.
+# Each yields (name, arguments); the functions behind return µs forward and backward, and the work of each in bytes or FLOP.
 
 
 def segment_cases():
@@ -175,7 +175,7 @@ def block_softmax(time_them, config, batch, dtype, term, grad):
 
 def entmax_cases():
     dtypes, alphas = [torch.float32, torch.bfloat16], [1.0, 1.25, 1.5, 2.0]
-    lengths = [2, 3, 5, 8, 10, 16, 33, 64, 100, 512, 1001, 4095, 32000, 50257, 151936]
+    lengths = [2, 3, 5, 8, 10, 16, 33, 64, 100, 512, 1001, 4095, 4096, 32000, 50257, 151936]
     for v, dtype, alpha in itertools.product(lengths, dtypes, alphas):
         yield (
             f"V {v} {dtype} alpha {alpha}",

@@ -313,7 +313,15 @@ class ForwardRows {
       }
       done = OneGroup<T>(power, View(r_), SinkOf(r_), step);
     }
-    done ? static_cast<void>(r_ += kRows) : OneByOne(r_ + kRows);
+    Passed(done);
+  }
+  // kRows rows that are done, or have to be computed one by one.
+  void Passed(bool done) {
+    if (done) {
+      r_ += kRows;
+    } else {
+      OneByOne(r_ + kRows);
+    }
   }
 
   void ShortRowsOfAlphas() {
@@ -321,7 +329,7 @@ class ForwardRows {
     while (r_ + kRows <= tile_.rows) {
       const bool done =
           AlphasOfLanes(kRows) && OneGroup<T>(RowsPower<R>(alphas_), View(r_), SinkOf(r_), Step());
-      done ? static_cast<void>(r_ += kRows) : OneByOne(r_ + kRows);
+      Passed(done);
     }
   }
 
@@ -474,8 +482,10 @@ class ForwardPlan final : public RowPlan {
                   walk_.adjacent(kY) && walk_.inner() >= kLeastStripeColumns &&
                   stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
     if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
+    // Not of f64, whose powers go row by row.
     const bool general =
-        problem.alpha_per_row.given() || family_of(problem.alpha) == Family::general;
+        problem.x.dtype != DType::f64 &&
+        (problem.alpha_per_row.given() || family_of(problem.alpha) == Family::general);
     has_batch_ = general || ((problem.alpha == 2 || problem.alpha == 1.5) &&
                              walk_.tile_rows() >= kMostBatchRows);
     if (has_batch_) {

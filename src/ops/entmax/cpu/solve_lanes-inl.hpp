@@ -57,7 +57,7 @@ class LanePower : public Power<kFamily, R> {
   PowersOf<kFamily, R> powers_;
 };
 
-// The same of rows that have an alpha each, from kLeastOfRows to 2: a lane of every number is a
+// The same of rows that have an alpha each, from kLeastAlpha to 2: a lane of every number is a
 // row's, and powers go by logarithms.
 template <class R>
 class RowsPower {

@@ -260,7 +260,9 @@ void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& boun
   const bool pieces = pieces_ && in_pieces(bound_params, vector_);
   const bool tile = tile_ && takes_tiles(bound_params);
   const Tiling& shape = tile ? tile_tiling_ : pieces ? pieces_tiling_ : any_tiling_;
-  Params p = setup.tiled(launcher, bound_params, shape);
+  // In their own order rows need no tiles, once offsets are proven.
+  Params p =
+      own_order_ && launcher.proven ? bound_params : setup.tiled(launcher, bound_params, shape);
   if (own_order_) {
     constexpr std::int64_t kBlockPieces = std::int64_t{kThreads} * kOwnOrderPieces;
     const std::int64_t all = p.rows * p.columns / (pieces ? vector_ : 1);

@@ -30,8 +30,8 @@ constexpr int reduce_rows_bytes(int piece_bytes, int states_bytes) {
   return kThreads * ((ring > states_bytes ? ring : states_bytes) + states_bytes) +
          kMostTileRows * 2 + kMostTileRows / 8 + kMostTileRows / 16 + kMostWalkers * 2 + 96;
 }
-// Of permuted rows in their own order: of a row, at most, so that in any other it is less than a
-// few sectors; pieces of a thread, whose reads are in flight together.
+// Permuted rows in their own order: bytes of a row at most, as longer ones fill sectors in any
+// order; pieces of a thread, whose reads are in flight together.
 inline constexpr int kOwnOrderMostBytes = 64;
 inline constexpr int kOwnOrderPieces = 4;
 inline constexpr int kSnapRows = 16;     // Params::snap_rows of reductions
