@@ -82,7 +82,7 @@ def copy_rate():
     return 2 * x.numel() * x.element_size() / timed(lambda: y.copy_(x))
 
 
-# Each yields (name, arguments); the functions behind return µs forward and backward, and the work of each in bytes or FLOP.
+# Each yields (name, arguments); the functions behind return µs forward and backward, and the bytes or FLOP of each.
 
 
 def segment_cases():
