@@ -6,32 +6,30 @@
 
 #include "device/shared_tile.cuh"
 #include "ops/attention/cuda/sm90_products.cuh"
+#include "ops/attention/cuda/sm90_seen.cuh"
 #include "ops/attention/cuda/smxx_backward_fragments.cuh"
 #include "ops/attention/cuda/smxx_backward_scores.cuh"
 #include "ops/attention/cuda/smxx_backward_tiles.cuh"
 
 namespace pullback::attention {
 
-// Of each half what the thread's row of scores sees of a tile, by 8 · n + c.
+// Of each half what the thread's row of scores sees of a tile (sm90_seen.cuh).
 struct SeenColumns {
-  int begin[2];
-  uint32_t count[2];
+  uint32_t bits[2];
 
-  bool covers(int n, int e) const {
-    return static_cast<uint32_t>(8 * n + e % 2 - begin[e / 2]) < count[e / 2];
-  }
+  bool covers(int n, int e) const { return has_column(bits[e / 2], n, e % 2); }
 };
 
 // Rows are keys: the warp's begin at `key`, the tile's queries at `query`.
 struct SeenQueries : SeenColumns {
   SeenQueries(const TilePlace& place, int key, int query, int lane) {
+    const int column = query + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = key + lane / 4 + 8 * half;
       const int first = own - place.highest, end = own - place.lowest + 1;
       const int last = own >= place.k_length ? first : end < place.q_length ? end : place.q_length;
-      begin[half] = first - (query + lane % 4 * 2);
-      count[half] = last > first ? last - first : 0;
+      bits[half] = bits_of_columns(first - column, last - column);
     }
   }
 };
@@ -39,13 +37,13 @@ struct SeenQueries : SeenColumns {
 // Rows are queries: the warp's begin at `query`, the tile's keys at `key`.
 struct SeenKeys : SeenColumns {
   SeenKeys(const TilePlace& place, int query, int key, int lane) {
+    const int column = key + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = query + lane / 4 + 8 * half;
       const int first = own + place.lowest, end = own + place.highest + 1;
       const int last = own >= place.q_length ? first : end < place.k_length ? end : place.k_length;
-      begin[half] = first - (key + lane % 4 * 2);
-      count[half] = last > first ? last - first : 0;
+      bits[half] = bits_of_columns(first - column, last - column);
     }
   }
 };

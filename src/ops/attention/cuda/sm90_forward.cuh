@@ -4,8 +4,8 @@
 // The first warpgroup copies (sm90_forward_copies.cuh): queries, then K 0, V 0, K 1, V 1, … through
 // a ring of slots, and each tile of a bias with the one of its keys. Each other one has 64 of the
 // queries, a warp 16, and asks the tensor cores for the next tile's scores and for this tile's
-// outputs before it makes weights of the former while the latter come in. The next tile may be the
-// first one of the next queries: what is done between is done while the tensor cores are busy.
+// outputs before it makes weights of the former while the latter come in. With the first scores of
+// the next queries the last outputs of these come in.
 //
 // Shared memory: the warpgroups' queries, then the ring, all in panels of 64 columns
 // (device/wgmma.cuh); tiles of a bias. With a bias or dropout keys are interleaved
@@ -16,6 +16,7 @@
 #include "device/warpgroup.cuh"
 #include "ops/attention/cuda/sm90_forward_copies.cuh"
 #include "ops/attention/cuda/sm90_products.cuh"
+#include "ops/attention/cuda/sm90_seen.cuh"
 #include "ops/attention/cuda/smxx_forward_bias.cuh"
 #include "ops/attention/cuda/smxx_forward_parts.cuh"
 #include "ops/attention/cuda/smxx_forward_rows.cuh"
@@ -112,23 +113,22 @@ class ForwardWorker {
     bool more;
     do {
       // Told the compiler: else products' operands have their addresses made anew for each.
-      first = uniform(first), tile_ = uniform(tile_), pending_ = uniform(pending_);
-      await(2 * first);
+      first = uniform(first), tile_ = uniform(tile_);
+      keys_ = {uniform(keys_.slot), uniform(keys_.round)}, values_ = uniform(values_);
+      await(keys_);
       const uint32_t steps = uniform(noted(own_.shared.steps[first % kSlots].count));
       const uint32_t own = steps > 0 ? await_tile() : 0;
       more = Forward::kPersistent && steps > 0;
-      if (own > 0) {
-        take_keys<true>(first);
-#pragma unroll 1
-        for (uint32_t step = first + 1; step < first + own; ++step) take_keys<false>(step);
-        pending_ = first + own;
-      }
-      if ((own < steps || !more) && pending_ > 0) {
+      if (own > 0) take_keys(first, first + own);
+      // Else the outputs come in with the next tile's first scores: of the steps in between, which
+      // others' rows need, there is one at most.
+      static_assert((Forward::kGroups - 1) * kRows <= kKeys && kSlots >= 4);
+      if ((own == 0 || !more) && is_pending_) {
         take_last_values();
         finish(own > 0 ? tile_ : tile_ - 1);
-        pending_ = 0;
+        is_pending_ = false;
       }
-      if (own < steps) skip(first + own, first + steps);
+      skip(steps - own);
       if (own == 0 && steps > 0) barrier_arrive(&own_.shared.queries_empty[tile_ % kQuerySlots]);
       first += steps;
       ++tile_;
@@ -150,49 +150,95 @@ class ForwardWorker {
     return uniform(own_.tile(tile_).steps[group_]);
   }
 
-  // A step: scores of the next keys, the first ones of a tile or not, and outputs of the ones
-  // before, if they are pending.
-  template <bool kFirst>
-  void take_keys(uint32_t step) {
-    constexpr bool kBefore = !kFirst || Forward::kPersistent;
-    const bool pending = !kFirst || pending_ > 0;
-    const uint32_t keys = await(2 * step);
-    const uint32_t before = 2 * (kFirst ? pending_ : step) - 1;
-    // Where none are pending the outputs are dropped.
-    const uint32_t values = kBefore && pending ? await(before) : keys;
+  // A place of the ring, and how often all of them were taken before, of which one bit counts.
+  struct RingPlace {
+    uint32_t slot = 0, round = 0;
+    RingPlace after(uint32_t items) const {
+      const uint32_t next = slot + items;
+      return next < kSlots ? RingPlace{next, round} : RingPlace{next - kSlots, round ^ 1};
+    }
+    // Of the values that follow these keys. Only an odd ring ends between the two.
+    RingPlace of_values() const { return kSlots % 2 == 0 ? RingPlace{slot + 1, round} : after(1); }
+  };
+
+  // This warpgroup's steps of a tile. With the first scores the last outputs of the tile before
+  // come in. That one is finished before the loop, which holds nothing but what each step does:
+  // with a tile's ends in it, or a copy of its steps beside it, the caches of instructions are too
+  // small.
+  void take_keys(uint32_t step, uint32_t end) {
+    constexpr bool kBefore = Forward::kPersistent;
+    // Where the ring is long what comes next is there before the weights are, and waiting for it
+    // then costs nothing: it would between the weights and their product.
+    constexpr bool kEarlyValues = kSlots > 4, kEarlyKeys = kSlots >= 8;
+    // If no outputs are pending, what comes in is dropped.
+    ask<kBefore>();
+    product_wait<0>();
     keep_in_place(scores_[0]);
-    if (kBefore) keep_in_place(state_.out[0]);
+    if (kBefore) {
+      keep_in_place(state_.out[0]);
+      if (is_pending_) {
+        release(values_);
+        finish(tile_ - 1);
+      }
+      state_ = State();
+    }
+    is_pending_ = true;
+    bool adds = false;  // whether outputs of the step before come in
+#pragma unroll 1
+    while (true) {
+      float correction[2] = {1, 1};
+      const bool rises = make_weights(step, correction);
+      const RingPlace values = keys_.of_values();
+      keys_ = keys_.after(2);
+      const bool is_last = ++step == end;
+      if (kEarlyValues) await(values);
+      if (kEarlyKeys && !is_last) await(keys_);
+      product_wait<0>();
+      keep_in_place(state_.out[0]);
+      if (adds) release(values_);
+      if (rises) state_.rescale(0, correction);
+      pack_weights<T>(weights_, scores_[0]);
+      values_ = values.slot;
+      if (!kEarlyKeys && !is_last) await(keys_);
+      if (!kEarlyValues) await(values);
+      if (is_last) return;
+      ask<true>();
+      adds = true;
+    }
+  }
+
+  // For scores of the next keys and, with kOutputs, for the outputs that are pending; each is a
+  // group of its own.
+  template <bool kOutputs>
+  void ask() {
+    keep_in_place(scores_[0]);
+    if (kOutputs) keep_in_place(state_.out[0]);
     if (Forward::kTurns) await_turn(group_);
     product_fence();
-    ask_for_scores<T, kWidth, kRows, kKeys>(scores_[0],
-                                            own_.queries_of(tile_ % kQuerySlots, group_), keys);
+    ask_for_scores<T, kWidth, kRows, kKeys>(
+        scores_[0], own_.queries_of(tile_ % kQuerySlots, group_), own_.slot(keys_.slot));
     product_commit();
-    if (kBefore) {
-      ask_for_outputs<T, kWidth / 8, kKeys>(state_.out[0], weights_, values);
-      product_commit();
-    }
+    if (kOutputs) ask_for_outputs();
     if (Forward::kTurns) pass_turn(group_);
+  }
+  void ask_for_outputs() {
+    attention::ask_for_outputs<T, kWidth / 8, kKeys>(state_.out[0], weights_, own_.slot(values_));
+    product_commit();
+  }
+
+  // Weights of the scores that were asked for, before they are packed; whether outputs so far are
+  // to be corrected.
+  bool make_weights(uint32_t step, float (&correction)[2]) {
     const bool masked = noted(own_.shared.steps[step % kSlots].masked) != 0;
-    product_wait<kBefore ? 1 : 0>();
+    product_wait<1>();
     keep_in_place(scores_[0]);
     if constexpr (kBias) {
       add_bias(scores_, own_.params.problem.scale,
                typename Forward::Bias(own_.bias_tile(step, group_), first_row_ % kRows, lane_));
     }
-    release(2 * step);
+    release(keys_.slot);
     if constexpr (Forward::kSoftcap) take_tanh<T>(scores_, own_.params.problem.inner_scale);
     hide_unseen(step, masked);
-    // The outputs that come in are those of the tile before.
-    float maximum[2] = {state_.maximum[0][0], state_.maximum[0][1]};
-    float sum[2] = {state_.sum[0][0], state_.sum[0][1]};
-    if constexpr (kFirst) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        state_.maximum[0][half] = -infinity<float>();
-        state_.sum[0][half] = 0;
-      }
-    }
-    float correction[2] = {1, 1};
     bool rises = false;
     state_.template take<kBias>(scores_, unit_, [&](int, const float(&by)[2]) {
       rises = true;
@@ -204,68 +250,39 @@ class ForwardWorker {
       drop(scores_, dropout_, static_cast<uint64_t>(tile.plane), tile.first_query + first_row_,
            noted(own_.shared.steps[step % kSlots].key[0]), lane_);
     }
-    if (kBefore) {
-      product_wait<0>();
-      keep_in_place(state_.out[0]);
-      if (pending) release(before);
-    }
-    if (!kFirst && rises) state_.rescale(0, correction);
-    pack_weights<T>(weights_, scores_[0]);
-    if constexpr (kFirst && kBefore) {
-      swap(maximum, sum);
-      if (pending) finish(tile_ - 1);
-      swap(maximum, sum);
-#pragma unroll
-      for (float(&tile)[4] : state_.out[0]) {
-#pragma unroll
-        for (float& x : tile) x = 0;
-      }
-    }
+    return rises;
   }
 
   // The outputs that are pending, where no scores are to come in with them.
   void take_last_values() {
-    const uint32_t values = await(2 * pending_ - 1);
     keep_in_place(state_.out[0]);
     product_fence();
-    ask_for_outputs<T, kWidth / 8, kKeys>(state_.out[0], weights_, values);
-    product_commit();
+    ask_for_outputs();
     product_wait<0>();
     keep_in_place(state_.out[0]);
-    release(2 * pending_ - 1);
+    release(values_);
   }
 
   // Steps of the tile that this warpgroup's rows do not need.
-  void skip(uint32_t begin, uint32_t end) {
+  void skip(uint32_t steps) {
 #pragma unroll 1
-    for (uint32_t step = begin; step < end; ++step) {
+    for (; steps > 0; --steps) {
       if (Forward::kTurns) {
         await_turn(group_);
         pass_turn(group_);
       }
-      for (const uint32_t item : {2 * step, 2 * step + 1}) {
-        await(item);
-        release(item);
+      for (int item = 0; item < 2; ++item) {
+        await(keys_);
+        release(keys_.slot);
+        keys_ = keys_.after(1);
       }
     }
   }
 
-  void swap(float (&maximum)[2], float (&sum)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float own_maximum = state_.maximum[0][half], own_sum = state_.sum[0][half];
-      state_.maximum[0][half] = maximum[half];
-      state_.sum[0][half] = sum[half];
-      maximum[half] = own_maximum;
-      sum[half] = own_sum;
-    }
-  }
-
-  // Of the ring: the tile's place, once it is there.
-  uint32_t await(uint32_t item) const {
-    barrier_wait(&own_.shared.full[item % kSlots], item / kSlots & 1);
+  // Until the tile at a place is there.
+  void await(const RingPlace& at) const {
+    barrier_wait(&own_.shared.full[at.slot], at.round & 1);
     if (!own_.has_maps()) fence_async_proxy();
-    return own_.slot(item % kSlots);
   }
   // What a step's note says. It is read by those who let go of the step.
   template <class Word>
@@ -273,8 +290,8 @@ class ForwardWorker {
     if constexpr (Forward::kAllRelease) return word;
     return uniform(lane_ == 0 ? word : 0);
   }
-  void release(uint32_t item) const {
-    if (Forward::kAllRelease || lane_ == 0) barrier_arrive(&own_.shared.empty[item % kSlots]);
+  void release(uint32_t slot) const {
+    if (Forward::kAllRelease || lane_ == 0) barrier_arrive(&own_.shared.empty[slot]);
   }
 
   void hide_unseen(uint32_t step, bool masked) {
@@ -295,8 +312,8 @@ class ForwardWorker {
     const TileNote& tile = own_.tile(tile_);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      hide<!Forward::kMaps>(scores_, part * kTiles, (part + 1) * kTiles, tile.band,
-                            tile.first_query + first_row_, noted(note.key[part]), lane_);
+      hide_by_bits<!Forward::kMaps>(scores_[0], part * kTiles, (part + 1) * kTiles, tile.band,
+                                    tile.first_query + first_row_, noted(note.key[part]), lane_);
     }
   }
 
@@ -385,7 +402,9 @@ class ForwardWorker {
   const Dropout dropout_;
   bool has_marked_ = false;  // rows that are to be done again
   uint32_t tile_ = 0;
-  uint32_t pending_ = 0;  // the step whose outputs are missing, plus 1
+  RingPlace keys_;       // of the next step
+  uint32_t values_ = 0;  // slot of those whose weights are pending
+  bool is_pending_ = false;
   State state_;
   Scores scores_ = {};
   uint32_t weights_[kKeys / 16][4] = {};
