@@ -261,6 +261,32 @@ void add_varlen(std::vector<Case>& cases) {
   add(cases, "varlen without rows", {.query = 0, .key = 0, .cu_q = {0, 0, 0}, .cu_k = {0, 0, 0}});
 }
 
+// Heads that share the keys which a task of the CPU packs, and pairs enough for that.
+void add_grouped(std::vector<Case>& cases) {
+  const Setup few{.batch = 4,
+                  .query = 5,
+                  .key = 150,
+                  .heads = 16,
+                  .kv_heads = 4,
+                  .d_lse = true,
+                  .finite_differences = false};
+  add(cases, "few queries of grouped heads", few);
+  add(cases, "few queries of grouped heads, blocks", with_blocks(few, {.heads = 16}),
+      with_size(16));
+  Setup setup = few;
+  setup.bias = {1, 16, 1, 150};
+  add(cases, "few queries of grouped heads, bias, dropout", setup,
+      {{"causal", "bottom-right"}, {"dropout", "0.3"}, {"seed", "5"}});
+  setup = few;
+  setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 33); };
+  add(cases, "few queries of grouped heads, NaN in unseen keys", setup, {{"causal", "top-left"}});
+  setup = few;
+  setup.batch = 1, setup.query = 20;
+  setup.cu_q = {0, 3, 3, 8, 20};
+  setup.cu_k = {0, 50, 70, 70, 150};
+  add(cases, "few queries of grouped heads, varlen", setup, {{"causal", "bottom-right"}});
+}
+
 void add_blocks(std::vector<Case>& cases) {
   // Without d_lse the gradients of a row that sees one key cancel to 0.
   const Setup plain{.query = 70, .key = 129, .d_lse = true};
@@ -326,6 +352,7 @@ std::vector<Case> attention_cases() {
   add_scores(cases);
   add_layouts(cases);
   add_varlen(cases);
+  add_grouped(cases);
   add_tiles(cases);
   add_blocks(cases);
   add_shared_lists(cases);

@@ -62,8 +62,10 @@ struct CpuLayout {
   CpuIsa isa = CpuIsa::any;   // any: products in Real; else of bf16 by these instructions
   std::int64_t key_tile = 0;  // a multiple of kQueryTile
 
-  // Forward: one task computes this many queries of a head. Does not change any bits.
-  std::int64_t task_queries = 0;
+  // Forward: one task computes this many queries of each of so many heads, which share their keys.
+  // Does not change any bits.
+  std::int64_t task_queries = 0, task_heads = 1;
+  std::int64_t task_rows() const { return task_heads * task_queries; }
 
   // Backward: one task computes this many keys of a head, and adds to its chunk's own copy of d_q.
   std::int64_t chunk_keys = 0;
@@ -182,13 +184,13 @@ struct ForwardScratch {
   ForwardScratch(Bump& bump, const CpuLayout& layout) : engine(bump, layout), row(bump, layout) {
     const std::int64_t width = padded_width(layout.sizes.head_dim);
     const std::int64_t value_width = padded_width(layout.sizes.value_dim);
-    q = bump.take<Real>(layout.task_queries * width);
+    q = bump.take<Real>(layout.task_rows() * width);
     k = bump.take<Real>(layout.key_tile * width);
     v = bump.take<Real>(layout.key_tile * value_width);
     scores = bump.take<Real>(kQueryTile * layout.key_tile);
-    out = bump.take<Real>(layout.task_queries * value_width);
-    largest = bump.take<Real>(layout.task_queries);
-    sum = bump.take<Real>(layout.task_queries);
+    out = bump.take<Real>(layout.task_rows() * value_width);
+    largest = bump.take<Real>(layout.task_rows());
+    sum = bump.take<Real>(layout.task_rows());
     non_finite = bump.take<std::int32_t>(3 * layout.key_tile);
   }
 };

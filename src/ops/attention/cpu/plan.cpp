@@ -29,10 +29,20 @@ std::int64_t key_tile_of(const AttentionProblem& problem, const AttentionSizes& 
 // Queries of a forward task: many, so that packing the keys is paid for, unless that leaves threads
 // without work.
 std::int64_t task_queries_of(const AttentionSizes& sizes, int threads) {
-  std::int64_t tiles = 4;
+  std::int64_t tiles = std::clamp<std::int64_t>(blocks_of(sizes.max_query, kQueryTile), 1, 4);
   const std::int64_t rows = sizes.heads * sizes.total_query * (sizes.varlen ? 1 : sizes.batch);
   while (tiles > 1 && rows < 4 * threads * tiles * kQueryTile) --tiles;
   return tiles * kQueryTile;
+}
+
+// Heads of a forward task: few queries do not pay for packing the keys, which heads can share.
+std::int64_t task_heads_of(const AttentionSizes& sizes, int threads) {
+  if (sizes.max_query > kQueryTile) return 1;
+  constexpr std::int64_t kMost = 8;
+  std::int64_t heads = std::min(sizes.group, kMost);
+  const std::int64_t pairs = sizes.batch * sizes.heads;
+  while (heads > 1 && (sizes.group % heads != 0 || pairs < 4 * threads * heads)) --heads;
+  return std::max<std::int64_t>(heads, 1);
 }
 
 // What the chunks' copies of d_q may take together.
@@ -50,6 +60,7 @@ CpuLayout::CpuLayout(const AttentionProblem& problem_, const Device& device, Pas
   const bool in_double = problem.q.dtype == DType::f64;
   const std::size_t real_bytes = in_double ? sizeof(double) : sizeof(float);
   task_queries = task_queries_of(sizes, threads.count());
+  task_heads = task_heads_of(sizes, threads.count());
 
   const auto scratch = [&]<class Real>(Real) {
     Bump bump(nullptr);
@@ -165,9 +176,12 @@ class CpuBody final : public PlanBody<AttentionTensors> {
         "tiles of {} queries x {} keys; {}; sums in {}; {}; the same bits for any number of "
         "threads",
         kQueryTile, layout_.key_tile, products_on(isa), in_double ? "f64" : "f32",
-        pass == Pass::forward ? fmt::format("tasks of {} queries", layout_.task_queries)
-                              : fmt::format("tasks of {} keys, {} partial sums of d_q",
-                                            layout_.chunk_keys, layout_.chunks));
+        pass == Pass::forward
+            ? fmt::format(
+                  "tasks of {} queries{}", layout_.task_queries,
+                  layout_.task_heads > 1 ? fmt::format(" of {} heads", layout_.task_heads) : "")
+            : fmt::format("tasks of {} keys, {} partial sums of d_q", layout_.chunk_keys,
+                          layout_.chunks));
   }
 
   void run(Stream, const AttentionTensors& tensors, Workspace workspace) const override {
