@@ -93,9 +93,12 @@ struct Dropout {
         {{key_block, query, static_cast<uint32_t>(plane), static_cast<uint32_t>(plane >> 32)}});
   }
 
-  // `number` is key % 8. What lies below a draw decides nothing.
+  // `number` is key % 8. What lies below a draw decides nothing. Words are chosen rather than
+  // indexed, or they would be in memory where the compiler does not know the number.
   constexpr bool keeps(const PhiloxWords& words, unsigned number) const {
-    const uint32_t word = words.word[number / 2];
+    const uint32_t low = number < 2 ? words.word[0] : words.word[1];
+    const uint32_t high = number < 6 ? words.word[2] : words.word[3];
+    const uint32_t word = number < 4 ? low : high;
     return (number % 2 != 0 ? word : word << 16) >= threshold << 16;
   }
 

@@ -45,20 +45,20 @@ class TileNumbers {
   bool take(uint32_t& number) {
     const uint32_t tiles = params_.q_tiles;
     const uint32_t unit_tiles = kPersistent ? params_.unit_tiles : 1;
-    if (unit_ >= (kPersistent ? params_.units : gridDim.x)) return false;
+    const uint32_t unit = next_ / 2, is_second = next_ % 2;
+    if (unit >= (kPersistent ? params_.units : gridDim.x)) return false;
     const uint32_t pair_units = (tiles + unit_tiles - 1) / unit_tiles;
-    const uint32_t cycle = kPersistent ? unit_ / params_.cycle_units : 0;
-    const uint32_t within = (unit_ + cycle) % pair_units, mirrored = tiles - 1 - within;
-    number = unit_ / pair_units * tiles + (is_second_ ? mirrored : within);
-    is_second_ = !is_second_ && unit_tiles == 2 && mirrored != within;
-    if (!is_second_) unit_ += gridDim.x;
+    const uint32_t cycle = kPersistent ? unit / params_.cycle_units : 0;
+    const uint32_t within = (unit + cycle) % pair_units, mirrored = tiles - 1 - within;
+    number = unit / pair_units * tiles + (is_second ? mirrored : within);
+    const bool has_second = unit_tiles == 2 && mirrored != within;
+    next_ = has_second && !is_second ? next_ + 1 : 2 * (unit + gridDim.x);
     return true;
   }
 
  private:
   const ForwardParams& params_;
-  uint32_t unit_ = blockIdx.x;
-  bool is_second_ = false;  // of the unit
+  uint32_t next_ = 2 * blockIdx.x;  // 2 · unit, and 1 for the second tile of it
 };
 
 template <class Forward>
@@ -77,7 +77,6 @@ class ForwardCopies {
     int rows = 0;
     SequenceBand band;
     KeyTiles<kPartKeys, kParts> keys;
-    KeySpan unmasked;
 
     Tile() = default;
     Tile(const Problem& p, const QueryTile& tile, uint32_t its_number)
@@ -85,8 +84,7 @@ class ForwardCopies {
           number(its_number),
           rows(TileRows(tile, Forward::kTileRows).valid),
           band(p.band, tile.sequence),
-          keys(keys_of(p)),
-          unmasked(seen_by_all(band, first(), first() + rows - 1)) {}
+          keys(keys_of(p)) {}
     int first() const { return static_cast<int>(queries.first); }
     KeyTiles<kPartKeys, kParts> keys_of(const Problem& p) const {
       if constexpr (kBlocks) {
@@ -118,14 +116,33 @@ class ForwardCopies {
     }
     static int key_of(int entry) { return kBlocks ? entry * kPartKeys : entry; }
     uint32_t squares(int n, int part) const { return keys.count > 0 ? keys.squares(n, part) : 0; }
+    // Whether the band hides some of a step's keys from some of the queries.
+    bool hides(int n, const int (&key)[kParts]) const {
+      if constexpr (!kBlocks) return n >= keys.whole;
+      const KeySpan unmasked = seen_by_all(band, first(), first() + rows - 1);
+      bool hidden = false;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        hidden = hidden || !unmasked.covers(key[part], kPartKeys);
+      }
+      return hidden;
+    }
   };
 
   // A head's rows of a sequence.
   struct Source {
     const TensorMap& map;
-    const T* first;
-    int64_t step;
+    const HeadRows& tensor;
+    int64_t begin;
     int rows, columns, head, batch;
+
+    // Made anew each time: this warpgroup has few registers.
+    const T* first() const {
+      int own_head = head;
+      asm volatile("" : "+r"(own_head));
+      return static_cast<const T*>(tensor.data) + batch * tensor.batch + begin * tensor.row +
+             own_head * tensor.head;
+    }
   };
 
  public:
@@ -139,7 +156,6 @@ class ForwardCopies {
     if (maps_ && threadIdx.x >= kWarpSize) return;
     Tile tile;
     if constexpr (Forward::kPersistent) {
-      bool found;
       do {
         // The next tile is found while slots are full, and its queries come as soon as the tile
         // before this one is likely to be done, whose place they take. Neither is to keep keys
@@ -147,12 +163,12 @@ class ForwardCopies {
         Tile next;
         const int steps = tile.rows > 0 ? tile.steps() : 0;
         copy_keys(tile, steps, [&](int n) {
-          if (n == 0) found = find_tile(next);
-          if (found && n == (steps > 2 ? 2 : steps > 0 ? steps - 1 : 0)) copy_queries(next);
+          if (n == 0) find_tile(next);
+          if (next.rows > 0 && n == (steps > 2 ? 2 : steps > 0 ? steps - 1 : 0)) copy_queries(next);
         });
         tile = next;
-      } while (found);
-    } else if (find_tile(tile)) {
+      } while (tile.rows > 0);
+    } else if (find_tile(tile); tile.rows > 0) {
       copy_queries(tile);
       copy_keys(tile, tile.steps(), [](int) {});
     }
@@ -165,14 +181,14 @@ class ForwardCopies {
   }
 
  private:
-  // The next tile with rows, if there is one.
-  bool find_tile(Tile& tile) {
+  // The next tile with rows; one without if there is none.
+  void find_tile(Tile& tile) {
     const Problem& p = params_.problem;
     uint32_t number;
     do {
-      if (!numbers_.take(number)) return false;
-      QueryTile found;
       tile = {};
+      if (!numbers_.take(number)) return;
+      QueryTile found;
       if (!find_query_tile<kBlocks>(p, params_.q_tiles, params_.pair_group, Forward::kTileRows,
                                     found, number)) {
         continue;
@@ -183,7 +199,6 @@ class ForwardCopies {
         clear_rows<T>(params_, found, rows.valid, rows.extent, kWarpgroupSize);
       }
     } while (tile.rows == 0);
-    return true;
   }
 
   void copy_queries(const Tile& tile) {
@@ -234,7 +249,7 @@ class ForwardCopies {
       if (n + 1 < steps) find_keys(n + 1);
       const uint32_t k_slot = await_slot();
       if (threadIdx.x == 0) {
-        note_step(own_.shared.steps[note_], tile, key, squares);
+        note_step(own_.shared.steps[note_], tile, n, key, squares);
       }
       copy_parts(k, key, k_slot, [&] {
         if constexpr (Forward::kBias) copy_bias(tile, key[0]);
@@ -253,9 +268,7 @@ class ForwardCopies {
 
   Source source(const TensorMap& map, const HeadRows& of, const Tile& tile, int head, int64_t begin,
                 int rows, int columns) const {
-    const T* const first = static_cast<const T*>(of.data) + tile.queries.batch * of.batch +
-                           begin * of.row + head * of.head;
-    return {map, first, of.row, rows, columns, head, tile.queries.batch};
+    return {map, of, begin, rows, columns, head, tile.queries.batch};
   }
 
   // The slot of the next item.
@@ -290,15 +303,14 @@ class ForwardCopies {
 #pragma unroll
     for (int group = 0; group < Forward::kGroups; ++group) note.steps[group] = tile.steps_of(group);
   }
-  void note_step(StepNote<kParts>& note, const Tile& tile, const int (&key)[kParts],
+  void note_step(StepNote<kParts>& note, const Tile& tile, int n, const int (&key)[kParts],
                  const uint32_t (&squares)[kParts]) const {
     note.count = tile.steps();
-    note.masked = 0;
+    note.masked = tile.hides(n, key);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       note.key[part] = key[part];
       note.squares[part] = squares[part];
-      if (!tile.unmasked.covers(key[part], kPartKeys)) note.masked = 1;
     }
   }
 
@@ -327,11 +339,12 @@ class ForwardCopies {
                  from.head, from.batch, &full);
       }
     } else {
+      const T* const first = from.first();
 #pragma unroll 1
       for (int panel = 0; panel < kPanels; ++panel) {
         const int column = panel * kPanel;
         TileLoader<T, kRows, kPanel, kWarpgroupSize, true, kInterleaved>(
-            from.first + column, from.step, 1, from.columns - column)
+            first + column, from.tensor.row, 1, from.columns - column)
             .load(to + panel * kPanelStep, row, from.rows - static_cast<int>(row));
       }
     }

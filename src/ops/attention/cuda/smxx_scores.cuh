@@ -145,19 +145,16 @@ void value_product(float (&out)[kRowTiles][kWidth / 8][4],
 
 // --- Rows and keys of a lane ---
 
-// s[m][n][2 half + e] belongs to query row_at(m, half) of the warp's and to key key_at(n, e), from
-// the lane's first ones on. Where tiles of keys are interleaved (device/shared_tile.cuh) a lane has
-// 8 neighbouring keys of every 32.
+// s[m][n][2 half + e] belongs to query row_at(m, half) of the warp's and, where tiles of keys are
+// interleaved (device/shared_tile.cuh), to key key_at(n, e), from the lane's first ones on: a lane
+// has 8 neighbouring keys of every 32. Where they are not it has 2 of every 8.
 inline int first_row_of(int lane) { return lane / 4; }
 constexpr int row_at(int m, int half) { return m * 16 + half * 8; }
 template <bool kInterleaved = true>
 int first_key_of(int lane) {
   return lane % 4 * (kInterleaved ? 8 : 2);
 }
-template <bool kInterleaved = true>
-constexpr int key_at(int n, int e) {
-  return kInterleaved ? n / 4 * 32 + n % 4 * 2 + e : n * 8 + e;
-}
+constexpr int key_at(int n, int e) { return n / 4 * 32 + n % 4 * 2 + e; }
 
 // --- Softcap ---
 
@@ -225,10 +222,10 @@ void scale_scores(float (&s)[kRowTiles][kKeyTiles][4], float factor) {
 
 // −inf where the query does not see the key. The warp's rows begin at `query`, a part of the tile,
 // its n from `first_n` to `end_n`, at `part_key`.
-template <bool kInterleaved = true, int kRowTiles, int kKeyTiles>
+template <int kRowTiles, int kKeyTiles>
 void hide(float (&s)[kRowTiles][kKeyTiles][4], int first_n, int end_n, const SequenceBand& band,
           int query, int part_key, int lane) {
-  const int key = part_key + first_key_of<kInterleaved>(lane);
+  const int key = part_key + first_key_of(lane);
   const int first_row = query + first_row_of(lane);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
@@ -240,7 +237,7 @@ void hide(float (&s)[kRowTiles][kKeyTiles][4], int first_n, int end_n, const Seq
       for (int n = first_n; n < end_n; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int at = key_at<kInterleaved>(n - first_n, e);
+          const int at = key_at(n - first_n, e);
           float& x = s[m][n][2 * half + e];
           x = at >= begin && at < end ? x : -infinity<float>();
         }
