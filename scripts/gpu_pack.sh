@@ -20,7 +20,7 @@ done
 ldd "${programs[@]}" | sed -nE 's/.*lib(tbb|hwy|fmt)[^ ]* => ([^ ]+) .*/\2/p' | sort -u |
   while read -r library; do cp -L "$library" "$folder/bin/"; done
 cp -R "$build/tests/fake_cuda" "$folder/bin/"
-cp scripts/gpu_test.sh scripts/gpu_bench.sh scripts/gpu_{rivals,compare,torch,transformers}.py scripts/scan.py tests/cuda/budgets.json "$folder/"
+cp scripts/gpu_test.sh scripts/gpu_bench.sh scripts/gpu_{rivals,compare,torch,transformers}.py scripts/{scan,compare_builds}.py tests/cuda/budgets.json "$folder/"
 # The Python package, its tests and what runs them; PyTorch is there already.
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 python3 -m pip --version >/dev/null 2>&1 || need_packages python3-pip

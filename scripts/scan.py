@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Times pullback.torch on sizes and features that tables of rivals leave out, to find where it is slow.
 
-  scan.py attention|block_softmax|entmax|segment [--device cpu] [--match WORD] [--seconds S]
+  scan.py attention|block_softmax|entmax|segment [--device cpu] [--match WORD ...] [--seconds S] [--json FILE]
 
 A line a case: forward and backward, in µs and as a share of the device's copy or, of attention, in GFLOP/s.
+compare_builds.py has it run for several builds in turns.
 
 On a GPU kernels are compiled as they are met: run it with --warm I/N in N processes first, each takes every N-th
 case once. On a CPU problems are smaller, and one thread's own time is counted, which others do not lengthen; have
@@ -13,6 +14,7 @@ longer than the work.
 
 import argparse
 import itertools
+import json
 import statistics
 import time
 
@@ -253,6 +255,12 @@ def attention_cases():
         if DEVICE == "cpu" and b * h * q * k > 1 << 26:
             continue
         yield f"B {b} H {h} Sq {q} Sk {k} D {d}", {"d": d, "batch": b, "heads": h, "query": q, "key": k}
+    # Those of docs/performance.md's tables: 16384 tokens.
+    heads_of = {64: 32, 96: 16, 128: 16, 192: 8, 256: 8}
+    for (d, h), s, causal in itertools.product(heads_of.items(), [512, 1024, 2048, 8192], [False, True]):
+        if DEVICE == "cuda":
+            given = {"d": d, "causal": causal, "batch": 16384 // s, "heads": h, "query": s}
+            yield f"table: D {d} S {s}{' causal' * causal}", given
 
 
 def attention(
@@ -299,19 +307,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("op", choices=["attention", "block_softmax", "entmax", "segment"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--match", default="", help="only cases with this in their names")
+    parser.add_argument("--match", nargs="+", default=[""], help="only cases with one of these in their names")
+    parser.add_argument("--json", help="leaves {case: [µs forward, µs backward]} here")
     parser.add_argument("--seconds", type=float, default=600, help="stop after so many")
     parser.add_argument("--warm", help="I/N: run every N-th case once, from the I-th on, and time none")
     arguments = parser.parse_args()
     global DEVICE
     DEVICE = arguments.device
     torch.set_num_threads(1)
-    cases = [case for case in globals()[f"{arguments.op}_cases"]() if arguments.match in case[0]]
+    cases = [case for case in globals()[f"{arguments.op}_cases"]() if any(word in case[0] for word in arguments.match)]
     if arguments.warm:
         first, step = map(int, arguments.warm.split("/"))
         cases = cases[first::step]
     rate = copy_rate()
     begin = time.perf_counter()
+    measured = {}
     run = globals()[arguments.op]
     for name, given in cases:
         if time.perf_counter() - begin > arguments.seconds:
@@ -324,6 +334,7 @@ def main():
             continue
         if times is None:
             continue
+        measured[name] = times
         shown = [
             f"{t:8.0f} µs {w / t / 1e3:9.0f} GFLOP/s"
             if arguments.op == "attention"
@@ -331,6 +342,9 @@ def main():
             for t, w in zip(times, work)
         ]
         print(f"{name:44} {shown[0]}  {shown[1]}", flush=True)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(measured, file)
 
 
 if __name__ == "__main__":
