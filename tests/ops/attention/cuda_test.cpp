@@ -66,6 +66,23 @@ TEST_F(attention_cuda, more_tiles_than_a_grid_has_are_refused) {
   }
 }
 
+TEST_F(attention_cuda, more_tiles_than_kernels_for_hopper_count_go_to_the_others) {
+  if (cuda::device_info(0).major != 9) GTEST_SKIP() << "no Hopper";
+  const auto takes_hopper = [](std::int64_t sequences) {
+    AttentionProblem problem;
+    problem.q = TensorSpec::contiguous(DType::bf16, {sequences, 64, 64});
+    problem.k = problem.v = problem.q;
+    problem.cu_seqlens_q = problem.cu_seqlens_k =
+        TensorSpec::contiguous(DType::i32, {sequences + 1});
+    problem.max_seqlen_q = problem.max_seqlen_k = 1024;
+    return make_plan(Device::cuda(), complete(problem), Pass::forward).describe().find("Hopper") !=
+           std::string::npos;
+  };
+  constexpr std::int64_t kMost = std::int64_t{1} << 24;
+  EXPECT_TRUE(takes_hopper(kMost));
+  EXPECT_FALSE(takes_hopper(kMost + 1));
+}
+
 // d_q in f32, and tiles.
 TEST(attention_memory, of_131072_tokens_on_the_cpu) {
   for_long_plans(Device::cpu(2), [](const AttentionProblem& problem, std::size_t,

@@ -145,7 +145,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     const ForwardKind hopper_kind = only_softcap   ? ForwardKind::softcap
                                     : bias_dropout ? ForwardKind::bias_dropout
                                                    : kind;
-    if (hopper && vectors_ && hopper_serves(dtype, width, hopper_kind) &&
+    if (hopper && vectors_ && hopper_serves(dtype, width, hopper_kind, pairs) &&
         cuda::can_have<HopperForwardParams>(hopper_kernel(dtype, width, hopper_kind), device_)) {
       only_aligned_bias_ = kind == ForwardKind::bias || bias_dropout;
       load_hopper(problem, width, hopper_kind, pairs);
@@ -228,8 +228,10 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
     return masked ? 2048 : 1024;
   }
 
-  bool hopper_serves(DType dtype, int width, ForwardKind kind) const {
-    return has_hopper_kernel(dtype, width, kind) &&
+  // Thread blocks for Hopper count tiles, which have a row each or more, by twos in 32 bits.
+  bool hopper_serves(DType dtype, int width, ForwardKind kind, std::int64_t pairs) const {
+    constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
+    return has_hopper_kernel(dtype, width, kind) && sizes_.total_query <= kMostTiles / pairs &&
            (is_blocks(kind) || sizes_.max_key >= least_keys(width, kind));
   }
 
