@@ -5,7 +5,7 @@
 
 A line a case and pass: each build's least µs of all rounds, and its ratio to the first build's. A build that is
 only now and then faster shows in --spread, which prints the rounds. PYTHONPATH has to lead to the package, and
-LIBRARY is an absolute path to a libpullback.so, whose kernels are compiled before anything is timed.
+LIBRARY is a libpullback.so, whose kernels are compiled before anything is timed.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--spread", action="store_true", help="all rounds")
     arguments = parser.parse_args()
-    builds = dict(build.split("=", 1) for build in arguments.builds)
+    builds = {name: os.path.abspath(path) for name, path in (build.split("=", 1) for build in arguments.builds)}
     with tempfile.TemporaryDirectory() as root:
         times = measure(builds, arguments, root)
     first = next(iter(builds))
@@ -72,7 +72,7 @@ def main():
             for name in builds:
                 rounds = [both[which] for both in times[name].get(case, [])]
                 if not rounds:
-                    columns.append(f"{name} refuses")
+                    columns.append(f"{name} has none")
                     continue
                 ratio = min(rounds) / min(both[which] for both in times[first][case])
                 shown = " ".join(f"{t:.0f}" for t in rounds) if arguments.spread else f"{min(rounds):.0f}"
