@@ -69,7 +69,8 @@ template <class T, class R = Real<T>>
 Panel<R> LeftPanel(const T* from, std::int64_t row_stride, std::int64_t column_stride,
                    std::int64_t rows, std::int64_t columns, R* scratch) {
   if constexpr (std::is_same_v<T, R>) {
-    return {from, row_stride, column_stride};
+    // The product steps past the last column, and the stride of a single one may be anything.
+    return {from, rows > 1 ? row_stride : 0, columns > 1 ? column_stride : 0};
   } else {
     const TileVector<R> d;
     const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
