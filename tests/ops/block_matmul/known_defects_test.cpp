@@ -85,6 +85,19 @@ TEST(BlockMatmulDefects, one_gradient_may_be_null) {
   }
 }
 
+// The stride of a single column may be anything; products stepped over it, past the tensor. (What
+// they read was right: a sanitizer sees it.)
+TEST(BlockMatmulDefects, the_stride_of_a_single_column_is_not_stepped_over) {
+  const std::uint8_t present[] = {1};
+  BlockMatmulProblem p = sdd_over(BlockLayout(1, 1, 1, present), 1);
+  const HostTensor a = filled(p.a, [](std::int64_t i) { return i + 1; });
+  const HostTensor b = filled(p.b, [](std::int64_t) { return 2; });
+  const HostTensor c(TensorSpec::contiguous(DType::f32, {1, 1, 16, 16}));
+  p.a.strides[3] = p.b.strides[2] = std::int64_t{1} << 61;
+  run(p, Pass::forward, {.a = a.data(), .b = b.data(), .c = c.data()});
+  for (std::int64_t i = 0; i < c.numel(); ++i) EXPECT_EQ(c.get(i), 2 * (i / 16 + 1));
+}
+
 // A reduction of length 0 raced with the result when no row had more than three blocks.
 TEST(BlockMatmulDefects, rows_of_at_most_3_blocks_keep_their_result) {
   const BlockLayout layout = make_layout(LocalSlidingWindowSparsity{.num_heads = 4}, 32 * 16);
