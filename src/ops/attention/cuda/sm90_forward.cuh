@@ -8,7 +8,7 @@
 // the next queries the last outputs of these come in.
 //
 // Shared memory: the warpgroups' queries, then the ring, all in panels of 64 columns
-// (device/wgmma.cuh); tiles of a bias. With a bias or dropout keys are interleaved
+// (device/wgmma.cuh); tiles of a bias. With dropout keys are interleaved
 // (device/shared_tile.cuh) and values alike: their order within a tile is the same, whatever it is.
 #pragma once
 
@@ -45,8 +45,11 @@ struct HopperForward {
   static constexpr bool kDropout = kTile.dropout();
   static constexpr bool kBias = kTile.bias();
   static constexpr bool kSoftcap = kTile.kind == ForwardKind::softcap;
-  // Whether the copy engine may copy; a box keeps keys in their order.
-  static constexpr bool kMaps = !kBias && !kDropout;
+  // A call of dropout's generator is for 8 neighbouring keys, which are to be one lane's.
+  static constexpr bool kInterleaved = kDropout;
+  // Whether the copy engine may copy: a box keeps keys in their order, and who copies a bias beside
+  // boxes needs more registers than three warpgroups of 160 leave.
+  static constexpr bool kMaps = !kInterleaved && !(kBias && kGroups == 3);
   static constexpr bool kTurns = kGroups == 2 && kWidth > 64;
   // Who lets go of a slot: a thread of each warp, whose products are its warp's, or all threads,
   // who read a bias or what they see.
@@ -55,8 +58,9 @@ struct HopperForward {
   static constexpr int kPartKeys = kTile.part_keys(), kParts = kKeys / kPartKeys;
   static constexpr int kSlotBytes = kPanels * kKeys * kPanelRow;
   static constexpr int kQueryBytes = kPanels * kRows * kPanelRow;
+  static_assert(!kBias || kSlots % 2 == 0);             // keys always have the even ones
   static constexpr int kBiasBytes = kRows * kKeys * 2;  // of a warpgroup's queries
-  using Bias = StagedBias<T, kRows, kKeys, kWarpgroupSize>;
+  using Bias = StagedBias<T, kRows, kKeys, kWarpgroupSize, kInterleaved>;
 
   struct Shared {
     uint64_t full[kSlots], empty[kSlots], queries_full[kQuerySlots], queries_empty[kQuerySlots];
@@ -303,8 +307,8 @@ class ForwardWorker {
       for (int part = 0; part < kParts; ++part) {
         const uint32_t squares = note.squares[part] >> first_row_ / 16 & kSquares;
         if (squares != kSquares) {
-          hide_squares<!Forward::kMaps>(scores_, part * kTiles, (part + 1) * kTiles, squares,
-                                        lane_);
+          hide_squares<Forward::kInterleaved>(scores_, part * kTiles, (part + 1) * kTiles, squares,
+                                              lane_);
         }
       }
     }
@@ -312,8 +316,9 @@ class ForwardWorker {
     const TileNote& tile = own_.tile(tile_);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      hide_by_bits<!Forward::kMaps>(scores_[0], part * kTiles, (part + 1) * kTiles, tile.band,
-                                    tile.first_query + first_row_, noted(note.key[part]), lane_);
+      hide_by_bits<Forward::kInterleaved>(scores_[0], part * kTiles, (part + 1) * kTiles, tile.band,
+                                          tile.first_query + first_row_, noted(note.key[part]),
+                                          lane_);
     }
   }
 
@@ -425,8 +430,11 @@ void hopper_forward(const HopperForwardParams& params) {
                         shared_address(memory) + HopperTile::kNoteBytes};
   using Copies = ForwardCopies<Forward>;
   if (threadIdx.x == 0) {
-    const uint32_t arrivals = Copies::arrivals(forward);
-    for (uint64_t& barrier : shared.full) barrier_init(&barrier, arrivals);
+    const uint32_t arrivals = Copies::arrivals(!forward.has_maps());
+    for (int slot = 0; slot < kTile.slots; ++slot) {
+      const bool of_keys = slot % 2 == 0;
+      barrier_init(&shared.full[slot], of_keys ? Copies::arrivals_of_keys(forward) : arrivals);
+    }
     for (uint64_t& barrier : shared.empty) barrier_init(&barrier, Forward::kReleasers);
     for (uint64_t& barrier : shared.queries_full) barrier_init(&barrier, arrivals);
     for (uint64_t& barrier : shared.queries_empty) {

@@ -1,8 +1,8 @@
 // The first warpgroup of the forward pass on Hopper (sm90_forward.cuh): it goes through the tiles
 // of queries, copies each with its keys and values, and notes down what the others have to know.
 //
-// Where the copy engine knows the tensors, the first warp does all of it and its first thread asks
-// for boxes; else all threads copy by cp.async.
+// Where the copy engine knows the tensors, the first thread asks for boxes, and all threads copy
+// what there is of a bias; else all of them copy everything, by cp.async.
 #pragma once
 
 #include "device/boxes.cuh"
@@ -67,7 +67,7 @@ class ForwardCopies {
   static constexpr int kKeys = Forward::kKeys, kSlots = Forward::kSlots;
   static constexpr int kParts = Forward::kParts, kPartKeys = Forward::kPartKeys;
   static constexpr int kPanels = Forward::kPanels, kQuerySlots = Forward::kQuerySlots;
-  static constexpr bool kBlocks = Forward::kBlocks;
+  static constexpr bool kBlocks = Forward::kBlocks, kBias = Forward::kBias;
   static constexpr uint32_t kPanelBytes = kKeys * kPanelRow;  // of a tile of keys
 
   // One of the tiles of queries, and what of keys it sees.
@@ -146,14 +146,18 @@ class ForwardCopies {
   };
 
  public:
-  // That tell that a slot is full. The first thread's own one comes after its notes.
-  static uint32_t arrivals(const Forward& own) { return own.has_maps() ? 1 : kWarpgroupSize + 1; }
+  // That tell that a tile is there, some of which may be copied by all threads. The first thread's
+  // own one comes after its notes.
+  static uint32_t arrivals(bool some_by_all) { return some_by_all ? kWarpgroupSize + 1 : 1; }
+  static uint32_t arrivals_of_keys(const Forward& own) {
+    return arrivals(kBias || !own.has_maps());
+  }
 
   explicit ForwardCopies(const Forward& own)
       : own_(own), params_(own.params), maps_(own.has_maps()), numbers_(own.params) {}
 
   void run() {
-    if (maps_ && threadIdx.x >= kWarpSize) return;
+    if (!kBias && maps_ && threadIdx.x >= kWarpSize) return;
     Tile tile;
     if constexpr (Forward::kPersistent) {
       do {
@@ -176,7 +180,7 @@ class ForwardCopies {
     const uint32_t slot = await_slot();
     if (threadIdx.x == 0) own_.shared.steps[note_].count = 0;
     tell_coming(own_.shared.full[slot], 0);
-    tell_full(own_.shared.full[slot]);
+    tell_full(own_.shared.full[slot], kBias || !maps_);
     async_wait<0>();
   }
 
@@ -218,7 +222,7 @@ class ForwardCopies {
       copy_rows<kRows, kRows * kPanelRow, false>(q, own_.queries_of(slot, group),
                                                  queries.first + group * kRows, full);
     }
-    tell_full(full);
+    tell_full(full, !maps_);
   }
 
   // A tile's keys and values, and something else after each step.
@@ -251,10 +255,10 @@ class ForwardCopies {
       if (threadIdx.x == 0) {
         note_step(own_.shared.steps[note_], tile, n, key, squares);
       }
-      copy_parts(k, key, k_slot, [&] {
-        if constexpr (Forward::kBias) copy_bias(tile, key[0]);
+      copy_parts(k, key, k_slot, kBias || !maps_, [&] {
+        if constexpr (kBias) copy_bias(tile, key[0]);
       });
-      copy_parts(v, key, await_slot(), [] {});
+      copy_parts(v, key, await_slot(!maps_ || threadIdx.x < kWarpSize), !maps_, [] {});
       if (++note_ == kSlots) note_ = 0;
     };
     if (steps > 0) find_keys(0);
@@ -271,20 +275,20 @@ class ForwardCopies {
     return {map, of, begin, rows, columns, head, tile.queries.batch};
   }
 
-  // The slot of the next item.
-  uint32_t await_slot() const {
-    if (round_ > 0) barrier_wait(&own_.shared.empty[slot_], (round_ - 1) & 1);
+  // The slot of the next item, which is free if the thread is to copy to it.
+  uint32_t await_slot(bool copies = true) const {
+    if (copies && round_ > 0) barrier_wait(&own_.shared.empty[slot_], (round_ - 1) & 1);
     return slot_;
   }
   // Before boxes are asked for.
   void tell_coming(uint64_t& full, uint32_t bytes) const {
     if (maps_ && threadIdx.x == 0) barrier_expect_bytes(&full, bytes);
   }
-  // After copies were asked for.
-  void tell_full(uint64_t& full) const {
-    if (maps_) return;
+  // After copies were asked for: the engine tells of its own.
+  void tell_full(uint64_t& full, bool some_by_all) const {
+    if (!some_by_all) return;
     barrier_arrive_after_copies(&full);
-    if (threadIdx.x == 0) barrier_arrive(&full);
+    if (!maps_ && threadIdx.x == 0) barrier_arrive(&full);
   }
 
   void note_tile(TileNote& note, const Tile& tile) const {
@@ -316,16 +320,17 @@ class ForwardCopies {
 
   // The next item, and what else comes with it.
   template <class Copy>
-  void copy_parts(const Source& from, const int (&key)[kParts], uint32_t slot, const Copy& more) {
+  void copy_parts(const Source& from, const int (&key)[kParts], uint32_t slot, bool some_by_all,
+                  const Copy& more) {
     uint64_t& full = own_.shared.full[slot];
     tell_coming(full, Forward::kSlotBytes);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      copy_rows<kPartKeys, kPanelBytes, !Forward::kMaps>(
+      copy_rows<kPartKeys, kPanelBytes, Forward::kInterleaved>(
           from, own_.slot(slot) + part * (kPartKeys * kPanelRow), key[part], full);
     }
     more();
-    tell_full(full);
+    tell_full(full, some_by_all);
     if (++slot_ == kSlots) slot_ = 0, ++round_;
   }
   // To panels that are kPanelStep bytes apart.

@@ -4,14 +4,16 @@
 #pragma once
 
 #include "device/float.cuh"
+#include "device/mma.cuh"
 #include "device/shared_tile.cuh"
 #include "ops/attention/cuda/smxx_scores.cuh"
 
 namespace pullback::attention {
 
-// A lane has 8 neighbouring keys of every 32, in 16 bits one piece of a row: row_at() and
-// first_row_of() say of which rows.
-template <class T, int kRows, int kKeys, int kThreads>
+// Where keys are interleaved, a lane's 8 neighbouring ones of every 32 are one piece of a row, in
+// 16 bits; else four matrices of 8 rows and 8 keys have its pairs. row_at() and first_row_of() say
+// of which rows.
+template <class T, int kRows, int kKeys, int kThreads, bool kInterleaved = true>
 struct StagedBias {
   using Layout = TileLayout<T, kKeys>;
 
@@ -30,15 +32,23 @@ struct StagedBias {
         .load(tile, 0, rows);
   }
 
-  uint32_t lane_row, lane_chunk;  // of the warp's first row, in bytes; and the lane's place in it
+  uint32_t lane_row, lane_chunk;  // that the lane asks for, in bytes: a row, and a place in it
 
-  StagedBias(uint32_t tile, int warp_row, int lane)
-      : lane_row(tile + (warp_row + first_row_of(lane)) * Layout::kRowBytes),
-        lane_chunk((lane % 4 ^ Layout::swizzle(first_row_of(lane))) * 16) {}
+  StagedBias(uint32_t tile, int warp_row, int lane) {
+    const int row = kInterleaved ? first_row_of(lane) : lane % 8;
+    const int chunk = kInterleaved ? lane % 4 : lane / 8;
+    lane_row = tile + (warp_row + row) * Layout::kRowBytes;
+    lane_chunk = (chunk ^ Layout::swizzle(row)) * 16;
+  }
 
   void get(float (&value)[8], int m, int half, int group) const {
     uint32_t word[4];
-    load_shared(word, lane_row + row_at(m, half) * Layout::kRowBytes + (lane_chunk ^ group * 64));
+    const uint32_t at = lane_row + row_at(m, half) * Layout::kRowBytes + (lane_chunk ^ group * 64);
+    if constexpr (kInterleaved) {
+      load_shared(word, at);
+    } else {
+      load_matrices(word, at);
+    }
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       value[2 * w] = to_real(T{static_cast<uint16_t>(word[w])});
