@@ -140,6 +140,7 @@ inline void add(std::vector<Case>& cases, std::string name, const Setup& setup,
 
 // tile_cases.cpp
 void add_tiles(std::vector<Case>& cases);
+void add_gpu_tiles(std::vector<Case>& cases, const Setup& wide);
 void add_shared_lists(std::vector<Case>& cases);
 void add_units(std::vector<Case>& cases);
 void add_many_keys(std::vector<Case>& cases);

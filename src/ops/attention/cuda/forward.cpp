@@ -13,23 +13,12 @@
 #include "ops/attention/block_tables.hpp"
 #include "ops/attention/cuda/aligned_rows.hpp"
 #include "ops/attention/cuda/few_queries.hpp"
+#include "ops/attention/cuda/forward_kernels.hpp"
 #include "ops/attention/cuda/head_maps.hpp"
 #include "ops/attention/cuda/sequences.hpp"
-#include "ops/attention/cuda/sm90_forward_params.cuh"
-#include "ops/attention/cuda/tuning.hpp"
 
 namespace pullback::attention {
 namespace {
-
-int element_bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
-
-constexpr std::string_view kKindNames[] = {"plain",        "blocks",  "large_blocks",
-                                           "softcap",      "dropout", "bias",
-                                           "bias_dropout", "terms",   "elements"};
-
-bool has_hopper_kernel(DType dtype, int width, ForwardKind kind) {
-  return has_hopper_tile(kind, width, element_bytes(dtype));
-}
 
 ForwardKind blocks_kind(const AttentionProblem& problem, int width, bool hopper) {
   const DType dtype = problem.q.dtype;
@@ -40,46 +29,6 @@ ForwardKind blocks_kind(const AttentionProblem& problem, int width, bool hopper)
   return large ? ForwardKind::large_blocks : ForwardKind::blocks;
 }
 
-cuda::OpKernel tile_kernel(DType dtype, int width, ForwardKind kind, int arch) {
-  const std::string_view type = cuda::device_type(dtype);
-  const std::string_view kind_name = kKindNames[static_cast<int>(kind)];
-  const ForwardTile tile = forward_tile(width, element_bytes(dtype), kind, arch);
-  const std::string kind_value = fmt::format("attention::ForwardKind::{}", kind_name);
-  return {
-      .name = fmt::format("attention_forward_{}_{}_{}", type, width, kind_name),
-      .file = "ops/attention/cuda/smxx_forward.cuh",
-      .function = fmt::format("attention::forward<{}, attention::forward_tile({}, {}, {}, {}), {}>",
-                              type, width, element_bytes(dtype), kind_value, arch, kind_value),
-      .parameters = "attention::ForwardParams",
-      .threads = tile.warps * 32,
-      .blocks = tile.blocks};
-}
-
-cuda::OpKernel hopper_kernel(DType dtype, int width, ForwardKind kind) {
-  const std::string_view type = cuda::device_type(dtype);
-  const std::string_view kind_name = kKindNames[static_cast<int>(kind)];
-  const HopperTile tile = hopper_tile(kind, width);
-  return {
-      .name = fmt::format("attention_forward_sm90_{}_{}_{}", type, width, kind_name),
-      .file = "ops/attention/cuda/sm90_forward.cuh",
-      .function = fmt::format(
-          "attention::hopper_forward<{}, attention::hopper_tile(attention::ForwardKind::{}, {})>",
-          type, kind_name, width),
-      .parameters = "attention::HopperForwardParams",
-      .threads = tile.threads(),
-      .blocks = tile.resident,
-      .arch_specific = true};
-}
-
-cuda::OpKernel plain_kernel() {
-  return {.name = "attention_forward_double",
-          .file = "ops/attention/cuda/smxx_plain_forward.cuh",
-          .function = "attention::forward_plain<double>",
-          .parameters = "attention::ForwardParams",
-          .threads = kPlainWarps * 32,
-          .constants = {{"attention::kPlainRows", kPlainRows}}};
-}
-
 class Forward final : public cuda::CudaBody<AttentionTensors> {
  public:
   // hopper: with its own kernel, where that serves.
@@ -87,8 +36,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       : CudaBody(device), sizes_(sizes_of(problem)) {
     const DType dtype = problem.q.dtype;
     const int arch = cuda::compile_arch(device_);
-    const int width = head_width(static_cast<int>(sizes_.head_dim),  //
-                                 static_cast<int>(sizes_.value_dim));
+    const int width = this->width();
     params_.problem = problem_params(problem);
     const Problem& p = params_.problem;
     const bool bias = problem.bias.given(), bias_vectors = has_vector_keys(problem.bias);
@@ -122,7 +70,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       return;
     }
     if (dtype == DType::f64) {
-      by_elements_.emplace(problem, device_, plain_kernel(), 0, pairs, kPlainRows, 64);
+      by_elements_.emplace(problem, device_, plain_forward_kernel(), 0, pairs, kPlainRows, 64);
       workspace_bytes = by_elements_->sequences.workspace_bytes();
       description = "plain loops, a warp for each query; sums in f64";
       return;
@@ -133,7 +81,7 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
       const ForwardTile own = tile_of(any);
       const std::int64_t at_work =
           is_blocks(any) ? std::int64_t{device_.multiprocessors} * own.blocks : 0;
-      to.emplace(problem, device_, tile_kernel(dtype, width, any, arch),
+      to.emplace(problem, device_, forward_kernel(dtype, width, any, arch),
                  own.shared_bytes(element_bytes(dtype), stages_bias(any, element_bytes(dtype))),
                  pairs, own.rows, part_keys(own), at_work);
       to->pair_group = pair_group(pairs, dtype);
@@ -146,13 +94,14 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
                                     : bias_dropout ? ForwardKind::bias_dropout
                                                    : kind;
     if (hopper && vectors_ && hopper_serves(dtype, width, hopper_kind, pairs) &&
-        cuda::can_have<HopperForwardParams>(hopper_kernel(dtype, width, hopper_kind), device_)) {
+        cuda::can_have<HopperForwardParams>(hopper_forward_kernel(dtype, width, hopper_kind),
+                                            device_)) {
       only_aligned_bias_ = kind == ForwardKind::bias || bias_dropout;
       load_hopper(problem, width, hopper_kind, pairs);
       return;
     }
     const auto has = [&](ForwardKind any) {
-      return cuda::can_have<ForwardParams>(tile_kernel(dtype, width, any, arch), device_);
+      return cuda::can_have<ForwardParams>(forward_kernel(dtype, width, any, arch), device_);
     };
     if (vectors_ && !has(kind)) {
       vectors_ = kind != ForwardKind::terms && has(ForwardKind::terms);
@@ -203,6 +152,10 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   using Tiles = TilesOf<ForwardParams>;
   using HopperTiles = TilesOf<HopperForwardParams>;
 
+  int width() const {
+    return head_width(static_cast<int>(sizes_.head_dim), static_cast<int>(sizes_.value_dim));
+  }
+
   // Whether later queries see more keys than earlier ones, or fewer.
   bool is_slanted() const {
     const Band& band = params_.problem.band;
@@ -245,8 +198,8 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
                    std::int64_t pairs) {
     const HopperTile tile = hopper_tile(kind, width);
     HopperTiles& own = hopper_.emplace(
-        problem, device_, hopper_kernel(problem.q.dtype, width, kind), tile.shared_bytes(), pairs,
-        tile.rows(), tile.part_keys(),
+        problem, device_, hopper_forward_kernel(problem.q.dtype, width, kind), tile.shared_bytes(),
+        pairs, tile.rows(), tile.part_keys(),
         is_blocks(kind) ? std::int64_t{device_.multiprocessors} * tile.resident : 0);
     maps_ = HeadMaps<3>({{{problem.q, HopperTile::kGroupRows},
                           {problem.k, tile.part_keys()},
@@ -313,6 +266,8 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
         with_maps.k = (*maps)[1];
         with_maps.v = (*maps)[2];
         with_maps.has_maps = 1;
+        with_maps.k_begins = half_sectors(params.k, params.problem.head_dim, width());
+        with_maps.v_begins = half_sectors(params.v, params.problem.value_dim, width());
       }
       params.problem.sequences = hopper_->sequences.list(stream, tensors, workspace.data);
       with_maps.all = of_tiles(params, *hopper_);
@@ -356,8 +311,9 @@ Body make_forward(const AttentionProblem& problem, const Device& device) {
   const auto has_blocks = [&] {
     const ForwardKind kind = blocks_kind(shared, width, kHopper);
     return kHopper && has_hopper_kernel(dtype, width, kind)
-               ? cuda::can_have<HopperForwardParams>(hopper_kernel(dtype, width, kind), info)
-               : cuda::can_have<ForwardParams>(tile_kernel(dtype, width, kind, arch), info);
+               ? cuda::can_have<HopperForwardParams>(hopper_forward_kernel(dtype, width, kind),
+                                                     info)
+               : cuda::can_have<ForwardParams>(forward_kernel(dtype, width, kind, arch), info);
   };
   const bool serves = problem.blocks.given() || !shared.blocks.given() || has_blocks();
   return cuda::make_body<Forward>(serves ? shared : problem, device, kHopper);
@@ -378,25 +334,7 @@ Body make_cuda_sm90_forward(const AttentionProblem& problem, const Device& devic
 namespace pullback::cuda {
 
 std::vector<KernelSource> attention_forward_kernels(int arch) {
-  using namespace attention;
-  std::vector<KernelSource> kernels = {op_kernel<ForwardParams>(plain_kernel(), arch)};
-  for (const DType dtype : {DType::f32, DType::bf16, DType::f16}) {
-    for (const int width : kHeadWidths) {
-      for (const ForwardKind kind : kForwardKinds) {
-        if (!has_kind(kind, width, element_bytes(dtype))) continue;
-        kernels.push_back(op_kernel<ForwardParams>(tile_kernel(dtype, width, kind, arch), arch));
-      }
-    }
-  }
-  for (const DType dtype : {DType::bf16, DType::f16}) {
-    for (const int width : kHeadWidths) {
-      for (const ForwardKind kind : kForwardKinds) {
-        if (arch != 90 || !has_hopper_kernel(dtype, width, kind)) continue;
-        kernels.push_back(op_kernel<HopperForwardParams>(hopper_kernel(dtype, width, kind), arch));
-      }
-    }
-  }
-  return kernels;
+  return attention::forward_kernels(arch);
 }
 
 }  // namespace pullback::cuda

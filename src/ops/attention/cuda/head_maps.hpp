@@ -6,8 +6,21 @@
 
 #include "cuda/tensor_map.hpp"
 #include "ops/attention/cuda/sequences.hpp"
+#include "ops/attention/cuda/sm90_forward_params.cuh"
 
 namespace pullback::attention {
+
+// Of a tensor of 16 bits. None if rows of a head do not all begin alike, or a tile of this width
+// has no columns to spare.
+inline HalfSectors half_sectors(const HeadRows& tensor, int columns, int tile_width) {
+  constexpr std::int64_t kColumns = HalfSectors::kColumns;
+  if (tensor.row % (2 * kColumns) != 0 || columns + kColumns > tile_width) return {};
+  const auto is_odd = [](std::int64_t elements) {
+    return static_cast<std::int32_t>(elements / kColumns % 2 != 0);
+  };
+  const auto address = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(tensor.data));
+  return {is_odd(address / 2), is_odd(tensor.head), is_odd(tensor.batch)};
+}
 
 // All of them or none: a tensor may have strides that the engine cannot take, and it cannot know
 // where packed sequences end.

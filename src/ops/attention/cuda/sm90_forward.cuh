@@ -75,6 +75,9 @@ struct HopperForward {
   uint32_t queries;
 
   bool has_maps() const { return kMaps && hopper.has_maps; }
+  // Whether heads may have columns before their own ones in shared memory (HalfSectors): with a
+  // bias all of them lost more by it than some gained.
+  static constexpr bool kShifts = kMaps && kWidth > 64 && !kBias;
 
   uint32_t queries_of(uint32_t query_slot, int group) const {
     return queries + (query_slot * kGroups + group) * kQueryBytes;
@@ -350,6 +353,7 @@ class ForwardWorker {
 
     T* out() const { return static_cast<T*>(params.out.data) + tile.out; }
     float* lse() const { return static_cast<float*>(params.lse.data) + tile.lse; }
+    int columns_before() const { return Forward::kShifts ? tile.columns_before : 0; }
     void redo(int row) const {
       if constexpr (Forward::kPersistent) {
         out()[row * params.out.row] = from_real<T>(quiet_nan<float>());

@@ -15,13 +15,13 @@
 namespace pullback::attention {
 
 // What those who work know of a tile of queries: where its rows begin in out and lse, in elements;
-// batch · H + head; its number, and that of its owner with a block mask; of its steps, the first
-// ones that each warpgroup has to take.
+// batch · H + head; its number, and that of its owner with a block mask; how many columns outputs
+// have before their own ones; of its steps, the first ones that each warpgroup has to take.
 struct TileNote {
   int64_t out, lse, plane;
   SequenceBand band;
   uint32_t number;
-  int32_t first_query, rows, owner, steps[3];
+  int32_t first_query, rows, owner, columns_before, steps[3];
 };
 // And of a step, which is a tile of keys: where its parts begin, which of their squares are seen
 // with a block mask, whether the band hides any. `count`: the tile's steps, 0 at the end of all.
@@ -134,7 +134,7 @@ class ForwardCopies {
     const TensorMap& map;
     const HeadRows& tensor;
     int64_t begin;
-    int rows, columns, head, batch;
+    int rows, columns, head, batch, columns_before;
 
     // Made anew each time: this warpgroup has few registers.
     const T* first() const {
@@ -214,8 +214,9 @@ class ForwardCopies {
     uint64_t& full = own_.shared.queries_full[slot];
     tell_coming(full, Forward::kGroups * Forward::kQueryBytes);
     const QueryTile& queries = tile.queries;
-    const Source q = source(own_.hopper.q, params_.q, tile, queries.head, queries.sequence.q_begin,
-                            static_cast<int>(queries.sequence.q_length), p.head_dim);
+    const Source q =
+        source(own_.hopper.q, params_.q, tile, queries.head, queries.sequence.q_begin,
+               static_cast<int>(queries.sequence.q_length), p.head_dim, own_.hopper.k_begins);
 #pragma unroll
     for (int group = 0; group < Forward::kGroups; ++group) {
       constexpr int kRows = Forward::kRows;
@@ -231,10 +232,10 @@ class ForwardCopies {
     const Problem& p = params_.problem;
     const int kv_head = tile.queries.head / p.group;
     const int64_t k_begin = tile.queries.sequence.k_begin;
-    const Source k =
-        source(own_.hopper.k, params_.k, tile, kv_head, k_begin, tile.band.keys, p.head_dim);
-    const Source v =
-        source(own_.hopper.v, params_.v, tile, kv_head, k_begin, tile.band.keys, p.value_dim);
+    const Source k = source(own_.hopper.k, params_.k, tile, kv_head, k_begin, tile.band.keys,
+                            p.head_dim, own_.hopper.k_begins);
+    const Source v = source(own_.hopper.v, params_.v, tile, kv_head, k_begin, tile.band.keys,
+                            p.value_dim, own_.hopper.v_begins);
     int key[kParts], next_entry[kParts];
     uint32_t squares[kParts], next_squares[kParts];
     const auto find_keys = [&](int n) {
@@ -271,8 +272,13 @@ class ForwardCopies {
   }
 
   Source source(const TensorMap& map, const HeadRows& of, const Tile& tile, int head, int64_t begin,
-                int rows, int columns) const {
-    return {map, of, begin, rows, columns, head, tile.queries.batch};
+                int rows, int columns, const HalfSectors& begins) const {
+    return {map, of, begin, rows, columns, head, tile.queries.batch, columns_before(tile, begins)};
+  }
+  int columns_before(const Tile& tile, const HalfSectors& begins) const {
+    if (!Forward::kShifts || !begins.any()) return 0;
+    const QueryTile& queries = tile.queries;
+    return begins.columns(queries.head / params_.problem.group, queries.batch);
   }
 
   // The slot of the next item, which is free if the thread is to copy to it.
@@ -303,7 +309,8 @@ class ForwardCopies {
             .number = tile.number,
             .first_query = tile.first(),
             .rows = tile.rows,
-            .owner = queries.owner};
+            .owner = queries.owner,
+            .columns_before = columns_before(tile, own_.hopper.v_begins)};
 #pragma unroll
     for (int group = 0; group < Forward::kGroups; ++group) note.steps[group] = tile.steps_of(group);
   }
@@ -340,8 +347,8 @@ class ForwardCopies {
       if (threadIdx.x != 0) return;
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        load_box(to + panel * kPanelStep, from.map, panel * kPanel, static_cast<int>(row),
-                 from.head, from.batch, &full);
+        load_box(to + panel * kPanelStep, from.map, panel * kPanel - from.columns_before,
+                 static_cast<int>(row), from.head, from.batch, &full);
       }
     } else {
       const T* const first = from.first();

@@ -279,6 +279,7 @@ void forward(const ForwardParams& params) {
     float* const& first_lse;
     T* out() const { return const_cast<T*>(remembered(first_out)); }
     float* lse() const { return remembered(first_lse); }
+    int columns_before() const { return 0; }
     void redo(int row) const { redo_row_of_block<T, kTile.rows, kBlocks>(params, row); }
   };
   finish_rows<T, kVectors, kBias>(params, state, q_tile + warp.first_row * Layout::kRowBytes, warp,

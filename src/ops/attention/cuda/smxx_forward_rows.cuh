@@ -147,20 +147,24 @@ struct RunningRows {
   }
 };
 
-// A warp's rows, of which there are `rows`, from shared memory.
+// A warp's rows, of which there are `rows`, from shared memory, where `before` columns, whole
+// chunks, are none of theirs.
 template <class T, int kWidth, int kRows>
-void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int columns, bool vectors) {
+void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int columns, bool vectors,
+                int before) {
   using Layout = TileLayout<T, kWidth>;
   const int lane = static_cast<int>(threadIdx.x % kWarpSize);
   if (vectors) {
     constexpr int kAcross = Layout::kChunks % 8 == 0 ? 8 : 4, kDown = kWarpSize / kAcross;
-    const int row = lane / kAcross, chunk = lane % kAcross;
-    T* own = first + row * to.row + chunk * Layout::kChunk;
+    const int row = lane / kAcross, chunk = lane % kAcross;  // `before` is less than kAcross
+    T* own = first + row * to.row + chunk * Layout::kChunk - before;
 #pragma unroll
     for (int down = 0; down < kRows; down += kDown) {
 #pragma unroll
       for (int across = 0; across < Layout::kChunks; across += kAcross) {
-        if (row + down >= rows || (chunk + across) * Layout::kChunk >= columns) continue;
+        const int column = (chunk + across) * Layout::kChunk;
+        if (row + down >= rows || column >= before + columns) continue;
+        if (across == 0 && column < before) continue;
         union {
           uint32_t word[4];
           Vector<T> vector;
@@ -271,7 +275,8 @@ void finish_rows(const ForwardParams& params, Rows& state, uint32_t staging, con
   }
   __syncwarp();
   store_rows<T, kWidth, kWarpRows>(params.out, place.out() + warp.first_row * params.out.row,
-                                   staging, warp.rows, p.value_dim, kVectors);
+                                   staging, warp.rows, p.value_dim, kVectors,
+                                   place.columns_before());
   unsigned any = 0;
 #pragma unroll
   for (int m = 0; m < Rows::kRows; ++m) {
