@@ -8,84 +8,6 @@
 
 namespace pullback::driver::attention_setup {
 
-namespace {
-
-// What kernels of GPUs alone tell apart: only they run these.
-void add_for_gpus(std::vector<Case>& all, const Setup& wide) {
-  std::vector<Case> cases;
-  Setup setup;
-  // The smaller the cap is, the less the weights tell of what it took.
-  for (const std::int64_t head_dim : {20, 64, 96, 128, 192, 256}) {
-    setup = {.batch = 1,
-             .query = 330,
-             .key = 410,
-             .heads = 2,
-             .kv_heads = 1,
-             .d_lse = true,
-             .sigma = 2,
-             .finite_differences = false,
-             .dtypes = {DType::bf16, DType::f16}};
-    setup.head_dim = setup.value_dim = head_dim;
-    add(cases, fmt::format("tiles, softcap, D {}", head_dim), setup, {{"softcap", "30"}});
-    add(cases, fmt::format("tiles, small softcap, D {}", head_dim), setup,
-        {{"softcap", head_dim < 100 ? "0.5" : "0.02"}, {"causal", "bottom-right"}});
-  }
-  // Heads whose rows do not begin at 16 bytes, and pairs enough for copies of them.
-  setup = wide;
-  setup.query = setup.key = 1030;
-  setup.head_dim = 33, setup.value_dim = 50;
-  setup.dtypes = {DType::f32, DType::bf16, DType::f16};
-  add(cases, "tiles, odd heads", setup, {{"causal", "bottom-right"}});
-  setup.head_dim = 100, setup.value_dim = 4;
-  setup.bias = {1, 2, 1, 1030};
-  setup.dtypes = {DType::bf16};
-  add(cases, "tiles, odd heads, bias", setup);
-  setup.value_dim = 64;
-  setup.bias = {};
-  setup.cu_q = {0, 100, 100, 1415, 2000};
-  setup.cu_k = {0, 600, 601, 900, 1030};
-  setup.dtypes = {DType::f16};
-  setup.query = setup.key * 2;
-  add(cases, "tiles, odd heads, varlen", setup);
-  // So few queries that several thread blocks share the keys of a tile.
-  for (const std::int64_t head_dim : {40, 128}) {
-    setup = wide;
-    setup.query = 70, setup.key = 4100;
-    setup.head_dim = setup.value_dim = head_dim;
-    setup.dtypes = {DType::f32, DType::bf16, DType::f16};
-    add(cases, fmt::format("tiles, few queries, D {}", head_dim), setup);
-    add(cases, fmt::format("tiles, few queries, window, D {}", head_dim), setup,
-        {{"window", "3000,20"}, {"corner", "bottom-right"}});
-  }
-  // Fewer than a warpgroup has: the others must not be waited for.
-  for (const std::int64_t query : {1, 16}) {
-    setup = wide;
-    setup.query = query, setup.key = 4100;
-    setup.head_dim = setup.value_dim = 64;
-    setup.dtypes = {DType::bf16, DType::f16};
-    add(cases, fmt::format("tiles, few queries, {} of D 64", query), setup);
-  }
-  // Odd numbers of tiles of queries, which kernels of heads of 64 take by twos.
-  setup = wide;
-  setup.batch = 2, setup.heads = 4, setup.kv_heads = 2;
-  setup.head_dim = 64, setup.value_dim = 48;
-  setup.d_lse = true;
-  setup.dtypes = {DType::bf16, DType::f16};
-  add(cases, "tiles by twos", setup);
-  add(cases, "tiles by twos, window", setup, {{"window", "200,150"}, {"corner", "bottom-right"}});
-  setup.batch = 1;
-  setup.cu_q = {0, 7, 300, 300, 410};
-  setup.cu_k = {0, 600, 601, 900, 1130};
-  add(cases, "tiles by twos, varlen", setup);
-  add(cases, "tiles by twos, varlen, causal", setup, {{"causal", "bottom-right"}});
-  for (Case& test : cases) {
-    test.full_only = true;
-    all.push_back(std::move(test));
-  }
-}
-
-}  // namespace
-
 // Sizes of several tiles in every direction, where features meet the seams between tiles.
 void add_tiles(std::vector<Case>& cases) {
   const Setup wide{.batch = 1,
@@ -100,7 +22,7 @@ void add_tiles(std::vector<Case>& cases) {
   add(cases, "tiles, causal, dropout", wide, {{"causal", "bottom-right"}, {"dropout", "0.2"}});
   add(cases, "tiles, window, softcap", wide,
       {{"window", "200,150"}, {"corner", "bottom-right"}, {"softcap", "3"}});
-  add_for_gpus(cases, wide);
+  add_gpu_tiles(cases, wide);
   Setup setup = wide;
   setup.bias = {1, 2, 410, 1};
   setup.d_lse = true;
@@ -329,9 +251,10 @@ void add_many_keys(std::vector<Case>& cases) {
     add_case("causal, NaN in a query", causal);
     setup.change = {};
   }
-  for (const std::int64_t head_dim : {64, 96}) {
+  for (const std::int64_t head_dim : {64, 96, 192, 256}) {
     set_head_dim(head_dim);
-    setup.value_dim = 48;
+    if (head_dim < 192) setup.value_dim = 48;
+    if (head_dim == 256) setup.dtypes = {DType::f16};
     setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 3); };
     add_case("dropout, NaN in keys", causal_dropout);
     for (const std::vector<std::int64_t>& shape :
@@ -356,6 +279,7 @@ void add_many_keys(std::vector<Case>& cases) {
     setup.change = {};
     setup.bias = {};
   }
+  setup.dtypes = {DType::bf16, DType::f16};
   // Enough tiles of keys for a launch a batch item to fill a device.
   set_head_dim(64);
   setup.query = 270;
@@ -365,6 +289,15 @@ void add_many_keys(std::vector<Case>& cases) {
   setup.batch = 3;
   add_case("bias of three items, causal", causal);
   add_case("bias of three items, dropout", dropout);
+  setup.dtypes = {DType::bf16};
+  for (const std::int64_t head_dim : {192, 256}) {
+    set_head_dim(head_dim);
+    setup.key = 1064;
+    setup.heads = setup.kv_heads = 8;
+    setup.bias = {1, 8, 270, setup.key};
+    head_dim == 192 ? add_case("bias of three items, causal", causal)
+                    : add_case("bias of three items, dropout", dropout);
+  }
 }
 
 // Biases whose rows begin anywhere, in problems that are large enough for a copy of them.

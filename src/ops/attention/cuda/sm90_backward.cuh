@@ -127,12 +127,6 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
   // Of the keys, without NaN and infinity.
   uint32_t finite_k_tile() const { return q_tile_of(kStages - 1); }
 
-  // Where the sums of d_bias over the batch lie, of a tile.
-  float* bias_sums_of(int tile, int head) const {
-    const int64_t number = (int64_t{head} * p.q_tiles + tile) * p.k_tiles + place.tile;
-    return p.bias_sums + number * (kKeys * kQueries);
-  }
-
   // --- The warps that copy, and those that add up d_q ---
 
   void copy() const { copy_steps(*this); }
@@ -324,7 +318,8 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     if constexpr (kDropout) {
       const auto plane =
           static_cast<uint64_t>(place.batch * p.problem.heads + head_of(step.head_of_group));
-      kept = draw_kept(dropout, plane, step.tile * kQueries, place.tile * kKeys + worker.row, lane);
+      kept = draw_kept<kQueries>(dropout, plane, step.tile * kQueries,
+                                 place.tile * kKeys + worker.row, lane);
     }
     product_wait<1>();
     keep_in_place(s);
@@ -384,9 +379,9 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     }
     if constexpr (kBiasSum) {
       const int head = head_of(step.head_of_group), key_row = place.tile * kKeys + worker.row;
-      add_bias_sums<T, kWidth <= 96 ? 8 : 4>(p, place, head, step.tile * kQueries, key_row, s,
-                                             bias_sums_of(step.tile, head) + worker.row * kQueries,
-                                             lane);
+      add_bias_sums<T, kWidth <= 96 ? 8 : 4>(
+          p, place, head, step.tile * kQueries, key_row, s,
+          Steps::bias_sums_of(step.tile, head) + worker.row * kQueries, lane);
     }
     // With one tile of dS: those of the step before have been read.
     if (kBias && number > 0) {

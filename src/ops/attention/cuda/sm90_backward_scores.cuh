@@ -113,15 +113,17 @@ void mark_unseen(uint32_t (&gradients)[kSteps][4], const uint32_t (&chances)[kSt
   }
 }
 
-// What dropout keeps of a thread's 32 pairs: bit kept_bit(n, e).
+// What dropout keeps of a thread's pairs, 32 at most: bit kept_bit(n, e).
 constexpr int kept_bit(int n, int e) { return n / 4 * 16 + e / 2 * 8 + e % 2 * 4 + n % 4; }
 
 // A call of the generator is for 8 keys of a query, which 8 lanes have: each lane makes the bits of
-// two queries, and takes from others one of each 8. The warp's keys begin at `key`.
-inline uint32_t draw_kept(const Dropout& dropout, uint64_t plane, int query, int key, int lane) {
+// one query of 32, and takes from others one of each 8. The warp's keys begin at `key`.
+template <int kQueries>
+uint32_t draw_kept(const Dropout& dropout, uint64_t plane, int query, int key, int lane) {
+  static_assert(kQueries == 32 || kQueries == 64);
   uint32_t made = 0;
 #pragma unroll
-  for (int at = 0; at < 4; ++at) {
+  for (int at = 0; at < kQueries / 16; ++at) {
     const PhiloxWords words =
         dropout.draws(plane, static_cast<uint32_t>(query + at / 2 * 32 + lane),
                       static_cast<uint32_t>(key / Dropout::kKeysPerCall + at % 2));

@@ -227,6 +227,11 @@ struct HopperBackwardSteps {
     fence_async_proxy();
   }
 
+  // Where the sums of d_bias over the batch lie, of a step's tile.
+  float* bias_sums_of(int tile, int head) const {
+    const int64_t number = (int64_t{head} * p.q_tiles + tile) * p.k_tiles + place.tile;
+    return p.bias_sums + number * (kKeys * kQueries);
+  }
   float* sums_of(int64_t line) const {
     return p.sums + (line - p.first_pair * p.problem.group * p.lines) * (kPlanTile * kSumWidth);
   }

@@ -48,7 +48,7 @@ struct HopperBackwardTile {
     return kind == HopperBackwardKind::dropout || kind == HopperBackwardKind::bias_dropout ||
            kind == HopperBackwardKind::bias_sum_dropout;
   }
-  // Tiles of dS: one where a tile of a bias needs the other one's place.
+  // Tiles of dS, or wide of P: one where a tile of a bias needs the other one's place.
   constexpr int score_tiles() const { return bias() ? 1 : 2; }
   constexpr bool wide() const { return width > 128; }
   constexpr int d_out_stages() const { return width == 256 ? 1 : stages; }
@@ -73,7 +73,7 @@ struct HopperBackwardTile {
   constexpr int shared_bytes() const { return first_tile() + tiles_bytes(); }
 };
 constexpr bool has_hopper_backward_tile(HopperBackwardKind kind, int width, int element_bytes) {
-  const int widest = kind <= HopperBackwardKind::softcap ? 256 : 128;
+  const int widest = kind == HopperBackwardKind::blocks ? 128 : 256;
   return width >= 64 && width <= widest && element_bytes == 2;
 }
 // Heads of 64 with few queries are little work for what a thread block begins and ends with: where

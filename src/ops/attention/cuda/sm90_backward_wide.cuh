@@ -1,5 +1,6 @@
 // Gradients of attention with wide heads on Hopper's tensor cores: the formulas, and the order of
-// the sums, of smxx_backward.cuh, without bias and dropout, and always all of d_q, d_k, d_v.
+// the sums, of smxx_backward.cuh, with a softcap, or a bias and dropout, and always all of d_q,
+// d_k, d_v.
 //
 // A thread block owns 64 keys of a key/value head and takes 64 queries a step. The first warpgroup
 // has two warps that copy queries, d_out and statistics, and two that add the step's part of d_q to
@@ -14,10 +15,10 @@
 // out, and weights are made, while they come in.
 //
 // Shared memory: the block's place and barriers; a ring of statistics; keys, values; rings of
-// queries and of d_out; two tiles each of P^T and dS^T [key][query]; a part of dQ of each
-// warpgroup, as the threads hold it. What products read is in panels of 64 columns
-// (device/wgmma.cuh). Keys with NaN or infinity are copied without, for dQ, to where the second
-// tile of queries would be.
+// queries and of d_out; two tiles each of P^T and dS^T [key][query], or one of P^T and a tile of a
+// bias; a part of dQ of each warpgroup, as the threads hold it. What products read is in panels of
+// 64 columns (device/wgmma.cuh). Keys with NaN or infinity are copied without, for dQ, to where the
+// second tile of queries would be.
 #pragma once
 
 #include "device/bulk.cuh"
@@ -49,6 +50,8 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
   static constexpr int kAdders = 2;                    // warps, of which one thread works
   static constexpr int kBoth = 1;                      // the named barrier of both that work
   static constexpr bool kSoftcap = kTile.kind == HopperBackwardKind::softcap;
+  static constexpr bool kDropout = kTile.dropout(), kBias = kTile.bias();
+  static constexpr bool kBiasSum = kTile.bias_sum();
 
   using typename HopperBackwardSteps<T, kTile>::Stats;
   using Scores = float[kQueryTiles][4];
@@ -67,6 +70,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     uint64_t keys_full, keys_checked;
     uint64_t q_full[kStages], q_empty[kStages], d_out_full[kOutStages], d_out_empty[kOutStages];
     uint64_t sums_full[kAdders][2], sums_empty[2];  // of each warpgroup
+    uint64_t bias_full, bias_empty, weights_empty;  // with a bias
 
     void init() {
       barrier_init(&keys_full, kCopiers);
@@ -79,6 +83,9 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
         for (uint64_t& barrier : of_adder) barrier_init(&barrier, kWarpgroupSize);
       }
       for (uint64_t& barrier : sums_empty) barrier_init(&barrier, 1);
+      barrier_init(&bias_full, kCopiers);
+      barrier_init(&bias_empty, kWorkers);
+      barrier_init(&weights_empty, kWarpgroupSize);
     }
   };
 
@@ -89,6 +96,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
 
   Shared& shared;
   const uint32_t stats_tiles, k_tile, v_tile, q_tiles, d_out_tiles, p_tiles, ds_tiles, sums_tiles;
+  const Dropout dropout;
 
   HopperWideBackward(const HopperBackwardParams& params, Shared& statics, uint32_t stats,
                      uint32_t tiles)
@@ -101,7 +109,11 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
         d_out_tiles(q_tiles + kStages * kTileBytes),
         p_tiles(d_out_tiles + kOutStages * kTileBytes),
         ds_tiles(p_tiles + 2 * kScoreBytes),
-        sums_tiles(ds_tiles + 2 * kScoreBytes) {}
+        sums_tiles(ds_tiles + 2 * kScoreBytes),
+        dropout(kDropout ? params.all.problem.dropout.for_warp() : Dropout()) {}
+
+  uint32_t p_tile_of(int step) const { return p_tiles + (kBias ? 0 : step % 2 * kScoreBytes); }
+  uint32_t bias_tile() const { return p_tiles + kScoreBytes; }  // the second one's place
 
   // Of d_q: a warpgroup's panel of a round. Of three panels each has one and half of the second.
   static constexpr int panel_of(int group, int round) { return 2 * group + round; }
@@ -138,6 +150,17 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
       Steps::template copy_stats<kCopiers>(stats_tiles + stage * sizeof(Stats), step.tile,
                                            step.head_of_group);
       barrier_arrive_after_copies(&shared.q_full[stage]);
+      if constexpr (kBias) {
+        // Here, for none of those who work to wait for an answer.
+        if (kBiasSum && Steps::follows_in_chain()) {
+          if (threadIdx.x % kWarpSize == 0) Steps::await_chain(number);
+          __syncwarp();
+        }
+        // Its one place is free early in the step before.
+        if (number > 0) barrier_wait(&shared.bias_empty, (number - 1) & 1);
+        copy_bias<T, kKeys, kQueries, kCopiers>(bias_tile(), p, place, head, step.tile);
+        barrier_arrive_after_copies(&shared.bias_full);
+      }
       if (number >= kOutStages) {
         barrier_wait(&shared.d_out_empty[out_stage], (number / kOutStages - 1) & 1);
       }
@@ -175,11 +198,10 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
         }
         barrier_arrive(&shared.sums_empty[group]);
       }
-      if (!turn.last) {
-        bulk_wait();
-        fence_device();
-        store_relaxed(p.turns + turn.line, turn.number + 1);
-      }
+      if (!turn.last) bulk_wait();
+      if (kBiasSum || !turn.last) fence_device();
+      if constexpr (kBiasSum) Steps::tell_chain(number);
+      if (!turn.last) store_relaxed(p.turns + turn.line, turn.number + 1);
     });
   }
 
@@ -243,7 +265,9 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
         limit,
         0,
         is_value ? p.problem.value_dim : p.problem.head_dim,
-        is_value ? 1.0f : p.problem.scale};
+        !is_value  ? p.problem.scale
+        : kDropout ? p.problem.keep_scale
+                   : 1.0f};
     to.template pieces<true>(reinterpret_cast<const float(&)[1][kTiles][4]>(sum), worker.lane,
                              true);
   }
@@ -303,7 +327,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     const int lane = worker.lane, group = worker.group;
     const uint32_t q_tile = q_tiles + stage * kTileBytes;
     const uint32_t d_out_tile = d_out_tiles + out_stage * kTileBytes;
-    const uint32_t p_tile = p_tiles + number % 2 * kScoreBytes;
+    const uint32_t p_tile = p_tile_of(number);
     const uint32_t ds_tile = ds_tiles + number % 2 * kScoreBytes;
     const uint32_t all_stats = stats_tiles + stage * sizeof(Stats);
     const uint32_t stats = all_stats + group * (kOwnQueries * 8);
@@ -316,22 +340,53 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     const auto seen = [&] {
       return SeenQueries(place, place.tile * kKeys + worker.row, first_query, lane);
     };
+    uint32_t kept = 0;
+    if constexpr (kDropout) {
+      const auto plane =
+          static_cast<uint64_t>(place.batch * p.problem.heads + head_of(head_of_group));
+      kept = draw_kept<kOwnQueries>(dropout, plane, first_query, place.tile * kKeys + worker.row,
+                                    lane);
+    }
+    if constexpr (kBias) {
+      const uint32_t own_bias = bias_tile() + group * kOwnBytes;
+      barrier_wait(&shared.bias_full, number & 1);
+      add_bias<T, kKeys>(s, p.problem.scale, own_bias, worker.row, lane);
+      if (marked) hide_by_bias<T, kKeys>(s, own_bias, worker.row, lane);
+      barrier_arrive(&shared.bias_empty);
+    }
     if constexpr (kSoftcap) take_tanh<T>(s, p.problem.inner_scale);
     if (partly) hide_unseen(s, seen());
-    make_chances<false>(s, (kSoftcap ? p.problem.softcap : p.problem.scale) * kLog2E, stats, lane);
+    make_chances<kBias>(s, (kSoftcap ? p.problem.softcap : p.problem.scale) * kLog2E, stats, lane);
     if (marked) mark_unseen<false>(s, seen(), 0);
-    pack_weights<T>(chances, s);
+    const uint32_t unseen = kDropout && marked ? unseen_of(s) : 0;
+    if constexpr (kDropout) {
+      pack_kept<T>(chances, s, kept);
+    } else {
+      pack_weights<T>(chances, s);
+    }
     const int row = worker.row + lane / 4, first_chunk = group * (kOwnQueries / 8);
+    // With one tile of P: the product of the step before has read it.
+    if (kBias && number > 0) barrier_wait(&shared.weights_empty, (number - 1) & 1);
     store_operands<T>(p_tile, chances, row, lane % 4, first_chunk);
     product_wait<0>();
     keep_in_place(d_p);
-    if constexpr (kSoftcap) {
+    if constexpr (kDropout) {
+      make_gradients(s, d_p, stats, kept, p.problem.keep_scale, lane);
+      if (marked) mark_unseen(s, unseen);
+    } else if constexpr (kSoftcap) {
       make_capped_gradients(s, d_p, p.problem.softcap, stats, lane);
     } else {
       make_gradients(s, s, d_p, stats, lane);
     }
     pack_weights<T>(gradients, s);
-    if (marked) mark_unseen(gradients, chances);
+    if (!kDropout && marked) mark_unseen(gradients, chances);
+    if constexpr (kBiasSum) {
+      const int head = head_of(head_of_group);
+      constexpr int kSumStep = kOwnQueries * 16;  // of a warp's 16 keys
+      add_bias_sums<T, kQueryTiles>(
+          p, place, head, first_query, place.tile * kKeys + worker.row, s,
+          Steps::bias_sums_of(tile, head) + worker.row * kQueries + group * kSumStep, lane);
+    }
     store_operands<T>(ds_tile, gradients, row, lane % 4, first_chunk);
     fence_async_proxy();
     meet();  // P and dS of both are there
@@ -346,8 +401,13 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     ask_for_sum(sum, group == 0 ? p_tile : ds_tile, group == 0 ? d_out_tile : q_tile);
     product_commit();
     ask_for_queries(d_q, ds_tile, keys, 0, turn, worker);
+    if constexpr (kBias && !kBiasSum) {
+      store_bias<T, kKeys, kQueries, kWorkers / 32, false>(p, place, head_of(head_of_group), tile,
+                                                           ds_tile, worker.thread);
+    }
     product_wait<1>();
     keep_in_place(sum);
+    if (kBias && group == 0) barrier_arrive(&shared.weights_empty);
     barrier_arrive(&shared.q_empty[stage]);
     barrier_arrive(&shared.d_out_empty[out_stage]);
     ask_for_next_scores(s, worker, number + 1, finite_keys, has_next);

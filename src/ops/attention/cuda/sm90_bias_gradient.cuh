@@ -113,7 +113,7 @@ struct HopperBiasGradient {
       uint32_t kept = 0;
       if constexpr (kTile.dropout) {
         const auto plane = static_cast<uint64_t>(item.batch * p.problem.heads + item.head);
-        kept = draw_kept(dropout, plane, tile * kRows, key, lane);
+        kept = draw_kept<kRows>(dropout, plane, tile * kRows, key, lane);
       }
       product_wait<1>();
       keep_in_place(s);
