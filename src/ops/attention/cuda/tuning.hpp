@@ -90,6 +90,8 @@ inline constexpr ForwardTile forward_tile(int width, int element_bytes, ForwardK
   if (element_bytes == 4) {
     if (width <= 128) return {width, 128, 32, 4, 2, small || (width > 64 && arch == 80) ? 1 : 2};
     if (small && width == 256) return {width, 32, 32, 2, 2, 1};
+    // Eight warps of a multiprocessor: of heads of 192 it holds two blocks.
+    if (large && width == 256) return {width, 128, 32, 8, 2, 1};
     return {width, 64, 32, 4, 2, 1};
   }
   if (kind == ForwardKind::blocks) {
