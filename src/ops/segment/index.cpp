@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "core/check.hpp"
 #include "ops/segment/problem.hpp"
@@ -14,11 +15,17 @@ constexpr std::int64_t kBlock = 1 << 14;
 
 std::size_t bitmap_bytes(std::int64_t rows) { return static_cast<std::size_t>((rows + 7) / 8); }
 
+// Of offsets the first of which is not negative. By signs, as vectors of SSE2 know no comparison of
+// 64 bits: where no offset is negative, no difference overflows.
 template <class Index>
 bool ascends(const Index* offsets, std::int64_t count) {
-  Index descents = 0;  // of the offsets' type, as compilers make vectors of that
-  for (std::int64_t s = 0; s < count; ++s) descents |= Index{offsets[s] > offsets[s + 1]};
-  return descents == 0;
+  using Bits = std::make_unsigned_t<Index>;
+  Bits signs = 0;
+  for (std::int64_t s = 0; s < count; ++s) {
+    const auto next = static_cast<Bits>(offsets[s + 1]);
+    signs |= next | (next - static_cast<Bits>(offsets[s]));
+  }
+  return static_cast<Index>(signs) >= 0;
 }
 
 bool all_ascend(const Segments& segments, const Threads& threads) {

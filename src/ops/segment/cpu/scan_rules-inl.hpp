@@ -24,6 +24,21 @@ struct Folded {
 // block. What is ordinary is up to the rule; else it has to be any.
 enum class Walk { powers, ordinary, any };
 
+// x where a segment starts, else sum + x. Each step of a walk waits for the one before: where lanes
+// have masks, for one instruction.
+template <class V, class M>
+HWY_INLINE V AddAfterStart(M starts, V sum, V x) {
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+  if constexpr (sizeof(hn::TFromV<V>) == 4) {
+    return V{_mm512_mask_add_ps(x.raw, hn::Not(starts).raw, sum.raw, x.raw)};
+  } else {
+    return V{_mm512_mask_add_pd(x.raw, hn::Not(starts).raw, sum.raw, x.raw)};
+  }
+#else
+  return hn::IfThenElse(starts, x, hn::Add(sum, x));
+#endif
+}
+
 // A rule takes a row into each lane's state (a, b), or begins anew with it where `starts` holds,
 // and it joins states. Rows are Ordinary() if their sum is.
 
@@ -39,7 +54,7 @@ struct SumRule {
   template <Walk, class D, class DB>
   static HWY_INLINE void Step(D, hn::Vec<D> x, hn::Mask<D> starts, hn::Vec<hn::RebindToSigned<D>>,
                               hn::Vec<D>& a, hn::Vec<DB>&) {
-    a = hn::IfThenElse(starts, x, hn::Add(a, x));
+    a = AddAfterStart(starts, a, x);
   }
   template <class D, class DB>
   static HWY_INLINE void JoinLanes(D, hn::Vec<D>& a, hn::Vec<DB>&, hn::Vec<D> later_a,
@@ -63,7 +78,16 @@ struct ExtremeRule {
                               hn::Vec<DB>& b) {
     auto beats = hn::Or(starts, Beats<kMax, kLast>(x, a));
     if constexpr (kWalk == Walk::any) beats = hn::Or(beats, hn::AndNot(hn::IsNaN(a), hn::IsNaN(x)));
-    a = hn::IfThenElse(beats, x, a);
+    // What Max and Min return of two zeros.
+    constexpr bool kSecondOfEqual =
+        HWY_ARCH_X86 && HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128;
+    if constexpr (kWalk == Walk::ordinary && kSecondOfEqual) {
+      // The next step waits for no comparison.
+      const auto first = kLast ? a : x, second = kLast ? x : a;
+      a = hn::IfThenElse(starts, x, kMax ? hn::Max(first, second) : hn::Min(first, second));
+    } else {
+      a = hn::IfThenElse(beats, x, a);
+    }
     b = hn::IfThenElse(hn::RebindMask(DB(), beats), row, b);
   }
   template <class D, class DB>
@@ -162,7 +186,7 @@ struct LogSumRule {
                               hn::Vec<D>& a, hn::Vec<D>& b) {
     const auto one = hn::Set(d, R{1});
     if constexpr (kWalk == Walk::powers) {
-      b = hn::IfThenElse(starts, x, hn::Add(b, x));  // and a is the shift already
+      b = AddAfterStart(starts, b, x);  // and a is the shift already
     } else if constexpr (kWalk == Walk::any) {
       a = hn::IfThenElse(starts, hn::Set(d, -kInf<R>), a);
       b = hn::IfThenZeroElse(starts, b);
