@@ -43,7 +43,7 @@ def attention_problem(r: random.Random) -> Problem:
         key = query
     while query * key > most:
         query = max(query // 2, 1)
-    dim = r.choice([64, 128, 64, 128, 96, 192, 256, 32, 80, r.randint(1, 256)])
+    dim = r.choice([64, 128, 64, 128, 96, 192, 256, 32, 80, 72, 88, 200, r.randint(1, 256)])
     room = min(most // (query * key), MOST_ELEMENTS // (max(query, key) * dim))
     heads = max(min(r.choice([1, 2, 3, 4, 8, 12, 16]), room), 1)
     batch = max(min(r.choice([1, 1, 2, 3, 7, 30]), room // heads), 1)

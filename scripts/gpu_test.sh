@@ -43,20 +43,6 @@ fi
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 failed=0
 
-run() {  # NAME COMMAND...
-  local name=$1 start=$SECONDS log
-  shift
-  log=$(mktemp)
-  if "$@" >"$log" 2>&1; then
-    echo "passed  $name, $((SECONDS - start)) s: $(grep -E '^\[  PASSED|ERROR SUMMARY|[0-9]+ passed' "$log" | tr '\n' ' ')"
-  else
-    echo "FAILED  $name, $((SECONDS - start)) s"
-    grep -vE '^\[ RUN|^\[       OK|^\[-----|SKIPPED' "$log" | head -60
-    failed=1
-  fi
-  rm -f "$log"
-}
-
 # Before processes side by side would each compile the same kernels.
 compile() {
   local arch pattern
@@ -143,15 +129,32 @@ sanitize() {
     pool "$tool" "$sanitizer" --tool "$tool" --error-exitcode 1 --print-limit 4
 }
 
-# The PyTorch suite on CUDA tensors.
+# The PyTorch suite on CUDA tensors, shared by processes.
 torch_suite() {
   if [ ! -d "$here/site" ]; then
     echo "gpu_test.sh: no PyTorch suite here: make a folder with gpu_pack.sh" >&2
     [ "$what" = all ] || failed=1
     return 0
   fi
-  PYTHONPATH=$here/site run "PyTorch suite" "${PULLBACK_PYTHON:-python3}" -m pytest -q --tb=short \
-    -p no:cacheprovider "$here/python_tests" -k cuda
+  local start=$SECONDS passed
+  logs=$(mktemp -d)
+  export PYTHONPATH=$here/site
+  export pytest="${PULLBACK_PYTHON:-python3} -m pytest -q --rootdir=. --tb=short -p no:cacheprovider"
+  cd "$here/python_tests" || exit
+  $pytest --collect-only -k cuda . | sed -n 's/.*python_tests\///; /::/p' >"$logs/all"
+  shuf --random-source=<(yes) "$logs/all" | split -n "r/$jobs" - "$logs/part."
+  printf '%s\0' "$logs"/part.* | xargs -0 -P "$jobs" -I{} bash -c \
+    '[ ! -s {} ] || xargs -d "\n" -a {} timeout "$limit" $pytest >{}.log 2>&1 || mv {}.log {}.bad'
+  passed=$(cat "$logs"/part.*.log | sed -nE 's/^([0-9]+) passed.*/\1/p' | awk '{ n += $1 } END { print n + 0 }')
+  if [ ! -s "$logs/all" ] || compgen -G "$logs/*.bad" >/dev/null; then
+    echo "FAILED  PyTorch suite, $((SECONDS - start)) s"
+    tail -n 40 "$logs"/*.bad
+    failed=1
+  else
+    echo "passed  PyTorch suite, $((SECONDS - start)) s: $passed of $(wc -l <"$logs/all") tests, the others skipped"
+  fi
+  rm -rf "$logs"
+  cd - >/dev/null || exit
 }
 
 compile

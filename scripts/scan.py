@@ -234,7 +234,7 @@ def attention_cases():
         "a quarter of the heads for keys": {"kv_heads": heads // 4},
         "packed": {"lengths": (100, 900, 1500, 300, 700, 50, 546)},
     }
-    for d, (name, options) in itertools.product([64, 80, 128, 256], features.items()):
+    for d, (name, options) in itertools.product([64, 80, 128, 192, 256], features.items()):
         yield f"D {d} {name}", {"d": d, **options}
     for d, value_dim in [(192, 128), (64, 128), (128, 64)]:
         yield f"D {d} Dv {value_dim}", {"d": d, "value_dim": value_dim}
