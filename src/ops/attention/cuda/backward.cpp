@@ -169,6 +169,7 @@ class TileBackward final : public BackwardBody {
             .keys = tiles_.keys,
             .step_queries = step_queries_,
             .hopper = only_all_,
+            .chained = params_.chain_items > 0,
             .flight = std::int64_t{device_.multiprocessors} * (only_all_ ? 1 : tiles_.blocks)};
   }
 

@@ -13,26 +13,34 @@ struct DenseWork {
   const AttentionSizes& sizes;
   std::int64_t pairs, rows, k_tiles;  // rows: of queries, in whole tiles
   int keys, step_queries;             // of a tile; of a step
-  bool hopper;
-  std::int64_t flight;  // thread blocks that the device holds
+  bool hopper, chained;  // by its own kernels; with a chain of batch items that sums d_bias
+  std::int64_t flight;   // thread blocks that the device holds
 
   // Pairs in flight together. Tiles of keys of a head that follow each other start two steps apart,
   // so that turns come in time. More pairs give the kernels for all devices more time, whose warps
   // wait for turns themselves; Hopper's do not, and the fewer there are, the more of q, d_out and
-  // sums is still in the cache when a head's next tiles want them. Where the band hides pairs tiles
-  // differ in steps: up to four apart and, if few are in flight at all, the longest of all first.
-  // Of packed sequences, which may be short, the steps are not known.
+  // sums is still in the cache when a head's next tiles want them. But the first thread blocks of
+  // all start at once, and each waits for those of its head before it: where these are a good part
+  // of all, they had better be of many heads. Where the band hides pairs tiles differ in steps: up
+  // to four apart and, if few are in flight at all, the longest of all first. Of packed sequences,
+  // which may be short, the steps are not known.
   std::int64_t pair_group() const {
     const std::int64_t steps = std::max<std::int64_t>(sizes.group * all_steps(), 1);
     const auto apart = [&](std::int64_t step_count) {
-      return ceil_div(step_count * flight * k_tiles, steps);
+      return std::min(pairs, ceil_div(step_count * flight * k_tiles, steps));
     };
     if (!hopper || sizes.varlen) return std::min(pairs, std::max(apart(2), kPairGroup));
-    if (problem.mask.left == BandMask::kUnbounded && problem.mask.right == BandMask::kUnbounded) {
-      return std::min(pairs, apart(2));
+    const std::int64_t blocks = pairs * k_tiles;
+    if (problem.mask.left != BandMask::kUnbounded || problem.mask.right != BandMask::kUnbounded) {
+      if (blocks <= 4 * flight) return pairs;
+      return std::max(apart(2), std::min(apart(4), kPairGroup));
     }
-    if (pairs * k_tiles <= 4 * flight) return pairs;
-    return std::min(pairs, std::max(apart(2), std::min(apart(4), kPairGroup)));
+    // Measured: items of a chain had better be close together, and so had short heads with tiles of
+    // 64 keys.
+    const bool long_heads = k_tiles * keys >= 4096;
+    if (chained || (keys < 128 && !long_heads)) return apart(2);
+    if (blocks <= 4 * flight) return pairs;
+    return apart(long_heads && blocks <= 8 * flight ? 4 : 2);
   }
 
  private:
