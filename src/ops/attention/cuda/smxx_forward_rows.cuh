@@ -147,8 +147,8 @@ struct RunningRows {
   }
 };
 
-// A warp's rows, of which there are `rows`, from shared memory, where `before` columns, whole
-// chunks, are none of theirs.
+// A warp's rows, of which there are `rows`, from shared memory, where `before` columns are none of
+// theirs: 0 or, with vectors, a few whole chunks.
 template <class T, int kWidth, int kRows>
 void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int columns, bool vectors,
                 int before) {
@@ -156,7 +156,7 @@ void store_rows(const HeadRows& to, T* first, uint32_t tile, int rows, int colum
   const int lane = static_cast<int>(threadIdx.x % kWarpSize);
   if (vectors) {
     constexpr int kAcross = Layout::kChunks % 8 == 0 ? 8 : 4, kDown = kWarpSize / kAcross;
-    const int row = lane / kAcross, chunk = lane % kAcross;  // `before` is less than kAcross
+    const int row = lane / kAcross, chunk = lane % kAcross;  // `before` is of fewer chunks
     T* own = first + row * to.row + chunk * Layout::kChunk - before;
 #pragma unroll
     for (int down = 0; down < kRows; down += kDown) {
