@@ -167,9 +167,13 @@ HWY_INLINE void StoreFirst(D d, hn::Vec<D> value, T* to, std::size_t count) {
 // Bit i: lane i of the mask.
 template <class D>
 HWY_INLINE unsigned BitsOf(D d, hn::Mask<D> mask) {
-  std::uint8_t bytes[8] = {};
+  // As many bytes as are stored: compilers leave them in a register.
+  constexpr std::size_t kBytes = (hn::MaxLanes(d) + 7) / 8;
+  std::uint8_t bytes[8];
   hn::StoreMaskBits(d, mask, bytes);
-  unsigned bits;
+  std::conditional_t<kBytes == 1, std::uint8_t,
+                     std::conditional_t<kBytes == 2, std::uint16_t, std::uint32_t>>
+      bits;
   std::memcpy(&bits, bytes, sizeof(bits));
   return bits;
 }

@@ -145,9 +145,21 @@ std::vector<Case> segment_cases() {
   }
   Random random(9);
   const Lengths blocks = power_law(6000, 900, random);  // of one column: several blocks of a scan
+  Lengths few;  // folded in groups, with two that are longer than those read
+  for (int s = 0; s < 400; ++s) few.push_back(random.integer(0, 20));
+  few[100] = 300;
+  few[101] = 17;
   for (const std::string& reduce : kReduces) {
     add(make_case("special D=1", reduce, {blocks, 1}, {}, Values::special));
     cases.back().finite_differences = false;
+    for (const std::string ties : {"first", "last"}) {
+      for (const Form form : {Form::offsets_i64, Form::offsets_i32}) {
+        if (ties == "last" && !extreme(reduce)) continue;
+        const std::string name = form == Form::offsets_i64 ? "i64 " : "i32 ";
+        const Values values = extreme(reduce) ? Values::integers : Values::normal;
+        add(make_case("few D=1 " + name + ties, reduce, {few, 1, form}, {{"ties", ties}}, values));
+      }
+    }
     for (const std::string empty : {"zero", "nan"}) {
       add(make_case("empty " + empty + " D=1", reduce, {mixed, 1}, {{"empty", empty}}));
     }

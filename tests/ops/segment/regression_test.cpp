@@ -97,6 +97,33 @@ TEST(segment_bugs, all_minus_infinity_has_its_first_row_as_arg) {
 }
 
 // torch_scatter #368: 0 and an epsilon where it should be -inf.
+// Of two zeros, instructions for the maximum return either.
+TEST(segment_bugs, out_has_the_sign_of_the_zero_at_arg) {
+  Random random(3);
+  for (const std::string reduce : {"max", "min"}) {
+    for (const std::string ties : {"first", "last"}) {
+      constexpr std::int64_t kSegments = 300;
+      std::vector<std::int64_t> offsets = {0};
+      Values x;
+      for (std::int64_t s = 0; s < kSegments; ++s) {
+        const std::int64_t rows = random.integer(1, 20);
+        for (std::int64_t r = 0; r < rows; ++r) x.push_back(random.chance(0.5) ? 0.0 : -0.0);
+        offsets.push_back(offsets.back() + rows);
+      }
+      TensorMap inputs;
+      inputs["x"] = matrix(DType::f32, std::ssize(x), 1, x);
+      inputs["offsets"] = index_tensor(offsets);
+      inputs["d_out"] = matrix(DType::f32, kSegments, 1, {1});
+      const auto outputs = evaluate(inputs, {{"reduce", reduce}, {"ties", ties}});
+      for (std::int64_t s = 0; s < kSegments; ++s) {
+        const auto arg = static_cast<std::int64_t>(outputs.at("arg").get(s));
+        EXPECT_EQ(arg, ties == "first" ? offsets[s] : offsets[s + 1] - 1);
+        EXPECT_EQ(std::signbit(outputs.at("out").get(s)), std::signbit(x[arg])) << s;
+      }
+    }
+  }
+}
+
 TEST(segment_bugs, logsumexp_of_nothing_is_minus_infinity) {
   TensorMap inputs;
   inputs["x"] = matrix(DType::f32, 2, 1, {-kInfinity});

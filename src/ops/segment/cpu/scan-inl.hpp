@@ -1,11 +1,12 @@
-// Folding the segments of a tensor with one column, at a cost that does not depend on their
-// lengths: of short segments no end can be foreseen.
+// Folding the segments of a tensor with one column, at a cost that hardly depends on their lengths:
+// of short segments no end can be foreseen.
 //
-// A block of rows is cut into as many chunks as a vector has lanes, and each lane walks down its
-// chunk: it takes in a row, or begins anew with it where a segment ended before. The states after
-// all rows are kept, so that a segment's result is found at its last row. Segments that reach over
-// several chunks are joined from the states after the last rows of these, and those that reach over
-// several blocks go on from what the block before left open.
+// Where that is quicker they are folded in groups (group-inl.hpp). Else a block of rows is cut into
+// as many chunks as a vector has lanes, and each lane walks down its chunk: it takes in a row, or
+// begins anew with it where a segment ended before. The states after all rows are kept, so that a
+// segment's result is found at its last row. Segments that reach over several chunks are joined
+// from the states after the last rows of these, and those that reach over several blocks go on from
+// what the block before left open.
 
 #if defined(PULLBACK_SEGMENT_SCAN_INL_HPP) == defined(HWY_TARGET_TOGGLE)
 #ifdef PULLBACK_SEGMENT_SCAN_INL_HPP
@@ -17,36 +18,11 @@
 #include <bit>
 
 #include "cpu/compress-inl.hpp"
+#include "ops/segment/cpu/group-inl.hpp"
 #include "ops/segment/cpu/scan_rules-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
-
-// Where segments end.
-struct SegmentEnds {
-  SegmentEnds(const Segments& segments_, std::int64_t first_) : segments(segments_), first(first_) {
-    const IndexView& offsets = segments.offsets;
-    if (offsets.wide && offsets.stride == 1) {
-      in_place = static_cast<const std::int64_t*>(offsets.data) + first + 1;
-    }
-  }
-  HWY_INLINE std::int64_t operator[](std::int64_t k) const {
-    return in_place != nullptr ? in_place[k] : segments.end(first + k);
-  }
-  // Calls f(end_of), where end_of(k) is the same without a look at where they are.
-  template <class F>
-  HWY_INLINE void Visit(const F& f) const {
-    if (in_place != nullptr) {
-      f([from = in_place](std::int64_t k) { return from[k]; });
-    } else {
-      f([this](std::int64_t k) { return segments.end(first + k); });
-    }
-  }
-
-  const Segments& segments;
-  std::int64_t first;
-  const std::int64_t* in_place = nullptr;
-};
 
 template <class R, class Rule>
 class ColumnScan {
@@ -58,14 +34,17 @@ class ColumnScan {
   static constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
   static constexpr int kLaneBits = std::countr_zero(hn::MaxLanes(D())), kChunkBits = 6;
   static constexpr std::int64_t kChunk = 1 << kChunkBits;
+  static constexpr bool kGroups = Rule::kGroupRows > 0 && GroupFold<R, Rule>::kQuick;
 
  public:
   static constexpr std::int64_t kRows = kLanes * kChunk;  // of a block; all arrays stay in L1
   static constexpr std::int64_t kGroup = 64;  // results that fill lines, whatever their type
   static constexpr std::int64_t kMostWaiting = kGroup + kRows;
 
-  // `empty` is what segments without rows are folded to.
-  explicit ColumnScan(Folded<R, B> empty) : empty_(empty) {
+  // `empty` is what segments without rows are folded to. That Spread() is called is for speed
+  // alone: it has the marks of a walk for nothing.
+  explicit ColumnScan(Folded<R, B> empty, bool spreads = false)
+      : empty_(empty), group_rows_(spreads ? 6 : Rule::kGroupRows) {
     slots_[kRows] = kRows;
     states_a_[kRows] = 0;
     states_b_[kRows] = 0;
@@ -94,6 +73,17 @@ class ColumnScan {
     const R* const from = rows > 0 ? x : own_;
     LinesAhead ahead(from);
     if (!fetch) ahead.Skip(from + kRows);
+    by_groups_ = TakesGroups(from, row, rows, ends, count);
+    if (by_groups_) {
+      if constexpr (kGroups) {
+        const std::int64_t taken = groups_.count();
+        rows = ends[taken - 1] - row;
+        groups_.Fold(has_powers_ ? own_ : from, row, empty_, shift_, a + waiting, b + waiting, from,
+                     ahead);
+        waiting += taken;
+        return taken;
+      }
+    }
     ClearMarks();
     const std::int64_t taken = Mark(row, rows, ends, std::min(count, kRows), from, ahead);
     GatherMarks();
@@ -121,18 +111,29 @@ class ColumnScan {
     return taken;
   }
 
-  // Calls f(lanes, r, values) for the `rows` rows of the `taken` segments that were last taken,
+  // Calls f(lanes, r, values) for the rows row + r of the `taken` segments that were last taken,
   // each with the value of its segment. False, and f was not called, if a segment has no rows.
   template <class F>
-  HWY_INLINE bool Spread([[maybe_unused]] std::int64_t rows, [[maybe_unused]] std::int64_t taken,
+  HWY_INLINE bool Spread([[maybe_unused]] std::int64_t row,
+                         [[maybe_unused]] const SegmentEnds& ends,
+                         [[maybe_unused]] std::int64_t taken,
                          [[maybe_unused]] const R* HWY_RESTRICT values,
-                         [[maybe_unused]] const F& f) const {
+                         [[maybe_unused]] const F& f) {
 #if HWY_TARGET == HWY_SCALAR
     return false;
 #else
     if constexpr (sizeof(R) == 8) {
       return false;
     } else {
+      const std::int64_t rows = ends[taken - 1] - row;
+      if (by_groups_) {
+        ClearMarks();
+        std::uint8_t* HWY_RESTRICT before = marks_ + kChunk - 1;
+        ends.Visit([&](const auto& end_of) {
+          for (std::int64_t k = 0; k < taken; ++k) before[end_of(k) - row] = 1;
+        });
+        GatherMarks();
+      }
       if (marked_ != taken) return false;
       const D d;
       const DI di;
@@ -140,8 +141,8 @@ class ColumnScan {
       const std::uint8_t* HWY_RESTRICT marks = marks_ + kChunk;
       ForColumns<R>(rows, [&](auto lanes, std::int64_t r) HWY_ATTR {
         // How many segments ended before, in the vector.
-        const auto ends = hn::LoadU(du8, marks + r);
-        auto rank = hn::ShiftLeftBytes<1>(du8, ends);
+        const auto marked = hn::LoadU(du8, marks + r);
+        auto rank = hn::ShiftLeftBytes<1>(du8, marked);
         rank = hn::Add(rank, hn::ShiftLeftBytes<1>(du8, rank));
         rank = hn::Add(rank, hn::ShiftLeftBytes<2>(du8, rank));
         if constexpr (kLanes > 4) rank = hn::Add(rank, hn::ShiftLeftBytes<4>(du8, rank));
@@ -182,6 +183,41 @@ class ColumnScan {
     }
   }
 
+  // Whether groups of segments are to be folded. Then those are chosen, and powers are taken.
+  bool TakesGroups([[maybe_unused]] const R* HWY_RESTRICT x, [[maybe_unused]] std::int64_t row,
+                   [[maybe_unused]] std::int64_t rows, [[maybe_unused]] const SegmentEnds& ends,
+                   [[maybe_unused]] std::int64_t most) {
+    if constexpr (!kGroups) {
+      return false;
+    } else {
+      if (ends[-1] != row) return false;
+      static_assert(kRows <= GroupFold<R, Rule>::kMostRows);
+      const std::int64_t taken = groups_.Choose(row + rows, ends, std::min(most, kRows));
+      const std::int64_t taken_rows = taken > 0 ? ends[taken - 1] - row : 0;
+      if (taken_rows == 0 || taken_rows < group_rows_ * taken) return false;
+      if constexpr (Rule::kPowers) {
+        has_powers_ = TakePowers(x, taken_rows);
+        return has_powers_;
+      }
+      return !Rule::kPlaces || AreOrdinary(x, taken_rows);
+    }
+  }
+
+  // What WalkAs tells of the rows.
+  static bool AreOrdinary(const R* HWY_RESTRICT x, std::int64_t rows) {
+    const D d;
+    auto sum = hn::Zero(d), sum2 = sum;
+    std::int64_t i = 0;
+    for (; i + 2 * kLanes <= rows; i += 2 * kLanes) {
+      sum = hn::Add(sum, hn::LoadU(d, x + i));
+      sum2 = hn::Add(sum2, hn::LoadU(d, x + i + kLanes));
+    }
+    for (; i < rows; i += kLanes) {
+      sum = hn::Add(sum, LoadFirst(d, x + i, static_cast<std::size_t>(std::min(kLanes, rows - i))));
+    }
+    return Rule::Ordinary(d, hn::Add(sum, sum2));
+  }
+
   static void Join(Folded<R, B>& folded, const Folded<R, B>& later) {
     if constexpr (!Rule::kTwo) {
       folded.a += later.a;
@@ -194,30 +230,6 @@ class ColumnScan {
                                       hn::Set(db, later.b));
       folded = {hn::GetLane(joined_a), hn::GetLane(joined_b)};
     }
-  }
-
-  // The first vector of ends[k], ..., from `row` on, of which `count` may be read.
-  static HWY_INLINE hn::Vec<DI> EndsFrom(const SegmentEnds& ends, std::int64_t k,
-                                         std::int64_t count, std::int64_t row) {
-    const DI di;
-#if HWY_TARGET != HWY_SCALAR
-    if (HWY_LIKELY(ends.in_place != nullptr && count >= kLanes)) {
-      const hn::ScalableTag<std::int64_t> wide;
-      const auto from = hn::Set(di, static_cast<I>(row));
-      const auto first = hn::BitCast(di, hn::LoadU(wide, ends.in_place + k));
-      if constexpr (sizeof(I) == 8) {
-        return hn::Sub(first, from);
-      } else {
-        const auto second = hn::LoadU(wide, ends.in_place + k + kLanes / 2);
-        return hn::Sub(hn::ConcatEven(di, hn::BitCast(di, second), first), from);
-      }
-    }
-#endif
-    I buffer[kLanes] = {};
-    for (std::int64_t i = 0; i < std::min(count, kLanes); ++i) {
-      buffer[i] = static_cast<I>(ends[k + i] - row);
-    }
-    return hn::LoadU(di, buffer);
   }
 
   // How many of `most` segments end in rows [row, row + rows); marks there.
@@ -394,8 +406,8 @@ class ColumnScan {
     std::int64_t near = 0, far = 0;
     auto number = hn::Iota(di, 0);
     for (std::int64_t k = 0; k < taken; k += kLanes) {
-      const auto begin = EndsFrom(ends, k - 1, count - k + 1, row);
-      const auto end = EndsFrom(ends, k, count - k, row);
+      const auto begin = ends.From(di, k - 1, count - k + 1, row);
+      const auto end = ends.From(di, k, count - k, row);
       const auto inside = hn::FirstN(di, static_cast<std::size_t>(std::min(taken - k, kLanes)));
       const auto last = hn::Sub(end, hn::Set(di, I{1}));
       const auto in_chunk = hn::And(last, hn::Set(di, I{kChunk - 1}));
@@ -495,7 +507,9 @@ class ColumnScan {
     return folded;
   }
 
+  GroupFold<R, Rule> groups_;
   Folded<R, B> empty_, open_{};
+  std::int64_t group_rows_;  // as Rule::kGroupRows
   // Of row r: marks_[kChunk + r], 1 where a segment ends. The byte before is for segments without
   // rows that end where the block begins.
   HWY_ALIGN std::uint8_t marks_[kChunk + kRows];
@@ -510,7 +524,7 @@ class ColumnScan {
   I near_[2 * kLanes], far_[2 * kLanes];
   HWY_ALIGN R own_[kRows];  // rows to which others were added, or powers
   R shift_ = 0;
-  bool has_powers_ = false;
+  bool has_powers_ = false, by_groups_ = false;
 };
 
 }  // namespace pullback::segment_cpu::HWY_NAMESPACE

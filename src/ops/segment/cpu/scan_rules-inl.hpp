@@ -7,6 +7,7 @@
 #define PULLBACK_SEGMENT_SCAN_RULES_INL_HPP
 #endif
 
+#include "ops/segment/cpu/column-inl.hpp"
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/softmax-inl.hpp"
 
@@ -40,12 +41,17 @@ HWY_INLINE V AddAfterStart(M starts, V sum, V x) {
 }
 
 // A rule takes a row into each lane's state (a, b), or begins anew with it where `starts` holds,
-// and it joins states. Rows are Ordinary() if their sum is.
+// and it joins states. Rows are Ordinary() if their sum is. Of a rule
+//   kTwo         there is a b
+//   kPlaces      it is a row
+//   kPowers      rows may be powers
+//   kGroupRows   groups (group-inl.hpp) are quicker for segments of so many rows on average; or 0
 
 template <class R>
 struct SumRule {
   using B = Int<R>;
   static constexpr bool kTwo = false, kPlaces = false, kPowers = false;
+  static constexpr std::int64_t kGroupRows = 1;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
@@ -68,6 +74,7 @@ template <class R, bool kMax, bool kLast>
 struct ExtremeRule {
   using B = Int<R>;
   static constexpr bool kTwo = true, kPlaces = true, kPowers = false;
+  static constexpr std::int64_t kGroupRows = 6;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
@@ -95,6 +102,25 @@ struct ExtremeRule {
                                    hn::Vec<DB> later_b) {
     Step<Walk::any, D, DB>(d, later_a, hn::FirstN(d, 0), later_b, a, b);
   }
+  // The same of a group of segments of x without NaN.
+  template <class Group>
+  static HWY_INLINE void TakeGroup(const Group& group, const R* HWY_RESTRICT x,
+                                   const std::int64_t* ends, R* HWY_RESTRICT a, B* HWY_RESTRICT b) {
+    const hn::ScalableTag<R> d;
+    const auto extremes = group.template Fold<false>(
+        x, kMax ? -kInf<R> : kInf<R>,
+        [](auto v, auto w) { return kMax ? hn::Max(v, w) : hn::Min(v, w); });
+    hn::StoreU(extremes, d, a);
+    group.template Places<kLast>(x, a, b);
+    // Of two zeros Max and Min may have chosen the other one.
+    if (hn::AllFalse(d, hn::Eq(extremes, hn::Zero(d)))) return;
+    for (std::size_t k = 0; k < hn::Lanes(d); ++k) {
+      if (a[k] == 0) a[k] = x[ends[k - 1] + b[k]];
+    }
+  }
+  static std::int64_t PlaceIn(const R* run, std::int64_t rows) {
+    return PlaceOfExtreme<kMax, kLast>(run, rows);
+  }
 };
 
 // b = how many rows are the extreme.
@@ -102,6 +128,7 @@ template <class R, bool kMax>
 struct TiesRule {
   using B = Int<R>;
   static constexpr bool kTwo = true, kPlaces = false, kPowers = false;
+  static constexpr std::int64_t kGroupRows = 0;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
@@ -140,6 +167,7 @@ template <class R>
 struct ProductRule {
   using B = R;
   static constexpr bool kTwo = true, kPlaces = false, kPowers = false;
+  static constexpr std::int64_t kGroupRows = 0;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
@@ -176,6 +204,7 @@ template <class R>
 struct LogSumRule {
   using B = R;
   static constexpr bool kTwo = true, kPlaces = false, kPowers = true;
+  static constexpr std::int64_t kGroupRows = 1;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {

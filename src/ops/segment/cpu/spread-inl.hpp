@@ -157,7 +157,7 @@ void SoftmaxOfColumn(const Matrix<const T>& matrix, const Segments& segments, st
                      std::int64_t end, const Task<R>& task, Output& output, const Single& single) {
   using Scan = ColumnScan<R, LogSumRule<R>>;
   const hn::ScalableTag<R> d;
-  Scan scan({0, 0});
+  Scan scan({0, 0}, true);
   const R* x = nullptr;  // of the block
   ForBlocksOfSegments<Scan::kRows>(
       segments, begin, end,
@@ -173,9 +173,9 @@ void SoftmaxOfColumn(const Matrix<const T>& matrix, const Segments& segments, st
         R* to = output.Run(row, nullptr);
         const R* HWY_RESTRICT powers = scan.powers();
         const auto write = [&](auto lanes, std::int64_t r, auto inverse) HWY_ATTR {
-          lanes.Write(d, hn::Mul(hn::LoadU(d, powers + r), inverse), to + r);
+          lanes.Write(d, hn::Mul(lanes.Read(d, powers + r), inverse), to + r);
         };
-        if (powers != nullptr && scan.Spread(stop - row, count, scan.b, write)) {
+        if (powers != nullptr && scan.Spread(row, ends, count, scan.b, write)) {
           output.DrainLines();
           return;
         }
@@ -210,7 +210,7 @@ void SoftmaxGradientOfColumn(const Matrix<const T>& out, const Matrix<const T>& 
                              const Task<R>& task, Output& output, const Single& single) {
   using Scan = ColumnScan<R, SumRule<R>>;
   const hn::ScalableTag<R> d;
-  Scan scan({0, 0});
+  Scan scan({0, 0}, true);
   const R *y = nullptr, *g = nullptr;  // of the block
   ForBlocksOfSegments<Scan::kRows>(
       segments, begin, end,
@@ -237,7 +237,7 @@ void SoftmaxGradientOfColumn(const Matrix<const T>& out, const Matrix<const T>& 
           const auto above = hn::Sub(lanes.Read(d, g + r), dot);
           lanes.Write(d, hn::Mul(lanes.Read(d, y + r), above), to + r);
         };
-        if (!scan.Spread(stop - row, count, scan.a, write)) {
+        if (!scan.Spread(row, ends, count, scan.a, write)) {
           ends.Visit([&](const auto& end_of) {
             SpreadToRows<1, R>(0, count, row, end_of,
                                [&](std::int64_t k, int) { return scan.a[k]; }, {task.block});
