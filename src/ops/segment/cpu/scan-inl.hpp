@@ -73,7 +73,7 @@ class ColumnScan {
     const R* const from = rows > 0 ? x : own_;
     LinesAhead ahead(from);
     if (!fetch) ahead.Skip(from + kRows);
-    by_groups_ = TakesGroups(from, row, rows, ends, count);
+    by_groups_ = TakesGroups(from, row, rows, ends, count, ahead);
     if (by_groups_) {
       if constexpr (kGroups) {
         const std::int64_t taken = groups_.count();
@@ -88,7 +88,7 @@ class ColumnScan {
     const std::int64_t taken = Mark(row, rows, ends, std::min(count, kRows), from, ahead);
     GatherMarks();
     if (taken == kRows) rows = ends[taken - 1] - row;
-    has_powers_ = Rule::kPowers && rows > 0 && TakePowers(from, rows);
+    has_powers_ = Rule::kPowers && rows > 0 && TakePowers(from, rows, ahead);
     if (has_powers_) {
       WalkAs<Walk::powers>(own_, from, ahead);
     } else {
@@ -186,7 +186,7 @@ class ColumnScan {
   // Whether groups of segments are to be folded. Then those are chosen, and powers are taken.
   bool TakesGroups([[maybe_unused]] const R* HWY_RESTRICT x, [[maybe_unused]] std::int64_t row,
                    [[maybe_unused]] std::int64_t rows, [[maybe_unused]] const SegmentEnds& ends,
-                   [[maybe_unused]] std::int64_t most) {
+                   [[maybe_unused]] std::int64_t most, [[maybe_unused]] LinesAhead& ahead) {
     if constexpr (!kGroups) {
       return false;
     } else {
@@ -196,7 +196,7 @@ class ColumnScan {
       const std::int64_t taken_rows = taken > 0 ? ends[taken - 1] - row : 0;
       if (taken_rows == 0 || taken_rows < group_rows_ * taken) return false;
       if constexpr (Rule::kPowers) {
-        has_powers_ = TakePowers(x, taken_rows);
+        has_powers_ = TakePowers(x, taken_rows, ahead);
         return has_powers_;
       }
       return !Rule::kPlaces || AreOrdinary(x, taken_rows);
@@ -323,43 +323,35 @@ class ColumnScan {
   static HWY_INLINE void LoadRows(D d, const R* x, hn::Vec<D>* rows) { rows[0] = hn::LoadU(d, x); }
 #endif
 
-  // exp(x - shift_) to own_, where shift_ is the largest x; 0 behind the rows. False if some x is
-  // so far from it that the difference has an error to speak of.
-  HWY_NOINLINE bool TakePowers(const R* HWY_RESTRICT x, std::int64_t rows) {
+  // exp(x - shift_) to own_, where shift_ is the first x; 0 behind the rows. False if some x is so
+  // far from it that the difference has an error to speak of.
+  HWY_NOINLINE bool TakePowers(const R* HWY_RESTRICT x, std::int64_t rows,
+                               LinesAhead& lines_ahead) {
     const D d;
-    const auto farthest = hn::Set(d, R{16});
-    const std::int64_t whole = rows / kLanes * kLanes;
-    const auto rest = hn::FirstN(d, static_cast<std::size_t>(rows - whole));
-    const auto last = hn::IfThenElse(
-        rest, LoadFirst(d, x + whole, static_cast<std::size_t>(rows - whole)), hn::Set(d, x[0]));
-    auto largest = last, least = last;
-    auto total = last, total2 = last;  // finite only if all are
+    LinesAhead ahead = lines_ahead;  // a copy, which stores to memory do not change
+    shift_ = x[0];
+    const auto shift = hn::Set(d, shift_), farthest = hn::Set(d, R{16});
+    auto near = hn::FirstN(d, hn::Lanes(d));
+    const auto power_of = [&](auto v) HWY_ATTR {
+      const auto above = hn::Sub(v, shift);
+      near = hn::And(near, hn::Le(hn::Abs(above), farthest));
+      return ExpOfNear(d, above);
+    };
     std::int64_t i = 0;
-    for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
-      const auto v = hn::LoadU(d, x + i), w = hn::LoadU(d, x + i + kLanes);
-      largest = hn::Max(largest, hn::Max(v, w));
-      least = hn::Min(least, hn::Min(v, w));
-      total = hn::Add(total, v);
-      total2 = hn::Add(total2, w);
+    for (; i + kLanes <= rows; i += kLanes) {
+      ahead.StepFarTo(x + i);
+      hn::StoreU(power_of(hn::LoadU(d, x + i)), d, own_ + i);
     }
-    if (i < whole) {
-      const auto v = hn::LoadU(d, x + i);
-      largest = hn::Max(largest, v);
-      least = hn::Min(least, v);
-      total = hn::Add(total, v);
+    lines_ahead = ahead;
+    if (i < rows) {
+      const auto left = static_cast<std::size_t>(rows - i);
+      const auto rest = hn::FirstN(d, left);
+      const auto power = power_of(hn::IfThenElse(rest, LoadFirst(d, x + i, left), shift));
+      hn::StoreU(hn::IfThenElseZero(rest, power), d, own_ + i);
+      i += kLanes;
     }
-    total = hn::Add(total, total2);
-    shift_ = hn::GetLane(hn::MaxOfLanes(d, largest));
-    const auto shift = hn::Set(d, shift_);
-    const auto near = hn::And(hn::Le(hn::Sub(shift, least), farthest), hn::IsFinite(total));
-    if (!hn::AllTrue(d, near)) return false;
-    for (i = 0; i < whole; i += kLanes) {
-      hn::StoreU(ExpOfNear(d, hn::Sub(hn::LoadU(d, x + i), shift)), d, own_ + i);
-    }
-    if (whole == kRows) return true;
-    hn::StoreU(hn::IfThenElseZero(rest, ExpOfNear(d, hn::Sub(last, shift))), d, own_ + whole);
-    for (i = whole + kLanes; i < kRows; i += kLanes) hn::StoreU(hn::Zero(d), d, own_ + i);
-    return true;
+    for (; i < kRows; i += kLanes) hn::StoreU(hn::Zero(d), d, own_ + i);
+    return hn::AllTrue(d, near);
   }
 
   // The states after all rows. False, and they mean nothing, if the rows are not so.

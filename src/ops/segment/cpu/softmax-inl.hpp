@@ -13,7 +13,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
-// exp of -87 <= x <= 0; meaningless for others. In f32 within 2 ulp: with n = round(x / ln 2) and
+// exp of -87 <= x <= 87; meaningless for others. In f32 within 2 ulp: with n = round(x / ln 2) and
 // r = x - n ln 2, exp(r) = 1 + r + r^2 p(r) where p is a minimax fit on |r| <= ln 2 / 2 with an
 // error of 2^-28, and 2^n goes to the exponent.
 template <class D>
