@@ -73,9 +73,9 @@ class ColumnScan {
     const R* const from = rows > 0 ? x : own_;
     LinesAhead ahead(from);
     if (!fetch) ahead.Skip(from + kRows);
-    by_groups_ = TakesGroups(from, row, rows, ends, count, ahead);
-    if (by_groups_) {
-      if constexpr (kGroups) {
+    if constexpr (kGroups) {
+      by_groups_ = TakesGroups(from, row, rows, ends, std::min(count, kRows), ahead);
+      if (by_groups_) {
         const std::int64_t taken = groups_.count();
         rows = ends[taken - 1] - row;
         groups_.Fold(has_powers_ ? own_ : from, row, empty_, shift_, a + waiting, b + waiting, from,
@@ -184,23 +184,18 @@ class ColumnScan {
   }
 
   // Whether groups of segments are to be folded. Then those are chosen, and powers are taken.
-  bool TakesGroups([[maybe_unused]] const R* HWY_RESTRICT x, [[maybe_unused]] std::int64_t row,
-                   [[maybe_unused]] std::int64_t rows, [[maybe_unused]] const SegmentEnds& ends,
-                   [[maybe_unused]] std::int64_t most, [[maybe_unused]] LinesAhead& ahead) {
-    if constexpr (!kGroups) {
-      return false;
-    } else {
-      if (ends[-1] != row) return false;
-      static_assert(kRows <= GroupFold<R, Rule>::kMostRows);
-      const std::int64_t taken = groups_.Choose(row + rows, ends, std::min(most, kRows));
-      const std::int64_t taken_rows = taken > 0 ? ends[taken - 1] - row : 0;
-      if (taken_rows == 0 || taken_rows < group_rows_ * taken) return false;
-      if constexpr (Rule::kPowers) {
-        has_powers_ = TakePowers(x, taken_rows, ahead);
-        return has_powers_;
-      }
-      return !Rule::kPlaces || AreOrdinary(x, taken_rows);
+  bool TakesGroups(const R* HWY_RESTRICT x, std::int64_t row, std::int64_t rows,
+                   const SegmentEnds& ends, std::int64_t most, LinesAhead& ahead) {
+    static_assert(kRows <= GroupFold<R, Rule>::kMostRows);
+    if (ends[-1] != row) return false;
+    const std::int64_t taken = groups_.Choose(row + rows, ends, most);
+    const std::int64_t taken_rows = taken > 0 ? ends[taken - 1] - row : 0;
+    if (taken_rows == 0 || taken_rows < group_rows_ * taken) return false;
+    if constexpr (Rule::kPowers) {
+      has_powers_ = TakePowers(x, taken_rows, ahead);
+      return has_powers_;
     }
+    return !Rule::kPlaces || AreOrdinary(x, taken_rows);
   }
 
   // What WalkAs tells of the rows.
