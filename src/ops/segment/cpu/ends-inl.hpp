@@ -42,12 +42,12 @@ struct SegmentEnds {
     if (HWY_LIKELY(in_place != nullptr && count >= kLanes)) {
       const hn::ScalableTag<std::int64_t> wide;
       const auto from = hn::Set(di, static_cast<I>(row));
-      const auto first = hn::BitCast(di, hn::LoadU(wide, in_place + k));
+      const auto low = hn::BitCast(di, hn::LoadU(wide, in_place + k));
       if constexpr (sizeof(I) == 8) {
-        return hn::Sub(first, from);
+        return hn::Sub(low, from);
       } else {
-        const auto second = hn::LoadU(wide, in_place + k + kLanes / 2);
-        return hn::Sub(hn::ConcatEven(di, hn::BitCast(di, second), first), from);
+        const auto high = hn::LoadU(wide, in_place + k + kLanes / 2);
+        return hn::Sub(hn::ConcatEven(di, hn::BitCast(di, high), low), from);
       }
     }
 #endif

@@ -71,8 +71,8 @@ class Group {
  public:
   static constexpr I kFew = kVectors * kLanes;
 
-  // They have so many rows.
-  HWY_INLINE void Take(const std::int64_t* ends, hn::Vec<DI> counts) {
+  // Goes to segments that end there and have so many rows.
+  HWY_INLINE void GoTo(const std::int64_t* ends, hn::Vec<DI> counts) {
     const DI di;
     const auto one = hn::Set(di, I{1});
     const auto few = hn::Min(counts, hn::Set(di, kFew));
@@ -178,7 +178,7 @@ class GroupFold {
       const std::int64_t* const ends = ends_ + k;
       const auto counts = Counts(ends);
       ends_ahead.StepFarTo(ends);
-      group_.Take(ends, counts);
+      group_.GoTo(ends, counts);
       longer += static_cast<std::int64_t>(pullback::HWY_NAMESPACE::StoreActive(
           di, number, hn::Gt(counts, hn::Set(di, Group<R>::kFew)), longer_ + longer));
       number = hn::Add(number, hn::Set(di, I{kLanes}));
