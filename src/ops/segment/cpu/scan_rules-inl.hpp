@@ -114,7 +114,7 @@ struct ExtremeRule {
     group.template Places<kLast>(x, a, b);
     // Of two zeros Max and Min may have chosen the other one.
     if (hn::AllFalse(d, hn::Eq(extremes, hn::Zero(d)))) return;
-    for (std::size_t k = 0; k < hn::Lanes(d); ++k) {
+    for (std::int64_t k = 0; k < static_cast<std::int64_t>(hn::Lanes(d)); ++k) {
       if (a[k] == 0) a[k] = x[ends[k - 1] + b[k]];
     }
   }
