@@ -79,4 +79,12 @@ inline void bulk_load(void* to_shared, const void* from_global, uint32_t bytes, 
       : "memory");
 }
 
+// Into the second-level cache alone: nobody waits, and nothing follows from it. Multiples of 16, as
+// above. Before sm_90 it does nothing.
+inline void bulk_prefetch(const void* from_global, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from_global), "r"(bytes));
+#endif
+}
+
 }  // namespace pullback::device

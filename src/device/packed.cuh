@@ -5,7 +5,7 @@
 
 namespace pullback::device {
 
-// Whether Packed has above(), of 16-bit floats.
+// Whether Packed has above() and nan(), of 16-bit floats.
 inline constexpr bool kComparesPacked = __CUDA_ARCH__ >= 900;
 
 template <class T>
@@ -47,6 +47,12 @@ struct Packed<bf16> {
     }
     return mask;
   }
+  // The same: whether a is NaN.
+  static uint32_t nan(uint32_t a) {
+    uint32_t mask;
+    asm("set.nan.u32.bf16x2 %0, %1, %1;" : "=r"(mask) : "r"(a));
+    return mask;
+  }
 #endif
 };
 template <>
@@ -76,6 +82,12 @@ struct Packed<f16> {
     } else {
       asm("set.gt.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
     }
+    return mask;
+  }
+  // The same: whether a is NaN.
+  static uint32_t nan(uint32_t a) {
+    uint32_t mask;
+    asm("set.nan.u32.f16x2 %0, %1, %1;" : "=r"(mask) : "r"(a));
     return mask;
   }
 #endif

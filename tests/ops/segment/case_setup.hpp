@@ -22,7 +22,16 @@ inline const std::vector<std::string> kReduces = {"sum",  "mean",      "max",   
                                                   "prod", "logsumexp", "softmax"};
 
 enum class Form { offsets_i64, offsets_i32, ids_i64, ids_i32, unsorted, unsorted_with_ids };
-enum class Values { normal, integers, near_one, relu, wide, special, special_near_one };
+enum class Values {
+  normal,
+  integers,
+  near_one,
+  relu,
+  wide,
+  special,
+  special_near_one,
+  mostly_infinite,
+};
 
 using Lengths = std::vector<std::int64_t>;
 
@@ -61,7 +70,9 @@ inline HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t col
     // Further from each other than one shift of exponents serves.
     if (values == Values::wide) value *= 40;
     const bool special = values == Values::special || values == Values::special_near_one;
-    if (special && random.chance(0.02)) {
+    if (values == Values::mostly_infinite && random.chance(0.9)) value = -kInfinity;
+    if ((special && random.chance(0.02)) ||
+        (values == Values::mostly_infinite && random.chance(0.05))) {
       const double specials[] = {-kInfinity, kInfinity, kNaN, 0};
       value = specials[random.integer(0, 3)];
     }

@@ -219,6 +219,20 @@ std::vector<Case> segment_cases() {
       add(make_case(ties + " special D=1", reduce, {blocks, 1}, {{"ties", ties}, {"saved", "none"}},
                     Values::special));
       cases.back().finite_differences = false;
+      for (const std::int64_t columns : {4, 8, 16, 128, 520}) {
+        const OptionMap options = {{"ties", ties}, {"saved", "arg"}};
+        const std::string width = " D=" + std::to_string(columns);
+        for (const Values values : {Values::special, Values::mostly_infinite}) {
+          const bool many = values == Values::special;
+          add(make_case(ties + (many ? " special, arg" : " infinite, arg") + width, reduce,
+                        {many ? blocks : mixed, columns, Form::offsets_i64, 3, 9}, options,
+                        values));
+          cases.back().finite_differences = false;
+        }
+        add(make_case(ties + " special unsorted" + width, reduce, {mixed, columns, Form::unsorted},
+                      options, Values::special));
+        cases.back().finite_differences = false;
+      }
       for (const std::string saved : {"arg", "mask", "none"}) {
         const OptionMap options = {{"ties", ties}, {"saved", saved}};
         const std::string name = ties + " " + saved;

@@ -90,6 +90,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
     d_out_ = matrix(problem.d_out, element, length);
     d_x_ = matrix(problem.d_x, element, length);
     own_ = matrix(problem.num_segments, problem.x.shape[1], length);
+    counts_ = matrix(problem.num_segments, problem.x.shape[1], 8);  // of bytes of the mask
     const auto map = [&](const MapOp& op, Specs rows) {
       map_.emplace(problem, device_, op, rows, setup_);
     };
@@ -185,8 +186,8 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
     Params p = launcher.params;
     const auto own = [&](std::size_t at) { return bound(own_, launcher.workspace + at); };
     // What a reduction in front leaves for the pass over rows.
-    const auto reduce = [&](const Reduction& reduction, std::size_t at) {
-      p.result = own(at);
+    const auto reduce = [&](const Reduction& reduction, const Matrix& to, std::size_t at) {
+      p.result = bound(to, launcher.workspace + at);
       reduction.enqueue(setup_, launcher, p);
       p.statistic = std::exchange(p.result, {});
     };
@@ -229,7 +230,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
             return;
           }
         }
-        reduce(*reduction_, statistic_at_);
+        reduce(*reduction_, own_, statistic_at_);
         map(*map_);
         return;
       default:
@@ -243,7 +244,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
         return;
       case SegmentSaved::arg_mask:
         p.mask = bound(mask_, tensors.arg_mask);
-        if (even) reduce(*extremes_.mask_counts, extremes_.statistic_at);
+        if (even) reduce(*extremes_.mask_counts, counts_, extremes_.statistic_at);
         map(*extremes_.by_mask);
         return;
       case SegmentSaved::nothing:
@@ -260,7 +261,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
               return;
             }
           }
-          reduce(*extremes_.recompute, extremes_.statistic_at);
+          reduce(*extremes_.recompute, own_, extremes_.statistic_at);
           p.out = bound(out_, tensors.out);
         } else {
           p.arg = own(extremes_.arg_at);
@@ -281,7 +282,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
   std::optional<Reduction> reduction_;
   std::optional<ProductStage> product_;
   Extremes extremes_;
-  Matrix x_{}, out_{}, lse_{}, d_out_{}, d_x_{}, own_{}, arg_{}, mask_{};
+  Matrix x_{}, out_{}, lse_{}, d_out_{}, d_x_{}, own_{}, counts_{}, arg_{}, mask_{};
   DType own_arg_dtype_ = DType::i64;
   std::size_t statistic_at_ = 0;
 };

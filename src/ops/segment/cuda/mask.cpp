@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "ops/segment/cuda/mask_tuning.cuh"
 #include "ops/segment/cuda/stages.hpp"
@@ -35,6 +36,16 @@ cuda::OpKernel arg_kernel(DType arg, bool permuted) {
 cuda::OpKernel even_kernel(DType dtype) {
   const std::string_view type = cuda::device_type(dtype);
   return kernel_of(fmt::format("even_{}", type), fmt::format("even<{}>", type), kRowsFile);
+}
+cuda::OpKernel column_kernel(DType dtype) {
+  const std::string_view type = cuda::device_type(dtype);
+  return {.name = fmt::format("segment_mask_chunks_{}", type),
+          .file = "ops/segment/cuda/smxx_map_chunks.cuh",
+          .function = fmt::format(
+              "segment_cuda::map_chunks<segment_cuda::TieMask<{0}>, {0}, uint8_t>", type),
+          .parameters = "segment_cuda::Params",
+          .threads = kStreamThreads,
+          .blocks = 4};
 }
 cuda::OpKernel tile_kernel(DType dtype, bool min, int vector) {
   const std::string_view type = cuda::device_type(dtype);
@@ -97,6 +108,11 @@ MaskRows::MaskRows(const SegmentProblem& problem, const cuda::DeviceInfo& device
   setup.allow(tiling_);
   if (even) {
     kernel_ = own_kernel_ = {even_kernel(problem.x.dtype), device};
+    if (problem.x.dtype != DType::f64 && streamable(problem, {&problem.x}) &&
+        cuda::can_have<Params>(column_kernel(problem.x.dtype), device)) {
+      stream_ = {column_kernel(problem.x.dtype), device};
+      setup.allow_stream(*stream_);
+    }
     return;
   }
   if (problem.arg.given()) kernel_ = {arg_kernel(problem.arg.dtype, compares), device};
@@ -109,6 +125,12 @@ DType MaskRows::own_arg_dtype(const SegmentProblem& problem) {
 
 void MaskRows::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params,
                        bool own_arg) const {
+  if (stream_ && streamable(bound_params)) {
+    Params p = bound_params;
+    p.d_x = std::exchange(p.mask, {});
+    setup.stream(launcher, *stream_, p, StreamKind::chunks);
+    return;
+  }
   Params p = setup.tiled(launcher, bound_params, tiling_);
   launcher.launch(own_arg ? own_kernel_ : kernel_, p, p.tiles, tiling_.column_blocks);
 }
@@ -171,6 +193,7 @@ std::vector<KernelSource> segment_mask_kernels(int arch) {
     add(even_kernel(dtype));
     if (dtype == DType::f64) continue;
     add(border_kernel(dtype));
+    add(column_kernel(dtype));
     for (const int vector : tile_vectors(dtype)) {
       for (const bool min : {false, true}) add(tile_kernel(dtype, min, vector));
     }

@@ -17,11 +17,11 @@ constexpr int mask_tile_rows(int row_bytes, int pieces) {
   return (row_tile_bytes(1, row_bytes) - (16 + 127) - 4) / (row_bytes + pieces + 2);
 }
 // Whether segments are short enough for these tiles, which read rows twice of those that reach over
-// borders: of segments half as long as a tile a third, of those as long all. One column's that no
-// lane has alone have faster kernels.
+// borders: of segments half as long as a tile a third, of those as long all. One column has faster
+// kernels.
 constexpr bool mask_tiles_serve(int64_t rows, int64_t segments, int64_t columns, int tile_rows) {
-  return columns <= kMaskBlockBytes * 8 && tile_rows >= kRowTileLeastRows &&
-         rows <= (segments + 1) * (columns == 1 ? kRowTileAloneRows : tile_rows / 2);
+  return columns > 1 && columns <= kMaskBlockBytes * 8 && tile_rows >= kRowTileLeastRows &&
+         rows <= (segments + 1) * (tile_rows / 2);
 }
 
 }  // namespace pullback::segment_cuda

@@ -44,6 +44,7 @@ struct Params {
   int32_t column_block;   // of the blocks with blockIdx.y = 0
   int32_t lane_bits;      // 2^lane_bits lanes share a row
   int32_t snap_rows;      // a tile begins with its first segment, if up to so many rows earlier
+  int32_t ring_rows;      // of a lane of smxx_reduce_rows.cuh
   int32_t row_alignment;  // tiles count their rows from a multiple of it: a power of two
   Indices offsets, ids, permutation;
   Indices row_ids;  // of permuted rows

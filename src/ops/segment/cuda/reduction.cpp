@@ -13,8 +13,25 @@ std::string real(DType dtype) { return dtype == DType::f64 ? "double" : "float";
 int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 std::string element(DType dtype) { return std::string(cuda::device_type(dtype)); }
 
-int reduce_bytes(const ReduceOp& op, DType dtype, int vector) {
-  return reduce_rows_bytes(vector * static_cast<int>(size_of(dtype)), vector * op.state_bytes);
+bool reads_mask(const ReduceOp& op) { return op.input == "mask"; }
+
+// Of smxx_reduce_rows.cuh: whether it keeps states in pairs, its rings and its shared memory.
+bool packs(const ReduceOp& op, DType dtype, int vector, const cuda::DeviceInfo& device) {
+  return op.pairs && device.arch() >= 90 && size_of(dtype) == 2 && vector % 2 == 0;
+}
+int ring_rows(const ReduceOp& op, const SegmentProblem& problem, int vector,
+              const cuda::DeviceInfo& device) {
+  constexpr std::int64_t kWarp = 32;
+  const bool takes_warps = problem.x.shape[1] > vector * (kWarp / 2);
+  const bool deep = takes_warps || packs(op, problem.x.dtype, vector, device);
+  // Others have less shared memory.
+  return deep && !reads_mask(op) && device.arch() >= 90 ? kDeepRingRows : kRingRows;
+}
+int reduce_bytes(const ReduceOp& op, DType dtype, int vector, int ring_rows,
+                 const cuda::DeviceInfo& device) {
+  const int states = vector * op.state_bytes;
+  return reduce_rows_bytes(reads_mask(op) ? 0 : vector * static_cast<int>(size_of(dtype)), states,
+                           packs(op, dtype, vector, device) ? vector * 4 : states, ring_rows);
 }
 
 cuda::OpKernel kernel_of(const ReduceOp& op, std::string_view what, std::string_view file,
@@ -49,14 +66,19 @@ cuda::OpKernel column_kernel(const ReduceOp& op, DType dtype) {
                    dtype);
 }
 
+int stream_element_bytes(const ReduceOp& op, DType dtype) {
+  return reads_mask(op) ? 1 : static_cast<int>(size_of(dtype));
+}
 cuda::OpKernel stream_kernel(const ReduceOp& op, DType dtype) {
   cuda::OpKernel kernel =
       kernel_of(op, "reduce_chunks", "ops/segment/cuda/smxx_reduce_chunks.cuh",
                 fmt::format("segment_cuda::reduce_chunks<segment_cuda::{}, {}, {}, {}>", op.type,
-                            element(dtype), op.out, op.state_bytes),
+                            reads_mask(op) ? "segment_cuda::MaskByte" : element(dtype), op.out,
+                            op.state_bytes),
                 dtype);
   kernel.threads = kStreamThreads;
-  kernel.blocks = size_of(dtype) == 2 ? 4 : 5;  // as registers and shared memory allow
+  // As registers and shared memory allow.
+  kernel.blocks = stream_element_bytes(op, dtype) <= 2 ? 4 : 5;
   return kernel;
 }
 cuda::OpKernel narrow_kernel(const ReduceOp& op, DType dtype) {
@@ -77,7 +99,19 @@ cuda::OpKernel tile_kernel(const ReduceOp& op, DType dtype, int vector) {
                    dtype);
 }
 bool streams(const ReduceOp& op, DType dtype) {
-  return op.wide && op.input == "x" && dtype != DType::f64;
+  return op.wide && op.input != "product" && dtype != DType::f64;
+}
+bool has_narrow(const ReduceOp& op, DType dtype) { return streams(op, dtype) && !reads_mask(op); }
+// Rows in whole bytes of the mask.
+constexpr Access kMaskAccess{.vector = 8, .permuted = false};
+std::optional<Access> mask_access(const SegmentProblem& problem) {
+  if (permuted(problem) || problem.x.shape[1] % kMaskAccess.vector != 0) return {};
+  return kMaskAccess;
+}
+std::vector<Access> accesses_of(const ReduceOp& op, DType dtype) {
+  if (reads_mask(op)) return {kAnyAccess, kMaskAccess};
+  if (!op.wide) return {kAnyAccess};
+  return accesses(dtype);
 }
 
 // The rows that a tile has room for.
@@ -166,9 +200,12 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
       return op;
     }
     case SegmentReduce::max:
-    case SegmentReduce::min:
-      return named(std::string(extreme_name(reduce)),
-                   fmt::format("Extreme<{}, {}>", r, min_flag(reduce)), dtype, bytes);
+    case SegmentReduce::min: {
+      ReduceOp op = named(std::string(extreme_name(reduce)),
+                          fmt::format("Extreme<{}, {}>", r, min_flag(reduce)), dtype, bytes);
+      op.pairs = true;
+      return op;
+    }
     case SegmentReduce::logsumexp:
       return exponential_op("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype);
     case SegmentReduce::softmax: {
@@ -187,6 +224,7 @@ ReduceOp extreme_place(SegmentReduce reduce, bool last, DType dtype) {
   ReduceOp op = named(fmt::format("arg_{}_{}", extreme_name(reduce), last ? "last" : "first"),
                       fmt::format("ExtremePlace<{}, {}, {}>", real(dtype), min_flag(reduce), last),
                       dtype, 2 * real_bytes(dtype));
+  op.pairs = true;
   if (size_of(dtype) == 2) op.blocks = 3;
   return op;
 }
@@ -207,7 +245,8 @@ ReduceOp mask_count(DType dtype) {
   op.state_bytes = 8;
   op.out = real(dtype);
   op.input = "mask";
-  op.wide = false;
+  op.tiles = false;
+  op.blocks = 3;
   return op;
 }
 
@@ -247,13 +286,17 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.state_bytes);
     if (streams(op, dtype) && streamable(problem, inputs) && has(stream_kernel(op, dtype))) {
+      const int element_bytes = stream_element_bytes(op, dtype);
       stream_ = {stream_kernel(op, dtype), device,
-                 reduce_chunks_bytes(static_cast<int>(size_of(dtype)), op.state_bytes)};
+                 reduce_chunks_bytes(element_bytes, op.state_bytes)};
+      stream_rows_ = chunk_rows(element_bytes);
       setup.allow_stream(*stream_);
     }
   } else {
-    any_ = {rows_kernel(op, dtype, kAnyAccess), device, reduce_bytes(op, dtype, 1)};
-    const std::optional<Access> access = access_of(problem, inputs);
+    any_ = {rows_kernel(op, dtype, kAnyAccess), device,
+            reduce_bytes(op, dtype, 1, kRingRows, device)};
+    const std::optional<Access> access =
+        reads_mask(op) ? mask_access(problem) : access_of(problem, inputs);
     const std::optional<int> vector = tile_vector(problem, op, inputs);
     if (vector && has(tile_kernel(op, dtype, *vector))) {
       vector_ = *vector;
@@ -263,9 +306,11 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
       setup.allow(tile_tiling_);
     } else if (op.wide && access && has(rows_kernel(op, dtype, *access))) {
       vector_ = access->vector;
-      pieces_ = {rows_kernel(op, dtype, *access), device, reduce_bytes(op, dtype, vector_)};
+      ring_rows_ = ring_rows(op, problem, vector_, device);
+      pieces_ = {rows_kernel(op, dtype, *access), device,
+                 reduce_bytes(op, dtype, vector_, ring_rows_, device)};
       narrow_lane_bits_ = narrow_lane_bits(problem);
-      if (streams(op, dtype) && narrow_lane_bits_ && has(narrow_kernel(op, dtype))) {
+      if (has_narrow(op, dtype) && narrow_lane_bits_ && has(narrow_kernel(op, dtype))) {
         narrow_ = {narrow_kernel(op, dtype), device, kNarrowBytes};
         setup.allow_stream(*narrow_);
       }
@@ -291,6 +336,8 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   p.slots = launcher.workspace + slots_at_;
   p.slot_columns = Combining::slot_columns(problem_);
   if (stream_ && streamable(p)) {
+    if (p.mask.data != nullptr) p.x = p.mask;
+    p.row_alignment = stream_rows_;
     setup.stream(launcher, *stream_, p, StreamKind::reduction);
     return;
   }
@@ -304,6 +351,7 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   const bool tile = tile_ && in_pieces(p, vector_) && cuda::vector_aligned({p.x.data});
   const Tiling& shape = tile ? tile_tiling_ : pieces ? pieces_tiling_ : any_tiling_;
   p = setup.tiled(launcher, p, shape);
+  p.ring_rows = pieces ? ring_rows_ : kRingRows;
   launcher.launch(tile ? *tile_ : pieces ? *pieces_ : any_, p, p.tiles, shape.column_blocks);
   combining_.enqueue(launcher, p);
 }
@@ -314,11 +362,9 @@ std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dty
     all.push_back(cuda::op_kernel<Params>(kernel, arch));
   };
   add(column_kernel(op, dtype));
-  for (const Access access : accesses(dtype)) {
-    if (op.wide || access == kAnyAccess) add(rows_kernel(op, dtype, access));
-  }
-  if (streams(op, dtype)) {
-    add(stream_kernel(op, dtype));
+  for (const Access access : accesses_of(op, dtype)) add(rows_kernel(op, dtype, access));
+  if (streams(op, dtype)) add(stream_kernel(op, dtype));
+  if (has_narrow(op, dtype)) {
     add(narrow_kernel(op, dtype));
     for (const int vector : row_tile_vectors(dtype)) {
       if (op.tiles) add(tile_kernel(op, dtype, vector));

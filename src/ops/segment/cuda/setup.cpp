@@ -304,14 +304,10 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
 void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params,
                    StreamKind kind) const {
   Params p = bound_params;
-  if (kind == StreamKind::reduction) {
-    p.row_alignment = chunk_rows(static_cast<int>(size_of(problem_.x.dtype)));
-    p.end_items = kReduceEndItems;
-  } else {
-    p.end_items = kind == StreamKind::narrow   ? kNarrowEndItems
-                  : kind == StreamKind::chunks ? kMapEndItems
-                                               : kStreamEndItems;
-  }
+  p.end_items = kind == StreamKind::reduction ? kReduceEndItems
+                : kind == StreamKind::narrow  ? kNarrowEndItems
+                : kind == StreamKind::chunks  ? kMapEndItems
+                                              : kStreamEndItems;
   const std::int64_t items = p.rows + (p.segments + 2) * p.end_items;
   p.tiles = shares(kernel);
   const std::int64_t blocks = p.tiles / kStreamWarps;

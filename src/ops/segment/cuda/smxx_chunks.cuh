@@ -18,7 +18,7 @@ namespace pullback::segment_cuda {
 // beside each other, and turned in shared memory.
 template <class T>
 struct Chunk {
-  static constexpr int kPieces = kChunkLaneBytes / 16;
+  static constexpr int kPieces = chunk_lane_bytes(sizeof(T)) / 16;
   static constexpr int kPieceRows = 16 / static_cast<int>(sizeof(T));
   static constexpr int kLaneRows = kPieces * kPieceRows;
   static constexpr int kRows = device::kWarpSize * kLaneRows;
@@ -48,8 +48,8 @@ struct ChunkRing {
   using Rows = Chunk<T>;
   using Piece = typename Rows::Piece;
   static constexpr int kPieces = Rows::kPieces;
-  // Aligned so that a lane's pieces are told by two bits of their address.
-  struct alignas(kPieces * sizeof(Piece)) Shared {
+  // A lane's pieces are told by two bits of their address.
+  struct alignas(kRingAlignment) Shared {
     Piece piece[kSlots][device::kWarpSize * kPieces];
   };
   static constexpr int kStep = device::kWarpSize * Rows::kPieceRows;

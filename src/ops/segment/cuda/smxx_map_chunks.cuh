@@ -45,6 +45,10 @@ struct SideBySide {
     values = static_cast<const V*>(p.arg.data)[s];
   }
   template <class V>
+  void out(V& values) const {
+    values = static_cast<const V*>(p.out.data)[s];
+  }
+  template <class V>
   void statistic(V& values) const {
     values = static_cast<const V*>(p.statistic.data)[s];
   }
@@ -52,7 +56,8 @@ struct SideBySide {
   void length(int64_t&) const {}
 };
 
-template <class Map, class T>
+// What the map makes, elements of Out, goes to d_x.
+template <class Map, class T, class Out = T>
 void map_chunks(const Params& p) {
   using Raw = typename Map::Raw;
   using Segment = typename Map::Segment;
@@ -63,6 +68,7 @@ void map_chunks(const Params& p) {
   constexpr int kLaneRows = Chunk<T>::kLaneRows, kRows = Chunk<T>::kRows;
   constexpr int kPieceRows = Chunk<T>::kPieceRows, kPieces = Chunk<T>::kPieces;
   using Piece = typename Chunk<T>::Piece;
+  using Made = Values<Out, kPieceRows>;
   constexpr int kAhead = map_ahead(sizeof(T), kReadsMask);
   constexpr int kGroups = kAhead + kMapMore;
   using Steps = ChunkWalk<kRows, kAhead, kMapMore>;
@@ -78,24 +84,26 @@ void map_chunks(const Params& p) {
     Select<kReadsX, typename Ring::Shared, Piece> x;
     union {
       typename Chunk<T>::Shared rows;
+      Made made[device::kWarpSize * Chunk<T>::kLanePitch];
       Laid laid[(device::kWarpSize + 2) * kPitch];
     };
     ChunkMarks<T> begins;  // the first rows of segments
     uint8_t elsewhere[device::kWarpSize];
   };
-  __shared__ __align__(64) unsigned char memory[kStreamWarps * sizeof(Shared)];
+  __shared__ __align__(kRingAlignment) unsigned char memory[kStreamWarps * sizeof(Shared)];
 
   Segments segments = begin_map(p);
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
   Shared& shared = reinterpret_cast<Shared*>(memory)[warp];
   const auto follow = [](const Matrix& of) { return of.data == nullptr || of.row_stride == 1; };
-  const bool side_by_side = follow(p.d_out) && follow(p.arg) && follow(p.statistic);
+  const bool side_by_side =
+      follow(p.d_out) && follow(p.arg) && follow(p.out) && follow(p.statistic);
   // The shares of a block, and whether there was disorder.
   const auto go_through = [&](int64_t block) {
     Steps steps(p, segments, block);
     const uint8_t* const mask = static_cast<const uint8_t*>(p.mask.data) + steps.base;
-    T* const d_x = static_cast<T*>(p.d_x.data) + steps.base;
-    T* const to = d_x + Chunk<T>::row_of(0);
+    Out* const d_x = static_cast<Out*>(p.d_x.data) + steps.base;
+    Out* const to = d_x + Chunk<T>::row_of(0);
     // Rows below and from there on are in no segment.
     const int lowest = steps.counted(segments.begin(1));
     const int highest = steps.counted(segments.end(segments.count));
@@ -152,7 +160,7 @@ void map_chunks(const Params& p) {
     shared.begins.take();
     const auto clear_rows = [&] {
 #pragma unroll
-      for (int k = 0; k < kPieces; ++k) shared.rows[Chunk<T>::turned(k)] = {};
+      for (int k = 0; k < kPieces; ++k) shared.made[Chunk<T>::turned(k)] = {};
     };
     if constexpr (kOneRow) clear_rows();
     Segment current{};  // of the rows at the end of the chunk before
@@ -171,8 +179,8 @@ void map_chunks(const Params& p) {
         return Map::values(segment, of, {static_cast<uint32_t>(row), steps.base + row}).element[0];
       };
       union Result {
-        T element[kPieceRows];
-        Piece piece;
+        Out element[kPieceRows];
+        Made made;
         Result() {}
       };
       bool alike = full && steps.first_end() > high;  // are all rows of one segment
@@ -195,9 +203,9 @@ void map_chunks(const Params& p) {
 #pragma unroll
           for (int i = 0; i < kPieceRows; ++i) {
             const int row = at + Chunk<T>::row_of(k) + i;
-            result.element[i] = kOneRow ? T{} : value(current, k * kPieceRows + i, row);
+            result.element[i] = kOneRow ? Out{} : value(current, k * kPieceRows + i, row);
           }
-          store_once(to + at + k * Ring::kStep, result.piece);
+          store_once(to + at + k * Ring::kStep, result.made);
         }
         if (high == steps.row_stop) break;
         continue;
@@ -260,8 +268,8 @@ void map_chunks(const Params& p) {
 #pragma unroll
           for (int i = 0; i < kLaneRows; ++i) {
             if (begins.at(i)) segment = kLikeRows ? own.segment[i] : here[i];
-            T result = value(segment, i, place + i);
-            if (!all_inside && (place + i < lowest || place + i >= highest)) result = T{};
+            Out result = value(segment, i, place + i);
+            if (!all_inside && (place + i < lowest || place + i >= highest)) result = Out{};
             results[i / kPieceRows].element[i % kPieceRows] = result;
           }
         };
@@ -273,28 +281,28 @@ void map_chunks(const Params& p) {
         __syncwarp();
 #pragma unroll
         for (int k = 0; k < kPieces; ++k) {
-          shared.rows[lane * Chunk<T>::kLanePitch + k] = results[k].piece;
+          shared.made[lane * Chunk<T>::kLanePitch + k] = results[k].made;
         }
         __syncwarp();
       }
       if (full) {
 #pragma unroll
         for (int k = 0; k < kPieces; ++k) {
-          store_once(to + at + k * Ring::kStep, shared.rows[Chunk<T>::turned(k)]);
+          store_once(to + at + k * Ring::kStep, shared.made[Chunk<T>::turned(k)]);
         }
       } else {
 #pragma unroll 1
         for (int k = 0; k < kPieces; ++k) {
           const int row = at + Chunk<T>::row_of(k);
-          const Piece piece = shared.rows[Chunk<T>::turned(k)];
+          const Made made = shared.made[Chunk<T>::turned(k)];
           if (row >= low && row + kPieceRows <= high) {
-            store_once(d_x + row, piece);
+            store_once(d_x + row, made);
             continue;
           }
 #pragma unroll 1
           for (int i = row > low ? row : low; i < row + kPieceRows && i < high; ++i) {
             const int of = i - at;
-            d_x[i] = reinterpret_cast<const T*>(shared.rows)[of + of / kLaneRows * kPieceRows];
+            d_x[i] = reinterpret_cast<const Out*>(shared.made)[of + of / kLaneRows * kPieceRows];
           }
         }
         __syncwarp();

@@ -4,6 +4,7 @@
 // several reads are in flight.
 #pragma once
 
+#include "device/bulk.cuh"
 #include "ops/segment/cuda/smxx_maps.cuh"
 
 namespace pullback::segment_cuda {
@@ -63,6 +64,61 @@ StagedMask stage_mask(const Params& p, const Tile& tile, int64_t first_column, i
   return {memory.bytes, row_bytes};
 }
 
+// Asks for what the segments of a tile have in tensors [S,D] whose rows follow each other, so that
+// it is near when runs of rows wait for it. A map loads pieces of kVector columns.
+template <int kVector>
+struct SegmentPrefetch {
+  const Params& p;
+  const Tile& tile;
+  template <class V>
+  void d_out(V&) const {
+    ask<V>(p.d_out);
+  }
+  template <class V>
+  void arg(V&) const {
+    ask<V>(p.arg);
+  }
+  template <class V>
+  void out(V&) const {
+    ask<V>(p.out);
+  }
+  template <class V>
+  void statistic(V&) const {
+    ask<V>(p.statistic);
+  }
+  template <class V>
+  void statistic2(V&) const {
+    ask<V>(p.statistic2);
+  }
+  void begin(int64_t&) const {}
+  void length(int64_t&) const {}
+
+ private:
+  template <class V>
+  void ask(const Matrix& of) const {
+    if (of.vector == 0 || of.row_stride != p.columns) return;
+    constexpr int kAlignment = 16;
+    const int64_t row_bytes = p.columns / kVector * static_cast<int>(sizeof(V));
+    const int64_t first = clamped(tile.first, 1, p.segments + 1);
+    const int64_t stop = clamped(tile.stop + 1, first, p.segments + 1);
+    const int64_t all = (stop - first) * row_bytes;
+    const int64_t bytes =
+        ((all < kPrefetchBytes ? all : kPrefetchBytes) - (kAlignment - 1)) & -kAlignment;
+    if (bytes <= 0) return;
+    const uint64_t begin =
+        reinterpret_cast<uint64_t>(of.data) + Tile::problem_segment(first) * row_bytes;
+    device::bulk_prefetch(
+        reinterpret_cast<const void*>((begin + kAlignment - 1) & -uint64_t{kAlignment}),
+        static_cast<uint32_t>(bytes));
+  }
+};
+template <class Map, int kVector>
+void prefetch_segments(const Params& p, const Tile& tile) {
+  if (threadIdx.x != 0 || blockIdx.y != 0) return;
+  typename Map::Raw raw;
+  raw.load(SegmentPrefetch<kVector>{p, tile});
+}
+
 template <class Map, class T, int kVector, bool kPermuted>
 void map_rows(const Params& p) {
   constexpr int kBatch = Map::kBatch;  // rows whose reads are in flight together
@@ -76,6 +132,10 @@ void map_rows(const Params& p) {
 
   const Segments found_segments = make_segments(p);
   const Tile found_tile = make_tile(p, blockIdx.x);
+  // Not where but one row of a segment gets something: power laws are slower with it.
+  if constexpr (!requires(typename Map::Segment segment) { segment.chosen; }) {
+    prefetch_segments<Map, kVector>(p, found_tile);
+  }
   if (kShares && threadIdx.x == 0) {  // seen once ends are marked
     shared_segments = found_segments;
     shared_tile = found_tile;
@@ -219,6 +279,7 @@ void map_narrow(const Params& p) {
 
   const Segments segments = make_segments(p);
   const Tile tile = make_tile(p, blockIdx.x);
+  prefetch_segments<Map, kVector>(p, tile);
   const int walkers = kThreads >> p.lane_bits;
   const int walker = static_cast<int>(threadIdx.x) >> p.lane_bits;
   const int column = kept((threadIdx.x & ((1u << p.lane_bits) - 1)) * kVector);

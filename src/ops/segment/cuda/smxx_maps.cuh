@@ -219,10 +219,30 @@ struct ByTies {
   }
   static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
     return values_of<T, kCount>([&](int i) {
-      const Real<T> x = row.x.real(i), top = segment.top.real(i);
-      const bool tied = x == top || (x != x && top != top);
-      return tied ? segment.share.real(i) : 0;
+      return tied(row.x.real(i), segment.top.real(i)) ? segment.share.real(i) : 0;
     });
+  }
+};
+
+// Of one column the mask of all ties, from x and out.
+template <class T>
+struct TieMask {
+  struct Raw {
+    Values<T, 1> top;
+    template <class From>
+    void load(const From& from) {
+      from.out(top);
+    }
+  };
+  struct Segment {
+    Values<T, 1> top;
+  };
+  struct Row {
+    Values<T, 1> x;
+  };
+  static Segment of(const Raw& raw, const Tile&) { return {raw.top}; }
+  static Values<uint8_t, 1> values(const Segment& segment, const Row& row, const RowAt&) {
+    return {{static_cast<uint8_t>(tied(row.x.real(0), segment.top.real(0)))}};
   }
 };
 

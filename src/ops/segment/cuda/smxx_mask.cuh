@@ -240,9 +240,7 @@ uint32_t even_bits(const Params& p, int64_t s, int64_t n, int64_t byte) {
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const Real<T> value = x.real(i), extreme = top.real(i);
-    const bool tied = (value == extreme) | ((value != value) & (extreme != extreme));
-    bits |= static_cast<uint32_t>(tied & (i < count)) << i;
+    bits |= static_cast<uint32_t>(tied(x.real(i), top.real(i)) & (i < count)) << i;
   }
   return bits;
 }

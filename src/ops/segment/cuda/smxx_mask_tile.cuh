@@ -83,8 +83,7 @@ struct PieceWords {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const float x = real(i), extreme = top.real(i);
-        const bool tied = kNan ? (x == extreme) | ((x != x) & (extreme != extreme)) : x >= extreme;
-        bits |= static_cast<uint32_t>(tied) << i;
+        bits |= static_cast<uint32_t>(kNan ? tied(x, extreme) : x >= extreme) << i;
       }
     }
     return bits;

@@ -22,6 +22,11 @@ using device::shared_address;
 // A NaN beats everything.
 inline float larger(float a, float b) { return device::max_or_nan(a, b); }
 inline double larger(double a, double b) { return a != a || a > b ? a : b; }
+// Whether x is the extreme: a NaN is if that is one.
+template <class R>
+bool tied(R x, R extreme) {
+  return (x == extreme) | ((x != x) & (extreme != extreme));
+}
 
 // Whether rows of T come in pairs of columns that can be compared together.
 template <class T, int kCount>
@@ -132,7 +137,8 @@ void store_once(T* at, const Values<T, kCount>& values) {
 template <class T>
 class ByLength {
  public:
-  explicit ByLength(int64_t length)
+  template <class Int>
+  explicit ByLength(Int length)
       : length_(static_cast<Real<T>>(length)), inverse_(Real<T>{1} / length_) {}
   Real<T> operator()(Real<T> x) const {
     if constexpr (sizeof(T) == 8) return x / length_;

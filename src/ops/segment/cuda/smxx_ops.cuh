@@ -48,6 +48,9 @@ struct Product {
   static R value(const State& a) { return static_cast<R>(a.product); }
 };
 
+template <bool kMin>
+inline constexpr uint32_t kPairSigns = kMin ? 0x80008000u : 0;
+
 // min is max of the negated rows.
 template <class R, bool kMin>
 struct Extreme {
@@ -57,6 +60,12 @@ struct Extreme {
   static constexpr bool kPlaces = false;
   static State start() { return {-device::infinity<R>()}; }
   static void add(State& a, R x, int) { a.top = larger(a.top, kMin ? -x : x); }
+  // The same of two columns of 16-bit floats.
+  template <class T>
+  static void add_pair(uint32_t& top, uint32_t&, uint32_t x, uint32_t) {
+    top = Packed<T>::max_or_nan(x ^ kPairSigns<kMin>, top);
+  }
+  static State state_of(R top, int) { return {top}; }
   static void append(State& a, const State& b) { a.top = larger(a.top, b.top); }
   static R value(const State& a) { return kMin ? -a.top : a.top; }
 };
@@ -83,6 +92,15 @@ struct ExtremePlace {
     a.top = better ? value : a.top;
     a.place = better ? place : a.place;
   }
+  // The same of two columns of 16-bit floats, but that a NaN does not become the place.
+  template <class T>
+  static void add_pair(uint32_t& top, uint32_t& place, uint32_t x, uint32_t row) {
+    const uint32_t next = x ^ kPairSigns<kMin>;
+    const uint32_t above = Packed<T>::template above<kLast>(next, top);
+    place = (place & ~above) | (row & above);
+    top = Packed<T>::max_or_nan(next, top);
+  }
+  static State state_of(R top, int place) { return {top, place}; }
   // The peak of some rows, and which of them has it.
   struct Peak {
     R top;
@@ -99,22 +117,6 @@ struct ExtremePlace {
       peak.at = (kMin ? -x[k] : x[k]) == peak.top ? k : peak.at;
     }
     return peak;
-  }
-  // The same of two columns of 16-bit floats.
-  template <class T, int kCount>
-  static void pair_peaks(const uint32_t (&x)[kCount], Peak& low, Peak& high) {
-    constexpr uint32_t kSigns = kMin ? 0x80008000u : 0;
-    uint32_t top = x[0] ^ kSigns, at = 0;
-#pragma unroll
-    for (int k = 1; k < kCount; ++k) {
-      const uint32_t next = x[k] ^ kSigns;
-      const uint32_t above = Packed<T>::template above<kLast>(next, top);
-      at = (at & ~above) | (static_cast<uint32_t>(k) * 0x10001u & above);
-      top = Packed<T>::max_or_nan(next, top);
-    }
-    device::unpack<T>(top, low.top, high.top);
-    low.at = static_cast<int>(at & 0xffff);
-    high.at = static_cast<int>(at >> 16);
   }
   static void take(State& a, const Peak& peak, int place) {
     const bool better = replaces(a, peak.top);
@@ -211,10 +213,9 @@ struct SoftmaxSum : ExponentialSum<R> {};
 template <class Op>
 inline constexpr bool kAims = requires(typename Op::State state) { Op::aim(state, 0); };
 
-// Adds kCount rows of one segment, from `place` on; value(i, k) is column i of the k-th, and
-// value.pair(i, k), where there is that, columns 2 i and 2 i + 1. An op with peaks finds each
-// column's first; false, and nothing is added, when one is not finite. One that aims adds the rows
-// if none is far above its aim.
+// Adds kCount rows of one segment, from `place` on; value(i, k) is column i of the k-th. An op with
+// peaks finds each column's first; false, and nothing is added, when one is not finite. One that
+// aims adds the rows if none is far above its aim.
 template <class Op, class R, int kCount, int kVector, class Rows>
 bool add_rows(typename Op::State (&state)[kVector], const Rows& value, int place) {
   struct Column {
@@ -229,18 +230,8 @@ bool add_rows(typename Op::State (&state)[kVector], const Rows& value, int place
   if constexpr (requires { typename Op::Peak; }) {
     typename Op::Peak peak[kVector];
     R sizes = 0;
-    if constexpr (requires { value.pair(0, 0); }) {
 #pragma unroll
-      for (int i = 0; i < kVector; i += 2) {
-        uint32_t x[kCount];
-#pragma unroll
-        for (int k = 0; k < kCount; ++k) x[k] = value.pair(i / 2, k);
-        Op::template pair_peaks<typename Rows::Element>(x, peak[i], peak[i + 1]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) peak[i] = Op::peak(column(i).x);
-    }
+    for (int i = 0; i < kVector; ++i) peak[i] = Op::peak(column(i).x);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sizes += peak[i].top < 0 ? -peak[i].top : peak[i].top;
     if (!(sizes < device::infinity<R>())) return false;
@@ -250,9 +241,9 @@ bool add_rows(typename Op::State (&state)[kVector], const Rows& value, int place
     R sum[kVector], most = 0;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      sum[i] = 0;
+      sum[i] = exponential(value(i, 0) - state[i].shift);
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) sum[i] += exponential(value(i, k) - state[i].shift);
+      for (int k = 1; k < kCount; ++k) sum[i] += exponential(value(i, k) - state[i].shift);
       most = larger(most, sum[i]);
     }
     if (!(most <= Op::kMost)) return false;
@@ -408,6 +399,60 @@ struct RowOutputs {
   }
 };
 
+// The same for kCount columns from `column` on of any segment that ends in a tile. What their
+// places have in common is made once: 64-bit products cost as much as the rows of a short segment.
+template <bool kRowsPermuted, int kCount>
+class TileOutputs {
+ public:
+  static constexpr bool kPermuted = kRowsPermuted;
+  TileOutputs(const Params& params, const Tile& tile, int64_t column)
+      : p(params),
+        origin_(tile.origin),
+        result_(begin_of(p.result, tile, column)),
+        result2_(begin_of(p.result2, tile, column)),
+        arg_(begin_of(p.arg, tile, column)) {}
+
+  // Of the k-th, whose rows are those from `begin` to `end` of the tile.
+  template <class Op, class Out>
+  void finish(uint32_t k, int begin, int end, const typename Op::State (&state)[kCount]) {
+    k_ = k;
+    finish_to<Op, Out>(
+        p, *this, state, origin_, [&] { return origin_ + begin; }, [&] { return end - begin; });
+  }
+
+  bool wants_result() const { return p.result.data != nullptr; }
+  bool wants_result2() const { return p.result2.data != nullptr; }
+  bool wants_arg() const { return p.arg.data != nullptr; }
+  bool wants_mean() const { return p.mean != 0; }
+  ArgType arg_type() const { return p.arg_type; }
+  template <class V>
+  void result(const V& values) const {
+    store(p.result, result_, values);
+  }
+  template <class V>
+  void result2(const V& values) const {
+    store(p.result2, result2_, values);
+  }
+  template <class V>
+  void arg(const V& values) const {
+    store(p.arg, arg_, values);
+  }
+
+ private:
+  static int64_t begin_of(const Matrix& to, const Tile& tile, int64_t column) {
+    return kept(Tile::problem_segment(tile.first) * to.row_stride + column * to.column_stride);
+  }
+  template <class V>
+  void store(const Matrix& to, int64_t begin, const V& values) const {
+    using Element = decltype(values.stored(0));
+    *reinterpret_cast<V*>(static_cast<Element*>(to.data) + (begin + k_ * to.row_stride)) = values;
+  }
+  const Params& p;
+  int64_t origin_;
+  int64_t result_, result2_, arg_;  // in elements
+  uint32_t k_ = 0;
+};
+
 // What arg(i) gives for each of the columns, made in as many bits as are stored.
 template <class T, int kCount, class Outputs, class Arg>
 void store_arg_as(const Outputs& to, const Arg& arg) {
@@ -430,18 +475,22 @@ void store_arg(const Outputs& to, const Arg& arg) {
 template <class Op, class Out, int kCount, class Outputs, class Begin, class Length>
 void finish_to(const Params& p, const Outputs& to, const typename Op::State (&state)[kCount],
                int64_t place, const Begin& begin, const Length& length) {
-  if (to.wants_result()) {
-    Real<Out> values[kCount];
-    const bool mean = kMakesMeans<Op> && to.wants_mean();
-    const ByLength<Out> divided(mean ? length() : 1);
+  Real<Out> values[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if constexpr (kStoresPair<Op>) {
-        values[i] = state[i].shift;
-      } else {
-        values[i] = Op::value(state[i]);
+  for (int i = 0; i < kCount; ++i) {
+    if constexpr (kStoresPair<Op>) {
+      values[i] = state[i].shift;
+    } else {
+      values[i] = Op::value(state[i]);
+    }
+  }
+  if (to.wants_result()) {
+    if constexpr (kMakesMeans<Op>) {
+      if (to.wants_mean()) {
+        const ByLength<Out> divided(length());
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) values[i] = divided(values[i]);
       }
-      if (mean) values[i] = divided(values[i]);
     }
     to.result(Values<Out, kCount>::of(values));
   }
@@ -452,12 +501,7 @@ void finish_to(const Params& p, const Outputs& to, const typename Op::State (&st
     to.result2(values);
   }
   if constexpr (kStoresReal<Op, Out>) {
-    if (to.wants_result2()) {
-      Values<Real<Out>, kCount> values;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) values.element[i] = Op::value(state[i]);
-      to.result2(values);
-    }
+    if (to.wants_result2()) to.result2(Values<Real<Out>, kCount>::of(values));
   }
   if constexpr (Op::kPlaces) {
     if (!to.wants_arg()) return;

@@ -11,6 +11,16 @@
 
 namespace pullback::segment_cuda {
 
+// A row's byte of the mask of one column.
+struct MaskByte {
+  uint8_t byte;
+};
+template <int kCount>
+struct alignas(alignment_of(kCount)) Values<MaskByte, kCount> {
+  uint8_t element[kCount];
+  float real(int i) const { return static_cast<float>(element[i] & 1); }
+};
+
 // Adds a piece of rows, all of one segment, from `place` on.
 template <class Op, class T, int kRows>
 void add_piece(typename Op::State& state, const Values<T, kRows>& piece, int place) {
@@ -148,7 +158,7 @@ void reduce_chunks(const Params& p) {
   };
   static_assert(kStreamWarps * sizeof(Shared) == reduce_chunks_bytes(sizeof(T), kStateBytes));
   static_assert(sizeof(Combining) <= kStreamWarps * sizeof(Shared));
-  extern __shared__ __align__(64) unsigned char memory[];
+  extern __shared__ __align__(kRingAlignment) unsigned char memory[];
   Combining& combiner = *reinterpret_cast<Combining*>(memory);
 
   Segments segments;

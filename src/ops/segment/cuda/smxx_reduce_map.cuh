@@ -120,7 +120,6 @@ struct TiesBackward {
     R share[kVector];
   };
 
-  static bool tied(R x, R top) { return (x == top) | ((x != x) & (top != top)); }
   static R entry(const Row& row, const Given& given, int i) {
     return tied(row.piece[0].real(i), given.top.real(i)) ? 1 : 0;
   }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ops/segment/cuda/smxx_combine.cuh"
+#include "ops/segment/cuda/smxx_run.cuh"
 #include "ops/segment/cuda/smxx_stream.cuh"
 
 namespace pullback::segment_cuda {
@@ -47,7 +48,6 @@ struct PieceRing {
 // A lane's pieces of some rows.
 template <class T, int kVector, int kCount>
 struct PieceRows {
-  using Element = T;
   Values<T, kVector> row[kCount];
   Real<T> operator()(int i, int k) const { return row[k].real(i); }
   // Columns 2 i and 2 i + 1.
@@ -87,9 +87,38 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
 #pragma unroll
   for (int i = 0; i < kVector; ++i) nothing[i] = Op::value(Op::start());
 
+  const auto load = [&](PieceRows<T, kVector, kAtOnce>& rows, int row, int end) {
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      rows.row[k] = Values<T, kVector>::of(nothing);
+      if (row + k < end) rows.row[k] = piece_of(row + k);
+    }
+  };
   // Adds the rows from `row` to `end`, kAtOnce of them every `step`, of the segment's from `begin`.
   const auto add = [&](State(&state)[kVector], int begin, int row, int end, int step) {
     if (row >= end) return;
+    if constexpr (kPacksRuns<Op, T, kVector>) {
+      Run<Op, T, kVector> run;
+      const int first = row, last = end - 1;
+      run.begin(0);
+#pragma unroll 1
+      for (; row < end; row += step) {
+        PieceRows<T, kVector, kAtOnce> rows;
+        load(rows, row, end);
+        // Of rows behind the segment the place is that of its last.
+        run.template add<kAtOnce>(rows, row - first, last - first);
+      }
+      State part[kVector];
+      run.close(part, last - first, [&](int place) {
+        return load_row<T, kVector>(p.x, steps.base + first + place, column);
+      });
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if constexpr (Op::kPlaces) part[i].place += first;
+        Op::append(state[i], part[i]);
+      }
+      return;
+    }
     if constexpr (kAims<Op>) {
       // All groups at one row, so that their states are put together without an exponential.
       const auto first = piece_of(begin);
@@ -107,11 +136,7 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
 #pragma unroll 1
     for (; row < end; row += step) {
       PieceRows<T, kVector, kAtOnce> rows;
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        rows.row[k] = Values<T, kVector>::of(nothing);
-        if (row + k < end) rows.row[k] = piece_of(row + k);
-      }
+      load(rows, row, end);
       if (add_rows<Op, R, kAtOnce>(state, rows, row)) continue;
 #pragma unroll 1
       for (int k = 0; row + k < end && k < kAtOnce; ++k) {
@@ -206,7 +231,7 @@ void reduce_narrow(const Params& p) {
   using Combining = Combiner<Op, Out, kStreamThreads, 1>;
   using Streaming = NarrowShared<T>;
   static_assert(sizeof(Streaming) == kNarrowBytes && sizeof(Combining) <= kNarrowBytes);
-  extern __shared__ __align__(16) unsigned char memory[];
+  extern __shared__ __align__(kRingAlignment) unsigned char memory[];
   Streaming& shared = *reinterpret_cast<Streaming*>(memory);
   Combining& combiner = *reinterpret_cast<Combining*>(memory);
 

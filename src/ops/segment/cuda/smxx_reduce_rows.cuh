@@ -10,7 +10,7 @@
 // offsets alone.
 #pragma once
 
-#include "ops/segment/cuda/smxx_ops.cuh"
+#include "ops/segment/cuda/smxx_run.cuh"
 
 namespace pullback::segment_cuda {
 
@@ -20,30 +20,28 @@ template <class T, int kVector, Input kInput, bool kPermuted>
 struct RowReader {
   static constexpr int kBytes = kVector * static_cast<int>(sizeof(T));
   static constexpr int kInputs = kInput == Input::product ? 2 : 1;
-  // Masks cannot be copied asynchronously, and elements of 2 bytes only with the other half of
-  // their word, which is worth it where rows follow each other.
-  static constexpr bool kHalves = kInput != Input::mask && kBytes == 2 && !kPermuted;
-  static constexpr bool kRing = kInput != Input::mask && (kBytes >= 4 || kHalves);
-  static constexpr int kDepth = kRingRows / kInputs;
-  static constexpr int kBatch = kDepth / 2;  // one is read while the next is on its way
+  // Bytes of masks cannot be copied asynchronously, and elements of 2 bytes only with the other
+  // half of their word, which is worth it where rows follow each other.
+  static constexpr bool kMask = kInput == Input::mask;
+  static constexpr bool kHalves = !kMask && kBytes == 2 && !kPermuted;
+  static constexpr bool kRing = !kMask && (kBytes >= 4 || kHalves);
+  static_assert(!kMask || kVector == 1 || kVector == 8);  // columns of one byte
+  static constexpr int kBatch = kBatchRows / kInputs;
   using Piece = Values<T, kVector>;
   using Copied = Values<T, kHalves ? 2 : kVector>;
-  struct Shared {
-    Copied ring[kRing ? kDepth : 1][kInputs][kThreads];
-  };
   struct Row {
     Piece piece[kInputs];
-    Real<T> bit;
+    uint32_t bits;
     Real<T> real(int i) const {
-      if constexpr (kInput == Input::mask) return bit;
+      if constexpr (kMask) return static_cast<Real<T>>(bits >> i & 1);
       if constexpr (kInputs == 2) return piece[0].real(i) * piece[1].real(i);
       return piece[0].real(i);
     }
   };
 
-  struct Batch {
-    using Element = T;
-    Row rows[kBatch];
+  template <int kCount>
+  struct Rows {
+    Row rows[kCount];
     Real<T> operator()(int i, int k) const { return rows[k].real(i); }
     // Columns 2 i and 2 i + 1.
     uint32_t pair(int i, int k) const
@@ -55,18 +53,24 @@ struct RowReader {
 
   const Params& p;
   int64_t origin, column;
-  uint32_t own;     // place of this lane in shared memory
-  int first, stop;  // rows to read
-  int readable;     // rows before this one may be asked for
+  uint32_t own;          // place of this lane in the ring
+  int ring_rows;         // of each input: some batches, one of which is read
+  uint32_t arrived = 0;  // place of the batch that is read
+  int first, stop;       // rows to read
+  int readable;          // rows before this one may be asked for
+  // Masks: a byte for each row of the batch that is read, and the bytes of the next.
+  uint32_t bits = 0;
+  uint8_t next_bits[kMask ? kBatch : 1] = {};
   const T* x;  // this column of row 0, or, where rows follow each other, of the next batch's first
   const T* y;
 
-  RowReader(Shared& shared, const Params& p_, int64_t origin_, int64_t column_, int first_,
+  RowReader(const void* ring, const Params& p_, int64_t origin_, int64_t column_, int first_,
             int stop_)
       : p(p_),
         origin(origin_),
         column(column_),
-        own(kept(shared_address(&shared.ring[0][0][threadIdx.x]))),
+        own(kept(shared_address(static_cast<const Copied*>(ring) + threadIdx.x))),
+        ring_rows(p.ring_rows / kInputs),
         first(first_),
         stop(stop_),
         x(static_cast<const T*>(p.x.data) + column * p.x.column_stride),
@@ -89,7 +93,6 @@ struct RowReader {
   }
 
   static int batch_of(int at) { return at & -kBatch; }
-  bool has(int at) const { return at >= first && at < stop; }
   bool has_all(int at) const {
     return at >= first && at + kBatch <= stop && (!kHalves || at + kBatch <= readable);
   }
@@ -115,14 +118,24 @@ struct RowReader {
   // apart.
   static constexpr uint32_t kPieceBytes = kThreads * sizeof(Copied);
   static constexpr uint32_t kSlotBytes = kInputs * kPieceBytes;
-  uint32_t slot(int at) const {
-    return own + static_cast<uint32_t>(at) % static_cast<uint32_t>(kDepth) * kSlotBytes;
-  }
+  uint32_t slot(int at) const { return own + (at & (ring_rows - 1)) * kSlotBytes; }
 
   // Asks for the batch from row `at` on: one after the other. It may ask for rows that nobody
   // reads.
   void request(int at) {
-    if constexpr (kRing) {
+    if constexpr (kMask) {
+      static_assert(kBatch <= 4);
+      bits = 0;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) bits |= static_cast<uint32_t>(next_bits[i]) << 8 * i;
+      const auto* mask =
+          static_cast<const uint8_t*>(p.mask.data) + column / 8 * p.mask.column_stride;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (at + i >= readable) break;
+        next_bits[i] = mask[row_of<kPermuted>(p, origin + at + i) * p.mask.row_stride];
+      }
+    } else if constexpr (kRing) {
       const uint32_t to = slot(at);
       const auto begin = [](const T* piece) {
         if (!kHalves) return piece;
@@ -150,15 +163,24 @@ struct RowReader {
       }
     }
   }
-  // Waits for the batch before the last one asked for.
-  void wait() const {
-    if constexpr (kRing) async_wait<1>();
+  // So many batches are on their way while one is read.
+  int ahead() const { return kRing ? ring_rows / kBatch - 1 : 1; }
+  // Waits for the batch from row `at` on, as many before the last that was asked for.
+  void wait(int at) {
+    if constexpr (kRing) {
+      if (ring_rows == 2 * kBatch) {
+        async_wait<1>();
+      } else {
+        async_wait<kDeepRingRows / kBatchRows - 1>();
+      }
+    }
+    arrived = kept(slot(at));
   }
   Row copied(int at, int k) const {
     Row row;
 #pragma unroll
     for (int input = 0; input < kInputs; ++input) {
-      const auto piece = load_shared<Copied>(slot(at) + k * kSlotBytes + input * kPieceBytes);
+      const auto piece = load_shared<Copied>(arrived + k * kSlotBytes + input * kPieceBytes);
       if constexpr (kHalves) {
         const int half = half_of(input == 0 ? p.x : p.y, origin + at + k);
         row.piece[input].element[0] = piece.stored(half);
@@ -168,36 +190,32 @@ struct RowReader {
     }
     return row;
   }
-  // Row `at` + k, `at` being the first of a batch.
-  Row get(int at, int k) const {
+  // Row `at` + k of the batch from `at` on, which has arrived.
+  Rows<1> get(int at, int k) const {
     Row row;
     if constexpr (kHalves) {
-      if (at + k < readable) return copied(at, k);
+      if (at + k < readable) return {copied(at, k)};
       row.piece[0] = load_row<T, 1>(p.x, origin + at + k, column);
       if constexpr (kInputs == 2) row.piece[1] = load_row<T, 1>(p.y, origin + at + k, column);
     } else if constexpr (kRing) {
-      return copied(at, k);
+      row = copied(at, k);
+    } else if constexpr (kMask) {
+      row.bits = bits >> (8 * k + static_cast<int>(column % 8));
     } else {
       const int64_t n = row_of<kPermuted>(p, origin + at + k);
-      if constexpr (kInput == Input::mask) {
-        const auto* mask = static_cast<const uint8_t*>(p.mask.data);
-        const int byte = mask[n * p.mask.row_stride + column / 8 * p.mask.column_stride];
-        row.bit = static_cast<Real<T>>(byte >> (column % 8) & 1);
-      } else {
-        row.piece[0] = load_once<T, kVector>(x + n * p.x.row_stride);
-        if constexpr (kInputs == 2) row.piece[1] = load_once<T, kVector>(y + n * p.y.row_stride);
-      }
+      row.piece[0] = load_once<T, kVector>(x + n * p.x.row_stride);
+      if constexpr (kInputs == 2) row.piece[1] = load_once<T, kVector>(y + n * p.y.row_stride);
     }
-    return row;
+    return {row};
   }
-  Batch get_all(int at) const {
-    Batch batch;
+  Rows<kBatch> get_all(int at) const {
+    Rows<kBatch> batch;
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       if constexpr (kRing) {
         batch.rows[k] = copied(at, k);
       } else {
-        batch.rows[k] = get(at, k);
+        batch.rows[k] = get(at, k).rows[0];
       }
     }
     return batch;
@@ -241,21 +259,20 @@ void reduce_rows(const Params& p) {
   using State = typename Op::State;
   static_assert(sizeof(State) == kStateBytes);
   using Reader = RowReader<T, kVector, kInput, kPermuted>;
+  using Lane = Run<Op, T, kVector>;
   constexpr int kBatch = Reader::kBatch;
   constexpr int kWarps = kThreads / device::kWarpSize;
   struct Shared {
-    union {
-      typename Reader::Shared reader;
-      State tails[kThreads][kVector];  // once all rows are read
-    };
-    State heads[kThreads][kVector];
+    Lane heads[kThreads];
     Ends<kMostTileRows> ends;
     WalkerRows rows;
     Segments segments;  // here, as rows take all registers
     bool has_end[kWarps];
+    // Once all rows are read; until then the ring.
+    alignas(kRingAlignment) State tails[kThreads][kVector];
   };
-  static_assert(sizeof(Shared) <= reduce_rows_bytes(sizeof(T) * kVector, sizeof(State) * kVector));
-  extern __shared__ __align__(16) unsigned char memory[];
+  static_assert(sizeof(Shared) <= reduce_rows_bytes(0, sizeof(State) * kVector, sizeof(Lane), 0));
+  extern __shared__ __align__(kRingAlignment) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   auto& ends = shared.ends;
   auto& heads = shared.heads;
@@ -289,60 +306,54 @@ void reduce_rows(const Params& p) {
   const bool headless = last <= first || first > row;
   const int stop = active && last > first ? last : first;
 
-  Reader reader(shared.reader, p, tile.origin, column, first, stop);
-  const int begin = Reader::batch_of(first);
-  reader.request(begin);
-  State state[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) state[i] = stop > first ? begin_run<Op>(first) : Op::start();
-  bool in_head = !headless, fresh = true;
-  const auto aim = [&](const typename Reader::Row& row) {
-    if constexpr (kAims<Op>) {
-      if (!fresh) return;
-      fresh = false;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) Op::aim(state[i], row.real(i));
-    }
+  Reader reader(shared.tails, p, tile.origin, column, first, stop);
+  const auto close = [&](const Lane& lane_run, int last, State(&state)[kVector]) {
+    lane_run.close(state, last, [&](int place) {
+      return load_row<T, kVector>(p.x, row_of<kPermuted>(p, tile.origin + place), column);
+    });
   };
+  TileOutputs<kPermuted, kVector> outputs(p, tile, column);
+  const int begin = Reader::batch_of(first);
+  const int ahead = reader.ahead() * kBatch;
+#pragma unroll 1
+  for (int at = 0; at < ahead; at += kBatch) reader.request(begin + at);
+  Lane run;
+  run.begin(first);
+  int run_begin = first;
+  bool in_head = !headless;
 #pragma unroll 1
   for (int at = begin; at < stop; at += kBatch) {
-    reader.request(at + kBatch);
-    reader.wait();
+    reader.request(at + ahead);
+    reader.wait(at);
     const uint32_t end_bits =
         ends.bits[static_cast<uint32_t>(at) / kWalkerRows] >> (at & (kWalkerRows - 1));
     constexpr uint32_t kAll = (1u << kBatch) - 1;
     if ((end_bits & kAll) == 0 && reader.has_all(at)) {
-      const typename Reader::Batch batch = reader.get_all(at);
-      aim(batch.rows[0]);
-      if (add_rows<Op, Real<T>, kBatch>(state, batch, at)) {
-        continue;
-      }
+      if (run.template add<kBatch>(reader.get_all(at), at)) continue;
     }
+    const int count = stop - at < kBatch ? stop - at : kBatch;
+    int k = first > at ? first - at : 0;
+    uint32_t ends_from = end_bits >> k;
 #pragma unroll 1
-    for (int k = 0; k < kBatch; ++k) {
-      if (!reader.has(at + k)) continue;
-      const typename Reader::Row values = reader.get(at, k);
-      aim(values);
-      const auto value = [&](int i, int) { return values.real(i); };
-      if (!kAims<Op> || !add_rows<Op, Real<T>, 1>(state, value, at + k)) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) Op::add(state[i], values.real(i), at + k);
+    for (; k < count; ++k, ends_from >>= 1) {
+      run.add_row(reader.get(at, k), at + k);
+      if ((ends_from & 1) == 0) continue;
+      if (in_head) {
+        heads[thread] = run;
+      } else {
+        State state[kVector];
+        close(run, at + k, state);
+        outputs.template finish<Op, Out>(ends.segment[at + k], run_begin, at + k + 1, state);
       }
-      if (end_bits >> k & 1) {
-        if (in_head) {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) heads[thread][i] = state[i];
-        } else {
-          finish<Op, Out, kPermuted>(p, segments, tile.first + ends.segment[at + k], column, state,
-                                     tile.origin);
-        }
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) state[i] = begin_run<Op>(at + k + 1);
-        in_head = false;
-        fresh = true;
-      }
+      run_begin = at + k + 1;
+      run.begin(run_begin);
+      in_head = false;
     }
   }
+  State state[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) state[i] = Op::start();
+  if (stop > first) close(run, stop - 1, state);
   const int head_end = ends.next(shared.rows.first[walker]);
   const bool any_end = head_end < shared.rows.first[walker + 1];
 
@@ -411,8 +422,10 @@ void reduce_rows(const Params& p) {
   };
   if (any_end && !headless) {
     if (!complete) gather(unit, earlier);
+    State head[kVector];
+    close(heads[thread], head_end, head);
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) Op::append(earlier[i], heads[thread][i]);
+    for (int i = 0; i < kVector; ++i) Op::append(earlier[i], head[i]);
     const int64_t j = tile.first + ends.segment[head_end];
     if (segments.begin(j) < tile.row) {
       store_slot(0, earlier);

@@ -151,6 +151,7 @@ struct ReduceOp {
   int state_bytes;
   bool wide;           // whether there are kernels that read by pieces
   bool tiles = false;  // and smxx_reduce_tile.cuh serves
+  bool pairs = false;  // of 16-bit floats are taken at once (smxx_run.cuh)
   int blocks = 4;      // on a multiprocessor, of those for rows: bounds registers
 };
 
@@ -193,7 +194,9 @@ class Reduction {
   std::optional<int> narrow_lane_bits_;
   Kernel any_;
   Combining combining_;
-  int vector_ = 0;  // of pieces_ or tile_
+  int vector_ = 0;       // of pieces_ or tile_
+  int stream_rows_ = 0;  // of a chunk
+  int ring_rows_ = 0;    // of pieces_
   Tiling pieces_tiling_, tile_tiling_, any_tiling_;
   std::size_t slots_at_;
 };
@@ -278,7 +281,7 @@ class ReduceMap {
 };
 
 // The mask of max and min, after a reduction (smxx_mask.cuh): from arg, or where ties are even from
-// x and out.
+// x and out (of one column smxx_map_chunks.cuh).
 class MaskRows {
  public:
   MaskRows(const SegmentProblem& problem, const cuda::DeviceInfo& device, Setup& setup);
@@ -290,6 +293,7 @@ class MaskRows {
 
  private:
   Kernel kernel_, own_kernel_;
+  std::optional<Kernel> stream_;
   Tiling tiling_;
 };
 

@@ -19,16 +19,24 @@ constexpr int tile_items(int lane_bits, int walker_rows) {
 }
 // Of maps, times as many at most, so that tiles of small pieces have as many bytes as those of 16.
 constexpr int map_rounds(int piece_bytes) { return piece_bytes < 16 ? 16 / piece_bytes : 1; }
+inline constexpr int kPrefetchBytes = 32 * 1024;  // of a tile's segments, in each tensor
 inline constexpr int kMapTiles = 4;  // for a multiprocessor, at least, or they are not made longer
 inline constexpr int kMostWalkers = kThreads;
 inline constexpr int kMostTileRows = 4096;  // what a tile can keep the ends of
-inline constexpr int kRingRows = 8;         // of each lane, on their way or being read
-// Shared memory of smxx_reduce_rows.cuh: pieces of rows or states, states, ends of segments, rows
-// of walkers.
-constexpr int reduce_rows_bytes(int piece_bytes, int states_bytes) {
-  const int ring = kRingRows * (piece_bytes < 4 ? 4 : piece_bytes);  // copies have 4 or more
-  return kThreads * ((ring > states_bytes ? ring : states_bytes) + states_bytes) +
-         kMostTileRows * 2 + kMostTileRows / 8 + kMostTileRows / 16 + kMostWalkers * 2 + 96;
+// Rows of a lane that are read or on their way, batch by batch. Deep rings leave room for few
+// blocks on a multiprocessor, and so for fewer states to put together, which pays where a row takes
+// a warp.
+inline constexpr int kBatchRows = 4;
+inline constexpr int kRingRows = 2 * kBatchRows;
+inline constexpr int kDeepRingRows = 4 * kBatchRows;
+// Asynchronous copies to shared memory take longer where a warp's do not fill whole lines.
+inline constexpr int kRingAlignment = 128;
+// Shared memory of smxx_reduce_rows.cuh: pieces of rows or states, runs, ends of segments, rows of
+// walkers.
+constexpr int reduce_rows_bytes(int piece_bytes, int states_bytes, int run_bytes, int ring_rows) {
+  const int ring = ring_rows * (piece_bytes < 4 ? 4 : piece_bytes);  // copies have 4 or more
+  return kThreads * ((ring > states_bytes ? ring : states_bytes) + run_bytes) + kMostTileRows * 2 +
+         kMostTileRows / 8 + kMostTileRows / 16 + kMostWalkers * 2 + 96 + kRingAlignment;
 }
 // Permuted rows in their own order: bytes of a row at most, as longer ones fill sectors in any
 // order; pieces of a thread, whose reads are in flight together.
@@ -67,14 +75,17 @@ inline constexpr int kNarrowChunkPieces = kNarrowLanePieces * 32;
 inline constexpr int kNarrowBytes =  // of shared memory
     kStreamWarps * (kStreamChunks * kNarrowChunkPieces * 16 + kStreamEndGroups * 32 * 8);
 // Kernels that go by chunks (smxx_chunks.cuh).
-inline constexpr int kChunkLaneBytes = 64;  // of rows of a chunk
-constexpr int chunk_rows(int element_bytes) { return 32 * kChunkLaneBytes / element_bytes; }
+// Of rows of a chunk, a lane's: 32 rows at most, each a bit of a word.
+constexpr int chunk_lane_bytes(int element_bytes) { return element_bytes == 1 ? 32 : 64; }
+constexpr int chunk_rows(int element_bytes) {
+  return 32 * chunk_lane_bytes(element_bytes) / element_bytes;
+}
 // Rows that the end of a segment costs as much as, of maps and of reductions.
 inline constexpr int kMapEndItems = 8;
 inline constexpr int kReduceEndItems = 16;
 // Groups of 32 segment ends that are read ahead: those of a chunk, mostly, and as registers allow;
 // and those that are read at once where that was not enough.
-constexpr int reduce_ahead(int element_bytes) { return element_bytes == 2 ? 5 : 3; }
+constexpr int reduce_ahead(int element_bytes) { return element_bytes <= 2 ? 5 : 3; }
 constexpr int map_ahead(int element_bytes, bool reads_mask) {
   return reads_mask ? 3 : element_bytes == 2 ? 6 : 4;
 }
@@ -87,8 +98,8 @@ inline constexpr int kReduceChunks = 2;
 inline constexpr int kReduceEnds = 320;
 constexpr int reduce_chunks_bytes(int element_bytes, int state_bytes) {
   const int rows = chunk_rows(element_bytes);
-  return kStreamWarps * (kReduceChunks * 32 * kChunkLaneBytes + (rows + 32) * state_bytes + rows +
-                         kReduceEnds * 2);
+  return kStreamWarps * (kReduceChunks * 32 * chunk_lane_bytes(element_bytes) +
+                         (rows + 32) * state_bytes + rows + kReduceEnds * 2);
 }
 
 // Tiles that a block of some threads looks at for segments to combine.
