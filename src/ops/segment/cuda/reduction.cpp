@@ -24,8 +24,9 @@ int ring_rows(const ReduceOp& op, const SegmentProblem& problem, int vector,
   constexpr std::int64_t kWarp = 32;
   const bool takes_warps = problem.x.shape[1] > vector * (kWarp / 2);
   const bool deep = takes_warps || packs(op, problem.x.dtype, vector, device);
-  // Others have less shared memory.
-  return deep && !reads_mask(op) && device.arch() >= 90 ? kDeepRingRows : kRingRows;
+  // As measured: other devices have less shared memory, other rows no order.
+  const bool measured = device.arch() >= 90 && !permuted(problem) && !reads_mask(op);
+  return deep && measured ? kDeepRingRows : kRingRows;
 }
 int reduce_bytes(const ReduceOp& op, DType dtype, int vector, int ring_rows,
                  const cuda::DeviceInfo& device) {
