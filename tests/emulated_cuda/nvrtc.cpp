@@ -56,7 +56,7 @@ std::string with_entry(const std::string& source) {
 
 // Arrays of dynamic shared memory have no size, which C++ takes for globals of the kernel's own.
 std::string with_shared(const std::string& header) {
-  static const std::regex array(R"(extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];)");
+  static const std::regex array(R"(extern __shared__ (?:__align__\(\w+\) )?([\w ]+) (\w+)\[\];)");
   return std::regex_replace(header, array,
                             "$1* const $2 = reinterpret_cast<$1*>(emulated::dynamic_shared());");
 }

@@ -24,6 +24,11 @@ struct Packed {
     const auto above = [&](int i) { return kEqual ? x[i] >= y[i] : x[i] > y[i]; };
     return (above(0) ? 0xffffu : 0) | (above(1) ? 0xffff0000u : 0);
   }
+  static uint32_t nan(uint32_t a) {
+    float x[2];
+    unpack(a, x[0], x[1]);
+    return (x[0] != x[0] ? 0xffffu : 0) | (x[1] != x[1] ? 0xffff0000u : 0);
+  }
 
  private:
   template <class Of>
