@@ -1,5 +1,5 @@
-// device/bulk.cuh on the host: for kernels of clusters, which are compiled but not launched, and what
-// is prefetched, which has to be there.
+// device/bulk.cuh on the host: for kernels of clusters, which are compiled but not launched, and
+// what is prefetched, which has to be there.
 #pragma once
 
 #include "device/shared.cuh"
@@ -12,7 +12,6 @@ inline void barrier_expect_bytes(uint64_t*, uint32_t) {}
 inline void barrier_wait(uint64_t*, uint32_t) {}
 template <class T>
 void send(uint32_t, const T&, uint32_t) {}
-
 
 inline void bulk_prefetch(const void* from, uint32_t bytes) {
   const auto address = reinterpret_cast<uint64_t>(from);
