@@ -24,9 +24,10 @@ int ring_rows(const ReduceOp& op, const SegmentProblem& problem, int vector,
   constexpr std::int64_t kWarp = 32;
   const bool takes_warps = problem.x.shape[1] > vector * (kWarp / 2);
   const bool deep = takes_warps || packs(op, problem.x.dtype, vector, device);
-  // As measured: other devices have less shared memory, other rows no order.
-  const bool measured = device.arch() >= 90 && !permuted(problem) && !reads_mask(op);
-  return deep && measured ? kDeepRingRows : kRingRows;
+  // What was timed. Other devices have less shared memory.
+  const bool timed = device.arch() >= 90 && !permuted(problem) && !reads_mask(op) &&
+                     vector == vector_length(problem.x.dtype);
+  return deep && timed ? kDeepRingRows : kRingRows;
 }
 int reduce_bytes(const ReduceOp& op, DType dtype, int vector, int ring_rows,
                  const cuda::DeviceInfo& device) {
