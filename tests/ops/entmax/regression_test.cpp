@@ -398,15 +398,38 @@ TEST(entmax_regression, null_outputs_are_not_computed) {
 // Without elements a tensor may be null, and y null does not mean that the support is given.
 TEST(entmax_regression, gradients_of_empty_rows_need_no_memory) {
   for (const char* variant : {"cpu", "reference", "textbook"}) {
-    EntmaxProblem problem;
-    problem.x = TensorSpec::contiguous(DType::f32, {3, 0});
-    for (const Pass pass : {Pass::forward, Pass::backward}) {
-      const auto plan = make_plan(Device::cpu(2), problem, pass, {.variant = variant});
-      const driver::WorkspaceBuffer workspace(plan.workspace_bytes());
-      plan.run({}, {}, workspace.get());
-      float nothing = 0;
-      plan.run({}, {.d_x = &nothing}, workspace.get());
+    for (const double alpha : {1.5, 2.0}) {
+      EntmaxProblem problem;
+      problem.x = TensorSpec::contiguous(DType::f32, {3, 0});
+      problem.alpha = alpha;
+      if (alpha == 2) problem.support = TensorSpec::contiguous(DType::u8, {3, 0});
+      for (const Pass pass : {Pass::forward, Pass::backward}) {
+        const auto plan = make_plan(Device::cpu(2), problem, pass, {.variant = variant});
+        const driver::WorkspaceBuffer workspace(plan.workspace_bytes());
+        plan.run({}, {}, workspace.get());
+        float nothing = 0;
+        plan.run({}, {.d_x = &nothing}, workspace.get());
+      }
     }
+  }
+}
+
+// An alpha that means nothing counts even where there are no elements.
+TEST(entmax_regression, invalid_alpha_of_rows_without_elements) {
+  EntmaxProblem problem;
+  problem.x = TensorSpec::contiguous(DType::f32, {2, 0});
+  problem.alpha_per_row = TensorSpec::contiguous(DType::f32, {2});
+  const float alphas[] = {0.5f, 2};
+  for (const char* variant : {"cpu", "reference", "textbook"}) {
+    const auto plan = make_plan(Device::cpu(1), problem, Pass::forward, {.variant = variant});
+    const driver::WorkspaceBuffer workspace(plan.workspace_bytes());
+    float tau[2] = {};
+    std::int32_t size[2] = {7, 7};
+    plan.run({}, {.alpha_per_row = alphas, .tau = tau, .support_size = size}, workspace.get());
+    EXPECT_TRUE(std::isnan(tau[0])) << variant;
+    EXPECT_EQ(tau[1], std::numeric_limits<float>::infinity()) << variant;
+    EXPECT_EQ(size[0], -1) << variant;
+    EXPECT_EQ(size[1], 0) << variant;
   }
 }
 

@@ -184,7 +184,8 @@ bool StripeServes(const BackwardTile& tile) {
 template <class T>
 bool ShortRowsServe(const BackwardTile& tile) {
   using R = Real<T>;
-  if (tile.length > kLaneLength || !tile.d_x) return false;
+  // Without elements y may be null, and support_size, too.
+  if (tile.length == 0 || tile.length > kLaneLength || !tile.d_x) return false;
   if (!tile.d_y.contiguous() || !tile.d_x.contiguous()) return false;
   if (!tile.y) {
     if (!tile.support.contiguous()) return false;
@@ -274,7 +275,7 @@ void BackwardTileOf(const BackwardTile& tile) {
                       tile.weights);
   };
   if (tile.d_x && tile.y && !tile.alpha_per_row) from_y(0, tile.rows);
-  // Without elements y may be null, and support_size, too.
+  // Here, too, they may be null.
   for (std::int64_t r = 0; tile.d_x && length > 0 && r < tile.rows; ++r) {
     if (!tile.y) {
       GradientFromSupport(tile, r, d_y, d_x.row<T>(r), stream);

@@ -198,7 +198,7 @@ RowResult ForwardRow(const RowView<T>& row, double alpha, std::byte* elements) {
     case Family::invalid:
       break;
   }
-  return DegenerateRow(row, row.length == 0);
+  return DegenerateRow(row, false);
 }
 
 // Up to this length, rows with an alpha each are computed in the lanes: powers that go by

@@ -128,7 +128,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     if (!problem_.alpha_per_row.given() && problem_.alpha > 2) return;
     if (!pieces_match(params_.d_x) || !pieces_match(params_.d_y)) return;
     const std::int64_t length = params_.rows.length;
-    if (length > kLongestRow) return;
+    if (length == 0 || length > kLongestRow) return;
     if (pieces_match(params_.y) && !tile_) {
       from_y_ = fast(best_path(weights_of(problem_)), weights_of(problem_));
       if (from_y_) {
