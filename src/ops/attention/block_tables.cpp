@@ -274,8 +274,9 @@ BlockLists block_lists(const AttentionProblem& problem, Pass pass, int query_til
   constexpr std::int64_t kMostTurns = 32768;  // of 16 bits, with room
   Cut list_cut{std::numeric_limits<std::int64_t>::max(), 1}, line_cut{kMostTurns, kMostTurns};
   if (at_work.everywhere > 0) {
-    const std::int64_t work =
-        static_cast<std::int64_t>(seen.tiles.size()) * ceil_div(sizes.batch * sizes.heads, planes);
+    const std::int64_t heads =
+        ceil_div(sizes.batch * sizes.heads, std::max<std::int64_t>(planes, 1));
+    const std::int64_t work = static_cast<std::int64_t>(seen.tiles.size()) * heads;
     const std::int64_t each = ceil_div(work, at_work.everywhere), steps = each / at_work.blocks;
     const std::int64_t of_head = each / (forward ? 1 : sizes.group);
     list_cut = {std::max<std::int64_t>(of_head * (turns ? 3 : 7) / 4, 20),

@@ -16,14 +16,15 @@ namespace pullback::attention {
 // several thread blocks share a tile's list of keys, and turns come in lines side by side.
 inline AttentionProblem with_shared_keys(const AttentionProblem& problem,
                                          const cuda::DeviceInfo& device) {
-  constexpr std::int64_t kLeastKeys = 4096;
+  // Of more keys the tables are too large to be made here.
+  constexpr std::int64_t kLeastKeys = 4096, kMostKeys = std::int64_t{1} << 26;
   const AttentionSizes sizes = sizes_of(problem);
   const int width = head_width(static_cast<int>(sizes.head_dim), static_cast<int>(sizes.value_dim));
   const bool serves = !sizes.varlen && !problem.bias.given() && !problem.blocks.given() &&
                       problem.dropout == 0 && problem.softcap == 0 && width <= 128 &&
                       static_cast<float>(*problem.scale) > kLeastScale &&
                       problem.q.dtype != DType::f64 && sizes.total_key >= kLeastKeys &&
-                      sizes.total_key >= 4 * sizes.total_query;
+                      sizes.total_key <= kMostKeys && sizes.total_key >= 4 * sizes.total_query;
   const std::int64_t rows = ceil_div(sizes.total_query, kLargeBlock);
   const std::int64_t tiles = sizes.batch * sizes.heads * rows;
   if (!serves || tiles == 0 || 3 * tiles > device.multiprocessors) return problem;

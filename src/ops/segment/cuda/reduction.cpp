@@ -116,7 +116,7 @@ std::vector<Access> accesses_of(const ReduceOp& op, DType dtype) {
   return accesses(dtype);
 }
 
-// The rows that a tile has room for.
+// The rows that a tile has room for, of kRowTileMostColumns at most.
 int tile_rows(const SegmentProblem& problem) {
   const int columns = static_cast<int>(problem.x.shape[1]);
   return reduce_tile_rows(columns * static_cast<int>(size_of(problem.x.dtype)), columns);
@@ -125,6 +125,7 @@ int tile_rows(const SegmentProblem& problem) {
 // tiles together.
 std::optional<int> tile_vector(const SegmentProblem& problem, const ReduceOp& op, Specs inputs) {
   if (!op.tiles || !streams(op, problem.x.dtype)) return {};
+  if (problem.x.shape[1] > kRowTileMostColumns) return {};
   const std::int64_t longest = std::int64_t{tile_rows(problem)} * (kCombineSequential / 2);
   if (problem.x.shape[0] > (problem.num_segments + 1) * longest) return {};
   const std::optional<int> vector = row_tile_vector(problem, inputs);
