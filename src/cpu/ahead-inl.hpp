@@ -9,6 +9,7 @@
 
 #include <hwy/cache_control.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/simd-inl.hpp"
@@ -41,20 +42,37 @@ class LinesAhead {
   }
   // The same where `to` is some lines further, four of them at a time.
   HWY_INLINE void StepFarTo(const void* to) {
-    constexpr std::uintptr_t kPage = 4096, kRegion = kLead;
     while (at_ + 4 * kLine <= reinterpret_cast<std::uintptr_t>(to)) {
-      const std::uintptr_t next =
-          at_ / kRegion * kRegion + kRegion + at_ % kRegion / (4 * kLine) * kLine;
-      for (int page = 0; page < 4; ++page) {
-        hwy::Prefetch(reinterpret_cast<const char*>(next + page * kPage));
-      }
+      FetchFour();
       at_ += 4 * kLine;
+    }
+  }
+  // The same where it is a guess how far: without a branch, kTimes four lines at most. Of more the
+  // first are left out.
+  template <int kTimes>
+  HWY_INLINE void StepSomeTo(const void* to) {
+    constexpr std::uintptr_t kFour = 4 * kLine;
+    const auto stop = reinterpret_cast<std::uintptr_t>(to);
+    at_ = std::max(at_, stop / kLine * kLine - (kTimes + 1) * kFour);
+    for (int i = 0; i < kTimes; ++i) {
+      FetchFour();
+      at_ += std::uintptr_t{at_ + kFour <= stop} * kFour;
     }
   }
   // Somebody else cares for what lies before `to`.
   HWY_INLINE void Skip(const void* to) { at_ = reinterpret_cast<std::uintptr_t>(to); }
 
  private:
+  // One of each page.
+  HWY_INLINE void FetchFour() const {
+    constexpr std::uintptr_t kPage = 4096, kRegion = kLead;
+    const std::uintptr_t next =
+        at_ / kRegion * kRegion + kRegion + at_ % kRegion / (4 * kLine) * kLine;
+    for (int page = 0; page < 4; ++page) {
+      hwy::Prefetch(reinterpret_cast<const char*>(next + page * kPage));
+    }
+  }
+
   std::uintptr_t at_, step_;
 };
 

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <cstring>
-#include <type_traits>
 
 #include "core/check.hpp"
 #include "ops/segment/problem.hpp"
@@ -14,19 +13,6 @@ namespace {
 constexpr std::int64_t kBlock = 1 << 14;
 
 std::size_t bitmap_bytes(std::int64_t rows) { return static_cast<std::size_t>((rows + 7) / 8); }
-
-// Of offsets the first of which is not negative. By signs, as vectors of SSE2 know no comparison of
-// 64 bits: where no offset is negative, no difference overflows.
-template <class Index>
-bool ascends(const Index* offsets, std::int64_t count) {
-  using Bits = std::make_unsigned_t<Index>;
-  Bits signs = 0;
-  for (std::int64_t s = 0; s < count; ++s) {
-    const auto next = static_cast<Bits>(offsets[s + 1]);
-    signs |= next | (next - static_cast<Bits>(offsets[s]));
-  }
-  return static_cast<Index>(signs) >= 0;
-}
 
 bool all_ascend(const Segments& segments, const Threads& threads) {
   if (segments.count == 0) return ascend(segments, 0, 0);
@@ -45,19 +31,6 @@ std::size_t segments_workspace_bytes(const SegmentProblem& problem) {
   const auto offsets = static_cast<std::size_t>(problem.num_segments + 1) * sizeof(std::int64_t);
   const bool bitmap = problem.check_indices && problem.permutation.given();
   return std::max(offsets, bitmap ? bitmap_bytes(problem.x.shape[0]) : 0);
-}
-
-bool ascend(const Segments& segments, std::int64_t begin, std::int64_t end) {
-  const IndexView& offsets = segments.offsets;
-  if (offsets[begin] < 0 || offsets[end] > segments.rows) return false;
-  if (offsets.stride == 1) {
-    const std::int64_t count = end - begin;
-    return offsets.wide ? ascends(static_cast<const std::int64_t*>(offsets.data) + begin, count)
-                        : ascends(static_cast<const std::int32_t*>(offsets.data) + begin, count);
-  }
-  bool ok = true;
-  for (std::int64_t s = begin; s < end; ++s) ok &= offsets[s] <= offsets[s + 1];
-  return ok;
 }
 
 Segments unproven_segments(const SegmentProblem& problem, const SegmentTensors& tensors) {

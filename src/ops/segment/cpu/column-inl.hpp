@@ -17,14 +17,24 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
 
-// Calls f(vector number, vector, its elements) for kFewVectors, `identity` behind the last element.
+// Calls f(vector number, vector) for kFewVectors, `identity` behind the last element.
 template <class D, class R, class F>
 HWY_INLINE void ForFewVectors(D d, const R* HWY_RESTRICT from, std::int64_t count, R identity,
                               const F& f) {
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   for (std::int64_t k = 0; k < kFewVectors; ++k) {
-    const std::int64_t left = std::clamp<std::int64_t>(count - k * step, 0, step);
-    f(k, LoadFirst(d, from + std::min(k * step, count), static_cast<std::size_t>(left), identity));
+    if constexpr (pullback::HWY_NAMESPACE::kMasksElements<R>) {
+      // Masks without a branch: how many vectors there are is a guess.
+      const hn::RebindToSigned<D> di;
+      const auto place = hn::Iota(di, static_cast<Int<R>>(k * step));
+      const auto inside = hn::RebindMask(d, hn::Lt(place, hn::Set(di, static_cast<Int<R>>(count))));
+      const auto v = hn::MaskedLoad(inside, d, from + k * step);
+      f(k, hn::IfThenElse(inside, v, hn::Set(d, identity)));
+    } else {
+      const std::int64_t left = std::clamp<std::int64_t>(count - k * step, 0, step);
+      const R* at = from + std::min(k * step, count);
+      f(k, LoadFirst(d, at, static_cast<std::size_t>(left), identity));
+    }
   }
 }
 
@@ -221,86 +231,78 @@ HWY_INLINE std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t 
   return kLast ? std::bit_width(bits) - 1 : std::countr_zero(bits);
 }
 
-// The largest of a run, and whether all are finite.
-template <class R>
-R LargestOfRun(const R* HWY_RESTRICT from, std::int64_t count, bool& finite) {
+// The sum of exp(x - from[0]), and with kKeep the powers to `to`. False, and they mean nothing, if
+// an element is not near the first.
+template <bool kKeep, class R>
+bool PowersOfRun(const R* HWY_RESTRICT from, std::int64_t count, R& sum,
+                 R* HWY_RESTRICT to = nullptr) {
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
-  auto best = hn::Set(d, -kInf<R>), best2 = best;
-  auto total = hn::Zero(d), total2 = total;  // finite only if all are
+  const auto shift = hn::Set(d, from[0]);
+  Nearness<decltype(d)> near, near2;
+  auto total = hn::Zero(d), total2 = total;
   std::int64_t i = 0;
   for (; i + 2 * step <= count; i += 2 * step) {
-    const auto v = hn::LoadU(d, from + i), w = hn::LoadU(d, from + i + step);
     ahead.Step();
     ahead.Step();
-    best = hn::Max(v, best);
-    best2 = hn::Max(w, best2);
-    total = hn::Add(total, v);
-    total2 = hn::Add(total2, w);
+    const auto v = hn::Sub(hn::LoadU(d, from + i), shift);
+    const auto w = hn::Sub(hn::LoadU(d, from + i + step), shift);
+    near.Add(v);
+    near2.Add(w);
+    const auto power = ExpOfNear(d, v), power2 = ExpOfNear(d, w);
+    total = hn::Add(total, power);
+    total2 = hn::Add(total2, power2);
+    if (kKeep) hn::StoreU(power, d, to + i);
+    if (kKeep) hn::StoreU(power2, d, to + i + step);
   }
   for (; i < count; i += step) {
     const auto left = static_cast<std::size_t>(std::min(step, count - i));
-    best = hn::Max(LoadFirst(d, from + i, left, -kInf<R>), best);
-    total = hn::Add(total, LoadFirst(d, from + i, left));
+    const auto v = hn::Sub(LoadFirst(d, from + i, left, from[0]), shift);
+    near.Add(v);
+    const auto power = ExpOfNear(d, v);
+    total = hn::Add(total, hn::IfThenElseZero(hn::FirstN(d, left), power));
+    if (kKeep) StoreFirst(d, power, to + i, left);
   }
-  finite = hn::AllTrue(d, hn::IsFinite(hn::Add(total, total2)));
-  return hn::GetLane(hn::MaxOfLanes(d, hn::Max(best, best2)));
+  sum = hn::GetLane(hn::SumOfLanes(d, hn::Add(total, total2)));
+  return near.All() && near2.All();
 }
 
 // The LogSum of a run.
 template <class R>
 void LogSumOfRun(const R* HWY_RESTRICT from, std::int64_t count, const LogSum<R>& state) {
+  state.largest[0] = from[0];
+  if (PowersOfRun<false>(from, count, state.sum[0])) return;
   const hn::ScalableTag<R> d;
-  const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-  bool finite;
-  state.largest[0] = LargestOfRun(from, count, finite);
-  const auto shift = Shift(d, hn::Set(d, state.largest[0]));
-  const std::int64_t whole = count / step * step;
-  const auto rest = LoadFirst(d, from + whole, static_cast<std::size_t>(count - whole), -kInf<R>);
-  auto sum = ExpOf(d, hn::Sub(rest, shift));
-  if (finite) {
-    // One of the powers is 1, beside which exp(-87) is nothing.
-    const auto least = hn::Set(d, R{-87});
-    auto sum2 = hn::Zero(d);
-    std::int64_t i = 0;
-    for (; i + 2 * step <= whole; i += 2 * step) {
-      const auto v = hn::Sub(hn::LoadU(d, from + i), shift);
-      const auto w = hn::Sub(hn::LoadU(d, from + i + step), shift);
-      sum = hn::Add(sum, ExpOfNear(d, hn::Max(v, least)));
-      sum2 = hn::Add(sum2, ExpOfNear(d, hn::Max(w, least)));
-    }
-    if (i < whole) {
-      sum2 = hn::Add(sum2, ExpOfNonPositive(d, hn::Sub(hn::LoadU(d, from + i), shift)));
-    }
-    sum = hn::Add(sum, sum2);
-  } else {
-    for (std::int64_t i = 0; i < whole; i += step) {
-      sum = hn::Add(sum, ExpOf(d, hn::Sub(hn::LoadU(d, from + i), shift)));
-    }
-  }
+  auto largest = hn::Set(d, -kInf<R>), sum = hn::Zero(d);
+  ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
+    const auto v = lanes.Read(d, from + i);
+    largest = hn::Max(hn::IfThenElse(lanes.Inside(d), v, hn::Set(d, -kInf<R>)), largest);
+  });
+  largest = hn::MaxOfLanes(d, largest);
+  const auto shift = Shift(d, largest);
+  ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
+    sum = hn::Add(sum, lanes.First(d, ExpOf(d, hn::Sub(lanes.Read(d, from + i), shift))));
+  });
+  state.largest[0] = hn::GetLane(largest);
   state.sum[0] = hn::GetLane(hn::SumOfLanes(d, sum));
 }
 
-// Softmax of a run, to open(). False, and that was not called, if an element is not finite.
-template <class R, class Open>
-bool SoftmaxOfRun(const R* HWY_RESTRICT from, std::int64_t count, const Open& open) {
+// Softmax of a run.
+template <class R>
+void SoftmaxOfRun(const R* HWY_RESTRICT from, std::int64_t count, R* HWY_RESTRICT to) {
   const hn::ScalableTag<R> d;
-  bool finite;
-  const auto largest = hn::Set(d, LargestOfRun(from, count, finite));
-  if (!finite) return false;
-  R* HWY_RESTRICT to = open();
-  auto sum = hn::Zero(d);
+  R largest[hn::MaxLanes(d)] = {},
+    sum[hn::MaxLanes(d)] = {};  // whole vectors, of which one is used
+  const bool near = PowersOfRun<true>(from, count, sum[0], to);
+  if (!near) LogSumOfRun(from, count, LogSum<R>{largest, sum});
+  FinishSoftmax(LogSum<R>{largest, sum}, 1);
+  const auto shift = hn::Set(d, largest[0]), inverse = hn::Set(d, sum[0]);
   ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
-    const auto power = ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from + i), largest));
-    sum = hn::Add(sum, lanes.First(d, power));
-    lanes.Write(d, power, to + i);
+    const auto power =
+        near ? lanes.Read(d, to + i) : ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from + i), shift));
+    lanes.Write(d, hn::Mul(power, inverse), to + i);
   });
-  const auto inverse = hn::Div(hn::Set(d, R{1}), hn::SumOfLanes(d, sum));
-  ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
-    lanes.Write(d, hn::Mul(lanes.Read(d, to + i), inverse), to + i);
-  });
-  return true;
 }
 
 // A piece of a tensor with one column, to the state that forward keeps of it.

@@ -230,15 +230,11 @@ class Forward {
                      Outputs& outputs) const {
     SoftmaxOfColumn(x_, segments_, begin, end, task, outputs.rows, [&](const Piece& piece) {
       const std::int64_t rows = piece.end - piece.begin;
-      if (rows <= kBlockElements) {
-        const R* x = ReadRun(x_, segments_, piece.begin, rows, task.run);
-        const auto open = [&] {
-          outputs.rows.Open(piece);
-          return outputs.rows.Run(piece.begin, nullptr);
-        };
-        if (SoftmaxOfRun(x, rows, open)) return outputs.rows.DrainLines();
-      }
-      Whole(piece, task, outputs);
+      if (rows > kBlockElements) return Whole(piece, task, outputs);
+      const R* x = ReadRun(x_, segments_, piece.begin, rows, task.run);
+      outputs.rows.Open(piece);
+      SoftmaxOfRun(x, rows, outputs.rows.Run(piece.begin, nullptr));
+      outputs.rows.DrainLines();
     });
   }
 

@@ -32,19 +32,18 @@ class ColumnScan {
   using DI = hn::RebindToSigned<D>;
   using DB = hn::ScalableTag<B>;
   static constexpr auto kLanes = static_cast<std::int64_t>(hn::MaxLanes(D()));
+  static constexpr std::int64_t kStep = kRowsOfBlock<R>;
   static constexpr int kLaneBits = std::countr_zero(hn::MaxLanes(D())), kChunkBits = 6;
   static constexpr std::int64_t kChunk = 1 << kChunkBits;
-  static constexpr bool kGroups = Rule::kGroupRows > 0 && GroupFold<R, Rule>::kQuick;
+  static constexpr bool kGroups = Rule::kGroups && GroupFold<R, Rule>::kQuick;
 
  public:
   static constexpr std::int64_t kRows = kLanes * kChunk;  // of a block; all arrays stay in L1
   static constexpr std::int64_t kGroup = 64;  // results that fill lines, whatever their type
   static constexpr std::int64_t kMostWaiting = kGroup + kRows;
 
-  // `empty` is what segments without rows are folded to. That Spread() is called is for speed
-  // alone: it has the marks of a walk for nothing.
-  explicit ColumnScan(Folded<R, B> empty, bool spreads = false)
-      : empty_(empty), group_rows_(spreads ? 6 : Rule::kGroupRows) {
+  // `empty` is what segments without rows are folded to.
+  explicit ColumnScan(Folded<R, B> empty) : empty_(empty) {
     slots_[kRows] = kRows;
     states_a_[kRows] = 0;
     states_b_[kRows] = 0;
@@ -77,9 +76,9 @@ class ColumnScan {
       by_groups_ = TakesGroups(from, row, rows, ends, std::min(count, kRows), ahead);
       if (by_groups_) {
         const std::int64_t taken = groups_.count();
+        groups_.Fold(has_powers_ ? own_ : from, row, row + rows, empty_, shift_, a + waiting,
+                     b + waiting, from, ahead);
         rows = ends[taken - 1] - row;
-        groups_.Fold(has_powers_ ? own_ : from, row, empty_, shift_, a + waiting, b + waiting, from,
-                     ahead);
         waiting += taken;
         return taken;
       }
@@ -190,7 +189,7 @@ class ColumnScan {
     if (ends[-1] != row) return false;
     const std::int64_t taken = groups_.Choose(row + rows, ends, most);
     const std::int64_t taken_rows = taken > 0 ? ends[taken - 1] - row : 0;
-    if (taken_rows == 0 || taken_rows < group_rows_ * taken) return false;
+    if (taken_rows == 0) return false;
     if constexpr (Rule::kPowers) {
       has_powers_ = TakePowers(x, taken_rows, ahead);
       return has_powers_;
@@ -273,63 +272,18 @@ class ColumnScan {
   // Where the state after a row of the block is kept: lanes side by side.
   static std::uint64_t SlotOf(std::uint64_t row) { return row % kChunk * kLanes + row / kChunk; }
 
-#if HWY_TARGET != HWY_SCALAR
-  static constexpr std::int64_t kStep = 16 / sizeof(R);
-
-  // 16 bytes for all blocks; as integers, since GCC 12 with ThreadSanitizer dies of a masked
-  // broadcast of doubles.
-  static HWY_INLINE hn::Vec<D> RepeatedBlock(D d, const R* HWY_RESTRICT x) {
-    const hn::Repartition<std::int32_t, D> words;
-    return hn::BitCast(d, hn::LoadDup128(words, reinterpret_cast<const std::int32_t*>(x)));
-  }
-
-  // Blocks of 16 bytes from chunks kStep apart. Blends of repeated blocks leave alone the one port
-  // that shuffles.
-  static HWY_INLINE hn::Vec<D> BlocksOf(D d, const R* HWY_RESTRICT x) {
-    auto blocks = RepeatedBlock(d, x);
-    for (std::int64_t lane = kStep; lane < kLanes; lane += kStep) {
-      const auto before = hn::FirstN(d, static_cast<std::size_t>(lane));
-      blocks = hn::IfThenElse(before, blocks, RepeatedBlock(d, x + lane * kChunk));
-    }
-    return blocks;
-  }
-
-  // rows[i] = row i of all chunks.
-  static HWY_INLINE void LoadRows(D d, const R* HWY_RESTRICT x, hn::Vec<D>* rows) {
-    const auto a = BlocksOf(d, x), b = BlocksOf(d, x + kChunk);
-    if constexpr (kStep == 2) {
-      rows[0] = hn::InterleaveLower(d, a, b);
-      rows[1] = hn::InterleaveUpper(d, a, b);
-    } else {
-      const hn::RepartitionToWide<D> wide;
-      const auto c = BlocksOf(d, x + 2 * kChunk), e = BlocksOf(d, x + 3 * kChunk);
-      const auto low = hn::BitCast(wide, hn::InterleaveLower(d, a, b));
-      const auto low2 = hn::BitCast(wide, hn::InterleaveLower(d, c, e));
-      const auto high = hn::BitCast(wide, hn::InterleaveUpper(d, a, b));
-      const auto high2 = hn::BitCast(wide, hn::InterleaveUpper(d, c, e));
-      rows[0] = hn::BitCast(d, hn::InterleaveLower(wide, low, low2));
-      rows[1] = hn::BitCast(d, hn::InterleaveUpper(wide, low, low2));
-      rows[2] = hn::BitCast(d, hn::InterleaveLower(wide, high, high2));
-      rows[3] = hn::BitCast(d, hn::InterleaveUpper(wide, high, high2));
-    }
-  }
-#else
-  static constexpr std::int64_t kStep = 1;
-  static HWY_INLINE void LoadRows(D d, const R* x, hn::Vec<D>* rows) { rows[0] = hn::LoadU(d, x); }
-#endif
-
-  // exp(x - shift_) to own_, where shift_ is the first x; 0 behind the rows. False if some x is so
-  // far from it that the difference has an error to speak of.
+  // exp(x - shift_) to own_, where shift_ is the first x; 0 behind the rows. False if one is not
+  // near that.
   HWY_NOINLINE bool TakePowers(const R* HWY_RESTRICT x, std::int64_t rows,
                                LinesAhead& lines_ahead) {
     const D d;
     LinesAhead ahead = lines_ahead;  // a copy, which stores to memory do not change
     shift_ = x[0];
-    const auto shift = hn::Set(d, shift_), farthest = hn::Set(d, R{16});
-    auto near = hn::FirstN(d, hn::Lanes(d));
+    const auto shift = hn::Set(d, shift_);
+    Nearness<D> near;
     const auto power_of = [&](auto v) HWY_ATTR {
       const auto above = hn::Sub(v, shift);
-      near = hn::And(near, hn::Le(hn::Abs(above), farthest));
+      near.Add(above);
       return ExpOfNear(d, above);
     };
     std::int64_t i = 0;
@@ -346,7 +300,7 @@ class ColumnScan {
       i += kLanes;
     }
     for (; i < kRows; i += kLanes) hn::StoreU(hn::Zero(d), d, own_ + i);
-    return hn::AllTrue(d, near);
+    return near.All();
   }
 
   // The states after all rows. False, and they mean nothing, if the rows are not so.
@@ -366,7 +320,8 @@ class ColumnScan {
       auto bit = hn::Set(di, I{1});
       for (std::int64_t r = word * kWordRows; r < (word + 1) * kWordRows; r += kStep) {
         hn::Vec<D> next[kStep];
-        LoadRows(d, x + r, next);
+        LoadRows(
+            d, [&](std::int64_t lane) HWY_ATTR { return x + r + lane * kChunk; }, next);
         ahead.StepTo(from + kRows / 4 + (r + kStep) * kLanes / 2);
         for (std::int64_t i = 0; i < kStep; ++i) {
           const std::int64_t slot = (r + i) * kLanes;
@@ -496,7 +451,6 @@ class ColumnScan {
 
   GroupFold<R, Rule> groups_;
   Folded<R, B> empty_, open_{};
-  std::int64_t group_rows_;  // as Rule::kGroupRows
   // Of row r: marks_[kChunk + r], 1 where a segment ends. The byte before is for segments without
   // rows that end where the block begins.
   HWY_ALIGN std::uint8_t marks_[kChunk + kRows];

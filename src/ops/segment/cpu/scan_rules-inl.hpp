@@ -42,16 +42,15 @@ HWY_INLINE V AddAfterStart(M starts, V sum, V x) {
 
 // A rule takes a row into each lane's state (a, b), or begins anew with it where `starts` holds,
 // and it joins states. Rows are Ordinary() if their sum is. Of a rule
-//   kTwo         there is a b
-//   kPlaces      it is a row
-//   kPowers      rows may be powers
-//   kGroupRows   groups (group-inl.hpp) are quicker for segments of so many rows on average; or 0
+//   kTwo      there is a b
+//   kPlaces   it is a row
+//   kPowers   rows may be powers
+//   kGroups   it folds groups (group-inl.hpp), too
 
 template <class R>
 struct SumRule {
   using B = Int<R>;
-  static constexpr bool kTwo = false, kPlaces = false, kPowers = false;
-  static constexpr std::int64_t kGroupRows = 1;
+  static constexpr bool kTwo = false, kPlaces = false, kPowers = false, kGroups = true;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
@@ -73,8 +72,7 @@ struct SumRule {
 template <class R, bool kMax, bool kLast>
 struct ExtremeRule {
   using B = Int<R>;
-  static constexpr bool kTwo = true, kPlaces = true, kPowers = false;
-  static constexpr std::int64_t kGroupRows = 6;
+  static constexpr bool kTwo = true, kPlaces = true, kPowers = false, kGroups = true;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
@@ -104,18 +102,17 @@ struct ExtremeRule {
   }
   // The same of a group of segments of x without NaN.
   template <class Group>
-  static HWY_INLINE void TakeGroup(const Group& group, const R* HWY_RESTRICT x,
-                                   const std::int64_t* ends, R* HWY_RESTRICT a, B* HWY_RESTRICT b) {
+  static HWY_INLINE void TakeGroup(const Group& group, R* HWY_RESTRICT a, B* HWY_RESTRICT b) {
     const hn::ScalableTag<R> d;
-    const auto extremes = group.template Fold<false>(
-        x, kMax ? -kInf<R> : kInf<R>,
-        [](auto v, auto w) { return kMax ? hn::Max(v, w) : hn::Min(v, w); });
+    const auto extremes = group.template Fold<false>(kMax ? -kInf<R> : kInf<R>, [](auto v, auto w) {
+      return kMax ? hn::Max(v, w) : hn::Min(v, w);
+    });
     hn::StoreU(extremes, d, a);
-    group.template Places<kLast>(x, a, b);
+    group.template Places<kLast>(a, b);
     // Of two zeros Max and Min may have chosen the other one.
     if (hn::AllFalse(d, hn::Eq(extremes, hn::Zero(d)))) return;
     for (std::int64_t k = 0; k < static_cast<std::int64_t>(hn::Lanes(d)); ++k) {
-      if (a[k] == 0) a[k] = x[ends[k - 1] + b[k]];
+      if (a[k] == 0) a[k] = group.row(k, b[k]);
     }
   }
   static std::int64_t PlaceIn(const R* run, std::int64_t rows) {
@@ -127,8 +124,7 @@ struct ExtremeRule {
 template <class R, bool kMax>
 struct TiesRule {
   using B = Int<R>;
-  static constexpr bool kTwo = true, kPlaces = false, kPowers = false;
-  static constexpr std::int64_t kGroupRows = 0;
+  static constexpr bool kTwo = true, kPlaces = false, kPowers = false, kGroups = false;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {
@@ -166,8 +162,7 @@ struct TiesRule {
 template <class R>
 struct ProductRule {
   using B = R;
-  static constexpr bool kTwo = true, kPlaces = false, kPowers = false;
-  static constexpr std::int64_t kGroupRows = 0;
+  static constexpr bool kTwo = true, kPlaces = false, kPowers = false, kGroups = false;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D, hn::Vec<D>) {
@@ -203,8 +198,7 @@ struct ProductRule {
 template <class R>
 struct LogSumRule {
   using B = R;
-  static constexpr bool kTwo = true, kPlaces = false, kPowers = true;
-  static constexpr std::int64_t kGroupRows = 1;
+  static constexpr bool kTwo = true, kPlaces = false, kPowers = true, kGroups = true;
 
   template <class D>
   static HWY_INLINE bool Ordinary(D d, hn::Vec<D> sum) {

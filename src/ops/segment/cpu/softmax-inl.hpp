@@ -37,6 +37,27 @@ HWY_INLINE hn::Vec<D> ExpOfNear(D d, hn::Vec<D> x) {
   }
 }
 
+// Whether all of some x are so near 0 that their difference to what they were subtracted from has
+// no error to speak of. NaN is not.
+template <class D>
+class Nearness {
+  using R = hn::TFromD<D>;
+  using DI = hn::RebindToSigned<D>;
+
+ public:
+  HWY_INLINE Nearness() : farthest_(hn::Zero(DI())) {}
+  HWY_INLINE void Add(hn::Vec<D> x) {
+    // As integers, among which NaN is the largest.
+    farthest_ = hn::Max(farthest_, hn::BitCast(DI(), hn::Abs(x)));
+  }
+  HWY_INLINE bool All() const {
+    return hn::AllTrue(D(), hn::Le(hn::BitCast(D(), farthest_), hn::Set(D(), R{16})));
+  }
+
+ private:
+  hn::Vec<DI> farthest_;
+};
+
 // exp of x <= 0, in f32 0 below -87; meaningless for others.
 template <class D>
 HWY_INLINE hn::Vec<D> ExpOfNonPositive(D d, hn::Vec<D> x) {

@@ -157,7 +157,7 @@ void SoftmaxOfColumn(const Matrix<const T>& matrix, const Segments& segments, st
                      std::int64_t end, const Task<R>& task, Output& output, const Single& single) {
   using Scan = ColumnScan<R, LogSumRule<R>>;
   const hn::ScalableTag<R> d;
-  Scan scan({0, 0}, true);
+  Scan scan({0, 0});
   const R* x = nullptr;  // of the block
   ForBlocksOfSegments<Scan::kRows>(
       segments, begin, end,
@@ -210,7 +210,7 @@ void SoftmaxGradientOfColumn(const Matrix<const T>& out, const Matrix<const T>& 
                              const Task<R>& task, Output& output, const Single& single) {
   using Scan = ColumnScan<R, SumRule<R>>;
   const hn::ScalableTag<R> d;
-  Scan scan({0, 0}, true);
+  Scan scan({0, 0});
   const R *y = nullptr, *g = nullptr;  // of the block
   ForBlocksOfSegments<Scan::kRows>(
       segments, begin, end,
