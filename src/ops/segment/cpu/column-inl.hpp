@@ -234,8 +234,7 @@ HWY_INLINE std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t 
 // The sum of exp(x - from[0]), and with kKeep the powers to `to`. False, and they mean nothing, if
 // an element is not near the first.
 template <bool kKeep, class R>
-bool PowersOfRun(const R* HWY_RESTRICT from, std::int64_t count, R& sum,
-                 R* HWY_RESTRICT to = nullptr) {
+bool PowersOfNearRun(const R* HWY_RESTRICT from, std::int64_t count, R& sum, R* HWY_RESTRICT to) {
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
@@ -243,18 +242,23 @@ bool PowersOfRun(const R* HWY_RESTRICT from, std::int64_t count, R& sum,
   Nearness<decltype(d)> near, near2;
   auto total = hn::Zero(d), total2 = total;
   std::int64_t i = 0;
-  for (; i + 2 * step <= count; i += 2 * step) {
-    ahead.Step();
-    ahead.Step();
-    const auto v = hn::Sub(hn::LoadU(d, from + i), shift);
-    const auto w = hn::Sub(hn::LoadU(d, from + i + step), shift);
-    near.Add(v);
-    near2.Add(w);
-    const auto power = ExpOfNear(d, v), power2 = ExpOfNear(d, w);
-    total = hn::Add(total, power);
-    total2 = hn::Add(total2, power2);
-    if (kKeep) hn::StoreU(power, d, to + i);
-    if (kKeep) hn::StoreU(power2, d, to + i + step);
+  while (i + 2 * step <= count) {
+    constexpr std::int64_t kLook = 512;  // rows until what is far ends this
+    const std::int64_t stop = std::min(count, i + kLook);
+    for (; i + 2 * step <= stop; i += 2 * step) {
+      ahead.Step();
+      ahead.Step();
+      const auto v = hn::Sub(hn::LoadU(d, from + i), shift);
+      const auto w = hn::Sub(hn::LoadU(d, from + i + step), shift);
+      near.Add(v);
+      near2.Add(w);
+      const auto power = ExpOfNear(d, v), power2 = ExpOfNear(d, w);
+      total = hn::Add(total, power);
+      total2 = hn::Add(total2, power2);
+      if (kKeep) hn::StoreU(power, d, to + i);
+      if (kKeep) hn::StoreU(power2, d, to + i + step);
+    }
+    if (!near.All() || !near2.All()) return false;
   }
   for (; i < count; i += step) {
     const auto left = static_cast<std::size_t>(std::min(step, count - i));
@@ -265,24 +269,27 @@ bool PowersOfRun(const R* HWY_RESTRICT from, std::int64_t count, R& sum,
     if (kKeep) StoreFirst(d, power, to + i, left);
   }
   sum = hn::GetLane(hn::SumOfLanes(d, hn::Add(total, total2)));
-  return near.All() && near2.All();
+  return near.All();
 }
 
-// The LogSum of a run.
-template <class R>
-void LogSumOfRun(const R* HWY_RESTRICT from, std::int64_t count, const LogSum<R>& state) {
+// The LogSum of a run, and with kKeep the powers to `to`.
+template <bool kKeep, class R>
+void LogSumOfRun(const R* HWY_RESTRICT from, std::int64_t count, const LogSum<R>& state,
+                 R* HWY_RESTRICT to = nullptr) {
   state.largest[0] = from[0];
-  if (PowersOfRun<false>(from, count, state.sum[0])) return;
+  if (PowersOfNearRun<kKeep>(from, count, state.sum[0], to)) return;
   const hn::ScalableTag<R> d;
   auto largest = hn::Set(d, -kInf<R>), sum = hn::Zero(d);
   ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
-    const auto v = lanes.Read(d, from + i);
-    largest = hn::Max(hn::IfThenElse(lanes.Inside(d), v, hn::Set(d, -kInf<R>)), largest);
+    const auto x = hn::IfThenElse(lanes.Inside(d), lanes.Read(d, from + i), hn::Set(d, -kInf<R>));
+    largest = hn::Max(x, largest);
   });
   largest = hn::MaxOfLanes(d, largest);
   const auto shift = Shift(d, largest);
   ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
-    sum = hn::Add(sum, lanes.First(d, ExpOf(d, hn::Sub(lanes.Read(d, from + i), shift))));
+    const auto power = ExpOf(d, hn::Sub(lanes.Read(d, from + i), shift));
+    sum = hn::Add(sum, lanes.First(d, power));
+    if (kKeep) lanes.Write(d, power, to + i);
   });
   state.largest[0] = hn::GetLane(largest);
   state.sum[0] = hn::GetLane(hn::SumOfLanes(d, sum));
@@ -294,14 +301,11 @@ void SoftmaxOfRun(const R* HWY_RESTRICT from, std::int64_t count, R* HWY_RESTRIC
   const hn::ScalableTag<R> d;
   R largest[hn::MaxLanes(d)] = {},
     sum[hn::MaxLanes(d)] = {};  // whole vectors, of which one is used
-  const bool near = PowersOfRun<true>(from, count, sum[0], to);
-  if (!near) LogSumOfRun(from, count, LogSum<R>{largest, sum});
+  LogSumOfRun<true>(from, count, LogSum<R>{largest, sum}, to);
   FinishSoftmax(LogSum<R>{largest, sum}, 1);
-  const auto shift = hn::Set(d, largest[0]), inverse = hn::Set(d, sum[0]);
+  const auto inverse = hn::Set(d, sum[0]);
   ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {
-    const auto power =
-        near ? lanes.Read(d, to + i) : ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from + i), shift));
-    lanes.Write(d, hn::Mul(power, inverse), to + i);
+    lanes.Write(d, hn::Mul(lanes.Read(d, to + i), inverse), to + i);
   });
 }
 
@@ -335,7 +339,7 @@ void FoldRun(const SegmentProblem& problem, const Matrix<const T>& x, const Segm
       case SegmentReduce::logsumexp:
       case SegmentReduce::softmax: {
         const LogSum<R> later{task.vector, task.vector + 1};
-        LogSumOfRun(run, rows, first ? state.log_sum() : later);
+        LogSumOfRun<false>(run, rows, first ? state.log_sum() : later);
         if (!first) MergeLogSum(state.log_sum(), later, 1);
         break;
       }

@@ -20,6 +20,7 @@
 #include "cpu/compress-inl.hpp"
 #include "ops/segment/cpu/group-inl.hpp"
 #include "ops/segment/cpu/scan_rules-inl.hpp"
+#include "ops/segment/cpu/transpose-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace pullback::segment_cpu::HWY_NAMESPACE {
