@@ -10,14 +10,17 @@ lacks raises NotImplementedError. One thing differs: a query that sees no key, s
 token on the left, gets 0 instead of a mean of all values.
 
 Causal, sliding and bidirectional masks, with or without padding, take memory linear in the sequence
-lengths. All others are built as [B,1,Sq,Sk], once for all layers; so are those of packed sequences,
-unless the model passes cu_seq_lens_q and no mask.
+lengths. All others are built as [B,1,Sq,Sk], once for all layers; so are those of packed sequences
+that position_ids alone tell. Those that cu_seq_lens_q and cu_seq_lens_k tell take linear memory
+and see nothing of each other, whatever the cache; DataCollatorWithFlattening makes both
+(return_flash_attn_kwargs=True).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +50,8 @@ class Mask(NamedTuple):
     left: int  # keys that a query sees to the left and right of its own; -1: all
     right: int
     padding: Tensor | None  # [B,1,1,Sk], added to the scores
+    # Packed sequences, in each of which the band is the mask: builds that of all, [B,1,Sq,Sk].
+    packed: Callable[[], Tensor] | None = None
 
     # generate() makes the masks of static caches itself; on their way they are asked for these.
     @property
@@ -84,11 +89,44 @@ def mask(
         return Mask(*band, _padding(attention_mask, kv_length, kv_offset, dtype))
     for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
         options[name] = False
-    seen = sdpa_mask(
-        kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **options
-    )
-    assert seen is not None
-    return _bias(seen, dtype)
+
+    def build() -> Tensor:
+        seen = sdpa_mask(
+            kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **options
+        )
+        assert seen is not None
+        return _bias(seen, dtype)
+
+    # Compilers drop a mask that is not used.
+    if not torch.compiler.is_compiling() and _is_packed_band(options.get("mask_function")):
+        size = options.get("local_size")
+        return Mask(-1 if size is None else size - 1, 0, None, cache(build))
+    return build()
+
+
+# transformers' makers of the functions that causal masks of packed sequences are composed of.
+_PACKED_BAND = {
+    "and_masks",
+    "causal_mask_function",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_overlay",
+}
+
+
+def _is_packed_band(mask_function: Any) -> bool:
+    makers = set(_makers(mask_function))
+    return "packed_sequence_mask_function" in makers and makers <= _PACKED_BAND
+
+
+def _makers(function: Any) -> Iterator[str]:
+    """The names of what made a function, and those that it calls."""
+    if callable(function):
+        yield getattr(function, "__qualname__", "").split(".")[0]
+        for cell in getattr(function, "__closure__", None) or ():
+            held = cell.cell_contents
+            for value in held if type(held) is tuple else [held]:
+                yield from _makers(value)
 
 
 def _band(options: Mapping[str, Any], kv_length: int, kv_offset: int) -> tuple[int, int] | None:
@@ -180,6 +218,9 @@ def attention(
     queries, keys = q.shape[1], k.shape[1]
     own: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "dropout": dropout}
     bias = None
+    packed = options.get("cu_seq_lens_q") is not None
+    if isinstance(attention_mask, Mask) and attention_mask.packed is not None and not packed:
+        attention_mask = attention_mask.packed()
     if isinstance(attention_mask, Mask):
         own["window"] = (attention_mask.left, attention_mask.right)
         bias = attention_mask.padding
@@ -192,6 +233,15 @@ def attention(
         bias = attention_mask[..., :keys]
         if bias.dtype == torch.bool:
             bias = _bias(bias, q.dtype)
+        if packed:
+            if getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None:
+                raise NotImplementedError(
+                    "pullback.transformers: cu_seq_lens_q: chunks of packed sequences are not "
+                    "implemented; use attn_implementation='eager' with use_cache=False"
+                )
+            # More than a band, or not known to be one.
+            bias = torch.where(_same_sequence(options, q, k), bias, -torch.inf)
+            packed = False
     elif sliding_window is not None and sliding_window < keys:
         raise NotImplementedError(
             "pullback.transformers: sliding_window: the model applies it without a mask; "
@@ -201,12 +251,18 @@ def attention(
         # The rules of transformers' sdpa_attention_forward.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         own.update(causal=bool(causal) and queries > 1, corner="top_left")
-        if options.get("cu_seq_lens_q") is not None:
-            own.update(_sequences(options))
-            q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
-    if bias is not None:
+    if packed:
+        if bias is not None:
+            raise NotImplementedError(
+                "pullback.transformers: cu_seq_lens_q: packed sequences have no "
+                f"{'padding' if position_bias is None else 'position bias'}; "
+                "leave attention_mask out, or cu_seq_lens_q and cu_seq_lens_k"
+            )
+        own.update(_sequences(options))
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    elif bias is not None:
         bias = bias.to(q.dtype)
     if s_aux is None:
         out = _attention(q, k, v, bias=bias, **own)
@@ -216,6 +272,16 @@ def attention(
         share = torch.sigmoid(lse.transpose(-1, -2) - s_aux.to(lse.dtype))
         out = (out * share.unsqueeze(-1)).to(out.dtype)
     return out.view(query.shape[0], queries, query.shape[1], value.shape[-1]), None
+
+
+def _same_sequence(options: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor:
+    """[B,1,Sq,Sk]: whether query and key are of one of the packed sequences."""
+    numbers = []
+    for side, tensor in (("q", q), ("k", k)):
+        rows = torch.arange(tensor.shape[0] * tensor.shape[1], device=tensor.device)
+        number = torch.searchsorted(options[f"cu_seq_lens_{side}"].to(rows.dtype), rows, right=True)
+        numbers.append(number.view(tensor.shape[:2]))
+    return (numbers[0][:, :, None] == numbers[1][:, None])[:, None]
 
 
 def _sequences(options: Mapping[str, Any]) -> dict[str, Any]:

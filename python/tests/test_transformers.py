@@ -213,16 +213,54 @@ def test_dropout_keeps_the_mean(device: str) -> None:
     assert torch.equal(pt.attention(module, q, k, v, None, dropout=0.2)[0], draws[0])
 
 
-@on_devices
-def test_sequences_of_a_model_by_offsets(device: str) -> None:
-    eager, ours = models("llama", device)
-    inputs = batch("packed", device)
-    inputs = {name: tensor[:1] for name, tensor in inputs.items()}
+def packed_batch(device: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """What DataCollatorWithFlattening makes of two sequences, and these."""
+    tokens = batch("plain", device)["input_ids"][:1]
     offsets = torch.tensor([0, 7, TOKENS], dtype=torch.int32, device=device)
-    lengths = {"max_length_q": 13, "max_length_k": 13}
-    expected = eager(**inputs).loss
-    loss = ours(**inputs, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, **lengths).loss
-    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    packed = {
+        "input_ids": tokens,
+        "position_ids": torch.cat([torch.arange(7), torch.arange(13)])[None].to(device),
+        **{f"cu_seq_lens_{side}": offsets for side in "qk"},
+        **{f"max_length_{side}": 13 for side in "qk"},
+    }
+    return packed, [*tokens.split([7, 13], 1)]
+
+
+@on_devices
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_sequences_of_a_model_by_offsets(
+    name: str, use_cache: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, ours = models(name, device)
+    packed, sequences = packed_batch(device)
+    expected = torch.cat([eager(sequence).logits for sequence in sequences], 1)
+    monkeypatch.setattr(pt, "_bias", None)  # no mask is built
+    found = ours(**packed, use_cache=use_cache).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sequences_by_offsets_and_other_masks() -> None:
+    _, ours = models("mistral", "cpu", torch.float64)
+    packed, _ = packed_batch("cpu")
+    expected = ours(**packed).logits
+    positions = torch.arange(TOKENS)
+    distance = positions[:, None] - positions
+    window = ((distance >= 0) & (distance < 5))[None, None]
+    found = ours(**packed, attention_mask=window).logits
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    torch.compiler.reset()
+    for use_cache in (False, True):
+        whole = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        found = whole(**packed, use_cache=use_cache).logits
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    padding = torch.ones(1, TOKENS, dtype=torch.int64)
+    assert torch.equal(ours(**packed, attention_mask=padding).logits, expected)
+    padding[0, -1] = 0
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: packed sequences have no padd"):
+        ours(**packed, attention_mask=padding)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: chunks of packed sequences"):
+        models("llama4", "cpu")[1](**packed)
 
 
 @on_devices
