@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
+from pullback._native import BACKWARD, FORWARD  # noqa: E402
 from pullback.torch._known import KnownCalls, know, unseen  # noqa: E402
+from pullback.torch._operator import _Kernel  # noqa: E402
 from torch_cases import CASES, Case, on_devices, random  # noqa: E402
 
 
@@ -42,6 +45,31 @@ def test_modes_and_profilers_see_the_operators() -> None:
     assert inferred.is_inference() and unseen((inferred,))
     with torch.device("meta"):
         assert pt.entmax15(torch.empty(4, 6)).shape == (4, 6)
+
+
+def test_selective_checkpointing_keeps_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of calls that are known, though its modes leave no trace in dispatch keys."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    def run(self: Any, *arguments: Any) -> Any:
+        passes.append(self.direction)
+        return original(self, *arguments)
+
+    def block(q: Tensor) -> Tensor:
+        return pt.attention(q, q, q).square()
+
+    passes: list[int] = []
+    original = _Kernel.run
+    monkeypatch.setattr(_Kernel, "run", run)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.pullback.attention.default])
+    q = random(1, 6, 2, 4).requires_grad_()
+    wanted = torch.autograd.grad(block(q).sum(), q)
+    for _ in range(2):
+        passes.clear()
+        loss = checkpoint(block, q, use_reentrant=False, context_fn=contexts).sum()
+        assert torch.equal(torch.autograd.grad(loss, q)[0], wanted[0])
+        assert passes == [FORWARD, BACKWARD]
+        block(q).sum().backward()
 
 
 def test_calls_are_known_by_all_that_matters() -> None:

@@ -195,7 +195,8 @@ def _differentiate_publicly(
 
 def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivation) -> Calls:
     """What register_autograd does at half its cost, and calls that leave the dispatcher out."""
-    modes, profiled = known_calls.modes, known_calls.profiled
+    function_modes, dispatch_modes = known_calls.function_modes, known_calls.dispatch_modes
+    profiled = known_calls.profiled
     count = len(kernel.names)
     calls = KnownCalls()
     keep = derivation.keep
@@ -249,7 +250,8 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
         if (
             not torch.compiler.is_compiling()
             and forward_ad._current_level < 0
-            and modes() == 0
+            and function_modes() == 0
+            and dispatch_modes() == 0
             and not profiled()
         ):
             if kernel.casts(tensors):
@@ -289,7 +291,8 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
             known.check(*given)
             and known.threads == torch.get_num_threads()
             and not (known.leaves is not None and torch.is_grad_enabled())
-            and modes() == 0
+            and function_modes() == 0
+            and dispatch_modes() == 0
             and not profiled()
         ):
             return kernel.run(known.prepared, given)
