@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._options import entmax_options
+from .._options import entmax_options, integer
 from ._fields import remembered
 from ._ops import ENTMAX, SPARSEMAX
 
@@ -42,6 +42,7 @@ def entmax(
             "entmax: x: expected rank 1 to 8, got rank 0; give it a dimension of size 1"
         )
     rows: Tensor | None = None
+    dim = integer("entmax: dim", dim)
     if isinstance(alpha, Tensor):
         shape = list(x.shape)
         axis = dim % x.dim()
@@ -73,6 +74,8 @@ def entmax(
 
 def _saves_mask(x: Tensor, dim: int) -> bool:
     """Whether backward reads a bit an element in place of y, where that is fast."""
+    if not -x.dim() <= dim < x.dim():
+        return False
     length = x.shape[dim]
     if x.stride(dim) != 1:
         return False
