@@ -49,6 +49,7 @@ class Mask(NamedTuple):
 
     left: int  # keys that a query sees to the left and right of its own; -1: all
     right: int
+    keys: int  # Sk
     padding: Tensor | None  # [B,1,1,Sk], added to the scores
     # Packed sequences, in each of which the band is the mask: builds that of all, [B,1,Sq,Sk].
     packed: Callable[[], Tensor] | None = None
@@ -86,7 +87,7 @@ def mask(
         return attention_mask
     band = _band(options, kv_length, kv_offset)
     if band is not None:
-        return Mask(*band, _padding(attention_mask, kv_length, kv_offset, dtype))
+        return Mask(*band, kv_length, _padding(attention_mask, kv_length, kv_offset, dtype))
     for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
         options[name] = False
 
@@ -100,7 +101,7 @@ def mask(
     # Compilers drop a mask that is not used.
     if not torch.compiler.is_compiling() and _is_packed_band(options.get("mask_function")):
         size = options.get("local_size")
-        return Mask(-1 if size is None else size - 1, 0, None, cache(build))
+        return Mask(-1 if size is None else size - 1, 0, kv_length, None, cache(build))
     return build()
 
 
@@ -222,6 +223,12 @@ def attention(
     if isinstance(attention_mask, Mask) and attention_mask.packed is not None and not packed:
         attention_mask = attention_mask.packed()
     if isinstance(attention_mask, Mask):
+        if attention_mask.keys != keys:
+            raise NotImplementedError(
+                f"pullback.transformers: attention_mask: made for {attention_mask.keys} keys, but "
+                f"the model has {keys}: what it adds to them is not implemented; "
+                "use attn_implementation='eager'"
+            )
         own["window"] = (attention_mask.left, attention_mask.right)
         bias = attention_mask.padding
     elif attention_mask is not None:

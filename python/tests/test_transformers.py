@@ -303,7 +303,14 @@ def test_refusals(options: dict[str, Any]) -> None:
 
 def test_a_mask_has_no_elements() -> None:
     with pytest.raises(NotImplementedError, match="looks into its mask"):
-        pt.Mask(-1, 0, None)[:, 0]
+        pt.Mask(-1, 0, 8, None)[:, 0]
+
+
+def test_a_mask_is_of_the_keys_it_was_made_for() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    kept = torch.cat([q, q[:, :, :2]], 2)
+    with pytest.raises(NotImplementedError, match="made for 8 keys, but the model has 10"):
+        pt.attention(torch.nn.Module(), q, kept, kept, pt.Mask(-1, 0, 8, None))
 
 
 def test_empty_batches() -> None:
