@@ -7,7 +7,7 @@ Models whose class has `_supports_attention_backend` take it. It computes what e
 causal, sliding and chunked masks, padding, packed sequences, 4-D masks, grouped heads, softcap,
 dropout, attention sinks, T5's position bias and its gradient, any cache but paged ones. What it
 lacks raises NotImplementedError. One thing differs: a query that sees no key, such as a padding
-token on the left, gets 0 instead of a mean of all values.
+token on the left, gets 0 instead of a mean of all values, but where its mask is built.
 
 Causal, sliding and bidirectional masks, with or without padding, take memory linear in the sequence
 lengths. All others are built as [B,1,Sq,Sk], once for all layers; so are those of packed sequences
@@ -24,6 +24,7 @@ from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -62,13 +63,40 @@ class Mask(NamedTuple):
     def contiguous(self) -> Mask:
         return self
 
+    def elements(self) -> Tensor:
+        """For models that look into their mask: one of packed sequences has elements."""
+        if self.packed is not None:
+            return self.packed()
+        raise _NoElements(
+            "pullback.transformers: the model looks into its mask, which has no elements here; "
+            "use attn_implementation='eager'"
+        )
+
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, tuple):
-            raise NotImplementedError(
-                "pullback.transformers: the model looks into its mask, which has no elements here; "
-                "use attn_implementation='eager'"
-            )
-        return tuple.__getitem__(self, index)
+        if isinstance(index, (int, slice)):
+            return tuple.__getitem__(self, index)
+        return self.elements()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.elements(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        def looked_into(value: Any) -> Any:
+            return value.elements() if isinstance(value, Mask) else value
+
+        given = tree_map(
+            looked_into, (arguments, options or {}), is_leaf=lambda value: isinstance(value, Mask)
+        )
+        return function(*given[0], **given[1])
+
+
+class _NoElements(NotImplementedError, AttributeError):
+    """Also what hasattr() expects."""
 
 
 def mask(
@@ -96,7 +124,8 @@ def mask(
             kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **options
         )
         assert seen is not None
-        return _bias(seen, dtype)
+        # As eager attention's: models that compute with it themselves get no NaN of rows of -inf.
+        return _bias(seen, dtype, torch.finfo(dtype).min)
 
     # Compilers drop a mask that is not used.
     if not torch.compiler.is_compiling() and _is_packed_band(options.get("mask_function")):
@@ -177,8 +206,8 @@ def _padding(
     return _bias(keys[:, None, None, :], dtype)
 
 
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+def _bias(seen: Tensor, dtype: torch.dtype, hidden: float = -torch.inf) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
 
 
 # ---------------------------------------------------------------- attention

@@ -7,6 +7,7 @@ how close the two can be. PULLBACK_TEST_OPS: see test_torch.py.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    masking_utils,
 )
 
 import pullback.transformers as pt  # noqa: E402
@@ -302,8 +304,54 @@ def test_refusals(options: dict[str, Any]) -> None:
 
 
 def test_a_mask_has_no_elements() -> None:
-    with pytest.raises(NotImplementedError, match="looks into its mask"):
-        pt.Mask(-1, 0, 8, None)[:, 0]
+    mask, scores = pt.Mask(-1, 0, 8, None), torch.zeros(1, 1, 8, 8)
+    for look in (
+        lambda: mask[:, 0],
+        lambda: mask[..., :4],
+        lambda: mask.dtype,
+        lambda: scores + mask,
+        lambda: torch.cat([scores, mask]),
+    ):
+        with pytest.raises(NotImplementedError, match="looks into its mask"):
+            look()
+    assert not hasattr(mask, "to") and copy.deepcopy(mask) == mask
+    assert mask[0] == -1 and mask.ndim == 4
+
+
+def test_masks_that_models_may_look_into_are_those_of_eager_attention() -> None:
+    parameters = inspect.signature(masking_utils.sdpa_mask).parameters
+    place = {"q_length": 8} if "q_length" in parameters else {"cache_position": torch.arange(8)}
+    options = {
+        **place,
+        "batch_size": 2,
+        "kv_length": 8,
+        "mask_function": masking_utils.causal_mask_function,
+        "attention_mask": torch.arange(8).expand(2, -1) >= torch.tensor([[0], [3]]),
+        "allow_is_causal_skip": False,
+        "dtype": torch.float32,
+    }
+    found = pt.mask(**options)
+    assert torch.equal(found, masking_utils.eager_mask(**options))
+    # Rows that see nothing have the mean of all values.
+    q, k, v = torch.randn(3, 2, 2, 8, 4)
+    expected = (q @ k.mT / 2 + found).softmax(-1) @ v
+    out, _ = pt.attention(torch.nn.Module(), q, k, v, found)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_masks_of_packed_sequences_have_elements() -> None:
+    _, ours = models("mistral", "cpu")
+    packed, _ = packed_batch("cpu")
+    masks: list[Any] = []
+    for layer in ours.model.layers:
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    ours(packed["input_ids"], position_ids=packed["position_ids"], use_cache=False)
+    mask = masks[0]
+    assert mask.shape == (1, 1, TOKENS, TOKENS) and mask is masks[1]
+    assert torch.equal(mask[..., :4], (torch.zeros(TOKENS) + mask)[..., :4])
+    assert mask[0, 0, 6, 5] == 0 and mask[0, 0, 7, 6] < -1e30
 
 
 def test_a_mask_is_of_the_keys_it_was_made_for() -> None:
