@@ -244,6 +244,8 @@ def attention(
             raise NotImplementedError(
                 f"pullback.transformers: {name}: {reason}; use attn_implementation='eager'"
             )
+    if scaling is None:
+        scaling = _own_scaling(module, value)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     queries, keys = q.shape[1], k.shape[1]
     own: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "dropout": dropout}
@@ -308,6 +310,15 @@ def attention(
         share = torch.sigmoid(lse.transpose(-1, -2) - s_aux.to(lse.dtype))
         out = (out * share.unsqueeze(-1)).to(out.dtype)
     return out.view(query.shape[0], queries, query.shape[1], value.shape[-1]), None
+
+
+def _own_scaling(module: torch.nn.Module, value: Tensor) -> float | None:
+    """What the eager attention of GPT-2 and its like looks up itself, up to transformers 4.57."""
+    by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", None)
+    if by_layer is None:
+        return None
+    scaling = value.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
+    return scaling / (module.layer_idx + 1) if by_layer else scaling  # type: ignore[operator]
 
 
 def _same_sequence(options: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor:

@@ -59,6 +59,11 @@ def configuration(name: str) -> tuple[Any, Any]:
         if not hasattr(t, "GptOssConfig"):
             pytest.skip("this version has no such model")
         return t.GptOssConfig(sliding_window=5, **EXPERTS, **GROUPED), AutoModelForCausalLM
+    if name == "gpt2":  # scores scaled by layer
+        special = {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
+        dropouts = {f"{part}_pdrop": 0.0 for part in ("attn", "embd", "resid")}
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        return t.GPT2Config(**sizes, **special, **dropouts), AutoModelForCausalLM
     if name == "llama4":  # chunks
         special = {"attention_chunk_size": 6, "intermediate_size_mlp": 48, "pad_token_id": 0}
         return t.Llama4TextConfig(**special, **EXPERTS, **GROUPED), AutoModelForCausalLM
@@ -126,7 +131,7 @@ def assert_same(eager: Any, ours: Any, inputs: dict[str, Any], tolerance: float 
         assert (gradient - wanted[name]).abs().max().item() <= tolerance * scale, name
 
 
-DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "llama4")
+DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "llama4", "gpt2")
 
 
 @on_devices
