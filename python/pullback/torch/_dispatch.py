@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Callable, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -89,6 +90,10 @@ def _tangent(tensor: Any) -> bool:
     return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def _refuse_tangents(name: str) -> NoReturn:
+    raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
+
+
 class Calls(NamedTuple):
     """An operator's calls."""
 
@@ -126,14 +131,19 @@ def differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivati
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
+@contextmanager
+def _other_levels() -> Iterator[None]:
+    """Of torch.func's transforms: what is forward to one has derivatives in those further out,
+    which Functions turn off."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
 def _by_dispatcher(
     name: str, operator: Any, kernel: Kernel, derivation: Derivation
 ) -> Callable[..., Any]:
     """`Calls.call`, also under torch.func.grad and the like, which know autograd by Functions."""
     count = len(kernel.names)
-
-    def refuse_tangents() -> NoReturn:
-        raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
 
     class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
@@ -151,7 +161,7 @@ def _by_dispatcher(
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-            refuse_tangents()
+            _refuse_tangents(name)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
@@ -161,7 +171,7 @@ def _by_dispatcher(
         transformed = False
         if not torch.compiler.is_compiling():
             if getattr(forward_ad, "_current_level", 0) >= 0 and any(map(_tangent, tensors)):
-                refuse_tangents()
+                _refuse_tangents(name)
             transformed = _transforms_active()
         if transformed:
             # What is saved has to be what the operator computes with.
@@ -200,7 +210,6 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
     count = len(kernel.names)
     calls = KnownCalls()
     keep = derivation.keep
-    call_by_dispatcher = _by_dispatcher(name, operator, kernel, derivation)
 
     def function(forward: Callable[..., Any]) -> Callable[..., Any]:
         """A differentiable one of a first argument, and tensors that require gradients."""
@@ -223,7 +232,8 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
 
     def forward_dispatched(ctx: Any, job: Any, *leaves: Tensor) -> Any:
         keyset, tensors, options, places = job
-        results = compute(keyset, tensors, options)
+        with _other_levels() if _transforms_active() else nullcontext():
+            results = compute(keyset, tensors, options)
         record = derivation.record(tensors, options, (None, *places))
         return keep(ctx, record, tensors, results, False)
 
@@ -239,12 +249,21 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
 
     def autograd(keyset: Any, *arguments: Any) -> Any:
         tensors, options = arguments[:count], arguments[count:]
+        if forward_ad._current_level >= 0 and any(map(_tangent, tensors)):
+            _refuse_tangents(name)
         if torch.is_grad_enabled() and (places := places_of_leaves(tensors)):
             job = keyset, tensors, options, places
-            return apply_dispatched(job, *[tensors[place] for place in places])
+            with known_calls.one_level() if _transforms_active() else nullcontext():
+                return apply_dispatched(job, *[tensors[place] for place in places])
         return compute(keyset, tensors, options)
 
     library.impl(name, autograd, "Autograd", with_keyset=True)
+
+    def call_by_dispatcher(
+        tensors: Sequence[Any], options: Sequence[Any], first: bool = False
+    ) -> Any:
+        results = operator(*tensors, *options)
+        return results[0] if first else results
 
     def call(tensors: Sequence[Any], options: Sequence[Any], first: bool = False) -> Any:
         if (
@@ -290,6 +309,7 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
         if (
             known.check(*given)
             and known.threads == torch.get_num_threads()
+            and forward_ad._current_level < 0
             and not (known.leaves is not None and torch.is_grad_enabled())
             and function_modes() == 0
             and dispatch_modes() == 0
