@@ -53,6 +53,17 @@ def define(name: str, schema: str, kernel: Kernel) -> Any:
     operator = getattr(torch.ops.pullback, name).default
 
     def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+        if info.batch_size == 0:
+            # The shapes are those of one item.
+            one = [
+                a if d is None else a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :]))
+                for a, d in zip(arguments, in_dims)
+            ]
+            results, dims = vmap(info._replace(batch_size=1), in_dims, *one)
+            if isinstance(results, Tensor):
+                return results.narrow(dims, 0, 0), dims
+            return type(results)([r.narrow(d, 0, 0) for r, d in zip(results, dims)]), dims
+
         def row(i: int) -> Any:
             return [a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims)]
 
