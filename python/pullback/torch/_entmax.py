@@ -27,7 +27,8 @@ def entmax(
         x: of rank 1 to 8.
         alpha: 1 is softmax, 1.5 entmax15, 2 sparsemax; at least 1. A tensor has the shape of x with
             size 1 at `dim`, or broadcasts to that of x without it (with `offsets`, with G there),
-            and gets its gradient.
+            and gets its gradient. torch.compile compiles each value of a float anew: where alpha
+            follows a schedule, give it a tensor.
         dim: the dimension of size n that rows lie along.
         mask: bool or uint8, the shape of x; hides where it is 0.
         offsets: [G+1], ascending; `dim` then holds G rows of different lengths.
