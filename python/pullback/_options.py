@@ -50,12 +50,12 @@ class AttentionOptions(TypedDict, total=False):
 
     #: Factor of q·k; 1/sqrt(D) when not given.
     scale: float | None
-    #: c > 0: a score s becomes c tanh(s/c), after the scale and before the bias.
-    softcap: float
+    #: c > 0: a score s becomes c tanh(s/c), after the scale and before the bias; 0 or None: none.
+    softcap: float | None
     #: No query sees keys past its own.
     causal: bool
-    #: How many keys a query sees to the left and to the right of its own; -1: all.
-    window: tuple[int, int] | None
+    #: How many keys a query sees to the left and to the right of its own; -1 or None: all.
+    window: tuple[int | None, int | None] | None
     #: Where causal and window are aligned if Sq != Sk: "bottom_right" (the default) or "top_left".
     corner: Corner
     #: The probability of dropping a weight, from 0 up to, but not including, 1.
@@ -79,9 +79,9 @@ class AttentionOptions(TypedDict, total=False):
 
 def attention_options(
     scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: tuple[int | None, int | None] | None = None,
     corner: str = "bottom_right",
     dropout: float = 0.0,
     max_seqlen_q: int = 0,
@@ -92,21 +92,20 @@ def attention_options(
     layout_batches: int = 0,
     block: int = 0,
 ) -> dict[str, Any]:
-    left, right = window if isinstance(window, Sequence) and len(window) == 2 else (None, None)
     if window is None:
-        left = right = -1
-    if left is None or right is None:
+        window = (-1, -1)
+    if not isinstance(window, Sequence) or len(window) != 2:
         raise ValueError(f"window: expected (left, right), -1 for no bound; got {window!r}")
+    left, right = (-1 if bound is None else integer("window", bound) for bound in window)
     if isinstance(causal, str):
         raise ValueError(f"causal: expected True or False, got {causal!r}; its corner is `corner`")
-    left, right = integer("window", left), integer("window", right)
     if causal and right >= -1:
         right = 0
     return {
         "max_seqlen_q": integer("max_seqlen_q", max_seqlen_q),
         "max_seqlen_k": integer("max_seqlen_k", max_seqlen_k),
         "scale": None if scale is None else float(scale),
-        "softcap": float(softcap),
+        "softcap": 0.0 if softcap is None else float(softcap),
         "mask_left": left,
         "mask_right": right,
         "mask_corner": choice("corner", corner, CORNERS),

@@ -248,7 +248,7 @@ def attention(
         scaling = _own_scaling(module, value)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     queries, keys = q.shape[1], k.shape[1]
-    own: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "dropout": dropout}
+    own: dict[str, Any] = {"scale": scaling, "softcap": softcap, "dropout": dropout}
     bias = None
     packed = options.get("cu_seq_lens_q") is not None
     if isinstance(attention_mask, Mask) and attention_mask.packed is not None and not packed:

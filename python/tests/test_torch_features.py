@@ -261,8 +261,11 @@ def test_errors_of_the_library_reach_the_caller() -> None:
         pt.entmax(torch.ones(4, 4), torch.ones(4, 4))
     with pytest.raises(ValueError, match="ties: expected 'first' or 'last'"):
         pt.segment_reduce_arg(q[0, :, 0], "max", offsets=torch.tensor([0, 2]), ties="even")
-    with pytest.raises(ValueError, match=r"window: expected .* -1 for no bound; got \(None, 0\)"):
-        pt.attention(q, q, q, window=(None, 0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"window: expected .* -1 for no bound; got \(0,\)"):
+        pt.attention(q, q, q, window=(0,))  # type: ignore[arg-type]
+    for leaf in (q.flatten(1), q.flatten(1).requires_grad_()):
+        with pytest.raises(ValueError, match=r"entmax: axis: expected .*, got 5"):
+            pt.sparsemax(leaf, 5)
     with pytest.raises(ValueError, match="entmax: axis: expected a number, got None"):
         pt.entmax(q, 1.5, None)  # type: ignore[arg-type]
 
@@ -315,6 +318,15 @@ def test_numbers_may_be_those_of_numpy_but_not_floats() -> None:
     assert torch.equal(pt.attention(q, q, q, dropout=0.5, seed=np.int64(5)), seeded)
     with pytest.raises(TypeError):
         pt.attention(q, q, q, dropout=0.5, seed=1.5)  # type: ignore[call-overload]
+
+
+def test_none_bounds_and_caps_nothing() -> None:
+    q = random(1, 5, 2, 8)
+    for _ in range(2):
+        for left, right in ((None, None), (None, 0), (1, None)):
+            numbers = [-1 if bound is None else bound for bound in (left, right)]
+            found = pt.attention(q, q, q, window=(left, right), softcap=None)
+            assert torch.equal(found, pt.attention(q, q, q, window=tuple(numbers)))
 
 
 def test_a_refused_float_leaves_no_trace_in_what_is_remembered() -> None:
