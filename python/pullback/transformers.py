@@ -312,13 +312,13 @@ def attention(
     return out.view(query.shape[0], queries, query.shape[1], value.shape[-1]), None
 
 
-def _own_scaling(module: torch.nn.Module, value: Tensor) -> float | None:
+def _own_scaling(module: Any, value: Tensor) -> float | None:
     """What the eager attention of GPT-2 and its like looks up itself, up to transformers 4.57."""
     by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", None)
     if by_layer is None:
         return None
-    scaling = value.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
-    return scaling / (module.layer_idx + 1) if by_layer else scaling  # type: ignore[operator]
+    scaling: float = value.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
+    return scaling / float(module.layer_idx + 1) if by_layer else scaling
 
 
 def _same_sequence(options: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor:

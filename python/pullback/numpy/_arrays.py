@@ -58,7 +58,7 @@ def _dtype(name: str) -> Any:
 
 def _refuse_masked(op: Op, name: str, value: Any) -> None:
     """Whose mask np.asarray() would drop."""
-    if isinstance(value, np.ma.MaskedArray):
+    if type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"{op.name}: {name}: expected an array without a mask, got a MaskedArray; "
             "give what filled() makes of it"

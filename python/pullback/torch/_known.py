@@ -84,7 +84,7 @@ try:
     BACKENDS = (_core.DispatchKey.CPU, _core.DispatchKey.CUDA)
     below_autograd, after_autograd = _core._AutoDispatchBelowAutograd, _core._after_autograd_keyset
     one_level = torch._functorch.utils.enable_single_level_autograd_function
-    _ = torch._ops.OpOverload.redispatch, forward_ad._current_level
+    _: Any = torch._ops.OpOverload.redispatch, forward_ad._current_level
     _ = forward_ad._set_fwd_grad_enabled
     _IDLE_THREADS = _find_idle_threads()
     # The dispatch keys of tensors that are nothing but memory, with autograd and for inference.
