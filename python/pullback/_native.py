@@ -322,7 +322,7 @@ class NativePlan:
         options: Mapping[str, Any],
         device: Device = CPU,
         threads: int = 0,
-        variant: str = "",
+        variant: str | None = None,
     ) -> None:
         """`options` are the problem's fields that are not tensors; a layout is a BlockLayout."""
         self.op = op
@@ -352,8 +352,10 @@ class NativePlan:
                 raise ValueError(
                     f"{op.name}: {name}: expected a number that fits {kind}, got {value}"
                 )
-        chosen = _PlanOptions(0, *device, threads, 0, variant.encode())
+        chosen = _PlanOptions(0, *device, threads, 0, (variant or "").encode())
         chosen.struct_size = ctypes.sizeof(chosen)
+        if chosen.threads != threads:
+            raise ValueError(f"{op.name}: threads: expected a number that fits i32, got {threads}")
         handle = c_void_p()
         arguments = (byref(problem), direction) if op.passes else (byref(problem),)
         op.plan(*arguments, byref(chosen), byref(handle))

@@ -6,6 +6,7 @@ Every front end takes them as keywords, so that the op means the same everywhere
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any, Literal, TypedDict
 
 from ._checks import check_rank
@@ -33,17 +34,28 @@ def choice(option: str, value: Any, names: Sequence[str]) -> int:
     return names.index(value)
 
 
+def integer(option: str, value: Any) -> Any:
+    """A number of NumPy's or of a tensor as Python's, which caches can hold; torch's SymInt stays
+    symbolic."""
+    if value is None or isinstance(value, int) or type(value).__name__ == "SymInt":
+        return value
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{option}: expected an integer, got {value!r}") from None
+
+
 class AttentionOptions(TypedDict, total=False):
     """Options of attention: keywords of every front end."""
 
     #: Factor of q·k; 1/sqrt(D) when not given.
     scale: float | None
-    #: c > 0: a score s becomes c tanh(s/c), after the scale and before the bias.
-    softcap: float
+    #: c > 0: a score s becomes c tanh(s/c), after the scale and before the bias; 0 or None: none.
+    softcap: float | None
     #: No query sees keys past its own.
     causal: bool
-    #: How many keys a query sees to the left and to the right of its own; -1: all.
-    window: tuple[int, int] | None
+    #: How many keys a query sees to the left and to the right of its own; -1 or None: all.
+    window: tuple[int | None, int | None] | None
     #: Where causal and window are aligned if Sq != Sk: "bottom_right" (the default) or "top_left".
     corner: Corner
     #: The probability of dropping a weight, from 0 up to, but not including, 1.
@@ -67,9 +79,9 @@ class AttentionOptions(TypedDict, total=False):
 
 def attention_options(
     scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     causal: bool = False,
-    window: tuple[int, int] | None = None,
+    window: tuple[int | None, int | None] | None = None,
     corner: str = "bottom_right",
     dropout: float = 0.0,
     max_seqlen_q: int = 0,
@@ -80,20 +92,20 @@ def attention_options(
     layout_batches: int = 0,
     block: int = 0,
 ) -> dict[str, Any]:
-    left, right = window if isinstance(window, Sequence) and len(window) == 2 else (None, None)
     if window is None:
-        left = right = -1
-    if left is None or right is None:
+        window = (-1, -1)
+    if not isinstance(window, Sequence) or len(window) != 2:
         raise ValueError(f"window: expected (left, right), -1 for no bound; got {window!r}")
+    left, right = (-1 if bound is None else integer("window", bound) for bound in window)
     if isinstance(causal, str):
         raise ValueError(f"causal: expected True or False, got {causal!r}; its corner is `corner`")
     if causal and right >= -1:
         right = 0
     return {
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
+        "max_seqlen_q": integer("max_seqlen_q", max_seqlen_q),
+        "max_seqlen_k": integer("max_seqlen_k", max_seqlen_k),
         "scale": None if scale is None else float(scale),
-        "softcap": float(softcap),
+        "softcap": 0.0 if softcap is None else float(softcap),
         "mask_left": left,
         "mask_right": right,
         "mask_corner": choice("corner", corner, CORNERS),
@@ -101,8 +113,8 @@ def attention_options(
         | (CHECK_INDICES if check_indices else 0),
         "dropout": float(dropout),
         "layout": layout,
-        "layout_batches": layout_batches,
-        "block": block,
+        "layout_batches": integer("layout_batches", layout_batches),
+        "block": integer("block", block),
     }
 
 
@@ -153,7 +165,7 @@ def matmul_block(
         expected = "[Z,nnz,b,b]" if name == sparse else "[Z,H,rows,columns]"
         check_rank("block_matmul", name, shape, expected)
     if block is not None:
-        return block
+        return integer("block_matmul: block", block)
     if mode == "sdd":
         raise ValueError("block_matmul: block: expected the block size for mode 'sdd'")
     return (a_shape if mode == "dsd" else b_shape)[-1]
@@ -167,14 +179,20 @@ def block_matmul_options(
 ) -> dict[str, Any]:
     return {
         "mode": choice("mode", mode, MATMUL_MODES),
-        "flags": transpose_a * TRANSPOSE_A | transpose_b * TRANSPOSE_B | transpose_c * TRANSPOSE_C,
+        "flags": (TRANSPOSE_A if transpose_a else 0)
+        | (TRANSPOSE_B if transpose_b else 0)
+        | (TRANSPOSE_C if transpose_c else 0),
     }
 
 
 def entmax_options(
     alpha: float = 2.0, axis: int = -1, check_indices: bool = False
 ) -> dict[str, Any]:
-    return {"alpha": alpha, "axis": axis, "flags": CHECK_INDICES if check_indices else 0}
+    return {
+        "alpha": alpha,
+        "axis": integer("entmax: axis", axis),
+        "flags": CHECK_INDICES if check_indices else 0,
+    }
 
 
 class SegmentOptions(TypedDict, total=False):
@@ -203,7 +221,9 @@ def segment_options(
     if by_ids and num_segments is None:
         raise ValueError("segment: num_segments: expected a number, as ids are given; got none")
     return {
-        "num_segments": 0 if num_segments is None else num_segments,
+        "num_segments": 0
+        if num_segments is None
+        else integer("segment: num_segments", num_segments),
         "reduce": choice("reduce", reduce, REDUCTIONS),
         "ties": choice("ties", ties, TIES),
         "empty": choice("empty", empty, EMPTIES),

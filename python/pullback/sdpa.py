@@ -47,8 +47,13 @@ class _Handle:
         ):
             self.library.impl(f"{name}{suffix}", forward, device)
             self.library.impl(f"{name}{suffix}_backward", backward, device)
-        self.library.impl("_flash_attention_forward", _flash_forward, "CUDA")
-        self.library.impl("_flash_attention_backward", _flash_backward, "CUDA")
+        for name, function in (
+            ("_flash_attention_forward", _flash_forward),
+            ("_flash_attention_forward_no_dropout_inplace", _flash_forward_into),
+            ("_flash_attention_backward", _flash_backward),
+        ):
+            if hasattr(torch.ops.aten, name):
+                self.library.impl(name, function, "CUDA")
 
     def remove(self) -> None:
         self.library = None
@@ -92,6 +97,15 @@ def _seed(random_state: Tensor, dropout: float) -> Tensor | None:
     return random_state.view(torch.int64)[:1] if dropout > 0 else None
 
 
+def _check_head_dims(query: Tensor, value: Tensor) -> None:
+    largest = max(query.shape[-1], value.shape[-1])
+    if largest > 256:
+        _refuse(
+            f"head dims must be 256 or less, got {largest}; use "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or restore_flash_attention_impl()"
+        )
+
+
 # The kernels below see [B,H,S,D]. Compiled code counts on the strides of PyTorch's own kernels.
 
 
@@ -110,11 +124,7 @@ def _forward(
     seed: Tensor | None,
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    largest = max(query.shape[-1], value.shape[-1])
-    if largest > 256:
-        _refuse(
-            f"head dims must be 256 or less, got {largest}; sdpa_kernel chooses another backend"
-        )
+    _check_head_dims(query, value)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, lse = ATTENTION.call((q, k, v, bias, None, None, seed), options)
     return _like(out.transpose(1, 2), query), lse
@@ -176,6 +186,12 @@ def _cpu_backward(
     return _backward(grad_out, query, key, value, bias, None, out, logsumexp, options)
 
 
+def _cuda_options(causal: bool, scale: float | None, dropout: float) -> tuple[Any, ...]:
+    # As aten's own: causal_lower_right calls this operator itself, while PyTorch gives no call of
+    # scaled_dot_product_attention, which is causal from the top left, to it where Sq != Sk.
+    return _options(causal, scale, dropout, corner="bottom_right")
+
+
 def _cuda_forward(
     query: Tensor,
     key: Tensor,
@@ -188,7 +204,7 @@ def _cuda_forward(
 ) -> Any:
     if return_debug_mask:
         _refuse("return_debug_mask must be False")
-    options = _options(is_causal, scale, dropout_p)
+    options = _cuda_options(is_causal, scale, dropout_p)
     random_state = _random_state(query, dropout_p)
     out, lse = _forward(query, key, value, None, _seed(random_state, dropout_p), options)
     unused = query.new_empty((), dtype=torch.uint64)
@@ -215,7 +231,7 @@ def _cuda_backward(
     *,
     scale: float | None = None,
 ) -> Any:
-    options = _options(is_causal, scale, dropout_p)
+    options = _cuda_options(is_causal, scale, dropout_p)
     seed = _seed(philox_seed, dropout_p)
     gradients = _backward(grad_out, query, key, value, None, seed, out, logsumexp, options)
     return tuple(map(_like, gradients, (query, key, value)))
@@ -262,12 +278,19 @@ def _flash_forward(
         _refuse(f"{', '.join(given) or 'return_debug_mask'}: not supported")
     window = (window_size_left, window_size_right)
     packed = cum_seq_q is not None
+    _check_head_dims(query, value)
     options = _flash_options(is_causal, scale, dropout_p, packed, max_q, max_k, *window)
     random_state = _random_state(query, dropout_p)
     seed = _seed(random_state, dropout_p)
     out, lse = ATTENTION.call((query, key, value, None, cum_seq_q, cum_seq_k, seed), options)
     unused = query.new_empty((), dtype=torch.uint64)
     return out, lse, random_state, unused, query.new_empty(0)
+
+
+def _flash_forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    result, lse, *_ = _flash_forward(*arguments, **options)
+    out.copy_(result)
+    return lse
 
 
 def _flash_backward(

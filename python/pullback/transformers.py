@@ -7,20 +7,24 @@ Models whose class has `_supports_attention_backend` take it. It computes what e
 causal, sliding and chunked masks, padding, packed sequences, 4-D masks, grouped heads, softcap,
 dropout, attention sinks, T5's position bias and its gradient, any cache but paged ones. What it
 lacks raises NotImplementedError. One thing differs: a query that sees no key, such as a padding
-token on the left, gets 0 instead of a mean of all values.
+token on the left, gets 0 instead of a mean of all values, but where its mask is built.
 
 Causal, sliding and bidirectional masks, with or without padding, take memory linear in the sequence
-lengths. All others are built as [B,1,Sq,Sk], once for all layers; so are those of packed sequences,
-unless the model passes cu_seq_lens_q and no mask.
+lengths. All others are built as [B,1,Sq,Sk], once for all layers; so are those of packed sequences
+that position_ids alone tell. Those that cu_seq_lens_q and cu_seq_lens_k tell take linear memory
+and see nothing of each other, whatever the cache; DataCollatorWithFlattening makes both
+(return_flash_attn_kwargs=True).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -46,7 +50,10 @@ class Mask(NamedTuple):
 
     left: int  # keys that a query sees to the left and right of its own; -1: all
     right: int
+    keys: int  # Sk
     padding: Tensor | None  # [B,1,1,Sk], added to the scores
+    # Packed sequences, in each of which the band is the mask: builds that of all, [B,1,Sq,Sk].
+    packed: Callable[[], Tensor] | None = None
 
     # generate() makes the masks of static caches itself; on their way they are asked for these.
     @property
@@ -56,13 +63,40 @@ class Mask(NamedTuple):
     def contiguous(self) -> Mask:
         return self
 
+    def elements(self) -> Tensor:
+        """For models that look into their mask: one of packed sequences has elements."""
+        if self.packed is not None:
+            return self.packed()
+        raise _NoElements(
+            "pullback.transformers: the model looks into its mask, which has no elements here; "
+            "use attn_implementation='eager'"
+        )
+
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, tuple):
-            raise NotImplementedError(
-                "pullback.transformers: the model looks into its mask, which has no elements here; "
-                "use attn_implementation='eager'"
-            )
-        return tuple.__getitem__(self, index)
+        if isinstance(index, (int, slice)):
+            return tuple.__getitem__(self, index)
+        return self.elements()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.elements(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        def looked_into(value: Any) -> Any:
+            return value.elements() if isinstance(value, Mask) else value
+
+        given = tree_map(
+            looked_into, (arguments, options or {}), is_leaf=lambda value: isinstance(value, Mask)
+        )
+        return function(*given[0], **given[1])
+
+
+class _NoElements(NotImplementedError, AttributeError):
+    """Also what hasattr() expects."""
 
 
 def mask(
@@ -81,14 +115,48 @@ def mask(
         return attention_mask
     band = _band(options, kv_length, kv_offset)
     if band is not None:
-        return Mask(*band, _padding(attention_mask, kv_length, kv_offset, dtype))
+        return Mask(*band, kv_length, _padding(attention_mask, kv_length, kv_offset, dtype))
     for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
         options[name] = False
-    seen = sdpa_mask(
-        kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **options
-    )
-    assert seen is not None
-    return _bias(seen, dtype)
+
+    def build() -> Tensor:
+        seen = sdpa_mask(
+            kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **options
+        )
+        assert seen is not None
+        # As eager attention's: models that compute with it themselves get no NaN of rows of -inf.
+        return _bias(seen, dtype, torch.finfo(dtype).min)
+
+    # Compilers drop a mask that is not used.
+    if not torch.compiler.is_compiling() and _is_packed_band(options.get("mask_function")):
+        size = options.get("local_size")
+        return Mask(-1 if size is None else size - 1, 0, kv_length, None, cache(build))
+    return build()
+
+
+# transformers' makers of the functions that causal masks of packed sequences are composed of.
+_PACKED_BAND = {
+    "and_masks",
+    "causal_mask_function",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_overlay",
+}
+
+
+def _is_packed_band(mask_function: Any) -> bool:
+    makers = set(_makers(mask_function))
+    return "packed_sequence_mask_function" in makers and makers <= _PACKED_BAND
+
+
+def _makers(function: Any) -> Iterator[str]:
+    """The names of what made a function, and those that it calls."""
+    if callable(function):
+        yield getattr(function, "__qualname__", "").split(".")[0]
+        for cell in getattr(function, "__closure__", None) or ():
+            held = cell.cell_contents
+            for value in held if type(held) is tuple else [held]:
+                yield from _makers(value)
 
 
 def _band(options: Mapping[str, Any], kv_length: int, kv_offset: int) -> tuple[int, int] | None:
@@ -138,8 +206,8 @@ def _padding(
     return _bias(keys[:, None, None, :], dtype)
 
 
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+def _bias(seen: Tensor, dtype: torch.dtype, hidden: float = -torch.inf) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
 
 
 # ---------------------------------------------------------------- attention
@@ -176,11 +244,22 @@ def attention(
             raise NotImplementedError(
                 f"pullback.transformers: {name}: {reason}; use attn_implementation='eager'"
             )
+    if scaling is None:
+        scaling = _own_scaling(module, value)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
     queries, keys = q.shape[1], k.shape[1]
-    own: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0, "dropout": dropout}
+    own: dict[str, Any] = {"scale": scaling, "softcap": softcap, "dropout": dropout}
     bias = None
+    packed = options.get("cu_seq_lens_q") is not None
+    if isinstance(attention_mask, Mask) and attention_mask.packed is not None and not packed:
+        attention_mask = attention_mask.packed()
     if isinstance(attention_mask, Mask):
+        if attention_mask.keys != keys:
+            raise NotImplementedError(
+                f"pullback.transformers: attention_mask: made for {attention_mask.keys} keys, but "
+                f"the model has {keys}: what it adds to them is not implemented; "
+                "use attn_implementation='eager'"
+            )
         own["window"] = (attention_mask.left, attention_mask.right)
         bias = attention_mask.padding
     elif attention_mask is not None:
@@ -192,6 +271,15 @@ def attention(
         bias = attention_mask[..., :keys]
         if bias.dtype == torch.bool:
             bias = _bias(bias, q.dtype)
+        if packed:
+            if getattr(getattr(module, "config", None), "attention_chunk_size", None) is not None:
+                raise NotImplementedError(
+                    "pullback.transformers: cu_seq_lens_q: chunks of packed sequences are not "
+                    "implemented; use attn_implementation='eager' with use_cache=False"
+                )
+            # More than a band, or not known to be one.
+            bias = torch.where(_same_sequence(options, q, k), bias, -torch.inf)
+            packed = False
     elif sliding_window is not None and sliding_window < keys:
         raise NotImplementedError(
             "pullback.transformers: sliding_window: the model applies it without a mask; "
@@ -201,12 +289,18 @@ def attention(
         # The rules of transformers' sdpa_attention_forward.
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         own.update(causal=bool(causal) and queries > 1, corner="top_left")
-        if options.get("cu_seq_lens_q") is not None:
-            own.update(_sequences(options))
-            q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
-    if bias is not None:
+    if packed:
+        if bias is not None:
+            raise NotImplementedError(
+                "pullback.transformers: cu_seq_lens_q: packed sequences have no "
+                f"{'padding' if position_bias is None else 'position bias'}; "
+                "leave attention_mask out, or cu_seq_lens_q and cu_seq_lens_k"
+            )
+        own.update(_sequences(options))
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    elif bias is not None:
         bias = bias.to(q.dtype)
     if s_aux is None:
         out = _attention(q, k, v, bias=bias, **own)
@@ -216,6 +310,25 @@ def attention(
         share = torch.sigmoid(lse.transpose(-1, -2) - s_aux.to(lse.dtype))
         out = (out * share.unsqueeze(-1)).to(out.dtype)
     return out.view(query.shape[0], queries, query.shape[1], value.shape[-1]), None
+
+
+def _own_scaling(module: Any, value: Tensor) -> float | None:
+    """What the eager attention of GPT-2 and its like looks up itself, up to transformers 4.57."""
+    by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", None)
+    if by_layer is None:
+        return None
+    scaling: float = value.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
+    return scaling / float(module.layer_idx + 1) if by_layer else scaling
+
+
+def _same_sequence(options: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor:
+    """[B,1,Sq,Sk]: whether query and key are of one of the packed sequences."""
+    numbers = []
+    for side, tensor in (("q", q), ("k", k)):
+        rows = torch.arange(tensor.shape[0] * tensor.shape[1], device=tensor.device)
+        number = torch.searchsorted(options[f"cu_seq_lens_{side}"].to(rows.dtype), rows, right=True)
+        numbers.append(number.view(tensor.shape[:2]))
+    return (numbers[0][:, :, None] == numbers[1][:, None])[:, None]
 
 
 def _sequences(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -263,3 +263,50 @@ def test_unmodified_sdpa_runs_here_until_restored(provider: Any) -> None:
     torch.testing.assert_close(compiled(*inputs), expected[1][0])
     attention.restore_flash_attention_impl()
     assert calls() == 0
+
+
+@pytest.mark.filterwarnings("ignore:Lower right")
+@pytest.mark.parametrize("lengths", [(5, 8), (8, 5), (6, 6)])
+def test_causal_of_flash_kernels_is_from_the_bottom_right(lengths: tuple[int, int]) -> None:
+    """As torch.nn.attention.bias.causal_lower_right counts on; that of the CPU's is not."""
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    import pullback.sdpa as provider
+
+    queries, keys = lengths
+    shapes = [(2, 4, queries, 8), (2, 4, keys, 8), (2, 4, keys, 8)]
+    inputs = [random(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    values = [x.detach() for x in inputs]
+    forward, backward = provider._cuda_forward, provider._cuda_backward
+    kernels = [
+        (provider._cpu_forward, provider._cpu_backward, causal_upper_left, ()),
+        (forward, backward, causal_lower_right, (None, None, queries, keys)),
+    ]
+    for forward, backward, mask, cumulated in kernels:
+        seen = mask(queries, keys)._materialize("cpu")
+        expected = F.scaled_dot_product_attention(*inputs, attn_mask=seen)
+        found, lse, *rest = forward(*values, is_causal=True)
+        some = seen.any(-1)
+        torch.testing.assert_close(found[:, :, some], expected[:, :, some])
+        d_out = random(*found.shape, seed=3) * some[:, None]
+        wanted = torch.autograd.grad(expected, inputs, d_out)
+        random_state = rest[4:6] if cumulated else ()
+        given = (*values, found, lse, *cumulated, 0.0, True, *random_state)
+        torch.testing.assert_close(backward(d_out, *given), wanted)
+
+
+def test_flash_kernels_write_into_a_given_output() -> None:
+    import pullback.sdpa as provider
+
+    q, k, v = (random(9, 2, 8, seed=i) for i in range(3))
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    arguments = (q, k, v, cu, cu, 5, 5, 0.0, True, False)
+    expected, lse, *_ = provider._flash_forward(*arguments)
+    out = torch.full((2, 9, 8), torch.nan, dtype=q.dtype).transpose(0, 1)
+    found = provider._flash_forward_into(out, *arguments, window_size_left=None, num_splits=None)
+    assert torch.equal(out, expected) and torch.equal(found, lse)
+    wide = random(1, 2, 4, 300)
+    with pytest.raises(RuntimeError, match=r"256 or less, got 300; use .*SDPBackend.MATH"):
+        provider._cpu_forward(wide, wide, wide)
+    with pytest.raises(RuntimeError, match="256 or less, got 300"):
+        provider._flash_forward(wide, wide, wide, None, None, 4, 4, 0.0, False, False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -15,8 +17,10 @@ from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
+from pullback._native import BACKWARD, FORWARD  # noqa: E402
 from pullback.torch._known import KnownCalls, know, unseen  # noqa: E402
-from torch_cases import CASES, Case, on_devices, random  # noqa: E402
+from pullback.torch._operator import _Kernel  # noqa: E402
+from torch_cases import CASES, DENSE, Case, on_devices, random  # noqa: E402
 
 
 def test_modes_and_profilers_see_the_operators() -> None:
@@ -42,6 +46,31 @@ def test_modes_and_profilers_see_the_operators() -> None:
     assert inferred.is_inference() and unseen((inferred,))
     with torch.device("meta"):
         assert pt.entmax15(torch.empty(4, 6)).shape == (4, 6)
+
+
+def test_selective_checkpointing_keeps_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of calls that are known, though its modes leave no trace in dispatch keys."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    def run(self: Any, *arguments: Any) -> Any:
+        passes.append(self.direction)
+        return original(self, *arguments)
+
+    def block(q: Tensor) -> Tensor:
+        return pt.attention(q, q, q).square()
+
+    passes: list[int] = []
+    original = _Kernel.run
+    monkeypatch.setattr(_Kernel, "run", run)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.pullback.attention.default])
+    q = random(1, 6, 2, 4).requires_grad_()
+    wanted = torch.autograd.grad(block(q).sum(), q)
+    for _ in range(2):
+        passes.clear()
+        loss = checkpoint(block, q, use_reentrant=False, context_fn=contexts).sum()
+        assert torch.equal(torch.autograd.grad(loss, q)[0], wanted[0])
+        assert passes == [FORWARD, BACKWARD]
+        block(q).sum().backward()
 
 
 def test_calls_are_known_by_all_that_matters() -> None:
@@ -172,6 +201,31 @@ def test_options_may_be_tensors_that_change() -> None:
     scale.mul_(2)
     assert torch.equal(first, pt.attention(q, k, v, scale=0.5))
     assert torch.equal(pt.attention(q, k, v, scale=scale), pt.attention(q, k, v, scale=1.0))
+
+
+@pytest.mark.parametrize("number", [np.int64, torch.tensor])
+def test_integers_may_be_those_of_numpy_and_of_tensors(number: Any) -> None:
+    q, a = random(6, 2, 4).requires_grad_(), random(1, 2, 32, 4)
+    ids, cu = torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([0, 3, 6])
+    calls: list[tuple[Any, int]] = [
+        (lambda n: pt.segment_reduce(q, "sum", ids=ids, num_segments=n), 3),
+        (lambda n: pt.segment_permutation(ids, n), 3),
+        (lambda n: pt.attention(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=n), 3),
+        (lambda n: pt.attention(q[None], q[None], q[None], window=(n, n)), 1),
+        (lambda n: pt.attention(*[a.transpose(1, 2)] * 3, layout=DENSE, block=n), 16),
+        (lambda n: pt.block_matmul(a, a.mT, DENSE, "sdd", block=n), 16),
+        (lambda n: pt.entmax15(q, n), 1),
+        (lambda n: pt.sparsemax(random(32, 4).requires_grad_(), n), 0),
+    ]
+    for call, value in calls:
+        first = call(number(value))
+        torch.testing.assert_close([call(value), call(number(value))], [first] * 2, atol=0, rtol=0)
+        with pytest.raises(TypeError, match="expected an integer, got"):
+            call(float(value))
+    segments = torch.tensor(3)
+    for _ in range(2):
+        assert len(pt.segment_reduce(q, "sum", ids=ids, num_segments=segments)) == segments
+        segments.add_(1)
 
 
 def test_what_is_saved_may_be_no_plain_tensor() -> None:

@@ -220,58 +220,6 @@ def test_tensors_of_two_devices_are_refused() -> None:
         pt.entmax15(random(4, 6), mask=mask)
 
 
-def test_vmap_makes_one_call_where_it_can() -> None:
-    layout = DENSE
-    offsets = torch.tensor([0, 3, 9])
-    calls: dict[str, tuple[Any, list[Tensor]]] = {
-        "attention": (
-            lambda q, k, v: pt.attention(q, k, v, causal=True),
-            [random(3, 2, 5, 2, 4, seed=i) for i in range(3)],
-        ),
-        "block_softmax": (lambda x: pt.block_softmax(x, layout), [random(3, 2, 8, 16, 16)]),
-        "block_matmul": (
-            lambda a, b: pt.block_matmul(a, b, layout, "dsd"),
-            [random(3, 1, 8, 16, 16), random(3, 1, 2, 32, 4)],
-        ),
-        "entmax": (lambda x: pt.entmax15(x), [random(3, 4, 6)]),
-        "sparsemax": (lambda x: pt.sparsemax(x), [random(3, 2, 32)]),
-        "segment": (lambda x: pt.segment_reduce(x, "sum", offsets=offsets), [random(3, 9, 4)]),
-        "segment_arg": (lambda x: pt.segment_reduce(x, "max", offsets=offsets), [random(3, 9, 4)]),
-    }
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.append(function.name())
-            return function(*args, **kwargs or {})
-
-    for name, (f, inputs) in calls.items():
-        seen: list[str] = []
-        loss = torch.func.grad(lambda *x, f=f: f(*x).square().sum(), tuple(range(len(inputs))))
-        with Count():
-            found = torch.func.vmap(loss)(*inputs)
-        ours = [call for call in seen if call.startswith("pullback::")]
-        assert ours == [f"pullback::{name}", f"pullback::{name}_backward"]
-        for i in range(3):
-            rows = loss(*[x[i] for x in inputs])
-            torch.testing.assert_close([x[i] for x in found], list(rows))
-    shared = torch.func.vmap(pt.attention, (0, None, None))(
-        *[calls["attention"][1][0]] + [x[0] for x in calls["attention"][1][1:]]
-    )
-    assert shared.shape == (3, 2, 5, 2, 4)
-
-
-def test_batches_of_gradients() -> None:
-    def f(q: Tensor) -> Tensor:
-        return pt.attention(q, q, q)
-
-    # They share what the forward pass gave, a batch of one among it.
-    q = random(1, 3, 1, 2)
-    expected = torch.autograd.functional.jacobian(f, q)
-    torch.testing.assert_close(torch.func.jacrev(f)(q), expected)
-    with pytest.raises(NotImplementedError, match="attention: batches of .* use torch.func.vmap"):
-        torch.autograd.functional.jacobian(f, q, vectorize=True)
-
-
 def test_forward_mode_derivatives_are_refused() -> None:
     from torch.autograd import forward_ad
 
@@ -313,8 +261,11 @@ def test_errors_of_the_library_reach_the_caller() -> None:
         pt.entmax(torch.ones(4, 4), torch.ones(4, 4))
     with pytest.raises(ValueError, match="ties: expected 'first' or 'last'"):
         pt.segment_reduce_arg(q[0, :, 0], "max", offsets=torch.tensor([0, 2]), ties="even")
-    with pytest.raises(ValueError, match=r"window: expected .* -1 for no bound; got \(None, 0\)"):
-        pt.attention(q, q, q, window=(None, 0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"window: expected .* -1 for no bound; got \(0,\)"):
+        pt.attention(q, q, q, window=(0,))  # type: ignore[arg-type]
+    for leaf in (q.flatten(1), q.flatten(1).requires_grad_()):
+        with pytest.raises(ValueError, match=r"entmax: axis: expected .*, got 5"):
+            pt.sparsemax(leaf, 5)
     with pytest.raises(ValueError, match="entmax: axis: expected a number, got None"):
         pt.entmax(q, 1.5, None)  # type: ignore[arg-type]
 
@@ -367,6 +318,15 @@ def test_numbers_may_be_those_of_numpy_but_not_floats() -> None:
     assert torch.equal(pt.attention(q, q, q, dropout=0.5, seed=np.int64(5)), seeded)
     with pytest.raises(TypeError):
         pt.attention(q, q, q, dropout=0.5, seed=1.5)  # type: ignore[call-overload]
+
+
+def test_none_bounds_and_caps_nothing() -> None:
+    q = random(1, 5, 2, 8)
+    for _ in range(2):
+        for left, right in ((None, None), (None, 0), (1, None)):
+            numbers = [-1 if bound is None else bound for bound in (left, right)]
+            found = pt.attention(q, q, q, window=(left, right), softcap=None)
+            assert torch.equal(found, pt.attention(q, q, q, window=tuple(numbers)))
 
 
 def test_a_refused_float_leaves_no_trace_in_what_is_remembered() -> None:

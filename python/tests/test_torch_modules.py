@@ -96,6 +96,28 @@ def test_sparse_self_attention_takes_what_the_original_takes() -> None:
         module(q, k, v, key_padding_mask=torch.zeros(3, 64))
 
 
+def test_sparse_self_attention_follows_its_layout() -> None:
+    q = random(1, 2, 64, 4)
+    local = pt.SparseSelfAttention(sparsity.FixedSparsityConfig(num_heads=2), max_seq_length=128)
+    dense = pt.SparseSelfAttention(sparsity.DenseSparsityConfig(num_heads=2), max_seq_length=128)
+    module = copy.deepcopy(local)
+    torch.compiler.reset()
+    whole = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for length in (64, 128, 64):  # the second makes lengths dynamic
+        x = random(1, 2, length, 4)
+        torch.testing.assert_close(whole(x, x, x), local(x, x, x))
+    module.load_state_dict(dense.state_dict())
+    for found in (whole(q, q, q), module(q, q, q)):
+        torch.testing.assert_close(found, dense(q, q, q))
+    module.master_layout.copy_(local.master_layout)
+    torch.testing.assert_close(module(q, q, q), local(q, q, q))
+    module.load_state_dict(dense.state_dict(), assign=True)
+    torch.testing.assert_close(module(q, q, q), dense(q, q, q))
+    with torch.inference_mode():
+        module = pt.SparseSelfAttention(sparsity.DenseSparsityConfig(2), max_seq_length=128)
+        torch.testing.assert_close(module(q, q, q), dense(q, q, q))
+
+
 def test_masks_of_block_sparse_attention_under_autocast() -> None:
     module = pt.SparseSelfAttention(sparsity.FixedSparsityConfig(num_heads=2), max_seq_length=64)
     q, k, v = (random(1, 2, 64, 4, seed=i).float() for i in range(3))

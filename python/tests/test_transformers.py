@@ -7,6 +7,7 @@ how close the two can be. PULLBACK_TEST_OPS: see test_torch.py.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    masking_utils,
 )
 
 import pullback.transformers as pt  # noqa: E402
@@ -57,6 +59,11 @@ def configuration(name: str) -> tuple[Any, Any]:
         if not hasattr(t, "GptOssConfig"):
             pytest.skip("this version has no such model")
         return t.GptOssConfig(sliding_window=5, **EXPERTS, **GROUPED), AutoModelForCausalLM
+    if name == "gpt2":  # scores scaled by layer
+        special = {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
+        dropouts = {f"{part}_pdrop": 0.0 for part in ("attn", "embd", "resid")}
+        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        return t.GPT2Config(**sizes, **special, **dropouts), AutoModelForCausalLM
     if name == "llama4":  # chunks
         special = {"attention_chunk_size": 6, "intermediate_size_mlp": 48, "pad_token_id": 0}
         return t.Llama4TextConfig(**special, **EXPERTS, **GROUPED), AutoModelForCausalLM
@@ -124,7 +131,7 @@ def assert_same(eager: Any, ours: Any, inputs: dict[str, Any], tolerance: float 
         assert (gradient - wanted[name]).abs().max().item() <= tolerance * scale, name
 
 
-DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "llama4")
+DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "llama4", "gpt2")
 
 
 @on_devices
@@ -213,16 +220,54 @@ def test_dropout_keeps_the_mean(device: str) -> None:
     assert torch.equal(pt.attention(module, q, k, v, None, dropout=0.2)[0], draws[0])
 
 
-@on_devices
-def test_sequences_of_a_model_by_offsets(device: str) -> None:
-    eager, ours = models("llama", device)
-    inputs = batch("packed", device)
-    inputs = {name: tensor[:1] for name, tensor in inputs.items()}
+def packed_batch(device: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """What DataCollatorWithFlattening makes of two sequences, and these."""
+    tokens = batch("plain", device)["input_ids"][:1]
     offsets = torch.tensor([0, 7, TOKENS], dtype=torch.int32, device=device)
-    lengths = {"max_length_q": 13, "max_length_k": 13}
-    expected = eager(**inputs).loss
-    loss = ours(**inputs, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, **lengths).loss
-    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    packed = {
+        "input_ids": tokens,
+        "position_ids": torch.cat([torch.arange(7), torch.arange(13)])[None].to(device),
+        **{f"cu_seq_lens_{side}": offsets for side in "qk"},
+        **{f"max_length_{side}": 13 for side in "qk"},
+    }
+    return packed, [*tokens.split([7, 13], 1)]
+
+
+@on_devices
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_sequences_of_a_model_by_offsets(
+    name: str, use_cache: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, ours = models(name, device)
+    packed, sequences = packed_batch(device)
+    expected = torch.cat([eager(sequence).logits for sequence in sequences], 1)
+    monkeypatch.setattr(pt, "_bias", None)  # no mask is built
+    found = ours(**packed, use_cache=use_cache).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_sequences_by_offsets_and_other_masks() -> None:
+    _, ours = models("mistral", "cpu", torch.float64)
+    packed, _ = packed_batch("cpu")
+    expected = ours(**packed).logits
+    positions = torch.arange(TOKENS)
+    distance = positions[:, None] - positions
+    window = ((distance >= 0) & (distance < 5))[None, None]
+    found = ours(**packed, attention_mask=window).logits
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    torch.compiler.reset()
+    for use_cache in (False, True):
+        whole = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        found = whole(**packed, use_cache=use_cache).logits
+        torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    padding = torch.ones(1, TOKENS, dtype=torch.int64)
+    assert torch.equal(ours(**packed, attention_mask=padding).logits, expected)
+    padding[0, -1] = 0
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: packed sequences have no padd"):
+        ours(**packed, attention_mask=padding)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q: chunks of packed sequences"):
+        models("llama4", "cpu")[1](**packed)
 
 
 @on_devices
@@ -264,8 +309,61 @@ def test_refusals(options: dict[str, Any]) -> None:
 
 
 def test_a_mask_has_no_elements() -> None:
-    with pytest.raises(NotImplementedError, match="looks into its mask"):
-        pt.Mask(-1, 0, None)[:, 0]
+    mask, scores = pt.Mask(-1, 0, 8, None), torch.zeros(1, 1, 8, 8)
+    for look in (
+        lambda: mask[:, 0],
+        lambda: mask[..., :4],
+        lambda: mask.dtype,
+        lambda: scores + mask,
+        lambda: torch.cat([scores, mask]),
+    ):
+        with pytest.raises(NotImplementedError, match="looks into its mask"):
+            look()
+    assert not hasattr(mask, "to") and copy.deepcopy(mask) == mask
+    assert mask[0] == -1 and mask.ndim == 4
+
+
+def test_masks_that_models_may_look_into_are_those_of_eager_attention() -> None:
+    parameters = inspect.signature(masking_utils.sdpa_mask).parameters
+    place = {"q_length": 8} if "q_length" in parameters else {"cache_position": torch.arange(8)}
+    options = {
+        **place,
+        "batch_size": 2,
+        "kv_length": 8,
+        "mask_function": masking_utils.causal_mask_function,
+        "attention_mask": torch.arange(8).expand(2, -1) >= torch.tensor([[0], [3]]),
+        "allow_is_causal_skip": False,
+        "dtype": torch.float32,
+    }
+    found = pt.mask(**options)
+    assert torch.equal(found, masking_utils.eager_mask(**options))
+    # Rows that see nothing have the mean of all values.
+    q, k, v = torch.randn(3, 2, 2, 8, 4)
+    expected = (q @ k.mT / 2 + found).softmax(-1) @ v
+    out, _ = pt.attention(torch.nn.Module(), q, k, v, found)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_masks_of_packed_sequences_have_elements() -> None:
+    _, ours = models("mistral", "cpu")
+    packed, _ = packed_batch("cpu")
+    masks: list[Any] = []
+    for layer in ours.model.layers:
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    ours(packed["input_ids"], position_ids=packed["position_ids"], use_cache=False)
+    mask = masks[0]
+    assert mask.shape == (1, 1, TOKENS, TOKENS) and mask is masks[1]
+    assert torch.equal(mask[..., :4], (torch.zeros(TOKENS) + mask)[..., :4])
+    assert mask[0, 0, 6, 5] == 0 and mask[0, 0, 7, 6] < -1e30
+
+
+def test_a_mask_is_of_the_keys_it_was_made_for() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    kept = torch.cat([q, q[:, :, :2]], 2)
+    with pytest.raises(NotImplementedError, match="made for 8 keys, but the model has 10"):
+        pt.attention(torch.nn.Module(), q, kept, kept, pt.Mask(-1, 0, 8, None))
 
 
 def test_empty_batches() -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     class Run(TypedDict, total=False):
         threads: int
-        variant: str
+        variant: str | None
         workspace: Array | None
 
 
@@ -56,7 +56,17 @@ def _dtype(name: str) -> Any:
     return np.dtype(_NAMES_OF[name])
 
 
+def _refuse_masked(op: Op, name: str, value: Any) -> None:
+    """Whose mask np.asarray() would drop."""
+    if type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{op.name}: {name}: expected an array without a mask, got a MaskedArray; "
+            "give what filled() makes of it"
+        )
+
+
 def _spec(op: Op, name: str, array: Array) -> Spec:
+    _refuse_masked(op, name, array)
     dtype = _DTYPE_NAMES.get(array.dtype.name)
     if dtype is None:
         raise unknown_dtype(op.name, name, array.dtype)
@@ -78,8 +88,9 @@ def _layout(spec: Spec) -> Spec:
     return spec._replace(strides=strides)
 
 
-def _array(value: Any) -> Array:
+def _array(op: Op, name: str, value: Any) -> Array:
     """An array whose strides are whole elements at aligned addresses; others are copied."""
+    _refuse_masked(op, name, value)
     array = np.asarray(value)
     if any(stride % array.itemsize for stride in array.strides) or not array.flags.aligned:
         array = array.copy()
@@ -149,7 +160,7 @@ def plan(
     arrays: Mapping[str, Any],
     *,
     threads: int = 0,
-    variant: str = "",
+    variant: str | None = None,
     **options: Any,
 ) -> Plan:
     """A plan by names: the op's and those of its tensors and options in pullback.h.
@@ -162,7 +173,7 @@ def plan(
         raise ValueError(f"direction: expected 'forward' or 'backward', got {direction!r}")
     if options.get("layout") is not None:
         options["layout"] = BlockLayout.of(options["layout"])
-    specs = {name: _spec(OPS[op], name, np.asarray(array)) for name, array in arrays.items()}
+    specs = {name: _spec(OPS[op], name, np.asanyarray(array)) for name, array in arrays.items()}
     return Plan(
         NativePlan(
             OPS[op],
@@ -182,10 +193,10 @@ def compute(
     outputs: Iterable[str],
     options: Mapping[str, Any],
     threads: int = 0,
-    variant: str = "",
+    variant: str | None = None,
     workspace: Array | None = None,
 ) -> tuple[Array, ...]:
-    arrays = {name: _array(value) for name, value in inputs.items() if value is not None}
+    arrays = {name: _array(op, name, value) for name, value in inputs.items() if value is not None}
     specs = {name: _spec(op, name, array) for name, array in arrays.items()}
     made = Plan(NativePlan(op, direction, specs, options, threads=threads, variant=variant))
     results = {name: made.empty(name) for name in outputs}

@@ -78,6 +78,6 @@ def _entmax(
     rows = None
     if np.ndim(alpha) > 0:
         exact = np.asarray(like).dtype == np.float64
-        rows = np.asarray(alpha, np.float64 if exact else np.float32)
+        rows = np.asanyarray(alpha, np.float64 if exact else np.float32)
     own = entmax_options(2.0 if rows is not None else float(alpha), axis, check_indices)
     return {"alpha_per_row": rows, "mask": mask, "offsets": offsets}, own

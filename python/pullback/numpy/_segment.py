@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _native
 from .._native import BACKWARD, FORWARD
-from .._options import Reduce, SegmentOptions, segment_options
+from .._options import Reduce, SegmentOptions, integer, segment_options
 from ._arrays import compute, split
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def segment_permutation(ids: Array, num_segments: int) -> SegmentPermutation:
         ids: [N], int32 or int64; rows whose id is out of [0, num_segments) are in no segment.
         num_segments: S.
     """
-    own = {"num_segments": num_segments}
+    own = {"num_segments": integer("segment_permutation: num_segments", num_segments)}
     outputs = ("permutation", "offsets")
     return SegmentPermutation(
         *compute(_native.SEGMENT_PERMUTATION, FORWARD, {"ids": ids}, outputs, own)

@@ -1,10 +1,10 @@
 """The ops for PyTorch: differentiable functions and modules, on CPU and CUDA tensors.
 
 They are registered operators: torch.compile (with dynamic shapes), autocast, torch.func, activation
-checkpointing and CUDA graphs work. Tensors may have any strides; outputs and gradients are
-row-major. CUDA work goes to the current stream, and nothing waits but ``entmax`` with
-``check_indices``. Results are the same bits every time; ``deterministic=False`` allows others, and
-changes nothing yet.
+checkpointing, CUDA graphs and torch.utils.flop_counter work. Tensors may have any strides; outputs
+and gradients are row-major. CUDA work goes to the current stream, and nothing waits but ``entmax``
+with ``check_indices``. Results are the same bits every time; ``deterministic=False`` allows others,
+and changes nothing yet.
 
 Tensors of one call are on one device, and floating-point ones have one dtype: float64, float32,
 bfloat16 or float16. Sums run in float32 (float64 for float64), each result is rounded once. Index
@@ -18,6 +18,7 @@ the driver and lack of memory are a `DeviceError`.
 
 from __future__ import annotations
 
+from . import _flops  # noqa: F401  # registers
 from ._attention import attention
 from ._blocks import block_matmul, block_softmax, block_sparse_attention
 from ._entmax import entmax, entmax15, sparsemax

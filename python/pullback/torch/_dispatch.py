@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Callable, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -52,6 +53,17 @@ def define(name: str, schema: str, kernel: Kernel) -> Any:
     operator = getattr(torch.ops.pullback, name).default
 
     def vmap(info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+        if info.batch_size == 0:
+            # The shapes are those of one item.
+            one = [
+                a if d is None else a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :]))
+                for a, d in zip(arguments, in_dims)
+            ]
+            results, dims = vmap(info._replace(batch_size=1), in_dims, *one)
+            if isinstance(results, Tensor):
+                return results.narrow(dims, 0, 0), dims
+            return type(results)([r.narrow(d, 0, 0) for r, d in zip(results, dims)]), dims
+
         def row(i: int) -> Any:
             return [a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims)]
 
@@ -87,6 +99,10 @@ def define(name: str, schema: str, kernel: Kernel) -> Any:
 def _tangent(tensor: Any) -> bool:
     """Which autograd would drop without a word."""
     return tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _refuse_tangents(name: str) -> NoReturn:
+    raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
 
 
 class Calls(NamedTuple):
@@ -126,14 +142,19 @@ def differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivati
 _transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
+@contextmanager
+def _other_levels() -> Iterator[None]:
+    """Of torch.func's transforms: what is forward to one has derivatives in those further out,
+    which Functions turn off."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
 def _by_dispatcher(
     name: str, operator: Any, kernel: Kernel, derivation: Derivation
 ) -> Callable[..., Any]:
     """`Calls.call`, also under torch.func.grad and the like, which know autograd by Functions."""
     count = len(kernel.names)
-
-    def refuse_tangents() -> NoReturn:
-        raise NotImplementedError(f"{name}: forward-mode derivatives are not implemented")
 
     class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
@@ -151,7 +172,7 @@ def _by_dispatcher(
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-            refuse_tangents()
+            _refuse_tangents(name)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
@@ -161,7 +182,7 @@ def _by_dispatcher(
         transformed = False
         if not torch.compiler.is_compiling():
             if getattr(forward_ad, "_current_level", 0) >= 0 and any(map(_tangent, tensors)):
-                refuse_tangents()
+                _refuse_tangents(name)
             transformed = _transforms_active()
         if transformed:
             # What is saved has to be what the operator computes with.
@@ -195,11 +216,11 @@ def _differentiate_publicly(
 
 def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivation) -> Calls:
     """What register_autograd does at half its cost, and calls that leave the dispatcher out."""
-    modes, profiled = known_calls.modes, known_calls.profiled
+    function_modes, dispatch_modes = known_calls.function_modes, known_calls.dispatch_modes
+    profiled = known_calls.profiled
     count = len(kernel.names)
     calls = KnownCalls()
     keep = derivation.keep
-    call_by_dispatcher = _by_dispatcher(name, operator, kernel, derivation)
 
     def function(forward: Callable[..., Any]) -> Callable[..., Any]:
         """A differentiable one of a first argument, and tensors that require gradients."""
@@ -222,7 +243,8 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
 
     def forward_dispatched(ctx: Any, job: Any, *leaves: Tensor) -> Any:
         keyset, tensors, options, places = job
-        results = compute(keyset, tensors, options)
+        with _other_levels() if _transforms_active() else nullcontext():
+            results = compute(keyset, tensors, options)
         record = derivation.record(tensors, options, (None, *places))
         return keep(ctx, record, tensors, results, False)
 
@@ -238,18 +260,28 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
 
     def autograd(keyset: Any, *arguments: Any) -> Any:
         tensors, options = arguments[:count], arguments[count:]
+        if forward_ad._current_level >= 0 and any(map(_tangent, tensors)):
+            _refuse_tangents(name)
         if torch.is_grad_enabled() and (places := places_of_leaves(tensors)):
             job = keyset, tensors, options, places
-            return apply_dispatched(job, *[tensors[place] for place in places])
+            with known_calls.one_level() if _transforms_active() else nullcontext():
+                return apply_dispatched(job, *[tensors[place] for place in places])
         return compute(keyset, tensors, options)
 
     library.impl(name, autograd, "Autograd", with_keyset=True)
+
+    def call_by_dispatcher(
+        tensors: Sequence[Any], options: Sequence[Any], first: bool = False
+    ) -> Any:
+        results = operator(*tensors, *options)
+        return results[0] if first else results
 
     def call(tensors: Sequence[Any], options: Sequence[Any], first: bool = False) -> Any:
         if (
             not torch.compiler.is_compiling()
             and forward_ad._current_level < 0
-            and modes() == 0
+            and function_modes() == 0
+            and dispatch_modes() == 0
             and not profiled()
         ):
             if kernel.casts(tensors):
@@ -288,8 +320,10 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
         if (
             known.check(*given)
             and known.threads == torch.get_num_threads()
+            and forward_ad._current_level < 0
             and not (known.leaves is not None and torch.is_grad_enabled())
-            and modes() == 0
+            and function_modes() == 0
+            and dispatch_modes() == 0
             and not profiled()
         ):
             return kernel.run(known.prepared, given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._options import entmax_options
+from .._options import entmax_options, integer
 from ._fields import remembered
 from ._ops import ENTMAX, SPARSEMAX
 
@@ -27,7 +27,8 @@ def entmax(
         x: of rank 1 to 8.
         alpha: 1 is softmax, 1.5 entmax15, 2 sparsemax; at least 1. A tensor has the shape of x with
             size 1 at `dim`, or broadcasts to that of x without it (with `offsets`, with G there),
-            and gets its gradient.
+            and gets its gradient. torch.compile compiles each value of a float anew: where alpha
+            follows a schedule, give it a tensor.
         dim: the dimension of size n that rows lie along.
         mask: bool or uint8, the shape of x; hides where it is 0.
         offsets: [G+1], ascending; `dim` then holds G rows of different lengths.
@@ -42,6 +43,7 @@ def entmax(
             "entmax: x: expected rank 1 to 8, got rank 0; give it a dimension of size 1"
         )
     rows: Tensor | None = None
+    dim = integer("entmax: dim", dim)
     if isinstance(alpha, Tensor):
         shape = list(x.shape)
         axis = dim % x.dim()
@@ -73,6 +75,8 @@ def entmax(
 
 def _saves_mask(x: Tensor, dim: int) -> bool:
     """Whether backward reads a bit an element in place of y, where that is fast."""
+    if not -x.dim() <= dim < x.dim():
+        return False
     length = x.shape[dim]
     if x.stride(dim) != 1:
         return False

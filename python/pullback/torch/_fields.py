@@ -20,7 +20,7 @@ def _constant(*collections: Collection[Any]) -> bool:
         if not _CONSTANTS.issuperset(map(type, values)):
             return False
         for value in values:
-            if type(value) is tuple and not {int}.issuperset(map(type, value)):
+            if type(value) is tuple and not {int, type(None)}.issuperset(map(type, value)):
                 return False
     return True
 

@@ -77,11 +77,15 @@ try:
     _exclude = _core._dispatch_tls_local_exclude_set
     _tensor_keys = _core._dispatch_keys
     # Those that see calls that guards know.
-    modes, profiled = _core._len_torch_function_stack, _core._autograd._profiler_enabled
+    function_modes, profiled = _core._len_torch_function_stack, _core._autograd._profiler_enabled
+    # Those of selective checkpointing leave no trace in the keys.
+    dispatch_modes = _core._len_torch_dispatch_stack
     # What the dispatcher's way needs.
     BACKENDS = (_core.DispatchKey.CPU, _core.DispatchKey.CUDA)
     below_autograd, after_autograd = _core._AutoDispatchBelowAutograd, _core._after_autograd_keyset
-    _ = torch._ops.OpOverload.redispatch, forward_ad._current_level
+    one_level = torch._functorch.utils.enable_single_level_autograd_function
+    _: Any = torch._ops.OpOverload.redispatch, forward_ad._current_level
+    _ = forward_ad._set_fwd_grad_enabled
     _IDLE_THREADS = _find_idle_threads()
     # The dispatch keys of tensors that are nothing but memory, with autograd and for inference.
     _PLAIN_KEYS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import torch
@@ -46,6 +47,11 @@ def _mask_mode(option: str, mode: str) -> Any:
     return ("add", "keep", "keep")[choice(option, mode, ("add", "mul", "keep"))]
 
 
+def _version(tensor: Tensor) -> int:
+    """Changes where the tensor does; those for inference do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 class SparseSelfAttention(nn.Module):
     """Block-sparse self-attention with the interface of DeepSpeed's module of this name.
 
@@ -59,7 +65,8 @@ class SparseSelfAttention(nn.Module):
             is 0.
         attn_mask_mode: the same for the other mask.
         max_seq_length: the layout of this length is the buffer ``master_layout``; shorter sequences
-            have its first rows and columns.
+            have its first rows and columns. Compiled code keeps the layouts that it was compiled
+            with until the module loads a state.
     """
 
     master_layout: Tensor
@@ -78,9 +85,15 @@ class SparseSelfAttention(nn.Module):
         present = self.sparsity_config.make_layout(max_seq_length).present
         self.register_buffer("master_layout", torch.from_numpy(present).long())
         self._layouts: dict[int, BlockLayout] = {}
+        self._made_of = self.master_layout, _version(self.master_layout)
+        self._loads = 0
 
     def get_layout(self, seq_len: int) -> BlockLayout:
         """That of a sequence length, made when first met."""
+        master = self.master_layout, _version(self.master_layout)
+        if master[0] is not self._made_of[0] or master[1] != self._made_of[1]:
+            self._layouts.clear()
+            self._made_of = master
         layout = self._layouts.get(seq_len)
         if layout is None:
             block, longest = self.sparsity_config.block, self.master_layout.shape[-1]
@@ -94,8 +107,14 @@ class SparseSelfAttention(nn.Module):
             layout = self._layouts[seq_len] = BlockLayout(present)
         return layout
 
+    def _constant_layout(self, seq_len: int, loads: int) -> BlockLayout:
+        return self.get_layout(seq_len)
+
+    # As torch.compiler.assume_constant_result does, which imports the compiler.
+    _constant_layout._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        self._layouts.clear()
+        self._loads += 1
         super()._load_from_state_dict(*arguments)
 
     def forward(
@@ -122,7 +141,7 @@ class SparseSelfAttention(nn.Module):
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            self.get_layout(query.shape[2]),
+            self._constant_layout(index(query.shape[2]), index(self._loads)),
             rpe=None if rpe is None else rpe.to(query.dtype),
             key_padding_mask=mask(key_padding_mask, self.key_padding_mode),
             attn_mask=mask(attn_mask, self.attn_mask_mode),

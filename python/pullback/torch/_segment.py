@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .._options import Reduce, SegmentOptions, segment_options
+from .._options import Reduce, SegmentOptions, integer, segment_options
 from ._fields import remembered
 from ._operator import TorchOp
 from ._ops import SEGMENT, SEGMENT_ARG, SEGMENT_LSE, SEGMENT_PERMUTATION
@@ -28,7 +28,8 @@ def segment_permutation(ids: Tensor, num_segments: int) -> tuple[Tensor, Tensor]
     Returns:
         permutation [N] and offsets [S+1], int64.
     """
-    permutation, offsets = SEGMENT_PERMUTATION.call((ids,), (num_segments,))
+    segments = integer("segment_permutation: num_segments", num_segments)
+    permutation, offsets = SEGMENT_PERMUTATION.call((ids,), (segments,))
     return permutation, offsets
 
 
