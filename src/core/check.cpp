@@ -21,7 +21,7 @@ std::string shape_text(std::span<const std::int64_t> shape) {
 }
 
 std::span<const std::int64_t> shape_of(const TensorSpec& spec) {
-  return {spec.shape.data(), static_cast<std::size_t>(std::max(spec.rank, 0))};
+  return {spec.shape.data(), static_cast<std::size_t>(std::clamp(spec.rank, 0, kMaxRank))};
 }
 
 namespace {
@@ -43,6 +43,7 @@ void Checker::sane(std::string_view name, const TensorSpec& spec) const {
   if (!spec.given()) return;
   that(spec.rank <= kMaxRank, name, fmt::format("at most {} dimensions", kMaxRank),
        fmt::format("{}", spec.rank));
+  that(size_of(spec.dtype) > 0, name, "a dtype", "none");
   for (std::int64_t size : shape_of(spec)) {
     that(size >= 0, name, "sizes of 0 or more", shape_text(shape_of(spec)));
   }

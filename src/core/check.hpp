@@ -23,7 +23,7 @@ namespace pullback {
 
 std::string shape_text(std::span<const std::int64_t> shape);
 
-// Its sizes; none where it is not given.
+// Its sizes, of kMaxRank dimensions at most; none where it is not given.
 std::span<const std::int64_t> shape_of(const TensorSpec& spec);
 
 // Whether a number is finite where tensors of that dtype are computed: those of 16 bits in f32.
@@ -45,8 +45,8 @@ class Checker {
  public:
   explicit Checker(std::string_view op) : op_(op) {}
 
-  // Rank within limits, no negative size, and the bounds of tensor.hpp: products of a tensor's
-  // sizes, and sums of its offsets, cannot overflow then.
+  // Rank within limits, a dtype, no negative size, and the bounds of tensor.hpp: products of a
+  // tensor's sizes, and sums of its offsets, cannot overflow then.
   void sane(std::string_view name, const TensorSpec& spec) const;
   // For sizes that no single tensor has: their product, those of 0 left out, is at most 2^50.
   void product(std::string_view what, std::initializer_list<std::int64_t> sizes) const;

@@ -34,6 +34,21 @@ TEST(Checker, refuses_sizes_that_no_address_space_holds) {
   EXPECT_THROW(check.sane("x", far), Error);
 }
 
+TEST(Checker, refuses_specs_that_no_constructor_makes) {
+  const Checker check("op");
+  auto spec = TensorSpec::contiguous(DType::f32, {2, 3});
+  spec.rank = 9;
+  EXPECT_EQ(message_of([&] { check.sane("x", spec); }),
+            "op: x: expected at most 8 dimensions, got 9");
+  EXPECT_EQ(message_of([&] {
+              check.shape("x", spec, {2, 3});
+            }),
+            "op: x: expected shape [2, 3], got [2, 3, 0, 0, 0, 0, 0, 0]");
+  spec.rank = 2;
+  spec.dtype = static_cast<DType>(99);
+  EXPECT_EQ(message_of([&] { check.sane("x", spec); }), "op: x: expected a dtype, got none");
+}
+
 TEST(Checker, bounds_the_sizes_of_empty_tensors_too) {
   const Checker check("op");
   const auto empty = [](std::int64_t a, std::int64_t b) {
