@@ -96,7 +96,39 @@ TEST(segment_bugs, all_minus_infinity_has_its_first_row_as_arg) {
   }
 }
 
-// torch_scatter #368: 0 and an epsilon where it should be -inf.
+// A pass over a long segment takes powers relative to the first row, until one is too far from
+// that.
+TEST(segment_bugs, exponentials_of_long_segments_with_a_row_far_from_the_first) {
+  Random random(5);
+  for (const double far : {100.0, -100.0, kInfinity, -kInfinity, std::nan("")}) {
+    for (const std::int64_t rows : {300, 1030, 3000, 9001}) {  // of a block, a run, several runs
+      for (const std::int64_t place : {std::int64_t{0}, rows / 2, rows - 1}) {
+        TensorMap inputs;
+        inputs["x"] = matrix(DType::f32, rows + 2, 1, {0});
+        for (std::int64_t n = 0; n < rows + 2; ++n) inputs["x"].set(n, random.normal());
+        inputs["x"].set(1 + place, far);
+        inputs["offsets"] = index_tensor({0, 1, rows + 1, rows + 2});
+        for (const std::string reduce : {"logsumexp", "softmax"}) {
+          inputs["d_out"] = matrix(DType::f32, reduce == "softmax" ? rows + 2 : 3, 1, {1});
+          SCOPED_TRACE(::testing::Message()
+                       << reduce << " of " << rows << ", " << far << " at " << place);
+          const auto of = [&](const std::string& variant) {
+            return evaluate(inputs, {{"reduce", reduce}}, variant).at("out");
+          };
+          const HostTensor got = of("cpu"), expected = of("reference");
+          for (std::int64_t i = 0; i < expected.numel(); ++i) {
+            const double a = got.get(i), b = expected.get(i);
+            const bool same = a == b || (std::isnan(a) && std::isnan(b));
+            ASSERT_TRUE(same || std::abs(a - b) <=
+                                    1e-37 + 2e-6 * (reduce == "softmax" ? b : 1 + std::abs(b)))
+                << "element " << i << ": " << a << ", not " << b;
+          }
+        }
+      }
+    }
+  }
+}
+
 // Of two zeros, instructions for the maximum return either.
 TEST(segment_bugs, out_has_the_sign_of_the_zero_at_arg) {
   Random random(3);
@@ -124,6 +156,7 @@ TEST(segment_bugs, out_has_the_sign_of_the_zero_at_arg) {
   }
 }
 
+// torch_scatter #368: 0 and an epsilon where it should be -inf.
 TEST(segment_bugs, logsumexp_of_nothing_is_minus_infinity) {
   TensorMap inputs;
   inputs["x"] = matrix(DType::f32, 2, 1, {-kInfinity});
@@ -145,7 +178,6 @@ TEST(segment_bugs, offsets_that_do_not_cover_x) {
   EXPECT_EQ(values_of(outputs.at("d_x")), (Values{0, 1, 1, 2, 2, 0}));
 }
 
-// .sum().backward() sends a gradient with stride 0.
 // Memory that ends where x does, so that ASan sees a read behind it; or null, without rows.
 void run_one_column(std::int64_t rows, SegmentReduce reduce, Pass pass) {
   const std::vector<float> x(static_cast<std::size_t>(rows), 0.5f);
@@ -182,6 +214,7 @@ TEST(segment_bugs, one_column_is_read_to_its_end_at_most) {
   }
 }
 
+// .sum().backward() sends a gradient with stride 0.
 TEST(segment_bugs, d_out_with_stride_0) {
   TensorMap inputs;
   inputs["x"] = matrix(DType::f32, 6, 40, {1});
