@@ -96,37 +96,80 @@ TEST(segment_bugs, all_minus_infinity_has_its_first_row_as_arg) {
   }
 }
 
+void expect_close(const HostTensor& got, const HostTensor& expected, double relative,
+                  double absolute) {
+  for (std::int64_t i = 0; i < expected.numel(); ++i) {
+    const double a = got.get(i), b = expected.get(i);
+    const bool same = a == b || (std::isnan(a) && std::isnan(b));
+    ASSERT_TRUE(same || std::abs(a - b) <= absolute + relative * std::abs(b))
+        << "element " << i << ": " << a << ", not " << b;
+  }
+}
+
 // A pass over a long segment takes powers relative to the first row, until one is too far from
 // that.
 TEST(segment_bugs, exponentials_of_long_segments_with_a_row_far_from_the_first) {
   Random random(5);
+  const auto test = [&](double far, std::int64_t rows, std::int64_t place, std::int64_t columns) {
+    TensorMap inputs;
+    inputs["x"] = matrix(DType::f32, rows + 2, columns, {0});
+    for (std::int64_t i = 0; i < inputs["x"].numel(); ++i) inputs["x"].set(i, random.normal());
+    inputs["x"].set((1 + place) * columns + columns - 1, far);
+    inputs["offsets"] = index_tensor({0, 1, rows + 1, rows + 2});
+    for (const std::string reduce : {"logsumexp", "softmax"}) {
+      const bool softmax = reduce == "softmax";
+      inputs["d_out"] = matrix(DType::f32, softmax ? rows + 2 : 3, columns, {1});
+      SCOPED_TRACE(::testing::Message() << reduce << " of " << rows << " by " << columns << ", "
+                                        << far << " at " << place);
+      const auto of = [&](const std::string& variant) {
+        return evaluate(inputs, {{"reduce", reduce}}, variant).at("out");
+      };
+      expect_close(of("cpu"), of("reference"), 2e-6, softmax ? 1e-37 : 2e-6);
+    }
+  };
   for (const double far : {100.0, -100.0, kInfinity, -kInfinity, std::nan("")}) {
     for (const std::int64_t rows : {300, 1030, 3000, 9001}) {  // of a block, a run, several runs
       for (const std::int64_t place : {std::int64_t{0}, rows / 2, rows - 1}) {
-        TensorMap inputs;
-        inputs["x"] = matrix(DType::f32, rows + 2, 1, {0});
-        for (std::int64_t n = 0; n < rows + 2; ++n) inputs["x"].set(n, random.normal());
-        inputs["x"].set(1 + place, far);
-        inputs["offsets"] = index_tensor({0, 1, rows + 1, rows + 2});
-        for (const std::string reduce : {"logsumexp", "softmax"}) {
-          inputs["d_out"] = matrix(DType::f32, reduce == "softmax" ? rows + 2 : 3, 1, {1});
-          SCOPED_TRACE(::testing::Message()
-                       << reduce << " of " << rows << ", " << far << " at " << place);
-          const auto of = [&](const std::string& variant) {
-            return evaluate(inputs, {{"reduce", reduce}}, variant).at("out");
-          };
-          const HostTensor got = of("cpu"), expected = of("reference");
-          for (std::int64_t i = 0; i < expected.numel(); ++i) {
-            const double a = got.get(i), b = expected.get(i);
-            const bool same = a == b || (std::isnan(a) && std::isnan(b));
-            ASSERT_TRUE(same || std::abs(a - b) <=
-                                    1e-37 + 2e-6 * (reduce == "softmax" ? b : 1 + std::abs(b)))
-                << "element " << i << ": " << a << ", not " << b;
-          }
-        }
+        test(far, rows, place, 1);
       }
     }
+    for (const std::int64_t place : {0, 40, 699}) test(far, 700, place, 19);
   }
+}
+
+// Tiles of 1008 rows, most of which begin within a segment: folded and finished wave by wave. Of
+// segments about as long as a tile some are cut and others are not.
+TEST(segment_bugs, segments_cut_by_the_tiles_of_several_waves) {
+  constexpr std::int64_t kColumns = 65, kWaves = 4 * (std::int64_t{1} << 21) / kColumns;
+  Random random(8);
+  Index offsets = {0};
+  const Index lengths = {1500, 1007, 0, 1008, 1009, 1, 2500, 5000, 70, 1900};
+  for (std::size_t i = 0; offsets.back() < kWaves; ++i) {
+    offsets.push_back(offsets.back() + lengths[i % lengths.size()]);
+  }
+  const std::int64_t rows = offsets.back();
+  const auto segments = static_cast<std::int64_t>(offsets.size()) - 1;
+  const auto test = [&](const std::string& reduce, const driver::OptionMap& more, double center,
+                        double scale) {
+    SCOPED_TRACE(reduce);
+    TensorMap inputs;
+    inputs["x"] = matrix(DType::f32, rows, kColumns, {0});
+    for (std::int64_t i = 0; i < inputs["x"].numel(); ++i) {
+      inputs["x"].set(i, center + scale * std::floor(4 * random.normal()));
+    }
+    inputs["offsets"] = index_tensor(offsets);
+    inputs["d_out"] = matrix(DType::f32, reduce == "softmax" ? rows : segments, kColumns,
+                             {1, -0.5, 0.25, 2, -1.5, 0.75, -3});
+    driver::OptionMap options = more;
+    options["reduce"] = reduce;
+    const TensorMap got = evaluate(inputs, options, "cpu");
+    const TensorMap expected = evaluate(inputs, options, "reference");
+    expect_close(got.at("out"), expected.at("out"), 3e-5, 1e-30);
+    expect_close(got.at("d_x"), expected.at("d_x"), 3e-5, reduce == "prod" ? 1e-5 : 1e-7);
+  };
+  test("softmax", {}, 0, 0.25);
+  test("prod", {}, 1, 0.0005);
+  test("max", {{"ties", "even"}, {"saved", "none"}, {"arg-dtype", "none"}}, 0, 1);
 }
 
 // Of two zeros, instructions for the maximum return either.

@@ -10,6 +10,7 @@ namespace pullback::segment_cpu {
 namespace {
 
 constexpr std::int64_t kFewestItems = 256;  // keeps the slots below 1 % of x
+constexpr std::int64_t kManyTiles = 128;
 constexpr std::int64_t kScratchVectors = 16;
 constexpr std::int64_t kScratchBlocks = 5;
 
@@ -21,7 +22,12 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads, bool apa
   layout.column_block = apart ? 1 : kColumnBlock;
   layout.column_blocks = (columns + layout.column_block - 1) / layout.column_block;
   const std::int64_t block = std::min(columns, layout.column_block);
-  layout.tile_items = std::max(kFewestItems, kTileElements / std::max<std::int64_t>(block, 4));
+  const std::int64_t wide = std::max<std::int64_t>(apart ? columns : block, 1);  // of a tile's rows
+  // Of few columns, whose rows take long to fold, small problems have many tiles, not large ones.
+  const std::int64_t tile_elements =
+      std::clamp((rows + problem.num_segments) / kManyTiles * wide,
+                 kTileElements / 4 * std::min<std::int64_t>(wide, 4), kTileElements);
+  layout.tile_items = std::max(kFewestItems, tile_elements / wide);
   layout.most_tiles = (rows + problem.num_segments + layout.tile_items - 1) / layout.tile_items;
   // Whole vectors are written to slots.
   layout.slot_columns = apart ? columns * kColumnAlign : padded(columns);
@@ -32,9 +38,10 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads, bool apa
   layout.scratch_at = workspace_aligned(
       layout.slots_at +
       static_cast<std::size_t>(layout.most_tiles * 4 * layout.slot_columns) * real);
+  layout.uncut_rows = std::min(layout.tile_items, kTileElements / wide);
   // What is written row by row may be staged; backward of prod keeps the products of all later
   // rows.
-  layout.stage_elements = layout.tile_items * block + kStagePad;
+  layout.stage_elements = (layout.tile_items + layout.uncut_rows) * block + kStagePad;
   const bool rows_out = pass == Pass::backward || problem.reduce == SegmentReduce::softmax;
   const bool products = pass == Pass::backward && problem.reduce == SegmentReduce::prod;
   const std::int64_t elements =
@@ -47,12 +54,14 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads, bool apa
 }
 
 // The items of tiles [first, first + count), each with a search of its own. They take their steps
-// together, so that the waits for memory do.
+// together, so that the waits for memory do. Returns how many are within a segment.
 constexpr std::int64_t kSearches = 16;
-void find_starts(const Segments& segments, std::int64_t items, std::int64_t tile_items,
-                 std::int64_t first, std::int64_t count, TileStart* starts) {
+std::int64_t find_starts(const Segments& segments, const Layout& layout, std::int64_t items,
+                         std::int64_t first, std::int64_t count, TileStart* starts) {
   const std::int64_t base = segments.first_row();
-  const auto item_of = [&](std::int64_t k) { return std::min(items, (first + k) * tile_items); };
+  const auto item_of = [&](std::int64_t k) {
+    return std::min(items, (first + k) * layout.tile_items);
+  };
   // The segment is the first whose end is at or after the item.
   std::int64_t low[kSearches] = {};
   for (std::int64_t size = segments.count; size > 0;) {
@@ -64,9 +73,22 @@ void find_starts(const Segments& segments, std::int64_t items, std::int64_t tile
     }
     size -= half;
   }
+  std::int64_t cut = 0;
   for (std::int64_t k = 0; k < count; ++k) {
-    starts[first + k] = {low[k], base + item_of(k) - low[k]};
+    TileStart& start = starts[first + k] = {low[k], base + item_of(k) - low[k]};
+    if (start.segment == segments.count) continue;
+    const std::int64_t begin = segments.begin(start.segment), end = segments.end(start.segment);
+    if (begin >= start.row) continue;
+    // Nothing is known of the offsets yet: no difference of theirs before they are near the row.
+    const std::int64_t most = layout.uncut_rows;
+    if (begin >= start.row - most && end <= start.row + most && end - begin <= most &&
+        end <= segments.last_row()) {
+      start = {start.segment + 1, end};
+    } else {
+      ++cut;
+    }
   }
+  return cut;
 }
 
 // Whether the columns are so few that they are quicker one by one.
@@ -130,12 +152,13 @@ class CpuBody final : public SegmentBody {
     const std::int64_t items = segments.last_row() - segments.first_row() + segments.count;
     const std::int64_t tiles = (items + layout.tile_items - 1) / layout.tile_items;
     auto* starts = reinterpret_cast<TileStart*>(memory + layout.tiles_at);
+    std::atomic<std::int64_t> cut = 0;
     threads_.parallel_for((tiles + kSearches) / kSearches, [&](std::int64_t batch, int) {
       const std::int64_t begin = batch * kSearches;
-      find_starts(segments, items, layout.tile_items, begin, std::min(kSearches, tiles + 1 - begin),
-                  starts);
+      cut += find_starts(segments, layout, items, begin, std::min(kSearches, tiles + 1 - begin),
+                         starts);
     });
-    const Run run{problem_, tensors, threads_, layout, memory, segments, tiles, unsound};
+    const Run run{problem_, tensors, threads_, layout, memory, segments, tiles, cut, unsound};
     pass_ == Pass::forward ? run_forward(run) : run_backward(run);
   }
 
@@ -157,8 +180,8 @@ ColumnRun::ColumnRun(const Run& all, std::int64_t column)
     : problem(all.problem),
       tensors(all.tensors),
       layout(all.layout),
-      run{problem,       tensors,      all.threads,    layout,
-          all.workspace, all.segments, all.tile_count, all.unsound} {
+      run{problem,      tensors,        all.threads,   layout,     all.workspace,
+          all.segments, all.tile_count, all.cut_tiles, all.unsound} {
   const auto take = [&](TensorSpec& spec, auto& data) {
     if (!spec.given()) return;
     if (data != nullptr) {

@@ -26,6 +26,7 @@ inline constexpr std::int64_t kColumnAlign = 16;    // no vector has more lanes
 // Behind the rows of a stage: whole vectors are written at their end.
 inline constexpr std::int64_t kStagePad = 4 * kColumnAlign;
 inline constexpr std::int64_t kTileElements = 1 << 16;   // 256 KiB of f32: well inside L2
+inline constexpr std::int64_t kWaveElements = 1 << 21;   // 8 MiB of f32: inside the last cache
 inline constexpr std::int64_t kBlockElements = 1 << 12;  // rows taken at a time: twice inside L1
 
 // Of a block in scratch memory: with a row more, of results that wait for whole lines.
@@ -50,6 +51,10 @@ struct TileStart {
   std::int64_t segment, row;
 };
 
+struct Tiles {
+  std::int64_t begin, end;
+};
+
 struct Piece {
   std::int64_t segment, begin, end;  // rows of the sorted order
   bool whole;                        // all rows of the segment
@@ -60,6 +65,7 @@ struct Piece {
 struct Layout {
   bool apart;  // the columns, each as a tensor with one column
   std::int64_t column_block, column_blocks, tile_items, most_tiles;
+  std::int64_t uncut_rows;      // segments of up to so many lie in one tile
   std::int64_t slot_columns;    // padded columns of a slot's vectors
   std::int64_t stage_elements;  // rows of x of a tile
   std::size_t tiles_at, slots_at, scratch_at, scratch_bytes, total_bytes;
@@ -73,8 +79,8 @@ struct Run {
   const Layout& layout;
   std::byte* workspace;
   Segments segments;
-  std::int64_t tile_count;
-  std::atomic<bool>* unsound;  // null when the offsets are proven
+  std::int64_t tile_count, cut_tiles;  // of which so many begin within a segment
+  std::atomic<bool>* unsound;          // null when the offsets are proven
 
   // `tile_count` + 1 of them.
   const TileStart* tiles() const {
@@ -108,22 +114,22 @@ struct Run {
   // Calls body(tile, first column, columns, scratch of the thread) for all tiles and column blocks.
   // With `first` it proves their offsets. Unless failed() then, other steps may follow.
   template <class Body>
-  void for_tiles(bool first, const Body& body) const {
+  void for_tiles(Tiles tiles, bool first, const Body& body) const {
     // Columns that are apart share the lines of a tile's rows.
     const std::int64_t blocks = layout.apart ? layout.column_blocks : 1;
-    threads.parallel_for(
-        tile_count * layout.column_blocks / blocks, [&](std::int64_t task, int thread) {
-          const std::int64_t tile = task % tile_count;
-          if (first && unsound != nullptr && !sound(tile)) {
-            unsound->store(true, std::memory_order_relaxed);
-            return;
-          }
-          for (std::int64_t k = 0; k < blocks; ++k) {
-            const std::int64_t column = (task / tile_count + k) * layout.column_block;
-            const std::int64_t columns = std::min(layout.column_block, problem.x.shape[1] - column);
-            body(tile, column, columns, scratch(thread));
-          }
-        });
+    const std::int64_t count = tiles.end - tiles.begin;
+    threads.parallel_for(count * layout.column_blocks / blocks, [&](std::int64_t task, int thread) {
+      const std::int64_t tile = tiles.begin + task % count;
+      if (first && unsound != nullptr && !sound(tile)) {
+        unsound->store(true, std::memory_order_relaxed);
+        return;
+      }
+      for (std::int64_t k = 0; k < blocks; ++k) {
+        const std::int64_t column = (task / count + k) * layout.column_block;
+        const std::int64_t columns = std::min(layout.column_block, problem.x.shape[1] - column);
+        body(tile, column, columns, scratch(thread));
+      }
+    });
   }
 
   // Calls on_piece(Piece) for each piece of the tile and on_empty(s) for each empty segment; but
@@ -162,6 +168,25 @@ struct Run {
           if (!piece.whole) on_piece(piece);
         },
         [](std::int64_t) {}, [](std::int64_t, std::int64_t) { return true; });
+  }
+
+  // How many tiles are folded before the first of them are finished. A wave is a wait for the
+  // slowest thread, which has to be worth it.
+  std::int64_t wave_tiles() const {
+    if (cut_tiles < tile_count / 4) return tile_count;
+    const std::int64_t tile_elements =
+        layout.tile_items * std::max<std::int64_t>(problem.x.shape[1], 1);
+    return std::max<std::int64_t>(kWaveElements / tile_elements, 8 * threads.count());
+  }
+
+  // The tiles whose pieces all belong to segments that end before tile `stop` are those before
+  // this.
+  std::int64_t whole_before(std::int64_t stop) const {
+    const TileStart& start = tiles()[stop];
+    if (start.segment == segments.count) return stop;
+    const std::int64_t begin = segments.begin(start.segment);
+    while (stop > 0 && begin < tiles()[stop].row) --stop;
+    return stop;
   }
 
   // Calls on_piece(tile, Piece) for the pieces, in order, of the segment that is this tile's tail,

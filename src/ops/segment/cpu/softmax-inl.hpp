@@ -95,13 +95,44 @@ HWY_INLINE hn::Vec<D> Shift(D d, hn::Vec<D> largest) {
   return hn::IfThenElseZero(hn::Lt(hn::Abs(largest), infinity), largest);
 }
 
+// Adds exp(x - shift) of a column of the block to `sum`, and with kKeep has them stored at to(row).
+// False, and they mean nothing, if an x is not near the shift.
+template <bool kKeep, class D, class L, class R, class To>
+HWY_INLINE bool AddNearPowers(D d, L lanes, const Block<R>& block, std::int64_t column,
+                              hn::Vec<D> shift, hn::Vec<D>& sum, LinesAhead& ahead, const To& to) {
+  Nearness<D> near;
+  const R* from = block.data + column;
+  for (std::int64_t r = 0; r < block.rows;) {
+    constexpr std::int64_t kLook = 32;  // rows until what is far ends this
+    for (const std::int64_t stop = std::min(block.rows, r + kLook); r < stop; ++r) {
+      ahead.Step();
+      const auto x = hn::Sub(lanes.Read(d, from), shift);
+      near.Add(x);
+      const auto power = ExpOfNear(d, x);
+      sum = hn::Add(sum, power);
+      if constexpr (kKeep) lanes.Write(d, power, to(r) + column);
+      from += block.stride;
+    }
+    if (!near.All()) return false;
+  }
+  return true;
+}
+
 // `first` starts the state.
 template <class R>
-void AddLogSum(const LogSum<R>& state, const Block<R>& block, bool first, std::int64_t columns) {
+HWY_NOINLINE void AddLogSum(const LogSum<R>& state, const Block<R>& block, bool first,
+                            std::int64_t columns) {
   const hn::ScalableTag<R> d;
   const std::int64_t stride = block.stride;
   LinesAhead ahead = RowsAhead(block, columns);
   ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+    const auto near = first ? lanes.Read(d, block.data + c) : hn::LoadU(d, state.largest + c);
+    auto near_sum = first ? hn::Zero(d) : hn::LoadU(d, state.sum + c);
+    if (AddNearPowers<false>(d, lanes, block, c, near, near_sum, ahead, nullptr)) {
+      Store(d, near, state.largest + c);
+      Store(d, near_sum, state.sum + c);
+      return;
+    }
     const auto before = first ? hn::Set(d, -kInf<R>) : hn::LoadU(d, state.largest + c);
     auto largest = before;
     auto total = hn::Zero(d);  // finite only if all are
@@ -185,16 +216,25 @@ void FinishSoftmax(const LogSum<R>& state, std::int64_t columns) {
 
 // total[c] += sum over rows of y g.
 template <class R>
-void AddDots(const Block<R>& y, const Block<R>& g, std::int64_t columns, R* HWY_RESTRICT total) {
+HWY_NOINLINE void AddDots(const Block<R>& y, const Block<R>& g, std::int64_t columns,
+                          R* HWY_RESTRICT total) {
   const hn::ScalableTag<R> d;
-  for (std::int64_t r = 0; r < y.rows; ++r) {
-    const R* y_row = y.row(r);
-    const R* g_row = g.row(r);
-    ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-      const auto before = hn::LoadU(d, total + c);
-      Store(d, hn::MulAdd(lanes.Read(d, y_row + c), lanes.Read(d, g_row + c), before), total + c);
-    });
-  }
+  LinesAhead y_ahead = RowsAhead(y, columns), g_ahead = RowsAhead(g, columns);
+  ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+    auto sum = hn::LoadU(d, total + c), sum2 = hn::Zero(d);
+    const auto add = [&](std::int64_t r, auto& to) HWY_ATTR {
+      y_ahead.Step();
+      g_ahead.Step();
+      to = hn::MulAdd(lanes.Read(d, y.row(r) + c), lanes.Read(d, g.row(r) + c), to);
+    };
+    std::int64_t r = 0;
+    for (; r + 2 <= y.rows; r += 2) {
+      add(r, sum);
+      add(r + 1, sum2);
+    }
+    if (r < y.rows) add(r, sum);
+    Store(d, hn::Add(sum, sum2), total + c);
+  });
 }
 
 // --- A few rows, column by column in registers ---
@@ -244,8 +284,8 @@ bool LogSumOfFewRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRIC
 
 // Softmax straight to rows to(r). `powers` has room for a vector of each row.
 template <bool kStream, class R, class To>
-bool SoftmaxOfFewRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT powers,
-                      const To& to) {
+HWY_INLINE bool SoftmaxOfFewRows(const Block<R>& block, std::int64_t columns,
+                                 R* HWY_RESTRICT powers, const To& to) {
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   LinesAhead ahead = RowsAhead(block, columns);
@@ -267,8 +307,8 @@ bool SoftmaxOfFewRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRI
 
 // y (g - sum y g), likewise.
 template <bool kStream, class R, class To>
-void SoftmaxGradientOfFewRows(const Block<R>& y, const Block<R>& g, std::int64_t columns,
-                              const To& to) {
+HWY_INLINE void SoftmaxGradientOfFewRows(const Block<R>& y, const Block<R>& g, std::int64_t columns,
+                                         const To& to) {
   const hn::ScalableTag<R> d;
   LinesAhead y_ahead = RowsAhead(y, columns), g_ahead = RowsAhead(g, columns);
   ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {

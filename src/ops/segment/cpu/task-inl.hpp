@@ -81,6 +81,8 @@ struct Task {
 //   Combine(tile, task)   joins the pieces of longer segments, if combines()
 //   Finish(tile, task)    writes the rows of those, if writes_rows()
 //   Clear()               those of no segment
+// Where many segments are cut, these steps follow each other wave by wave, so that Finish finds in
+// cache what Fold has read.
 template <class Pass, class R>
 void RunPass(const Run& run) {
   std::array<std::optional<ColumnRun>, kMostApart> columns;
@@ -92,26 +94,36 @@ void RunPass(const Run& run) {
   } else {
     passes[0].emplace(run);
   }
-  const auto for_tasks = [&](bool first, const auto& f) {
-    run.for_tiles(first, [&](std::int64_t tile, std::int64_t column, std::int64_t count,
-                             std::byte* scratch) {
-      const bool apart = run.layout.apart;
-      f(*passes[apart ? column : 0], tile, Task<R>(run.layout, apart ? 0 : column, count, scratch));
-    });
-  };
   using Task = segment_cpu::HWY_NAMESPACE::Task<R>;
-  for_tasks(true,
-            [](const Pass& pass, std::int64_t tile, const Task& task) { pass.Fold(tile, task); });
-  if (run.failed()) return;
-  if (passes[0]->combines()) {
-    for_tasks(false, [](const Pass& pass, std::int64_t tile, const Task& task) {
-      pass.Combine(tile, task);
-    });
-  }
-  if (passes[0]->writes_rows()) {
-    for_tasks(false, [](const Pass& pass, std::int64_t tile, const Task& task) {
-      pass.Finish(tile, task);
-    });
+  const auto for_tasks = [&](Tiles tiles, bool first, const auto& f) {
+    run.for_tiles(
+        tiles, first,
+        [&](std::int64_t tile, std::int64_t column, std::int64_t count, std::byte* scratch) {
+          const bool apart = run.layout.apart;
+          f(*passes[apart ? column : 0], tile,
+            Task(run.layout, apart ? 0 : column, count, scratch));
+        });
+  };
+  const bool combines = passes[0]->combines(), writes_rows = passes[0]->writes_rows();
+  const std::int64_t wave = writes_rows ? run.wave_tiles() : run.tile_count;
+  for (std::int64_t folded = 0, done = 0; done < run.tile_count;) {
+    const Tiles next{folded, run.tile_count - folded > wave ? folded + wave : run.tile_count};
+    for_tasks(next, true,
+              [](const Pass& pass, std::int64_t tile, const Task& task) { pass.Fold(tile, task); });
+    if (run.failed()) return;
+    folded = next.end;
+    const Tiles ready{done, run.whole_before(folded)};
+    if (combines) {
+      for_tasks(ready, false, [](const Pass& pass, std::int64_t tile, const Task& task) {
+        pass.Combine(tile, task);
+      });
+    }
+    if (writes_rows) {
+      for_tasks(ready, false, [](const Pass& pass, std::int64_t tile, const Task& task) {
+        pass.Finish(tile, task);
+      });
+    }
+    done = ready.end;
   }
   for (const std::optional<Pass>& pass : passes) {
     if (pass) pass->Clear();
