@@ -5,9 +5,11 @@
 #include <cstdio>
 #include <map>
 #include <memory>
+#include <optional>
 
 #include "commands.hpp"
 #include "cuda/driver.hpp"
+#include "cuda_timer.hpp"
 #include "driver/case.hpp"
 #include "driver/output_file.hpp"
 #include "driver/safetensors.hpp"
@@ -104,8 +106,13 @@ int run_bench(const BenchOptions& options) {
   {
     Progress progress(jobs.size() + 1);
     progress.next("measuring the ceilings of this machine");
-    report = new_report(machine, ceilings_of(device, machine, options.quick), device, options.seed);
     const bool on_gpu = device.kind == DeviceKind::cuda;
+    std::optional<CopyCeiling> copy;
+    if (!on_gpu) copy.emplace(device.threads, machine);
+    Ceilings ceilings =
+        on_gpu ? measure_device_ceilings(device) : measure_ceilings(*copy, options.quick);
+    double copy_before = ceilings.copy_bytes_per_second;
+    report = new_report(machine, ceilings, device, options.seed);
     const auto cache_bytes =
         on_gpu ? static_cast<std::size_t>(cuda::device_info(device.index).l2_bytes)
                : machine.cache_bytes;
@@ -129,7 +136,14 @@ int run_bench(const BenchOptions& options) {
         failures.push_back(
             fmt::format("{} '{}' {}: {}", job.test.op, job.test.name, name_of(job.dtype), failure));
       }
-      add_results(report, job.test.name, request, measurement,
+      if (copy) {
+        const double copy_after = copy->measure(1).bytes_per_second;
+        ceilings.copy_bytes_per_second = std::max(copy_before, copy_after);
+        copy_before = copy_after;
+        double& most = report["ceilings"]["copy_bytes_per_second"].get_ref<double&>();
+        most = std::max(most, copy_after);
+      }
+      add_results(report, ceilings, job.test.name, request, measurement,
                   fmt::format("pullback bench {} --dtype {} --seed {} {}{} --filter {}",
                               job.test.op, name_of(job.dtype), options.seed, text_of(device),
                               variant_text(options.variant), shell_quoted(job.test.name)));

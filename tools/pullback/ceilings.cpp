@@ -9,11 +9,9 @@
 #include <cstring>
 #include <functional>
 #include <limits>
-#include <memory>
 #include <new>
 #include <thread>
 
-#include "core/threads.hpp"
 #include "cuda_timer.hpp"
 
 namespace pullback::tool {
@@ -34,18 +32,6 @@ double best_seconds(int runs, const std::function<void()>& work) {
   }
   return best;
 }
-
-// Memory that no other buffer shares a page with, touched by the threads that will use it.
-struct Buffer {
-  explicit Buffer(std::size_t bytes) : data(allocate(bytes)) {}
-  static std::byte* allocate(std::size_t bytes) {
-    return static_cast<std::byte*>(::operator new(bytes, std::align_val_t{4096}));
-  }
-  struct Free {
-    void operator()(std::byte* memory) const { ::operator delete(memory, std::align_val_t{4096}); }
-  };
-  std::unique_ptr<std::byte, Free> data;
-};
 
 // Stores that pass the caches by: they save reading the lines that will be overwritten.
 void copy_streaming(const std::byte* from, std::byte* to, std::size_t bytes) {
@@ -73,42 +59,19 @@ void copy_library(const std::byte* from, std::byte* to, std::size_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
-void measure_copy(Ceilings& ceilings, const Machine& machine, bool quick) {
-  constexpr std::size_t kChunk = std::size_t{1} << 20;
+struct Method {
+  const char* name;
+  void (*copy)(const std::byte*, std::byte*, std::size_t);
+};
+constexpr Method kMethods[] = {
+    {"streaming stores", copy_streaming}, {"cached stores", copy_cached}, {"memcpy", copy_library}};
+
+constexpr std::size_t kChunk = std::size_t{1} << 20;
+
+std::size_t copied_bytes(const Machine& machine) {
   const std::size_t wanted = std::max<std::size_t>(4 * machine.cache_bytes, 256u << 20);
   const std::size_t limit = std::min<std::size_t>(machine.memory_bytes / 8, 1u << 30);
-  const std::size_t bytes = std::max(kChunk, std::min(wanted, limit) / kChunk * kChunk);
-  const Buffer from(bytes), to(bytes);
-  const Threads threads(ceilings.threads);
-  const auto chunks = static_cast<std::int64_t>(bytes / kChunk);
-  const auto for_chunks = [&](const auto& body) {
-    threads.parallel_for(chunks, [&](std::int64_t i, int) {
-      const std::size_t at = static_cast<std::size_t>(i) * kChunk;
-      body(from.data.get() + at, to.data.get() + at);
-    });
-  };
-  for_chunks([](std::byte* a, std::byte* b) {
-    std::memset(a, 1, kChunk);
-    std::memset(b, 2, kChunk);
-  });
-  struct Method {
-    const char* name;
-    void (*copy)(const std::byte*, std::byte*, std::size_t);
-  };
-  const Method methods[] = {{"streaming stores", copy_streaming},
-                            {"cached stores", copy_cached},
-                            {"memcpy", copy_library}};
-  ceilings.copy_bytes = bytes;
-  for (const Method& method : methods) {
-    const double seconds = best_seconds(quick ? 3 : 7, [&] {
-      for_chunks([&](std::byte* a, std::byte* b) { method.copy(a, b, kChunk); });
-    });
-    const double rate = 2 * static_cast<double>(bytes) / seconds;
-    if (rate > ceilings.copy_bytes_per_second) {
-      ceilings.copy_bytes_per_second = rate;
-      ceilings.copy_method = method.name;
-    }
-  }
+  return std::max(kChunk, std::min(wanted, limit) / kChunk * kChunk);
 }
 
 // OpenBLAS, opened at run time: the tool needs it for this one measurement only.
@@ -154,17 +117,54 @@ void measure_products(Ceilings& ceilings, bool quick) {
 
 }  // namespace
 
-Ceilings measure_ceilings(int threads, const Machine& machine, bool quick) {
+// Memory that no other buffer shares a page with.
+CopyCeiling::Buffer::Buffer(std::size_t bytes)
+    : data(static_cast<std::byte*>(::operator new(bytes, std::align_val_t{4096}))) {}
+void CopyCeiling::Buffer::Free::operator()(std::byte* memory) const {
+  ::operator delete(memory, std::align_val_t{4096});
+}
+
+CopyCeiling::CopyCeiling(int threads, const Machine& machine)
+    : threads_(threads), bytes_(copied_bytes(machine)), from_(bytes_), to_(bytes_) {
+  for_chunks([](std::byte* a, std::byte* b) {  // touched by the threads that will use them
+    std::memset(a, 1, kChunk);
+    std::memset(b, 2, kChunk);
+  });
+}
+
+template <class Body>
+void CopyCeiling::for_chunks(const Body& body) const {
+  threads_.parallel_for(static_cast<std::int64_t>(bytes_ / kChunk), [&](std::int64_t i, int) {
+    const std::size_t at = static_cast<std::size_t>(i) * kChunk;
+    body(from_.data.get() + at, to_.data.get() + at);
+  });
+}
+
+CopyRate CopyCeiling::measure(int runs) const {
+  CopyRate best;
+  for (const Method& method : kMethods) {
+    const double seconds = best_seconds(
+        runs, [&] { for_chunks([&](std::byte* a, std::byte* b) { method.copy(a, b, kChunk); }); });
+    const double rate = 2 * static_cast<double>(bytes_) / seconds;
+    if (rate > best.bytes_per_second) best = {rate, method.name};
+  }
+  return best;
+}
+
+Ceilings measure_ceilings(const CopyCeiling& copy, bool quick) {
   Ceilings ceilings;
-  ceilings.threads = threads;
-  measure_copy(ceilings, machine, quick);
+  ceilings.threads = copy.threads();
+  const CopyRate rate = copy.measure(quick ? 3 : 7);
+  ceilings.copy_bytes = copy.bytes();
+  ceilings.copy_bytes_per_second = rate.bytes_per_second;
+  ceilings.copy_method = rate.method;
   measure_products(ceilings, quick);
   return ceilings;
 }
 
 Ceilings ceilings_of(const Device& device, const Machine& machine, bool quick) {
-  return device.kind == DeviceKind::cpu ? measure_ceilings(device.threads, machine, quick)
-                                        : measure_device_ceilings(device);
+  if (device.kind == DeviceKind::cuda) return measure_device_ceilings(device);
+  return measure_ceilings(CopyCeiling(device.threads, machine), quick);
 }
 
 }  // namespace pullback::tool

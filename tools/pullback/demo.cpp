@@ -56,7 +56,8 @@ int run_demo(const DemoOptions& options) {
   {
     Progress progress(demo_jobs().size() + 1);
     progress.next("measuring the ceilings of this machine");
-    report = new_report(machine, ceilings_of(device, machine, true), device, 0);
+    const Ceilings ceilings = ceilings_of(device, machine, true);
+    report = new_report(machine, ceilings, device, 0);
     // The files are small: they are timed in the cache, as the layers around them would leave them.
     const MeasureSettings settings{.seconds = 0.3, .verify = true};
     for (const DemoJob& job : demo_jobs()) {
@@ -75,7 +76,7 @@ int run_demo(const DemoOptions& options) {
           fmt::format("pullback grad {} --input {} --output out.safetensors --verify", job.op,
                       shell_quoted(path));
       for (const auto& [name, value] : job.options) repeat += fmt::format(" --{} {}", name, value);
-      add_results(report, title_of(job, request), request, measurement, repeat);
+      add_results(report, ceilings, title_of(job, request), request, measurement, repeat);
     }
   }
   fmt::print("{}\n{}", heading_text(report), table_text(report));

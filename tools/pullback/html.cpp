@@ -288,8 +288,7 @@ std::string html_of(const Json& report) {
     html += card(fmt::format("{} threads", report["threads"].get<int>()),
                  fmt::format("{} usable cores", machine["cores"].get<int>()));
   }
-  html += card(bandwidth_text(ceilings["copy_bytes_per_second"]),
-               "copy ceiling, " + ceilings["copy_method"].get<std::string>());
+  html += card(copy_text(report), "copy ceiling, " + ceilings["copy_method"].get<std::string>());
   if (ceilings["f32_flops_per_second"].is_null()) {
     html += card("unavailable", "matrix product ceiling: " + ceilings["blas"].get<std::string>());
   } else {
@@ -298,7 +297,7 @@ std::string html_of(const Json& report) {
   }
   html +=
       "</div><p>The share of the ceiling is the least time that the machine allows (compulsory "
-      "bytes at the copy rate, or the FLOPs at the rate of OpenBLAS sgemm for f32 and 16-bit, "
+      "bytes at the copy rate then, or the FLOPs at the rate of OpenBLAS sgemm for f32 and 16-bit, "
       "dgemm for f64, whichever is longer) over the median time. An error is the largest "
       "difference from double precision over the largest value. Point at a cell for inputs, "
       "options and plans.</p>";

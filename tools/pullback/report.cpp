@@ -73,15 +73,10 @@ Json new_report(const Machine& machine, const Ceilings& ceilings, const Device& 
           {"results", Json::array()}};
 }
 
-void add_results(Json& report, const std::string& title, const driver::Request& request,
-                 const Measurement& measurement, const std::string& repeat) {
+void add_results(Json& report, const Ceilings& ceilings, const std::string& title,
+                 const driver::Request& request, const Measurement& measurement,
+                 const std::string& repeat) {
   const DType dtype = main_dtype(request.inputs);
-  Ceilings ceilings;
-  ceilings.copy_bytes_per_second = report["ceilings"]["copy_bytes_per_second"];
-  if (!report["ceilings"]["f32_flops_per_second"].is_null()) {
-    ceilings.f32_flops_per_second = report["ceilings"]["f32_flops_per_second"];
-    ceilings.f64_flops_per_second = report["ceilings"]["f64_flops_per_second"];
-  }
   Json inputs = Json::object(), options = Json::object();
   for (const auto& [name, tensor] : request.inputs) inputs[name] = tensor.spec().to_string();
   for (const auto& [name, value] : request.options) options[name] = value;
@@ -108,6 +103,7 @@ void add_results(Json& report, const std::string& title, const driver::Request& 
                                  {"flops", pass.cost.flops},
                                  {"bytes", pass.cost.bytes},
                                  {"bound", pass.bound_by_products() ? "products" : "copy"},
+                                 {"copy_bytes_per_second", ceilings.copy_bytes_per_second},
                                  {"share_of_ceiling", number_or_null(share, share > 0)},
                                  {"workspace_bytes", pass.workspace_bytes},
                                  {"plan_seconds", pass.plan_seconds},
@@ -119,6 +115,16 @@ void add_results(Json& report, const std::string& title, const driver::Request& 
   }
 }
 
+std::string copy_text(const Json& report) {
+  const double most = report["ceilings"]["copy_bytes_per_second"];
+  double least = most;
+  for (const Json& record : report["results"]) {
+    least = std::min(least, record["copy_bytes_per_second"].get<double>());
+  }
+  if (most < 1.1 * least) return bandwidth_text(most);
+  return fmt::format("{} to {}", bandwidth_text(least), bandwidth_text(most));
+}
+
 std::string heading_text(const Json& report) {
   const Json& machine = report["machine"];
   const Json& ceilings = report["ceilings"];
@@ -127,7 +133,7 @@ std::string heading_text(const Json& report) {
     return fmt::format("{} ({}), {} multiprocessors, CUDA {}\nceiling: copy {}\n",
                        gpu["name"].get<std::string>(), gpu["arch"].get<std::string>(),
                        gpu["multiprocessors"].get<int>(), gpu["cuda"].get<std::string>(),
-                       bandwidth_text(ceilings["copy_bytes_per_second"]));
+                       copy_text(report));
   }
   std::string isa = machine["simd"];
   for (const auto& extra : machine["isa"]) isa += ", " + extra.get<std::string>();
@@ -139,8 +145,7 @@ std::string heading_text(const Json& report) {
   }
   return fmt::format("{}, {} threads, {}\nceilings: copy {} ({}), {}\n",
                      machine["cpu"].get<std::string>(), report["threads"].get<int>(), isa,
-                     bandwidth_text(ceilings["copy_bytes_per_second"]),
-                     ceilings["copy_method"].get<std::string>(), products);
+                     copy_text(report), ceilings["copy_method"].get<std::string>(), products);
 }
 
 std::string table_text(const Json& report) {

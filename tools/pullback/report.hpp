@@ -15,9 +15,14 @@ inline constexpr int kReportSchema = 1;
 Json new_report(const Machine& machine, const Ceilings& ceilings, const Device& device,
                 std::uint64_t seed);
 
-// Two records, forward and backward. `title` names the problem; `repeat` is a command line.
-void add_results(Json& report, const std::string& title, const driver::Request& request,
-                 const Measurement& measurement, const std::string& repeat);
+// Two records, forward and backward, beside these ceilings. `title` names the problem; `repeat` is
+// a command line.
+void add_results(Json& report, const Ceilings& ceilings, const std::string& title,
+                 const driver::Request& request, const Measurement& measurement,
+                 const std::string& repeat);
+
+// The copy's rate, or from which to which it went.
+std::string copy_text(const Json& report);
 
 // Machine and ceilings in a few lines, and a table with a line a record.
 std::string heading_text(const Json& report);
