@@ -14,6 +14,7 @@
 #include "ops/segment/cpu/extreme-inl.hpp"
 #include "ops/segment/cpu/map-inl.hpp"
 #include "ops/segment/cpu/scan-inl.hpp"
+#include "ops/segment/cpu/softmax_at_once-inl.hpp"
 #include "ops/segment/cpu/spread-inl.hpp"
 #include "ops/segment/cpu/task-inl.hpp"
 
@@ -134,7 +135,8 @@ class Forward {
   // --- Folding ---
 
   HWY_NOINLINE void Whole(const Piece& piece, const Task& task, Outputs& outputs) const {
-    if (problem_.reduce == SegmentReduce::softmax && SoftmaxAtOnce(piece, task, outputs.rows)) {
+    if (problem_.reduce == SegmentReduce::softmax && problem_.x.shape[1] > 1 &&
+        SoftmaxAtOnce(x_, segments_, piece, task, rows_out_, outputs.rows)) {
       return;
     }
     FoldPiece(piece, task.state, task);
@@ -486,54 +488,6 @@ class Forward {
     } else if (rows_out_) {
       rows_out_.streams() ? WriteSoftmax<true>(piece, state, task, output)
                           : WriteSoftmax<false>(piece, state, task, output);
-    }
-  }
-
-  // Softmax with one exponential for an x, where all rows are near the first and what is written
-  // can wait. False, and it is still to be done, where they are not.
-  HWY_NOINLINE bool SoftmaxAtOnce(const Piece& piece, const Task& task, Output& output) const {
-    if (problem_.x.shape[1] == 1 || !rows_out_.apart()) return false;
-    const hn::ScalableTag<R> d;
-    const std::int64_t columns = task.columns;
-    const State& state = task.state;
-    output.Open(piece);
-    const auto power_row = [&](std::int64_t r) HWY_ATTR {
-      return rows_out_.stages() ? output.Row(r) : task.stage + (r - piece.begin) * columns;
-    };
-    ReadRow(x_, segments_.readable_row(piece.begin), task.column, columns, state.a);
-    std::fill_n(state.b, padded(columns), R{0});
-    bool near = true;
-    ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
-      if (!near) return;
-      const Block<R> block =
-          ReadBlock(x_, segments_, first, rows, task.column, columns, task.block);
-      LinesAhead ahead = RowsAhead(block, columns);
-      ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-        auto sum = hn::LoadU(d, state.b + c);
-        near = near &&
-               AddNearPowers<true>(d, lanes, block, c, lanes.Read(d, state.a + c), sum, ahead,
-                                   [&](std::int64_t r) HWY_ATTR { return power_row(first + r); });
-        Store(d, sum, state.b + c);
-      });
-    });
-    if (!near) return false;
-    FinishSoftmax(state.log_sum(), columns);
-    rows_out_.streams() ? WriteProducts<true>(piece, state.b, task, output, power_row)
-                        : WriteProducts<false>(piece, state.b, task, output, power_row);
-    return true;
-  }
-
-  template <bool kStream, class PowerRow>
-  void WriteProducts(const Piece& piece, const R* factors, const Task& task, Output& output,
-                     const PowerRow& power_row) const {
-    const hn::ScalableTag<R> d;
-    for (std::int64_t r = piece.begin; r < piece.end; ++r) {
-      const R* from = power_row(r);
-      R* to = output.Row(r);
-      ForColumns<R, kStream>(task.columns, [&](auto lanes, std::int64_t c) {
-        lanes.Write(d, hn::Mul(lanes.Read(d, from + c), lanes.Read(d, factors + c)), to + c);
-      });
-      output.Done(r);
     }
   }
 

@@ -2,10 +2,12 @@
 //
 // The work is a list of items: the rows of segment 0, the end of segment 0, the rows of segment 1,
 // and so on. A tile is a fixed number of items, so one giant segment and a million empty ones cost
-// the same as any others (merge-path of Merrill and Garland, SC16). The rows of a segment in one
-// tile are a piece. At most two pieces of a tile belong to segments that reach beyond it: the head,
-// whose segment began before the tile, and the tail, whose segment goes on after it. Their partial
-// results wait in slots 2t and 2t+1 of the workspace, to be combined in the order of the tiles.
+// the same as any others (merge-path of Merrill and Garland, SC16); but a segment of up to about as
+// many rows belongs to the tile where it begins, as one that is cut may be read twice. The rows of
+// a segment in one tile are a piece. At most two pieces of a tile belong to segments that reach
+// beyond it: the head, whose segment began before the tile, and the tail, whose segment goes on
+// after it. Their partial results wait in slots 2t and 2t+1 of the workspace, to be combined in the
+// order of the tiles.
 //
 // Offsets are read from memory once: a tile proves its own before it uses them. When one of them is
 // out of order the whole run is done again, from repaired ones.
@@ -67,7 +69,7 @@ struct Layout {
   std::int64_t column_block, column_blocks, tile_items, most_tiles;
   std::int64_t uncut_rows;      // segments of up to so many lie in one tile
   std::int64_t slot_columns;    // padded columns of a slot's vectors
-  std::int64_t stage_elements;  // rows of x of a tile
+  std::int64_t stage_elements;  // rows of x of a tile, at most
   std::size_t tiles_at, slots_at, scratch_at, scratch_bytes, total_bytes;
 };
 
