@@ -137,11 +137,14 @@ int run_bench(const BenchOptions& options) {
             fmt::format("{} '{}' {}: {}", job.test.op, job.test.name, name_of(job.dtype), failure));
       }
       if (copy) {
-        const double copy_after = copy->measure(1).bytes_per_second;
-        ceilings.copy_bytes_per_second = std::max(copy_before, copy_after);
-        copy_before = copy_after;
-        double& most = report["ceilings"]["copy_bytes_per_second"].get_ref<double&>();
-        most = std::max(most, copy_after);
+        const CopyRate after = copy->measure(1);
+        ceilings.copy_bytes_per_second = std::max(copy_before, after.bytes_per_second);
+        copy_before = after.bytes_per_second;
+        Json& most = report["ceilings"];
+        if (after.bytes_per_second > most["copy_bytes_per_second"].get<double>()) {
+          most["copy_bytes_per_second"] = after.bytes_per_second;
+          most["copy_method"] = after.method;
+        }
       }
       add_results(report, ceilings, job.test.name, request, measurement,
                   fmt::format("pullback bench {} --dtype {} --seed {} {}{} --filter {}",

@@ -92,6 +92,40 @@ TEST(segment_indices, hostile_offsets) {
   }
 }
 
+// Where a tile begins within a segment whose end lies before the first row: a tile that begins
+// there would have more rows than there is room for, in order as they are.
+TEST(segment_indices, offsets_that_fall_where_a_tile_begins) {
+  const auto test = [](std::int64_t rows, std::int64_t columns, const Index& offsets,
+                       SegmentReduce reduce) {
+    SCOPED_TRACE(::testing::Message() << "reduction " << static_cast<int>(reduce));
+    const bool softmax = reduce == SegmentReduce::softmax;
+    Direct direct;
+    direct.problem.reduce = reduce;
+    direct.writes_mask = false;
+    direct.index = index_tensor(offsets);
+    direct.x = matrix(DType::f32, rows, columns, {0, 1});
+    direct.d_out =
+        matrix(DType::f32, softmax ? rows : static_cast<std::int64_t>(offsets.size()) - 1, columns,
+               {1, -2, 3});
+    Direct expected = direct;
+    direct.run("cpu");
+    expected.run("reference");
+    expect_near(direct.out, expected.out, "out", 1e-5);
+    expect_near(direct.d_x, expected.d_x, "d_x", 1e-5);
+  };
+  for (const std::int64_t fall : {std::int64_t{0}, kLowest}) {
+    Index offsets(601, 1000);
+    offsets[256] = 999;
+    offsets[257] = fall;
+    for (SegmentReduce reduce : kReduces) test(1000, 256, offsets, reduce);
+  }
+  Index offsets(16387, 500000);
+  offsets[16384] = 499999;
+  offsets[16385] = 0;
+  offsets[16386] = 600000;
+  for (SegmentReduce reduce : kReduces) test(600000, 1, offsets, reduce);
+}
+
 // Each tile proves its own offsets; one bad tile has all done again.
 TEST(segment_indices, one_bad_offset_among_many_tiles) {
   Random random(12);

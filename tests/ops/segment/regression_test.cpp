@@ -137,6 +137,23 @@ TEST(segment_bugs, exponentials_of_long_segments_with_a_row_far_from_the_first) 
   }
 }
 
+TEST(segment_bugs, softmax_without_an_output) {
+  for (const std::int64_t columns : {1, 3, 5, 40}) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      const HostTensor x = matrix(dtype, 200, columns, {1, 2, 3}),
+                       index = index_tensor({0, 3, 190});
+      SegmentProblem problem;
+      problem.reduce = SegmentReduce::softmax;
+      problem.x = x.spec();
+      problem.offsets = index.spec();
+      SegmentTensors tensors;
+      tensors.x = x.data();
+      tensors.offsets = index.data();
+      EXPECT_NO_THROW(Direct::run_pass(complete(problem), tensors, Pass::forward, "cpu"));
+    }
+  }
+}
+
 // Tiles of 1008 rows, most of which begin within a segment: folded and finished wave by wave. Of
 // segments about as long as a tile some are cut and others are not.
 TEST(segment_bugs, segments_cut_by_the_tiles_of_several_waves) {

@@ -330,9 +330,12 @@ class Forward {
   template <bool kStream>
   void LogSumsOfRows(std::int64_t begin, std::int64_t end, const Task& task,
                      Outputs& outputs) const {
+    int far = 0;
     FewRows<false>(begin, end, task, outputs,
                    [&](const AdjacentRows<R>& rows, std::int64_t, const Piece& piece, R* to) {
-                     if (!LogSumOfFewRows<kStream>(rows.block(), task.columns, to)) return false;
+                     if (!LogSumOfFewRows<kStream>(rows.block(), task.columns, far, to)) {
+                       return false;
+                     }
                      if (lse_.data != nullptr) {
                        WriteRow(lse_, piece.segment, task.column, task.columns, to);
                      }
@@ -344,11 +347,12 @@ class Forward {
   void SoftmaxOfRows(std::int64_t begin, std::int64_t end, const Task& task,
                      Outputs& outputs) const {
     Output& output = outputs.rows;
+    int far = 0;
     FewRows<false>(begin, end, task, outputs,
                    [&](const AdjacentRows<R>& rows, std::int64_t, const Piece& piece, R*) {
                      output.Open(piece);
                      return SoftmaxOfFewRows<kStream>(
-                         rows.block(), task.columns, task.run,
+                         rows.block(), task.columns, far, task.run,
                          [&](std::int64_t r) HWY_ATTR { return output.Row(piece.begin + r); });
                    });
   }

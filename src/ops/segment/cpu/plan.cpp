@@ -79,10 +79,11 @@ std::int64_t find_starts(const Segments& segments, const Layout& layout, std::in
     if (start.segment == segments.count) continue;
     const std::int64_t begin = segments.begin(start.segment), end = segments.end(start.segment);
     if (begin >= start.row) continue;
-    // Nothing is known of the offsets yet: no difference of theirs before they are near the row.
+    // Nothing is known of the offsets yet: no difference of theirs before both are near the row. A
+    // start that moved up, or far, would make a tile of more rows than there is room for.
     const std::int64_t most = layout.uncut_rows;
-    if (begin >= start.row - most && end <= start.row + most && end - begin <= most &&
-        end <= segments.last_row()) {
+    const bool near = begin >= start.row - most && end >= start.row && end <= start.row + most;
+    if (near && end - begin <= most && end <= segments.last_row()) {
       start = {start.segment + 1, end};
     } else {
       ++cut;

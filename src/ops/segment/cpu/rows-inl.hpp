@@ -62,6 +62,11 @@ struct AllLanes {
       Store(d, value, to);
     }
   }
+  // To what is read soon, never past the caches.
+  template <class D, class T>
+  HWY_INLINE void Keep(D d, hn::Vec<D> value, T* to) const {
+    Store(d, value, to);
+  }
   // Which lanes are f's.
   template <class D>
   HWY_INLINE hn::Mask<D> Inside(D d) const {
@@ -81,6 +86,10 @@ struct FirstLanes {
   }
   template <class D, class T>
   HWY_INLINE void Write(D d, hn::Vec<D> value, T* to) const {
+    StoreFirst(d, value, to, count);
+  }
+  template <class D, class T>
+  HWY_INLINE void Keep(D d, hn::Vec<D> value, T* to) const {
     StoreFirst(d, value, to, count);
   }
   template <class D>

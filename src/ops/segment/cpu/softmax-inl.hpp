@@ -75,10 +75,40 @@ HWY_INLINE hn::Vec<D> ExpOf(D d, hn::Vec<D> x) {
   return hn::IfThenElse(hn::Lt(x, limit), ExpOfNonPositive(d, x), overflow);
 }
 
+// log of 0 < x < inf, in f32 of normal x within 1 ulp: with x = 2^n (1 + f), sqrt(1/2) <= 1 + f <
+// sqrt(2), log(1 + f) = f - f^2 / 2 + f^3 p(f) where p is a minimax fit with an error of 2^-29.
+template <class D>
+HWY_INLINE hn::Vec<D> LogOfPositive(D d, hn::Vec<D> x) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8) {
+    return hn::Log(d, x);
+  } else {
+    const hn::RebindToSigned<D> di;
+    const auto bits = hn::BitCast(di, x);
+    const auto exponent = hn::ShiftRight<23>(hn::Sub(bits, hn::Set(di, 0x3f3504f3)));
+    const auto n = hn::ConvertTo(d, exponent);
+    const auto f =
+        hn::Sub(hn::BitCast(d, hn::Sub(bits, hn::ShiftLeft<23>(exponent))), hn::Set(d, 1.0f));
+    const auto f2 = hn::Mul(f, f);
+    // Even and odd powers beside each other.
+    auto p = hn::MulAdd(hn::Set(d, 1.28549218e-1f), f2, hn::Set(d, 1.41900063e-1f));
+    auto q = hn::MulAdd(hn::Set(d, -7.63120800e-2f), f2, hn::Set(d, -1.32078871e-1f));
+    p = hn::MulAdd(p, f2, hn::Set(d, 2.00016156e-1f));
+    q = hn::MulAdd(q, f2, hn::Set(d, -1.66165233e-1f));
+    p = hn::MulAdd(p, f2, hn::Set(d, 3.33333284e-1f));
+    q = hn::MulAdd(q, f2, hn::Set(d, -2.50010610e-1f));
+    p = hn::Mul(hn::MulAdd(q, f, p), hn::Mul(f, f2));
+    // ln 2 in two parts, as ExpOfNear has it.
+    p = hn::MulAdd(n, hn::Set(d, -2.12194440e-4f), p);
+    p = hn::NegMulAdd(f2, hn::Set(d, 0.5f), p);
+    return hn::MulAdd(n, hn::Set(d, 0.693359375f), hn::Add(f, p));
+  }
+}
+
+// The same of 0, infinity and NaN, too.
 template <class D>
 HWY_INLINE hn::Vec<D> LogOf(D d, hn::Vec<D> x) {
   using R = hn::TFromD<D>;
-  const auto log = hn::IfThenElse(hn::Lt(x, hn::Set(d, kInf<R>)), hn::Log(d, x), x);
+  const auto log = hn::IfThenElse(hn::Lt(x, hn::Set(d, kInf<R>)), LogOfPositive(d, x), x);
   return hn::IfThenElse(hn::Eq(x, hn::Zero(d)), hn::Set(d, -kInf<R>), log);
 }
 
@@ -95,7 +125,7 @@ HWY_INLINE hn::Vec<D> Shift(D d, hn::Vec<D> largest) {
   return hn::IfThenElseZero(hn::Lt(hn::Abs(largest), infinity), largest);
 }
 
-// Adds exp(x - shift) of a column of the block to `sum`, and with kKeep has them stored at to(row).
+// Adds exp(x - shift) of a column of the block to `sum`, and with kKeep stores them at to(row).
 // False, and they mean nothing, if an x is not near the shift.
 template <bool kKeep, class D, class L, class R, class To>
 HWY_INLINE bool AddNearPowers(D d, L lanes, const Block<R>& block, std::int64_t column,
@@ -110,7 +140,7 @@ HWY_INLINE bool AddNearPowers(D d, L lanes, const Block<R>& block, std::int64_t 
       near.Add(x);
       const auto power = ExpOfNear(d, x);
       sum = hn::Add(sum, power);
-      if constexpr (kKeep) lanes.Write(d, power, to(r) + column);
+      if constexpr (kKeep) lanes.Keep(d, power, to(r));
       from += block.stride;
     }
     if (!near.All()) return false;
@@ -239,70 +269,77 @@ HWY_NOINLINE void AddDots(const Block<R>& y, const Block<R>& g, std::int64_t col
 
 // --- A few rows, column by column in registers ---
 
-// Calls f(lanes, column, largest) for all columns with the largest element of each. False, and f
-// was not called for all, if an element is not finite.
-template <bool kStream, class R, class F>
-HWY_INLINE bool ForFiniteColumns(const Block<R>& block, std::int64_t columns, const F& f) {
+// The largest element of a column. False if one is not finite.
+template <class D, class L, class R>
+HWY_INLINE bool LargestOfFinite(D d, L lanes, const Block<R>& block, std::int64_t column,
+                                hn::Vec<D>& largest) {
+  const R* from = block.data + column;
+  largest = lanes.Read(d, from);
+  auto total = largest;  // finite only if all are
+  for (std::int64_t r = 1; r < block.rows; ++r) {
+    const auto next = lanes.Read(d, from += block.stride);
+    largest = hn::Max(largest, next);
+    total = hn::Add(total, next);
+  }
+  return hn::AllTrue(d, hn::IsFinite(total));
+}
+
+// Calls f(lanes, column, shift, sum of exp(x - shift)) for all columns; with kKeep their powers are
+// at to(row) then. False, and f was not called for all, if an element is not finite. `far` counts
+// down, from one block to the next, until rows are tried again that may be near the first.
+template <bool kStream, bool kKeep, class R, class To, class F>
+HWY_INLINE bool ForSumsOfPowers(const Block<R>& block, std::int64_t columns, int& far, const To& to,
+                                const F& f) {
   const hn::ScalableTag<R> d;
+  LinesAhead ahead = RowsAhead(block, columns);
   bool finite = true;
   ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
-    const R* from = block.data + c;
-    auto largest = lanes.Read(d, from);
-    auto total = largest;  // finite only if all are
-    for (std::int64_t r = 1; r < block.rows; ++r) {
-      const auto next = lanes.Read(d, from += block.stride);
-      largest = hn::Max(largest, next);
-      total = hn::Add(total, next);
+    if (!finite) return;
+    auto shift = lanes.Read(d, block.data + c);
+    auto sum = hn::Zero(d);
+    if (HWY_UNLIKELY(far > 0 || !AddNearPowers<kKeep>(d, lanes, block, c, shift, sum, ahead, to))) {
+      constexpr int kPause = 31;
+      far = far > 0 ? far - 1 : kPause;
+      finite = LargestOfFinite(d, lanes, block, c, shift);
+      if (!finite) return;
+      sum = hn::Zero(d);
+      for (std::int64_t r = 0; r < block.rows; ++r) {
+        ahead.Step();
+        const auto x = lanes.Read(d, block.row(r) + c);
+        const auto power = ExpOfNonPositive(d, hn::Sub(x, shift));
+        sum = hn::Add(sum, power);
+        if constexpr (kKeep) lanes.Keep(d, power, to(r));
+      }
     }
-    finite = finite && hn::AllTrue(d, hn::IsFinite(total));
-    if (HWY_LIKELY(finite)) f(lanes, c, largest);
+    f(lanes, c, shift, sum);
   });
   return finite;
 }
 
 // log sum exp straight to `to`.
 template <bool kStream, class R>
-bool LogSumOfFewRows(const Block<R>& block, std::int64_t columns, R* HWY_RESTRICT to) {
+bool LogSumOfFewRows(const Block<R>& block, std::int64_t columns, int& far, R* HWY_RESTRICT to) {
   const hn::ScalableTag<R> d;
-  LinesAhead ahead = RowsAhead(block, columns);
-  return ForFiniteColumns<kStream>(block, columns, [&](auto lanes, std::int64_t c, auto largest) {
-    const R* from = block.data + c;
-    auto result = largest;
-    if (block.rows == 1) {
-      ahead.Step();
-    } else {
-      auto sum = hn::Zero(d);
-      for (std::int64_t r = 0; r < block.rows; ++r, from += block.stride) {
-        ahead.Step();
-        sum = hn::Add(sum, ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from), largest)));
-      }
-      result = hn::Add(result, hn::Log(d, sum));
-    }
-    lanes.Write(d, result, to + c);
-  });
+  return ForSumsOfPowers<kStream, false>(
+      block, columns, far, nullptr, [&](auto lanes, std::int64_t c, auto shift, auto sum) {
+        lanes.Write(d, hn::Add(shift, LogOfPositive(d, sum)), to + c);
+      });
 }
 
 // Softmax straight to rows to(r). `powers` has room for a vector of each row.
 template <bool kStream, class R, class To>
-HWY_INLINE bool SoftmaxOfFewRows(const Block<R>& block, std::int64_t columns,
+HWY_INLINE bool SoftmaxOfFewRows(const Block<R>& block, std::int64_t columns, int& far,
                                  R* HWY_RESTRICT powers, const To& to) {
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
-  LinesAhead ahead = RowsAhead(block, columns);
-  return ForFiniteColumns<kStream>(block, columns, [&](auto lanes, std::int64_t c, auto largest) {
-    const R* from = block.data + c;
-    auto sum = hn::Zero(d);
-    for (std::int64_t r = 0; r < block.rows; ++r, from += block.stride) {
-      ahead.Step();
-      const auto power = ExpOfNonPositive(d, hn::Sub(lanes.Read(d, from), largest));
-      sum = hn::Add(sum, power);
-      Store(d, power, powers + r * step);
-    }
-    const auto inverse = hn::Div(hn::Set(d, R{1}), sum);
-    for (std::int64_t r = 0; r < block.rows; ++r) {
-      lanes.Write(d, hn::Mul(hn::LoadU(d, powers + r * step), inverse), to(r) + c);
-    }
-  });
+  return ForSumsOfPowers<kStream, true>(
+      block, columns, far, [=](std::int64_t r) { return powers + r * step; },
+      [&](auto lanes, std::int64_t c, auto, auto sum) {
+        const auto inverse = hn::Div(hn::Set(d, R{1}), sum);
+        for (std::int64_t r = 0; r < block.rows; ++r) {
+          lanes.Write(d, hn::Mul(hn::LoadU(d, powers + r * step), inverse), to(r) + c);
+        }
+      });
 }
 
 // y (g - sum y g), likewise.

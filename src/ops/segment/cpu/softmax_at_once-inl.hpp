@@ -36,7 +36,7 @@ HWY_NOINLINE bool SoftmaxAtOnce(const Matrix<const T>& x, const Segments& segmen
                                 const Piece& piece, const Task<Real<T>>& task,
                                 const RowOutput<T>& rows_out, typename RowOutput<T>::Tile& output) {
   using R = Real<T>;
-  if (!rows_out.apart()) return false;
+  if (!rows_out || !rows_out.apart()) return false;
   const hn::ScalableTag<R> d;
   const std::int64_t columns = task.columns;
   const LogSum<R> state = task.state.log_sum();
@@ -55,7 +55,7 @@ HWY_NOINLINE bool SoftmaxAtOnce(const Matrix<const T>& x, const Segments& segmen
       auto sum = hn::LoadU(d, state.sum + c);
       near = near &&
              AddNearPowers<true>(d, lanes, block, c, lanes.Read(d, state.largest + c), sum, ahead,
-                                 [&](std::int64_t r) HWY_ATTR { return power_row(first + r); });
+                                 [&](std::int64_t r) HWY_ATTR { return power_row(first + r) + c; });
       Store(d, sum, state.sum + c);
     });
   });
