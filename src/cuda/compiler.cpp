@@ -122,7 +122,10 @@ bool precompile(const KernelSource& kernel, const DiskCache& cache) {
   if (cache.read(key)) return false;
   std::optional<Cubin> cubin = DiskCache::from_environment().read(key);
   const bool compiles = !cubin.has_value();
-  if (compiles) cubin = compile_now(kernel, compile_options(kernel)).cubin;
+  if (compiles) {
+    cubin = compile_now(kernel, compile_options(kernel)).cubin;
+    dump(kernel, *cubin);
+  }
   std::string reason;
   if (!cache.write(key, *cubin, reason)) {
     throw Error(ErrorCode::device, "CUDA: kernel cache: " + reason);

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <system_error>
@@ -110,7 +111,7 @@ std::shared_ptr<const Kernel> Kernel::load(const KernelSource& source, const Dev
   return kernel;
 }
 
-LoadScope::LoadScope() { current_scope = this; }
+LoadScope::LoadScope(bool may_guess) : may_guess_(may_guess) { current_scope = this; }
 LoadScope::~LoadScope() { current_scope = nullptr; }
 
 void LoadScope::finish() {
@@ -131,6 +132,12 @@ LoadingKernel load_beside(const KernelSource& source, const DeviceInfo& device, 
   std::promise<std::shared_ptr<const Kernel>> now;
   now.set_value(load());
   return now.get_future().share();
+}
+
+bool guesses(const LoadingKernel& kernel) {
+  if (current_scope == nullptr || !current_scope->may_guess_) return false;
+  if (kernel.wait_for(std::chrono::seconds(0)) == std::future_status::ready) return false;
+  return current_scope->guessed_ = true;
 }
 
 bool can_be_loaded(const KernelSource& source) {

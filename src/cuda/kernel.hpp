@@ -48,21 +48,30 @@ using LoadingKernel = std::shared_future<std::shared_ptr<const Kernel>>;
 // While one lives, what its thread loads goes on in threads of their own. One at a time.
 class LoadScope {
  public:
-  LoadScope();
+  // may_guess: what follows from a kernel that is not there yet may be guessed, not waited for.
+  explicit LoadScope(bool may_guess);
   ~LoadScope();
   LoadScope(const LoadScope&) = delete;
   LoadScope& operator=(const LoadScope&) = delete;
   // When all are there; throws what the first of them that failed has thrown.
   void finish();
+  // Whether anything was: what came of it is to be thrown away, and made again.
+  bool guessed() const { return guessed_; }
 
  private:
   friend LoadingKernel load_beside(const KernelSource&, const DeviceInfo&, int);
+  friend bool guesses(const LoadingKernel&);
   std::vector<LoadingKernel> loading_;
+  const bool may_guess_;
+  bool guessed_ = false;
 };
 
 // Kernel::load, at once where no scope is. `device` is one of device_info().
 LoadingKernel load_beside(const KernelSource& source, const DeviceInfo& device,
                           int shared_bytes = 0);
+
+// Whether the caller is to guess at what the kernel would tell.
+bool guesses(const LoadingKernel& kernel);
 
 // Whether it can be loaded: it is, or is on disk, or there is a compiler.
 bool can_be_loaded(const KernelSource& source);

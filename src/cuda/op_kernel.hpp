@@ -62,8 +62,7 @@ bool can_have(const OpKernel& kernel, const DeviceInfo& device) {
   return can_have(op_kernel<Parameters>(kernel, compile_arch(device)));
 }
 
-// A kernel loaded at plan time with the shape it is launched in. Where its occupancy is asked for,
-// it has to be there: a plan names all of its kernels first.
+// A kernel loaded at plan time with the shape it is launched in.
 template <class Parameters>
 class PlannedKernel {
  public:
@@ -74,12 +73,15 @@ class PlannedKernel {
     shape.block = static_cast<unsigned>(kernel.threads);
   }
 
-  // For the size of a grid: blocks that one multiprocessor holds at a time.
+  // For the size of a grid: blocks that one multiprocessor holds at a time. One as long as the
+  // kernel is being compiled, so that the next ones are named meanwhile (make_body).
   int blocks_per_multiprocessor(const DeviceInfo& device) const {
+    if (guesses(kernel_)) return 1;
     return kernel_.get()->blocks_per_multiprocessor(device, static_cast<int>(shape.block));
   }
   // Clusters of `shape` that the device holds at a time; blocks, where shape.cluster is 1.
   int clusters_on_device(const DeviceInfo& device) const {
+    if (guesses(kernel_)) return 1;
     return kernel_.get()->clusters_on_device(device, shape);
   }
   // The device's context must be current: CudaBody sees to it.
@@ -111,13 +113,20 @@ class CudaBody : public PlanBody<Tensors> {
   const DeviceInfo& device_;
 };
 
-// A plan's body with its kernels.
+// A plan's body with its kernels. A constructor that asks for the occupancy of a kernel that is
+// still being compiled is called again when all are there: the first call has told which ones it
+// wants.
 template <class Body, class... Arguments>
 std::unique_ptr<Body> make_body(Arguments&&... arguments) {
-  LoadScope scope;
-  auto body = std::make_unique<Body>(std::forward<Arguments>(arguments)...);
-  scope.finish();
-  return body;
+  constexpr bool kRepeatable = (std::is_lvalue_reference_v<Arguments> && ...);
+  {
+    LoadScope scope(kRepeatable);
+    auto body = std::make_unique<Body>(std::forward<Arguments>(arguments)...);
+    scope.finish();
+    if (!scope.guessed()) return body;
+  }
+  if constexpr (kRepeatable) return std::make_unique<Body>(arguments...);
+  return nullptr;  // not reached: nothing was guessed
 }
 
 // Whether 16-byte loads and stores may begin at all of these; null pointers do not count.

@@ -3,7 +3,9 @@
 #include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <mutex>
 #include <regex>
@@ -29,6 +31,7 @@ struct CompileOptions {
   std::vector<std::string> archs;
   std::string output;
   std::string match;
+  bool times = false;
   int threads = 0;
 };
 
@@ -61,6 +64,25 @@ std::regex pattern_of(const std::string& text) {
   }
 }
 
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// What took longest first.
+void print_times(const std::vector<KernelSource>& kernels, const std::vector<double>& seconds) {
+  std::vector<std::size_t> order;
+  for (std::size_t i = 0; i < kernels.size(); ++i) {
+    if (seconds[i] > 0) order.push_back(i);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return seconds[a] > seconds[b]; });
+  Table table({{"kernel"}, {"arch"}, {"time", true}});
+  for (std::size_t i : order) {
+    table.add({kernels[i].name, cuda::arch_name(kernels[i]), time_text(seconds[i])});
+  }
+  fmt::print("{}", table.text());
+}
+
 int run_compile(const CompileOptions& options) {
   std::vector<KernelSource> kernels;
   std::vector<int> archs;
@@ -88,7 +110,8 @@ int run_compile(const CompileOptions& options) {
     }
   }
 
-  std::atomic<std::size_t> next = 0, compiled = 0;
+  std::vector<double> seconds(kernels.size());  // 0 where nothing was compiled
+  std::atomic<std::size_t> next = 0;
   std::mutex mutex;
   std::exception_ptr failure;
   {
@@ -101,7 +124,8 @@ int run_compile(const CompileOptions& options) {
           progress.next(fmt::format("{} {}", cuda::arch_name(kernels[i]), kernels[i].name));
         }
         try {
-          compiled += cuda::precompile(kernels[i], cache);
+          const auto start = std::chrono::steady_clock::now();
+          if (cuda::precompile(kernels[i], cache)) seconds[i] = seconds_since(start);
         } catch (...) {
           const std::lock_guard lock(mutex);
           if (!failure) failure = std::current_exception();
@@ -114,8 +138,11 @@ int run_compile(const CompileOptions& options) {
     for (auto& thread : threads) thread.join();
   }
   if (failure) std::rethrow_exception(failure);
-  fmt::print("{}: {} kernels for sm_{}, {} of them compiled now\n", cache.folder(), kernels.size(),
-             fmt::join(archs, ", sm_"), compiled.load());
+  if (options.times) print_times(kernels, seconds);
+  fmt::print(
+      "{}: {} kernels for sm_{}, {} of them compiled now\n", cache.folder(), kernels.size(),
+      fmt::join(archs, ", sm_"),
+      kernels.size() - static_cast<std::size_t>(std::count(seconds.begin(), seconds.end(), 0.0)));
   return kDone;
 }
 
@@ -178,6 +205,7 @@ void add_compile(CLI::App& app, Command& command) {
       ->type_name("DIR");
   compile->add_option("--match", options->match, "only kernels whose name contains this pattern")
       ->type_name("REGEX");
+  compile->add_flag("--times", options->times, "what each kernel took, the longest first");
   compile->add_option("--threads", options->threads, "compilations at a time; all usable cores")
       ->check(CLI::Range(1, 4096))
       ->type_name("N");

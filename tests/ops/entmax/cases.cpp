@@ -157,8 +157,10 @@ void alphas(std::vector<Case>& cases) {
   const Logit one_zero = [](std::int64_t i, Random&) { return i % 512 == 100 ? 0.0 : -1.0; };
   cases.push_back(no_differences(
       make_case("theta between neighbours", {{"alpha", "1.99999"}}, {5, 512}, one_zero)));
-  cases.push_back(no_differences(make_case("theta between neighbours, row by row", {}, {5, 512},
-                                           one_zero, alphas_of({5}, {1.99999, 3, 1.05}))));
+  // Without d_alpha: it jumps where the y of most elements, 2e-8, becomes 0.
+  cases.push_back(
+      no_differences(make_case("theta between neighbours, row by row", {{"d-alpha", "false"}},
+                               {5, 512}, one_zero, alphas_of({5}, {1.99999, 3, 1.05}))));
   cases.push_back(no_differences(make_case("alpha per row at the edges", {}, shape, normal(1),
                                            alphas_of({6}, {1, 1 + 0x1p-13, 2.5, 4, 1, 1.125}))));
   cases.push_back(no_differences(make_case("alpha per row invalid", {}, shape, normal(1),

@@ -230,7 +230,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
       int blocks = 1;
       const auto fits = [&] { return in_vectors * bytes <= blocks * shape.row_bytes(); };
       while (shape.clustered && blocks < kMaxBlocks && !fits()) blocks *= 2;
-      const int shared = resident_shared(shape, family, device_.max_shared_bytes);
+      const int shared = resident_shared(shape, family, dtype, device_.max_shared_bytes);
       if (!fits() || shared == 0) continue;
       if (!has(resident_kernel(dtype, family, shape, begin))) return std::nullopt;
       Fast fast{
@@ -368,7 +368,7 @@ std::vector<KernelSource> entmax_forward_kernels(int arch) {
         for (const Resident& shape : kResident) {
           if (shape.clustered && arch / 10 != 9 && arch / 10 != 10) continue;
           if (!serves(shape, family, dtype)) continue;
-          if (resident_shared(shape, family, max_shared_bytes(arch)) == 0) continue;
+          if (resident_shared(shape, family, dtype, max_shared_bytes(arch)) == 0) continue;
           add(resident_kernel(dtype, family, shape, begin));
         }
       }

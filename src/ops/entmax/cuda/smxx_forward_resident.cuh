@@ -4,8 +4,8 @@
 //
 // All steps of the threshold run over the elements above a first lower bound, which is the
 // threshold of the threads' largest elements, or of some of them: where powers cost much, over
-// lists or counts of them in shared memory, where y takes their place (smxx_candidates.cuh); where
-// they cost little, or there is no room, over the vectors in the registers.
+// lists (smxx_candidates.cuh) or counts (smxx_counts.cuh) of them in shared memory, where y takes
+// their place; where they cost little, or there is no room, over the vectors in the registers.
 #pragma once
 
 #include "device/async_copy.cuh"
@@ -24,7 +24,7 @@ void forward_resident(const ForwardParams& p) {
   constexpr int kThreads = kWarps * device::kWarpSize;
   extern __shared__ Words coming[];  // [kResidentVectors][kThreads], each thread's own
   constexpr int kComing = kResidentVectors * kThreads;
-  constexpr bool kCollects = collects(kFamily);
+  constexpr bool kCollects = collects(kFamily, sizeof(T), kClustered);
   constexpr bool kLists = kCollects && sizeof(T) == 4, kCounts = kCollects && sizeof(T) == 2;
   Candidates<T, kWarps, kClustered, kCollects> candidates(
       coming + kComing, static_cast<int>(device::dynamic_shared_bytes() - kComing * sizeof(Words)));
@@ -53,6 +53,9 @@ void forward_resident(const ForwardParams& p) {
   const auto left = [&](const RowSpan<T, kEdges>& span) {
     return device::kept((kEdges ? min(end, span.whole) : end) - begin);
   };
+  // Kept, as the compiler would make it anew for each vector that may not be there.
+  const uint32_t own_coming = device::kept(device::shared_address(coming + threadIdx.x));
+  constexpr uint32_t kComingStep = kThreads * sizeof(Words);
   float next_edge = 0;
   const auto prefetch = [&](int row) {
     if (row < p.rows.count) {
@@ -64,33 +67,36 @@ void forward_resident(const ForwardParams& p) {
 #pragma unroll
       for (int j = 0; j < kResidentVectors; ++j) {
         if (j * kStep < count) {
-          device::async_copy(&coming[j * kThreads + threadIdx.x], x + j * kStep);
+          device::async_copy(own_coming + j * kComingStep, x + j * kStep);
         }
       }
     }
     device::async_commit();
   };
-  int row = static_cast<int>(blockIdx.x) / blocks;
-  prefetch(row);
   // All blocks have started before one writes into another's memory.
   if constexpr (kClustered) device::cluster_barrier();
 
+  // The first step only asks for a row.
+  int row = static_cast<int>(blockIdx.x) / blocks - rows_apart;
 #pragma unroll 1
   for (; row < p.rows.count; row += rows_apart) {
-    device::async_wait<0>();
     HeldRow<T> held;
     const float edge = next_edge;
-    const int present = left(RowSpan<T, kEdges>(x_of(row), length()));
+    if (row >= 0) {
+      device::async_wait<0>();
+      const int present = left(RowSpan<T, kEdges>(x_of(row), length()));
 #pragma unroll
-    for (int j = 0; j < kResidentVectors; ++j) {
-      if (j * kStep < present) {
-        held.vector[j] = coming[j * kThreads + threadIdx.x];
-      } else {
+      for (int j = 0; j < kResidentVectors; ++j) {
+        if (j * kStep < present) {
+          held.vector[j] = device::load_shared<Words>(own_coming + j * kComingStep);
+        } else {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) held.vector[j].element[w] = kHiddenWord<T>;
+          for (int w = 0; w < 4; ++w) held.vector[j].element[w] = kHiddenWord<T>;
+        }
       }
     }
     prefetch(row + rows_apart);
+    if (row < 0) continue;
     constexpr bool kOwnAlpha = kFamily == Family::general;
     if (kOwnAlpha && !is_general(alpha_of<kOwnAlpha>(p, row))) continue;
 
@@ -120,14 +126,8 @@ void forward_resident(const ForwardParams& p) {
       }
     }
 
-    const auto finish = [&](float tau, int size) {
-      if (group.thread() != 0) return;
-      if (p.tau.data) static_cast<float*>(p.tau.data)[row_offset(p.rows, p.tau, row)] = tau;
-      if (p.support_size.data) {
-        static_cast<int32_t*>(p.support_size.data)[row_offset(p.rows, p.support_size, row)] = size;
-      }
-    };
-    const auto store_y = [&](auto vector_of, auto value_of) {
+    // store_vectors(store) calls store(vector of y, j) for all j.
+    const auto store_y = [&](auto value_of, auto store_vectors) {
       if (!p.y.data) return;
       T* y = static_cast<T*>(p.y.data) + row_offset(p.rows, p.y, row);
       if (!kClustered || device::cluster_rank() == 0) {
@@ -136,15 +136,9 @@ void forward_resident(const ForwardParams& p) {
       const RowSpan<T, kEdges> span(y, length());
       y += span.head + begin;
       const int wanted = left(span);
-#pragma unroll
-      for (int j = 0; j < kResidentVectors; ++j) {
-        const Words of_x = held.fresh(j);
-        Words packed{};
-        if (max_in_word<T>(max_of<T>(of_x)) > bound || kFamily == Family::softmax) {
-          packed = vector_of(of_x);
-        }
-        if (j * kStep < wanted) store_words(y + j * kStep, packed);
-      }
+      store_vectors([&](const Words& of_y, int j) {
+        if (j * kStep < wanted) store_words(y + j * kStep, of_y);
+      });
     };
     const auto store_bits = [&](auto active) {
       if (kEdges || !p.support.data) return;
@@ -163,24 +157,12 @@ void forward_resident(const ForwardParams& p) {
         }
       }
     };
-    if (!(magnitude(largest) < infinity<float>())) {
-      const bool empty = largest < 0;
-      const float fill = empty ? 0 : device::quiet_nan<float>();
-      // Nothing is above an infinite bound, and all is not below it.
-      bound = empty ? infinity<float>() : -infinity<float>();
-#pragma unroll
-      for (int j = 0; j < kResidentVectors; ++j) {
-#pragma unroll
-        for (int w = 0; w < 4; ++w) held.vector[j].element[w] = 0;
-      }
-      const auto fill_of = [&](float) { return fill; };
-      store_y([&](const Words& of_x) { return held.map(of_x, fill_of); }, fill_of);
-      store_bits([](float) { return false; });
-      finish(empty ? infinity<float>() : fill, empty ? 0 : -1);
-      continue;
-    }
     const auto every = [&](auto use) {
-      held.for_each_above(bound, [&](float x) { use(x - largest); });
+      held.template for_each_vector<kCollects>([&](const Words& of_x, int) {
+        if (held.above(of_x, bound)) {
+          held.for_each_in(of_x, [&](float x, int) { use(x - largest); });
+        }
+      });
       if constexpr (kEdges) use(counted_edge() - largest);
     };
     // How many elements of a row whose threads are `threads` are active.
@@ -192,8 +174,22 @@ void forward_resident(const ForwardParams& p) {
       });
       return threads.count(mine);
     };
-    if constexpr (kFamily == Family::softmax) {
-      const int size = count(group, every, [](float z) { return z > -infinity<float>(); });
+
+    float tau = infinity<float>();
+    int size = 0;
+    if (!(magnitude(largest) < infinity<float>())) {
+      const bool empty = largest < 0;
+      const float fill = empty ? 0 : device::quiet_nan<float>();
+      const auto fill_of = [&](float) { return fill; };
+      store_y(fill_of, [&](auto store) {
+        const Words filled = held.map(Words{}, fill_of);
+#pragma unroll 1
+        for (int j = 0; j < kResidentVectors; ++j) store(filled, j);
+      });
+      store_bits([](float) { return false; });
+      if (!empty) tau = fill, size = -1;
+    } else if constexpr (kFamily == Family::softmax) {
+      size = count(group, every, [](float z) { return z > -infinity<float>(); });
       const auto power_of_e = [&](float x) { return exp2_approx((x - largest) * 1.44269504f); };
       float sum = 0, unused = 0;
 #pragma unroll
@@ -206,8 +202,11 @@ void forward_resident(const ForwardParams& p) {
       group.sum(sum, unused);
       const float scale = 1 / sum;
       const auto value_of = [&](float x) { return power_of_e(x) * scale; };
-      store_y([&](const Words& of_x) { return held.map(of_x, value_of); }, value_of);
-      finish(largest + log_of(sum), size);
+      store_y(value_of, [&](auto store) {
+        held.template for_each_vector<false>(
+            [&](const Words& of_x, int j) { store(held.map(of_x, value_of), j); });
+      });
+      tau = largest + log_of(sum);
     } else {
       const float lowest = theta_of_bound(power, largest, bound);
       const auto start_of = [&](const auto& rough) {
@@ -218,17 +217,15 @@ void forward_resident(const ForwardParams& p) {
           const float own[] = {
               (kEdges ? max_or_nan(top_of_vectors, counted_edge()) : top_of_vectors) - largest};
           return theta_by_sample(rough, lowest, own, kLength, group, [&](auto use) {
-#pragma unroll
-            for (int j = 0; j < kResidentVectors; ++j) {
+            held.template for_each_vector<kCounts>([&](const Words& of_x, int) {
               float first[kPerWord<T>];
-              unpack<T>(held.fresh(j).element[0], first);
+              unpack<T>(of_x.element[0], first);
               use(first[0] - largest);
-            }
+            });
           });
         }
       };
       Threshold<float> threshold;
-      int size;
       const auto active = [&](float z) { return power.excess(z, threshold) > power.edge; };
       // By `elements`, which `threads` share.
       const auto settle = [&](auto& threads, const auto& start, const auto& elements) {
@@ -283,16 +280,27 @@ void forward_resident(const ForwardParams& p) {
           settle(group, start_of, every);
         }
       }
-      if (settled) {
-        if (p.y.data) candidates.replace(value_of);
-        store_y([&](const Words& of_x) { return candidates.look_up(of_x); }, value_of);
-      } else {
-        store_y([&](const Words& of_x) { return held.map(of_x, value_of); }, value_of);
-      }
+      if (settled && p.y.data) candidates.replace(value_of);
+      store_y(value_of, [&](auto store) {
+        if (settled) {
+          held.template for_each_vector<false>(
+              [&](const Words& x_or_places, int j) { store(candidates.look_up(x_or_places), j); });
+        } else {
+          held.template for_each_vector<kCollects>([&](const Words& of_x, int j) {
+            store(held.above(of_x, bound) ? held.map(of_x, value_of) : Words{}, j);
+          });
+        }
+      });
       if constexpr (kFamily == Family::sparsemax) {
         store_bits([&](float x) { return active(x - largest); });
       }
-      finish(tau_of<decltype(power)>(alpha_of<kOwnAlpha>(p, row), largest, threshold), size);
+      tau = tau_of<decltype(power)>(alpha_of<kOwnAlpha>(p, row), largest, threshold);
+    }
+    if (group.thread() == 0) {
+      if (p.tau.data) static_cast<float*>(p.tau.data)[row_offset(p.rows, p.tau, row)] = tau;
+      if (p.support_size.data) {
+        static_cast<int32_t*>(p.support_size.data)[row_offset(p.rows, p.support_size, row)] = size;
+      }
     }
   }
   // No block leaves while another may read its counts.

@@ -42,9 +42,10 @@ constexpr bool walks_over_rows(Family family, int element_bytes, int warps) {
 inline constexpr int kResidentVectors = 16;
 inline constexpr int kBoundTops = 8;
 // Whether the elements that take part are listed (f32) or counted by their value (16 bits): where
-// powers cost much.
-constexpr bool collects(Family family) {
-  return family == Family::general || family == Family::near_one;
+// powers cost much, and counting costs little.
+constexpr bool collects(Family family, int element_bytes, bool clustered) {
+  return family == Family::general || family == Family::near_one ||
+         (family == Family::entmax15 && element_bytes == 2 && !clustered);
 }
 
 // smxx_forward_stream.cuh: warps of a block where a warp has a row of its own, vectors that a lane

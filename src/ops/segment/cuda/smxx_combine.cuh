@@ -91,28 +91,36 @@ struct Combiner {
       if (runs[i].count() > kCombineSequential) long_runs[atomicAdd(&long_count, 1)] = i;
     }
     __syncthreads();
-    for (int i = part; i < kTiles; i += kParts) {
-      const SlotRun run = runs[i];
-      if (!active || run.count() <= 0 || run.count() > kCombineSequential) continue;
-      done(run, append_slots<Op, kAtOnce>(p, run, run.first, run.last + 1, column));
-    }
-    for (int i = 0; i < long_count; ++i) {
-      const SlotRun run = runs[long_runs[i]];
-      const int each = (run.count() + kParts - 1) / kParts;
-      const int parts = (run.count() + each - 1) / each;
-      const int from = run.first + part * each;
+    // First the short ones, kParts at a time, then each long one by all parts, in one loop: what it
+    // does is long, and compiled with every reduction.
+    constexpr int kShortSteps = (kTiles + kParts - 1) / kParts;
+    for (int step = 0; step < kShortSteps + long_count; ++step) {
+      const bool is_long = step >= kShortSteps;
+      const int place = step * kParts + part;
+      SlotRun run;
+      if (is_long) {
+        run = runs[long_runs[step - kShortSteps]];
+      } else if (place < kTiles && runs[place].count() <= kCombineSequential) {
+        run = runs[place];
+      }
+      const int each = is_long ? (run.count() + kParts - 1) / kParts : run.count();
+      const int from = run.first + (is_long ? part * each : 0);
       const int stop = from + each <= run.last ? from + each : run.last + 1;
-      if (active && part < parts) {
-        sums[part][lane] = append_slots<Op, kAtOnce>(p, run, from, stop, column);
-      }
-      for (int step = 1; step < parts; step *= 2) {
-        __syncthreads();
-        if (active && part % (2 * step) == 0 && part + step < parts) {
-          sums[part][lane].append(sums[part + step][lane]);
+      PlacedState<Op> sum;
+      if (active && from < stop) sum = append_slots<Op, kAtOnce>(p, run, from, stop, column);
+      if (is_long) {
+        const int parts = (run.count() + each - 1) / each;
+        if (active && part < parts) sums[part][lane] = sum;
+        for (int apart = 1; apart < parts; apart *= 2) {
+          __syncthreads();
+          if (active && part % (2 * apart) == 0 && part + apart < parts) {
+            sums[part][lane].append(sums[part + apart][lane]);
+          }
         }
+        if (active && part == 0) sum = sums[0][lane];
+        __syncthreads();
       }
-      if (active && part == 0) done(run, sums[0][lane]);
-      __syncthreads();
+      if (active && from < stop && (!is_long || part == 0)) done(run, sum);
     }
   }
 };

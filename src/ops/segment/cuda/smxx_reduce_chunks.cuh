@@ -140,15 +140,15 @@ bool to_packed(const Params& p, int64_t s, const Store& store) {
   }
 }
 
-template <class Op, class T, class Out, int kStateBytes>
-void reduce_chunks(const Params& p) {
+// The shares of a block's warps. True in the one block, if any, that is to put together what the
+// shares left.
+template <class Op, class T, class Out>
+bool reduce_shares(const Params& p, const Segments& segments, unsigned char* memory) {
   using State = typename Op::State;
-  static_assert(sizeof(State) == kStateBytes);
   constexpr int kLaneRows = Chunk<T>::kLaneRows, kRows = Chunk<T>::kRows;
   constexpr int kPieceRows = Chunk<T>::kPieceRows, kPieces = Chunk<T>::kPieces;
   constexpr int kAhead = reduce_ahead(sizeof(T));
   using Steps = ChunkWalk<kRows, kAhead, kReduceMore>;
-  using Combining = Combiner<Op, Out, kStreamThreads, 1>;
   constexpr int kPitch = kLaneRows + 1;  // keeps lanes in different banks
   struct Shared {
     typename ChunkRing<T, kReduceChunks>::Shared rows;
@@ -156,16 +156,7 @@ void reduce_chunks(const Params& p) {
     ChunkMarks<T> last;          // rows of segments
     uint16_t ends[kReduceEnds];  // last rows of the segments that end
   };
-  static_assert(kStreamWarps * sizeof(Shared) == reduce_chunks_bytes(sizeof(T), kStateBytes));
-  static_assert(sizeof(Combining) <= kStreamWarps * sizeof(Shared));
-  extern __shared__ __align__(kRingAlignment) unsigned char memory[];
-  Combining& combiner = *reinterpret_cast<Combining*>(memory);
-
-  Segments segments;
-  if (!begin_reduction(p, segments)) {
-    combiner.combine(p, segments, static_cast<int>(blockIdx.x) * kStreamThreads, 0);
-    return;
-  }
+  static_assert(kStreamWarps * sizeof(Shared) == reduce_chunks_bytes(sizeof(T), sizeof(State)));
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
   Shared& shared =
       *reinterpret_cast<Shared*>(memory + kept(static_cast<uint32_t>(warp * sizeof(Shared))));
@@ -319,8 +310,24 @@ void reduce_chunks(const Params& p) {
     const int any = __syncthreads_or(steps.disorder());
     if (threadIdx.x == 0) p.disorder[blockIdx.x] = any;
   }
-  if (p.proof != Proof::again || !arrive<false>(p, false).last) return;
-  for (int tile = 0; tile < p.tiles; tile += kStreamThreads) {
+  return p.proof == Proof::again && arrive<false>(p, false).last;
+}
+
+template <class Op, class T, class Out, int kStateBytes>
+void reduce_chunks(const Params& p) {
+  static_assert(sizeof(typename Op::State) == kStateBytes);
+  using Combining = Combiner<Op, Out, kStreamThreads, 1>;
+  static_assert(sizeof(Combining) <= reduce_chunks_bytes(sizeof(T), kStateBytes));
+  extern __shared__ __align__(kRingAlignment) unsigned char memory[];
+  Combining& combiner = *reinterpret_cast<Combining*>(memory);
+  Segments segments;
+  int tile = static_cast<int>(blockIdx.x) * kStreamThreads, stop = tile + 1;
+  if (begin_reduction(p, segments)) {
+    if (!reduce_shares<Op, T, Out>(p, segments, memory)) return;
+    tile = 0;
+    stop = static_cast<int>(p.tiles);
+  }
+  for (; tile < stop; tile += kStreamThreads) {
     combiner.combine(p, segments, tile, 0);
     __syncthreads();
   }

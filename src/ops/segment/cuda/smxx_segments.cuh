@@ -115,21 +115,21 @@ inline void find_starts(const Params& p, const Segments& segments, int64_t threa
 
 // --- Repair, by one block ---
 
-// own_offsets[i] becomes the largest (kForward) of elements 0 to i, or the smallest of i to S.
-template <bool kForward>
-void scan_own_offsets(const Params& p) {
+// own_offsets[i] becomes the largest (forward) of elements 0 to i, or the smallest of i to S. Every
+// kernel has it and hardly ever runs it: loops keep it short.
+inline void scan_own_offsets(const Params& p, bool forward) {
   __shared__ int64_t totals[32];
   const int thread = threadIdx.x, threads = blockDim.x;
   const int lane = thread % device::kWarpSize, warp = thread / device::kWarpSize;
   const int64_t count = p.segments + 1;
-  const int64_t neutral = kForward ? 0 : p.rows;
+  const int64_t neutral = forward ? 0 : p.rows;
   int64_t carry = neutral;
-  const auto pick = [](int64_t a, int64_t b) { return kForward == (a < b) ? b : a; };
+  const auto pick = [&](int64_t a, int64_t b) { return forward == (a < b) ? b : a; };
   for (int64_t base = 0; base < count; base += threads) {
     const int64_t i = base + thread;
-    const int64_t at = kForward ? i : count - 1 - i;
+    const int64_t at = forward ? i : count - 1 - i;
     int64_t value = i < count ? p.own_offsets[at] : neutral;
-#pragma unroll
+#pragma unroll 1
     for (int step = 1; step < device::kWarpSize; step *= 2) {
       const int64_t before = __shfl_up_sync(device::kAllLanes, value, step);
       if (lane >= step) value = pick(value, before);
@@ -137,6 +137,7 @@ void scan_own_offsets(const Params& p) {
     if (lane == device::kWarpSize - 1) totals[warp] = value;
     __syncthreads();
     value = pick(value, carry);
+#pragma unroll 1
     for (int other = 0; other < threads / device::kWarpSize; ++other) {
       if (other < warp) value = pick(value, totals[other]);
       carry = pick(carry, totals[other]);
@@ -157,15 +158,13 @@ __noinline__ inline void repair(const Params& p) {
       const int64_t id = clamped(index_at(p.ids, n), -1, p.segments);
       if (id >= 0) atomicMin(&p.own_offsets[id], n);
     }
-    __syncthreads();
-    scan_own_offsets<false>(p);
   } else {
     for (int64_t s = thread; s <= p.segments; s += threads) {
       p.own_offsets[s] = clamped(index_at(p.offsets, s), 0, p.rows);
     }
-    __syncthreads();
-    scan_own_offsets<true>(p);
   }
+  __syncthreads();
+  scan_own_offsets(p, p.ids.data == nullptr);
   find_starts(p, make_segments(p, true), thread, threads);
 }
 
