@@ -111,8 +111,10 @@ std::shared_ptr<const Kernel> Kernel::load(const KernelSource& source, const Dev
   return kernel;
 }
 
-LoadScope::LoadScope(bool may_guess) : may_guess_(may_guess) { current_scope = this; }
-LoadScope::~LoadScope() { current_scope = nullptr; }
+LoadScope::LoadScope(bool may_guess) : outer_(current_scope), may_guess_(may_guess) {
+  current_scope = this;
+}
+LoadScope::~LoadScope() { current_scope = outer_; }
 
 void LoadScope::finish() {
   for (const LoadingKernel& kernel : loading_) kernel.get();

@@ -45,7 +45,7 @@ class Kernel {
 // asked for.
 using LoadingKernel = std::shared_future<std::shared_ptr<const Kernel>>;
 
-// While one lives, what its thread loads goes on in threads of their own. One at a time.
+// While one lives, what its thread loads goes on in threads of their own.
 class LoadScope {
  public:
   // may_guess: what follows from a kernel that is not there yet may be guessed, not waited for.
@@ -62,6 +62,7 @@ class LoadScope {
   friend LoadingKernel load_beside(const KernelSource&, const DeviceInfo&, int);
   friend bool guesses(const LoadingKernel&);
   std::vector<LoadingKernel> loading_;
+  LoadScope* const outer_;
   const bool may_guess_;
   bool guessed_ = false;
 };

@@ -74,7 +74,7 @@ class PlannedKernel {
   }
 
   // For the size of a grid: blocks that one multiprocessor holds at a time. One as long as the
-  // kernel is being compiled, so that the next ones are named meanwhile (make_body).
+  // kernel is on its way, so that the next ones are named meanwhile (make_body).
   int blocks_per_multiprocessor(const DeviceInfo& device) const {
     if (guesses(kernel_)) return 1;
     return kernel_.get()->blocks_per_multiprocessor(device, static_cast<int>(shape.block));
@@ -114,8 +114,7 @@ class CudaBody : public PlanBody<Tensors> {
 };
 
 // A plan's body with its kernels. A constructor that asks for the occupancy of a kernel that is
-// still being compiled is called again when all are there: the first call has told which ones it
-// wants.
+// still on its way is called again when all are there: the first call has told which it wants.
 template <class Body, class... Arguments>
 std::unique_ptr<Body> make_body(Arguments&&... arguments) {
   constexpr bool kRepeatable = (std::is_lvalue_reference_v<Arguments> && ...);

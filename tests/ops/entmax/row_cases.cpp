@@ -1,6 +1,7 @@
 // Rows by their number and length, as kernels and loops divide them.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -183,6 +184,20 @@ void long_rows(std::vector<Case>& cases) {
       cases.back().dtypes = {DType::f32, DType::bf16, DType::f16};
     }
     add({2, 280000}, {{"alpha", alpha}}, 1);
+  }
+  // The largest element is 0, as of x - max(x), and elements of both signs take part.
+  for (const char* alpha : {"1.0001", "1.3", "1.5"}) {
+    for (const std::int64_t length : {12000, 24000, 48000}) {
+      for (const double most : {0.0, 0.25}) {
+        cases.push_back(no_differences(
+            make_case(fmt::format("long rows 3x{} up to {} alpha {}", length, most, alpha),
+                      {{"alpha", alpha}}, {3, length}, [=](std::int64_t, Random& random) {
+                        return std::min(0.2 * random.normal() - 0.4, most);
+                      })));
+        cases.back().full_only = length > 12000;
+        cases.back().dtypes = {DType::f32, DType::bf16, DType::f16};
+      }
+    }
   }
   for (const Shape& shape :
        {Shape{7, 500}, {7, 1000}, {3, 6000}, {1, 60001}, {17, 9001}, {17, 20000}, {17, 70001}}) {

@@ -3,10 +3,9 @@
 // is looked up.
 //
 // Values are numbered by their bits, in their order: -1, -2, ... from -0 down. A place is how far a
-// number is above that of the bound; place 0, whose count is not looked at and which becomes 0, is
-// for all that is not above it. Where the bound is below 0 and the largest element is not, there
-// are too many values, most of them next to 0: the smallest take the number of 0, which moves them
-// by less than 2^-kExponents of the larger of the two.
+// number is above that of the bound; place 0, of which y is 0, is for all that is not above it.
+// Where the bound is below 0 and the largest element is not, there are too many values, most of
+// them next to 0: the smallest, up to kNothing, take the number of 0.
 #pragma once
 
 #include "device/registers.cuh"
@@ -112,7 +111,7 @@ class ValueCounts {
  private:
   static constexpr int kThreads = kWarps * device::kWarpSize;
   static constexpr int kTables = kClustered ? 2 : 1;  // the block's, and of a cluster the row's
-  static constexpr float kNothing = 0x1p-20f;         // moves no threshold by more
+  static constexpr float kNothing = 0x1p-23f;         // no value moves by more
   static constexpr int kSign = 0x8000, kMagnitude = 0x7fff;
 
   static bool any(const Words& places) {
@@ -139,10 +138,14 @@ class ValueCounts {
     const int below = floor & kMagnitude, above = highest & kMagnitude;
     const int room = capacity_ - 1;
     two_signs_ = (floor ^ highest) < 0;
-    nothing_ = two_signs_ ? max((below + above + 2 - room) / 2, 0) : 0;
+    // Where the largest element is 0, only one side has values to merge.
+    const bool both = below > 0 && above > 0;
+    const int excess = two_signs_ ? max(below + above + 1 - room, 0) : 0;
+    nothing_ = both ? (excess + 1) / 2 : excess;
     first_ = number_of(floor);
     range_ = number_of(highest) - first_;
-    const int most = min(min(below, above) - 1, int{device::from_real<T>(kNothing).bits});
+    const int most = min((both ? min(below, above) : max(below, above)) - 1,
+                         int{device::from_real<T>(kNothing).bits});
     if (range_ > room || (nothing_ > 0 && nothing_ > most)) range_ = 0;
   }
 

@@ -59,6 +59,7 @@ struct HeldRow {
   template <bool kInTurn, class Use>
   void for_each_vector(const Use& use) {
     constexpr int kAtOnce = kInTurn ? 4 : kResidentVectors;
+    static_assert(kResidentVectors % kAtOnce == 0);
 #pragma unroll 1
     for (int first = 0; first < kResidentVectors; first += kAtOnce) {
 #pragma unroll
