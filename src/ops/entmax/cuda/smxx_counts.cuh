@@ -166,8 +166,7 @@ class ValueCounts {
     if (two_signs_) {
       const uint32_t base = both(first_ ^ kSign) * 4;
       replace([&](uint32_t word) {
-        uint32_t signs;
-        asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(signs) : "r"(word));
+        const uint32_t signs = (word >> 15 & 0x10001u) * 0xffffu;
         const uint32_t magnitude =
             device::Packed<T>::max(word & both(kMagnitude), nothing) - nothing;
         return (magnitude ^ signs ^ both(kSign)) * 4 - base;
