@@ -153,24 +153,25 @@ inline constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
 // Where few elements of a long row survive a first look, smxx_forward_stream.cuh is as fast as a
 // cluster, whose blocks wait for each other in every step.
 constexpr bool serves(const Resident& shape, Family family, DType dtype) {
-  return !shape.clustered || family == Family::softmax || family == Family::general ||
-         family == Family::near_one || (family == Family::entmax15 && dtype != DType::f32);
+  return !shape.clustered || family == Family::softmax ||
+         collects(family, static_cast<int>(size_of(dtype)), true) ||
+         (family == Family::entmax15 && dtype != DType::f32);
 }
 
-// Dynamic shared memory of forward_resident: the next row, and lists that leave room for the blocks
-// that the registers allow; 0 if a block may have too little.
+// Dynamic shared memory of forward_resident: the next row, and lists or counts that leave room for
+// the blocks that the registers allow; 0 if a block may have too little.
 inline int resident_shared(const Resident& shape, Family family, DType dtype,
                            int max_shared_bytes) {
-  const bool lists = collects(family, static_cast<int>(size_of(dtype)), shape.clustered);
+  const bool has_list = collects(family, static_cast<int>(size_of(dtype)), shape.clustered);
   const int statics = shape.clustered ? 22528 : 5376;  // at most
   constexpr int kReserved = 1024;                      // of every block
-  constexpr int kListBytes = 160;                      // of a thread at most
+  constexpr int kListBytes = 160;                      // of a thread at most, or of counts
   for (const int blocks : {shape.blocks(), 1}) {
     const int room = (max_shared_bytes + kReserved) / blocks - kReserved - statics;
     const int left = room - shape.row_bytes();
     if (left < 0) continue;
     const int list = std::min(left / shape.threads() / 16 * 16, kListBytes);
-    return shape.row_bytes() + (lists ? list * shape.threads() : 0);
+    return shape.row_bytes() + (has_list ? list * shape.threads() : 0);
   }
   return 0;
 }
