@@ -13,6 +13,7 @@
 // columns (device/wgmma.cuh); the bias [query][key]; statistics. All threads copy an item ahead.
 #pragma once
 
+#include "device/warpgroup.cuh"
 #include "ops/attention/cuda/sm90_backward_bias.cuh"
 #include "ops/attention/cuda/sm90_backward_tuning.cuh"
 #include "ops/attention/cuda/smxx_backward_bias.cuh"
@@ -47,7 +48,7 @@ struct HopperBiasGradient {
         stats(biases + kHalves * kBiasBytes),
         thread(static_cast<int>(threadIdx.x)),
         lane(thread % 32),
-        row(thread / 32 * 16),
+        row(uniform(thread / 32) * 16),
         dropout(kTile.dropout ? params.problem.dropout.for_warp() : Dropout()) {}
 
   bool seen(const BiasItem& item) const {
@@ -216,7 +217,7 @@ void hopper_bias_gradient(const BackwardParams& p) {
     return false;
   };
   BiasItem item, ahead;
-  bool exists = next_seen(item);
+  bool exists = uniform(next_seen(item)) != 0;
   if (exists) {
     gradient.copy_biases(first);
     gradient.copy(item, 0);
@@ -224,7 +225,7 @@ void hopper_bias_gradient(const BackwardParams& p) {
   async_commit();
 #pragma unroll 1
   for (int stage = 0; exists; stage = 1 - stage) {
-    exists = next_seen(ahead);
+    exists = uniform(next_seen(ahead)) != 0;
     if (exists) gradient.copy(ahead, 1 - stage);
     async_commit();
     async_wait<1>();

@@ -15,7 +15,10 @@ namespace pullback::attention {
 template <int kQueries, int kThreads, int kStatsRows>
 void copy_stats(const BackwardParams& p, uint32_t to, int64_t plane, int first_query) {
   using Stats = StatsTile<float, kStatsRows>;
-  for (int r = static_cast<int>(threadIdx.x) * 2; r < kQueries; r += kThreads * 2) {
+#pragma unroll
+  for (int first = 0; first < kQueries; first += kThreads * 2) {
+    const int r = first + static_cast<int>(threadIdx.x) * 2;
+    if (r >= kQueries) continue;
     const int tile = (first_query + r) / kStatsRows;
     const bool inside = tile < p.q_tiles;
     const Stats& stats =

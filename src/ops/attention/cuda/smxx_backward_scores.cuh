@@ -358,8 +358,13 @@ void store_bias(const BackwardParams& p, const TilePlace& place, int head, int q
   const int key_row = kInterleaved ? lane : lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
   T* const plane =
       static_cast<T*>(p.d_bias.data) + place.batch * p.d_bias.batch + head * p.d_bias.head;
+  // Where the number of turns depends on the thread the compiler takes nothing behind the loop for
+  // uniform, which Hopper's products need. Elsewhere that takes fewer registers.
+  constexpr bool kSameTurns = !kInterleaved;
+  static_assert(!kSameTurns || kQueries / 8 % kWarps == 0);
 #pragma unroll 1
-  for (int eight = thread / 32; eight < kQueries / 8; eight += kWarps) {
+  for (int turn = kSameTurns ? 0 : thread / 32; turn < kQueries / 8; turn += kWarps) {
+    const int eight = kSameTurns ? turn + thread / 32 : turn;
     const int i = query_tile * kQueries + eight * 8 + lane / 4;
     T* const row = plane + i * p.d_bias.query;
 #pragma unroll
