@@ -230,7 +230,8 @@ def attention_cases():
         "bias [1,H,S,S]": {"bias": (1, heads, length, length)},
         "bias [1,H,S,S] causal": {"bias": (1, heads, length, length), "causal": True},
         "bias [B,1,1,S]": {"bias": (batch, 1, 1, length)},
-        "bias and dropout": {"bias": (1, heads, length, length), "dropout": 0.1, "seed": 7},
+        "bias [1,H,S,S] and dropout": {"bias": (1, heads, length, length), "dropout": 0.1, "seed": 7},
+        "bias [B,H,S,S] and dropout": {"bias": (batch, heads, length, length), "dropout": 0.1, "seed": 7},
         "a quarter of the heads for keys": {"kv_heads": heads // 4},
         "packed": {"lengths": (100, 900, 1500, 300, 700, 50, 546)},
     }
