@@ -11,12 +11,13 @@ namespace pullback::driver {
 class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed) {}
-  // Whose normal() is cheap and not normal: for devices that compute nothing.
-  static Random rough(std::uint64_t seed) {
+  // Large tensors made with it are left as they are: for devices that compute nothing.
+  static Random filling_nothing(std::uint64_t seed) {
     Random random(seed);
-    random.rough_ = true;
+    random.fills_nothing_ = true;
     return random;
   }
+  bool fills_nothing() const { return fills_nothing_; }
 
   std::uint64_t bits() {
     std::uint64_t z = state_ += 0x9e3779b97f4a7c15u;
@@ -36,14 +37,13 @@ class Random {
   double uniform() { return static_cast<double>(bits() >> 11) * 0x1p-53; }
   static constexpr std::int64_t kBitsOfNormal = 2;  // calls of bits()
   double normal() {
-    if (rough_) return uniform() - uniform();
     const double radius = std::sqrt(-2 * std::log(1 - uniform()));
     return radius * std::cos(2 * std::numbers::pi * uniform());
   }
 
  private:
   std::uint64_t state_;
-  bool rough_ = false;
+  bool fills_nothing_ = false;
 };
 
 }  // namespace pullback::driver

@@ -104,7 +104,7 @@ bool is_recorded(const Budgets& budgets, const cuda::KernelSource& kernel) {
 void choose(std::vector<cuda::KernelSource>& kernels, const Recorded& recorded, bool record) {
   if (std::getenv("PULLBACK_ALL_BUDGETS") != nullptr) return;
   const bool known_compiler = recorded.nvrtc == cuda::Nvrtc::instance().version();
-  constexpr std::size_t kSample = 32;
+  constexpr std::size_t kSample = 64;
   std::map<int, std::size_t> seen;  // by architecture
   for (std::size_t i = 0; i < std::size(cuda::kArchs); ++i) {
     seen[cuda::kArchs[i]] = i * kSample / std::size(cuda::kArchs);

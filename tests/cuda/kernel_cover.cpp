@@ -56,7 +56,7 @@ void on_launch(const char* source) {
 
 // As check_case() does: as it is, and with other strides.
 void run(const Case& test, DType dtype, std::uint64_t seed, const std::string& variant) {
-  Random random = Random::rough(seed);
+  Random random = Random::filling_nothing(seed);
   Request request{.op = test.op,
                   .inputs = test.inputs(dtype, random),
                   .options = test.options,

@@ -57,7 +57,9 @@ inline HostTensor index_tensor(DType dtype, const Lengths& values) {
 
 inline HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t columns, Values values,
                                 Random& random) {
-  if (values == Values::normal) return normal_tensor(dtype, {rows, columns}, random);
+  if (values == Values::normal || random.fills_nothing()) {
+    return normal_tensor(dtype, {rows, columns}, random);
+  }
   HostTensor tensor(TensorSpec::contiguous(dtype, {rows, columns}));
   for (std::int64_t i = 0; i < tensor.numel(); ++i) {
     double value = random.normal();

@@ -157,7 +157,7 @@ TEST(segment_bugs, softmax_without_an_output) {
 // Tiles of 1008 rows, most of which begin within a segment: folded and finished wave by wave. Of
 // segments about as long as a tile some are cut and others are not.
 TEST(segment_bugs, segments_cut_by_the_tiles_of_several_waves) {
-  constexpr std::int64_t kColumns = 65, kWaves = 4 * (std::int64_t{1} << 21) / kColumns;
+  constexpr std::int64_t kColumns = 65, kWaves = 5 * (std::int64_t{1} << 20) / kColumns;
   Random random(8);
   Index offsets = {0};
   const Index lengths = {1500, 1007, 0, 1008, 1009, 1, 2500, 5000, 70, 1900};
