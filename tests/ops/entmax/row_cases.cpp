@@ -158,6 +158,18 @@ void long_rows(std::vector<Case>& cases) {
     cases.push_back(no_differences(make_case(fmt::format("long rows, some special alpha {}", alpha),
                                              {{"alpha", alpha}}, {4, 20000}, special)));
   }
+  // One lane of a warp that reads the row once has a full list before the row's largest element,
+  // read with the others, is in one: of 4 elements a lane, and of 8.
+  const Logit late = [](std::int64_t i, Random&) {
+    const std::int64_t at = i % 70000;
+    if (at == 532) return 1.9;
+    return at < 512 && at % 128 < (at % 256 < 128 ? 8 : 4) ? 0.0 : -10.0;
+  };
+  for (const char* alpha : {"1.05", "1.3", "1.5", "2"}) {
+    cases.push_back(
+        no_differences(make_case(fmt::format("long rows, the largest listed late alpha {}", alpha),
+                                 {{"alpha", alpha}}, {2, 70000}, late)));
+  }
   // 16-bit rows whose values are all positive, all negative, or neither; also more of them than a
   // GPU holds at a time.
   const auto add_signs = [&](const char* alpha, std::int64_t rows, std::int64_t length) {

@@ -54,13 +54,19 @@ class Survivors {
     if (!__any_sync(device::kAllLanes, count_ > trigger_)) return;
     GroupScratch<1> none;
     Group<1> warp(none);
-    const float largest = warp.max(own_largest);
-    if (!(magnitude(largest) < device::infinity<float>())) return;
+    const float seen = warp.max(own_largest);
+    if (!(magnitude(seen) < device::infinity<float>())) return;
+    // The largest that was seen may not be listed yet, and without it theta has no root above
+    // P::start, from where steps would go on for ever.
+    float own_listed = -device::infinity<float>();
+    for_each([&](Survivor s) { own_listed = max(own_listed, s.x); });
+    const float largest = warp.max(own_listed);
     const auto listed = [&](auto use) { for_each([&](Survivor s) { use(s.x - largest); }); };
     const float start = theta_of_bound(power_, largest, bound);
     const float theta = power_.with_rough(
         [&](const auto& rough) { return rise<float>(rough, start, warp, listed, 0x1p-6f).theta; });
     raise(largest, theta - 0x1p-20f);  // a step that passes the root leaves less
+    raise(seen, P::start);
     int kept = 0;
     for_each([&](Survivor s) {
       if (s.x > bound) list_[device::kWarpSize * kept++] = s;
