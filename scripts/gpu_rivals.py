@@ -213,7 +213,10 @@ def attention_rivals(report):
             case = f"B{batch} H{heads} S{length} D{head_dim}"
             time_all(case, inputs, d_out)
             time_all(case + " causal", inputs, d_out, is_causal=True)
-    for head_dim in [64, 128]:
+    for head_dim in [72, 80, 88, 104]:
+        inputs, d_out = tensors(8, 2048, 16, 16, head_dim)
+        time_all(f"B8 H16 S2048 D{head_dim}", inputs, d_out)
+    for head_dim in [64, 128, 192, 256]:
         inputs, d_out = tensors(2, 8192, 16, 16, head_dim)
         time_all(f"B2 H16 S8192 D{head_dim} dropout 0.1", inputs, d_out, dropout_p=0.1)
     inputs, d_out = tensors(2, 8192, 16, 2, 128)
