@@ -158,8 +158,8 @@ void long_rows(std::vector<Case>& cases) {
     cases.push_back(no_differences(make_case(fmt::format("long rows, some special alpha {}", alpha),
                                              {{"alpha", alpha}}, {4, 20000}, special)));
   }
-  // One lane of a warp that reads the row once has a full list before the row's largest element,
-  // read with the others, is in one: of 4 elements a lane, and of 8.
+  // One lane of a warp that reads the row once lists so many elements that the bound is raised
+  // before the row's largest, read with them, is listed: where a lane has 4 neighbours, and 8.
   const Logit late = [](std::int64_t i, Random&) {
     const std::int64_t at = i % 70000;
     if (at == 532) return 1.9;
