@@ -69,7 +69,8 @@ configure() {
   shift
   if command -v ccache >/dev/null; then launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
   mkdir -p "$folder"
-  if ! cmake -S . -B "$folder" -G Ninja "${launcher[@]}" "$@" >"$folder/configure.log" 2>&1; then
+  if ! cmake -S . -B "$folder" -G Ninja -DPULLBACK_PRECOMPILE=ON "${launcher[@]}" "$@" \
+    >"$folder/configure.log" 2>&1; then
     cat "$folder/configure.log" >&2
     exit 1
   fi

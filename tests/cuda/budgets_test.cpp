@@ -2,7 +2,7 @@
 // memory than budgets.json says, and none may spill but those of attention, which take every
 // register there is: within their budgets of stack. Compiled are all for these two that differ in
 // their sources, options or compiler from what was recorded, since the same text gives the same
-// code, and one of 32 of the rest and for the other architectures, for each architecture others;
+// code, and one of 128 of the rest and for the other architectures, for each architecture others;
 // with PULLBACK_ALL_BUDGETS=1 all for all. To record anew, in an hour of CPU time:
 //   PULLBACK_RECORD_BUDGETS=1 build/tests/cuda_test --gtest_filter='budgets.*'
 // and look at what changed before committing it. PULLBACK_BUDGETS_FILE names another file;
@@ -104,7 +104,7 @@ bool is_recorded(const Budgets& budgets, const cuda::KernelSource& kernel) {
 void choose(std::vector<cuda::KernelSource>& kernels, const Recorded& recorded, bool record) {
   if (std::getenv("PULLBACK_ALL_BUDGETS") != nullptr) return;
   const bool known_compiler = recorded.nvrtc == cuda::Nvrtc::instance().version();
-  constexpr std::size_t kSample = 64;
+  constexpr std::size_t kSample = 128;
   std::map<int, std::size_t> seen;  // by architecture
   for (std::size_t i = 0; i < std::size(cuda::kArchs); ++i) {
     seen[cuda::kArchs[i]] = i * kSample / std::size(cuda::kArchs);

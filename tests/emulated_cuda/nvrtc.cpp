@@ -71,7 +71,8 @@ int compile(Program& program, const std::string& arch) {
       write(folder / header, with_shared(program.headers[i]));
   }
   write(folder / "kernel.cpp", with_entry(program.source));
-  const std::string command = std::string(EMULATED_COMPILER) + " -std=c++20 -O1 -w -fPIC -shared " +
+  // Most kernels run once, and take longer to optimise.
+  const std::string command = std::string(EMULATED_COMPILER) + " -std=c++20 -O0 -w -fPIC -shared " +
                               EMULATED_FLAGS + " -D__CUDA_ARCH__=" + arch + "0 -I" +
                               EMULATED_INCLUDE + " -I" + name + " -include emulated.hpp " + name +
                               "/kernel.cpp -o " + name + "/kernel.so > " + name + "/log 2>&1";

@@ -135,8 +135,8 @@ class Backward {
     if (!folds_) return false;
     if (problem_.x.shape[1] > 1) {
       const auto few = [&]<Rule kRule>() {
-        d_x_.streams() ? FewRows<kRule, true>(begin, end, task, output)
-                       : FewRows<kRule, false>(begin, end, task, output);
+        WithStream<T>(d_x_.streams(),
+                      [&]<bool kStream>() { FewRows<kRule, kStream>(begin, end, task, output); });
         return true;
       };
       if (!d_x_.apart()) return false;
@@ -470,8 +470,8 @@ class Backward {
   }
 
   void WriteRows(const Piece& piece, const State& state, const Task& task, Output& output) const {
-    d_x_.streams() ? WriteRowsAs<true>(piece, state, task, output)
-                   : WriteRowsAs<false>(piece, state, task, output);
+    WithStream<T>(d_x_.streams(),
+                  [&]<bool kStream>() { WriteRowsAs<kStream>(piece, state, task, output); });
   }
 
   template <bool kStream>

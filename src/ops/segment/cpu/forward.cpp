@@ -215,16 +215,16 @@ class Forward {
       return true;
     }
     if (sums) {
-      streams_out_ ? SumsOfRows<true>(begin, end, task, outputs)
-                   : SumsOfRows<false>(begin, end, task, outputs);
+      WithStream<T>(streams_out_,
+                    [&]<bool kStream>() { SumsOfRows<kStream>(begin, end, task, outputs); });
     } else if (Extremal()) {
       return ExtremesOfRows(begin, end, task, outputs);
     } else if (problem_.reduce == SegmentReduce::logsumexp) {
-      streams_out_ ? LogSumsOfRows<true>(begin, end, task, outputs)
-                   : LogSumsOfRows<false>(begin, end, task, outputs);
+      WithStream<T>(streams_out_,
+                    [&]<bool kStream>() { LogSumsOfRows<kStream>(begin, end, task, outputs); });
     } else if (problem_.reduce == SegmentReduce::softmax && rows_out_.apart()) {
-      rows_out_.streams() ? SoftmaxOfRows<true>(begin, end, task, outputs)
-                          : SoftmaxOfRows<false>(begin, end, task, outputs);
+      WithStream<T>(rows_out_.streams(),
+                    [&]<bool kStream>() { SoftmaxOfRows<kStream>(begin, end, task, outputs); });
     } else {
       return false;
     }
@@ -251,8 +251,9 @@ class Forward {
       if (arg && matrix.column_stride != 1) return false;
       const bool stream = streams_out_ && (!arg || (arg_.streams() && !segments_.permuted()));
       WithExtreme(problem_, [&]<bool kMax, bool kLast>() {
-        stream ? ExtremesOfRowsAs<kMax, kLast, true>(begin, end, task, outputs, matrix)
-               : ExtremesOfRowsAs<kMax, kLast, false>(begin, end, task, outputs, matrix);
+        WithStream<T>(stream, [&]<bool kStream>() {
+          ExtremesOfRowsAs<kMax, kLast, kStream>(begin, end, task, outputs, matrix);
+        });
       });
       return true;
     };
@@ -490,8 +491,8 @@ class Forward {
     if (problem_.reduce != SegmentReduce::softmax) {
       WriteMask(piece, state, task);
     } else if (rows_out_) {
-      rows_out_.streams() ? WriteSoftmax<true>(piece, state, task, output)
-                          : WriteSoftmax<false>(piece, state, task, output);
+      WithStream<T>(rows_out_.streams(),
+                    [&]<bool kStream>() { WriteSoftmax<kStream>(piece, state, task, output); });
     }
   }
 

@@ -45,6 +45,16 @@ inline bool Streams(const TensorSpec& spec, const void* data) {
   return StreamsRows(spec, data) || StreamsColumn(spec, data);
 }
 
+// Calls f.template operator()<kStream>(). Rows that are computed in another type than theirs never
+// go past the caches by themselves.
+template <class T, class F>
+HWY_INLINE auto WithStream(bool stream, const F& f) {
+  if constexpr (std::is_same_v<T, Real<T>>) {
+    if (stream) return f.template operator()<true>();
+  }
+  return f.template operator()<false>();
+}
+
 // Rows [s, s + count) of a tensor with one column.
 template <class To, class A>
 void WriteColumn(const Matrix<To>& matrix, std::int64_t s, const A* from, std::int64_t count,

@@ -61,8 +61,9 @@ HWY_NOINLINE bool SoftmaxAtOnce(const Matrix<const T>& x, const Segments& segmen
   });
   if (!near) return false;
   FinishSoftmax(state, columns);
-  rows_out.streams() ? WriteProductRows<true>(piece, state.sum, columns, power_row, output)
-                     : WriteProductRows<false>(piece, state.sum, columns, power_row, output);
+  WithStream<T>(rows_out.streams(), [&]<bool kStream>() {
+    WriteProductRows<kStream>(piece, state.sum, columns, power_row, output);
+  });
   return true;
 }
 
