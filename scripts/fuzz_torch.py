@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 import torch
 from fuzz_torch_attention import DTYPES, Problem, Results, attention, attention_problem, randn
+from fuzz_torch_blocks import matmul, matmul_problem, softmax, softmax_problem
+from fuzz_torch_entmax import entmax, entmax_problem
 from torch import Tensor
 
 import pullback.torch as pt
@@ -137,69 +139,12 @@ def segment(p: Problem) -> Results:
     ]
 
 
-# --- entmax ---
-
-
-def entmax_problem(r: random.Random) -> Problem:
-    return {
-        "dtype": r.choice([*DTYPES, torch.float64]),
-        "length": r.choice([1, 7, 32, 100, 512, 1000, 1024, 4096, 5000, 32768, 50000, 131072]),
-        "elements": 1 << r.choice([12, 18, 22]),
-        "alpha": r.choice([1.0, 1.5, 2.0, 1.3, 1.05, r.uniform(1.01, 4)]),
-        "sigma": r.choice([0.02, 0.3, 1, 3, 20]),
-        "axis": r.choice([-1, -1, -1, 0]),
-        "mask": r.random() < 0.2,
-    }
-
-
-def entmax(p: Problem) -> Results:
-    rows = max(p["elements"] // p["length"], 1)
-    shape = (rows, p["length"]) if p["axis"] else (p["length"], rows)
-    own = (p["sigma"] * randn(torch.float32, *shape)).to(p["dtype"]).requires_grad_()
-    mask = torch.rand(shape) < 0.5 if p["mask"] else None
-    out = pt.entmax(own, p["alpha"], p["axis"], mask=mask)
-    g = randn(p["dtype"], *shape)
-    (d_x,) = torch.autograd.grad(out, own, g)
-
-    axis, alpha = p["axis"], p["alpha"]
-    x, g = own.detach().double(), g.double()
-    if mask is not None:
-        x = x.masked_fill(~mask, -math.inf)
-    if alpha == 1:
-        right = torch.softmax(x, axis).nan_to_num(0)
-        slope = right
-    else:
-        z = (alpha - 1) * (x - x.amax(axis, keepdim=True))
-        low, high = (
-            torch.full_like(z.narrow(axis, 0, 1), -1),
-            torch.zeros_like(z.narrow(axis, 0, 1)),
-        )
-        for _ in range(80):
-            middle = (low + high) / 2
-            over = (z - middle).clamp(min=0).pow(1 / (alpha - 1)).sum(axis, keepdim=True) >= 1
-            low, high = middle.where(over, low), high.where(over, middle)
-        right = (z - low).clamp(min=0).pow(1 / (alpha - 1)).nan_to_num(0)
-        right = right / right.sum(axis, keepdim=True).clamp(min=1e-300)
-        slope = right.pow(2 - alpha).where(right.to(p["dtype"]) > 0, 0)  # as it is saved
-    mean = (slope * g).sum(axis, keepdim=True) / slope.sum(axis, keepdim=True).clamp(min=1e-300)
-    if alpha == 1:
-        return [("out", out, right), ("d_x", d_x, slope * (g - mean))]
-    # Beyond 2 p itself rises steeply from 0 at the edge of the support, where rounding in f64 is
-    # 1e-6 of p; before it the slope does, the more so the nearer alpha is to 2, and jumps there:
-    # an element that near may be on either side. Thresholds for 16 bits are within 1e-5 (measured).
-    edge = 1e-15 if alpha > 2 else 3e-6
-    if 1.5 < alpha < 2:
-        edge = 2e-5 if p["dtype"].itemsize == 2 else 4e-6
-    clear = ((z - low).abs() > edge).all(axis, keepdim=True)
-    if alpha > 2:
-        return [("out", out * clear, right * clear)]
-    return [("out", out, right), ("d_x", d_x * clear, slope * (g - mean) * clear)]
-
-
 OPS: dict[str, tuple[Callable[[random.Random], Problem], Callable[[Problem], Results]]] = {
     "attention": (attention_problem, attention),
     "segment": (segment_problem, segment),
     "entmax": (entmax_problem, entmax),
+    "block_softmax": (softmax_problem, softmax),
+    "block_matmul": (matmul_problem, matmul),
 }
 
 

@@ -203,10 +203,10 @@ Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLane
     return found;
   } else {
     bool listed = false;
+    const unsigned lanes = (0xffffffffu >> (32 - kLanes)) << (lane_index() / kLanes * kLanes);
     if constexpr (kCount > kLength) {
       // The first element of each vector tells how many are above the bound, of a group of lanes.
       const float bound = start.bound * power.inverse;  // of z
-      const unsigned lanes = (0xffffffffu >> (32 - kLanes)) << (lane_index() / kLanes * kLanes);
       int above = 0;
 #pragma unroll
       for (int i = 0; i + kLength <= kCount; i += kLength) {
@@ -218,6 +218,23 @@ Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLane
     const auto elements = [&](auto use) { listed ? notes.for_each(use) : all(use); };
     const Threshold<float> found =
         rise<float>(power, start.theta, group, elements, power.tolerance(digits));
+    // Within a step of the edge the series may take for 0 what is next to nothing; backward it is
+    // not, where the slope of p is steep.
+    bool near = false;
+    if (!listed && !power.has_bend()) {
+      uint32_t least = ~0u;  // of the bits of e above 0, less one
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        least = min(least, __float_as_uint(power.excess(z[i], found.theta)) - 1);
+      }
+      near = least < __float_as_uint(fabsf(found.step));
+    }
+    // A list takes the place of powers, which lie among those of the row's other lanes.
+    __syncwarp();
+    if ((__ballot_sync(device::kAllLanes, near) & lanes) != 0) {
+      listed = true;
+      notes.collect(z, found.theta * power.inverse);
+    }
     if (listed) {
       notes.replace([&](float v) { return power.value(power.excess(v, found.theta)); });
       store([&](int i) { return notes.look_up(z[i]); });
