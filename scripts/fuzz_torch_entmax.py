@@ -31,16 +31,18 @@ def entmax_problem(r: random.Random) -> Problem:
     return p
 
 
-def problem_rows(p: Problem) -> tuple[Tensor, Tensor]:
-    """Where each row of the axis is: [G,L] indices, and which of these there are."""
-    length = p["shape"][1]
+def row_offsets(p: Problem) -> Tensor | None:
     if "ragged" not in p:
-        return torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool)
+        return None
+    length = p["shape"][1]
     ends = torch.randint(0, length + 1, (p["ragged"] - 1,)).sort().values
-    offsets = torch.cat([torch.tensor([0]), ends, torch.tensor([length])])
-    p["offsets"] = offsets
+    return torch.cat([torch.tensor([0]), ends, torch.tensor([length])])
+
+
+def row_indices(offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each row of the axis is: [G,L], and which of these there are."""
     index = offsets[:-1, None] + torch.arange(int(offsets.diff().max()))
-    return index.clamp(max=length - 1), index < offsets[1:, None]
+    return index.clamp(max=int(offsets[-1]) - 1), index < offsets[1:, None]
 
 
 def threshold_and_power(z: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +73,8 @@ def gradient_of_alpha(y: Tensor, g: Tensor, b: Tensor) -> Tensor:
 
 def entmax(p: Problem) -> Results:
     dtype, (outer, length, inner) = p["dtype"], p["shape"]
-    index, there = problem_rows(p)
+    offsets = row_offsets(p)
+    index, there = row_indices(torch.tensor([0, length]) if offsets is None else offsets)
 
     def by_row(t: Tensor, hidden: float) -> Tensor:
         """[outer·inner·G,L] in f64."""
@@ -81,13 +84,13 @@ def entmax(p: Problem) -> Results:
     padded = (p["sigma"] * randn(torch.float32, outer, length, inner + p["padding"])).to(dtype)
     own = padded[..., :inner].detach().requires_grad_()
     mask = torch.rand(own.shape) < 0.5 if p["mask"] else None
-    groups = (len(index),) if "ragged" in p else ()
+    groups = (len(index),) if offsets is not None else ()
     alpha = p["alpha"]
     if alpha == "of rows":
         choices = torch.tensor([1.0, 1.5, 2.0, 1.25, 1.1, 1.7, 3.0])
         alpha = choices[torch.randint(0, len(choices), (outer, *groups, inner))]
         alpha.requires_grad_()
-    out = pt.entmax(own, alpha, 1, mask=mask, offsets=p.get("offsets"))
+    out = pt.entmax(own, alpha, 1, mask=mask, offsets=offsets)
     d_out = randn(dtype, *own.shape)
     wanted = [own, alpha] if isinstance(alpha, Tensor) else [own]
     d_x, *d_alpha = torch.autograd.grad(out, wanted, d_out)
