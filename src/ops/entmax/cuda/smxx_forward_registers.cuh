@@ -161,6 +161,9 @@ class Notes {
 // Where less than a kListed-th of a row's elements is above a bound, steps take less by a list.
 inline constexpr int kListed = 4;
 
+// Of p, at the edge of the support: as little as may be lost of a gradient of 16 bits.
+inline constexpr float kLeastSlope = 0x1p-10f;
+
 // The threshold of a row of a 16-bit type and its y, of rough powers. start_of(power): an Estimate;
 // store(value_of): y from an element's index. `digits` are wanted of p. `closes`: only for tau, and
 // z is not needed any more; then, where p is smooth, y comes along with one more step; else from
@@ -169,20 +172,17 @@ template <class T, class P, int kLanes, int kCount, class G, class StartOf, clas
 Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLanes, kCount>& notes,
                                  G& group, const StartOf& start_of, int digits, bool closes,
                                  const Store& store) {
-  constexpr int kLength = device::kVectorLength<T>;
   const Estimate start = start_of(power);
   const auto all = [&](auto use) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) use(z[i], notes.power(i));
   };
-  const auto store_by_series = [&](const Threshold<float>& found) {
-    store([&](int i) {
-      return power.value_after_step(power.excess(z[i], found.theta), notes.power(i), found.step);
-    });
-  };
+  const unsigned lanes = (0xffffffffu >> (32 - kLanes)) << (lane_index() / kLanes * kLanes);
+  bool listed = false;
+  Threshold<float> found;
   if constexpr (P::smooth) {
     const float tolerance = power.tolerance(closes ? kDigits<T> : digits);
-    Threshold<float> found = rise<float>(power, start.theta, group, all, tolerance);
+    found = rise<float>(power, start.theta, group, all, tolerance);
     if (closes) {
       Sums<float> sums;
 #pragma unroll
@@ -197,13 +197,10 @@ Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLane
       group.sum(sums.f, sums.slope);
       // So little is left that Newton's step on f squares it away.
       found.rest = quotient(sums.f - 1, power.descent(sums.slope));
-    } else {
-      store_by_series(found);
+      return found;
     }
-    return found;
   } else {
-    bool listed = false;
-    const unsigned lanes = (0xffffffffu >> (32 - kLanes)) << (lane_index() / kLanes * kLanes);
+    constexpr int kLength = device::kVectorLength<T>;
     if constexpr (kCount > kLength) {
       // The first element of each vector tells how many are above the bound, of a group of lanes.
       const float bound = start.bound * power.inverse;  // of z
@@ -216,33 +213,35 @@ Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLane
       if (listed) notes.collect(z, bound);
     }
     const auto elements = [&](auto use) { listed ? notes.for_each(use) : all(use); };
-    const Threshold<float> found =
-        rise<float>(power, start.theta, group, elements, power.tolerance(digits));
-    // Within a step of the edge the series may take for 0 what is next to nothing; backward it is
-    // not, where the slope of p is steep.
-    bool near = false;
-    if (!listed && !power.has_bend()) {
-      uint32_t least = ~0u;  // of the bits of e above 0, less one
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        least = min(least, __float_as_uint(power.excess(z[i], found.theta)) - 1);
-      }
-      near = least < __float_as_uint(fabsf(found.step));
-    }
-    // A list takes the place of powers, which lie among those of the row's other lanes.
-    __syncwarp();
-    if ((__ballot_sync(device::kAllLanes, near) & lanes) != 0) {
-      listed = true;
-      notes.collect(z, found.theta * power.inverse);
-    }
-    if (listed) {
-      notes.replace([&](float v) { return power.value(power.excess(v, found.theta)); });
-      store([&](int i) { return notes.look_up(z[i]); });
-    } else {
-      store_by_series(found);
-    }
-    return found;
+    found = rise<float>(power, start.theta, group, elements, power.tolerance(digits));
   }
+  // Within a step of the edge the series may take for 0 what is next to nothing; backward it is
+  // not, where the slope of p there, e^(1/b - 1), is steep.
+  const float reach = fabsf(found.step);
+  bool near = false;
+  if (!listed && rough_power_of(reach, power.inverse - 1) > kLeastSlope) {
+    uint32_t least = ~0u;  // of the bits of e above 0, less one
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      least = min(least, __float_as_uint(power.excess(z[i], found.theta)) - 1);
+    }
+    near = least < __float_as_uint(reach);
+  }
+  // A list takes the place of powers, which lie among those of the row's other lanes.
+  __syncwarp();
+  if ((__ballot_sync(device::kAllLanes, near) & lanes) != 0) {
+    listed = true;
+    notes.collect(z, found.theta * power.inverse);
+  }
+  if (listed) {
+    notes.replace([&](float v) { return power.value(power.excess(v, found.theta)); });
+    store([&](int i) { return notes.look_up(z[i]); });
+  } else {
+    store([&](int i) {
+      return power.value_after_step(power.excess(z[i], found.theta), notes.power(i), found.step);
+    });
+  }
+  return found;
 }
 
 // edge: the element that the thread has beside its vectors, where kEdges; see load_edge().
