@@ -58,6 +58,13 @@ inline void send(uint32_t address, float value, uint32_t barrier) {
       "r"(__float_as_uint(value)), "r"(barrier)
       : "memory");
 }
+inline void send(uint32_t address, double value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(
+          address),
+      "l"(__double_as_longlong(value)), "r"(barrier)
+      : "memory");
+}
 inline void send(uint32_t address, const float (&values)[4], uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"

@@ -38,10 +38,11 @@ inline void cluster_barrier() {
                    : "memory");
 }
 
-// The two halves of cluster_barrier(). Before the first store into another block's memory, that
-// block must have started: every block arrives when it starts, and waits before it stores.
+// Before the first store into another block's memory, that block must have started: every block
+// arrives when it starts, and waits before it stores. Of memory it orders nothing but barriers
+// behind barrier_init_fence(): what a release waits for, all earlier loads and stores, takes long.
 inline void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 

@@ -403,5 +403,43 @@ TEST_F(OnDeviceToolkit, blocks_of_a_cluster_write_to_each_other) {
   for (std::size_t i = 0; i < to.size(); ++i) EXPECT_EQ(to[i], 1.0f + static_cast<float>(i % 8));
 }
 
+TEST_F(OnDeviceToolkit, blocks_of_a_cluster_send_what_a_barrier_counts) {
+  if (device_info(0).major < 9) GTEST_SKIP() << "needs sm_90";
+  // A number of 4, of 8 and of 16 bytes from each block to each. The file has all that it takes.
+  const auto to = run<float>("send", "ops/entmax/cuda/smxx_group.cuh", R"(
+  struct Slot {
+    float four[4];
+    double one;
+    float single;
+  };
+  __shared__ __align__(16) Slot slots[8];
+  __shared__ uint64_t all_here;
+  if (threadIdx.x == 0) {
+    barrier_init(&all_here, 1);
+    barrier_init_fence();
+    barrier_expect_bytes(&all_here, cluster_size() * 28);
+  }
+  cluster_arrive();
+  cluster_wait();
+  const float own = 1.0f + cluster_rank();
+  if (threadIdx.x < cluster_size()) {
+    const uint32_t barrier = remote_address(&all_here, threadIdx.x);
+    const Slot& slot = slots[cluster_rank()];
+    send(remote_address(&slot.single, threadIdx.x), own, barrier);
+    send(remote_address(&slot.one, threadIdx.x), 1.0 / own, barrier);
+    const float four[] = {own, 2 * own, 3 * own, 4 * own};
+    send(remote_address(slot.four, threadIdx.x), four, barrier);
+  }
+  barrier_wait(&all_here, 0);
+  if (threadIdx.x < 8) {
+    const Slot& slot = slots[threadIdx.x];
+    const bool right = slot.one == 1.0 / slot.single && slot.four[0] == slot.single &&
+                       slot.four[3] == 4 * slot.single;
+    static_cast<float*>(b.to)[blockIdx.x * 8 + threadIdx.x] = right ? slot.single : 0;
+  })",
+                             std::vector<float>(1), 128, 16, 32, 8);
+  for (std::size_t i = 0; i < to.size(); ++i) EXPECT_EQ(to[i], 1.0f + static_cast<float>(i % 8));
+}
+
 }  // namespace
 }  // namespace pullback::cuda

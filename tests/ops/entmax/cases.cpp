@@ -184,6 +184,11 @@ void alphas(std::vector<Case>& cases) {
       cases.back().full_only = length > 512;
     }
   }
+  // exp(-88) and less are subnormal numbers of f32 and bf16.
+  cases.push_back(
+      no_differences(make_case("d_alpha of subnormal probabilities", {}, {3, 10},
+                               listed({0, -80, -87, -88, -89, -90, -91, -93, -95, -100}),
+                               alphas_of({3}, {1, 1.001, 1.01}))));
   for (const char* alpha : {"1", "1.0001", "1.01", "1.2", "1.5", "2", "3"}) {
     cases.push_back(
         no_differences(make_case(fmt::format("d_alpha of alpha {}", alpha),

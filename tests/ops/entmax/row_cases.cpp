@@ -273,6 +273,24 @@ void masked_rows(std::vector<Case>& cases) {
     add("masked rows with alphas up to 1.5", {}, shape,
         both(mask_of(shape, 0.95), alphas_of({shape[0]}, {1.2, 1.3, 1.125, 1.5, 1.4})));
   }
+  // By tiles in shared memory, by those in registers, and by columns; an alpha for each row, or one
+  // for each head of all items, as attention's scores may have.
+  for (const Shape& shape : {Shape{9, 5, 20}, {3, 20, 64}, {3, 200, 64}, {2, 6000, 40}}) {
+    const int axis = shape[2] == 20 ? 2 : 1;
+    const Shape rows{shape[0], shape[3 - axis]};
+    const std::vector<double> alphas{1.2, 1.3, 1.05, 1.5, 1.7, 2, 1.95, 3, 1, 0.5};
+    const auto name =
+        fmt::format("alphas of rows along axis {} of {}x{}x{}", axis, shape[0], shape[1], shape[2]);
+    const OptionMap options{{"axis", std::to_string(axis)}};
+    cases.push_back(
+        no_differences(make_case(name, options, shape, normal(0.5), alphas_of(rows, alphas))));
+    cases.push_back(
+        no_differences(make_case(name + ", of heads", options, shape, normal(0.5),
+                                 [=](TensorMap& inputs, DType dtype, Random& random) {
+                                   alphas_of({1, rows[1]}, alphas)(inputs, dtype, random);
+                                   inputs["alpha"] = broadcast(inputs["alpha"], {rows[0], rows[1]});
+                                 })));
+  }
   cases.push_back(
       no_differences(make_case("masked rows across memory", {{"alpha", "1.5"}, {"axis", "1"}},
                                {3, 200, 64}, normal(0.5), mask_of({3, 200, 64}, 0.6))));

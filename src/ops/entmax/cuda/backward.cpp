@@ -7,8 +7,8 @@
 #include <optional>
 #include <utility>
 
-#include "ops/entmax/cpu/family.hpp"
 #include "ops/entmax/cuda/backward_kernels.hpp"
+#include "ops/entmax/cuda/backward_paths.hpp"
 #include "ops/entmax/cuda/rows.hpp"
 #include "ops/entmax/cuda/tile_kernels.hpp"
 #include "ops/entmax/problem.hpp"
@@ -17,25 +17,6 @@ namespace pullback::entmax {
 namespace {
 
 using Kernel = cuda::PlannedKernel<BackwardParams>;
-
-Weights weights_of(const EntmaxProblem& problem) {
-  if (problem.alpha_per_row.given()) return Weights::mixed;
-  switch (family_of(problem.alpha)) {
-    case Family::softmax:
-      return Weights::softmax;
-    case Family::sparsemax:
-      return Weights::sparsemax;
-    case Family::entmax15:
-      return Weights::entmax15;
-    case Family::near_one:
-    case Family::general:
-      return Weights::power;
-    case Family::invalid:
-    case Family::steep:
-      return Weights::mixed;
-  }
-  return Weights::mixed;
-}
 
 class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
  public:
@@ -57,10 +38,15 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     tasks_ = params_.rows.count * params_.rows.groups;
     offsets_bytes_ = (offsets_.workspace_bytes() + 255) / 256 * 256;
     workspace_bytes = offsets_.workspace_bytes();
+    description = fmt::format(
+        "rows of {} elements{}; accumulation {}\ndeterministic: sums are added in one order",
+        params_.rows.length, p.offsets.given() ? " in ragged groups" : "",
+        name_of(accumulation_dtype(p.x.dtype)));
+    if (tasks_ > 0) {
+      load_tile();
+      load_fast();
+    }
     load_any();
-    if (tasks_ == 0) return;
-    load_tile();
-    load_fast();
   }
 
  private:
@@ -82,55 +68,41 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     return static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, 0x7fffffff));
   }
 
+  // What the others cannot take, or leave to it: rows of their own with alphas above 2.
   void load_any() {
     const DType dtype = problem_.x.dtype;
-    // Neighbouring threads go along the axis where it is the fastest dimension.
-    const Rows& rows = params_.rows;
-    const bool ragged = problem_.offsets.given();
-    const std::int64_t next = rows.rank == 0 ? 0 : std::abs(params_.d_x.outer[rows.rank - 1]);
-    const bool across =
-        !ragged && (std::abs(params_.d_x.axis) > next ? next > 0 : rows.length < 128);
     const auto load = [&](const OpKernel& kernel, Mapping mapping) {
       Kernel loaded(kernel, device_);
       const int of_block = rows_of_block(mapping);
       loaded.shape.grid[0] = grid((tasks_ + of_block - 1) / of_block);
       return loaded;
     };
-    const Mapping mapping = across ? Mapping::across : Mapping::block;
-    any_ = load(any_kernel(dtype, weights_of(problem_) == Weights::mixed, mapping), mapping);
-    constexpr std::int64_t kWarpLength = 1024;
-    const bool warp =
-        !across && rows.length / std::max<std::int64_t>(1, rows.groups) <= kWarpLength;
-    const Mapping of_d_alpha = warp ? Mapping::warp : mapping;
+    const bool wide = problem_.alpha_per_row.given() || paths_.is_steep();
+    leaves_rows_ = problem_.alpha_per_row.given() && (tile_ || from_y_);
+    const Mapping mapping = paths_.mapping_of_any(wide, leaves_rows_);
+    any_ = load(any_kernel(dtype, wide, mapping), mapping);
+    if (leaves_rows_) {
+      const auto resident =
+          std::int64_t{any_.blocks_per_multiprocessor(device_)} * device_.multiprocessors;
+      any_.shape.grid[0] =
+          static_cast<unsigned>(std::min<std::int64_t>(any_.shape.grid[0], 4 * resident));
+    }
+    const Mapping of_d_alpha = paths_.mapping_of_d_alpha();
     d_alpha_ = load(d_alpha_kernel(dtype, of_d_alpha), of_d_alpha);
-    if (ragged) {
+    if (problem_.offsets.given()) {
       rest_ = Kernel(rest_kernel(dtype), device_);
-      rest_.shape.grid[0] = grid(std::min<std::int64_t>(rows.count, 8 * device_.multiprocessors));
+      rest_.shape.grid[0] =
+          grid(std::min<std::int64_t>(params_.rows.count, 8 * device_.multiprocessors));
     }
-    description = fmt::format(
-        "rows of {} elements{}; accumulation {}\ndeterministic: sums are added in one order",
-        rows.length, ragged ? " in ragged groups" : "", name_of(accumulation_dtype(dtype)));
-  }
-
-  // 16-byte pieces of a row begin at the same positions in all three tensors, as far as the steps
-  // tell; enqueue() looks at the pointers.
-  bool pieces_match(const RowTensor& tensor) const {
-    const auto length = static_cast<std::int64_t>(16 / size_of(problem_.x.dtype));
-    bool match = tensor.axis == 1;
-    for (int dim = 0; dim < params_.rows.rank; ++dim) {
-      match &= (tensor.outer[dim] - params_.d_x.outer[dim]) % length == 0;
-    }
-    return match;
   }
 
   void load_fast() {
-    // Whose sums cancel: any_ alone takes care of that.
-    if (!problem_.alpha_per_row.given() && problem_.alpha > 2) return;
-    if (!pieces_match(params_.d_x) || !pieces_match(params_.d_y)) return;
+    if (paths_.is_steep()) return;
+    if (!paths_.pieces_match(params_.d_x) || !paths_.pieces_match(params_.d_y)) return;
     const std::int64_t length = params_.rows.length;
     if (length == 0 || length > kLongestRow) return;
-    if (pieces_match(params_.y) && !tile_) {
-      from_y_ = fast(best_path(weights_of(problem_)), weights_of(problem_));
+    if (paths_.pieces_match(params_.y) && !tile_) {
+      from_y_ = fast(paths_.best_path(weights_of(problem_)), weights_of(problem_));
       if (from_y_) {
         description =
             fmt::format("{}; {}", kPathNames[static_cast<int>(from_y_->path)], description);
@@ -139,16 +111,16 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     const bool mask_possible =
         problem_.alpha == 2 && !problem_.alpha_per_row.given() && !problem_.offsets.given();
     if (!mask_possible || (params_.support.axis != 1 && length > 8)) return;
-    const Path path = pieces() <= 128 ? best_path(Weights::mask)
-                      : few_rows()    ? Path::chunks
-                                      : Path::whole;
+    const Path path = paths_.pieces() <= 128 ? paths_.best_path(Weights::mask)
+                      : paths_.few_rows()    ? Path::chunks
+                                             : Path::whole;
     from_mask_ = fast(path, Weights::mask);
-    if (path == Path::chunks || length % 128 != 0 || !rows_begin_on_16_bytes()) return;
+    if (path == Path::chunks || length % 128 != 0 || !paths_.rows_begin_on_16_bytes()) return;
     // Pieces of f32 are short enough to load those with a bit alone.
-    if (pieces() <= 128 && problem_.x.dtype == DType::f32) return;
-    from_aligned_mask_ =
-        fast(kMaskChunk % length == 0 && rows_side_by_side() ? Path::mask_rows : Path::mask_block,
-             Weights::mask);
+    if (paths_.pieces() <= 128 && problem_.x.dtype == DType::f32) return;
+    from_aligned_mask_ = fast(
+        kMaskChunk % length == 0 && paths_.rows_side_by_side() ? Path::mask_rows : Path::mask_block,
+        Weights::mask);
   }
 
   // Short rows and those that lie across memory, from y. Rows of 512 bytes are enough for a warp,
@@ -156,7 +128,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
   void load_tile() {
     const Weights weights = weights_of(problem_);
     const DType dtype = problem_.x.dtype;
-    if (weights == Weights::mixed || dtype == DType::f64 || problem_.offsets.given()) return;
+    if (paths_.is_steep() || dtype == DType::f64 || problem_.offsets.given()) return;
     const std::array tensors{&std::as_const(params_.d_x), &std::as_const(params_.d_y),
                              &std::as_const(params_.y)};
     const TilePlanner planner(params_.rows, tensors, dtype, false, device_);
@@ -176,60 +148,6 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     if (plan->staged && length * static_cast<std::int64_t>(size_of(dtype)) >= 512) return;
     if (!plan->staged && params_.d_x.axis == 1 && length > 16) return;
     set(tile_kernel("backward", dtype, "Weights", name, plan->staged), *plan);
-  }
-
-  bool rows_begin_on_16_bytes() const {
-    const auto bytes = static_cast<std::int64_t>(size_of(problem_.x.dtype));
-    bool all = true;
-    for (int dim = 0; dim < params_.rows.rank; ++dim) {
-      all &= params_.d_x.outer[dim] * bytes % 16 == 0 && params_.d_y.outer[dim] * bytes % 16 == 0 &&
-             params_.support.outer[dim] % 16 == 0;
-    }
-    return all;
-  }
-
-  bool rows_side_by_side() const {
-    const Rows& rows = params_.rows;
-    return rows.rank == 0 ||
-           (rows.rank == 1 && params_.d_x.outer[0] == rows.length &&
-            params_.d_y.outer[0] == rows.length && params_.support.outer[0] == rows.length / 8);
-  }
-
-  std::int64_t pieces() const {
-    return params_.rows.length * static_cast<std::int64_t>(size_of(problem_.x.dtype)) / 16;
-  }
-  bool has_clusters() const { return device_.major == 9 || device_.major == 10; }
-  // Long rows, too few to fill the device.
-  bool few_rows() const {
-    return !problem_.offsets.given() && pieces() > kBlockPieces &&
-           tasks_ * (has_clusters() ? kMaxCluster : 1) < device_.multiprocessors;
-  }
-  // Whether a thread's pieces wait for memory alone.
-  static bool waits_for_memory(Weights weights) {
-    return weights == Weights::softmax || weights == Weights::sparsemax ||
-           weights == Weights::entmax15;
-  }
-  // Blocks of a row.
-  int cluster_of(Weights weights) const {
-    if (!has_clusters() || problem_.offsets.given()) return 1;
-    const std::int64_t fits = waits_for_memory(weights) ? kSlicePieces * cluster_threads(weights)
-                                                        : 2 * kSlicePieces * kBlockThreads;
-    int cluster = 1;
-    while (cluster < kMaxCluster && pieces() > cluster * fits) cluster *= 2;
-    return cluster;
-  }
-  // More blocks of fewer threads hide the waits better, while the row is on chip all the same.
-  int cluster_threads(Weights weights) const {
-    const bool small = pieces() > kSlicePieces * kBlockThreads &&
-                       pieces() <= kSlicePieces * kMaxCluster * kBlockThreads / 2;
-    return waits_for_memory(weights) && small ? kBlockThreads / 2 : kBlockThreads;
-  }
-  Path best_path(Weights weights) const {
-    if (pieces() <= 64) return Path::warp2;
-    if (pieces() <= 128) return Path::warp4;
-    if (pieces() <= kBlockPieces && !problem_.offsets.given()) return Path::block;
-    if (few_rows()) return Path::chunks;
-    return cluster_of(weights) > 1 ? Path::cluster : Path::whole;
   }
 
   // Nothing where there are no kernels.
@@ -257,19 +175,27 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
         shape.grid[0] = grid((tasks_ + kWarpRows - 1) / kWarpRows);
         break;
       case Path::block:
-        shape.block = threads_for(pieces());
+        shape.block = threads_for(paths_.pieces());
         break;
       case Path::whole:
-        shape.block = threads_for(pieces() / params_.rows.groups);
+        shape.block = threads_for(paths_.pieces() / params_.rows.groups);
         break;
+      case Path::cluster_registers: {
+        const auto of_row = paths_.cluster_of_registers(weights);
+        shape.cluster = of_row->cluster;
+        shape.block = of_row->block;
+        shape.grid[0] = grid(tasks_ * shape.cluster);
+        break;
+      }
       case Path::cluster:
-        shape.cluster = static_cast<unsigned>(cluster_of(weights));
-        shape.block = static_cast<unsigned>(cluster_threads(weights));
+        shape.cluster = static_cast<unsigned>(paths_.cluster_of(weights));
+        shape.block = static_cast<unsigned>(paths_.cluster_threads(weights));
         shape.grid[0] = grid(tasks_ * shape.cluster);
         break;
       case Path::chunks:
-        fast.chunks = std::clamp<std::int64_t>(8 * device_.multiprocessors / tasks_, 1,
-                                               std::min<std::int64_t>(kMaxChunks, pieces() / 2048));
+        fast.chunks =
+            std::clamp<std::int64_t>(8 * device_.multiprocessors / tasks_, 1,
+                                     std::min<std::int64_t>(kMaxChunks, paths_.pieces() / 2048));
         shape.grid[0] = grid(tasks_ * fast.chunks);
         sums_bytes_ = std::max(sums_bytes_,
                                static_cast<std::size_t>(tasks_ * fast.chunks) * 2 * sizeof(double));
@@ -311,7 +237,15 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     if (!tensors.d_x || params.rows.count * params.rows.length == 0) return;
     if (offsets) rest_.launch(stream, params);
     if (tasks_ == 0) return;
-    if (tile_ && tensors.y) return tile_->launch(stream, params);
+    enqueue_rows(stream, tensors, workspace, params);
+  }
+
+  void enqueue_rows(Stream stream, const EntmaxTensors& tensors, Workspace workspace,
+                    BackwardParams& params) const {
+    if (tile_ && tensors.y) {
+      tile_->launch(stream, params);
+      return enqueue_left_rows(stream, params);
+    }
     if (!tensors.y) {
       params.support.data = tensors.support;
       params.support_size.data = tensors.support_size;
@@ -326,6 +260,12 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     params.partial_sums = static_cast<std::byte*>(workspace.data) + offsets_bytes_;
     fast->first.launch(stream, params);
     if (fast->path == Path::chunks) fast->second.launch(stream, params);
+    enqueue_left_rows(stream, params);
+  }
+  void enqueue_left_rows(Stream stream, BackwardParams& params) const {
+    if (!leaves_rows_) return;
+    params.gentle_elsewhere = true;
+    any_.launch(stream, params);
   }
 
   static bool aligned_alike(const EntmaxTensors& tensors) {
@@ -338,17 +278,15 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
 
   // Positions of pieces fit 32 bits.
   static constexpr std::int64_t kLongestRow = std::int64_t{1} << 30;
-  // Of a thread, where a cluster can share the row: it then stays on chip between the first look
-  // and the second, in shared memory, L1 and L2.
-  static constexpr std::int64_t kSlicePieces = 8;
-
   static constexpr std::int64_t kMaskChunk = 4096;  // elements (smxx_backward_mask.cuh)
 
   EntmaxProblem problem_;
   RaggedOffsets offsets_;
   BackwardParams params_{};
+  BackwardPaths paths_{problem_, params_, device_};
   std::int64_t tasks_ = 0;
   std::size_t offsets_bytes_ = 0, sums_bytes_ = 0;
+  bool leaves_rows_ = false;  // to any_
   Kernel any_, d_alpha_, rest_;
   std::optional<Fast> from_y_, from_mask_, from_aligned_mask_;
   std::optional<TileKernel<BackwardTileParams>> tile_;
@@ -372,15 +310,17 @@ std::vector<KernelSource> entmax_backward_kernels(int arch) {
   };
   for (DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
     for (Path path : kAllPaths) {
-      if (path == Path::cluster && arch / 10 != 9 && arch / 10 != 10) continue;
+      if (has_clusters(path) && arch / 10 != 9 && arch / 10 != 10) continue;
       for (Weights weights : kAllWeights) {
+        if (path == Path::cluster_registers && !serves_clusters_of_registers(dtype, weights))
+          continue;
         if (served(weights, path, dtype) != weights) continue;
         if (weights == Weights::mask && !serves_mask(path)) continue;
         for (const OpKernel& kernel : kernels_of(path, dtype, weights)) add(kernel);
       }
     }
     for (Weights weights : kAllWeights) {
-      if (dtype == DType::f64 || weights == Weights::mixed || weights == Weights::mask) continue;
+      if (dtype == DType::f64 || weights == Weights::mask) continue;
       const auto name = kWeightsNames[static_cast<int>(weights)];
       sources.push_back(
           op_kernel<BackwardTileParams>(columns_kernel("backward", dtype, "Weights", name), arch));
@@ -389,11 +329,13 @@ std::vector<KernelSource> entmax_backward_kernels(int arch) {
             tile_kernel("backward", dtype, "Weights", name, staged), arch));
       }
     }
-    for (const Mapping mapping : {Mapping::block, Mapping::warp, Mapping::across}) {
+    for (const Mapping mapping :
+         {Mapping::block, Mapping::warp, Mapping::lanes, Mapping::thread, Mapping::across}) {
       add(d_alpha_kernel(dtype, mapping));
-      if (mapping == Mapping::warp) continue;
+    }
+    for (const Mapping mapping : {Mapping::block, Mapping::warp, Mapping::across}) {
       add(any_kernel(dtype, true, mapping));
-      if (dtype != DType::f64) add(any_kernel(dtype, false, mapping));
+      if (dtype != DType::f64 && mapping != Mapping::warp) add(any_kernel(dtype, false, mapping));
     }
     add(rest_kernel(dtype));
   }

@@ -15,45 +15,56 @@ namespace pullback::entmax {
 
 using cuda::OpKernel;
 
-inline constexpr std::string_view kWeightsNames[] = {"softmax", "sparsemax", "entmax15",
-                                                     "power",   "mixed",     "mask"};
+inline constexpr std::string_view kWeightsNames[] = {"softmax", "sparsemax", "entmax15", "power",
+                                                     "mask"};
 inline constexpr Weights kAllWeights[] = {Weights::softmax, Weights::sparsemax, Weights::entmax15,
-                                          Weights::power,   Weights::mixed,     Weights::mask};
+                                          Weights::power, Weights::mask};
 
 // How a row is worked on.
 enum class Path {
   warp2,  // in a warp's registers, 2 pieces a thread
   warp4,
-  block,       // in a block's registers
-  whole,       // a block, twice
-  cluster,     // several blocks, twice; sm_90
-  chunks,      // two kernels
-  mask_rows,   // from the mask: several rows a warp
-  mask_block,  // from the mask: a block a row
+  block,              // in a block's registers
+  cluster_registers,  // in those of several; sm_90
+  whole,              // a block, twice
+  cluster,            // several blocks, twice; sm_90
+  chunks,             // two kernels
+  mask_rows,          // from the mask: several rows a warp
+  mask_block,         // from the mask: a block a row
 };
 inline constexpr std::string_view kPathNames[] = {
     "a warp a row, in registers",
     "a warp a row, in registers",
     "a block a row, in registers",
+    "a cluster of blocks a row, in registers",
     "a block a row, read twice, the second time from L2",
     "a cluster of blocks a row, read twice, the second time from L2",
     "chunks of rows over all blocks, two kernels",
     "several rows a warp",
     "a block a row"};
-inline constexpr Path kAllPaths[] = {Path::warp2,     Path::warp4,     Path::block,
-                                     Path::whole,     Path::cluster,   Path::chunks,
-                                     Path::mask_rows, Path::mask_block};
-inline constexpr int kBlockThreads = 512, kBlockPieces = 4 * kBlockThreads;
+inline constexpr Path kAllPaths[] = {Path::warp2,  Path::warp4,     Path::block,
+                                     Path::whole,  Path::cluster,   Path::cluster_registers,
+                                     Path::chunks, Path::mask_rows, Path::mask_block};
+inline constexpr int kBlockThreads = 512, kBlockPieces = kBlockVectors * kBlockThreads;
 
-inline bool serves_mask(Path path) { return path != Path::block && path != Path::cluster; }
+inline bool has_clusters(Path path) {
+  return path == Path::cluster || path == Path::cluster_registers;
+}
+inline bool serves_mask(Path path) { return path != Path::block && !has_clusters(path); }
+
+// Powers take long to compute: rows of clusters keep them, where 32 bits are enough.
+inline bool serves_clusters_of_registers(DType dtype, Weights weights) {
+  return weights == Weights::power && dtype != DType::f64;
+}
+// Of a block of cluster_registers at most. A piece of a 16-bit type takes twice the registers.
+inline int cluster_registers_threads(DType dtype) { return dtype == DType::f32 ? 1024 : 512; }
 
 // f64 has no use for kernels that save arithmetic, nor chunks for all formulas.
 inline Weights served(Weights weights, Path path, DType dtype) {
   if (weights == Weights::mask || path == Path::mask_rows || path == Path::mask_block) {
     return Weights::mask;
   }
-  if (dtype == DType::f64) return Weights::mixed;
-  if (path == Path::chunks && weights != Weights::mixed) return Weights::power;
+  if (dtype == DType::f64 || path == Path::chunks) return Weights::power;
   return weights;
 }
 
@@ -82,19 +93,21 @@ inline constexpr std::string_view kStreamFile = "ops/entmax/cuda/smxx_backward_s
 inline constexpr std::string_view kClusterFile = "ops/entmax/cuda/sm90_backward_cluster.cuh";
 inline constexpr std::string_view kMaskFile = "ops/entmax/cuda/smxx_backward_mask.cuh";
 inline constexpr std::string_view kAnyFile = "ops/entmax/cuda/smxx_backward_any.cuh";
+inline constexpr std::string_view kAlphaFile = "ops/entmax/cuda/smxx_backward_alpha.cuh";
 
-// The kernels of a path; `weights` is served by it. Kernels in double or with powers need more
-// registers, and that of long rows for any mask makes way for mask_block.
+// The kernels of a path; `weights` is served by it. Kernels in double need more registers, and so
+// do warps that hold powers; that of long rows for any mask makes way for mask_block.
 inline std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights) {
   const std::string_view name = kWeightsNames[static_cast<int>(weights)];
   const bool of_warp = path == Path::warp2 || path == Path::warp4;
-  const bool wide = dtype == DType::f64 || weights == Weights::mixed || weights == Weights::power ||
-                    (weights == Weights::mask && !of_warp);
+  const bool twice = path == Path::whole || path == Path::cluster || path == Path::chunks;
+  const bool wide = dtype == DType::f64 || (weights == Weights::mask && !of_warp) ||
+                    (weights == Weights::power && twice);
+  const int of_multiprocessor = wide ? 512 : of_warp && weights == Weights::power ? 768 : 1024;
   const auto make = [&](std::string_view what, std::string_view file, std::string_view function,
                         int threads, std::string_view more = {}) {
-    const bool twice = path == Path::whole || path == Path::cluster;
     return kernel_of(what, file, with_weights(function, dtype, weights, more), name, dtype, threads,
-                     std::max(1, (wide ? 512 : 1024) / threads),
+                     std::max(1, of_multiprocessor / threads),
                      twice && !wide ? std::vector{100, 120} : std::vector<int>{});
   };
   constexpr int kWarpThreads = kWarpRows * 32;
@@ -112,7 +125,10 @@ inline std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights)
                    ", 4, entmax::Group::warp")};
     case Path::block:
       return {make("block", kRegistersFile, "backward_registers", kBlockThreads,
-                   ", 4, entmax::Group::block")};
+                   ", entmax::kBlockVectors, entmax::Group::block")};
+    case Path::cluster_registers:
+      return {make("cluster_registers", kClusterFile, "backward_cluster_registers",
+                   cluster_registers_threads(dtype))};
     case Path::whole:
       return {make("whole", kStreamFile, "backward_whole", kBlockThreads)};
     case Path::cluster:
@@ -128,7 +144,7 @@ inline std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights)
   return {};
 }
 
-inline constexpr std::string_view kMappingNames[] = {"block", "warp", "across"};
+inline constexpr std::string_view kMappingNames[] = {"block", "warp", "lanes", "thread", "across"};
 inline std::string_view name_of(Mapping mapping) {
   return kMappingNames[static_cast<int>(mapping)];
 }
@@ -142,10 +158,10 @@ inline OpKernel any_kernel(DType dtype, bool wide, Mapping mapping) {
 }
 
 inline OpKernel d_alpha_kernel(DType dtype, Mapping mapping) {
-  return kernel_of("d_alpha", kAnyFile,
+  return kernel_of("d_alpha", kAlphaFile,
                    fmt::format("entmax::backward_d_alpha<{}, entmax::Mapping::{}>",
                                cuda::device_type(dtype), name_of(mapping)),
-                   name_of(mapping), dtype, kAnyThreads);
+                   name_of(mapping), dtype, kAnyThreads, 3);
 }
 
 inline OpKernel rest_kernel(DType dtype) {

@@ -14,18 +14,6 @@ namespace pullback::entmax {
 
 using namespace device;
 
-// Where alpha is above 2, y^(2-alpha) leaves the range of float.
-template <class T, Weights kWeights>
-struct ArithmeticOf {
-  using Type = Real<T>;
-};
-template <class T>
-struct ArithmeticOf<T, Weights::mixed> {
-  using Type = double;
-};
-template <class T, Weights kWeights>
-using Arithmetic = typename ArithmeticOf<T, kWeights>::Type;
-
 // To 1 ulp, subnormals to 0; the exact one takes longer than the memory that these kernels wait
 // for.
 inline float square_root(float value) { return sqrt_approx(value); }
@@ -44,23 +32,61 @@ __noinline__ double power(double base, double exponent) {
   return base != base ? base : exp(fmin(exponent * log(base), 600.0));
 }
 
-// s of y > 0, and NaN of NaN. For the mask y is 1.
-template <class T, Weights kWeights, class R>
-R weight(R y, double alpha) {
+// Powers of elements of y, in their place: s of them, 0 where y is, NaN of NaN. One branch for all
+// of them, or they wait for each other.
+template <class T, class R, int kCount>
+void to_powers(R (&y)[kCount], double alpha) {
   // Up to alpha = 2 powers in double have no digits that y has not lost.
-  if constexpr ((kWeights == Weights::power || kWeights == Weights::mixed) &&
-                sizeof(R) > sizeof(Real<T>)) {
+  if constexpr (sizeof(R) > sizeof(Real<T>)) {
     if (alpha <= 2) {
-      return static_cast<R>(weight<T, Weights::power>(static_cast<Real<T>>(y), alpha));
+      Real<T> narrow[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) narrow[i] = static_cast<Real<T>>(y[i]);
+      to_powers<T>(narrow, alpha);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) y[i] = static_cast<R>(narrow[i]);
+      return;
     }
   }
-  if constexpr (kWeights == Weights::softmax || kWeights == Weights::mask) return y;
+  const auto replace = [&](const auto& slope_of) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const R s = slope_of(y[i]);
+      y[i] = y[i] == 0 ? R{0} : s;
+    }
+  };
+  const R exponent = static_cast<R>(2 - alpha);
+  if (exponent == 0 || exponent == R{0.5} || exponent == 1) {
+    replace([&](R value) {
+      const R one_or_nan = fma(value, R{0}, R{1});
+      return exponent == 0 ? one_or_nan : exponent == 1 ? value : square_root(value);
+    });
+  } else {
+    replace([&](R value) { return power<T>(value, exponent); });
+  }
+}
+
+// s of an element of y.
+template <class T, Weights kWeights, class R>
+R slope(R y, double alpha) {
+  if constexpr (kWeights == Weights::power) {
+    R of_one[] = {y};
+    to_powers<T>(of_one, alpha);
+    return of_one[0];
+  }
+  if (y == 0) return 0;
   if constexpr (kWeights == Weights::sparsemax) return fma(y, R{0}, R{1});
   if constexpr (kWeights == Weights::entmax15) return square_root(y);
-  if constexpr (kWeights == Weights::power || kWeights == Weights::mixed) {
-    if (alpha == 1) return y;
-    if (alpha == 2) return fma(y, R{0}, R{1});
-    return alpha == 1.5 ? square_root(y) : power<T>(y, static_cast<R>(2 - alpha));
+  return y;
+}
+// Of several, in their place.
+template <class T, Weights kWeights, class R, int kCount>
+void to_slopes(R (&y)[kCount], double alpha) {
+  if constexpr (kWeights == Weights::power) {
+    to_powers<T>(y, alpha);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) y[i] = slope<T, kWeights>(y[i], alpha);
   }
 }
 
@@ -70,13 +96,12 @@ struct RowPlace {
   int64_t group;  // ragged row
   int64_t begin, length;
   double alpha;
-  bool nan;  // all of d_x is
+  bool nan;        // all of d_x is
+  bool elsewhere;  // a row for smxx_backward_any.cuh
 };
 
-inline bool valid_alpha(double alpha) { return alpha >= 1 && alpha < infinity<double>(); }
-
 template <class T>
-double alpha_of_row(const BackwardParams& p, int64_t row, int64_t group) {
+double alpha_of_row(const BackwardParams& p, int64_t row, int64_t group = 0) {
   if (!p.alpha.data) return p.alpha_of_all;
   const int64_t at = row_offset(p.rows, p.alpha, row) + group * p.alpha.axis;
   return static_cast<double>(static_cast<const Real<T>*>(p.alpha.data)[at]);
@@ -84,37 +109,22 @@ double alpha_of_row(const BackwardParams& p, int64_t row, int64_t group) {
 
 template <class T, Weights kWeights>
 RowPlace place_of(const BackwardParams& p, int64_t task) {
-  RowPlace place{task, 0, 0, p.rows.length, p.alpha_of_all, false};
+  RowPlace place{task, 0, 0, p.rows.length, p.alpha_of_all, false, false};
   if (p.rows.offsets) {
     place.row = task / p.rows.groups;
     place.group = task - place.row * p.rows.groups;
     place.begin = p.rows.offsets[place.group];
     place.length = p.rows.offsets[place.group + 1] - place.begin;
   }
-  if constexpr (kWeights == Weights::mixed) {
+  if constexpr (kWeights == Weights::power) {
     place.alpha = alpha_of_row<T>(p, place.row, place.group);
-    place.nan = !valid_alpha(place.alpha);
+    place.elsewhere = !is_gentle(place.alpha);
   }
   if constexpr (kWeights == Weights::mask) {
     const auto* sizes = static_cast<const int32_t*>(p.support_size.data);
     place.nan = sizes[row_offset(p.rows, p.support_size, place.row)] < 0;
   }
   return place;
-}
-
-// Calls use<weights>(): of rows with their own alpha, those up to 2 need no double.
-template <class T, Weights kWeights, class Use>
-void with_weights_of_row(const RowPlace& place, const Use& use) {
-  if constexpr (kWeights == Weights::mixed && sizeof(T) < 8) {
-    if (place.alpha <= 2) return use.template operator()<Weights::power>();
-  }
-  use.template operator()<kWeights>();
-}
-
-// s of y, and 0 where y is.
-template <class T, Weights kWeights, class R>
-R slope(R y, double alpha) {
-  return y == 0 ? R{0} : weight<T, kWeights>(y, alpha);
 }
 
 // 16 bytes of a row as words: arrays of 16-bit elements would end up in local memory.
@@ -176,23 +186,38 @@ bool any_of(const Piece& piece) {
           ((piece.element[1] | piece.element[3]) & 0x7fffffffu)) != 0;
 }
 
-// A piece of y, or the bits of the mask that stand for it.
+// What s of a piece comes from: its elements of y, or the bits of the mask that stand for them.
 template <class T, Weights kWeights>
 struct SlopePiece {
-  using Data = Piece;
-  static bool any(const Data& data) { return any_of<T>(data); }
-  template <class R>
-  static R at(const Data& data, int e, double alpha) {
-    return slope<T, kWeights>(static_cast<R>(element_of(data, e, T{})), alpha);
+  Piece data;
+  bool any() const { return any_of<T>(data); }
+  // Calls use(element, s).
+  template <class Use>
+  void for_each(double alpha, const Use& use) const {
+    constexpr int kLength = kVectorLength<T>;
+    if constexpr (kWeights == Weights::power) {
+      Real<T> s[kLength];
+#pragma unroll
+      for (int e = 0; e < kLength; ++e) s[e] = element_of(data, e, T{});
+      to_powers<T>(s, alpha);
+#pragma unroll
+      for (int e = 0; e < kLength; ++e) use(e, s[e]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kLength; ++e) {
+        use(e, slope<T, kWeights>(element_of(data, e, T{}), alpha));
+      }
+    }
   }
 };
 template <class T>
 struct SlopePiece<T, Weights::mask> {
-  using Data = uint32_t;
-  static bool any(Data data) { return data != 0; }
-  template <class R>
-  static R at(Data data, int e, double) {
-    return data >> e & 1 ? R{1} : R{0};
+  uint32_t data;
+  bool any() const { return data != 0; }
+  template <class Use>
+  void for_each(double, const Use& use) const {
+#pragma unroll
+    for (int e = 0; e < kVectorLength<T>; ++e) use(e, data >> e & 1 ? Real<T>{1} : Real<T>{0});
   }
 };
 
@@ -213,8 +238,7 @@ struct PieceRow {
   const uint8_t* bits = nullptr;  // instead of y
   const T* d_y;
   T* d_x;
-  int64_t pieces;
-  int head, edge;
+  int pieces, head, edge;
 
   PieceRow(const BackwardParams& p, const RowPlace& place) {
     d_y = static_cast<const T*>(p.d_y.data) + row_offset(p.rows, p.d_y, place.row) + place.begin;
@@ -226,13 +250,14 @@ struct PieceRow {
     }
     const auto past = static_cast<int>(reinterpret_cast<uint64_t>(d_x) / sizeof(T) % kLength);
     head = past == 0 ? 0 : kLength - past;
-    if (head > place.length) head = static_cast<int>(place.length);
-    pieces = (place.length - head) / kLength;
-    edge = static_cast<int>(place.length - pieces * kLength);
+    const auto length = static_cast<int>(place.length);  // within 32 bits: backward.cpp
+    if (head > length) head = length;
+    pieces = static_cast<int>(static_cast<uint32_t>(length - head) / kLength);
+    edge = length - pieces * kLength;
   }
 
   // Which element the i-th of the edge is.
-  int64_t edge_at(int i) const { return i < head ? i : i + pieces * kLength; }
+  int edge_at(int i) const { return i < head ? i : i + pieces * kLength; }
 };
 
 // `count` pieces of a row from piece `begin` on.
@@ -247,17 +272,17 @@ struct PieceRange {
   int first_bit;
   int count;
 
-  PieceRange(const PieceRow<T, kWeights>& row, int64_t begin, int64_t end) {
-    const int64_t at = row.head + begin * kVectorLength<T>;
+  PieceRange(const PieceRow<T, kWeights>& row, int begin, int end) {
+    const int at = row.head + begin * kVectorLength<T>;
     if constexpr (kWeights == Weights::mask) {
       bits = row.bits + (at >> 3);
-      first_bit = static_cast<int>(at & 7);
+      first_bit = at & 7;
     } else {
       y = row.y + at;
     }
     d_y = row.d_y + at;
     d_x = row.d_x + at;
-    count = end > begin ? static_cast<int>(end - begin) : 0;
+    count = end > begin ? end - begin : 0;
   }
 
   // Of one element, which counts from the first piece on.
@@ -272,16 +297,16 @@ struct PieceRange {
   }
 
   template <class Hint>
-  typename Slope::Data load_slope(int piece, const Hint& hint) const {
+  Slope load_slope(int piece, const Hint& hint) const {
     constexpr int kLength = kVectorLength<T>;
     if constexpr (kWeights == Weights::mask) {
       const int64_t bit = static_cast<int64_t>(piece) * kLength + first_bit;
       const int low = static_cast<int>(bit & 7);
       uint32_t data = bits[bit >> 3];
       if (low + kLength > 8) data |= static_cast<uint32_t>(bits[(bit >> 3) + 1]) << 8;
-      return data >> low & ((1u << kLength) - 1);
+      return {data >> low & ((1u << kLength) - 1)};
     } else {
-      return hint.load(y + static_cast<int64_t>(piece) * kLength);
+      return {hint.load(y + static_cast<int64_t>(piece) * kLength)};
     }
   }
   template <class Hint>
@@ -305,14 +330,10 @@ void add(Sums<R>& sums, R s, R d_y) {
   sums.s_d_y = fma(s, s == 0 ? R{0} : d_y, sums.s_d_y);
 }
 
-template <class T, Weights kWeights, class R>
-void add_piece(Sums<R>& sums, const typename SlopePiece<T, kWeights>::Data& data, const Piece& d_y,
-               double alpha) {
-#pragma unroll
-  for (int e = 0; e < kVectorLength<T>; ++e) {
-    add(sums, SlopePiece<T, kWeights>::template at<R>(data, e, alpha),
-        static_cast<R>(element_of(d_y, e, T{})));
-  }
+// `slopes`: a SlopePiece, or what has s of a piece's elements likewise.
+template <class T, class Slopes, class R>
+void add_piece(Sums<R>& sums, const Slopes& slopes, const Piece& d_y, double alpha) {
+  slopes.for_each(alpha, [&](int e, R s) { add(sums, s, element_of(d_y, e, T{})); });
 }
 
 template <class R>
@@ -320,16 +341,11 @@ R gradient(R s, R d_y, R mean) {
   return s == 0 ? R{0} : s * (d_y - mean);
 }
 
-template <class T, Weights kWeights, class R>
-Piece gradient_piece(const typename SlopePiece<T, kWeights>::Data& data, const Piece& d_y, R mean,
-                     double alpha) {
-  Real<T> result[kVectorLength<T>];
-#pragma unroll
-  for (int e = 0; e < kVectorLength<T>; ++e) {
-    result[e] =
-        static_cast<Real<T>>(gradient(SlopePiece<T, kWeights>::template at<R>(data, e, alpha),
-                                      static_cast<R>(element_of(d_y, e, T{})), mean));
-  }
+template <class T, class Slopes, class R>
+Piece gradient_piece(const Slopes& slopes, const Piece& d_y, R mean, double alpha) {
+  R result[kVectorLength<T>];
+  slopes.for_each(alpha,
+                  [&](int e, R s) { result[e] = gradient(s, element_of(d_y, e, T{}), mean); });
   return packed(result, T{});
 }
 
@@ -337,7 +353,7 @@ Piece gradient_piece(const typename SlopePiece<T, kWeights>::Data& data, const P
 template <class T, Weights kWeights>
 void fill_nan(const PieceRow<T, kWeights>& row, int64_t thread, int64_t threads) {
   const T nan = from_real<T>(quiet_nan<Real<T>>());
-  const int64_t length = row.pieces * kVectorLength<T> + row.edge;
+  const int length = row.pieces * kVectorLength<T> + row.edge;
   for (int64_t i = thread; i < length; i += threads) row.d_x[i] = nan;
 }
 

@@ -38,14 +38,14 @@ Sums<R> block_sum(Sums<R> value, Sums<R>* scratch) {
 template <class T, Weights kWeights>
 class Slice {
  public:
-  using R = Arithmetic<T, kWeights>;
+  using R = Real<T>;
 
-  Slice(const PieceRow<T, kWeights>& row, double alpha, int64_t begin, int64_t end, bool with_edge,
+  Slice(const PieceRow<T, kWeights>& row, double alpha, int begin, int end, bool with_edge,
         int cached)
       : range_(row, begin, end), alpha_(alpha), cached_(cached) {
     edge_ = kNoEdge;
     if (with_edge && thread() < row.edge) {
-      edge_ = static_cast<int>(row.edge_at(thread()) - row.head - begin * kVectorLength<T>);
+      edge_ = row.edge_at(thread()) - row.head - begin * kVectorLength<T>;
     }
     whole_ = range_.count / step() * step();
   }
@@ -95,7 +95,6 @@ class Slice {
 
  private:
   using SlopeOf = SlopePiece<T, kWeights>;
-  using SlopeData = typename SlopeOf::Data;
   static constexpr int kBatch = 4;  // pieces of a thread in flight
   static constexpr int kNoEdge = -0x7fffffff;
   static constexpr int kKnownPieces = 32;
@@ -119,12 +118,12 @@ class Slice {
   }
 
   template <int kCount>
-  void put_into_cache(int bit, const SlopeData (&data)[kCount], const Piece (&d_y)[kCount]) {
+  void put_into_cache(int bit, const SlopeOf (&data)[kCount], const Piece (&d_y)[kCount]) {
     if constexpr (kCaches) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         if (bit + j >= cached_) continue;
-        cached_piece(bit + j, 0) = data[j];
+        cached_piece(bit + j, 0) = data[j].data;
         cached_piece(bit + j, 1) = d_y[j];
       }
       if (!kDense && bit < kKnownPieces) in_cache_ |= 1u << bit;
@@ -135,7 +134,7 @@ class Slice {
   template <int kCount, bool kAll, bool kZeros>
   bool collect_batch(int begin, int bit) {
     const Keep keep;
-    SlopeData data[kCount];
+    SlopeOf data[kCount];
     Piece d_y[kCount];
     Sums<R> sums;
 #pragma unroll
@@ -144,14 +143,14 @@ class Slice {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) d_y[j] = range_.load_d_y(begin + j * threads(), keep);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) add_piece<T, kWeights>(sums, data[j], d_y[j], alpha_);
+      for (int j = 0; j < kCount; ++j) add_piece<T>(sums, data[j], d_y[j], alpha_);
       put_into_cache(bit, data, d_y);
       if (!kDense && bit < kKnownPieces) known_ |= ((1u << kCount) - 1) << bit;
     } else {
       bool active[kCount];
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        active[j] = SlopeOf::any(data[j]);
+        active[j] = data[j].any();
         if (active[j]) d_y[j] = range_.load_d_y(begin + j * threads(), keep);
       }
       if (kZeros && bit < kKnownPieces) {
@@ -166,7 +165,7 @@ class Slice {
       }
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        if (active[j]) add_piece<T, kWeights>(sums, data[j], d_y[j], alpha_);
+        if (active[j]) add_piece<T>(sums, data[j], d_y[j], alpha_);
       }
       bool all = kZeros && kCount == kBatch;
 #pragma unroll
@@ -175,7 +174,7 @@ class Slice {
     }
     add_sums(sums);
     if constexpr (kDense || kCount == 1) return kDense;
-    return __popc(__ballot_sync(kAllLanes, SlopeOf::any(data[0]))) > kWarpSize / 2;
+    return __popc(__ballot_sync(kAllLanes, data[0].any())) > kWarpSize / 2;
   }
 
   template <int kCount, bool kZeros>
@@ -186,14 +185,14 @@ class Slice {
     if (known) wanted = known_ >> bit & kAll;
     if (wanted == 0) return;
 
-    SlopeData data[kCount];
+    SlopeOf data[kCount];
     Piece d_y[kCount];
     if (kDense || (known && wanted == kAll)) {
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         if constexpr (kCaches) {
           if (bit + j < cached_ && (kDense || (known && (in_cache_ >> bit & 1)))) {
-            data[j] = cached_piece(bit + j, 0);
+            data[j].data = cached_piece(bit + j, 0);
             d_y[j] = cached_piece(bit + j, 1);
             continue;
           }
@@ -203,19 +202,18 @@ class Slice {
       }
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        range_.store(begin + j * threads(),
-                     gradient_piece<T, kWeights>(data[j], d_y[j], mean, alpha_));
+        range_.store(begin + j * threads(), gradient_piece<T>(data[j], d_y[j], mean, alpha_));
       }
       return;
     }
 #pragma unroll 1
     for (int j = 0; j < kCount; ++j) {
       if ((wanted >> j & 1) == 0) continue;
-      const SlopeData slope = range_.load_slope(begin + j * threads(), Drop());
+      const SlopeOf slope = range_.load_slope(begin + j * threads(), Drop());
       Piece d_x{};
-      if (SlopeOf::any(slope)) {
+      if (slope.any()) {
         const Piece of_d_y = range_.load_d_y(begin + j * threads(), Drop());
-        d_x = gradient_piece<T, kWeights>(slope, of_d_y, mean, alpha_);
+        d_x = gradient_piece<T>(slope, of_d_y, mean, alpha_);
       }
       range_.store(begin + j * threads(), d_x);
     }

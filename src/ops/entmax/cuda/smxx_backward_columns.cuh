@@ -15,7 +15,9 @@ void backward_columns(const BackwardTileParams& params) {
   const BackwardParams& p = params.op;
   __shared__ float scratch[2 * Group::kMostValues * kTileScratch];
   Group group(params.shape, scratch);
-  const ColumnPlace place = column_place(p.rows, params.shape, group);
+  ColumnPlace place = column_place(p.rows, params.shape, group);
+  const double alpha = kWeights == Weights::power ? alpha_of_row<T>(p, place.row) : p.alpha_of_all;
+  if (kWeights == Weights::power && !is_gentle(alpha)) place.count = 0;
   int64_t offsets[3];
   row_offsets(p.rows, place.row, {&p.y, &p.d_y, &p.d_x}, offsets);
   const auto part_of = [&](const RowTensor& tensor, int64_t offset) {
@@ -28,8 +30,7 @@ void backward_columns(const BackwardTileParams& params) {
       float s[kAtOnce], gradients[kAtOnce];
       y.load(s, first, place.count, 0);
       d_y.load(gradients, first, place.count, 0);
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) s[k] = slope<T, kWeights>(s[k], p.alpha_of_all);
+      to_slopes<T, kWeights>(s, alpha);
       use(first, s, gradients);
     }
   };

@@ -33,9 +33,9 @@ class MaskChunk {
     const Keep keep;
     for_each_piece([&](int piece, bool inside, bool busy) {
       if (!inside || !busy) return;
-      const uint32_t data = row_.load_slope(piece, keep);
-      if (data == 0) return;
-      add_piece<T, Weights::mask>(sums, data, row_.load_d_y(piece, keep), 2);
+      const SlopePiece<T, Weights::mask> slopes = row_.load_slope(piece, keep);
+      if (!slopes.any()) return;
+      add_piece<T>(sums, slopes, row_.load_d_y(piece, keep), 2);
     });
     return sums;
   }
@@ -49,9 +49,9 @@ class MaskChunk {
     const int first = first_piece_ + lane() * (128 / kLength);
 #pragma unroll 1
     for (int piece = first; piece < first + 128 / kLength && piece < row_.count; ++piece) {
-      const uint32_t data = row_.load_slope(piece, keep);
-      if (data == 0) continue;
-      add_piece<T, Weights::mask>(sums, data, row_.load_d_y(piece, keep), 2);
+      const SlopePiece<T, Weights::mask> slopes = row_.load_slope(piece, keep);
+      if (!slopes.any()) continue;
+      add_piece<T>(sums, slopes, row_.load_d_y(piece, keep), 2);
     }
     return sums;
   }
@@ -113,9 +113,9 @@ class MaskChunk {
         for (int e = 0; e < kLength; ++e) values[e] = quiet_nan<Real<T>>();
         d_x = packed(values, T{});
       } else if (busy && inside) {
-        const uint32_t data = row_.load_slope(piece, Drop());
-        if (data != 0) {
-          d_x = gradient_piece<T, Weights::mask>(data, row_.load_d_y(piece, Drop()), mean, 2);
+        const SlopePiece<T, Weights::mask> slopes = row_.load_slope(piece, Drop());
+        if (slopes.any()) {
+          d_x = gradient_piece<T>(slopes, row_.load_d_y(piece, Drop()), mean, 2);
         }
       }
       if (inside) row_.store(piece, d_x);
@@ -219,7 +219,7 @@ void backward_mask_rows(const BackwardParams& p) {
   const int64_t left = p.rows.count - first;
   const int64_t rows_here = left < rows_of_chunk ? left : rows_of_chunk;
   const PieceRow<T, Weights::mask> row(p, place);
-  const PieceRange<T, Weights::mask> range(row, 0, rows_here * row.pieces);
+  const PieceRange<T, Weights::mask> range(row, 0, static_cast<int>(rows_here) * row.pieces);
   const Chunk chunk(range, 0);
   bool nan = false;
   if (const int64_t of_lane = lane / lanes_of_row; of_lane < rows_here) {

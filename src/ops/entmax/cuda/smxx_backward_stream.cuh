@@ -9,8 +9,10 @@
 namespace pullback::entmax {
 
 template <class T, Weights kWeights>
-void whole_row(const BackwardParams& p, const RowPlace& place) {
-  using R = Arithmetic<T, kWeights>;
+void backward_whole(const BackwardParams& p) {
+  using R = Real<T>;
+  const RowPlace place = place_of<T, kWeights>(p, static_cast<int64_t>(blockIdx.x));
+  if (place.elsewhere) return;
   __shared__ Sums<R> scratch[kWarpSize];
   const PieceRow<T, kWeights> row(p, place);
   if (place.nan) return fill_nan(row, threadIdx.x, blockDim.x);
@@ -18,40 +20,35 @@ void whole_row(const BackwardParams& p, const RowPlace& place) {
   const Sums<R> sums = block_sum(slice.template collect<true>(), scratch);
   slice.template write<true>(sums.s_d_y / sums.s);
 }
-template <class T, Weights kWeights>
-void backward_whole(const BackwardParams& p) {
-  const RowPlace place = place_of<T, kWeights>(p, static_cast<int64_t>(blockIdx.x));
-  with_weights_of_row<T, kWeights>(place,
-                                   [&]<Weights kOfRow>() { whole_row<T, kOfRow>(p, place); });
-}
 
 // Grid: chunks, rows.
 template <class T, Weights kWeights>
 struct Chunk {
-  using R = Arithmetic<T, kWeights>;
+  using R = Real<T>;
 
   explicit Chunk(const BackwardParams& p)
       : task(static_cast<int64_t>(blockIdx.x) / p.chunks),
         index(static_cast<int64_t>(blockIdx.x) - task * p.chunks),
         place(place_of<T, kWeights>(p, task)),
         row(p, place),
-        share((row.pieces + p.chunks - 1) / p.chunks),
-        begin(share * index),
+        share(static_cast<int>((row.pieces + p.chunks - 1) / p.chunks)),
+        begin(share * static_cast<int>(index)),
         end(begin + share < row.pieces ? begin + share : row.pieces),
         sums(static_cast<Sums<R>*>(p.partial_sums) + task * p.chunks) {}
 
   int64_t task, index;
   RowPlace place;
   PieceRow<T, kWeights> row;
-  int64_t share, begin, end;
+  int share, begin, end;
   Sums<R>* sums;
 };
 
 template <class T, Weights kWeights>
 void backward_chunk_sums(const BackwardParams& p) {
-  using R = Arithmetic<T, kWeights>;
+  using R = Real<T>;
   __shared__ Sums<R> scratch[kWarpSize];
   const Chunk<T, kWeights> chunk(p);
+  if (chunk.place.elsewhere) return;
   Slice<T, kWeights> slice(chunk.row, chunk.place.alpha, chunk.begin, chunk.end, chunk.index == 0,
                            0);
   const Sums<R> sums = block_sum(slice.template collect<false>(), scratch);
@@ -60,9 +57,10 @@ void backward_chunk_sums(const BackwardParams& p) {
 
 template <class T, Weights kWeights>
 void backward_chunk_gradients(const BackwardParams& p) {
-  using R = Arithmetic<T, kWeights>;
+  using R = Real<T>;
   __shared__ Sums<R> scratch[kWarpSize];
   const Chunk<T, kWeights> chunk(p);
+  if (chunk.place.elsewhere) return;
   if (chunk.place.nan) {
     return fill_nan(chunk.row, chunk.index * blockDim.x + threadIdx.x, p.chunks * blockDim.x);
   }

@@ -14,16 +14,22 @@
 
 namespace pullback::entmax {
 
-// Calls use(k) for k < count, a number that all threads have in common, and some beyond.
+// Calls use(k) for k < count, a number that all threads have in common, and some beyond: for each,
+// or for every fourth.
+template <int kHeld, class Use>
+void for_fours(int count, const Use& use) {
+#pragma unroll
+  for (int first = 0; first < kHeld; first += 4) {
+    if (first >= count) break;
+    use(first);
+  }
+}
 template <int kHeld, class Use>
 void for_held(int count, const Use& use) {
-  constexpr int kFew = 4;
+  for_fours<kHeld>(count, [&](int first) {
 #pragma unroll
-  for (int first = 0; first < kHeld; first += kFew) {
-    if (first >= count) break;
-#pragma unroll
-    for (int k = first; k < first + kFew; ++k) use(k);
-  }
+    for (int k = first; k < first + 4; ++k) use(k);
+  });
 }
 
 // row_offset() in several tensors, by one division a dimension, of 32 bits where these do.

@@ -119,12 +119,16 @@ class TilePlanner {
  private:
   static constexpr int kWarp = 32;
 
-  // The rows, as memory has them, without gaps.
+  // The rows, as memory has them, without gaps. What is one of a row may keep dimensions apart.
   bool side_by_side() const {
-    return rows_.rank <= 1 && std::ranges::all_of(tensors_, [&](const RowTensor* tensor) {
-             return (tensor->axis == 1 || rows_.length == 1) &&
-                    (rows_.rank == 0 || tensor->outer[0] == rows_.length);
-           });
+    return std::ranges::all_of(tensors_, [&](const RowTensor* tensor) {
+      bool dense = tensor->axis == 1 || rows_.length == 1;
+      std::int64_t step = rows_.length;
+      for (int dim = rows_.rank - 1; dim >= 0; step *= rows_.sizes[dim--]) {
+        dense &= tensor->outer[dim] == step;
+      }
+      return dense;
+    });
   }
   // Whether neighbouring rows are closer to each other than neighbouring elements of one.
   bool across() const {
