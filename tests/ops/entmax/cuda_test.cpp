@@ -134,5 +134,90 @@ TEST(entmax_cuda, elements_near_the_edge_are_not_lost) {
   expect_none_lost(DType::f16, 512, 3, 1.49, 1e-5);
 }
 
+// Rows that the first launch leaves to a second one still have their d_y when that comes.
+TEST(entmax_cuda, backward_in_place_with_alphas_of_rows) {
+  if (const std::string none = cuda::driver_problem(); !none.empty()) GTEST_SKIP() << none;
+  const std::vector<std::vector<std::int64_t>> shapes{{37, 24, 1},  {3, 20, 64},  {2, 4000, 24},
+                                                      {37, 250, 1}, {9, 3200, 1}, {9, 12000, 1}};
+  for (const auto& shape : shapes) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << shape[1] << " x " << shape[2]);
+      EntmaxProblem problem;
+      problem.x = TensorSpec::contiguous(dtype, shape);
+      problem.axis = 1;
+      problem.alpha_per_row = TensorSpec::contiguous(DType::f32, {shape[0], shape[2]});
+      problem = complete(problem);
+      const HostTensor y(problem.y), d_y(problem.d_y), d_x(problem.d_x);
+      const HostTensor alphas(problem.alpha_per_row);
+      driver::Random random(1);
+      for (std::int64_t i = 0; i < y.numel(); ++i) {
+        y.set(i, std::max(0.0, 0.1 * random.normal()));
+        d_y.set(i, random.normal());
+      }
+      constexpr double kAlphas[] = {1.3, 3, 0.5, 2, 1.7};
+      for (std::int64_t i = 0; i < alphas.numel(); ++i) alphas.set(i, kAlphas[i % 5]);
+      const auto plan = make_plan(Device::cuda(), problem, Pass::backward, {.variant = "cuda"});
+      driver::TensorMemory memory(Device::cuda());
+      memory.reserve_workspace(plan.workspace_bytes());
+      EntmaxTensors tensors;
+      tensors.alpha_per_row = memory.input(alphas);
+      tensors.y = const_cast<void*>(memory.input(y));
+      tensors.d_y = memory.input(d_y);
+      tensors.d_x = memory.output(d_x);
+      plan.run(memory.stream(), tensors, memory.workspace());
+      tensors.d_x = const_cast<void*>(tensors.d_y);
+      plan.run(memory.stream(), tensors, memory.workspace());
+      memory.fetch(driver::Fetch::all);
+      for (std::int64_t i = 0; i < d_x.numel(); ++i) {
+        const double apart = d_x.get(i), in_place = d_y.get(i);
+        ASSERT_TRUE(apart == in_place || (std::isnan(apart) && std::isnan(in_place)))
+            << "element " << i << ": " << in_place << ", not " << apart;
+      }
+    }
+  }
+}
+
+// The gradient of -ln y is past all others by any factor where y is small, and must not meet their
+// weights in 32 bits.
+TEST(entmax_cuda, d_alpha_of_a_loss_where_y_is_small) {
+  if (const std::string none = cuda::driver_problem(); !none.empty()) GTEST_SKIP() << none;
+  constexpr std::int64_t kRows = 8, kLength = 64;
+  EntmaxProblem problem;
+  problem.x = TensorSpec::contiguous(DType::f32, {kRows, kLength});
+  problem.alpha_per_row = TensorSpec::contiguous(DType::f32, {kRows});
+  problem = complete(problem);
+  const HostTensor y(problem.y), d_y(problem.d_y), alphas(problem.alpha_per_row);
+  driver::Random random(1);
+  for (std::int64_t row = 0; row < kRows; ++row) {
+    const std::int64_t first = row * kLength;
+    alphas.set(row, 1 + 0.01 * static_cast<double>(row % 2));
+    double sum = 0;
+    for (std::int64_t i = 0; i < kLength; ++i) {
+      const double p = std::exp(i == row ? -23 : random.normal());
+      y.set(first + i, p);
+      sum += p;
+    }
+    for (std::int64_t i = 0; i < kLength; ++i) y.set(first + i, y.get(first + i) / sum);
+    for (std::int64_t i = 0; i < kLength; ++i) {
+      d_y.set(first + i, i == row ? -1 / y.get(first + i) : 0);
+    }
+  }
+  const auto d_alpha_of = [&](const Device& device, const std::string& variant) {
+    const HostTensor d_alpha(problem.d_alpha);
+    driver::TensorMemory memory(device);
+    EntmaxTensors tensors;
+    tensors.alpha_per_row = memory.input(alphas);
+    tensors.y = const_cast<void*>(memory.input(y));
+    tensors.d_y = memory.input(d_y);
+    tensors.d_alpha = memory.output(d_alpha);
+    const auto plan = make_plan(device, problem, Pass::backward, {.variant = variant});
+    memory.reserve_workspace(plan.workspace_bytes());
+    plan.run(memory.stream(), tensors, memory.workspace());
+    memory.fetch();
+    return d_alpha;
+  };
+  expect_near(d_alpha_of(Device::cuda(), "cuda"), d_alpha_of(Device::cpu(1), "reference"), 1e-5);
+}
+
 }  // namespace
 }  // namespace pullback

@@ -218,6 +218,13 @@ void long_rows(std::vector<Case>& cases) {
                                  shape, normal(0.3), alphas_of({shape[0]}, {1.05, 1.5, 2, 3}))));
     cases.back().full_only = shape[0] * shape[1] > 200000;
   }
+  // Longer than the registers of a cluster, and ragged rows longer than those of a warp.
+  cases.push_back(no_differences(
+      make_case("rows 17x140000 alpha 1.3", {{"alpha", "1.3"}}, {17, 140000}, normal(0.3))));
+  cases.back().full_only = true;
+  cases.push_back(
+      no_differences(make_case("ragged rows of 9000 alpha 1.3", {{"alpha", "1.3"}}, {3, 9000},
+                               normal(0.3), offsets_of(DType::i32, {0, 4000, 4001, 8990}))));
   add({5, 200}, {{"saved", "support"}}, 0.3);
   add({3, 40000}, {{"saved", "support"}}, 1e-5);
   add({3, 40000}, {{"saved", "support"}}, 1);

@@ -68,7 +68,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     return static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, 0x7fffffff));
   }
 
-  // What the others cannot take, or leave to it: rows of their own with alphas above 2.
+  // What the others cannot take, or leave to it: rows whose own alpha is above 2, or invalid.
   void load_any() {
     const DType dtype = problem_.x.dtype;
     const auto load = [&](const OpKernel& kernel, Mapping mapping) {

@@ -123,10 +123,13 @@ class BackwardPaths {
     if (wide) return average_length() <= kWarpLength ? Mapping::warp : Mapping::block;
     return very_short(128) ? Mapping::across : Mapping::block;
   }
+  // Of ragged rows some may be long where most are short.
   Mapping mapping_of_d_alpha() const {
     if (across_memory()) return Mapping::across;
-    if (average_length() <= 16) return Mapping::thread;
-    if (average_length() <= 256) return Mapping::lanes;
+    if (!problem_.offsets.given()) {
+      if (rows().length <= 16) return Mapping::thread;
+      if (rows().length <= 256) return Mapping::lanes;
+    }
     return average_length() <= 2 * kWarpLength ? Mapping::warp : Mapping::block;
   }
 

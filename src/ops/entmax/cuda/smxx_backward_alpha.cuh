@@ -110,13 +110,17 @@ struct AlphaRow {
       }
     }
   }
-  // A constant added to d_y changes nothing, to the last bit but one: what the chunk's d_y have in
-  // common takes no part in its sums.
+  // A constant added to d_y changes nothing, to the last bit but one: sums are of what d_y has past
+  // that of the chunk's largest p. (That of a small p may be past all others by any factor, as a
+  // logarithm's gradient is, and must not meet their weights.)
   void add_chunk(const R (&p)[kAlphaChunk<R>], const R (&d_y)[kAlphaChunk<R>], R b,
                  R inverse_of_b2) {
-    R origin = 0, of_s = 0, of_w = 0, of_v = 0, of_w_d_y = 0, of_v_d_y = 0;
+    R most = 0, origin = 0, of_s = 0, of_w = 0, of_v = 0, of_w_d_y = 0, of_v_d_y = 0;
 #pragma unroll
-    for (int k = kAlphaChunk<R> - 1; k >= 0; --k) origin = p[k] == 0 ? origin : d_y[k];
+    for (int k = 0; k < kAlphaChunk<R>; ++k) {
+      origin = p[k] > most ? d_y[k] : origin;
+      most = max(most, p[k]);
+    }
 #pragma unroll
     for (int k = 0; k < kAlphaChunk<R>; ++k) {
       const AlphaTerms<T, R> terms(p[k], b, inverse_of_b2);
