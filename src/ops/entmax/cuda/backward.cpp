@@ -310,7 +310,7 @@ std::vector<KernelSource> entmax_backward_kernels(int arch) {
   };
   for (DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
     for (Path path : kAllPaths) {
-      if (has_clusters(path) && arch / 10 != 9 && arch / 10 != 10) continue;
+      if (takes_clusters(path) && arch / 10 != 9 && arch / 10 != 10) continue;
       for (Weights weights : kAllWeights) {
         if (path == Path::cluster_registers && !serves_clusters_of_registers(dtype, weights))
           continue;

@@ -47,10 +47,10 @@ inline constexpr Path kAllPaths[] = {Path::warp2,  Path::warp4,     Path::block,
                                      Path::chunks, Path::mask_rows, Path::mask_block};
 inline constexpr int kBlockThreads = 512, kBlockPieces = kBlockVectors * kBlockThreads;
 
-inline bool has_clusters(Path path) {
+inline bool takes_clusters(Path path) {
   return path == Path::cluster || path == Path::cluster_registers;
 }
-inline bool serves_mask(Path path) { return path != Path::block && !has_clusters(path); }
+inline bool serves_mask(Path path) { return path != Path::block && !takes_clusters(path); }
 
 // Powers take long to compute: rows of clusters keep them, where 32 bits are enough.
 inline bool serves_clusters_of_registers(DType dtype, Weights weights) {
@@ -96,7 +96,8 @@ inline constexpr std::string_view kAnyFile = "ops/entmax/cuda/smxx_backward_any.
 inline constexpr std::string_view kAlphaFile = "ops/entmax/cuda/smxx_backward_alpha.cuh";
 
 // The kernels of a path; `weights` is served by it. Kernels in double need more registers, and so
-// do warps that hold powers; that of long rows for any mask makes way for mask_block.
+// do those with powers that read rows twice and, less so, warps that hold powers; that of long rows
+// for any mask makes way for mask_block.
 inline std::vector<OpKernel> kernels_of(Path path, DType dtype, Weights weights) {
   const std::string_view name = kWeightsNames[static_cast<int>(weights)];
   const bool of_warp = path == Path::warp2 || path == Path::warp4;

@@ -110,7 +110,7 @@ struct AlphaRow {
       }
     }
   }
-  // A constant added to d_y changes nothing, to the last bit but one: sums are of what d_y has past
+  // So that a constant added to d_y leaves no trace in 32 bits, sums are of what d_y has past
   // that of the chunk's largest p. (That of a small p may be past all others by any factor, as a
   // logarithm's gradient is, and must not meet their weights.)
   void add_chunk(const R (&p)[kAlphaChunk<R>], const R (&d_y)[kAlphaChunk<R>], R b,
