@@ -211,7 +211,10 @@ std::vector<Case> segment_cases() {
       cases.back().finite_differences = false;
     }
     if (reduce == "logsumexp" || reduce == "softmax") {
-      add(make_case("wide D=1", reduce, {blocks, 1}, {}, Values::wide));
+      for (const std::int64_t columns : {1, 8, 16, 128}) {
+        add(make_case("wide D=" + std::to_string(columns), reduce, {blocks, columns}, {},
+                      Values::wide));
+      }
     }
   }
   for (const std::string reduce : {"max", "min"}) {

@@ -271,6 +271,17 @@ TEST_F(segment_cuda, hostile_offsets_where_no_kernel_looks_ahead) {
   }
 }
 
+// What puts tiles together looks for the segments that reach over them while offsets are repaired.
+TEST_F(segment_cuda, hostile_offsets_of_segments_over_many_tiles) {
+  for (const std::int64_t columns : {12, 128, 300}) {
+    const std::int64_t rows = columns == 12 ? 40000 : 9000;
+    for (const std::int64_t disorder : {rows / 2, kLowest, kHighest}) {
+      const Index offsets = {0, 5, rows / 3, disorder, rows / 2 - 7, rows / 2, rows - 3};
+      expect_same_as_reference(offsets, rows, columns, 0, DType::i64, {}, DType::f32);
+    }
+  }
+}
+
 // The bytes of contiguous, aligned masks are read and written many at a time.
 TEST_F(segment_cuda, mask_of_any_stride_and_alignment) {
   for (const testing::MaskLayout layout :

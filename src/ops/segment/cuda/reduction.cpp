@@ -126,7 +126,8 @@ int tile_rows(const SegmentProblem& problem) {
 std::optional<int> tile_vector(const SegmentProblem& problem, const ReduceOp& op, Specs inputs) {
   if (!op.tiles || !streams(op, problem.x.dtype)) return {};
   if (problem.x.shape[1] > kRowTileMostColumns) return {};
-  const std::int64_t longest = std::int64_t{tile_rows(problem)} * (kCombineSequential / 2);
+  constexpr std::int64_t kMostTiles = 16;  // of a segment
+  const std::int64_t longest = tile_rows(problem) * kMostTiles;
   if (problem.x.shape[0] > (problem.num_segments + 1) * longest) return {};
   const std::optional<int> vector = row_tile_vector(problem, inputs);
   // Wider rows by pieces of several elements are read as well where they lie; so are elements of 4

@@ -1,6 +1,6 @@
 // Puts together the segments that reach over several tiles, from the tiles' slots, in the order of
-// the tiles. A segment of few slots is the work of one thread per column; for more, the block's
-// threads take equal runs of slots, and then their results are put together in pairs.
+// the tiles. A segment of few slots is the work of one thread per column; for more, several threads
+// take equal runs of slots, and then their results are put together in pairs.
 #pragma once
 
 #include "ops/segment/cuda/smxx_ops.cuh"
@@ -38,9 +38,9 @@ inline SlotRun slots_from(const Params& p, const Segments& segments, int tile) {
   const TileStart start = p.starts[tile], stop = p.starts[tile + 1];
   const int64_t j = stop.segment;
   if (j < 1 || j > p.segments) return {};
-  const int64_t begin = segments.begin(j), end = segments.end(j);
+  const int64_t begin = segments.begin(j), end = clamped(segments.end(j), 0, p.rows);
   if (begin < start.row || begin >= stop.row || end <= stop.row) return {};
-  return {j, tile, static_cast<int>(tile_of_row(p, j, end - 1))};
+  return {j, tile, static_cast<int>(clamped(tile_of_row(p, j, end - 1), 0, p.tiles - 1))};
 }
 
 template <class Op, int kAtOnce>
@@ -64,72 +64,109 @@ PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int from, int 
   return sum;
 }
 
-// A block of kBlock threads, for kColumns columns and the segments that begin in some tiles.
+// A block of kBlock threads, for kColumns columns and the segments that begin in some tiles. A part
+// is a thread for each column.
 template <class Op, class Out, int kBlock, int kColumns>
 struct Combiner {
   static constexpr int kParts = kBlock / kColumns;
-  static constexpr int kAtOnce = kBlock < 256 ? 4 : 8;  // small blocks have few registers
   static constexpr int kTiles = combine_tiles(kColumns, kBlock);
+  // Slots whose reads a thread has in flight together; small blocks have few registers.
+  static constexpr int kAtOnce = kBlock < 256 ? 4 : 8;
+  // How many parts share a run, by its kind: one, some or all. Each has as many slots as it reads
+  // in two turns, or all take part.
+  static constexpr int kKinds = 3, kSome = 4, kSlots = 2 * kAtOnce;
+  static constexpr int parts_of(int kind) { return kind == 0 ? 1 : kind == 1 ? kSome : kParts; }
+
   PlacedState<Op> sums[kParts][kColumns];
   SlotRun runs[kTiles];
-  int long_runs[kTiles];  // which of them take the whole block, in no order
-  int long_count;
+  uint16_t listed[kKinds][kTiles];  // places of runs, in no order
+  int counts[kKinds];
 
-  void combine(const Params& p, const Segments& segments, int first_tile, int64_t columns_block) {
+  void find_runs(const Params& p, const Segments& segments, int64_t first_tile) {
+    const int thread = threadIdx.x;
+    if (thread < kKinds) counts[thread] = 0;
+    __syncthreads();
+    if (thread < kTiles && first_tile + thread < p.tiles) {
+      const SlotRun run = slots_from(p, segments, static_cast<int>(first_tile) + thread);
+      const int slots = run.count();
+      if (slots > 0) {
+        runs[thread] = run;
+        const int kind = (slots > kSlots) + (slots > kSlots * kSome);
+        listed[kind][atomicAdd(&counts[kind], 1)] = static_cast<uint16_t>(thread);
+      }
+    }
+    __syncthreads();
+  }
+  bool has_runs() const { return (counts[0] | counts[1] | counts[2]) != 0; }
+
+  // `stale`: those that were found are of no use.
+  void combine(const Params& p, const Segments& segments, int64_t columns_block, bool stale) {
+    static_assert(kTiles <= kBlock);
     const int thread = threadIdx.x, part = thread / kColumns, lane = thread % kColumns;
     const int64_t column = columns_block * kColumns + lane;
     const bool active = column < p.columns;
-    const auto done = [&](const SlotRun& run, const PlacedState<Op>& sum) {
-      const typename Op::State state[1] = {sum.state};
-      finish<Op, Out, true>(p, segments, run.segment, column, state, sum.row);
-    };
-
-    if (thread == 0) long_count = 0;
-    __syncthreads();
-    for (int i = thread; i < kTiles; i += kBlock) {
-      runs[i] = first_tile + i < p.tiles ? slots_from(p, segments, first_tile + i) : SlotRun{};
-      if (runs[i].count() > kCombineSequential) long_runs[atomicAdd(&long_count, 1)] = i;
-    }
-    __syncthreads();
-    // First the short ones, kParts at a time, then each long one by all parts, in one loop: what it
-    // does is long, and compiled with every reduction.
-    constexpr int kShortSteps = (kTiles + kParts - 1) / kParts;
-    for (int step = 0; step < kShortSteps + long_count; ++step) {
-      const bool is_long = step >= kShortSteps;
-      const int place = step * kParts + part;
-      SlotRun run;
-      if (is_long) {
-        run = runs[long_runs[step - kShortSteps]];
-      } else if (place < kTiles && runs[place].count() <= kCombineSequential) {
-        run = runs[place];
-      }
-      const int each = is_long ? (run.count() + kParts - 1) / kParts : run.count();
-      const int from = run.first + (is_long ? part * each : 0);
-      const int stop = from + each <= run.last ? from + each : run.last + 1;
-      PlacedState<Op> sum;
-      if (active && from < stop) sum = append_slots<Op, kAtOnce>(p, run, from, stop, column);
-      if (is_long) {
-        const int parts = (run.count() + each - 1) / each;
-        if (active && part < parts) sums[part][lane] = sum;
-        for (int apart = 1; apart < parts; apart *= 2) {
-          __syncthreads();
-          if (active && part % (2 * apart) == 0 && part + apart < parts) {
-            sums[part][lane].append(sums[part + apart][lane]);
+#pragma unroll 1
+    for (int kind = 0; kind < kKinds; ++kind) {
+      const int parts = parts_of(kind), rank = part % parts;
+#pragma unroll 1
+      for (int next = 0; next < counts[kind]; next += kParts / parts) {
+        const int number = next + part / parts;
+        SlotRun run;
+        if (number < counts[kind]) run = runs[listed[kind][number]];
+        const int each = (run.count() + parts - 1) / parts, from = run.first + rank * each;
+        const int stop = from + each <= run.last ? from + each : run.last + 1;
+        const bool mine = active && from < stop;
+        PlacedState<Op> sum;
+        if (mine) sum = append_slots<Op, kAtOnce>(p, run, from, stop, column);
+        if (parts > 1) {
+          const int used = each > 0 ? (run.count() + each - 1) / each : 0;
+          if (mine) sums[part][lane] = sum;
+          for (int apart = 1; apart < parts; apart *= 2) {
+            __syncthreads();
+            if (mine && rank % (2 * apart) == 0 && rank + apart < used) {
+              sums[part][lane].append(sums[part + apart][lane]);
+            }
           }
+          if (mine && rank == 0) sum = sums[part][lane];
+          __syncthreads();
         }
-        if (active && part == 0) sum = sums[0][lane];
-        __syncthreads();
+        if (mine && rank == 0 && !stale) {
+          const typename Op::State state[1] = {sum.state};
+          finish<Op, Out, true>(p, segments, run.segment, column, state, sum.row);
+        }
       }
-      if (active && from < stop && (!is_long || part == 0)) done(run, sum);
     }
   }
 };
 
+// Looks for runs while the reduction goes on, whose blocks let this kernel begin once they have
+// their tiles. Where the first of them is repairing offsets at that time, what is found is of no
+// use, and the first block of each column block does all.
 template <class Op, class Out, int kColumns>
 void combine(const Params& p) {
   using Block = Combiner<Op, Out, kThreads, kColumns>;
   __shared__ Block block;
-  block.combine(p, make_segments(p), static_cast<int>(blockIdx.x) * Block::kTiles, column_block(p));
+  bool own = p.ids.data != nullptr, again = false;
+  int64_t tile = static_cast<int64_t>(blockIdx.x) * Block::kTiles;
+#pragma unroll 1
+  do {
+    const Segments segments = make_segments(p, own);
+    block.find_runs(p, segments, tile);
+    bool stale = false;
+    if (!again) {
+      if (blockIdx.x != 0 && !block.has_runs()) return;
+      device::wait_for_previous_kernel();
+      stale = *p.repaired != 0 || (*p.use_own_offsets != 0) != own;
+    }
+    block.combine(p, segments, column_block(p), stale);
+    if (again) tile += Block::kTiles;
+    if (stale && blockIdx.x == 0) {
+      __threadfence();  // nothing that was read before is kept
+      own = *p.use_own_offsets != 0;
+      again = true;
+    }
+    __syncthreads();
+  } while (again && tile < p.tiles);
 }
 
 }  // namespace pullback::segment_cuda

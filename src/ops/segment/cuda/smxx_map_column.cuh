@@ -18,8 +18,7 @@ void map_column(const Params& p) {
   __shared__ EndBits<kRows> ends;
   __shared__ Segment at_end[kRows + 1];  // the last is of the segment that goes on after the tile
 
-  const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, blockIdx.x);
+  const auto [segments, tile] = begin_tile(p);
   const auto read = [&](int64_t j) {
     typename Map::Raw raw;
     if (j >= 1 && j <= p.segments) raw.load(RowInputs{p, segments, j, 0});

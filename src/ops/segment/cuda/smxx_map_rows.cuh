@@ -130,8 +130,7 @@ void map_rows(const Params& p) {
   __shared__ Segments shared_segments;
   __shared__ Tile shared_tile;
 
-  const Segments found_segments = make_segments(p);
-  const Tile found_tile = make_tile(p, blockIdx.x);
+  const auto [found_segments, found_tile] = begin_tile(p);
   // Not where but one row of a segment gets something: power laws are slower with it.
   if constexpr (!requires(typename Map::Segment segment) { segment.chosen; }) {
     prefetch_segments<Map, kVector>(p, found_tile);
@@ -277,8 +276,7 @@ void map_narrow(const Params& p) {
   __shared__ EndCounts<kMostTileRows> counts;
   __shared__ TileRows first;
 
-  const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, blockIdx.x);
+  const auto [segments, tile] = begin_tile(p);
   prefetch_segments<Map, kVector>(p, tile);
   const int walkers = kThreads >> p.lane_bits;
   const int walker = static_cast<int>(threadIdx.x) >> p.lane_bits;

@@ -92,8 +92,8 @@ void map_tile(const Params& p) {
   constexpr bool kReadsRows = requires(Row row) { row.x; };
   extern __shared__ __align__(128) unsigned char memory[];
 
-  const Segments segments = make_segments(p);
-  RowTile rows(p, sizeof(T));
+  const auto [segments, tile] = begin_tile(p);
+  RowTile rows(p, tile, sizeof(T));
   const int end_items = p.end_items, items = static_cast<int>(p.tile_items) + end_items;
   // What the segments take the place of in shared memory.
   rows.end_count =

@@ -64,8 +64,7 @@ template <class Arg>
 void mask_rows(const Params& p) {
   constexpr int kAtOnce = 4;
   __shared__ Values<uint32_t, 4> image[kMaskImageBytes / 16 + 1];
-  const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, blockIdx.x);
+  const auto [segments, tile] = begin_tile(p);
   const MaskImage mask(p, tile.row,
                        static_cast<int>(clamped(tile.row_stop - tile.row, 0, p.tile_items)));
   mask.clear(image);

@@ -99,9 +99,9 @@ void mask_tile(const Params& p) {
   constexpr int kBytePieces = 8 / kVector;  // of a byte of the mask
   extern __shared__ __align__(128) unsigned char memory[];
 
+  const auto [segments, tile] = begin_tile(p);
   device::allow_next_kernel();
-  const Segments segments = make_segments(p);
-  RowTile rows(p, sizeof(T));
+  RowTile rows(p, tile, sizeof(T));
   const RowImage image{memory};
   rows.copy_rows(image, p.x.data);
   async_commit();

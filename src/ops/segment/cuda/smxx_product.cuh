@@ -16,8 +16,7 @@ void product_rows(const Params& p) {
   __shared__ Ends<kThreads * kProductRows> ends;
   __shared__ R heads[kThreads], tails[kThreads];
 
-  const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, blockIdx.x);
+  const auto [segments, tile] = begin_tile(p);
   const int lanes = 1 << p.lane_bits, walkers = kThreads >> p.lane_bits;
   const int thread = threadIdx.x, walker = thread >> p.lane_bits, lane = thread & (lanes - 1);
   const int64_t column = column_block(p) * lanes + lane;

@@ -328,7 +328,8 @@ void reduce_chunks(const Params& p) {
     stop = static_cast<int>(p.tiles);
   }
   for (; tile < stop; tile += kStreamThreads) {
-    combiner.combine(p, segments, tile, 0);
+    combiner.find_runs(p, segments, tile);
+    combiner.combine(p, segments, 0, false);
     __syncthreads();
   }
 }

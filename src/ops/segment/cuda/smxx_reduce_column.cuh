@@ -38,8 +38,8 @@ void reduce_column(const Params& p) {
   __shared__ State open[kWarps];   // of the rows after the last end in each warp
   __shared__ bool ended[kWarps];   // whether there is one
 
-  const Segments segments = make_segments(p);
-  const Tile tile = make_tile(p, blockIdx.x);
+  const auto [segments, tile] = begin_tile(p);
+  device::allow_next_kernel();
   const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
   const int lane = threadIdx.x % device::kWarpSize;
   const auto first_row = [&](int round) {

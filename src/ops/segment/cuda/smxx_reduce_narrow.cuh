@@ -72,6 +72,7 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
   using R = Real<T>;
   using Ring = PieceRing<T>;
   constexpr int kVector = Ring::kVector, kAtOnce = kStreamAtOnce;
+  constexpr RunKind kKind = kRunKind<Op, T, kVector>;
   const int lanes = 1 << p.lane_bits, groups = device::kWarpSize >> p.lane_bits;
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
   const int group = lane >> p.lane_bits, column = (lane & (lanes - 1)) * kVector;
@@ -97,7 +98,7 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
   // Adds the rows from `row` to `end`, kAtOnce of them every `step`, of the segment's from `begin`.
   const auto add = [&](State(&state)[kVector], int begin, int row, int end, int step) {
     if (row >= end) return;
-    if constexpr (kPacksRuns<Op, T, kVector>) {
+    if constexpr (kKind == RunKind::pairs) {
       Run<Op, T, kVector> run;
       const int first = row, last = end - 1;
       run.begin(0);
@@ -109,7 +110,7 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
         run.template add<kAtOnce>(rows, row - first, last - first);
       }
       State part[kVector];
-      run.close(part, last - first, [&](int place) {
+      run.close(part, 0, last - first, [&](int place) {
         return load_row<T, kVector>(p.x, steps.base + first + place, column);
       });
 #pragma unroll
@@ -125,6 +126,23 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         if (state[i].sum == 0) Op::aim(state[i], first.real(i));
+      }
+    }
+    if constexpr (kKind == RunKind::powers) {
+      Run<Op, T, kVector> run;
+      run.begin(0);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) run.aim(i, state[i].shift);
+#pragma unroll 1
+      for (int at = row; at < end; at += step) {
+        PieceRows<T, kVector, kAtOnce> rows;
+        load(rows, at, end);
+        run.template add_aimed<kAtOnce>(rows);
+      }
+      if (run.is_exact(end - row)) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) state[i].sum += run.sum[i];
+        return;
       }
     }
     if constexpr (Op::kPlaces) {
@@ -246,8 +264,8 @@ void reduce_narrow(const Params& p) {
     parts = 1;
   }
   for (; part / p.columns * Combining::kTiles < p.tiles; part += parts) {
-    combiner.combine(p, segments, static_cast<int>(part / p.columns) * Combining::kTiles,
-                     part % p.columns);
+    combiner.find_runs(p, segments, part / p.columns * Combining::kTiles);
+    combiner.combine(p, segments, part % p.columns, false);
     __syncthreads();
   }
 }

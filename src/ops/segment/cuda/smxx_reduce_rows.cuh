@@ -10,6 +10,7 @@
 // offsets alone.
 #pragma once
 
+#include "device/warp_integer.cuh"
 #include "ops/segment/cuda/smxx_run.cuh"
 
 namespace pullback::segment_cuda {
@@ -278,10 +279,9 @@ void reduce_rows(const Params& p) {
   auto& heads = shared.heads;
   auto& has_end = shared.has_end;
 
+  const auto [found, tile] = begin_tile(p);
   device::allow_next_kernel();
-  const Segments found = make_segments(p);
   if (threadIdx.x == 0) shared.segments = found;  // seen once ends are marked
-  const Tile tile = make_tile(p, blockIdx.x);
   const int lanes = 1 << p.lane_bits, walkers = kThreads >> p.lane_bits;
   const int thread = threadIdx.x, walker = thread >> p.lane_bits, lane = thread & (lanes - 1);
   const int64_t first_column = column_block(p) * lanes * kVector;
@@ -307,8 +307,8 @@ void reduce_rows(const Params& p) {
   const int stop = active && last > first ? last : first;
 
   Reader reader(shared.tails, p, tile.origin, column, first, stop);
-  const auto close = [&](const Lane& lane_run, int last, State(&state)[kVector]) {
-    lane_run.close(state, last, [&](int place) {
+  const auto close = [&](const Lane& lane_run, int first, int last, State(&state)[kVector]) {
+    lane_run.close(state, first, last, [&](int place) {
       return load_row<T, kVector>(p.x, row_of<kPermuted>(p, tile.origin + place), column);
     });
   };
@@ -321,15 +321,23 @@ void reduce_rows(const Params& p) {
   run.begin(first);
   int run_begin = first;
   bool in_head = !headless;
+  // Walkers of a warp go together: a batch at once where none of them has an end in it.
+  const int batches = stop > first ? (stop - begin + kBatch - 1) / kBatch : 0;
+  const int most_batches = device::warp_max_integer(batches);
 #pragma unroll 1
-  for (int at = begin; at < stop; at += kBatch) {
+  for (int batch = 0; batch < most_batches; ++batch) {
+    const int at = begin + batch * kBatch;
     reader.request(at + ahead);
     reader.wait(at);
-    const uint32_t end_bits =
-        ends.bits[static_cast<uint32_t>(at) / kWalkerRows] >> (at & (kWalkerRows - 1));
-    constexpr uint32_t kAll = (1u << kBatch) - 1;
-    if ((end_bits & kAll) == 0 && reader.has_all(at)) {
-      if (run.template add<kBatch>(reader.get_all(at), at)) continue;
+    uint32_t end_bits = 0;
+    bool whole = true;
+    if (at < stop) {
+      end_bits = ends.bits[static_cast<uint32_t>(at) / kWalkerRows] >> (at & (kWalkerRows - 1));
+      constexpr uint32_t kAll = (1u << kBatch) - 1;
+      whole = (end_bits & kAll) == 0 && reader.has_all(at);
+    }
+    if (__all_sync(device::kAllLanes, whole) != 0) {
+      if (at >= stop || run.template add<kBatch>(reader.get_all(at), at)) continue;
     }
     const int count = stop - at < kBatch ? stop - at : kBatch;
     int k = first > at ? first - at : 0;
@@ -342,7 +350,7 @@ void reduce_rows(const Params& p) {
         heads[thread] = run;
       } else {
         State state[kVector];
-        close(run, at + k, state);
+        close(run, run_begin, at + k, state);
         outputs.template finish<Op, Out>(ends.segment[at + k], run_begin, at + k + 1, state);
       }
       run_begin = at + k + 1;
@@ -353,7 +361,7 @@ void reduce_rows(const Params& p) {
   State state[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) state[i] = Op::start();
-  if (stop > first) close(run, stop - 1, state);
+  if (stop > first) close(run, run_begin, stop - 1, state);
   const int head_end = ends.next(shared.rows.first[walker]);
   const bool any_end = head_end < shared.rows.first[walker + 1];
 
@@ -423,7 +431,7 @@ void reduce_rows(const Params& p) {
   if (any_end && !headless) {
     if (!complete) gather(unit, earlier);
     State head[kVector];
-    close(heads[thread], head_end, head);
+    close(heads[thread], first, head_end, head);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) Op::append(earlier[i], head[i]);
     const int64_t j = tile.first + ends.segment[head_end];

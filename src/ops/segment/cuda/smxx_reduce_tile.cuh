@@ -18,9 +18,9 @@ void reduce_tile(const Params& p) {
   constexpr int kAtOnce = row_tile_at_once(kVector);
   extern __shared__ __align__(128) unsigned char memory[];
 
+  const auto [segments, tile] = begin_tile(p);
   device::allow_next_kernel();
-  const Segments segments = make_segments(p);
-  RowTile rows(p, sizeof(T));
+  RowTile rows(p, tile, sizeof(T));
   const RowImage image{memory};
   rows.copy_rows(image, p.x.data);
   async_commit();

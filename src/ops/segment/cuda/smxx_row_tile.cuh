@@ -84,10 +84,8 @@ struct RowTile {
   uint16_t* ends = nullptr;    // where the tile's segments end, after its first row
   bool begins_before = false;  // the first of them
 
-  RowTile(const Params& p_, int element_bytes)
-      : p(p_),
-        tile(make_tile(p_, blockIdx.x)),
-        row_bytes(static_cast<int>(p_.columns) * element_bytes) {
+  RowTile(const Params& p_, const Tile& tile_, int element_bytes)
+      : p(p_), tile(tile_), row_bytes(static_cast<int>(p_.columns) * element_bytes) {
     const int items = static_cast<int>(p.tile_items);
     row_count = static_cast<int>(clamped(tile.row_stop - tile.row, 0, items + p.snap_rows));
     end_count =

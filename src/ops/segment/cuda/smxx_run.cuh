@@ -1,5 +1,7 @@
 // What a lane has of the rows since the last end of a segment, kVector columns of them. Where
-// 16-bit floats can be compared in pairs, extremes stay in pairs until the segment ends.
+// 16-bit floats can be compared in pairs, extremes stay in pairs until the segment ends. Of 16-bit
+// floats sums of exponentials are sums of powers of 2 until then, which saves a product each, and
+// whether a row was far above the first is asked but once.
 #pragma once
 
 #include "ops/segment/cuda/smxx_ops.cuh"
@@ -10,7 +12,13 @@ template <class Op, class T, int kVector>
 inline constexpr bool kPacksRuns =
     kPairs<T, kVector> && requires(uint32_t word) { Op::template add_pair<T>(word, word, 0, 0); };
 
-template <class Op, class T, int kVector, bool kPacked = kPacksRuns<Op, T, kVector>>
+enum class RunKind { states, pairs, powers };
+template <class Op, class T, int kVector>
+inline constexpr RunKind kRunKind = kPacksRuns<Op, T, kVector>    ? RunKind::pairs
+                                    : kAims<Op> && sizeof(T) == 2 ? RunKind::powers
+                                                                  : RunKind::states;
+
+template <class Op, class T, int kVector, RunKind kKind = kRunKind<Op, T, kVector>>
 struct Run {
   using State = typename Op::State;
   State state[kVector];
@@ -34,9 +42,9 @@ struct Run {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) Op::add(state[i], value(i, 0), place);
   }
-  // The states of the run, whose last row is at `last`; reload(place) reads a row again.
+  // The states of the run, whose rows are at `first` to `last`; reload(place) reads a row again.
   template <class Reload>
-  void close(State (&result)[kVector], int, const Reload&) const {
+  void close(State (&result)[kVector], int, int, const Reload&) const {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) result[i] = state[i];
   }
@@ -53,7 +61,7 @@ struct Run {
 };
 
 template <class Op, class T, int kVector>
-struct Run<Op, T, kVector, true> {
+struct Run<Op, T, kVector, RunKind::pairs> {
   using State = typename Op::State;
   static constexpr int kAnyLast = -1;
   uint32_t top[kVector / 2], place[kVector / 2];  // of columns 2 i and 2 i + 1
@@ -86,7 +94,7 @@ struct Run<Op, T, kVector, true> {
   }
   // A NaN makes the extreme NaN, but leaves the place at a row before it, or at the first.
   template <class Reload>
-  void close(State (&result)[kVector], int last, const Reload& reload) const {
+  void close(State (&result)[kVector], int, int last, const Reload& reload) const {
 #pragma unroll
     for (int i = 0; i < kVector / 2; ++i) {
       float low, high;
@@ -123,6 +131,67 @@ struct Run<Op, T, kVector, true> {
         sought &= ~(1u << i);
         result[i].place = row;
       }
+    }
+  }
+};
+
+template <class Op, class T, int kVector>
+struct Run<Op, T, kVector, RunKind::powers> {
+  using State = typename Op::State;
+  float turn[kVector], sum[kVector];  // of powers; 0 before the first row
+
+  void begin(int) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum[i] = 0;
+  }
+  void aim(int i, float shift) { turn[i] = turn_of(shift); }
+  template <int kCount, class Rows>
+  bool add(const Rows& value, int) {
+    if (sum[0] == 0) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) aim(i, value(i, 0));
+    }
+    add_aimed<kCount>(value);
+    return true;
+  }
+  template <int kCount, class Rows>
+  void add_aimed(const Rows& value) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) {
+        sum[i] += turned_power(value(i, k), turn[i]);
+      }
+    }
+  }
+  template <class Rows>
+  void add_row(const Rows& value, int at) {
+    add<1>(value, at);
+  }
+  // Whether none of so many rows was far above the aim, or not finite: a sum has no more than that
+  // many times kMost, then, and what is less is as exact as it would be.
+  bool is_exact(int rows) const {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) most = larger(most, sum[i]);
+    return most <= Op::kMost * static_cast<float>(rows);
+  }
+  template <class Reload>
+  void close(State (&result)[kVector], int first, int last, const Reload& reload) const {
+    const bool empty = sum[0] == 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      result[i] = Op::start();
+      if (!empty) result[i] = {shift_of(turn[i]), sum[i]};
+    }
+    if (is_exact(last + 1 - first)) return;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) result[i] = Op::start();
+#pragma unroll 1
+    for (int row = first; row <= last; ++row) {
+      const Values<T, kVector> values = reload(row);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) Op::add(result[i], values.real(i), row);
     }
   }
 };

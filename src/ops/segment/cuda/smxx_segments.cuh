@@ -168,11 +168,17 @@ __noinline__ inline void repair(const Params& p) {
   find_starts(p, make_segments(p, true), thread, threads);
 }
 
-// Whether the kernel ahead has met disorder; if so, all is repaired when this returns. The first
-// block sees to it, on which the others may wait, as it is on the device before them.
-inline bool repaired(const Params& p) {
+// What this thread has seen of whether the kernel ahead has met disorder.
+inline bool disorder_ahead(const Params& p) {
   bool bad = false;
+#pragma unroll 4
   for (int i = threadIdx.x; i < p.disorder_count; i += blockDim.x) bad |= p.disorder[i] != 0;
+  return bad;
+}
+
+// Whether any thread has seen some; if so, all is repaired when this returns. The first block sees
+// to it, on which the others may wait, as it is on the device before them.
+inline bool repaired(const Params& p, bool bad) {
   bad = __syncthreads_or(bad) != 0;
   const bool first = blockIdx.x == 0 && blockIdx.y == 0;
   if (first && threadIdx.x == 0) *p.use_own_offsets = bad || p.ids.data != nullptr;
@@ -249,8 +255,9 @@ inline bool has_to_repeat(const Params& p, bool bad, Segments& segments) {
 // What every kernel but a run's first begins with.
 inline Segments make_segments(const Params& p) {
   device::wait_for_previous_kernel();
-  const bool own =
-      p.proof == Proof::checked ? repaired(p) || p.ids.data != nullptr : *p.use_own_offsets != 0;
+  const bool own = p.proof == Proof::checked
+                       ? repaired(p, disorder_ahead(p)) || p.ids.data != nullptr
+                       : *p.use_own_offsets != 0;
   return make_segments(p, own);
 }
 
@@ -267,7 +274,7 @@ inline bool begin_reduction(const Params& p, Segments& segments) {
     return true;
   }
   device::wait_for_previous_kernel();
-  const bool bad = repaired(p);
+  const bool bad = repaired(p, disorder_ahead(p));
   segments = make_segments(p, bad || p.ids.data != nullptr);
   return bad;
 }

@@ -48,6 +48,26 @@ inline Tile make_tile(const Params& p, int64_t tile) {
           tile_origin(p, start), bounds.segment, bounds.row};
 }
 
+// What a kernel begins with whose blocks have a tile each.
+struct TileWork {
+  Segments segments;
+  Tile tile;
+};
+inline TileWork begin_tile(const Params& p) {
+  if (p.proof != Proof::checked) {
+    const Segments segments = make_segments(p);
+    return {segments, make_tile(p, blockIdx.x)};
+  }
+  device::wait_for_previous_kernel();
+  const bool bad = disorder_ahead(p);
+  // On its way before the block meets.
+  TileWork work{{}, make_tile(p, blockIdx.x)};
+  const bool changed = repaired(p, bad);
+  if (changed) work.tile = make_tile(p, blockIdx.x);
+  work.segments = make_segments(p, changed || p.ids.data != nullptr);
+  return work;
+}
+
 // Of the 32 rows from `row` of the tile on, one bit for each that the tile has and a segment of the
 // problem too (kAll: or none).
 template <bool kAll = false>

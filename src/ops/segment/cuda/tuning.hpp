@@ -8,7 +8,6 @@ inline constexpr int kWalkerRows = 32;      // rows of one word of bits: a group
 inline constexpr int kProductRows = 8;      // the same in backward of prod, which keeps them
 inline constexpr int kCheckBlocks = 1024;   // blocks that check the indices, at most
 inline constexpr int kProductColumns = 32;  // of a block that carries products from tile to tile
-inline constexpr int kCombineSequential = 32;  // slots that one thread combines by itself
 
 inline constexpr int kMostLaneBits = 8;  // a row takes the whole block
 inline constexpr int kMaskTileItems = 256;
