@@ -28,6 +28,7 @@ enum class Values {
   near_one,
   relu,
   wide,
+  far,
   special,
   special_near_one,
   mostly_infinite,
@@ -71,6 +72,12 @@ inline HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t col
     }
     // Further from each other than one shift of exponents serves.
     if (values == Values::wide) value *= 40;
+    // Mostly the same in a column, and so far from 0 that a product with log2(e) has lost the
+    // digits of exponents; the lowest of bf16 is what masks are filled with.
+    if (values == Values::far && !random.chance(0.05)) {
+      const double places[] = {2e9, 3, -65504, 1e10, -1e15, 2000, -3.3895313892515355e38, -900};
+      value = places[i % columns % 8] + std::round(value);
+    }
     const bool special = values == Values::special || values == Values::special_near_one;
     if (values == Values::mostly_infinite && random.chance(0.9)) value = -kInfinity;
     if ((special && random.chance(0.02)) ||

@@ -214,6 +214,21 @@ std::vector<Case> segment_cases() {
       for (const std::int64_t columns : {1, 8, 16, 128}) {
         add(make_case("wide D=" + std::to_string(columns), reduce, {blocks, columns}, {},
                       Values::wide));
+        add(make_case("far D=" + std::to_string(columns), reduce, {blocks, columns}, {},
+                      Values::far));
+      }
+      for (const std::int64_t columns : {9, 128}) {
+        const std::string width = " D=" + std::to_string(columns);
+        for (const Values values : {Values::wide, Values::far, Values::special}) {
+          const std::string what = values == Values::wide  ? "wide"
+                                   : values == Values::far ? "far"
+                                                           : "special";
+          add(make_case(what + " unsorted" + width, reduce, {mixed, columns, Form::unsorted, 2, 3},
+                        {}, values));
+          cases.back().finite_differences = false;
+        }
+        add(make_case("special" + width, reduce, {blocks, columns}, {}, Values::special));
+        cases.back().finite_differences = false;
       }
     }
   }

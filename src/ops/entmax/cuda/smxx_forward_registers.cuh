@@ -181,7 +181,7 @@ Threshold<float> solve_and_store(const P& power, float (&z)[kCount], Notes<kLane
   bool listed = false;
   Threshold<float> found;
   if constexpr (P::smooth) {
-    // Where y is of powers at the threshold, no series has to reach there from the last step's begin.
+    // y is of powers at the threshold, then: no series has to reach there from where a step began.
     constexpr int kCloser = 3;
     const float tolerance = power.tolerance(closes ? kDigits<T> - kCloser : digits);
     found = rise<float>(power, start.theta, group, all, tolerance);

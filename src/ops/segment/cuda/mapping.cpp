@@ -10,7 +10,7 @@ namespace {
 
 int bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
-// Of map_rows, at least: all walkers have kWalkerRows of a tile's rows.
+// Of map_rows, at least: all walkers together have kWalkerRows each, which are all that a tile has.
 constexpr int kMapLaneBits = 1;
 static_assert(tile_items(kMapLaneBits, kWalkerRows) <= kMostTileRows);
 
@@ -115,17 +115,23 @@ bool takes_tiles(const Params& p) {
   return cuda::vector_aligned({p.x.data, p.d_out.data, p.arg.data, p.statistic.data, p.d_x.data});
 }
 
-// The tiling of rows that 2^fewest lanes or more take by pieces of `vector` columns.
-Tiling map_tiling(const SegmentProblem& problem, const cuda::DeviceInfo& device, int vector,
-                  int fewest) {
-  const Tiling least = rows_tiling(problem, vector, fewest);
-  for (int rounds = map_rounds(vector * bytes(problem.x.dtype)); rounds > 1; rounds /= 2) {
-    Tiling longer = least;
-    longer.items = std::min<std::int64_t>(least.items * rounds, kMostTileRows);
-    const std::int64_t blocks = tiles_of(problem, longer) * longer.column_blocks;
-    if (blocks >= std::int64_t{kMapTiles} * device.multiprocessors) return longer;
+// The tiling of rows that 2^fewest lanes or more take by pieces of `vector` columns, for a device
+// that holds `resident` blocks. What is written at the same time should lie near each other: tiles
+// have 64 KiB, but of 16-bit rows that are read as well all that walkers can take.
+Tiling map_tiling(const SegmentProblem& problem, const MapOp& op, int vector, int fewest,
+                  std::int64_t resident) {
+  const Tiling tiling = rows_tiling(problem, vector, fewest);
+  const DType dtype = problem.x.dtype;
+  std::int64_t rows = kWalkerRows;
+  if (!op.reads_rows || bytes(dtype) != 2) {
+    // Of those that half as many would have, did they fill all lanes.
+    const std::int64_t width = std::int64_t{vector} << tiling.lane_bits;
+    const std::int64_t columns = std::max<std::int64_t>(1, problem.x.shape[1]);
+    rows = std::clamp(kWalkerRows / 2 * width / columns, rows / 2, rows);
   }
-  return least;
+  rows *= map_rounds(vector * bytes(dtype));
+  return in_waves(problem, tiling, resident, tile_items(tiling.lane_bits, kLeastWalkerRows),
+                  std::min(tile_items(tiling.lane_bits, static_cast<int>(rows)), kMostTileRows));
 }
 
 }  // namespace
@@ -156,14 +162,16 @@ MapOp mask_map(bool even, DType dtype) {
           .segment_bytes = bytes(dtype),
           .blocks = 2,
           .chunk_blocks = size_of(dtype) == 2 ? 3 : 4,
-          .narrow_blocks = even ? 0 : 2};
+          .narrow_blocks = even ? 0 : 2,
+          .reads_rows = true};
 }
 MapOp ties_map(DType dtype) {
   return {.name = "ties",
           .type = "ByTies<{T}, {V}>",
           .segment_bytes = 2 * bytes(dtype),
           .blocks = 2,
-          .only_wide = true};
+          .only_wide = true,
+          .reads_rows = true};
 }
 MapOp exponential_map(DType dtype) {
   return {.name = "logsumexp",
@@ -173,7 +181,8 @@ MapOp exponential_map(DType dtype) {
           .chunk_blocks = 4,
           .narrow_blocks = size_of(dtype) == 2 ? 3 : 4,
           .tiles = true,
-          .own_order = true};
+          .own_order = true,
+          .reads_rows = true};
 }
 MapOp softmax_map(DType dtype) {
   return {.name = "softmax",
@@ -181,7 +190,8 @@ MapOp softmax_map(DType dtype) {
           .segment_bytes = 2 * real_bytes(dtype),
           .blocks = 2,
           .narrow_blocks = 2,
-          .own_order = true};
+          .own_order = true,
+          .reads_rows = true};
 }
 MapOp softmax_gradient_map(DType dtype) {
   return {.name = "softmax_gradient",
@@ -189,7 +199,8 @@ MapOp softmax_gradient_map(DType dtype) {
           .segment_bytes = real_bytes(dtype),
           .blocks = 2,
           .narrow_blocks = 2,
-          .own_order = true};
+          .own_order = true,
+          .reads_rows = true};
 }
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
@@ -243,7 +254,8 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
       if (has(kernel)) {
         vector_ = access->vector;
         pieces_ = {kernel, device};
-        pieces_tiling_ = map_tiling(problem, device, vector_, narrow ? 0 : kMapLaneBits);
+        pieces_tiling_ =
+            map_tiling(problem, op, vector_, narrow ? 0 : kMapLaneBits, setup.resident(*pieces_));
       }
     }
   }

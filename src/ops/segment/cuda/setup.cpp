@@ -122,21 +122,24 @@ Tiling rows_tiling(const SegmentProblem& problem, int vector, int fewest) {
   return tiling;
 }
 
+Tiling in_waves(const SegmentProblem& problem, Tiling tiling, std::int64_t resident,
+                std::int64_t least, std::int64_t most) {
+  const std::int64_t all = items_of(problem, tiling);
+  const std::int64_t columns = std::max<std::int64_t>(1, tiling.column_blocks);
+  const std::int64_t needed = (all + most - 1) / most;
+  // Of many columns, or on an unknown device, a wave may have less than a tile.
+  const std::int64_t a_wave = std::max<std::int64_t>(1, resident / columns);
+  const std::int64_t tiles = (needed + a_wave - 1) / a_wave * a_wave;
+  tiling.items = std::max((all + tiles - 1) / tiles, std::min(least, most));
+  return tiling;
+}
+
 Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t resident) {
   Tiling tiling = rows_tiling(problem, vector);
   tiling.end_items = kRowsEndItems;
-  const std::int64_t all = items_of(problem, tiling);
-  const int least = std::min(tile_items(tiling.lane_bits, kSnapRows), kMostTileRows - kSnapRows);
-  // Tiles that fill the device a whole number of times, once if they have room for so many rows.
-  for (std::int64_t wave = 1;; ++wave) {
-    const std::int64_t tiles = std::max<std::int64_t>(
-        1, wave * resident / std::max<std::int64_t>(1, tiling.column_blocks));
-    const std::int64_t items = std::max<std::int64_t>((all + tiles - 1) / tiles, least);
-    if (items + kSnapRows > kMostTileRows) continue;
-    tiling.snap = kSnapRows;
-    tiling.items = static_cast<int>(items);
-    return tiling;
-  }
+  tiling.snap = kSnapRows;
+  return in_waves(problem, tiling, resident, tile_items(tiling.lane_bits, kSnapRows),
+                  kMostTileRows - kSnapRows);
 }
 
 Tiling column_tiling(int bytes) {
@@ -159,7 +162,7 @@ Tiling row_tiling(const SegmentProblem& problem, const cuda::DeviceInfo& device,
   tiling.lane_bits = std::bit_width(pieces - 1);
   // Few items are shared out among the multiprocessors.
   const std::int64_t all = items_of(problem, tiling);
-  const std::int64_t blocks = std::max(1, kMapTiles * device.multiprocessors);
+  const std::int64_t blocks = std::max(1, kRowTiles * device.multiprocessors);
   const int least = std::min(most, kRowTileLeastItems);
   tiling.items = std::clamp<std::int64_t>((all + blocks - 1) / blocks, least, most);
   return tiling;

@@ -83,6 +83,7 @@ struct Combiner {
   int counts[kKinds];
 
   void find_runs(const Params& p, const Segments& segments, int64_t first_tile) {
+    static_assert(kTiles <= kBlock);
     const int thread = threadIdx.x;
     if (thread < kKinds) counts[thread] = 0;
     __syncthreads();
@@ -99,9 +100,9 @@ struct Combiner {
   }
   bool has_runs() const { return (counts[0] | counts[1] | counts[2]) != 0; }
 
-  // `stale`: those that were found are of no use.
+  // `stale`: the runs are of no use. Their slots may be read all the same, while that is being
+  // found out.
   void combine(const Params& p, const Segments& segments, int64_t columns_block, bool stale) {
-    static_assert(kTiles <= kBlock);
     const int thread = threadIdx.x, part = thread / kColumns, lane = thread % kColumns;
     const int64_t column = columns_block * kColumns + lane;
     const bool active = column < p.columns;
@@ -140,8 +141,8 @@ struct Combiner {
 };
 
 // Looks for runs while the reduction goes on, whose blocks let this kernel begin once they have
-// their tiles. Where the first of them is repairing offsets at that time, what is found is of no
-// use, and the first block of each column block does all.
+// their tiles. Where the first of them had to repair offsets, that was in vain, and the first block
+// of each column block does all; nothing else waits for the answer.
 template <class Op, class Out, int kColumns>
 void combine(const Params& p) {
   using Block = Combiner<Op, Out, kThreads, kColumns>;
@@ -156,14 +157,13 @@ void combine(const Params& p) {
     if (!again) {
       if (blockIdx.x != 0 && !block.has_runs()) return;
       device::wait_for_previous_kernel();
-      stale = *p.repaired != 0 || (*p.use_own_offsets != 0) != own;
+      stale = *p.repaired != 0;
     }
     block.combine(p, segments, column_block(p), stale);
     if (again) tile += Block::kTiles;
     if (stale && blockIdx.x == 0) {
       __threadfence();  // nothing that was read before is kept
-      own = *p.use_own_offsets != 0;
-      again = true;
+      own = again = true;
     }
     __syncthreads();
   } while (again && tile < p.tiles);

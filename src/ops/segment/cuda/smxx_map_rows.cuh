@@ -1,6 +1,6 @@
 // One pass over rows of several columns: each gets a value from its segment (smxx_maps.cuh). Lanes
-// are those of smxx_reduce_rows.cuh; a group of them has kWalkerRows rows, a few times. What a
-// segment gives is read once for each run of its rows in a group of lanes, early enough that
+// are those of smxx_reduce_rows.cuh; a group of them has up to kWalkerRows rows, a few times. What
+// a segment gives is read once for each run of its rows in a group of lanes, early enough that
 // several reads are in flight.
 #pragma once
 
@@ -157,13 +157,17 @@ void map_rows(const Params& p) {
   }
   if (column >= p.columns) return;
 
+  // All walkers have as many of the tile's rows, one after the other.
+  const auto tile_rows = static_cast<int>(clamped(tile.row_stop - tile.origin, 0, kMostTileRows));
+  const int walkers = kThreads >> p.lane_bits, share = (tile_rows + walkers - 1) / walkers;
 #pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {
-    const int word = walker + round * (kThreads >> p.lane_bits);
-    if (kRounds > 1 && word >= Ends<kMostTileRows>::kWords) return;
-    const int row = word * kWalkerRows;
-    const uint32_t end_bits = ends.bits[word];
-    const uint32_t all = rows_inside<true>(tile, row), inside = rows_inside(tile, row);
+    const int left = share - round * kWalkerRows;
+    if (left <= 0) return;
+    const int row = walker * share + round * kWalkerRows;
+    const uint32_t end_bits = ends.from(row);
+    const uint32_t own = left >= kWalkerRows ? 0xffffffffu : (1u << left) - 1;
+    const uint32_t all = rows_inside<true>(tile, row) & own, inside = rows_inside(tile, row) & own;
     const uint32_t fresh_bits = end_bits << 1 | 1u;  // first rows of runs
     const int after = ends.next(row + kWalkerRows);
     typename Map::Segment segment{};

@@ -259,10 +259,9 @@ struct ByExponential {
       from.statistic(lse);
     }
   };
-  static constexpr bool kTurned = sizeof(T) == 2;
   struct Segment {
     Values<T, kCount> g;
-    Values<Real<T>, kCount> shift;  // or turn
+    Values<Real<T>, kCount> lse;
   };
   struct Row {
     Values<T, kCount> x;
@@ -274,17 +273,14 @@ struct ByExponential {
     Segment segment{raw.g, raw.lse};
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      Real<T>& shift = segment.shift.element[i];
-      shift = shift == -device::infinity<Real<T>>() ? 0 : shift;  // all rows are -inf: no gradient
-      if constexpr (kTurned) shift = turn_of(shift);
+      Real<T>& lse = segment.lse.element[i];
+      lse = lse == -device::infinity<Real<T>>() ? 0 : lse;  // all rows are -inf: no gradient
     }
     return segment;
   }
   static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
     return values_of<T, kCount>([&](int i) {
-      const Real<T> x = row.x.real(i), shift = segment.shift.element[i];
-      if constexpr (kTurned) return segment.g.real(i) * turned_power(x, shift);
-      return segment.g.real(i) * exponential(x - shift);
+      return segment.g.real(i) * exponential(row.x.real(i) - segment.lse.element[i]);
     });
   }
 };

@@ -156,13 +156,6 @@ class ByLength {
 // Its error is below an ulp of 1 for arguments up to 0, and grows with what is above.
 inline constexpr float kLog2OfE = 1.44269504088896341f, kLogOf2 = 0.693147180559945309f;
 inline float exponential(float x) { return device::exp2_approx(x * kLog2OfE); }
-// exp(x - shift) as 2^(x log2(e) + turn), a product less for each x. turn rounds as shift does, so
-// that it serves where x has 16 bits.
-inline float turn_of(float shift) { return -kLog2OfE * shift; }
-inline float shift_of(float turn) { return -kLogOf2 * turn; }
-inline float turned_power(float x, float turn) {
-  return device::exp2_approx(fma(x, kLog2OfE, turn));
-}
 inline double exponential(double x) { return exp(x); }
 // Off by 2e-7 at most.
 inline float logarithm(float x) { return device::log2_approx(x) * 0.693147180559945309f; }

@@ -165,9 +165,9 @@ void reduce_map_tile(const Params& p) {
   constexpr int kAtOnce = row_tile_at_once(kInputs * kVector);
   extern __shared__ __align__(128) unsigned char memory[];
 
-  const auto [segments, tile] = begin_tile(p);
+  const Segments segments = make_segments(p);
   device::allow_next_kernel();
-  RowTile rows(p, tile, sizeof(T));
+  RowTile rows(p, make_tile(p, blockIdx.x), sizeof(T));
   const int image_bytes = rows.image_bytes();
   const RowImage image{memory};
 #pragma unroll

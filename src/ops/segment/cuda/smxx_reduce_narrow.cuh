@@ -95,6 +95,10 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
       if (row + k < end) rows.row[k] = piece_of(row + k);
     }
   };
+  const auto aim_of = [](R x) {
+    if constexpr (kKind == RunKind::powers) return Run<Op, T, kVector>::aim_of(x);
+    return x;
+  };
   // Adds the rows from `row` to `end`, kAtOnce of them every `step`, of the segment's from `begin`.
   const auto add = [&](State(&state)[kVector], int begin, int row, int end, int step) {
     if (row >= end) return;
@@ -125,7 +129,7 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
       const auto first = piece_of(begin);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        if (state[i].sum == 0) Op::aim(state[i], first.real(i));
+        if (state[i].sum == 0) Op::aim(state[i], aim_of(first.real(i)));
       }
     }
     if constexpr (kKind == RunKind::powers) {
@@ -139,11 +143,18 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
         load(rows, at, end);
         run.template add_aimed<kAtOnce>(rows);
       }
-      if (run.is_exact(end - row)) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) state[i].sum += run.sum[i];
-        return;
+      for (int i = 0; i < kVector; ++i) run.sum[i] += state[i].sum;
+      const bool exact = run.are_exact(run.sum);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        if (exact) {
+          state[i].sum = run.sum[i];
+        } else if (state[i].sum == 0) {
+          state[i] = Op::start();  // what it aims at may be no row
+        }
       }
+      if (exact) return;
     }
     if constexpr (Op::kPlaces) {
 #pragma unroll

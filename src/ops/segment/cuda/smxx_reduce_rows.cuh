@@ -307,8 +307,8 @@ void reduce_rows(const Params& p) {
   const int stop = active && last > first ? last : first;
 
   Reader reader(shared.tails, p, tile.origin, column, first, stop);
-  const auto close = [&](const Lane& lane_run, int first, int last, State(&state)[kVector]) {
-    lane_run.close(state, first, last, [&](int place) {
+  const auto close = [&](const Lane& lane_run, int from, int last, State(&state)[kVector]) {
+    lane_run.close(state, from, last, [&](int place) {
       return load_row<T, kVector>(p.x, row_of<kPermuted>(p, tile.origin + place), column);
     });
   };

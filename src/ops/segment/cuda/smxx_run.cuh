@@ -1,7 +1,7 @@
 // What a lane has of the rows since the last end of a segment, kVector columns of them. Where
 // 16-bit floats can be compared in pairs, extremes stay in pairs until the segment ends. Of 16-bit
-// floats sums of exponentials are sums of powers of 2 until then, which saves a product each, and
-// whether a row was far above the first is asked but once.
+// floats sums of exponentials are sums of powers of 2 until then, and only then it is asked whether
+// they are exact.
 #pragma once
 
 #include "ops/segment/cuda/smxx_ops.cuh"
@@ -135,21 +135,30 @@ struct Run<Op, T, kVector, RunKind::pairs> {
   }
 };
 
+// The sum of exp(x - aim) as one of 2^(x log2(e) + turn), a product less for each x. turn is
+// rounded, which makes an error of 4e-5 at most of aims up to kFar: others have the rows added one
+// by one.
 template <class Op, class T, int kVector>
 struct Run<Op, T, kVector, RunKind::powers> {
   using State = typename Op::State;
-  float turn[kVector], sum[kVector];  // of powers; 0 before the first row
+  static constexpr float kFar = 1024;
+  float turn[kVector], sum[kVector];
 
   void begin(int) {
+    turn[0] = device::quiet_nan<float>();  // no row yet
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sum[i] = 0;
   }
-  void aim(int i, float shift) { turn[i] = turn_of(shift); }
+  // What a run may aim at where its first row is x.
+  static float aim_of(float x) { return is_near(x) ? x : 0; }
+  void aim(int i, float shift) {
+    turn[i] = is_near(shift) ? -kLog2OfE * shift : device::quiet_nan<float>();
+  }
   template <int kCount, class Rows>
   bool add(const Rows& value, int) {
-    if (sum[0] == 0) {
+    if (turn[0] != turn[0]) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) aim(i, value(i, 0));
+      for (int i = 0; i < kVector; ++i) aim(i, aim_of(value(i, 0)));
     }
     add_aimed<kCount>(value);
     return true;
@@ -160,7 +169,7 @@ struct Run<Op, T, kVector, RunKind::powers> {
     for (int i = 0; i < kVector; ++i) {
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        sum[i] += turned_power(value(i, k), turn[i]);
+        sum[i] += device::exp2_approx(fma(value(i, k), kLog2OfE, turn[i]));
       }
     }
   }
@@ -168,25 +177,24 @@ struct Run<Op, T, kVector, RunKind::powers> {
   void add_row(const Rows& value, int at) {
     add<1>(value, at);
   }
-  // Whether none of so many rows was far above the aim, or not finite: a sum has no more than that
-  // many times kMost, then, and what is less is as exact as it would be.
-  bool is_exact(int rows) const {
-    float most = 0;
+  // Whether sums are as exact as 16 bits ask for: neither is a row so far above the aim that the
+  // product with log2(e) loses digits, or not finite, nor are all so far below that powers vanish.
+  static bool are_exact(const float (&sums)[kVector]) {
+    constexpr uint32_t kLeast = (127 - 100) << 23, kMost = (127 + 100) << 23;  // 2^-100, 2^100
+    uint32_t farthest = 0;
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) most = larger(most, sum[i]);
-    return most <= Op::kMost * static_cast<float>(rows);
+    for (int i = 0; i < kVector; ++i) farthest = max(farthest, __float_as_uint(sums[i]) - kLeast);
+    return farthest <= kMost - kLeast;
   }
   template <class Reload>
   void close(State (&result)[kVector], int first, int last, const Reload& reload) const {
-    const bool empty = sum[0] == 0;
+    const bool exact = are_exact(sum);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       result[i] = Op::start();
-      if (!empty) result[i] = {shift_of(turn[i]), sum[i]};
+      if (exact) result[i] = {-kLogOf2 * turn[i], sum[i]};
     }
-    if (is_exact(last + 1 - first)) return;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) result[i] = Op::start();
+    if (exact) return;
 #pragma unroll 1
     for (int row = first; row <= last; ++row) {
       const Values<T, kVector> values = reload(row);
@@ -194,6 +202,10 @@ struct Run<Op, T, kVector, RunKind::powers> {
       for (int i = 0; i < kVector; ++i) Op::add(result[i], values.real(i), row);
     }
   }
+
+ private:
+  static bool is_near(float x) { return magnitude(x) <= kFar; }
+  static float magnitude(float x) { return x < 0 ? -x : x; }
 };
 
 }  // namespace pullback::segment_cuda

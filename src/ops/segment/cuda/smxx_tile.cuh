@@ -128,6 +128,13 @@ struct EndBits {
     __syncthreads();
   }
 
+  // Of 32 rows from `row` on, whether they are marked.
+  uint32_t from(int row) const {
+    const int word = row / 32;
+    const uint32_t low = word < kWords ? bits[word] : 0,
+                   high = word + 1 < kWords ? bits[word + 1] : 0;
+    return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (row % 32));
+  }
   // First marked row from `row` on; kRows when there is none.
   int next(int row) const {
     int word = row / 32;

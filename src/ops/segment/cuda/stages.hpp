@@ -89,9 +89,13 @@ bool permuted(const SegmentProblem& problem);
 // they can be streamed (smxx_stream.cuh), and whether those bound do.
 bool streamable(const SegmentProblem& problem, Specs rows);
 bool streamable(const Params& p);
-// The tiling of rows read in pieces of `vector` elements, by 2^fewest lanes or more; the same in
-// longer tiles for a device that holds `resident` blocks; that of x of one column.
+// The tiling of rows read in pieces of `vector` elements, by 2^fewest lanes or more; a tiling with
+// tiles of `least` to `most` items that fill a device, which holds `resident` blocks, a whole
+// number of times, and not more often than they have to; such a one for reductions of rows; that of
+// x of one column.
 Tiling rows_tiling(const SegmentProblem& problem, int vector, int fewest = 0);
+Tiling in_waves(const SegmentProblem& problem, Tiling tiling, std::int64_t resident,
+                std::int64_t least, std::int64_t most);
 Tiling long_rows_tiling(const SegmentProblem& problem, int vector, std::int64_t resident);
 Tiling column_tiling(int bytes);
 std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
@@ -217,7 +221,8 @@ struct MapOp {
   bool tiles = false;  // and smxx_map_tile.cuh serves
   // Whether there are kernels for pieces of 16 bytes alone: smxx_reduce_map.cuh has other rows.
   bool only_wide = false;
-  bool own_order = false;  // and smxx_map_ids.cuh serves
+  bool own_order = false;   // and smxx_map_ids.cuh serves
+  bool reads_rows = false;  // not only segments
 };
 
 MapOp spread_map(bool mean, DType dtype);

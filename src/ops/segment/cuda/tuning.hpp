@@ -19,7 +19,8 @@ constexpr int tile_items(int lane_bits, int walker_rows) {
 // Of maps, times as many at most, so that tiles of small pieces have as many bytes as those of 16.
 constexpr int map_rounds(int piece_bytes) { return piece_bytes < 16 ? 16 / piece_bytes : 1; }
 inline constexpr int kPrefetchBytes = 32 * 1024;  // of a tile's segments, in each tensor
-inline constexpr int kMapTiles = 4;  // for a multiprocessor, at least, or they are not made longer
+inline constexpr int kLeastWalkerRows = 4;        // of maps, in tiles of small problems
+inline constexpr int kRowTiles = 4;               // of smxx_row_tile.cuh, for a multiprocessor
 inline constexpr int kMostWalkers = kThreads;
 inline constexpr int kMostTileRows = 4096;  // what a tile can keep the ends of
 // Rows of a lane that are read or on their way, batch by batch. Deep rings leave room for few
