@@ -29,6 +29,7 @@ enum class Values {
   relu,
   wide,
   far,
+  low,
   special,
   special_near_one,
   mostly_infinite,
@@ -72,6 +73,8 @@ inline HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t col
     }
     // Further from each other than one shift of exponents serves.
     if (values == Values::wide) value *= 40;
+    // Logarithms of small numbers, and of 0.
+    if (values == Values::low) value = random.chance(0.1) ? -kInfinity : 10 * value - 80;
     // Mostly the same in a column, and so far from 0 that a product with log2(e) has lost the
     // digits of exponents; the lowest of bf16 is what masks are filled with.
     if (values == Values::far && !random.chance(0.05)) {

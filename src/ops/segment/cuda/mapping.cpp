@@ -10,6 +10,8 @@ namespace {
 
 int bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
+// Of maps that read rows.
+int read_walker_rows(DType dtype) { return size_of(dtype) == 2 ? kWalkerRows : kWalkerRows / 2; }
 // Of map_rows, at least: all walkers together have kWalkerRows each, which are all that a tile has.
 constexpr int kMapLaneBits = 1;
 static_assert(tile_items(kMapLaneBits, kWalkerRows) <= kMostTileRows);
@@ -116,22 +118,17 @@ bool takes_tiles(const Params& p) {
 }
 
 // The tiling of rows that 2^fewest lanes or more take by pieces of `vector` columns, for a device
-// that holds `resident` blocks. What is written at the same time should lie near each other: tiles
-// have 64 KiB, but of 16-bit rows that are read as well all that walkers can take.
+// that holds `resident` blocks.
 Tiling map_tiling(const SegmentProblem& problem, const MapOp& op, int vector, int fewest,
                   std::int64_t resident) {
   const Tiling tiling = rows_tiling(problem, vector, fewest);
-  const DType dtype = problem.x.dtype;
-  std::int64_t rows = kWalkerRows;
-  if (!op.reads_rows || bytes(dtype) != 2) {
-    // Of those that half as many would have, did they fill all lanes.
-    const std::int64_t width = std::int64_t{vector} << tiling.lane_bits;
-    const std::int64_t columns = std::max<std::int64_t>(1, problem.x.shape[1]);
-    rows = std::clamp(kWalkerRows / 2 * width / columns, rows / 2, rows);
-  }
-  rows *= map_rounds(vector * bytes(dtype));
+  const std::int64_t width = std::int64_t{vector} << tiling.lane_bits;  // did rows fill all lanes
+  const std::int64_t columns = std::max<std::int64_t>(1, problem.x.shape[1]);
+  const std::int64_t walker_rows =
+      std::clamp<std::int64_t>(op.walker_rows * width / columns, op.walker_rows, kWalkerRows);
+  const auto rows = static_cast<int>(walker_rows) * map_rounds(vector * bytes(problem.x.dtype));
   return in_waves(problem, tiling, resident, tile_items(tiling.lane_bits, kLeastWalkerRows),
-                  std::min(tile_items(tiling.lane_bits, static_cast<int>(rows)), kMostTileRows));
+                  std::min(tile_items(tiling.lane_bits, rows), kMostTileRows));
 }
 
 }  // namespace
@@ -163,7 +160,7 @@ MapOp mask_map(bool even, DType dtype) {
           .blocks = 2,
           .chunk_blocks = size_of(dtype) == 2 ? 3 : 4,
           .narrow_blocks = even ? 0 : 2,
-          .reads_rows = true};
+          .walker_rows = kWalkerRows};
 }
 MapOp ties_map(DType dtype) {
   return {.name = "ties",
@@ -171,7 +168,7 @@ MapOp ties_map(DType dtype) {
           .segment_bytes = 2 * bytes(dtype),
           .blocks = 2,
           .only_wide = true,
-          .reads_rows = true};
+          .walker_rows = read_walker_rows(dtype)};
 }
 MapOp exponential_map(DType dtype) {
   return {.name = "logsumexp",
@@ -182,7 +179,7 @@ MapOp exponential_map(DType dtype) {
           .narrow_blocks = size_of(dtype) == 2 ? 3 : 4,
           .tiles = true,
           .own_order = true,
-          .reads_rows = true};
+          .walker_rows = read_walker_rows(dtype)};
 }
 MapOp softmax_map(DType dtype) {
   return {.name = "softmax",
@@ -191,7 +188,7 @@ MapOp softmax_map(DType dtype) {
           .blocks = 2,
           .narrow_blocks = 2,
           .own_order = true,
-          .reads_rows = true};
+          .walker_rows = read_walker_rows(dtype)};
 }
 MapOp softmax_gradient_map(DType dtype) {
   return {.name = "softmax_gradient",
@@ -200,7 +197,7 @@ MapOp softmax_gradient_map(DType dtype) {
           .blocks = 2,
           .narrow_blocks = 2,
           .own_order = true,
-          .reads_rows = true};
+          .walker_rows = read_walker_rows(dtype)};
 }
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,

@@ -177,10 +177,12 @@ struct Run<Op, T, kVector, RunKind::powers> {
   void add_row(const Rows& value, int at) {
     add<1>(value, at);
   }
-  // Whether sums are as exact as 16 bits ask for: neither is a row so far above the aim that the
-  // product with log2(e) loses digits, or not finite, nor are all so far below that powers vanish.
+  // Whether sums are as exact as 16 bits ask for: no row is not finite or so far above the aim that
+  // its product with log2(e) loses digits, and not all are so far below that powers vanish. As 0 is
+  // aimed at without being a row, a sum of kLeast has to outweigh one of kMost that is lost where
+  // the two are put together, its shift so far below that its power, 2^-126, counts for nothing.
   static bool are_exact(const float (&sums)[kVector]) {
-    constexpr uint32_t kLeast = (127 - 100) << 23, kMost = (127 + 100) << 23;  // 2^-100, 2^100
+    constexpr uint32_t kLeast = (127 - 50) << 23, kMost = (127 + 50) << 23;  // 2^-50, 2^50
     uint32_t farthest = 0;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) farthest = max(farthest, __float_as_uint(sums[i]) - kLeast);
@@ -204,8 +206,7 @@ struct Run<Op, T, kVector, RunKind::powers> {
   }
 
  private:
-  static bool is_near(float x) { return magnitude(x) <= kFar; }
-  static float magnitude(float x) { return x < 0 ? -x : x; }
+  static bool is_near(float x) { return x >= -kFar && x <= kFar; }
 };
 
 }  // namespace pullback::segment_cuda

@@ -221,8 +221,10 @@ struct MapOp {
   bool tiles = false;  // and smxx_map_tile.cuh serves
   // Whether there are kernels for pieces of 16 bytes alone: smxx_reduce_map.cuh has other rows.
   bool only_wide = false;
-  bool own_order = false;   // and smxx_map_ids.cuh serves
-  bool reads_rows = false;  // not only segments
+  bool own_order = false;  // and smxx_map_ids.cuh serves
+  // Of tiles whose rows fill all lanes, at most. What is written at the same time should lie near
+  // each other: tiles have 64 KiB, but of masks and of 16-bit rows that are read twice that.
+  int walker_rows = kWalkerRows / 2;
 };
 
 MapOp spread_map(bool mean, DType dtype);
