@@ -271,7 +271,8 @@ TEST_F(segment_cuda, hostile_offsets_where_no_kernel_looks_ahead) {
   }
 }
 
-// What puts tiles together looks for the segments that reach over them while offsets are repaired.
+// What puts tiles together looks for the segments that reach over them before it knows that offsets
+// were repaired.
 TEST_F(segment_cuda, hostile_offsets_of_segments_over_many_tiles) {
   for (const std::int64_t columns : {12, 128, 300}) {
     const std::int64_t rows = columns == 12 ? 40000 : 9000;

@@ -12,7 +12,7 @@ int bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
 int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 // Of maps that read rows.
 int read_walker_rows(DType dtype) { return size_of(dtype) == 2 ? kWalkerRows : kWalkerRows / 2; }
-// Of map_rows, at least: all walkers together have kWalkerRows each, which are all that a tile has.
+// So many lanes take a row in map_rows, at least, that kWalkerRows for each walker fit into a tile.
 constexpr int kMapLaneBits = 1;
 static_assert(tile_items(kMapLaneBits, kWalkerRows) <= kMostTileRows);
 

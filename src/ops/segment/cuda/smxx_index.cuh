@@ -17,43 +17,26 @@ inline void end_check(const Params& p, bool bad) {
   if (thread_number() == 0) *p.repaired = 0;
 }
 
-// Offsets a thread has on their way, each with the one before it.
-struct OffsetPairs {
-  static constexpr int kAtOnce = 8;
-  int64_t offset[kAtOnce], before[kAtOnce];
-
-  void load(const Params& p, int64_t first) {
+// Starts of tiles are found as if all were well; if not, repair() finds them again.
+inline void check_offsets(const Params& p) {
+  device::allow_next_kernel();
+  const Segments segments = make_segments(p, false);
+  constexpr int kAtOnce = 8;  // reads on their way
+  bool bad = false;
+  for (int64_t s = thread_number(); s <= p.segments; s += kAtOnce * thread_count()) {
+    int64_t offset[kAtOnce], before[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t at = first + i * thread_count();
+      const int64_t at = s + i * thread_count();
       offset[i] = before[i] = 0;
       if (at > p.segments) continue;
       offset[i] = index_at(p.offsets, at);
       if (at > 0) before[i] = index_at(p.offsets, at - 1);
     }
-  }
-  bool bad(const Params& p) const {
-    bool any = false;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) any |= offset[i] < before[i] || offset[i] > p.rows;
-    return any;
+    for (int i = 0; i < kAtOnce; ++i) bad |= offset[i] < before[i] || offset[i] > p.rows;
   }
-};
-
-// Starts of tiles are found as if all were well, while the first offsets are read; if all is not,
-// repair() finds them again.
-inline void check_offsets(const Params& p) {
-  device::allow_next_kernel();
-  OffsetPairs pairs;
-  int64_t s = thread_number();
-  pairs.load(p, s);
-  find_starts(p, make_segments(p, false), thread_number(), thread_count());
-  bool bad = pairs.bad(p);
-  const int64_t step = OffsetPairs::kAtOnce * thread_count();
-  while ((s += step) <= p.segments) {
-    pairs.load(p, s);
-    bad |= pairs.bad(p);
-  }
+  find_starts(p, segments, thread_number(), thread_count());
   end_check(p, bad);
 }
 

@@ -135,6 +135,7 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
     if constexpr (kKind == RunKind::powers) {
       Run<Op, T, kVector> run;
       run.begin(0);
+      // Of a state that has rows already, at its shift; one that is far makes no exact sum.
 #pragma unroll
       for (int i = 0; i < kVector; ++i) run.aim(i, state[i].shift);
 #pragma unroll 1

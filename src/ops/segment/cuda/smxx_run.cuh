@@ -135,9 +135,9 @@ struct Run<Op, T, kVector, RunKind::pairs> {
   }
 };
 
-// The sum of exp(x - aim) as one of 2^(x log2(e) + turn), a product less for each x. turn is
-// rounded, which makes an error of 4e-5 at most of aims up to kFar: others have the rows added one
-// by one.
+// The sum of exp(x - aim) as one of 2^(x log2(e) + turn), a product less for each x. The aim is the
+// first row, or 0 where that is further than kFar from 0: turn, and the shift that is made of it,
+// are rounded, which is an error of 5e-5 at most then.
 template <class Op, class T, int kVector>
 struct Run<Op, T, kVector, RunKind::powers> {
   using State = typename Op::State;
