@@ -274,12 +274,34 @@ TEST_F(segment_cuda, hostile_offsets_where_no_kernel_looks_ahead) {
 // What puts tiles together looks for the segments that reach over them before it knows that offsets
 // were repaired.
 TEST_F(segment_cuda, hostile_offsets_of_segments_over_many_tiles) {
-  for (const std::int64_t columns : {12, 128, 300}) {
-    const std::int64_t rows = columns == 12 ? 40000 : 9000;
+  for (const std::int64_t columns : {1, 8, 12, 128, 300}) {
+    const std::int64_t rows = columns <= 12 ? 40000 : 9000;
     for (const std::int64_t disorder : {rows / 2, kLowest, kHighest}) {
       const Index offsets = {0, 5, rows / 3, disorder, rows / 2 - 7, rows / 2, rows - 3};
       expect_same_as_reference(offsets, rows, columns, 0, DType::i64, {}, DType::f32);
     }
+  }
+}
+
+// Where there are some segments for each tile, they tell where tiles begin: those of a tile or
+// less, of a few, which a thread sees to, and of many, which a block does; also where offsets are
+// then out of order.
+TEST_F(segment_cuda, segments_that_tell_where_tiles_begin) {
+  constexpr std::int64_t kColumns = 129;  // tiles of some 32 rows
+  Random random(8);
+  Index offsets = {3};
+  const auto add = [&](std::int64_t rows) { offsets.push_back(offsets.back() + rows); };
+  for (int i = 0; i < 700; ++i) add(random.integer(0, 1));
+  for (int i = 0; i < 70; ++i) add(random.integer(150, 200));
+  add(2000);
+  while (offsets.size() < 2047) add(random.integer(0, 1));
+  const std::int64_t rows = offsets.back() + 70;
+  expect_same_as_reference(offsets, rows, kColumns, 0, DType::i64, {}, DType::f32);
+  offsets.pop_back();
+  expect_same_as_reference(offsets, rows, kColumns, 0, DType::i32, {}, DType::f32);
+  for (const std::int64_t disorder : {kLowest, kHighest, rows / 2}) {
+    offsets[offsets.size() / 3] = disorder;
+    expect_same_as_reference(offsets, rows, kColumns, 0, DType::i64, {}, DType::f32);
   }
 }
 

@@ -53,6 +53,12 @@ void tiles(std::vector<Case>& cases, const Lengths& skewed) {
     // Enough rows for tiles of more than a warp's part of a segment on a large GPU.
     add("many long", reduce, {Lengths(600, 300), 3}, values);
   }
+  // So many segments that they tell where tiles of some 32 rows begin: of no tile, some and many.
+  Lengths telling(1100, 1);
+  telling.insert(telling.begin() + 400, 20, 170);
+  telling.insert(telling.begin() + 900, 600);
+  add("telling", "sum", {telling, 129, Form::offsets_i32, 3, 70}, Values::integers);
+  add("telling", "max", {telling, 129, Form::offsets_i64, 0, 0}, Values::integers);
   for (const std::string reduce : {"max", "min"}) {
     const OptionMap options = {{"ties", "last"}, {"arg-dtype", "i32"}};
     add("last about tiles", reduce, {about, 3}, Values::integers, options);

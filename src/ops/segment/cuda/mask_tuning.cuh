@@ -14,7 +14,7 @@ inline constexpr int kMaskCompareItems = 2048;
 
 // The rows that a tile of smxx_mask_tile.cuh can hold, with a byte for each piece and the ends.
 constexpr int mask_tile_rows(int row_bytes, int pieces) {
-  return (row_tile_bytes(1, row_bytes) - (16 + 127) - 4) / (row_bytes + pieces + 2);
+  return (row_tile_bytes(1, row_bytes) - (kSectorBytes + 127) - 4) / (row_bytes + pieces + 2);
 }
 // Whether segments are short enough for these tiles, which read rows twice of those that reach over
 // borders: of segments half as long as a tile a third, of those as long all. One column has faster

@@ -30,10 +30,9 @@ struct TileStart {
 };
 
 // What is known of the offsets: that use_own_offsets says which are in order; nothing, and the
-// kernel is to find out; that the kernel ahead has found out, and this one has to repair them; that
-// the same kernel has run and found out, and has to do all again where that was not in vain. A map
-// that is to find out does all again itself.
-enum class Proof : int32_t { given, wanted, checked, again };
+// kernel is to find out (where they are not, a map does all again, and a reduction leaves it to the
+// kernel behind); that the kernel ahead has found out, and this one has to repair them.
+enum class Proof : int32_t { given, wanted, checked };
 
 enum class ArgType : int32_t { i64, i32, u8 };
 

@@ -9,8 +9,6 @@
 namespace pullback::segment_cuda {
 namespace {
 
-std::string real(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
-int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 std::string element(DType dtype) { return std::string(cuda::device_type(dtype)); }
 
 bool reads_mask(const ReduceOp& op) { return op.input == "mask"; }
@@ -168,99 +166,18 @@ cuda::OpKernel combine_kernel(const ReduceOp& op, DType dtype, int columns) {
       dtype);
 }
 
-ReduceOp named(std::string name, std::string type, DType dtype, int state_bytes) {
-  return {.name = std::move(name),
-          .type = std::move(type),
-          .out = element(dtype),
-          .input = "x",
-          .state_bytes = state_bytes,
-          .wide = true,
-          .tiles = true};
+cuda::OpKernel shares_kernel(const ReduceOp& op, DType dtype) {
+  return kernel_of(op, "combine_shares", "ops/segment/cuda/smxx_combine_shares.cuh",
+                   fmt::format("segment_cuda::combine_shares<segment_cuda::{}, {}, {}>", op.type,
+                               reads_mask(op) ? "segment_cuda::MaskByte" : element(dtype), op.out),
+                   dtype);
 }
-
-ReduceOp exponential_op(std::string name, std::string type, DType dtype) {
-  ReduceOp op = named(std::move(name), std::move(type), dtype, 2 * real_bytes(dtype));
-  if (size_of(dtype) == 2) op.blocks = 3;
-  return op;
-}
-
-std::string min_flag(SegmentReduce reduce) {
-  return reduce == SegmentReduce::min ? "true" : "false";
-}
-std::string_view extreme_name(SegmentReduce reduce) {
-  return reduce == SegmentReduce::min ? "min" : "max";
+std::int64_t shares_blocks(const Params& p) {
+  const std::int64_t looked_at = combine_tiles(1);
+  return (p.tiles + looked_at - 1) / looked_at;
 }
 
 }  // namespace
-
-ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
-  const std::string r = real(dtype);
-  const int bytes = real_bytes(dtype);
-  switch (reduce) {
-    case SegmentReduce::prod: {
-      ReduceOp op = named("prod", fmt::format("Product<{}>", r), dtype, 8);
-      op.tiles = false;
-      if (size_of(dtype) == 2) op.blocks = 3;
-      return op;
-    }
-    case SegmentReduce::max:
-    case SegmentReduce::min: {
-      ReduceOp op = named(std::string(extreme_name(reduce)),
-                          fmt::format("Extreme<{}, {}>", r, min_flag(reduce)), dtype, bytes);
-      op.pairs = true;
-      return op;
-    }
-    case SegmentReduce::logsumexp:
-      return exponential_op("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype);
-    case SegmentReduce::softmax: {
-      ReduceOp op = exponential_op("softmax", fmt::format("SoftmaxSum<{}>", r), dtype);
-      op.out = r;
-      op.tiles = false;  // but smxx_reduce_map.cuh
-      --op.blocks;
-      return op;
-    }
-    default:
-      return named("sum", fmt::format("Sum<{}>", r), dtype, bytes);
-  }
-}
-
-ReduceOp extreme_place(SegmentReduce reduce, bool last, DType dtype) {
-  ReduceOp op = named(fmt::format("arg_{}_{}", extreme_name(reduce), last ? "last" : "first"),
-                      fmt::format("ExtremePlace<{}, {}, {}>", real(dtype), min_flag(reduce), last),
-                      dtype, 2 * real_bytes(dtype));
-  op.pairs = true;
-  if (size_of(dtype) == 2) op.blocks = 3;
-  return op;
-}
-
-ReduceOp extreme_count(SegmentReduce reduce, DType dtype) {
-  ReduceOp op =
-      named(fmt::format("count_{}", extreme_name(reduce)),
-            fmt::format("ExtremeCount<{}, {}>", real(dtype), min_flag(reduce)), dtype, 16);
-  op.out = real(dtype);
-  op.wide = false;
-  return op;
-}
-
-ReduceOp mask_count(DType dtype) {
-  ReduceOp op = reduce_op(SegmentReduce::sum, dtype);
-  op.name = "count_mask";
-  op.type = "Count<" + real(dtype) + ">";
-  op.state_bytes = 8;
-  op.out = real(dtype);
-  op.input = "mask";
-  op.tiles = false;
-  op.blocks = 3;
-  return op;
-}
-
-ReduceOp row_product_sum(DType dtype) {
-  ReduceOp op = reduce_op(SegmentReduce::sum, dtype);
-  op.name = "dot";
-  op.out = real(dtype);
-  op.input = "product";
-  return op;
-}
 
 Combining::Combining(const SegmentProblem& problem, const cuda::DeviceInfo& device,
                      const ReduceOp& op)
@@ -272,7 +189,7 @@ std::int64_t Combining::slot_columns(const SegmentProblem& problem) {
 }
 
 void Combining::enqueue(const Launcher& launcher, Params& p) const {
-  const std::int64_t looked_at = combine_tiles(columns_, kThreads);
+  const std::int64_t looked_at = combine_tiles(columns_);
   launcher.launch(kernel_, p, (p.tiles + looked_at - 1) / looked_at,
                   (p.columns + columns_ - 1) / columns_);
 }
@@ -289,7 +206,9 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
   if (column) {
     any_ = {column_kernel(op, dtype), device};
     any_tiling_ = column_tiling(op.state_bytes);
-    if (streams(op, dtype) && streamable(problem, inputs) && has(stream_kernel(op, dtype))) {
+    if (streams(op, dtype) && streamable(problem, inputs) && has(stream_kernel(op, dtype)) &&
+        has(shares_kernel(op, dtype))) {
+      shares_ = {shares_kernel(op, dtype), device};
       const int element_bytes = stream_element_bytes(op, dtype);
       stream_ = {stream_kernel(op, dtype), device,
                  reduce_chunks_bytes(element_bytes, op.state_bytes)};
@@ -314,7 +233,9 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
       pieces_ = {rows_kernel(op, dtype, *access), device,
                  reduce_bytes(op, dtype, vector_, ring_rows_, device)};
       narrow_lane_bits_ = narrow_lane_bits(problem);
-      if (has_narrow(op, dtype) && narrow_lane_bits_ && has(narrow_kernel(op, dtype))) {
+      if (has_narrow(op, dtype) && narrow_lane_bits_ && has(narrow_kernel(op, dtype)) &&
+          has(shares_kernel(op, dtype))) {
+        shares_ = {shares_kernel(op, dtype), device};
         narrow_ = {narrow_kernel(op, dtype), device, kNarrowBytes};
         setup.allow_stream(*narrow_);
       }
@@ -342,14 +263,16 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   if (stream_ && streamable(p)) {
     if (p.mask.data != nullptr) p.x = p.mask;
     p.row_alignment = stream_rows_;
-    setup.stream(launcher, *stream_, p, StreamKind::reduction);
+    p = setup.stream(launcher, *stream_, p, StreamKind::reduction);
+    launcher.launch(*shares_, p, shares_blocks(p), 1);
     return;
   }
   const bool pieces = pieces_ && in_pieces(p, vector_);
   if (pieces && narrow_) {
     p.lane_bits = *narrow_lane_bits_;
     p.row_alignment = kNarrowChunkPieces >> p.lane_bits;
-    setup.stream(launcher, *narrow_, p, StreamKind::narrow);
+    p = setup.stream(launcher, *narrow_, p, StreamKind::narrow);
+    launcher.launch(*shares_, p, shares_blocks(p), p.columns);
     return;
   }
   const bool tile = tile_ && in_pieces(p, vector_) && cuda::vector_aligned({p.x.data});
@@ -367,7 +290,10 @@ std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dty
   };
   add(column_kernel(op, dtype));
   for (const Access access : accesses_of(op, dtype)) add(rows_kernel(op, dtype, access));
-  if (streams(op, dtype)) add(stream_kernel(op, dtype));
+  if (streams(op, dtype)) {
+    add(stream_kernel(op, dtype));
+    add(shares_kernel(op, dtype));
+  }
   if (has_narrow(op, dtype)) {
     add(narrow_kernel(op, dtype));
     for (const int vector : row_tile_vectors(dtype)) {

@@ -26,13 +26,17 @@ constexpr int row_tile_at_once(int elements) { return elements > 8 ? 2 : 4; }
 constexpr int row_tile_bytes(int inputs, int row_bytes) {
   return inputs * row_bytes < kRowTileWideRowBytes ? kRowTileBytes : kRowTileWideBytes;
 }
-// Of so many bytes that lie anywhere, as they do from a multiple of 16 bytes on, in whole lines.
-constexpr int row_image_bytes(int bytes) { return (bytes + 16 + 127) / 128 * 128; }
+// Images begin at sectors of the tensor, which begins with one itself, mostly: a copy of 16 bytes
+// that lie in the other half of a sector in shared memory takes as long as two.
+inline constexpr int kSectorBytes = 32;
+// Of so many bytes that lie anywhere, as they do from a sector on, in whole lines.
+constexpr int row_image_bytes(int bytes) { return (bytes + kSectorBytes + 127) / 128 * 128; }
 // A tile of so many items has as many segment ends, and one if it has room for none.
 constexpr int row_tile_ends(int items, int end_items) { return items / end_items + 1; }
 // The rows that a tile can hold, of them those that may come before its first item.
 constexpr int row_tile_rows(int inputs, int row_bytes) {
-  return (row_tile_bytes(inputs, row_bytes) - inputs * (16 + 127) - 2) / (inputs * row_bytes + 2);
+  return (row_tile_bytes(inputs, row_bytes) - inputs * (kSectorBytes + 127) - 2) /
+         (inputs * row_bytes + 2);
 }
 constexpr int row_tile_snap(int rows) {
   return rows / 4 < kRowTileSnapRows ? rows / 4 : kRowTileSnapRows;
@@ -41,7 +45,7 @@ constexpr int row_tile_snap(int rows) {
 // for so many rows: 8 bytes or less for each column.
 constexpr int reduce_tile_rows(int row_bytes, int columns) {
   constexpr int kRows = kRowTilePartRows / 16;
-  return (kRowTileBytes - (16 + 127) - 2 - 8 - 8 * columns) * kRows /
+  return (kRowTileBytes - (kSectorBytes + 127) - 2 - 8 - 8 * columns) * kRows /
          ((row_bytes + 2) * kRows + columns);
 }
 // Maps hold what they read of segments beside the rows: an end counts for as many rows as it takes

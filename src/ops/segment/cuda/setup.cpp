@@ -251,10 +251,6 @@ void Setup::allow_stream(const Kernel& kernel) {
 }
 
 void Setup::reserve(Layout& layout) {
-  const std::int64_t work = std::max(
-      {by_ids(problem_) ? params_.rows : 0, params_.segments + 1, (most_tiles_ + 1) * kWarp});
-  params_.disorder_count =
-      static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
   starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
   const auto shares = static_cast<std::size_t>(most_shares_);
   shares_at_ = layout.take((shares + 2) * sizeof(TileStart));
@@ -279,6 +275,13 @@ Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* worksp
 }
 
 void Setup::prove(Launcher& launcher, Params& p) const {
+  const std::int64_t ends = p.segments + 1;
+  const std::int64_t work = by_ids(problem_) ? std::max(p.rows, ends)
+                            : starts_by_segments(p.segments, p.tiles)
+                                ? ends / kCheckAtOnce + 1
+                                : std::max(ends / kSearchAtOnce + 1, (p.tiles + 1) * kWarp);
+  p.disorder_count =
+      static_cast<std::int32_t>(std::min<std::int64_t>(kCheckBlocks, blocks_for(work)));
   launcher.launch(check_, p, p.disorder_count, 1);
   launcher.overlapping = overlapping_;
   launcher.proven = true;
@@ -304,8 +307,8 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
   return p;
 }
 
-void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params,
-                   StreamKind kind) const {
+Params Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params,
+                     StreamKind kind) const {
   Params p = bound_params;
   p.end_items = kind == StreamKind::reduction ? kReduceEndItems
                 : kind == StreamKind::narrow  ? kNarrowEndItems
@@ -317,18 +320,16 @@ void Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound
   p.tile_items = (items + p.tiles - 1) / p.tiles;
   p.starts = reinterpret_cast<TileStart*>(launcher.workspace + shares_at_);
   if (!launcher.proven && by_ids(problem_)) prove(launcher, p);
-  const bool proven = std::exchange(launcher.proven, true);
-  if (!proven) {
+  const bool proves = !std::exchange(launcher.proven, true);
+  if (proves) {
     p.proof = Proof::wanted;
     p.disorder = reinterpret_cast<std::int32_t*>(launcher.workspace + share_disorder_at_);
     p.disorder_count = static_cast<std::int32_t>(blocks);
   }
   launcher.launch(kernel, p, blocks, 1);
   launcher.overlapping = overlapping_;
-  if (kind == StreamKind::map || kind == StreamKind::chunks) return;
-  p.proof = Proof::again;
-  if (proven) p.disorder_count = 0;
-  launcher.launch(kernel, p, blocks, 1);
+  if (proves) p.proof = Proof::checked;
+  return p;
 }
 
 bool in_pieces(const Params& p, int vector) {

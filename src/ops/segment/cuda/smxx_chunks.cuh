@@ -6,8 +6,8 @@
 //
 // Offsets are proved on the way, rather than in a pass of their own. Unproven ones can make a warp
 // compute nonsense, but neither read nor write out of bounds, and not without end. Where the proof
-// fails, the last block of a map to be done repairs the offsets and does all again; a reduction is
-// launched a second time in any case, to put together what reaches over several shares.
+// fails, the last block of a map to be done repairs the offsets and does all again; of a reduction
+// the kernel behind it, which puts together what reaches over several shares.
 #pragma once
 
 #include "ops/segment/cuda/smxx_tile.cuh"

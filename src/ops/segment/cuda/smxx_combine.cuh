@@ -43,39 +43,58 @@ inline SlotRun slots_from(const Params& p, const Segments& segments, int tile) {
   return {j, tile, static_cast<int>(clamped(tile_of_row(p, j, end - 1), 0, p.tiles - 1))};
 }
 
-template <class Op, int kAtOnce>
+// Slots whose reads a thread has in flight together.
+inline constexpr int kCombineAtOnce = 8;
+
+// What comes after the reduction waits for its instructions, too: there should be few.
+template <class Op>
 PlacedState<Op> append_slots(const Params& p, const SlotRun& run, int from, int stop,
                              int64_t column) {
-  const auto load = [&](int tile) {
-    return PlacedState<Op>{slot_of<Op>(p, tile, tile < run.last)[column], places_of<Op>(p, tile)};
+  using Placed = PlacedState<Op>;
+  constexpr int kAtOnce = kCombineAtOnce;
+  const auto* tail = slot_of<Op>(p, from, 1) + column;
+  const int64_t step = 2 * p.slot_columns;
+  const auto at = [&](const typename Op::State* slot, int i) {
+    return Placed{*slot, places_of<Op>(p, from + i)};
   };
-  PlacedState<Op> sum = load(from);
-  for (int base = from + 1; base < stop; base += kAtOnce) {
-    PlacedState<Op> next[kAtOnce];
+  // One of the slots is a head.
+  const bool has_head = stop > run.last;
+  const int tails = stop - from - has_head;
+  Placed head, sum, next[kAtOnce];
+  if (has_head) head = at(slot_of<Op>(p, run.last, 0) + column, tails);
+  if (tails == 0) return head;
+  sum = at(tail, 0);
+#pragma unroll 1
+  for (int base = 1; base < tails; base += kAtOnce) {
+    tail += step;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (base + i < stop) next[i] = load(base + i);
+      if (base + i < tails) next[i] = at(tail + i * step, base + i);
     }
+    tail += (kAtOnce - 1) * step;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (base + i < stop) sum.append(next[i]);
+      if (base + i < tails) sum.append(next[i]);
     }
   }
+  if (has_head) sum.append(head);
   return sum;
 }
 
-// A block of kBlock threads, for kColumns columns and the segments that begin in some tiles. A part
-// is a thread for each column.
-template <class Op, class Out, int kBlock, int kColumns>
+// A block, for kColumns columns and the segments that begin in some tiles. A part is a thread for
+// each column.
+template <class Op, class Out, int kColumns>
 struct Combiner {
-  static constexpr int kParts = kBlock / kColumns;
-  static constexpr int kTiles = combine_tiles(kColumns, kBlock);
-  // Slots whose reads a thread has in flight together; small blocks have few registers.
-  static constexpr int kAtOnce = kBlock < 256 ? 4 : 8;
+  static constexpr int kParts = kThreads / kColumns;
+  static constexpr int kTiles = combine_tiles(kColumns);
   // How many parts share a run, by its kind: one, some or all. Each has as many slots as it reads
-  // in two turns, or all take part.
-  static constexpr int kKinds = 3, kSome = 4, kSlots = 2 * kAtOnce;
-  static constexpr int parts_of(int kind) { return kind == 0 ? 1 : kind == 1 ? kSome : kParts; }
+  // in two turns, or all take part. Powers of two.
+  static constexpr int kKinds = 3, kSomeBits = 2, kSlots = 2 * kCombineAtOnce;
+  static constexpr int bits_of(int parts) { return parts == 1 ? 0 : 1 + bits_of(parts / 2); }
+  static constexpr int part_bits(int kind) {
+    constexpr int kAllBits = bits_of(kParts);
+    return kind == 0 ? 0 : kind == 1 ? kSomeBits : kAllBits;
+  }
 
   PlacedState<Op> sums[kParts][kColumns];
   SlotRun runs[kTiles];
@@ -83,7 +102,7 @@ struct Combiner {
   int counts[kKinds];
 
   void find_runs(const Params& p, const Segments& segments, int64_t first_tile) {
-    static_assert(kTiles <= kBlock);
+    static_assert(kTiles <= kThreads);
     const int thread = threadIdx.x;
     if (thread < kKinds) counts[thread] = 0;
     __syncthreads();
@@ -92,13 +111,29 @@ struct Combiner {
       const int slots = run.count();
       if (slots > 0) {
         runs[thread] = run;
-        const int kind = (slots > kSlots) + (slots > kSlots * kSome);
+        const int kind = (slots > kSlots) + (slots > kSlots << kSomeBits);
         listed[kind][atomicAdd(&counts[kind], 1)] = static_cast<uint16_t>(thread);
       }
     }
     __syncthreads();
   }
   bool has_runs() const { return (counts[0] | counts[1] | counts[2]) != 0; }
+
+  // Of as many parts as `parts`, one after the other, whose first ones have something: `sum` of the
+  // first becomes all of it. has(apart): whether the part so many further on has something.
+  template <class Has>
+  void meet(PlacedState<Op>& sum, bool mine, int part, int lane, int parts, const Has& has) {
+    const int rank = part & (parts - 1);
+    if (mine) sums[part][lane] = sum;
+    for (int apart = 1; apart < parts; apart *= 2) {
+      __syncthreads();
+      if (mine && (rank & (2 * apart - 1)) == 0 && has(apart)) {
+        sums[part][lane].append(sums[part + apart][lane]);
+      }
+    }
+    if (mine && rank == 0) sum = sums[part][lane];
+    __syncthreads();
+  }
 
   // `stale`: the runs are of no use. Their slots may be read all the same, while that is being
   // found out.
@@ -108,28 +143,20 @@ struct Combiner {
     const bool active = column < p.columns;
 #pragma unroll 1
     for (int kind = 0; kind < kKinds; ++kind) {
-      const int parts = parts_of(kind), rank = part % parts;
+      const int bits = part_bits(kind), parts = 1 << bits, rank = part & (parts - 1);
 #pragma unroll 1
-      for (int next = 0; next < counts[kind]; next += kParts / parts) {
-        const int number = next + part / parts;
+      for (int next = 0; next < counts[kind]; next += kParts >> bits) {
+        const int number = next + (part >> bits);
         SlotRun run;
         if (number < counts[kind]) run = runs[listed[kind][number]];
-        const int each = (run.count() + parts - 1) / parts, from = run.first + rank * each;
+        const int each = (run.count() + parts - 1) >> bits, from = run.first + rank * each;
         const int stop = from + each <= run.last ? from + each : run.last + 1;
         const bool mine = active && from < stop;
         PlacedState<Op> sum;
-        if (mine) sum = append_slots<Op, kAtOnce>(p, run, from, stop, column);
-        if (parts > 1) {
-          const int used = each > 0 ? (run.count() + each - 1) / each : 0;
-          if (mine) sums[part][lane] = sum;
-          for (int apart = 1; apart < parts; apart *= 2) {
-            __syncthreads();
-            if (mine && rank % (2 * apart) == 0 && rank + apart < used) {
-              sums[part][lane].append(sums[part + apart][lane]);
-            }
-          }
-          if (mine && rank == 0) sum = sums[part][lane];
-          __syncthreads();
+        if (mine) sum = append_slots<Op>(p, run, from, stop, column);
+        if (bits > 0) {
+          meet(sum, mine, part, lane, parts,
+               [&](int apart) { return from + apart * each <= run.last; });
         }
         if (mine && rank == 0 && !stale) {
           const typename Op::State state[1] = {sum.state};
@@ -145,7 +172,7 @@ struct Combiner {
 // of each column block does all; nothing else waits for the answer.
 template <class Op, class Out, int kColumns>
 void combine(const Params& p) {
-  using Block = Combiner<Op, Out, kThreads, kColumns>;
+  using Block = Combiner<Op, Out, kColumns>;
   __shared__ Block block;
   bool own = p.ids.data != nullptr, again = false;
   int64_t tile = static_cast<int64_t>(blockIdx.x) * Block::kTiles;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ops/segment/cuda/smxx_segments.cuh"
+#include "ops/segment/cuda/tuning.hpp"
 
 namespace pullback::segment_cuda {
 
@@ -17,11 +18,108 @@ inline void end_check(const Params& p, bool bad) {
   if (thread_number() == 0) *p.repaired = 0;
 }
 
-// Starts of tiles are found as if all were well; if not, repair() finds them again.
-inline void check_offsets(const Params& p) {
-  device::allow_next_kernel();
-  const Segments segments = make_segments(p, false);
-  constexpr int kAtOnce = 8;  // reads on their way
+// The tiles that begin with an item of a segment of the list, which has the rows from `begin` to
+// `end`: those from `tile` to `stop`.
+struct TilesWithin {
+  int64_t segment, begin, end;
+  int64_t tile, stop;
+
+  TilesWithin(const Params& p, const Segments& segments, double tiles_per_item, int64_t j)
+      : segment(j), begin(segments.begin(j)), end(segments.end(j)) {
+    // The first tile whose first item comes after this one. The quotient is exact but for its last
+    // bit.
+    const auto tile_after = [&](int64_t item) {
+      auto before = static_cast<int64_t>(static_cast<double>(item) * tiles_per_item);
+      const int64_t rest = item - before * p.tile_items;
+      before += rest < 0 ? -1 : rest >= p.tile_items ? 1 : 0;
+      return clamped(before + 1, 0, p.tiles + 1);
+    };
+    tile = j == 0 ? 0 : tile_after(begin + (j - 1) * p.end_items);
+    stop = j == p.segments + 1 ? p.tiles + 1 : tile_after(end + j * p.end_items);
+  }
+  void write_start(const Params& p, const Segments& segments, int64_t at) const {
+    const int64_t item = at * p.tile_items;
+    bool inside = false;
+    TileStart start = {p.segments + 2, p.rows};
+    if (item <= p.rows + (p.segments + 1) * p.end_items) {
+      start = start_within(segments, p.end_items, item, segment, begin, end, inside);
+    }
+    if (inside) snap(p, begin, start);
+    p.starts[at] = start;
+  }
+};
+
+// Whether offsets are out of order. Starts of tiles come from the segments that have them, each of
+// which is looked at anyway: a search would be several reads, one behind the other. Where there is
+// disorder they are of no use, as repair() finds them again, but there has to be something to read.
+inline bool check_with_starts(const Params& p, const Segments& segments) {
+  constexpr int kSegments = kThreads * kCheckAtOnce;  // of a block
+  constexpr int kAlone = 4;                           // tiles of a thread
+  __shared__ uint16_t longer[kSegments];              // segments with more are the block's
+  __shared__ int longer_count;
+  const int lane = threadIdx.x % device::kWarpSize;
+  const int64_t count = p.segments + 2;
+  const double tiles_per_item = 1 / static_cast<double>(p.tile_items);
+  if (thread_number() == 0) {
+    p.starts[p.tiles + 1] = {segments.begin(1), segments.end(p.segments)};
+  }
+  bool bad = false;
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * kSegments; base < count;
+       base += static_cast<int64_t>(gridDim.x) * kSegments) {
+    if (threadIdx.x == 0) longer_count = 0;
+    __syncthreads();
+    // The warp's, 32 by 32.
+    const int64_t first = base + (threadIdx.x - lane) * kCheckAtOnce;
+    int64_t end[kCheckAtOnce], reached = first < count ? segments.begin(first) : p.rows;
+#pragma unroll
+    for (int i = 0; i < kCheckAtOnce; ++i) {
+      const int64_t j = first + i * device::kWarpSize + lane;
+      end[i] = j < count ? segments.end(j) : p.rows;
+    }
+#pragma unroll
+    for (int i = 0; i < kCheckAtOnce; ++i) {
+      int64_t begin = __shfl_up_sync(device::kAllLanes, end[i], 1);
+      if (lane == 0) begin = reached;
+      reached = __shfl_sync(device::kAllLanes, end[i], device::kWarpSize - 1);
+      bad |= begin < 0 || end[i] < begin || end[i] > p.rows;
+    }
+    if (__any_sync(device::kAllLanes, bad) == 0) {
+#pragma unroll 1
+      for (int i = 0; i < kCheckAtOnce; ++i) {
+        const int64_t j = first + i * device::kWarpSize + lane;
+        if (j >= count) break;
+        const TilesWithin within(p, segments, tiles_per_item, j);  // what it reads is near now
+        if (within.stop - within.tile > kAlone) {
+          longer[atomicAdd(&longer_count, 1)] = static_cast<uint16_t>(j - base);
+          continue;
+        }
+#pragma unroll 1
+        for (int64_t tile = within.tile; tile < within.stop; ++tile) {
+          within.write_start(p, segments, tile);
+        }
+      }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < longer_count; ++i) {
+      const TilesWithin within(p, segments, tiles_per_item, base + longer[i]);
+#pragma unroll 1
+      for (int64_t tile = within.tile + threadIdx.x; tile < within.stop; tile += kThreads) {
+        within.write_start(p, segments, tile);
+      }
+    }
+    __syncthreads();
+  }
+  if (__syncthreads_or(bad) != 0) {
+    for (int64_t tile = threadIdx.x; tile <= p.tiles; tile += kThreads) p.starts[tile] = {0, 0};
+  }
+  return bad;
+}
+
+// The same where a search is as fast: of few segments, or so many that looking at them takes
+// longer.
+inline bool check_others(const Params& p, const Segments& segments) {
+  constexpr int kAtOnce = kSearchAtOnce;
   bool bad = false;
   for (int64_t s = thread_number(); s <= p.segments; s += kAtOnce * thread_count()) {
     int64_t offset[kAtOnce], before[kAtOnce];
@@ -30,13 +128,21 @@ inline void check_offsets(const Params& p) {
       const int64_t at = s + i * thread_count();
       offset[i] = before[i] = 0;
       if (at > p.segments) continue;
-      offset[i] = index_at(p.offsets, at);
-      if (at > 0) before[i] = index_at(p.offsets, at - 1);
+      offset[i] = segments.end(at);
+      before[i] = segments.begin(at);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) bad |= offset[i] < before[i] || offset[i] > p.rows;
   }
   find_starts(p, segments, thread_number(), thread_count());
+  return bad;
+}
+
+inline void check_offsets(const Params& p) {
+  device::allow_next_kernel();
+  const Segments segments = make_segments(p, false);
+  const bool bad = starts_by_segments(p.segments, p.tiles) ? check_with_starts(p, segments)
+                                                           : check_others(p, segments);
   end_check(p, bad);
 }
 

@@ -44,11 +44,11 @@ struct SegmentCopies {
     const int64_t first = Tile::problem_segment(rows.tile.first);
     const int64_t begin = clamped(first, 0, p.segments) * row_bytes;
     const int64_t stop = clamped(first + rows.end_count + 1, 0, p.segments) * row_bytes;
-    const int64_t first_byte = begin & -kPieceBytes;
+    const int64_t first_byte = begin & -kSectorBytes;
     unsigned char* const memory = to;
     copy_bytes<false>(memory, from.data, first_byte, stop, p.segments * row_bytes);
     const int bytes = static_cast<int>(stop - first_byte);
-    if (bytes > 0) to += (bytes + kPieceBytes - 1) & -kPieceBytes;
+    if (bytes > 0) to += (bytes + kSectorBytes - 1) & -kSectorBytes;
     return memory + (first * row_bytes - first_byte);
   }
 };
@@ -103,7 +103,7 @@ void map_tile(const Params& p) {
   unsigned char* const ends = memory + rows.image_bytes();
   SegmentImages images;
   typename Map::Raw copied;
-  unsigned char* to = ends + ((2 * rows.end_count + kPieceBytes - 1) & -kPieceBytes);
+  unsigned char* to = ends + ((2 * rows.end_count + kSectorBytes - 1) & -kSectorBytes);
   copied.load(SegmentCopies{p, rows, to, images});
   async_commit();
   rows.find_ends(segments, ends);

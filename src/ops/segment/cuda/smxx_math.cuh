@@ -49,6 +49,16 @@ struct alignas(alignment_of(sizeof(T) * kCount)) Values {
   }
 };
 
+// A row's byte of the mask of one column.
+struct MaskByte {
+  uint8_t byte;
+};
+template <int kCount>
+struct alignas(alignment_of(kCount)) Values<MaskByte, kCount> {
+  uint8_t element[kCount];
+  float real(int i) const { return static_cast<float>(element[i] & 1); }
+};
+
 template <class T, int kCount>
 struct alignas(alignment_of(2 * kCount)) PackedValues {
   uint32_t word[kCount / 2];

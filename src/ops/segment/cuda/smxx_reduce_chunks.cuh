@@ -7,19 +7,9 @@
 #pragma once
 
 #include "ops/segment/cuda/smxx_chunks.cuh"
-#include "ops/segment/cuda/smxx_combine.cuh"
+#include "ops/segment/cuda/smxx_ops.cuh"
 
 namespace pullback::segment_cuda {
-
-// A row's byte of the mask of one column.
-struct MaskByte {
-  uint8_t byte;
-};
-template <int kCount>
-struct alignas(alignment_of(kCount)) Values<MaskByte, kCount> {
-  uint8_t element[kCount];
-  float real(int i) const { return static_cast<float>(element[i] & 1); }
-};
 
 // Adds a piece of rows, all of one segment, from `place` on.
 template <class Op, class T, int kRows>
@@ -140,10 +130,8 @@ bool to_packed(const Params& p, int64_t s, const Store& store) {
   }
 }
 
-// The shares of a block's warps. True in the one block, if any, that is to put together what the
-// shares left.
-template <class Op, class T, class Out>
-bool reduce_shares(const Params& p, const Segments& segments, unsigned char* memory) {
+template <class Op, class T, class Out, int kStateBytes>
+void reduce_chunks(const Params& p) {
   using State = typename Op::State;
   constexpr int kLaneRows = Chunk<T>::kLaneRows, kRows = Chunk<T>::kRows;
   constexpr int kPieceRows = Chunk<T>::kPieceRows, kPieces = Chunk<T>::kPieces;
@@ -156,7 +144,10 @@ bool reduce_shares(const Params& p, const Segments& segments, unsigned char* mem
     ChunkMarks<T> last;          // rows of segments
     uint16_t ends[kReduceEnds];  // last rows of the segments that end
   };
-  static_assert(kStreamWarps * sizeof(Shared) == reduce_chunks_bytes(sizeof(T), sizeof(State)));
+  static_assert(sizeof(State) == kStateBytes);
+  static_assert(kStreamWarps * sizeof(Shared) == reduce_chunks_bytes(sizeof(T), kStateBytes));
+  extern __shared__ __align__(kRingAlignment) unsigned char memory[];
+  const Segments segments = begin_reduction(p);
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
   Shared& shared =
       *reinterpret_cast<Shared*>(memory + kept(static_cast<uint32_t>(warp * sizeof(Shared))));
@@ -309,28 +300,6 @@ bool reduce_shares(const Params& p, const Segments& segments, unsigned char* mem
   if (p.proof == Proof::wanted) {
     const int any = __syncthreads_or(steps.disorder());
     if (threadIdx.x == 0) p.disorder[blockIdx.x] = any;
-  }
-  return p.proof == Proof::again && arrive<false>(p, false).last;
-}
-
-template <class Op, class T, class Out, int kStateBytes>
-void reduce_chunks(const Params& p) {
-  static_assert(sizeof(typename Op::State) == kStateBytes);
-  using Combining = Combiner<Op, Out, kStreamThreads, 1>;
-  static_assert(sizeof(Combining) <= reduce_chunks_bytes(sizeof(T), kStateBytes));
-  extern __shared__ __align__(kRingAlignment) unsigned char memory[];
-  Combining& combiner = *reinterpret_cast<Combining*>(memory);
-  Segments segments;
-  int tile = static_cast<int>(blockIdx.x) * kStreamThreads, stop = tile + 1;
-  if (begin_reduction(p, segments)) {
-    if (!reduce_shares<Op, T, Out>(p, segments, memory)) return;
-    tile = 0;
-    stop = static_cast<int>(p.tiles);
-  }
-  for (; tile < stop; tile += kStreamThreads) {
-    combiner.find_runs(p, segments, tile);
-    combiner.combine(p, segments, 0, false);
-    __syncthreads();
   }
 }
 

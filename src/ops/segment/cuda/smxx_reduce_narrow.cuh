@@ -4,7 +4,6 @@
 // stored side by side.
 #pragma once
 
-#include "ops/segment/cuda/smxx_combine.cuh"
 #include "ops/segment/cuda/smxx_run.cuh"
 #include "ops/segment/cuda/smxx_stream.cuh"
 
@@ -65,14 +64,17 @@ struct NarrowShared {
   Walk<0>::Shared ends[kStreamWarps];
 };
 
-// The share of each warp.
-template <class Op, class T, class Out>
-void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& shared) {
+template <class Op, class T, class Out, int kStateBytes>
+void reduce_narrow(const Params& p) {
   using State = typename Op::State;
   using R = Real<T>;
   using Ring = PieceRing<T>;
   constexpr int kVector = Ring::kVector, kAtOnce = kStreamAtOnce;
   constexpr RunKind kKind = kRunKind<Op, T, kVector>;
+  static_assert(sizeof(State) == kStateBytes && sizeof(NarrowShared<T>) == kNarrowBytes);
+  extern __shared__ __align__(kRingAlignment) unsigned char memory[];
+  NarrowShared<T>& shared = *reinterpret_cast<NarrowShared<T>*>(memory);
+  const Segments segments = begin_reduction(p);
   const int lanes = 1 << p.lane_bits, groups = device::kWarpSize >> p.lane_bits;
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
   const int group = lane >> p.lane_bits, column = (lane & (lanes - 1)) * kVector;
@@ -253,33 +255,6 @@ void reduce_share(const Params& p, const Segments& segments, NarrowShared<T>& sh
   meet(open);
   if (group == 0) store_slot(1, open);
   steps.report();
-}
-
-template <class Op, class T, class Out, int kStateBytes>
-void reduce_narrow(const Params& p) {
-  static_assert(sizeof(typename Op::State) == kStateBytes);
-  using Combining = Combiner<Op, Out, kStreamThreads, 1>;
-  using Streaming = NarrowShared<T>;
-  static_assert(sizeof(Streaming) == kNarrowBytes && sizeof(Combining) <= kNarrowBytes);
-  extern __shared__ __align__(kRingAlignment) unsigned char memory[];
-  Streaming& shared = *reinterpret_cast<Streaming*>(memory);
-  Combining& combiner = *reinterpret_cast<Combining*>(memory);
-
-  Segments segments;
-  const bool reduces = begin_reduction(p, segments);
-  // Of what is to be put together after the last reduction, what is this block's.
-  int64_t part = blockIdx.x, parts = gridDim.x;
-  if (reduces) {
-    reduce_share<Op, T, Out>(p, segments, shared);
-    if (p.proof != Proof::again || !arrive<false>(p, false).last) return;
-    part = 0;
-    parts = 1;
-  }
-  for (; part / p.columns * Combining::kTiles < p.tiles; part += parts) {
-    combiner.find_runs(p, segments, part / p.columns * Combining::kTiles);
-    combiner.combine(p, segments, part % p.columns, false);
-    __syncthreads();
-  }
 }
 
 }  // namespace pullback::segment_cuda

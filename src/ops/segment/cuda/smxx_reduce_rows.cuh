@@ -28,6 +28,11 @@ struct RowReader {
   static constexpr bool kRing = !kMask && (kBytes >= 4 || kHalves);
   static_assert(!kMask || kVector == 1 || kVector == 8);  // columns of one byte
   static constexpr int kBatch = kBatchRows / kInputs;
+  static_assert(kBatch % 2 == 0);
+  // Where 16 bytes have the first half of a sector of 32 in memory, but the second one in shared
+  // memory, a copy takes as long as two. So the lanes' places take turns by one where that is so,
+  // those of odd rows maybe otherwise than those of even ones.
+  static constexpr bool kTurns = kRing && kBytes == 16 && kInputs == 1 && !kPermuted;
   using Piece = Values<T, kVector>;
   using Copied = Values<T, kHalves ? 2 : kVector>;
   struct Row {
@@ -54,7 +59,8 @@ struct RowReader {
 
   const Params& p;
   int64_t origin, column;
-  uint32_t own;          // place of this lane in the ring
+  uint32_t own;          // place of this lane in the ring, of even rows
+  int odd = 0;           // where odd ones lie, from there on
   int ring_rows;         // of each input: some batches, one of which is read
   uint32_t arrived = 0;  // place of the batch that is read
   int first, stop;       // rows to read
@@ -91,6 +97,16 @@ struct RowReader {
       x += row * p.x.row_stride;
       y += row * p.y.row_stride;
     }
+    if constexpr (kTurns) {
+      const int lanes = 1 << p.lane_bits, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+      const auto turned = [&](const T* piece) {
+        const auto pieces = static_cast<int>(reinterpret_cast<uint64_t>(piece) / 16);
+        return ((lane + ((pieces + lane) & 1)) & (lanes - 1)) * 16;
+      };
+      const int even = turned(x);
+      odd = turned(x + p.x.row_stride) - even;
+      own = kept(own + even - lane * 16);
+    }
   }
 
   static int batch_of(int at) { return at & -kBatch; }
@@ -121,6 +137,8 @@ struct RowReader {
   static constexpr uint32_t kSlotBytes = kInputs * kPieceBytes;
   uint32_t slot(int at) const { return own + (at & (ring_rows - 1)) * kSlotBytes; }
 
+  int turned(int k) const { return kTurns && k % 2 != 0 ? odd : 0; }
+
   // Asks for the batch from row `at` on: one after the other. It may ask for rows that nobody
   // reads.
   void request(int at) {
@@ -144,7 +162,8 @@ struct RowReader {
       };
       const auto copy = [&](int i) {
         const int64_t row = kPermuted ? row_of<true>(p, origin + at + i) : i;
-        async_copy<sizeof(Copied)>(to + i * kSlotBytes, begin(x + row * p.x.row_stride));
+        async_copy<sizeof(Copied)>(to + i * kSlotBytes + turned(i),
+                                   begin(x + row * p.x.row_stride));
         if constexpr (kInputs == 2) {
           async_copy<sizeof(Copied)>(to + i * kSlotBytes + kPieceBytes,
                                      begin(y + row * p.y.row_stride));
@@ -181,7 +200,8 @@ struct RowReader {
     Row row;
 #pragma unroll
     for (int input = 0; input < kInputs; ++input) {
-      const auto piece = load_shared<Copied>(arrived + k * kSlotBytes + input * kPieceBytes);
+      const auto piece =
+          load_shared<Copied>(arrived + k * kSlotBytes + turned(k) + input * kPieceBytes);
       if constexpr (kHalves) {
         const int half = half_of(input == 0 ? p.x : p.y, origin + at + k);
         row.piece[input].element[0] = piece.stored(half);

@@ -90,7 +90,7 @@ struct RowTile {
     row_count = static_cast<int>(clamped(tile.row_stop - tile.row, 0, items + p.snap_rows));
     end_count =
         static_cast<int>(clamped(tile.stop - tile.first, 0, row_tile_ends(items, p.end_items)));
-    first_byte = tile.row * row_bytes & -kPieceBytes;
+    first_byte = tile.row * row_bytes & -kSectorBytes;
     skew = static_cast<int>(tile.row * row_bytes - first_byte);
   }
 

@@ -34,6 +34,25 @@ inline Segments make_segments(const Params& p, bool own) {
   if (own) segments.offsets = {p.own_offsets, 1, 1};
   return segments;
 }
+
+// The start of the tile that begins with this item, in segment `j` of these rows, the first that
+// ends at the item or behind it; and whether rows of the tile's first segment lie before it.
+inline TileStart start_within(const Segments& segments, int end_items, int64_t item, int64_t j,
+                              int64_t begin, int64_t end, bool& inside) {
+  begin = clamped(begin, 0, segments.rows);
+  const int64_t row = clamped(item - j * end_items, begin, segments.rows);
+  const bool begun = begin < row;
+  const bool ended = begun && end == row;
+  inside = begun && !ended;
+  return {j + ended, row};
+}
+// Takes the rows of the tile's first segment that lie before it, too, where these are snap_rows at
+// most.
+inline void snap(const Params& p, int64_t begin, TileStart& start) {
+  begin = clamped(begin, 0, p.rows);
+  if (start.row - begin <= p.snap_rows) start.row = begin;
+}
+
 // Where the tiles that begin with some items of the list begin, and whether their first segments
 // have rows before them. By a warp: 32 places at a time.
 // Of offsets out of order the first tile still begins, and the last one ends, where it must.
@@ -80,24 +99,17 @@ void find_starts_at(const Segments& segments, int end_items, const int64_t (&ite
                item[i] >= segments.rows + (segments.count + 2) * end_items) {
       start[i] = {segments.count + 2, segments.rows};
     } else {
-      const int64_t begin = clamped(segments.begin(low[i]), 0, segments.rows);
-      const int64_t row = clamped(item[i] - low[i] * end_items, begin, segments.rows);
-      const bool begun = begin < row;
-      const bool ended = begun && segments.end(low[i]) == row;
-      inside[i] = begun && !ended;
-      start[i] = {low[i] + ended, row};
+      start[i] = start_within(segments, end_items, item[i], low[i], segments.begin(low[i]),
+                              segments.end(low[i]), inside[i]);
     }
   }
 }
-// With the rows of its first segment that lie before it, where these are snap_rows at most.
+// The start of one tile, snapped.
 inline TileStart find_start(const Params& p, const Segments& segments, int64_t item) {
   TileStart start[1];
   bool inside[1];
   find_starts_at(segments, p.end_items, {item}, start, inside);
-  if (p.snap_rows > 0 && inside[0]) {
-    const int64_t begin = clamped(segments.begin(start[0].segment), 0, segments.rows);
-    if (start[0].row - begin <= p.snap_rows) start[0].row = begin;
-  }
+  if (inside[0]) snap(p, segments.begin(start[0].segment), start[0]);
   return start[0];
 }
 
@@ -201,14 +213,15 @@ inline bool repaired(const Params& p, bool bad) {
 
 // --- Counting blocks ---
 
-// By the first block of a run's first kernel, for the next one.
+// By the first block of a run's first kernel, for those behind it.
 inline void clear_counts(const Params& p) {
   if (blockIdx.x != 0 || blockIdx.y != 0 || threadIdx.x != 0) return;
   *p.repaired = 0;
   *p.arrivals = 0;
 }
-// The same for the kernel itself. The workspace comes as it is, so blocks wait at a gate until the
-// count has been cleared. It opens by a key that is not there by chance; the last block shuts it.
+// The same where the kernel itself counts. The workspace comes as it is, so blocks wait at a gate
+// until the count has been cleared. It opens by a key that is not there by chance; the last block
+// shuts it.
 inline void open_gate(const Params& p) {
   if (blockIdx.x != 0 || blockIdx.y != 0 || threadIdx.x != 0) return;
   clear_counts(p);
@@ -219,13 +232,12 @@ inline void open_gate(const Params& p) {
 struct Arrival {
   bool last, disorder;  // the latter of all blocks, and known to the last one alone
 };
-template <bool kGated>
-Arrival arrive(const Params& p, bool bad) {
+inline Arrival arrive(const Params& p, bool bad) {
   constexpr int kCountBits = 40;
   bad = __syncthreads_or(bad) != 0;
   Arrival result = {false, bad};
   if (threadIdx.x == 0) {
-    while (kGated && atomicAdd(p.gate, 0ull) != p.key) {
+    while (atomicAdd(p.gate, 0ull) != p.key) {
     }
     __threadfence();
     const uint64_t one = 1, blocks = one * gridDim.x * gridDim.y;
@@ -233,7 +245,7 @@ Arrival arrive(const Params& p, bool bad) {
     __threadfence();
     result.last = (before & ((one << kCountBits) - 1)) + 1 == blocks;
     result.disorder |= before >> kCountBits != 0;
-    if (kGated && result.last) atomicExch(p.gate, ~p.key);
+    if (result.last) atomicExch(p.gate, ~p.key);
   }
   result.last = __syncthreads_or(result.last) != 0;
   result.disorder = __syncthreads_or(result.disorder) != 0;
@@ -244,7 +256,7 @@ Arrival arrive(const Params& p, bool bad) {
 // again, over repaired ones.
 inline bool has_to_repeat(const Params& p, bool bad, Segments& segments) {
   if (p.proof != Proof::wanted) return false;
-  const Arrival arrival = arrive<true>(p, bad);
+  const Arrival arrival = arrive(p, bad);
   if (!arrival.last || !arrival.disorder) return false;
   repair(p);
   __syncthreads();
@@ -261,22 +273,16 @@ inline Segments make_segments(const Params& p) {
   return make_segments(p, own);
 }
 
-// What a reduction that streams begins with: whether it has to run, and with which offsets.
-inline bool begin_reduction(const Params& p, Segments& segments) {
-  device::allow_next_kernel();
+// What a reduction that streams begins with.
+inline Segments begin_reduction(const Params& p) {
   if (p.proof == Proof::wanted) {
-    segments = make_segments(p, false);
+    device::allow_next_kernel();
     clear_counts(p);
-    return true;
+    return make_segments(p, false);
   }
-  if (p.proof != Proof::again) {
-    segments = make_segments(p);
-    return true;
-  }
-  device::wait_for_previous_kernel();
-  const bool bad = repaired(p, disorder_ahead(p));
-  segments = make_segments(p, bad || p.ids.data != nullptr);
-  return bad;
+  const Segments segments = make_segments(p);
+  device::allow_next_kernel();
+  return segments;
 }
 // What a map begins with, which may be a run's first.
 inline Segments begin_map(const Params& p) {

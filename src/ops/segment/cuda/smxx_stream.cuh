@@ -7,7 +7,7 @@
 //
 // Offsets are proved on the way, rather than in a pass of their own. Unproven ones can make a warp
 // compute nonsense, but neither read nor write out of bounds, and not without end. Where the proof
-// fails the same kernel, launched a second time, repairs the offsets and does all again.
+// fails the kernel behind a reduction repairs the offsets and does all (smxx_combine_shares.cuh).
 #pragma once
 
 #include "ops/segment/cuda/smxx_math.cuh"

@@ -127,8 +127,8 @@ class Setup {
   Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace) const;
   // `p` for a kernel that cuts the problem so; launches what has to come before it.
   Params tiled(Launcher& launcher, const Params& p, const Tiling& tiling) const;
-  // Launches a kernel that streams; a reduction, again.
-  void stream(Launcher& launcher, const Kernel& kernel, const Params& p, StreamKind kind) const;
+  // Launches a kernel that streams. With `p` for the one behind a reduction.
+  Params stream(Launcher& launcher, const Kernel& kernel, const Params& p, StreamKind kind) const;
   std::int64_t shares(const Kernel& kernel) const;
   // Blocks of the kernel that the device holds at a time.
   std::int64_t resident(const Kernel& kernel) const;
@@ -195,6 +195,7 @@ class Reduction {
  private:
   SegmentProblem problem_;
   std::optional<Kernel> pieces_, stream_, narrow_, tile_;
+  std::optional<Kernel> shares_;  // behind stream_ and narrow_
   std::optional<int> narrow_lane_bits_;
   Kernel any_;
   Combining combining_;

@@ -4,9 +4,16 @@
 namespace pullback::segment_cuda {
 
 inline constexpr int kThreads = 256;
-inline constexpr int kWalkerRows = 32;      // rows of one word of bits: a group of lanes walks some
-inline constexpr int kProductRows = 8;      // the same in backward of prod, which keeps them
-inline constexpr int kCheckBlocks = 1024;   // blocks that check the indices, at most
+inline constexpr int kWalkerRows = 32;     // rows of one word of bits: a group of lanes walks some
+inline constexpr int kProductRows = 8;     // the same in backward of prod, which keeps them
+inline constexpr int kCheckBlocks = 1024;  // blocks that check the indices, at most
+inline constexpr int kCheckAtOnce = 4;     // offsets of a thread that are on their way
+inline constexpr int kSearchAtOnce = 8;    // the same where starts of tiles are searched for
+// Whether the starts of tiles are found as segments are looked at (smxx_index.cuh): where a search
+// takes three reads or more, and longer than to look.
+constexpr bool starts_by_segments(long long segments, long long tiles) {
+  return segments > 1000 && segments > tiles && segments < 64 * tiles;
+}
 inline constexpr int kProductColumns = 32;  // of a block that carries products from tile to tile
 
 inline constexpr int kMostLaneBits = 8;  // a row takes the whole block
@@ -102,8 +109,8 @@ constexpr int reduce_chunks_bytes(int element_bytes, int state_bytes) {
                          (rows + 32) * state_bytes + rows + kReduceEnds * 2);
 }
 
-// Tiles that a block of some threads looks at for segments to combine.
-constexpr int combine_tiles(int columns, int threads) { return columns == 1 ? threads : 32; }
+// Tiles that a block looks at for segments to combine.
+constexpr int combine_tiles(int columns) { return columns == 1 ? kThreads : 32; }
 
 // Sort of plan_permutation.
 inline constexpr int kDigitBits = 8;
