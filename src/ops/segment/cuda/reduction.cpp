@@ -172,8 +172,10 @@ cuda::OpKernel shares_kernel(const ReduceOp& op, DType dtype) {
                                reads_mask(op) ? "segment_cuda::MaskByte" : element(dtype), op.out),
                    dtype);
 }
-std::int64_t shares_blocks(const Params& p) {
-  const std::int64_t looked_at = combine_tiles(1);
+
+// Blocks that look at all tiles, for so many columns each.
+std::int64_t combine_blocks(const Params& p, int columns) {
+  const std::int64_t looked_at = combine_tiles(columns);
   return (p.tiles + looked_at - 1) / looked_at;
 }
 
@@ -189,9 +191,7 @@ std::int64_t Combining::slot_columns(const SegmentProblem& problem) {
 }
 
 void Combining::enqueue(const Launcher& launcher, Params& p) const {
-  const std::int64_t looked_at = combine_tiles(columns_);
-  launcher.launch(kernel_, p, (p.tiles + looked_at - 1) / looked_at,
-                  (p.columns + columns_ - 1) / columns_);
+  launcher.launch(kernel_, p, combine_blocks(p, columns_), (p.columns + columns_ - 1) / columns_);
 }
 
 Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device,
@@ -264,7 +264,7 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
     if (p.mask.data != nullptr) p.x = p.mask;
     p.row_alignment = stream_rows_;
     p = setup.stream(launcher, *stream_, p, StreamKind::reduction);
-    launcher.launch(*shares_, p, shares_blocks(p), 1);
+    launcher.launch(*shares_, p, combine_blocks(p, 1), 1);
     return;
   }
   const bool pieces = pieces_ && in_pieces(p, vector_);
@@ -272,7 +272,7 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
     p.lane_bits = *narrow_lane_bits_;
     p.row_alignment = kNarrowChunkPieces >> p.lane_bits;
     p = setup.stream(launcher, *narrow_, p, StreamKind::narrow);
-    launcher.launch(*shares_, p, shares_blocks(p), p.columns);
+    launcher.launch(*shares_, p, combine_blocks(p, 1), p.columns);
     return;
   }
   const bool tile = tile_ && in_pieces(p, vector_) && cuda::vector_aligned({p.x.data});

@@ -127,7 +127,7 @@ class Setup {
   Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace) const;
   // `p` for a kernel that cuts the problem so; launches what has to come before it.
   Params tiled(Launcher& launcher, const Params& p, const Tiling& tiling) const;
-  // Launches a kernel that streams. With `p` for the one behind a reduction.
+  // Launches a kernel that streams. Returns what the kernel behind a reduction gets.
   Params stream(Launcher& launcher, const Kernel& kernel, const Params& p, StreamKind kind) const;
   std::int64_t shares(const Kernel& kernel) const;
   // Blocks of the kernel that the device holds at a time.
