@@ -8,6 +8,18 @@ namespace pullback::device {
 // Whether Packed has above() and nan(), of 16-bit floats.
 inline constexpr bool kComparesPacked = __CUDA_ARCH__ >= 900;
 
+// Two 16-bit floats as integers in the same order, or such integers as floats. What canonical()
+// has left of NaN is the largest.
+inline uint32_t reordered(uint32_t pair) {
+  // All bits of a half are its sign; then those below the sign are exchanged. In one piece, or the
+  // compiler takes another instruction where a half is wanted.
+  uint32_t result;
+  asm("{.reg .b32 signs; prmt.b32 signs, %1, 0, 0xbb99; lop3.b32 %0, %1, signs, 0x7fff7fff, 0x78;}"
+      : "=r"(result)
+      : "r"(pair));
+  return result;
+}
+
 template <class T>
 struct Packed;
 template <>
@@ -21,6 +33,12 @@ struct Packed<float> {
 };
 template <>
 struct Packed<bf16> {
+  // The same numbers, but 0 for -0, and one NaN for all: 0x7fff.
+  static uint32_t canonical(uint32_t pair) {
+    uint32_t result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(0x3f803f80u), "r"(0u));
+    return result;
+  }
   static uint32_t max_or_nan(uint32_t a, uint32_t b) {
     uint32_t result;
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -57,6 +75,12 @@ struct Packed<bf16> {
 };
 template <>
 struct Packed<f16> {
+  // The same numbers, but 0 for -0, and one NaN for all: 0x7fff.
+  static uint32_t canonical(uint32_t pair) {
+    uint32_t result;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(0x3c003c00u), "r"(0u));
+    return result;
+  }
   static uint32_t max_or_nan(uint32_t a, uint32_t b) {
     uint32_t result;
     asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));

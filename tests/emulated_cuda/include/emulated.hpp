@@ -329,6 +329,16 @@ inline int __ffs(int value) { return __builtin_ffs(value); }
 inline int __clz(int value) {
   return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value));
 }
+// Selectors from 0 to 7.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selectors) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned byte = static_cast<unsigned>(bytes >> (selectors >> 4 * i & 7) * 8) & 0xff;
+    result |= byte << 8 * i;
+  }
+  return result;
+}
 inline unsigned __brev(unsigned value) {
   unsigned result = 0;
   for (int i = 0; i < 32; ++i) result |= (value >> i & 1) << (31 - i);

@@ -223,6 +223,9 @@ std::vector<Case> segment_cases() {
           add(make_case(fmt::format("{} D={}", kind, columns), reduce, {blocks, columns}, {},
                         values));
         }
+        // One column with many rows a segment has ways of its own.
+        add(make_case(fmt::format("{} giants D=1", kind), reduce, {{9000, 0, 300, 1, 6001}, 1}, {},
+                      values));
         for (const std::int64_t columns : {9, 128}) {
           add(make_case(fmt::format("{} unsorted D={}", kind, columns), reduce,
                         {mixed, columns, Form::unsorted, 2, 3}, {}, values));

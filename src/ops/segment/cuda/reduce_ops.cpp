@@ -15,6 +15,7 @@ ReduceOp named(std::string name, std::string type, DType dtype, int state_bytes)
           .out = std::string(cuda::device_type(dtype)),
           .input = "x",
           .state_bytes = state_bytes,
+          .chunk_bytes = state_bytes,
           .wide = true,
           .tiles = true};
 }
@@ -22,6 +23,7 @@ ReduceOp named(std::string name, std::string type, DType dtype, int state_bytes)
 ReduceOp exponential_op(std::string name, std::string type, DType dtype) {
   ReduceOp op = named(std::move(name), std::move(type), dtype, 2 * real_bytes(dtype));
   if (size_of(dtype) == 2) op.blocks = 3;
+  if (size_of(dtype) == 2) op.chunk_bytes = 4;
   return op;
 }
 
@@ -71,6 +73,7 @@ ReduceOp extreme_place(SegmentReduce reduce, bool last, DType dtype) {
                       dtype, 2 * real_bytes(dtype));
   op.pairs = true;
   if (size_of(dtype) == 2) op.blocks = 3;
+  if (size_of(dtype) == 2 && !last) op.chunk_bytes = 4;
   return op;
 }
 
@@ -87,7 +90,7 @@ ReduceOp mask_count(DType dtype) {
   ReduceOp op = reduce_op(SegmentReduce::sum, dtype);
   op.name = "count_mask";
   op.type = "Count<" + real(dtype) + ">";
-  op.state_bytes = 8;
+  op.state_bytes = op.chunk_bytes = 8;
   op.out = real(dtype);
   op.input = "mask";
   op.tiles = false;

@@ -74,11 +74,12 @@ cuda::OpKernel stream_kernel(const ReduceOp& op, DType dtype) {
       kernel_of(op, "reduce_chunks", "ops/segment/cuda/smxx_reduce_chunks.cuh",
                 fmt::format("segment_cuda::reduce_chunks<segment_cuda::{}, {}, {}, {}>", op.type,
                             reads_mask(op) ? "segment_cuda::MaskByte" : element(dtype), op.out,
-                            op.state_bytes),
+                            op.chunk_bytes),
                 dtype);
   kernel.threads = kStreamThreads;
   // As registers and shared memory allow.
   kernel.blocks = stream_element_bytes(op, dtype) <= 2 ? 4 : 5;
+
   return kernel;
 }
 cuda::OpKernel narrow_kernel(const ReduceOp& op, DType dtype) {
@@ -211,7 +212,7 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
       shares_ = {shares_kernel(op, dtype), device};
       const int element_bytes = stream_element_bytes(op, dtype);
       stream_ = {stream_kernel(op, dtype), device,
-                 reduce_chunks_bytes(element_bytes, op.state_bytes)};
+                 reduce_chunks_bytes(element_bytes, op.chunk_bytes)};
       stream_rows_ = chunk_rows(element_bytes);
       setup.allow_stream(*stream_);
     }

@@ -39,6 +39,8 @@ struct Chunk {
   }
   Real<T> real(int i) const { return piece[i / kPieceRows].real(i % kPieceRows); }
   T stored(int i) const { return piece[i / kPieceRows].stored(i % kPieceRows); }
+  // Of 16 bits: rows 2 i and 2 i + 1.
+  uint32_t pair(int i) const { return piece[i / (kPieceRows / 2)].word[i % (kPieceRows / 2)]; }
 };
 
 // The chunks of a warp on their way to shared memory. A piece lies with the lane that will have its
@@ -104,28 +106,15 @@ struct ChunkRing {
   }
 };
 
-// Rows of a chunk that are marked: a byte of shared memory for each, and those of a lane as bits.
+// Rows of a chunk that are marked: a byte of shared memory for each, and a bit of a lane's word.
 struct LaneMarks {
-  uint32_t bits = 0;  // row i has bit i / 4 of byte i % 4
+  uint32_t bits = 0;
 
   bool any() const { return bits != 0; }
-  bool at(int i) const { return (bits >> (i % 4 * 8 + i / 4) & 1) != 0; }
+  bool at(int i) const { return (bits >> i & 1) != 0; }
   // The first and the last, of any.
-  int first() const {
-    const int word = __ffs(static_cast<int>(words())) - 1;
-    return word * 4 + (__ffs(static_cast<int>(bits >> word & 0x01010101u)) - 1) / 8;
-  }
-  int last() const {
-    const int word = 31 - __clz(static_cast<int>(words()));
-    return word * 4 + (31 - __clz(static_cast<int>(bits >> word & 0x01010101u))) / 8;
-  }
-
- private:
-  // A bit for each four rows.
-  uint32_t words() const {
-    const uint32_t both = bits | bits >> 16;
-    return (both | both >> 8) & 0xff;
-  }
+  int first() const { return __ffs(static_cast<int>(bits)) - 1; }
+  int last() const { return 31 - __clz(static_cast<int>(bits)); }
 };
 template <class T>
 struct ChunkMarks {
@@ -143,7 +132,11 @@ struct ChunkMarks {
       const Values<uint32_t, 4> words = own[k];
       own[k] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) marks.bits |= words.element[i] << (4 * k + i);
+      for (int i = 0; i < 4; ++i) {
+        // The bits of the four bytes, beside each other.
+        const uint32_t four = words.element[i] * 0x10204080u >> 28;
+        marks.bits += four << (16 * k + 4 * i);
+      }
     }
     return marks;
   }

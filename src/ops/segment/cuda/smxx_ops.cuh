@@ -101,6 +101,14 @@ struct ExtremePlace {
     top = Packed<T>::max_or_nan(next, top);
   }
   static State state_of(R top, int place) { return {top, place}; }
+  // Of two columns, what is largest where they are extreme; and the top of that, of min without the
+  // sign of a zero.
+  static uint32_t upward(uint32_t pair)
+    requires(!kLast)
+  {
+    return pair ^ kPairSigns<kMin>;
+  }
+  static R top_of(R largest) { return kMin ? -(R{0} - largest) : largest; }
   // The peak of some rows, and which of them has it.
   struct Peak {
     R top;

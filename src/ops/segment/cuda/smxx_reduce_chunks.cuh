@@ -6,8 +6,7 @@
 // chunk where the segment ends.
 #pragma once
 
-#include "ops/segment/cuda/smxx_chunks.cuh"
-#include "ops/segment/cuda/smxx_ops.cuh"
+#include "ops/segment/cuda/smxx_chunk_forms.cuh"
 
 namespace pullback::segment_cuda {
 
@@ -28,47 +27,36 @@ void add_piece(typename Op::State& state, const Values<T, kRows>& piece, int pla
   for (int i = 0; i < kRows; ++i) Op::add(state, piece.real(i), place + i);
 }
 
-// What a walk along a lane's rows leaves: at here[i] the state of the rows up to the i-th where a
-// segment ends there, and the state of those after the last such row.
+// Adds a chunk's rows, all of one segment, to what each lane has of it.
 template <class Op, class T>
-struct LaneWalk {
-  using State = typename Op::State;
-  using R = Real<T>;
-  static constexpr int kRows = Chunk<T>::kLaneRows;
-  const Chunk<T>& rows;
-  State* here;
-  int place;       // of the lane's first row
-  LaneMarks ends;  // the last rows of segments
-
-  State along() const {
-    State state = begin_run<Op>(place);
+void add_chunk(typename Op::State& state, const Chunk<T>& rows, int at) {
+  constexpr int kRows = Chunk<T>::kLaneRows;
+  if constexpr (kHasKeys<Op, T>) {
+    const KeyForm<Op, T> form{at, 0};
+    auto kept = form.begin(rows, 0);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      Op::add(state, rows.real(i), place + i);
-      if (ends.at(i)) here[i] = state;
-      state = ends.at(i) ? begin_run<Op>(place + i + 1) : state;
-    }
-    return state;
-  }
-  // Of an op that aims: every run at its first row. False where a row is far above that, or not
-  // finite.
-  bool aimed(State& state) const {
-    R most = 0;
-    state = Op::start();
-    Op::aim(state, rows.real(0));
+    for (int i = 0; i < kRows; ++i) form.add(kept, rows, i);
+    Op::append(state, form.state(kept, lane_of_warp()));
+  } else if constexpr (kAims<Op> && sizeof(T) == 2) {
+    using Form = PowerForm<Op, T>;
+    const Form form(state.shift);
+    auto kept = form.begin(rows, 0);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      state.sum += exponential(rows.real(i) - state.shift);
-      if (ends.at(i)) {
-        most = larger(most, state.sum);
-        here[i] = state;
-        state = Op::start();
-        if (i + 1 < kRows) Op::aim(state, rows.real(i + 1));
-      }
+    for (int i = 0; i < kRows; ++i) form.add(kept, rows, i);
+    if (Form::is_small(kept)) {
+      state.sum += kept;
+      return;
     }
-    return larger(most, state.sum) <= Op::kMost;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) Op::add(state, rows.real(i), at);
+  } else {
+#pragma unroll
+    for (int k = 0; k < Chunk<T>::kPieces; ++k) {
+      add_piece<Op, T>(state, rows.piece[k],
+                       at + lane_of_warp() * kRows + k * Chunk<T>::kPieceRows);
+    }
   }
-};
+}
 
 // Where the outputs of some segments go, rows of each tensor following each other. Which are wanted
 // is known to the compiler: where segments are short, storing costs as much as adding.
@@ -133,18 +121,16 @@ bool to_packed(const Params& p, int64_t s, const Store& store) {
 template <class Op, class T, class Out, int kStateBytes>
 void reduce_chunks(const Params& p) {
   using State = typename Op::State;
-  constexpr int kLaneRows = Chunk<T>::kLaneRows, kRows = Chunk<T>::kRows;
-  constexpr int kPieceRows = Chunk<T>::kPieceRows, kPieces = Chunk<T>::kPieces;
+  constexpr int kRows = Chunk<T>::kRows;
   constexpr int kAhead = reduce_ahead(sizeof(T));
   using Steps = ChunkWalk<kRows, kAhead, kReduceMore>;
-  constexpr int kPitch = kLaneRows + 1;  // keeps lanes in different banks
   struct Shared {
     typename ChunkRing<T, kReduceChunks>::Shared rows;
-    State at_end[device::kWarpSize * kPitch];
+    typename ChunkStates<Op, T>::Shared states;
     ChunkMarks<T> last;          // rows of segments
     uint16_t ends[kReduceEnds];  // last rows of the segments that end
   };
-  static_assert(sizeof(State) == kStateBytes);
+  static_assert(sizeof(typename ChunkStates<Op, T>::Kept) == kStateBytes);
   static_assert(kStreamWarps * sizeof(Shared) == reduce_chunks_bytes(sizeof(T), kStateBytes));
   extern __shared__ __align__(kRingAlignment) unsigned char memory[];
   const Segments segments = begin_reduction(p);
@@ -152,8 +138,8 @@ void reduce_chunks(const Params& p) {
   Shared& shared =
       *reinterpret_cast<Shared*>(memory + kept(static_cast<uint32_t>(warp * sizeof(Shared))));
   Steps steps(p, segments, blockIdx.x);
-  ChunkRing<T, kReduceChunks> ring(shared.rows, static_cast<const T*>(p.x.data) + steps.base,
-                                   steps.rows);
+  const T* const x = static_cast<const T*>(p.x.data) + steps.base;
+  ChunkRing<T, kReduceChunks> ring(shared.rows, x, steps.rows);
   shared.last.take();
 
 #pragma unroll
@@ -182,10 +168,7 @@ void reduce_chunks(const Params& p) {
         if constexpr (kAims<Op>) open.shift = whole.shift;
         is_spread = true;
       }
-#pragma unroll
-      for (int k = 0; k < kPieces; ++k) {
-        add_piece<Op, T>(open, rows.piece[k], at + lane * kLaneRows + k * kPieceRows);
-      }
+      add_chunk<Op, T>(open, rows, at);
       if (last) break;
       continue;
     }
@@ -203,71 +186,50 @@ void reduce_chunks(const Params& p) {
     if (steps.used_up(ended)) steps.read_ahead(steps.segment + ended.count, ended.reached);
     __syncwarp();
 
-    const LaneWalk<Op, T> walk{rows, shared.at_end + lane * kPitch, at + lane * kLaneRows,
-                               shared.last.take()};
-    const bool ends_here = walk.ends.any();
-    State state;
-    if constexpr (kAims<Op>) {
-      const bool aimed = walk.aimed(state);
-      if (!__all_sync(device::kAllLanes, aimed)) state = walk.along();
-    } else {
-      state = walk.along();
-    }
-
-    // Of the lanes up to this one, those since the last end.
     if (is_spread) open = gathered<Op>(open);
     is_spread = false;
-    const uint32_t enders = __ballot_sync(device::kAllLanes, ends_here);
-    const uint32_t enders_here = enders & (0xffffffffu >> (31 - lane));
-    const int since = enders_here != 0 ? 31 - __clz(static_cast<int>(enders_here)) : 0;
-    if (lane == 0 && !ends_here) {
-      State whole = open;
-      Op::append(whole, state);
-      state = whole;
-    }
-    const int lanes = lane - since;
-    const auto join = [&](int step) {
-      State whole = shuffle_up(state, step);
-      Op::append(whole, state);
-      state = lanes >= step ? whole : state;
-    };
-    if constexpr (kAims<Op>) {
-      // As long as there are so many lanes in a row, behind the first, of which none has an end.
-      uint32_t run = ~(enders | 1);
-#pragma unroll 1
-      for (int step = 1; run != 0; run &= run >> step, step *= 2) join(step);
-    } else {
-#pragma unroll
-      for (int step = 1; step < device::kWarpSize; step *= 2) join(step);
-    }
-    State earlier = shuffle_up(state, 1);
-    if (lane == 0) earlier = open;
-    if (ends_here) {
-      State& first = walk.here[walk.ends.first()];
-      Op::append(earlier, first);
-      first = earlier;
-    }
-    open = shuffle(state, device::kWarpSize - 1);
+    const ChunkStates<Op, T> states(shared.states, rows, x, at, high, shared.last.take(), open);
     __syncwarp();
-    const auto at_end = [&](uint32_t row) { return shared.at_end[row + row / kLaneRows]; };
 
+    bool exact = true;
     const auto store = [&](auto outputs) {
+      constexpr int kAtOnce = 2;  // for their reads to be in flight together
 #pragma unroll 1
-      for (int i = lane; i < ended.count; i += device::kWarpSize) {
-        const uint32_t row = shared.ends[i] % kRows;  // in bounds whatever the offsets are
-        const State state[1] = {at_end(row)};
-        const auto begin = [&] { return i > 0 ? at + 1 + shared.ends[i - 1] : steps.reached; };
-        outputs.i = i;
-        finish_to<Op, Out>(
-            p, outputs, state, steps.base, [&] { return steps.base + begin(); },
-            [&] { return at + 1 + static_cast<int>(row) - begin(); });
+      for (int base = lane; base < ended.count; base += kAtOnce * device::kWarpSize) {
+        const auto number = [&](int k) { return base + k * device::kWarpSize; };
+        const auto begin_of = [&](int i) {
+          return i > 0 ? at + 1 + shared.ends[i - 1] : steps.reached;
+        };
+        uint32_t row[kAtOnce];
+        State state[kAtOnce][1];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          // In bounds whatever the offsets are.
+          row[k] = number(k) < ended.count ? shared.ends[number(k)] % kRows : 0;
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          state[k][0] = states.state(row[k]);
+          exact &= number(k) >= ended.count || states.is_exact(row[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          const int i = number(k);
+          if (i >= ended.count) break;
+          const auto begin = [&] { return begin_of(i); };
+          outputs.i = i;
+          finish_to<Op, Out>(
+              p, outputs, state[k], steps.base, [&] { return steps.base + begin(); },
+              [&] { return at + 1 + static_cast<int>(row[k]) - begin(); });
+        }
       }
     };
     const bool plain = !ended.odd && !in_head && ended.count <= kReduceEnds &&
                        steps.segment >= steps.lowest &&
                        steps.segment + ended.count <= steps.highest;
-    if (!plain ||
-        !to_packed<Op, Out>(p, Tile::problem_segment(steps.first + steps.segment), store)) {
+    const bool stored =
+        plain && to_packed<Op, Out>(p, Tile::problem_segment(steps.first + steps.segment), store);
+    if (!stored || __any_sync(device::kAllLanes, !exact)) {
       int before = steps.reached;
 #pragma unroll 1
       for (int from = 0; from < ended.count; from += device::kWarpSize) {
@@ -275,11 +237,13 @@ void reduce_chunks(const Params& p) {
         const int end = steps.read_end(steps.segment + from), begin = steps.begin_of(before, end);
         before = end;
         const auto row = static_cast<uint32_t>(end - 1 - at);
-        if (from + lane >= ended.count || !steps.in_problem(number)) continue;
+        const bool mine = from + lane < ended.count && steps.in_problem(number);
+        const bool ends_here = mine && begin != end && row < kRows;
+        const State state[1] = {states.exact_state(ends_here, row % kRows, begin)};
+        if (!mine) continue;
         if (begin == end) {
           finish_empty<Op, Out>(p, steps.first + number, 0);
-        } else if (row < kRows) {
-          const State state[1] = {at_end(row)};
+        } else if (ends_here) {
           if (in_head && number == steps.segment) {
             slot_of<Op>(p, steps.share, 0)[0] = state[0];
           } else {
@@ -290,10 +254,8 @@ void reduce_chunks(const Params& p) {
     }
     if (ended.count > 0) in_head = false;
     steps.next(ended);
-    if (last) {
-      open = low < high ? at_end(high - 1 - at) : Op::start();
-      break;
-    }
+    open = states.rest(steps.reached, last);
+    if (last) break;
   }
   if (is_spread) open = gathered<Op>(open);
   if (lane == 0) slot_of<Op>(p, steps.share, 1)[0] = open;

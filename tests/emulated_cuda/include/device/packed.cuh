@@ -7,8 +7,15 @@ namespace pullback::device {
 
 inline constexpr bool kComparesPacked = __CUDA_ARCH__ >= 900;
 
+inline uint32_t reordered(uint32_t pair) {
+  return pair ^ ((pair & 0x8000u ? 0x7fffu : 0) | (pair & 0x80000000u ? 0x7fff0000u : 0));
+}
+
 template <class T>
 struct Packed {
+  static uint32_t canonical(uint32_t pair) {
+    return each(pair, pair, [](float x, float) { return x == 0 ? 0 : x; });
+  }
   static uint32_t max_or_nan(uint32_t a, uint32_t b) {
     return each(a, b, [](float x, float y) { return device::max_or_nan(x, y); });
   }
