@@ -79,7 +79,6 @@ cuda::OpKernel stream_kernel(const ReduceOp& op, DType dtype) {
   kernel.threads = kStreamThreads;
   // As registers and shared memory allow.
   kernel.blocks = stream_element_bytes(op, dtype) <= 2 ? 4 : 5;
-
   return kernel;
 }
 cuda::OpKernel narrow_kernel(const ReduceOp& op, DType dtype) {
