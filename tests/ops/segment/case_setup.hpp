@@ -33,6 +33,7 @@ enum class Values {
   special,
   special_near_one,
   mostly_infinite,
+  steps,
 };
 
 using Lengths = std::vector<std::int64_t>;
@@ -80,6 +81,12 @@ inline HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t col
     if (values == Values::far && !random.chance(0.05)) {
       const double places[] = {2e9, 3, -65504, 1e10, -1e15, 2000, -3.3895313892515355e38, -900};
       value = places[i % columns % 8] + std::round(value);
+    }
+    // The same for many rows of a column, then something else: shifts of the rows before serve
+    // none.
+    if (values == Values::steps) {
+      const double steps[] = {0, -200, -kInfinity, -3.3895313892515355e38, 60};
+      value = steps[(i / columns / 1024 + i % columns) % 5] + value;
     }
     const bool special = values == Values::special || values == Values::special_near_one;
     if (values == Values::mostly_infinite && random.chance(0.9)) value = -kInfinity;

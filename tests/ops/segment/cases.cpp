@@ -134,7 +134,12 @@ std::vector<Case> segment_cases() {
     Lengths mostly_empty(5000, 0);
     mostly_empty[2500] = 300;
     mostly_empty[4999] = 3;
-    add(make_case("mostly empty", reduce, {mostly_empty, 9}));
+    for (const std::int64_t columns : {8, 9}) {
+      const std::string name = columns == 9 ? "" : " D=" + std::to_string(columns);
+      add(make_case("mostly empty" + name, reduce, {mostly_empty, columns}));
+      add(make_case("giants among empty" + name, reduce,
+                    {{0, 3000, 0, 0, 1, 0, 2100, 5, 0}, columns, Form::ids_i32, 3, 4}));
+    }
     add(make_case("many columns", reduce, {{3, 0, 600, 1}, 1100}));
     // Tasks have 1024 columns: the last one has a single column of many.
     for (Form form : {Form::offsets_i64, Form::unsorted}) {
@@ -184,6 +189,10 @@ std::vector<Case> segment_cases() {
       if (reduce == "softmax") continue;
       add(make_case("special" + name, reduce, {blocks, columns}, {}, Values::special));
       cases.back().finite_differences = false;
+      if (columns != 16) continue;
+      add(make_case("special giants" + name, reduce, {{5000, 0, 1, 3001}, columns}, {},
+                    Values::special));
+      cases.back().finite_differences = false;
     }
     for (const std::int64_t columns : {1, 2, 4}) {
       add(make_case("many unsorted with ids D=" + std::to_string(columns), reduce,
@@ -213,6 +222,11 @@ std::vector<Case> segment_cases() {
       cases.back().finite_differences = false;
     }
     if (reduce == "logsumexp" || reduce == "softmax") {
+      for (const std::int64_t columns : {1, 8, 16}) {
+        add(make_case(fmt::format("steps D={}", columns), reduce,
+                      {{1024, 1024, 2048, 1500, 0, 600, 3000}, columns}, {}, Values::steps));
+        cases.back().finite_differences = false;
+      }
       const std::pair<const char*, Values> kinds[] = {{"wide", Values::wide},
                                                       {"far", Values::far},
                                                       {"low", Values::low},
@@ -223,9 +237,12 @@ std::vector<Case> segment_cases() {
           add(make_case(fmt::format("{} D={}", kind, columns), reduce, {blocks, columns}, {},
                         values));
         }
-        // One column with many rows a segment has ways of its own.
-        add(make_case(fmt::format("{} giants D=1", kind), reduce, {{9000, 0, 300, 1, 6001}, 1}, {},
-                      values));
+        // Few columns with many rows a segment have ways of their own.
+        for (const std::int64_t columns : {1, 8}) {
+          add(make_case(fmt::format("{} giants D={}", kind, columns), reduce,
+                        {{9000, 0, 300, 1, 6001}, columns}, {}, values));
+          cases.back().finite_differences = columns == 1;
+        }
         for (const std::int64_t columns : {9, 128}) {
           add(make_case(fmt::format("{} unsorted D={}", kind, columns), reduce,
                         {mixed, columns, Form::unsorted, 2, 3}, {}, values));

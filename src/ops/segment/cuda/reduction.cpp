@@ -14,14 +14,14 @@ std::string element(DType dtype) { return std::string(cuda::device_type(dtype));
 bool reads_mask(const ReduceOp& op) { return op.input == "mask"; }
 
 // Of smxx_reduce_rows.cuh: whether it keeps states in pairs, its rings and its shared memory.
-bool packs(const ReduceOp& op, DType dtype, int vector, const cuda::DeviceInfo& device) {
-  return op.pairs && device.arch() >= 90 && size_of(dtype) == 2 && vector % 2 == 0;
+bool packs(const ReduceOp& op, DType dtype, int vector, int arch) {
+  return op.pairs && arch >= 90 && size_of(dtype) == 2 && vector % 2 == 0;
 }
 int ring_rows(const ReduceOp& op, const SegmentProblem& problem, int vector,
               const cuda::DeviceInfo& device) {
   constexpr std::int64_t kWarp = 32;
   const bool takes_warps = problem.x.shape[1] > vector * (kWarp / 2);
-  const bool deep = takes_warps || packs(op, problem.x.dtype, vector, device);
+  const bool deep = takes_warps || packs(op, problem.x.dtype, vector, device.arch());
   // What was timed. Other devices have less shared memory.
   const bool timed = device.arch() >= 90 && !permuted(problem) && !reads_mask(op) &&
                      vector == vector_length(problem.x.dtype);
@@ -31,7 +31,8 @@ int reduce_bytes(const ReduceOp& op, DType dtype, int vector, int ring_rows,
                  const cuda::DeviceInfo& device) {
   const int states = vector * op.state_bytes;
   return reduce_rows_bytes(reads_mask(op) ? 0 : vector * static_cast<int>(size_of(dtype)), states,
-                           packs(op, dtype, vector, device) ? vector * 4 : states, ring_rows);
+                           packs(op, dtype, vector, device.arch()) ? vector * 4 : states,
+                           ring_rows);
 }
 
 cuda::OpKernel kernel_of(const ReduceOp& op, std::string_view what, std::string_view file,
@@ -81,14 +82,21 @@ cuda::OpKernel stream_kernel(const ReduceOp& op, DType dtype) {
   kernel.blocks = stream_element_bytes(op, dtype) <= 2 ? 4 : 5;
   return kernel;
 }
-cuda::OpKernel narrow_kernel(const ReduceOp& op, DType dtype) {
+// What smxx_reduce_narrow.cuh keeps of a piece of a row.
+int narrow_kept_bytes(const ReduceOp& op, DType dtype, int arch) {
+  const int vector = vector_length(dtype);
+  if (packs(op, dtype, vector, arch)) return vector / 2 * op.state_bytes;
+  return vector * (op.pairs ? op.state_bytes : op.chunk_bytes);
+}
+cuda::OpKernel narrow_kernel(const ReduceOp& op, DType dtype, int arch) {
+  const int kept_bytes = narrow_kept_bytes(op, dtype, arch);
   cuda::OpKernel kernel =
       kernel_of(op, "reduce_narrow", "ops/segment/cuda/smxx_reduce_narrow.cuh",
                 fmt::format("segment_cuda::reduce_narrow<segment_cuda::{}, {}, {}, {}>", op.type,
-                            element(dtype), op.out, op.state_bytes),
+                            element(dtype), op.out, kept_bytes),
                 dtype);
   kernel.threads = kStreamThreads;
-  kernel.blocks = 3;  // as shared memory allows
+  kernel.blocks = kept_bytes <= 32 ? 3 : 2;  // as shared memory allows
   return kernel;
 }
 cuda::OpKernel tile_kernel(const ReduceOp& op, DType dtype, int vector) {
@@ -233,10 +241,13 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
       pieces_ = {rows_kernel(op, dtype, *access), device,
                  reduce_bytes(op, dtype, vector_, ring_rows_, device)};
       narrow_lane_bits_ = narrow_lane_bits(problem);
-      if (has_narrow(op, dtype) && narrow_lane_bits_ && has(narrow_kernel(op, dtype)) &&
+      const cuda::OpKernel narrow = narrow_kernel(op, dtype, device.arch());
+      if (has_narrow(op, dtype) && narrow_lane_bits_ && has(narrow) &&
           has(shares_kernel(op, dtype))) {
+        const int kept_bytes = narrow_kept_bytes(op, dtype, device.arch());
         shares_ = {shares_kernel(op, dtype), device};
-        narrow_ = {narrow_kernel(op, dtype), device, kNarrowBytes};
+        narrow_ = {narrow, device, narrow_bytes(kept_bytes)};
+        stream_rows_ = kNarrowLaneRows << (5 - *narrow_lane_bits_);
         setup.allow_stream(*narrow_);
       }
       pieces_tiling_ = long_rows_tiling(problem, vector_, setup.resident(*pieces_));
@@ -270,7 +281,7 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   const bool pieces = pieces_ && in_pieces(p, vector_);
   if (pieces && narrow_) {
     p.lane_bits = *narrow_lane_bits_;
-    p.row_alignment = kNarrowChunkPieces >> p.lane_bits;
+    p.row_alignment = stream_rows_;
     p = setup.stream(launcher, *narrow_, p, StreamKind::narrow);
     launcher.launch(*shares_, p, combine_blocks(p, 1), p.columns);
     return;
@@ -295,7 +306,7 @@ std::vector<cuda::KernelSource> Reduction::kernels(const ReduceOp& op, DType dty
     add(shares_kernel(op, dtype));
   }
   if (has_narrow(op, dtype)) {
-    add(narrow_kernel(op, dtype));
+    add(narrow_kernel(op, dtype, arch));
     for (const int vector : row_tile_vectors(dtype)) {
       if (op.tiles) add(tile_kernel(op, dtype, vector));
     }

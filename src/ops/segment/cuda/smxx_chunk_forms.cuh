@@ -152,7 +152,7 @@ struct AimedForm {
   static State state(const Kept& kept, int) { return kept; }
 
   // No, where a row is not finite or far above the first. Many rows make a large sum, too.
-  static bool is_exact(const Kept& kept) { return kept.sum <= Op::kMost; }
+  static bool is_exact(const Kept& kept) { return kept.sum <= Op::kMostOfMany; }
 };
 
 template <class Op, class T>

@@ -1,4 +1,5 @@
-// Kernels over x of one column, contiguous, at the speed of memory. The list of rows and segment
+// Kernels over x of one column, or of narrow rows (smxx_piece_chunks.cuh), contiguous, at the speed
+// of memory. The list of rows and segment
 // ends (params.cuh) is cut into as many equal shares as the device holds warps; a warp goes through
 // its share from front to back, chunk by chunk, and no warp waits for another. While it works on a
 // chunk, what it reads of the next one is on its way. A lane has 64 bytes of consecutive rows of a
@@ -116,6 +117,8 @@ struct LaneMarks {
   int first() const { return __ffs(static_cast<int>(bits)) - 1; }
   int last() const { return 31 - __clz(static_cast<int>(bits)); }
 };
+// The lowest bits of four bytes that are 0 or 1, beside each other.
+inline uint32_t bits_of_bytes(uint32_t four) { return four * 0x10204080u >> 28; }
 template <class T>
 struct ChunkMarks {
   static constexpr int kVectors = Chunk<T>::kLaneRows / 16;
@@ -133,9 +136,7 @@ struct ChunkMarks {
       own[k] = {};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // The bits of the four bytes, beside each other.
-        const uint32_t four = words.element[i] * 0x10204080u >> 28;
-        marks.bits += four << (16 * k + 4 * i);
+        marks.bits += bits_of_bytes(words.element[i]) << (16 * k + 4 * i);
       }
     }
     return marks;
@@ -145,7 +146,7 @@ struct ChunkMarks {
 // What a warp walks along: the rows of its share, and the segments of the list that end there.
 // Rows are counted from `base`, a multiple of a chunk's, and segments from `first`.
 // So many groups of 32 ends are read a chunk ahead, and so many at once where these do not suffice.
-template <int kRows, int kAhead, int kMore>
+template <int kAhead, int kMore>
 struct ChunkWalk {
   static constexpr int kAheadEnds = kAhead * device::kWarpSize;
   const Params& p;
@@ -169,16 +170,16 @@ struct ChunkWalk {
   bool bad = false;
 
   // Of one of the blocks that the shares are cut for.
-  ChunkWalk(const Params& p_, const Segments& segments_, int64_t block)
+  ChunkWalk(const Params& p_, const Segments& segments_, int64_t block, int chunk_rows)
       : p(p_), segments(segments_), share(block * kStreamWarps + threadIdx.x / device::kWarpSize) {
     const int64_t items[2] = {share * p.tile_items, (share + 1) * p.tile_items};
     TileStart bounds[2];
     bool inside[2];
-    find_starts_at(segments, p.end_items, items, bounds, inside);
+    find_starts_at(segments, p.end_items, items, bounds, inside, chunk_rows);
     const TileStart from = bounds[0], to = bounds[1];
     if (lane < 2) p.starts[share + lane] = bounds[lane];
     constexpr int64_t kMost = 1 << 28;  // far more than fit into any share of a device
-    base = from.row & -static_cast<int64_t>(kRows);
+    base = from.row & -static_cast<int64_t>(chunk_rows);
     row = static_cast<int>(from.row - base);
     row_stop = static_cast<int>(clamped(to.row - base, row, kMost));
     rows = static_cast<int>(clamped(p.rows - base, 0, kMost));
@@ -224,11 +225,12 @@ struct ChunkWalk {
     end -= base;
     return end < 0 ? -1 : end > row_stop ? row_stop + 1 : static_cast<int>(end);
   }
-  int read_end(int from) const {
+  int end_of(int number) const {
     int64_t end[1];
-    read_ends(from, end);
+    read_ends(number - lane, end);
     return counted(end[0]);
   }
+  int read_end(int from) const { return end_of(from + lane); }
   void read_ahead(int number, int begin) {
     window = number;
     window_reached = begin;

@@ -1,4 +1,4 @@
-// Behind a reduction that streams (smxx_stream.cuh, smxx_chunks.cuh): puts together the segments
+// Behind a reduction that streams (smxx_chunks.cuh): puts together the segments
 // that reach over several shares, from their slots. Where offsets were out of order, all that the
 // reduction did was in vain; then they are repaired, and segments reduced from their rows, short
 // ones by a thread, others by a block. That is slow, but offsets are not meant to be so, and it

@@ -71,7 +71,7 @@ void map_chunks(const Params& p) {
   using Made = Values<Out, kPieceRows>;
   constexpr int kAhead = map_ahead(sizeof(T), kReadsMask);
   constexpr int kGroups = kAhead + kMapMore;
-  using Steps = ChunkWalk<kRows, kAhead, kMapMore>;
+  using Steps = ChunkWalk<kAhead, kMapMore>;
   // What is laid lies as rows do where it is as large; else so that lanes are in different banks.
   // Two lanes more have room for what lanes lay elsewhere.
   using Laid = Select<kOneRow, T, Segment>;
@@ -100,7 +100,7 @@ void map_chunks(const Params& p) {
       follow(p.d_out) && follow(p.arg) && follow(p.out) && follow(p.statistic);
   // The shares of a block, and whether there was disorder.
   const auto go_through = [&](int64_t block) {
-    Steps steps(p, segments, block);
+    Steps steps(p, segments, block, kRows);
     const uint8_t* const mask = static_cast<const uint8_t*>(p.mask.data) + steps.base;
     Out* const d_x = static_cast<Out*>(p.d_x.data) + steps.base;
     Out* const to = d_x + Chunk<T>::row_of(0);

@@ -62,8 +62,12 @@ struct Extreme {
   static void add(State& a, R x, int) { a.top = larger(a.top, kMin ? -x : x); }
   // The same of two columns of 16-bit floats.
   template <class T>
-  static void add_pair(uint32_t& top, uint32_t&, uint32_t x, uint32_t) {
-    top = Packed<T>::max_or_nan(x ^ kPairSigns<kMin>, top);
+  static void add_pair(uint32_t& top, uint32_t& place, uint32_t x, uint32_t row) {
+    append_pair<T>(top, place, x ^ kPairSigns<kMin>, row);
+  }
+  template <class T>
+  static void append_pair(uint32_t& top, uint32_t&, uint32_t next, uint32_t) {
+    top = Packed<T>::max_or_nan(next, top);
   }
   static State state_of(R top, int) { return {top}; }
   static void append(State& a, const State& b) { a.top = larger(a.top, b.top); }
@@ -95,12 +99,22 @@ struct ExtremePlace {
   // The same of two columns of 16-bit floats, but that a NaN does not become the place.
   template <class T>
   static void add_pair(uint32_t& top, uint32_t& place, uint32_t x, uint32_t row) {
-    const uint32_t next = x ^ kPairSigns<kMin>;
+    append_pair<T>(top, place, x ^ kPairSigns<kMin>, row);
+  }
+  template <class T>
+  static void append_pair(uint32_t& top, uint32_t& place, uint32_t next, uint32_t row) {
     const uint32_t above = Packed<T>::template above<kLast>(next, top);
     place = (place & ~above) | (row & above);
     top = Packed<T>::max_or_nan(next, top);
   }
   static State state_of(R top, int place) { return {top, place}; }
+  static R top_of_row(R x) { return kMin ? -x : x; }
+  // Of later rows, but that a NaN does not become the place.
+  static void append_number(State& a, const State& b) {
+    const bool above = kLast ? b.top >= a.top : b.top > a.top;
+    a.place = above ? b.place : a.place;
+    a.top = larger(b.top, a.top);
+  }
   // Of two columns, what is largest where they are extreme; and the top of that, of min without the
   // sign of a zero.
   static uint32_t upward(uint32_t pair)
@@ -197,6 +211,8 @@ struct ExponentialSum {
   // Of rows added as they are. The larger, the less exact is a term that is far above: 3000 =
   // exp(8) costs at most 5e-7 of it.
   static constexpr R kMost = 3000;
+  // The same of some hundred rows, which make a large sum by their number, too.
+  static constexpr R kMostOfMany = 1 << 18;
   // Of a run without rows.
   static void aim(State& a, R x) { a.shift = x; }
   static void append(State& a, const State& b) {
@@ -536,27 +552,30 @@ void finish(const Params& p, const Segments& segments, int64_t j, int64_t column
       [&] { return segments.begin(j); }, [&] { return segments.length(j); });
 }
 
-// By one thread, for one column of an empty segment.
-template <class Op, class Out>
-void finish_empty(const Params& p, int64_t j, int64_t column) {
-  const int64_t s = Tile::problem_segment(j);
-  if (p.result.data != nullptr) {
-    const auto value = static_cast<Real<Out>>(p.empty_value);
-    store_row(p.result, s, column, Values<Out, 1>{{device::from_real<Out>(value)}});
-  }
-  if constexpr (kStoresPair<Op>) store_row(p.result2, s, column, Values<Out, 1>{});
+// The same of an empty segment.
+template <class Op, class Out, int kCount, class Outputs>
+void finish_empty_to(const Params& p, const Outputs& to) {
+  const auto empty = static_cast<Real<Out>>(p.empty_value);
+  Real<Out> values[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) values[i] = empty;
+  if (to.wants_result()) to.result(Values<Out, kCount>::of(values));
+  if constexpr (kStoresPair<Op>) to.result2(Values<Out, kCount>{});
   if constexpr (kStoresReal<Op, Out>) {
-    const auto value = static_cast<Real<Out>>(p.empty_value);
-    if (p.result2.data != nullptr) store_row(p.result2, s, column, Values<Real<Out>, 1>{{value}});
+    if (to.wants_result2()) to.result2(Values<Real<Out>, kCount>::of(values));
   }
-  if (Op::kPlaces && p.arg.data != nullptr) {
-    const RowOutputs<false> to{p, s, column};
-    if (p.arg_type == ArgType::u8) {
-      store_arg_as<uint8_t, 1>(to, [](int) { return kNoPlace; });
+  if constexpr (Op::kPlaces) {
+    if (!to.wants_arg()) return;
+    if (to.arg_type() == ArgType::u8) {
+      store_arg_as<uint8_t, kCount>(to, [](int) { return kNoPlace; });
     } else {
-      store_arg<1>(to, [](int) { return -1; });
+      store_arg<kCount>(to, [](int) { return -1; });
     }
   }
+}
+template <class Op, class Out, int kCount = 1>
+void finish_empty(const Params& p, int64_t j, int64_t column) {
+  finish_empty_to<Op, Out, kCount>(p, RowOutputs<false>{p, Tile::problem_segment(j), column});
 }
 
 }  // namespace pullback::segment_cuda

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "ops/segment/cuda/smxx_chunk_forms.cuh"
+#include "ops/segment/cuda/smxx_packed_outputs.cuh"
 
 namespace pullback::segment_cuda {
 
@@ -58,72 +59,12 @@ void add_chunk(typename Op::State& state, const Chunk<T>& rows, int at) {
   }
 }
 
-// Where the outputs of some segments go, rows of each tensor following each other. Which are wanted
-// is known to the compiler: where segments are short, storing costs as much as adding.
-enum class Wants { result, mean, result2, arg_i64, arg_i32, arg_u8 };
-template <class Out, Wants kWants>
-struct PackedOutputs {
-  static constexpr bool kPermuted = false;
-  const Params& p;
-  int64_t first;
-  int i = 0;
-
-  static constexpr bool wants_result() { return true; }
-  static constexpr bool wants_result2() { return kWants == Wants::result2; }
-  static constexpr bool wants_arg() { return kWants >= Wants::arg_i64; }
-  static constexpr bool wants_mean() { return kWants == Wants::mean; }
-  static constexpr ArgType arg_type() {
-    return kWants == Wants::arg_i64   ? ArgType::i64
-           : kWants == Wants::arg_i32 ? ArgType::i32
-                                      : ArgType::u8;
-  }
-  template <class V>
-  void result(const V& values) const {
-    (static_cast<V*>(p.result.data) + first)[i] = values;
-  }
-  template <class V>
-  void result2(const V& values) const {
-    (static_cast<V*>(p.result2.data) + first)[i] = values;
-  }
-  template <class V>
-  void arg(const V& values) const {
-    (static_cast<V*>(p.arg.data) + first)[i] = values;
-  }
-};
-
-// Calls store(outputs) for segments of the problem from s on. False where outputs are not as these
-// know them.
-template <class Op, class Out, class Store>
-bool to_packed(const Params& p, int64_t s, const Store& store) {
-  const auto packed = [](const Matrix& to) { return to.data != nullptr && to.row_stride == 1; };
-  const auto call = [&]<Wants kWants>() {
-    store(PackedOutputs<Out, kWants>{p, s});
-    return true;
-  };
-  if (!packed(p.result)) return false;
-  if constexpr (kStoresPair<Op>) {
-    return packed(p.result2) && call.template operator()<Wants::result>();
-  } else if constexpr (Op::kPlaces) {
-    if (p.arg.data == nullptr) return call.template operator()<Wants::result>();
-    if (!packed(p.arg)) return false;
-    if (p.arg_type == ArgType::i64) return call.template operator()<Wants::arg_i64>();
-    if (p.arg_type == ArgType::i32) return call.template operator()<Wants::arg_i32>();
-    return call.template operator()<Wants::arg_u8>();
-  } else if constexpr (kStoresReal<Op, Out>) {
-    if (p.result2.data == nullptr) return call.template operator()<Wants::result>();
-    return packed(p.result2) && call.template operator()<Wants::result2>();
-  } else {
-    if (p.mean) return call.template operator()<Wants::mean>();
-    return call.template operator()<Wants::result>();
-  }
-}
-
 template <class Op, class T, class Out, int kStateBytes>
 void reduce_chunks(const Params& p) {
   using State = typename Op::State;
   constexpr int kRows = Chunk<T>::kRows;
   constexpr int kAhead = reduce_ahead(sizeof(T));
-  using Steps = ChunkWalk<kRows, kAhead, kReduceMore>;
+  using Steps = ChunkWalk<kAhead, kReduceMore>;
   struct Shared {
     typename ChunkRing<T, kReduceChunks>::Shared rows;
     typename ChunkStates<Op, T>::Shared states;
@@ -137,7 +78,7 @@ void reduce_chunks(const Params& p) {
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
   Shared& shared =
       *reinterpret_cast<Shared*>(memory + kept(static_cast<uint32_t>(warp * sizeof(Shared))));
-  Steps steps(p, segments, blockIdx.x);
+  Steps steps(p, segments, blockIdx.x, kRows);
   const T* const x = static_cast<const T*>(p.x.data) + steps.base;
   ChunkRing<T, kReduceChunks> ring(shared.rows, x, steps.rows);
   shared.last.take();

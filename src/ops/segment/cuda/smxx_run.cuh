@@ -63,7 +63,6 @@ struct Run {
 template <class Op, class T, int kVector>
 struct Run<Op, T, kVector, RunKind::pairs> {
   using State = typename Op::State;
-  static constexpr int kAnyLast = -1;
   uint32_t top[kVector / 2], place[kVector / 2];  // of columns 2 i and 2 i + 1
 
   void begin(int first) {
@@ -74,13 +73,12 @@ struct Run<Op, T, kVector, RunKind::pairs> {
       place[i] = twice(first);
     }
   }
-  // value.pair(i, k) are columns 2 i and 2 i + 1 of the k-th; places are less than 2^16. What comes
-  // behind `last`, if that is given, has its place.
+  // value.pair(i, k) are columns 2 i and 2 i + 1 of the k-th; places are less than 2^16.
   template <int kCount, class Rows>
-  bool add(const Rows& value, int first, int last = kAnyLast) {
+  bool add(const Rows& value, int first) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) {
-      const uint32_t at = twice(last == kAnyLast || first + k < last ? first + k : last);
+      const uint32_t at = twice(first + k);
 #pragma unroll
       for (int i = 0; i < kVector / 2; ++i) {
         Op::template add_pair<T>(top[i], place[i], value.pair(i, k), at);

@@ -36,15 +36,17 @@ inline Segments make_segments(const Params& p, bool own) {
 }
 
 // The start of the tile that begins with this item, in segment `j` of these rows, the first that
-// ends at the item or behind it; and whether rows of the tile's first segment lie before it.
+// ends at the item or behind it; and whether rows of the tile's first segment lie before it. Inside
+// a segment tiles begin with multiples of `alignment`, a power of two, if these are inside, too.
 inline TileStart start_within(const Segments& segments, int end_items, int64_t item, int64_t j,
-                              int64_t begin, int64_t end, bool& inside) {
+                              int64_t begin, int64_t end, bool& inside, int alignment = 1) {
   begin = clamped(begin, 0, segments.rows);
   const int64_t row = clamped(item - j * end_items, begin, segments.rows);
   const bool begun = begin < row;
   const bool ended = begun && end == row;
   inside = begun && !ended;
-  return {j + ended, row};
+  const int64_t aligned = row & -static_cast<int64_t>(alignment);
+  return {j + ended, inside && aligned > begin ? aligned : row};
 }
 // Takes the rows of the tile's first segment that lie before it, too, where these are snap_rows at
 // most.
@@ -58,7 +60,7 @@ inline void snap(const Params& p, int64_t begin, TileStart& start) {
 // Of offsets out of order the first tile still begins, and the last one ends, where it must.
 template <int kCount>
 void find_starts_at(const Segments& segments, int end_items, const int64_t (&item)[kCount],
-                    TileStart (&start)[kCount], bool (&inside)[kCount]) {
+                    TileStart (&start)[kCount], bool (&inside)[kCount], int alignment = 1) {
   const int lane = threadIdx.x % device::kWarpSize;
   int64_t low[kCount], high[kCount];
   bool searching = true;
@@ -100,7 +102,7 @@ void find_starts_at(const Segments& segments, int end_items, const int64_t (&ite
       start[i] = {segments.count + 2, segments.rows};
     } else {
       start[i] = start_within(segments, end_items, item[i], low[i], segments.begin(low[i]),
-                              segments.end(low[i]), inside[i]);
+                              segments.end(low[i]), inside[i], alignment);
     }
   }
 }

@@ -1,13 +1,11 @@
-// Maps over x of one column, contiguous, and narrow rows, at the speed of memory. The list of rows
-// and segment ends (params.cuh) is cut into as many equal shares as the device holds warps; a warp
-// goes through its share from front to back, and no warp waits for another. Rows and the ends of
-// segments pass through rings in shared memory that are refilled as soon as a chunk is done with.
-// Segments come 32 at a time: a lane, or a few, walks the rows of its own, and all lanes together
-// those of a long one.
+// Maps over x of one column, contiguous, at the speed of memory. The list of rows and segment ends
+// (params.cuh) is cut into as many equal shares as the device holds warps; a warp goes through its
+// share from front to back, and no warp waits for another. Rows and the ends of segments pass
+// through rings in shared memory that are refilled as soon as a chunk is done with. Segments come
+// 32 at a time: a lane walks the rows of its own, and all lanes together those of a long one.
 //
 // Offsets are proved on the way, rather than in a pass of their own. Unproven ones can make a warp
-// compute nonsense, but neither read nor write out of bounds, and not without end. Where the proof
-// fails the kernel behind a reduction repairs the offsets and does all (smxx_combine_shares.cuh).
+// compute nonsense, but neither read nor write out of bounds, and not without end.
 #pragma once
 
 #include "ops/segment/cuda/smxx_math.cuh"
@@ -60,7 +58,6 @@ struct RowRing {
 
 // What a warp walks along: the rows of its share and the segments of the list that end there.
 // Inside a share rows are counted from `base`, segments from `first_group`, a multiple of 32.
-// kChunkRows 0: chunks have p.row_alignment rows.
 template <int kChunkRows>
 struct Walk {
   static constexpr int kMostEnds = kStreamEndGroups * device::kWarpSize;
@@ -68,7 +65,6 @@ struct Walk {
 
   const Params& p;
   const Segments& segments;
-  const int chunk_bits = 31 - __clz(kChunkRows != 0 ? kChunkRows : p.row_alignment);
   int64_t* ends;
   const char* next_end;  // this lane's of the next group to ask for
   uint32_t own_end;      // this lane's of the first group, in shared memory
@@ -97,7 +93,7 @@ struct Walk {
     const TileStart from = bounds[0], to = bounds[1];
     if (lane < 2) p.starts[share + lane] = bounds[lane];
     constexpr int64_t kMost = 1 << 28;  // far more than fit into any share of a device
-    base = from.row & -(int64_t{1} << chunk_bits);
+    base = from.row & -static_cast<int64_t>(kChunkRows);
     row = static_cast<int>(from.row - base);
     row_stop = static_cast<int>(clamped(to.row - base, row, kMost));
     rows = static_cast<int>(clamped(p.rows - base, 0, kMost));
@@ -120,10 +116,10 @@ struct Walk {
   template <class Request>
   void advance(const Request& request) {
     __syncwarp();
-    const int chunk = row >> chunk_bits;
+    const int chunk = static_cast<int>(static_cast<uint32_t>(row) / kChunkRows);
 #pragma unroll 1
     for (; chunks < chunk + kStreamChunks; ++chunks) {
-      if (chunks << chunk_bits < row_stop) request(chunks);
+      if (chunks * kChunkRows < row_stop) request(chunks);
       async_commit();
     }
 #pragma unroll 1
@@ -133,7 +129,7 @@ struct Walk {
     }
     async_wait<kStreamPending>();
     __syncwarp();
-    const int arrived = (chunk + kStreamChunks - kStreamPending) << chunk_bits;
+    const int arrived = (chunk + kStreamChunks - kStreamPending) * kChunkRows;
     window = arrived < row_stop ? arrived : row_stop;
   }
   void request_ends() {
@@ -170,10 +166,8 @@ struct Walk {
     Batch batch;
     batch.number = group() * device::kWarpSize + lane;
     batch.end = batch.number < stop ? end_of(batch.number) : 0;
-    // A lane may read on a little, but not what is on its way.
-    const int reached = window - (kStreamAtOnce - 1);
     const bool ended = batch.number >= segment && batch.number < stop &&
-                       (window == row_stop || batch.end <= reached);
+                       (window == row_stop || batch.end <= window);
     const uint32_t run =
         __ballot_sync(device::kAllLanes, ended) >> (segment & (device::kWarpSize - 1));
     batch.count = __clz(static_cast<int>(__brev(~run)));

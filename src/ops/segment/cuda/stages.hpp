@@ -153,7 +153,7 @@ struct ReduceOp {
   std::string out;    // element of result
   std::string input;  // Input::…
   int state_bytes;
-  int chunk_bytes;     // of what smxx_chunk_forms.cuh keeps in place of a state
+  int chunk_bytes;     // of what kernels that go by chunks keep of an element in place of a state
   bool wide;           // whether there are kernels that read by pieces
   bool tiles = false;  // and smxx_reduce_tile.cuh serves
   bool pairs = false;  // of 16-bit floats are taken at once (smxx_run.cuh)

@@ -68,19 +68,10 @@ inline constexpr int kStreamWarps = kStreamThreads / 32;
 inline constexpr int kStreamChunks = 8;
 inline constexpr int kStreamEndGroups = 8;
 inline constexpr int kStreamPending = 4;     // chunks and groups on their way
-inline constexpr int kStreamAtOnce = 4;      // rows that a lane reads, some behind its segment
 inline constexpr int kStreamMapRows = 16;    // of a segment, at most, that a lane walks alone
 inline constexpr int kStreamWarpRows = 256;  // the same of those that the lanes take row by row
 inline constexpr int kStreamEndItems = 16;   // rows that the end of a segment costs as much as
 inline constexpr int kLeastShare = 1024;     // rows and segment ends of a warp
-// The same of narrow rows (smxx_reduce_narrow.cuh).
-inline constexpr int kNarrowMostBytes = 128;  // of a row
-inline constexpr int kNarrowLanePieces = 4;   // of 16 bytes, of a chunk
-inline constexpr int kNarrowGroupRows = 32;   // of a segment, at most, that a group of lanes walks
-inline constexpr int kNarrowEndItems = 8;     // rows that the end of a segment costs as much as
-inline constexpr int kNarrowChunkPieces = kNarrowLanePieces * 32;
-inline constexpr int kNarrowBytes =  // of shared memory
-    kStreamWarps * (kStreamChunks * kNarrowChunkPieces * 16 + kStreamEndGroups * 32 * 8);
 // Kernels that go by chunks (smxx_chunks.cuh).
 // Of rows of a chunk, a lane's: 32 rows at most, each a bit of a word.
 constexpr int chunk_lane_bytes(int element_bytes) { return element_bytes == 1 ? 32 : 64; }
@@ -107,6 +98,26 @@ constexpr int reduce_chunks_bytes(int element_bytes, int state_bytes) {
   const int rows = chunk_rows(element_bytes);
   return kStreamWarps * (kReduceChunks * 32 * chunk_lane_bytes(element_bytes) +
                          (rows + 32) * state_bytes + rows + kReduceEnds * 2);
+}
+
+// Reductions of narrow rows (smxx_reduce_narrow.cuh), by pieces of 16 bytes. Shared memory of a
+// block: a plane has 16 bytes for each piece of a chunk; what is kept of it takes the place of its
+// rows, and further planes; a byte for each row, ends. Three blocks fill a multiprocessor of sm_90,
+// or two where 64 bytes are kept.
+inline constexpr int kNarrowMostBytes = 128;  // of a row
+inline constexpr int kNarrowEndItems = 8;     // rows that the end of a segment costs as much as
+inline constexpr int kNarrowAhead = 2;        // groups of 32 segment ends that are read ahead
+inline constexpr int kNarrowLaneRows = 8;     // of a chunk
+inline constexpr int kNarrowEnds = 256;       // that are kept
+inline constexpr int kNarrowPlaneBytes = 32 * 16 * kNarrowLaneRows;
+// Bytes of the widest rows of a lane, so that their places differ by bits.
+inline constexpr int kNarrowAlignment = kNarrowLaneRows * kNarrowMostBytes;
+// Chunks of a warp, in use or on their way; no more than fit on devices with less shared memory.
+constexpr int narrow_chunks(int kept_bytes) { return kept_bytes <= 32 ? 3 : 2; }
+constexpr int narrow_bytes(int kept_bytes) {
+  const int bytes = (narrow_chunks(kept_bytes) - 1 + kept_bytes / 16) * kNarrowPlaneBytes +
+                    32 * kNarrowLaneRows + kNarrowEnds * 2;
+  return kStreamWarps * ((bytes + kNarrowAlignment - 1) / kNarrowAlignment * kNarrowAlignment);
 }
 
 // Tiles that a block looks at for segments to combine.

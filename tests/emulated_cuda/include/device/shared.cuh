@@ -30,6 +30,9 @@ inline void store_shared(uint32_t address, uint32_t value) {
   if (address % sizeof value != 0) emulated::fail("a misaligned store to shared memory");
   *reinterpret_cast<uint32_t*>(shared_pointer(address)) = value;
 }
+inline void store_shared(uint32_t address, const uint32_t (&value)[4]) {
+  for (int i = 0; i < 4; ++i) store_shared(address + 4 * i, value[i]);
+}
 inline void count_shared(uint32_t address) { store_shared(address, load_shared_word(address) + 1); }
 
 }  // namespace pullback::device
