@@ -241,7 +241,7 @@ std::vector<Case> segment_cases() {
         for (const std::int64_t columns : {1, 8}) {
           add(make_case(fmt::format("{} giants D={}", kind, columns), reduce,
                         {{9000, 0, 300, 1, 6001}, columns}, {}, values));
-          cases.back().finite_differences = columns == 1;
+          if (columns > 1) cases.back().finite_differences = false;
         }
         for (const std::int64_t columns : {9, 128}) {
           add(make_case(fmt::format("{} unsorted D={}", kind, columns), reduce,
