@@ -106,15 +106,15 @@ TEST(entmax_regression, logits_of_1e8) {
   }
 }
 
-// baracuda: without the maximum subtracted, row sums are off by 6e-2 at an offset of 1e5. The
-// farthest here, 4.5e-6, is of AVX2: alpha 1.1 of 1024 nearly equal logits.
+// baracuda: without the maximum subtracted, row sums are off by 6e-2 at an offset of 1e5. Near
+// alpha 1 AVX2 is off by 4.5e-6 where logits are nearly equal.
 TEST(entmax_regression, probabilities_sum_to_one_whatever_the_offset) {
   for (double alpha : {1.0, 1.0001, 1.1, 1.3, 1.5, 1.8, 2.0, 2.5, 10.0}) {
     for (double offset : {0.0, -1000.0, 1e4, 1e5}) {
       for (double sigma : {1e-3, 0.3, 1.0, 10.0}) {
         Rows<float> rows(normal_logits(1024, sigma, offset), 1024, alpha);
         rows.forward();
-        EXPECT_NEAR(rows.sum(rows.y), 1, 6e-6)
+        EXPECT_NEAR(rows.sum(rows.y), 1, alpha > 1 && alpha < 1.125 ? 6e-6 : 2e-6)
             << "alpha " << alpha << " offset " << offset << " sigma " << sigma;
       }
     }
