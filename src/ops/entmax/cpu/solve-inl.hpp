@@ -310,7 +310,8 @@ Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double toler
       theta = next;
       if (tolerance > power.tolerance && excess < tolerance) return {theta};
     } else {
-      double step = power.Step(sums.f, sums.slope);
+      const double whole = power.Step(sums.f, sums.slope);
+      double step = whole;
       // Only theta's rounding passes the root; what has left the support by it may be most of the
       // slope.
       if (sums.f < 1) step = std::max(step, -kEpsilon * std::abs(static_cast<double>(theta)));
@@ -320,7 +321,7 @@ Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double toler
       const bool moves = step > kTiny * std::abs(root);
       if (sums.f - 1 > tolerance && moves) continue;
       const double rest = root - static_cast<double>(theta);
-      const double f = 1 + rest * power.Descent(sums.slope);
+      const double f = 1 + (rest + (whole - step)) * power.Descent(sums.slope);
       return {theta, static_cast<R>(rest), static_cast<R>(1 / f), sums.count};
     }
   }
