@@ -305,6 +305,45 @@ TEST_F(segment_cuda, segments_that_tell_where_tiles_begin) {
   }
 }
 
+// Maps that read x take runs of rows where a group of lanes meets few ends, and rows one by one
+// elsewhere. There have to be so many that it has more than a few.
+TEST_F(segment_cuda, runs_of_rows_between_ends) {
+  struct Size {
+    std::int64_t rows, columns;
+  };
+  for (const auto& [rows, columns] : {Size{40000, 128}, Size{24000, 264}}) {
+    constexpr std::int64_t kLengths[] = {3, 0, 40, 1, 90, 7, 200, 13, 2, 1, 1, 26, 4, 2};
+    Index offsets = {11};
+    for (std::size_t i = 0; offsets.back() + 209 < rows; ++i) {
+      offsets.push_back(offsets.back() + kLengths[i % std::size(kLengths)]);
+    }
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      Random random(5);
+      OneRun run;
+      run.index = index_tensor(offsets, DType::i64);
+      run.x = HostTensor(TensorSpec::contiguous(dtype, {rows, columns}));
+      for (std::int64_t i = 0; i < run.x.numel(); ++i) run.x.set(i, random.normal());
+      for (const SegmentReduce reduce : {SegmentReduce::logsumexp, SegmentReduce::softmax}) {
+        run.problem.reduce = reduce;
+        const auto segments = static_cast<std::int64_t>(offsets.size()) - 1;
+        const std::int64_t out_rows = reduce == SegmentReduce::softmax ? rows : segments;
+        run.d_out = HostTensor(TensorSpec::contiguous(dtype, {out_rows, columns}));
+        for (std::int64_t i = 0; i < run.d_out.numel(); ++i) {
+          run.d_out.set(i, static_cast<double>(i % 7 - 3) / 4);
+        }
+        OneRun expected = run, actual = run;
+        expected(Device::cpu(2), {});
+        actual(Device::cuda(), {});
+        const double tolerance = dtype == DType::f32 ? 3e-6 : 2e-2;
+        expect_near(actual.out, expected.out, "out", tolerance);
+        expect_near(actual.d_x, expected.d_x, "d_x", tolerance);
+        EXPECT_TRUE(actual.d_x.guards_intact());
+        if (HasFailure()) FAIL() << columns << " columns";
+      }
+    }
+  }
+}
+
 // The bytes of contiguous, aligned masks are read and written many at a time.
 TEST_F(segment_cuda, mask_of_any_stride_and_alignment) {
   for (const testing::MaskLayout layout :

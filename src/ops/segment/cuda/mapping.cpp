@@ -166,7 +166,7 @@ MapOp ties_map(DType dtype) {
   return {.name = "ties",
           .type = "ByTies<{T}, {V}>",
           .segment_bytes = 2 * bytes(dtype),
-          .blocks = 2,
+          .blocks = 3,
           .only_wide = true,
           .walker_rows = read_walker_rows(dtype)};
 }
@@ -174,7 +174,7 @@ MapOp exponential_map(DType dtype) {
   return {.name = "logsumexp",
           .type = "ByExponential<{T}, {V}>",
           .segment_bytes = 2 * real_bytes(dtype),
-          .blocks = 3,
+          .blocks = size_of(dtype) == 2 ? 3 : 4,
           .chunk_blocks = 4,
           .narrow_blocks = size_of(dtype) == 2 ? 3 : 4,
           .tiles = true,
@@ -185,7 +185,7 @@ MapOp softmax_map(DType dtype) {
   return {.name = "softmax",
           .type = "Softmax<{T}, {V}>",
           .segment_bytes = 2 * real_bytes(dtype),
-          .blocks = 2,
+          .blocks = size_of(dtype) == 2 ? 2 : 3,
           .narrow_blocks = 2,
           .own_order = true,
           .walker_rows = read_walker_rows(dtype)};

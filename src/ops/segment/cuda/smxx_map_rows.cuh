@@ -119,6 +119,41 @@ void prefetch_segments(const Params& p, const Tile& tile) {
   raw.load(SegmentPrefetch<kVector>{p, tile});
 }
 
+template <class Map>
+inline constexpr bool kReadsXAlone =
+    requires(typename Map::Row row) { row.x; } && !requires(typename Map::Row row) { row.y; };
+
+// Of a walker's rows at a time, those that end segments, at most, for map_run().
+inline constexpr int kFewEnds = 4;
+// Some rows from `row` on, all of one segment. Lanes wait for what they read of rows, so they ask
+// for more at once.
+template <class Map, class T, int kVector>
+void map_run(const Params& p, const RowInputs& from, const Tile& tile, int64_t row, int count) {
+  constexpr int kAtOnce = 4;
+  typename Map::Raw raw;
+  raw.load(from);
+  const T* x = static_cast<const T*>(p.x.data) + row * p.x.row_stride + from.column;
+  T* d_x = static_cast<T*>(p.d_x.data) + row * p.d_x.row_stride + from.column;
+  typename Map::Segment segment;
+  bool made = false;
+#pragma unroll 1
+  for (; count > 0; count -= kAtOnce) {
+    typename Map::Row data[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (k < count) data[k].x = load_once<T, kVector>(x + k * p.x.row_stride);
+    }
+    if (!made) segment = Map::of(raw, tile);
+    made = true;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (k < count) store_once(d_x + k * p.d_x.row_stride, Map::values(segment, data[k], {}));
+    }
+    x += kAtOnce * p.x.row_stride;
+    d_x += kAtOnce * p.d_x.row_stride;
+  }
+}
+
 template <class Map, class T, int kVector, bool kPermuted>
 void map_rows(const Params& p) {
   constexpr int kBatch = Map::kBatch;  // rows whose reads are in flight together
@@ -160,6 +195,7 @@ void map_rows(const Params& p) {
   // All walkers have as many of the tile's rows, one after the other.
   const auto tile_rows = static_cast<int>(clamped(tile.row_stop - tile.origin, 0, kMostTileRows));
   const int walkers = kThreads >> p.lane_bits, share = (tile_rows + walkers - 1) / walkers;
+  const int walkers_of_warp = lanes < device::kWarpSize ? device::kWarpSize >> p.lane_bits : 1;
 #pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {
     const int left = share - round * kWalkerRows;
@@ -168,6 +204,27 @@ void map_rows(const Params& p) {
     const uint32_t end_bits = ends.from(row);
     const uint32_t own = left >= kWalkerRows ? 0xffffffffu : (1u << left) - 1;
     const uint32_t all = rows_inside<true>(tile, row) & own, inside = rows_inside(tile, row) & own;
+    if constexpr (kReadsXAlone<Map> && !kPermuted) {
+      // The walkers of a warp go the same way.
+      int ending = 0;
+#pragma unroll 1
+      for (int i = walker & -walkers_of_warp, stop = i + walkers_of_warp; i < stop; ++i) {
+        ending = max(ending, __popc(ends.from(i * share + round * kWalkerRows) & own));
+      }
+      if (inside == all && ending <= kFewEnds) {
+        int at = row;
+        const int stop = row + __popc(all);
+#pragma unroll 1
+        while (at < stop) {
+          const int end = ends.next(at);
+          const RowInputs inputs{p, segments, ends.segment_to(tile, end), column};
+          const int rows = (end < stop ? end + 1 : stop) - at;
+          map_run<Map, T, kVector>(p, inputs, tile, tile.origin + at, rows);
+          at += rows;
+        }
+        continue;
+      }
+    }
     const uint32_t fresh_bits = end_bits << 1 | 1u;  // first rows of runs
     const int after = ends.next(row + kWalkerRows);
     typename Map::Segment segment{};

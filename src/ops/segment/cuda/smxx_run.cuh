@@ -147,16 +147,14 @@ struct Run<Op, T, kVector, RunKind::powers> {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) sum[i] = 0;
   }
-  // What a run may aim at where its first row is x.
-  static float aim_of(float x) { return is_near(x) ? x : 0; }
-  void aim(int i, float shift) {
-    turn[i] = is_near(shift) ? -kLog2OfE * shift : device::quiet_nan<float>();
-  }
   template <int kCount, class Rows>
   bool add(const Rows& value, int) {
     if (turn[0] != turn[0]) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) aim(i, aim_of(value(i, 0)));
+      for (int i = 0; i < kVector; ++i) {
+        const float x = value(i, 0);
+        turn[i] = fabsf(x) <= kFar ? -kLog2OfE * x : 0;
+      }
     }
     add_aimed<kCount>(value);
     return true;
@@ -202,9 +200,6 @@ struct Run<Op, T, kVector, RunKind::powers> {
       for (int i = 0; i < kVector; ++i) Op::add(result[i], values.real(i), row);
     }
   }
-
- private:
-  static bool is_near(float x) { return x >= -kFar && x <= kFar; }
 };
 
 }  // namespace pullback::segment_cuda
