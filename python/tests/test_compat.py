@@ -89,8 +89,9 @@ def test_segment_csr() -> None:
         assert named(src, indptr).equal(compat.segment_csr(src, indptr, reduce=name))
     with pytest.raises(ValueError, match="reduce"):
         compat.segment_csr(src, indptr, reduce="median")
-    with pytest.raises(NotImplementedError, match="out"):
-        compat.segment_csr(src, indptr, out=torch.empty(3))
+    wanted = r"segment_csr: out: expected \[3\] torch.float32 on cpu, got \[2\] torch.float32 on"
+    with pytest.raises(ValueError, match=wanted):
+        compat.segment_csr(src, indptr, out=torch.empty(2))
 
 
 def test_segment_coo() -> None:
@@ -112,6 +113,51 @@ def test_segment_coo() -> None:
     torch.testing.assert_close(compat.segment_coo(src, torch.tensor([1]))[1], src.sum(0))
     batch = compat.segment_coo(random(2, 5), torch.stack([index, index]), dim_size=4)
     assert batch.shape == (2, 4)
+
+
+def test_results_in_a_given_tensor() -> None:
+    """Written over by _csr and gather_*, joined by _coo, with both gradients."""
+    src = random(2, 5, 3)
+    indptr, index = torch.tensor([0, 2, 3, 3, 5]), torch.tensor([0, 0, 1, 3, 3])
+    for reduce in ("sum", "mean", "min", "max"):
+        wide = torch.full((2, 4, 6), 7.0, dtype=src.dtype)
+        out = wide[..., ::2]
+        result = compat.segment_csr(src, indptr[None], out, reduce)
+        assert result is out and (wide[..., 1::2] == 7).all()
+        assert out.equal(compat.segment_csr(src, indptr[None], reduce=reduce))
+    out = torch.empty_like(src)
+    assert compat.gather_csr(src[:, :4], indptr[None], out) is out and out.equal(src[:, index])
+    out = torch.empty_like(src)
+    assert compat.gather_coo(src, index[None], out) is out and out.equal(src[:, index])
+
+    before = random(2, 4, 3, seed=1) * 0.3
+
+    def joined(src: Tensor, before: Tensor, reduce: str) -> Tensor:
+        return compat.segment_coo(src, index[None], before.clone(), reduce=reduce)
+
+    for reduce in ("sum", "mean", "min", "max"):
+        out = joined(src, before, reduce)
+        for segment in range(4):
+            rows = src[:, index == segment]
+            both = torch.cat([before[:, segment : segment + 1], rows], 1)
+            expected = {
+                "sum": both.sum(1),
+                "mean": both.sum(1) / max(rows.shape[1], 1),
+                "min": both.amin(1),
+                "max": both.amax(1),
+            }[reduce]
+            torch.testing.assert_close(out[:, segment], expected)
+        inputs = src.clone().requires_grad_(), before.clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x, b, r=reduce: joined(x, b, r), inputs)
+    # Values that are no better than what is there, and NaN.
+    nan = float("nan")
+    out = torch.tensor([5.0, nan, 1, 9])
+    values, arg = compat.segment_max_coo(torch.tensor([5.0, nan, 3]), torch.tensor([0, 2, 3]), out)
+    assert values is out and arg.tolist() == [3, 3, 1, 3]
+    assert out[0] == 5 and out[1:3].isnan().all() and out[3] == 9
+    for bad in (torch.empty(4), torch.empty(2, 4, 2), torch.empty(2, 4, 3, dtype=torch.float16)):
+        with pytest.raises(ValueError, match=r"segment_coo: out: expected \[2, .*, 3\] torch"):
+            compat.segment_coo(src, index[None], bad)
 
 
 def test_gathers() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import torch as ops
-from .._checks import expect_none
 from .._options import Reduce
 
 _REDUCTIONS: dict[str, Reduce] = {
@@ -27,7 +26,7 @@ def segment_csr(
     """Reduces rows [indptr[i], indptr[i+1]) of src along dimension indptr.dim() - 1.
 
     reduce is "sum", "add", "mean", "min" or "max". An indptr of several dimensions has segments of
-    its own for each index of the leading ones.
+    its own for each index of the leading ones. The result is written to `out`, if given.
     """
     return _segment_csr(src, indptr, out, reduce)[0]
 
@@ -68,8 +67,9 @@ def segment_coo(
 ) -> Tensor:
     """Reduces rows of src with equal, ascending index along dimension index.dim() - 1.
 
-    dim_size is the number of segments: 1 + the last index when not given, which waits for the
-    device.
+    dim_size is the number of segments: that of `out`, or 1 + the last index when neither is given,
+    which waits for the device. What `out` has counts as one more row of each segment with rows, but
+    not for the number that a mean is divided by.
     """
     return _segment_coo(src, index, out, dim_size, reduce)[0]
 
@@ -110,7 +110,8 @@ def gather_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None) -> Tensor
 
     indptr begins with 0. It waits for the device, as its last element is the number of rows.
     """
-    expect_none("gather_csr", out=out)
+    if out is not None:
+        return _write("gather_csr", out, gather_csr(src, indptr))
     offsets = _broadcast("gather_csr: indptr", indptr, src)
     if offsets.dim() > 1:
         return _each(src, offsets, 0, lambda x, i: (gather_csr(x, i), None))[0]
@@ -125,7 +126,8 @@ def gather_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None) -> Tensor
 
 def gather_coo(src: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """Row index[i] of src as row i, index ascending, along dimension index.dim() - 1."""
-    expect_none("gather_coo", out=out)
+    if out is not None:
+        return _write("gather_coo", out, gather_coo(src, index))
     ids = _broadcast("gather_coo: index", index, src)
     if ids.dim() > 1:
         return _each(src, ids, ids.shape[-1], lambda x, i: (gather_coo(x, i), None))[0]
@@ -177,7 +179,9 @@ def _broadcast(name: str, index: Tensor, src: Tensor) -> Tensor:
 
 
 def _segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None, reduce: str) -> _Result:
-    expect_none("segment_csr", out=out)
+    if out is not None:
+        result, arg = _segment_csr(src, indptr, None, reduce)
+        return _write("segment_csr", out, result), arg
     offsets = _broadcast("segment_csr: indptr", indptr, src)
     if offsets.dim() > 1:
         segments = offsets.shape[-1] - 1
@@ -188,8 +192,12 @@ def _segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None, reduce: str) -
 def _segment_coo(
     src: Tensor, index: Tensor, out: Tensor | None, dim_size: int | None, reduce: str
 ) -> _Result:
-    expect_none("segment_coo", out=out)
     ids = _broadcast("segment_coo: index", index, src)
+    if out is not None:
+        dim = ids.dim() - 1
+        segments = out.shape[dim] if dim < out.dim() else 0
+        _expect_like("segment_coo", out, (*src.shape[:dim], segments, *src.shape[dim + 1 :]), src)
+        return _join(out, src, dim, reduce, lambda x, r: _segment_coo(x, index, None, segments, r))
     if ids.shape[-1] == 1:
         ids = ids.expand(src.shape[: ids.dim()])
     if dim_size is None:
@@ -217,6 +225,36 @@ def _reduce(
     out = ops.segment_reduce(
         src, _REDUCTIONS[reduce], offsets=offsets, ids=ids, num_segments=segments, empty="zero"
     )
+    return out, None
+
+
+def _expect_like(name: str, out: Tensor, shape: Sequence[int], like: Tensor) -> None:
+    if out.shape != tuple(shape) or out.dtype != like.dtype or out.device != like.device:
+        raise ValueError(
+            f"{name}: out: expected {list(shape)} {like.dtype} on {like.device}, "
+            f"got {list(out.shape)} {out.dtype} on {out.device}"
+        )
+
+
+def _write(name: str, out: Tensor, result: Tensor) -> Tensor:
+    _expect_like(name, out, result.shape, result)
+    return out.copy_(result)
+
+
+def _join(
+    out: Tensor, src: Tensor, dim: int, reduce: str, call: Callable[[Tensor, str], _Result]
+) -> _Result:
+    """`call` reduces along dim; its result joins `out`, which becomes both together."""
+    if reduce in ("min", "max"):
+        result, arg = _with_argument(call(src, reduce))
+        passed = out >= result if reduce == "max" else out <= result
+        taken = (arg < src.shape[dim]) & ~passed & ~out.isnan()
+        return out.copy_(torch.where(taken, result, out)), arg.where(taken, src.shape[dim])
+    out.add_(call(src, "sum" if reduce == "mean" else reduce)[0])
+    if reduce == "mean":
+        ones = src.new_ones(()).expand(src.shape[: dim + 1])
+        counts = call(ones, "sum")[0].clamp(min=1)
+        out.div_(counts.reshape(counts.shape + (1,) * (out.dim() - counts.dim())))
     return out, None
 
 
