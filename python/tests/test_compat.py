@@ -149,6 +149,13 @@ def test_results_in_a_given_tensor() -> None:
             torch.testing.assert_close(out[:, segment], expected)
         inputs = src.clone().requires_grad_(), before.clone().requires_grad_()
         assert torch.autograd.gradcheck(lambda x, b, r=reduce: joined(x, b, r), inputs)
+    # Sums that 16 bits do not hold, one index for all rows, and no row.
+    hundreds, zeros = torch.full((1001,), 100.0, dtype=torch.float16), torch.zeros(1001).long()
+    given = torch.tensor([1001.0, 3], dtype=torch.float16)
+    assert compat.segment_coo(hundreds, zeros, given, reduce="mean").tolist() == [101, 3]
+    assert compat.segment_coo(torch.ones(3), torch.tensor([1]), torch.ones(2)).tolist() == [1, 4]
+    assert compat.segment_coo(torch.ones(0), zeros[:0], torch.ones(2)).tolist() == [1, 1]
+    assert compat.segment_csr(torch.ones(0), zeros[:3], torch.ones(2)).tolist() == [0, 0]
     # Values that are no better than what is there, and NaN.
     nan = float("nan")
     out = torch.tensor([5.0, nan, 1, 9])

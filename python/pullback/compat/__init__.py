@@ -9,9 +9,10 @@ flash_attn_func, flash_attn_varlen_func, and both with _qkvpacked and _kvpacked
 segment_*, gather_*
     Floating-point src only (gather_* take any). NaN wins in min and max, and the first of equal
     values gets the gradient on every device. An empty segment has value 0 and argument N, as there.
-    `out` need not be contiguous and keeps its gradient; its value counts as one more row of a
-    segment_*_coo, with argument N, and is taken before rows of the same value. The scatter_*
-    functions are not here: for ids in any order there is `pullback.torch.segment_permutation`.
+    `out` has the result's shape, need not be contiguous and keeps its gradient; its value counts as
+    one more row of a segment_*_coo, with argument N, and is taken before rows of the same value.
+    The scatter_* functions are not here: for ids in any order there is
+    `pullback.torch.segment_permutation`.
 sparsemax, entmax15, entmax_bisect, sparsemax_bisect
     Exact thresholds: `k`, `n_iter` and `ensure_sum_one` are accepted and not needed. A row of -inf
     gives zeros instead of NaN. alpha 1 is softmax. entmax_bisect's gradient of alpha has its shape.

@@ -250,12 +250,12 @@ def _join(
         passed = out >= result if reduce == "max" else out <= result
         taken = (arg < src.shape[dim]) & ~passed & ~out.isnan()
         return out.copy_(torch.where(taken, result, out)), arg.where(taken, src.shape[dim])
-    out.add_(call(src, "sum" if reduce == "mean" else reduce)[0])
     if reduce == "mean":
-        ones = src.new_ones(()).expand(src.shape[: dim + 1])
+        # Of 16 bits neither sums nor counts would do.
+        ones = src.new_ones((), dtype=torch.float64).expand(src.shape[: dim + 1])
         counts = call(ones, "sum")[0].clamp(min=1)
         out.div_(counts.reshape(counts.shape + (1,) * (out.dim() - counts.dim())))
-    return out, None
+    return out.add_(call(src, reduce)[0]), None
 
 
 def _with_argument(result: _Result) -> tuple[Tensor, Tensor]:

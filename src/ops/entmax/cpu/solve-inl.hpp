@@ -320,8 +320,10 @@ Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double toler
       // Sums that round up would never come closer to 1.
       const bool moves = step > kTiny * std::abs(root);
       if (sums.f - 1 > tolerance && moves) continue;
-      const double rest = root - static_cast<double>(theta);
-      const double f = 1 + (rest + (whole - step)) * power.Descent(sums.slope);
+      // Where y has a scale, that takes the rest of the step, too.
+      const double left = P::uses_rest ? 0 : whole - step;
+      const double rest = root - static_cast<double>(theta) + left;
+      const double f = 1 + rest * power.Descent(sums.slope);
       return {theta, static_cast<R>(rest), static_cast<R>(1 / f), sums.count};
     }
   }

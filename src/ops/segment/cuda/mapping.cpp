@@ -98,8 +98,7 @@ cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
                 fmt::format("segment_cuda::{}<{}, {}>", what, type_of(op, dtype, 1, false),
                             cuda::device_type(dtype)));
   kernel.threads = kStreamThreads;
-  // Those that keep much would spill with more.
-  kernel.blocks = chunks ? op.chunk_blocks : op.blocks == 2 ? 5 : 8;
+  kernel.blocks = chunks ? op.chunk_blocks : 5;  // with more they would spill
   return kernel;
 }
 

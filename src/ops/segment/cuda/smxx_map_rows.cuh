@@ -119,11 +119,13 @@ void prefetch_segments(const Params& p, const Tile& tile) {
   raw.load(SegmentPrefetch<kVector>{p, tile});
 }
 
-template <class Map>
-inline constexpr bool kReadsXAlone =
-    requires(typename Map::Row row) { row.x; } && !requires(typename Map::Row row) { row.y; };
-
-// Of a walker's rows at a time, those that end segments, at most, for map_run().
+// Whether rows go by map_run() where few segments end. What reads more, or less at once, was not
+// timed with it.
+template <class Map, class T, int kVector>
+inline constexpr bool kTakesRuns = kVector * sizeof(T) == 16 && requires(typename Map::Row row) {
+  row.x;
+} && !requires(typename Map::Row row) { row.y; };
+// So many, at most, among the rows of a group of lanes.
 inline constexpr int kFewEnds = 4;
 // Some rows from `row` on, all of one segment. Lanes wait for what they read of rows, so they ask
 // for more at once.
@@ -204,15 +206,16 @@ void map_rows(const Params& p) {
     const uint32_t end_bits = ends.from(row);
     const uint32_t own = left >= kWalkerRows ? 0xffffffffu : (1u << left) - 1;
     const uint32_t all = rows_inside<true>(tile, row) & own, inside = rows_inside(tile, row) & own;
-    if constexpr (kReadsXAlone<Map> && !kPermuted) {
+    if constexpr (kTakesRuns<Map, T, kVector> && !kPermuted) {
+      static_assert(kRounds == 1);
       // The walkers of a warp go the same way.
       int ending = 0;
 #pragma unroll 1
       for (int i = walker & -walkers_of_warp, stop = i + walkers_of_warp; i < stop; ++i) {
-        ending = max(ending, __popc(ends.from(i * share + round * kWalkerRows) & own));
+        ending = max(ending, __popc(ends.from(i * share) & own));
       }
       if (inside == all && ending <= kFewEnds) {
-        int at = row;
+        int at = row;  // where the rows of `all` begin, as tiles of maps are aligned to 1
         const int stop = row + __popc(all);
 #pragma unroll 1
         while (at < stop) {
