@@ -67,9 +67,9 @@ def segment_coo(
 ) -> Tensor:
     """Reduces rows of src with equal, ascending index along dimension index.dim() - 1.
 
-    dim_size is the number of segments: that of `out`, or 1 + the last index when neither is given,
-    which waits for the device. What `out` has counts as one more row of each segment with rows, but
-    not for the number that a mean is divided by.
+    dim_size is the number of segments where there is no `out` to tell it, and 1 + the last index
+    when neither is given, which waits for the device. What `out` has counts as one more row of each
+    segment with rows, but not for the number that a mean is divided by.
     """
     return _segment_coo(src, index, out, dim_size, reduce)[0]
 

@@ -98,7 +98,7 @@ cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
                 fmt::format("segment_cuda::{}<{}, {}>", what, type_of(op, dtype, 1, false),
                             cuda::device_type(dtype)));
   kernel.threads = kStreamThreads;
-  kernel.blocks = chunks ? op.chunk_blocks : 5;  // with more they would spill
+  kernel.blocks = chunks ? op.chunk_blocks : 5;  // softmax and its gradient keep much
   return kernel;
 }
 
