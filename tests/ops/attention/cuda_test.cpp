@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "cuda/driver.hpp"
@@ -188,6 +190,46 @@ void expect_tensor(const HostTensor& got, const HostTensor& want) {
     ASSERT_NEAR(got.get(i), want.get(i), largest * 0x1p-6) << "element " << i;
   }
   EXPECT_TRUE(got.guards_intact());
+}
+
+// With a softcap a row's lse and delta are finite all the same. Its element of d_k is 0 times
+// infinity for the keys that it sees, but none for the others.
+TEST_F(attention_cuda, infinite_queries_stay_with_the_keys_that_they_see) {
+  for (const std::int64_t head_dim : {20, 64, 128, 192}) {
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << " D " << head_dim);
+      const attention_setup::Setup setup{.batch = 1,
+                                         .query = 330,
+                                         .key = 330,
+                                         .head_dim = head_dim,
+                                         .value_dim = head_dim,
+                                         .sigma = 2};
+      Random random(6);
+      Request request{.op = "attention",
+                      .inputs = attention_setup::inputs_of(setup, dtype, random),
+                      .options = {{"softcap", "3"}, {"causal", "top-left"}},
+                      .device = Device::cuda(),
+                      .variant = {}};
+      constexpr std::int64_t kRow = 5, kColumn = 7;
+      request.inputs.at("q").set(kRow * setup.heads * head_dim + kColumn,
+                                 std::numeric_limits<double>::infinity());
+      const TensorMap got = evaluate(request);
+      request.device = Device::cpu();
+      request.variant = "reference";
+      const TensorMap want = evaluate(request);
+      for (const char* name : {"out", "lse", "d_q", "d_k", "d_v"}) {
+        SCOPED_TRACE(name);
+        HostTensor result = got.at(name), expected = want.at(name);
+        for (std::int64_t row = 0; row <= kRow && name == std::string_view("d_k"); ++row) {
+          const std::int64_t seen = row * setup.heads * head_dim + kColumn;
+          ASSERT_TRUE(std::isnan(expected.get(seen)));
+          result.set(seen, 0);
+          expected.set(seen, 0);
+        }
+        expect_tensor(result, expected);
+      }
+    }
+  }
 }
 
 // Gradients of which only some are wanted, and tensors that vectors of 16 bytes do not fit: kernels

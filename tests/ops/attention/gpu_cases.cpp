@@ -27,6 +27,8 @@ void add_gpu_tiles(std::vector<Case>& all, const Setup& wide) {
     add(cases, fmt::format("tiles, softcap, D {}", head_dim), setup, {{"softcap", "30"}});
     add(cases, fmt::format("tiles, small softcap, D {}", head_dim), setup,
         {{"softcap", head_dim < 100 ? "0.5" : "0.02"}, {"causal", "bottom-right"}});
+    add(cases, fmt::format("tiles, softcap, negative scale, D {}", head_dim), setup,
+        {{"softcap", "2"}, {"scale", "-0.5"}});
   }
   // Heads whose rows do not begin at 16 bytes, and pairs enough for copies of them.
   setup = wide;
@@ -45,6 +47,29 @@ void add_gpu_tiles(std::vector<Case>& all, const Setup& wide) {
   setup.dtypes = {DType::f16};
   setup.query = setup.key * 2;
   add(cases, "tiles, odd heads, varlen", setup);
+  // Rows of an odd number of pieces of 16 bytes, some of which begin within one and are copied: to
+  // rows no wider than the others have.
+  for (const std::vector<const char*>& moved :
+       {std::vector{"q"}, {"k"}, {"v"}, {"q", "d_out"}, {"q", "k", "v"}}) {
+    setup = wide;
+    setup.query = setup.key = 1030;
+    setup.head_dim = 72, setup.value_dim = 40;
+    setup.d_lse = true;
+    setup.change = [moved](TensorMap& inputs, const Setup&, Random&) {
+      for (const char* name : moved) {
+        TensorSpec layout = inputs[name].spec();
+        layout.strides[1] += static_cast<std::int64_t>(8 / size_of(layout.dtype));
+        layout.strides[0] = layout.shape[1] * layout.strides[1];
+        inputs[name] = relaid(inputs[name], layout);
+      }
+    };
+    setup.dtypes = {DType::bf16, DType::f16};
+    const std::string names = fmt::format("{}", fmt::join(moved, ", "));
+    add(cases, fmt::format("tiles, odd rows of {}", names), setup);
+    setup.head_dim = 20, setup.value_dim = 36;
+    setup.dtypes = {DType::f32};
+    add(cases, fmt::format("tiles, odd rows of {}, D 20", names), setup);
+  }
   // Heads whose rows begin within a sector of 32 bytes, every other one: boxes begin before it,
   // where the head beside has infinity.
   const auto spoil_last_columns = [](TensorMap& inputs, const Setup&, Random&) {

@@ -1,6 +1,7 @@
 // Cases of attention that kernels of several tiles, and of several widths, are there for.
 #include <fmt/format.h>
 
+#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -224,6 +225,22 @@ void add_many_keys(std::vector<Case>& cases) {
     add(cases, fmt::format("many keys, {}, D {}", name, setup.head_dim), setup, options);
     cases.back().full_only = true;
   };
+  // A bias of the first and the last keys, which are NaN if it is infinite.
+  using Change = decltype(setup.change);
+  const auto bias_of_keys = [](double (*hidden)(DType)) -> Change {
+    return [hidden](TensorMap& inputs, const Setup& s, Random&) {
+      const HostTensor& bias = inputs["bias"];
+      const double value = hidden(bias.spec().dtype);
+      for (std::int64_t i = 0; i < bias.numel(); ++i) {
+        const std::int64_t key = i % s.key;
+        if (key < 150 || key >= s.key - 50) bias.set(i, value);
+      }
+      if (std::isinf(value)) poison_keys(inputs, 50);
+    };
+  };
+  const Change mask_keys = bias_of_keys(lowest_finite);
+  const Change hide_keys =
+      bias_of_keys([](DType) { return -std::numeric_limits<double>::infinity(); });
   const OptionMap causal = {{"causal", "bottom-right"}};
   const OptionMap dropout = {{"dropout", "0.3"}, {"seed", "5"}};
   OptionMap causal_dropout = causal;
@@ -262,16 +279,7 @@ void add_many_keys(std::vector<Case>& cases) {
       setup.bias = shape;
       const std::string_view name = shape[2] == 1 ? "bias of keys" : "bias";
       for (const bool finite : {false, true}) {
-        setup.change = [finite](TensorMap& inputs, const Setup& s, Random&) {
-          const HostTensor& bias = inputs["bias"];
-          const double hidden =
-              finite ? lowest_finite(bias.spec().dtype) : -std::numeric_limits<double>::infinity();
-          for (std::int64_t i = 0; i < bias.numel(); ++i) {
-            const std::int64_t key = i % s.key;
-            if (key < 150 || key >= s.key - 50) bias.set(i, hidden);
-          }
-          if (!finite) poison_keys(inputs, 50);
-        };
+        setup.change = finite ? mask_keys : hide_keys;
         add_case(fmt::format("{} that hides {}", name, finite ? "some" : "NaN"), causal);
       }
       add_case(fmt::format("{} that hides some, dropout", name), causal_dropout);
@@ -286,6 +294,9 @@ void add_many_keys(std::vector<Case>& cases) {
   setup.heads = setup.kv_heads = 8;
   setup.bias = {1, 8, 270, setup.key};
   add_case("bias of all items", {});
+  setup.change = hide_keys;
+  add_case("bias of all items that hides NaN", causal);
+  setup.change = {};
   setup.batch = 3;
   add_case("bias of three items, causal", causal);
   add_case("bias of three items, dropout", dropout);
@@ -297,6 +308,9 @@ void add_many_keys(std::vector<Case>& cases) {
     setup.bias = {1, 8, 270, setup.key};
     head_dim == 192 ? add_case("bias of three items, causal", causal)
                     : add_case("bias of three items, dropout", dropout);
+    setup.change = hide_keys;
+    add_case("bias of three items that hides NaN", causal);
+    setup.change = {};
   }
 }
 

@@ -45,8 +45,10 @@ struct AlignedRows {
   static AlignedRows heads(const TensorSpec& from) {
     std::vector<std::int64_t> sizes(from.shape.begin(), from.shape.begin() + from.rank);
     const std::int64_t columns = sizes.back();
-    // The copy engine reads rows of whole sectors of 32 bytes a third faster.
-    sizes.back() = whole_pieces(from, columns, 32);
+    // The copy engine reads rows of whole sectors of 32 bytes a third faster. But rows of whole
+    // pieces of 16 keep their width, as other tensors of it may stay where they are.
+    const bool in_pieces = whole_pieces(from, columns, 16) == columns;
+    sizes.back() = in_pieces ? columns : whole_pieces(from, columns, 32);
     const TensorSpec spec = TensorSpec::contiguous(from.dtype, sizes);
     const auto plane_of = [](const TensorSpec& of) {
       const RowStrides strides = row_strides(of);

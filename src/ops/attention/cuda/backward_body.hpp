@@ -62,6 +62,13 @@ class BackwardBody : public cuda::CudaBody<AttentionTensors> {
         planes_((sizes_.varlen ? 1 : sizes_.batch) * sizes_.heads),
         pairs_(planes_ / std::max<std::int64_t>(sizes_.group, 1)) {
     params_.problem = problem_params(problem);
+    // Positions of queries and keys, and their differences, are 32 bits, rows between sequences
+    // too.
+    if (sizes_.total_query + sizes_.total_key > kLongestSequence) {
+      fail(ErrorCode::unsupported, "attention", "q and k",
+           fmt::format("at most {} rows together, backward on a CUDA device", kLongestSequence),
+           fmt::format("{} and {}", sizes_.total_query, sizes_.total_key));
+    }
     params_.problem.blocks = blocks_.get();
     params_.q = head_rows(problem.q);
     params_.k = head_rows(problem.k);

@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <limits>
-
 #include "core/check.hpp"
 #include "core/workspace.hpp"
 #include "ops/attention/cuda/tuning.hpp"
@@ -23,11 +21,9 @@ cuda::OpKernel sequences_kernel() {
 
 Problem problem_params(const AttentionProblem& problem) {
   const AttentionSizes sizes = sizes_of(problem);
-  // Positions past the end, up to a tile and a half of them, are computed too.
-  constexpr std::int64_t kLongest = std::numeric_limits<std::int32_t>::max() - 1024;
-  if (sizes.max_query > kLongest || sizes.max_key > kLongest) {
+  if (sizes.max_query > kLongestSequence || sizes.max_key > kLongestSequence) {
     fail(ErrorCode::unsupported, "attention", "q and k",
-         fmt::format("sequences of at most {} rows on a CUDA device", kLongest),
+         fmt::format("sequences of at most {} rows on a CUDA device", kLongestSequence),
          fmt::format("{} and {}", sizes.max_query, sizes.max_key));
   }
   const Dropout dropout(problem.dropout, problem.dropout_seed);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 
 #include "cuda/op_kernel.hpp"
@@ -13,7 +14,10 @@ namespace pullback::attention {
 
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// Without pointers. Fails where lengths do not fit the kernels' 32-bit positions.
+// Positions have 32 bits. Those past the end, up to a tile and a half of them, are computed too.
+inline constexpr std::int64_t kLongestSequence = std::numeric_limits<std::int32_t>::max() - 1024;
+
+// Without pointers. Fails where a sequence may be longer than that.
 Problem problem_params(const AttentionProblem& problem);
 HeadRows head_rows(const TensorSpec& spec);
 RowValues row_values(const TensorSpec& spec);

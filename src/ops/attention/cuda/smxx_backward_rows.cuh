@@ -30,7 +30,8 @@ struct RowStats {
 };
 
 // Behind the rows of a tile: whether one of them sees nothing or holds NaN or infinity. Where d_out
-// holds such a value delta does too, and where q does lse is NaN or -inf.
+// holds such a value delta does too, and where q does lse is NaN or -inf, unless a softcap makes
+// infinite products finite.
 template <class R, int kQueries>
 struct StatsTile {
   RowStats<R> row[kQueries];
@@ -43,6 +44,26 @@ template <class T>
 const T* head_row(const HeadRows& rows, const TilePlace& place, int64_t row) {
   return static_cast<const T*>(rows.data) + place.batch * rows.batch + row * rows.row +
          place.head * rows.head;
+}
+
+// Whether this lane's share of a row, which kLanes have, holds NaN or infinity.
+template <class T, int kLanes>
+bool has_extreme(const T* row, int64_t stride, int width, bool vectors, int lane) {
+  bool found = false;
+  const auto look_at = [&](Real<T> x) { found |= !(x - x == 0); };
+  int done = 0;  // columns
+  if (vectors) {
+    done = width / kVectorLength<T> * kVectorLength<T>;
+#pragma unroll 1
+    for (int c = lane * kVectorLength<T>; c < done; c += kLanes * kVectorLength<T>) {
+      const Vector<T> piece = load_vector(row + c);
+#pragma unroll
+      for (int e = 0; e < kVectorLength<T>; ++e) look_at(to_real(piece.element[e]));
+    }
+  }
+#pragma unroll 1
+  for (int c = done + lane; c < width; c += kLanes) look_at(to_real(row[c * stride]));
+  return found;
 }
 
 // kLanes threads share a row. With one, the sum runs in the order in which the plain kernels make
@@ -85,6 +106,10 @@ void backward_rows(const BackwardParams& p, bool vectors) {
 #pragma unroll 1
       for (int c = done + lane; c < value_dim; c += kLanes) {
         sum += to_real(out[c * p.out.element]) * to_real(d_out[c * p.d_out.element]);
+      }
+      if (kLanes > 1 && p.problem.softcap > 0) {
+        suspicious |= has_extreme<T, kLanes>(head_row<T>(p.q, place, row), p.q.element,
+                                             p.problem.head_dim, p.vectors != 0, lane);
       }
     }
 #pragma unroll

@@ -51,7 +51,8 @@ struct SplitScores : Scores<float, kN, kFeatures> {
 #pragma unroll 1
     for (int i = 0; i < 8 * kN; ++i) {
       const float x = __uint_as_float(load_shared_word(at(lane, i)));
-      const int own_query = query + i, own_key = key + first_key_of_row(lane % 8) + lane / 8 * 2;
+      const int own_query = query + i;
+      const int own_key = key + first_key_of_row(lane % 8 * 4) + lane / 8 * 2;
       if (x - x == 0 || own_query >= place.q_length || own_key >= place.k_length) continue;
       const float sum = plain_dot(of_queries, of_keys, place.batch, head, head / p.problem.group,
                                   place.q_begin + own_query, place.k_begin + own_key, width);

@@ -199,7 +199,7 @@ void take_tanh(float (&s)[kRowTiles][kKeyTiles][4], float inner_scale) {
     largest = fmaxf(largest, fabsf(x));
     return x;
   });
-  if (sizeof(T) == 2 && __all_sync(kAllLanes, largest * inner_scale <= 1)) {
+  if (sizeof(T) == 2 && __all_sync(kAllLanes, largest * fabsf(inner_scale) <= 1)) {
     for_each([&](float x) { return tanh_of_small(x * inner_scale); });
   } else {
     for_each([&](float x) { return tanh_of<T>(x * inner_scale); });
