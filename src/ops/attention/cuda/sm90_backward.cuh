@@ -350,8 +350,8 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
                              squares_of(seen, worker));
       }
     }
-    if ((kDropout || kBiasSum) && marked) unseen = unseen_of(s);
     if constexpr (kDropout) {
+      if (marked) unseen = unseen_of(s);
       pack_kept<T>(chances, s, kept);
       product_wait<0>();
       keep_in_place(d_p);
@@ -369,16 +369,16 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
         } else {
           make_gradients(s, s, d_p, stats, lane);
         }
-        if (kBiasSum && marked) mark_unseen(s, unseen);
         pack_weights<T>(gradients, s);
       } else {
         make_gradients(d_p, s, d_p, stats, lane);
         pack_weights<T>(chances, s);
         pack_weights<T>(gradients, d_p);
       }
-      if (!kBiasSum && marked) mark_unseen(gradients, chances);
+      if (marked) mark_unseen(gradients, chances);
     }
     if constexpr (kBiasSum) {
+      if (!kDropout && marked) mark_unseen(s, chances);
       const int head = head_of(step.head_of_group), key_row = place.tile * kKeys + worker.row;
       add_bias_sums<T, kWidth <= 96 ? 8 : 4>(
           p, place, head, step.tile * kQueries, key_row, s,

@@ -113,6 +113,21 @@ void mark_unseen(uint32_t (&gradients)[kSteps][4], const uint32_t (&chances)[kSt
   }
 }
 
+// The same of gradients that are not packed.
+template <int kTiles, int kSteps>
+void mark_unseen(float (&s)[kTiles][4], const uint32_t (&chances)[kSteps][4]) {
+  static_assert(kTiles == 2 * kSteps);
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t word = chances[n / 2][n % 2 * 2 + e / 2];
+      const uint32_t half = e % 2 == 0 ? low_half(word) : high_half(word);
+      if (half == kUnseenBits << 16) s[n][e] = -0.0f;
+    }
+  }
+}
+
 // What dropout keeps of a thread's pairs, 32 at most: bit kept_bit(n, e).
 constexpr int kept_bit(int n, int e) { return n / 4 * 16 + e / 2 * 8 + e % 2 * 4 + n % 4; }
 

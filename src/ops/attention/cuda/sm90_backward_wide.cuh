@@ -358,8 +358,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     if (partly) hide_unseen(s, seen());
     make_chances<kBias>(s, (kSoftcap ? p.problem.softcap : p.problem.scale) * kLog2E, stats, lane);
     if (marked) mark_unseen<false>(s, seen(), 0);
-    constexpr bool kMarksFloats = kDropout || kBiasSum;
-    const uint32_t unseen = kMarksFloats && marked ? unseen_of(s) : 0;
+    const uint32_t unseen = kDropout && marked ? unseen_of(s) : 0;
     if constexpr (kDropout) {
       pack_kept<T>(chances, s, kept);
     } else {
@@ -373,15 +372,16 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
     keep_in_place(d_p);
     if constexpr (kDropout) {
       make_gradients(s, d_p, stats, kept, p.problem.keep_scale, lane);
+      if (marked) mark_unseen(s, unseen);
     } else if constexpr (kSoftcap) {
       make_capped_gradients(s, d_p, p.problem.softcap, stats, lane);
     } else {
       make_gradients(s, s, d_p, stats, lane);
     }
-    if (kMarksFloats && marked) mark_unseen(s, unseen);
     pack_weights<T>(gradients, s);
-    if (!kMarksFloats && marked) mark_unseen(gradients, chances);
+    if (!kDropout && marked) mark_unseen(gradients, chances);
     if constexpr (kBiasSum) {
+      if (!kDropout && marked) mark_unseen(s, chances);
       const int head = head_of(head_of_group);
       constexpr int kSumStep = kOwnQueries * 16;  // of a warp's 16 keys
       add_bias_sums<T, kQueryTiles>(
