@@ -62,6 +62,25 @@ std::string special_mismatch(const HostTensor& got, const HostTensor& expected) 
   return first;
 }
 
+// Where plain arithmetic of the dtype overflows, although the reference does not, a result may,
+// too: but a number has to be right.
+std::string overflow_mismatch(const HostTensor& got, const HostTensor& expected,
+                              const HostTensor& textbook, double allowed) {
+  std::string first;
+  const double most = -lowest_finite(got.spec().dtype);
+  for_values(textbook, [&](std::int64_t i, double plain) {
+    if (std::isfinite(plain) || !first.empty()) return;
+    const double want = expected.get(i), value = got.get(i);
+    if (std::abs(want) > most) return;
+    // There is no yardstick here: what nearly overflows has lost some digits.
+    const double bound = allowed + 16 * epsilon_of(got.spec().dtype) * std::abs(want);
+    if (!std::isfinite(want) || !std::isfinite(value) || std::abs(value - want) <= bound) return;
+    first = fmt::format("element {}: expected {} or, as plain arithmetic, {}, got {}", i, want,
+                        plain, value);
+  });
+  return first;
+}
+
 std::string value_mismatch(const HostTensor& got, const HostTensor& expected) {
   for (std::int64_t i = 0; i < got.numel(); ++i) {
     if (!same_special(got.get(i), expected.get(i))) {
@@ -158,10 +177,11 @@ CheckReport compare(const Request& request, const TensorMap& got, const Expected
       continue;
     }
     TensorError error{.tensor = name};
-    const LargestErrors errors = largest_errors(value, expected);
+    const HostTensor& textbook = all.textbook.find(name)->second;
+    const LargestErrors errors = largest_errors(value, expected, &textbook);
     error.scale = errors.largest;
     error.error = errors.difference;
-    error.textbook = largest_errors(all.textbook.find(name)->second, expected).difference;
+    error.textbook = largest_errors(textbook, expected, &textbook).difference;
     // The floor: a textbook result that is right by luck must not demand the impossible of us.
     const bool gradient = is_gradient(driver, name);
     const double ratio = gradient || split ? kGradientErrorRatio : kOutputErrorRatio;
@@ -182,8 +202,11 @@ CheckReport compare(const Request& request, const TensorMap& got, const Expected
           "{}: error {:.3g} exceeds {:.3g} (textbook computation {:.3g}, largest value {:.3g})",
           name, error.error, error.allowed, error.textbook, error.scale));
     }
-    const std::string mismatch = special_mismatch(value, expected);
-    if (!mismatch.empty()) report.failures.push_back(name + ": " + mismatch);
+    for (const std::string& mismatch :
+         {special_mismatch(value, expected),
+          overflow_mismatch(value, expected, textbook, error.allowed)}) {
+      if (!mismatch.empty()) report.failures.push_back(name + ": " + mismatch);
+    }
     report.errors.push_back(error);
   }
   return report;
@@ -289,18 +312,20 @@ CheckReport verify_outputs(const Request& request, const TensorMap& outputs) {
 
 CheckReport verify(const Request& request) { return verify_outputs(request, evaluate(request)); }
 
-LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected) {
+LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected,
+                             const HostTensor* finite) {
   std::mutex mutex;
   LargestErrors all;
   for_stretches(got.numel(), [&](std::int64_t first, std::int64_t count) {
-    std::array<double, kStretch> values[2];
+    std::array<double, kStretch> values[3];
     const auto size = static_cast<std::size_t>(count);
     got.load(first, std::span(values[0]).first(size));
     expected.load(first, std::span(values[1]).first(size));
+    if (finite != nullptr) finite->load(first, std::span(values[2]).first(size));
     LargestErrors here;
     for (std::size_t i = 0; i < size; ++i) {
       const double want = values[1][i];
-      if (!std::isfinite(want)) continue;
+      if (!std::isfinite(want) || (finite != nullptr && !std::isfinite(values[2][i]))) continue;
       here.largest = std::max(here.largest, std::abs(want));
       const double off = std::abs(values[0][i] - want);
       here.difference = std::isfinite(off) ? std::max(here.difference, off)

@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "core/check.hpp"
+#include "driver/safetensors.hpp"
 
 namespace pullback::driver {
 
@@ -142,7 +143,9 @@ void check_inputs(const OpDriver& driver, const Request& request) {
   for (const auto& [name, tensor] : request.inputs) {
     const bool is_known = std::any_of(driver.inputs.begin(), driver.inputs.end(),
                                       [&](const TensorHelp& input) { return input.name == name; });
-    if (!is_known) fail(ErrorCode::invalid_argument, driver.name, "inputs", known, name);
+    if (!is_known) {
+      fail(ErrorCode::invalid_argument, driver.name, "inputs", known, printable(name, 400));
+    }
   }
 }
 

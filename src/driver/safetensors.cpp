@@ -295,8 +295,9 @@ std::string_view safetensors_name(DType dtype) {
 std::string printable(std::string_view text, std::size_t limit) {
   std::string result;
   for (const char c : text) {
-    if (result.size() >= limit) return result + "…";
     const auto byte = static_cast<unsigned char>(c);
+    const bool goes_on = (byte & 0xc0) == 0x80;  // with a letter of UTF-8
+    if (result.size() >= limit && !goes_on) return result + "…";
     if (byte < 0x20 || byte == 0x7f) {
       result += fmt::format("\\x{:02x}", byte);
     } else {

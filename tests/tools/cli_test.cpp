@@ -1,5 +1,6 @@
 // The other commands: check, bench, compare, doctor, demo, and help everywhere.
 #include <pty.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -91,13 +92,21 @@ TEST_F(Cli, the_cache_of_kernels_is_listed_verified_and_cleared) {
   const Environment folder("PULLBACK_CACHE_DIR", path("cache").c_str());
   EXPECT_TRUE(has(toy({"cache"}).out, "0 damaged"));
   std::filesystem::create_directory(path("cache"));
-  std::ofstream(path("cache/bad.pbk")) << "not an entry";
+  const std::string entry = path("cache/0123456789abcdef0123456789abcdef.pbk");
+  std::ofstream{entry} << "not an entry";
+  // Of others, who may use the folder, too.
+  std::ofstream(path("cache/theirs.pbk")) << "kept";
+  std::ofstream(path("cache/theirs.tmp-1")) << "kept";
+  std::filesystem::create_directory(entry + ".tmp-folder");
+  ASSERT_EQ(::mkfifo(path("cache/f123456789abcdef0123456789abcdef.pbk").c_str(), 0600), 0);
   EXPECT_TRUE(has(toy({"cache", "list"}).out, "1 damaged"));
   const Result verify = toy({"cache", "verify"});
   EXPECT_EQ(verify.status, 1);
   EXPECT_TRUE(has(verify.out, "0 sound, 1 damaged, 1 files removed")) << verify.out;
   EXPECT_EQ(toy({"cache", "verify"}).status, 0);
   EXPECT_TRUE(has(toy({"cache", "clear"}).out, "0 files removed"));
+  const std::filesystem::directory_iterator left(path("cache"));
+  EXPECT_EQ(std::distance(begin(left), end(left)), 4);
   const Environment read_only("PULLBACK_CACHE", "ro");
   EXPECT_EQ(toy({"cache", "clear"}).status, 2);
   EXPECT_EQ(toy({"cache", "burn"}).status, 2);
@@ -168,11 +177,40 @@ TEST_F(Cli, output_that_cannot_be_written_is_a_failure) {
   EXPECT_EQ(doctor.err, "pullback: cannot write to standard output: No space left on device\n");
 }
 
+TEST_F(Cli, failures_are_told_by_the_status_where_nobody_can_read_them) {
+  for (const char* closed : {"2>/dev/full", "2>&-"}) {
+    const std::string tool = TOY_TOOL;
+    EXPECT_EQ(run("/bin/sh", {"-c", "exec " + tool + " frobnicate " + closed}).status, 2);
+    EXPECT_EQ(run("/bin/sh", {"-c", "exec " + tool + " doctor --no " + closed}).status, 2);
+  }
+}
+
 TEST_F(Cli, a_case_that_throws_is_a_failure) {
   const Environment fault("TOY_FAULT", "refused");
   const Result check = toy({"check", "--fuzz", "0"});
   EXPECT_EQ(check.status, 1);
   EXPECT_TRUE(has(check.out, "no variant serves"));
+}
+
+TEST_F(Cli, a_system_that_fails_is_no_failed_check) {
+  const Environment fault("TOY_FAULT", "system");
+  const Result check = toy({"check", "--fuzz", "0"});
+  EXPECT_EQ(check.status, 3);
+  EXPECT_TRUE(has(check.err, "no such device"));
+}
+
+// NVRTC beside the tool, not beside whoever starts it.
+TEST_F(Cli, nothing_is_looked_for_in_the_working_folder) {
+  std::filesystem::create_directories(path("nvidia/cu13/lib"));
+  std::filesystem::create_directories(path("bin"));
+  std::filesystem::create_symlink(TOY_TOOL, path("bin/pullback-toy"));
+  std::ofstream(path("nvidia/cu13/lib/libnvrtc.so.13")) << "no library";
+  const Environment chosen("PULLBACK_NVRTC", "");
+  const Result doctor = run("/bin/sh", {"-c", "cd " + folder_.string() + " && PATH=" + path("bin") +
+                                                  ":$PATH pullback-toy doctor"});
+  EXPECT_EQ(doctor.status, 0) << doctor.err;
+  EXPECT_TRUE(has(doctor.out, "NVRTC  "));
+  EXPECT_FALSE(has(doctor.out, "nvidia/cu13")) << doctor.out;
 }
 
 TEST_F(Cli, bad_usage_of_the_other_commands) {
@@ -299,11 +337,21 @@ TEST_F(Cli, compare_refuses_other_files) {
   const std::string good = save("good", report());
   Json other = report();
   other["schema"] = 99;
+  Json fraction = report();
+  fraction["schema"] = 1.5;
   Json wrong = report();
   wrong["results"][0].erase("seconds");
+  Json nothing = report();
+  nothing["results"] = nullptr;
+  Json empty = report();
+  empty["results"].clear();
+  Json twice = report();
+  twice["results"].push_back(twice["results"][0]);
   std::ofstream(path("text")) << "no json";
-  for (const std::string& bad : {save("schema", other), save("wrong", wrong), save("list", {1, 2}),
-                                 path("text"), path("missing"), folder_.string()}) {
+  for (const std::string& bad :
+       {save("schema", other), save("fraction", fraction), save("wrong", wrong),
+        save("nothing", nothing), save("empty", empty), save("twice", twice), save("list", {1, 2}),
+        path("text"), path("missing"), folder_.string()}) {
     const Result result = toy({"compare", good, bad});
     EXPECT_EQ(result.status, 2) << bad;
     EXPECT_TRUE(has(result.err, bad)) << result.err;

@@ -1,4 +1,5 @@
 // The contract of `pullback grad` with the programs that call it, shown with the toy op.
+#include <fmt/format.h>
 #include <sys/stat.h>
 
 #include "driver/case.hpp"
@@ -91,6 +92,24 @@ TEST_F(Grad, a_failed_verification_names_the_tensor_and_writes_nothing) {
   EXPECT_NE(failed.err.find("not written"), std::string::npos);
   EXPECT_EQ(content(output_), "kept");
   EXPECT_EQ(files(), (Names{"in.safetensors", "out.safetensors"}));
+}
+
+// What plain arithmetic of the dtype cannot do excuses that element, not its tensor.
+TEST_F(Grad, verify_looks_at_what_lies_beside_an_overflow) {
+  driver::write_safetensors(input_, {{"x", driver::tensor_of(DType::f16, {3}, {1, 300, 4})},
+                                     {"d_y", driver::tensor_of(DType::f16, {3}, {1, 1, 0.5})}});
+  EXPECT_EQ(grad({"--verify"}).status, 0);
+  const Result failed = grad({"--verify", "--fault", "wrong-output"});
+  EXPECT_EQ(failed.status, 1);
+  EXPECT_NE(failed.err.find("pullback: toy: y: error"), std::string::npos) << failed.err;
+}
+
+TEST_F(Grad, an_old_output_survives_a_lost_report) {
+  std::ofstream(output_) << "kept";
+  const std::string command =
+      fmt::format("exec {} grad toy --input {} --output {} --verify", TOY_TOOL, input_, output_);
+  EXPECT_EQ(run("/bin/sh", {"-c", command + " >/dev/full"}).status, 3);
+  EXPECT_EQ(content(output_), "kept");
 }
 
 TEST_F(Grad, bad_usage_is_one_line_and_status_2) {

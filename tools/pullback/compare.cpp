@@ -38,18 +38,20 @@ Times read_times(const std::string& path) {
   const Json report = Json::parse(text.str(), nullptr, false);
   if (report.is_discarded()) refuse(path, "expected JSON from pullback bench --json");
   try {
-    if (report.at("schema").get<int>() != kReportSchema) {
-      refuse(path, fmt::format("expected schema {}, got {}", kReportSchema,
-                               report.at("schema").get<int>()));
+    if (report.at("schema") != Json(kReportSchema)) {
+      refuse(path,
+             fmt::format("expected schema {}, got {}", kReportSchema, report.at("schema").dump()));
     }
     Times times;
-    for (const Json& record : report.at("results")) {
+    for (const Json& record : report.at("results").get_ref<const Json::array_t&>()) {
       const Json& seconds = record.at("seconds");
       const Time time{seconds.at("median"), seconds.at("p20"), seconds.at("p80")};
       if (!(time.median > 0)) refuse(path, "expected times above 0");
-      times[fmt::format("{} · {} · {} · {}", record.at("op").get<std::string>(),
-                        record.at("case").get<std::string>(), record.at("dtype").get<std::string>(),
-                        record.at("pass").get<std::string>())] = time;
+      const std::string name =
+          fmt::format("{} · {} · {} · {}", record.at("op").get<std::string>(),
+                      record.at("case").get<std::string>(), record.at("dtype").get<std::string>(),
+                      record.at("pass").get<std::string>());
+      if (!times.emplace(name, time).second) refuse(path, fmt::format("'{}' is there twice", name));
     }
     return times;
   } catch (const Json::exception&) {
@@ -90,6 +92,7 @@ int run_compare(const CompareOptions& options) {
     table.add({name, "—", time_text(b.median), "—", "only after"});
     ++unmatched;
   }
+  if (slower + faster + same == 0) refuse(options.after, "no benchmark of the file before");
   fmt::print("{}{} slower, {} faster, {} the same within noise, {} in one file only\n",
              table.text(), slower, faster, same, unmatched);
   return slower == 0 ? kDone : kCheckFailed;

@@ -33,7 +33,7 @@ bool verified(const driver::Request& request, const driver::TensorMap& outputs) 
   }
   fmt::print("{}", table.text());
   for (const std::string& failure : report.failures) {
-    fmt::print(stderr, "pullback: {}: {}\n", request.op, failure);
+    tell(fmt::format("pullback: {}: {}\n", request.op, failure));
   }
   if (report.passed()) {
     fmt::print("{}: all {} outputs agree with the f64 reference\n", request.op, outputs.size());
@@ -51,9 +51,10 @@ int run_grad(const std::string& op, const GradOptions& options) {
   request.inputs = driver::read_safetensors(options.input);
   const driver::TensorMap outputs = driver::evaluate(request);
   if (options.verify && !verified(request, outputs)) {
-    fmt::print(stderr, "pullback: {}: not written\n", driver::printable(options.output, 400));
+    tell(fmt::format("pullback: {}: not written\n", driver::printable(options.output, 400)));
     return kCheckFailed;
   }
+  flush_output();  // before a file is replaced: that stays where the status is not 0
   driver::write_safetensors(options.output, outputs);
   return kDone;
 }

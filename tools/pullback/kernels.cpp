@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <mutex>
 #include <regex>
+#include <system_error>
 #include <thread>
 
 #include "commands.hpp"
@@ -46,8 +47,10 @@ int arch_of(const std::string& text) {
 }
 
 DiskCache chosen_cache(const std::string& folder) {
-  DiskCache cache = folder.empty() ? DiskCache::from_environment()
-                                   : DiskCache(folder, DiskCache::Mode::read_write);
+  // A folder that was named may be for others.
+  DiskCache cache = folder.empty()
+                        ? DiskCache::from_environment()
+                        : DiskCache(folder, DiskCache::Mode::read_write, DiskCache::Readers::all);
   if (cache.folder().empty()) {
     throw Error(ErrorCode::device,
                 "there is no folder for the cache: set PULLBACK_CACHE_DIR, XDG_CACHE_HOME or HOME");
@@ -132,9 +135,15 @@ int run_compile(const CompileOptions& options) {
         }
       }
     };
-    std::vector<std::thread> threads;
     const int count = options.threads > 0 ? options.threads : available_cpus();
-    for (int i = 0; i < count; ++i) threads.emplace_back(work);
+    const std::size_t most = std::min(static_cast<std::size_t>(count), kernels.size());
+    std::vector<std::thread> threads;  // beside this one
+    threads.reserve(most);
+    try {
+      while (threads.size() + 1 < most) threads.emplace_back(work);
+    } catch (const std::system_error&) {  // fewer will do
+    }
+    work();
     for (auto& thread : threads) thread.join();
   }
   if (failure) std::rethrow_exception(failure);

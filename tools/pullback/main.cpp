@@ -1,11 +1,9 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <cerrno>
 #include <charconv>
 #include <csignal>
 #include <cstdio>
-#include <cstring>
 #include <new>
 
 #include "commands.hpp"
@@ -30,7 +28,7 @@ void report(std::string_view message) {
     }
   }
   if (!line.starts_with("pullback: ")) line = "pullback: " + line;
-  fmt::print(stderr, "{}\n", driver::printable(line, line.size() * 4));
+  tell(driver::printable(line, line.size() * 4) + "\n");
 }
 
 int status_of(ErrorCode code) {
@@ -76,10 +74,7 @@ int run(int argc, char** argv) {
     return kBadUsage;
   }
   const int status = command.run();
-  if (std::fflush(stdout) != 0) {
-    report(fmt::format("cannot write to standard output: {}", std::strerror(errno)));
-    return kSystemFailure;
-  }
+  flush_output();
   return status;
 }
 

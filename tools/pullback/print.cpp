@@ -5,8 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
+
+#include "pullback/error.hpp"
 
 namespace pullback::tool {
 namespace {
@@ -75,13 +79,24 @@ std::string Table::text() const {
   return result;
 }
 
+void tell(std::string_view text) {
+  std::fwrite(text.data(), 1, text.size(), stderr);
+  std::fflush(stderr);
+}
+
+void flush_output() {
+  if (std::fflush(stdout) == 0) return;
+  throw Error(ErrorCode::device,
+              fmt::format("cannot write to standard output: {}", std::strerror(errno)));
+}
+
 Progress::Progress(std::size_t total)
     : shown_(::isatty(STDERR_FILENO) != 0),
       total_(total),
       begin_(std::chrono::steady_clock::now()) {}
 
 Progress::~Progress() {
-  if (shown_) fmt::print(stderr, "\r\x1b[K");
+  if (shown_) tell("\r\x1b[K");
 }
 
 void Progress::next(const std::string& label) {
@@ -101,8 +116,7 @@ void Progress::next(const std::string& label) {
   }
   // A line that wrapped could not be wiped; one that fills the terminal wraps on some.
   const std::string line = fmt::format("{} {}/{}{}  {}", bar, done, total_, left, label);
-  fmt::print(stderr, "\r\x1b[K{}", shortened(line, terminal_width() - 1));
-  std::fflush(stderr);
+  tell(fmt::format("\r\x1b[K{}", shortened(line, terminal_width() - 1)));
 }
 
 std::string time_text(double seconds) {

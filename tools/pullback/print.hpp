@@ -4,9 +4,16 @@
 #include <chrono>
 #include <cstddef>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace pullback::tool {
+
+// A line, or a part of one, to stderr. Where that cannot be written nobody is told: what failed
+// before counts, and the exit status has it.
+void tell(std::string_view text);
+// Throws Error(device) where what was printed cannot be written.
+void flush_output();
 
 struct Column {
   std::string title;
