@@ -18,15 +18,22 @@
 namespace pullback::cuda {
 namespace {
 
+// The source is to blame: the next attempt would fail, too.
+class CompileError : public Error {
+ public:
+  using Error::Error;
+};
+
 [[noreturn]] void fail_compile(const KernelSource& kernel, const Compilation& compilation,
                                const std::vector<std::string>& options) {
   std::string flags;
   for (const std::string& option : options) flags += " " + option;
   const Nvrtc& nvrtc = Nvrtc::instance();
-  throw Error(ErrorCode::device,
-              fmt::format("CUDA: compiling {} for {} failed with NVRTC {} ({}), options{}:\n{}",
-                          kernel.name, arch_name(kernel), nvrtc.version(), nvrtc.path(), flags,
-                          compilation.log));
+  throw CompileError(
+      ErrorCode::device,
+      fmt::format("CUDA: compiling {} for {} failed with NVRTC {} ({}), options{}:\n{}",
+                  kernel.name, arch_name(kernel), nvrtc.version(), nvrtc.path(), flags,
+                  compilation.log));
 }
 
 Compilation compile_now(const KernelSource& kernel, const std::vector<std::string>& options) {
@@ -104,7 +111,13 @@ std::shared_ptr<const Cubin> compiled(const KernelSource& kernel) {
   if (mine) {
     try {
       promise.set_value(std::make_shared<const Cubin>(find_or_compile(kernel)));
+    } catch (const CompileError&) {
+      promise.set_exception(std::current_exception());
     } catch (...) {
+      {  // the caller may do something about it, such as setting a variable
+        const std::lock_guard lock(mutex);
+        known.erase(key);
+      }
       promise.set_exception(std::current_exception());
     }
   }

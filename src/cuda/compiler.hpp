@@ -23,8 +23,9 @@ struct Resources {
 std::vector<std::string> compile_options(const KernelSource& kernel);
 
 // Blocks until the kernel is there. Calls for one kernel share one compilation, calls for others
-// run beside it; a failure is remembered and thrown again. PULLBACK_JIT=off forbids compiling,
-// PULLBACK_JIT_DUMP names a folder for sources and cubins. Throws Error(device) with the whole log.
+// run beside it; that it fails to compile is remembered and thrown again. PULLBACK_JIT=off forbids
+// compiling, PULLBACK_JIT_DUMP names a folder for sources and cubins. Throws Error(device) with the
+// whole log.
 std::shared_ptr<const Cubin> compiled(const KernelSource& kernel);
 
 // Whether compiled() finds the kernel on disk, or may compile it. Compiles nothing.

@@ -1,6 +1,5 @@
 #include "cuda/disk_cache.hpp"
 
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
@@ -44,8 +43,11 @@ std::uint64_t checksum_of(std::string_view key, std::string_view payload) {
 
 class File {
  public:
-  File(const std::string& path, int flags)
-      : descriptor_(open(path.c_str(), flags | O_CLOEXEC, 0600)) {}
+  // To read: a pipe that somebody left there must not hang.
+  explicit File(const std::string& path)
+      : descriptor_(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {}
+  File(const std::string& path, mode_t created_as)
+      : descriptor_(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, created_as)) {}
   ~File() {
     if (descriptor_ >= 0) close(descriptor_);
   }
@@ -102,7 +104,7 @@ std::vector<char> load_pooled(File& file, std::uint64_t bytes, std::uint64_t pay
   for (const Extent& extent : extents) blocks += extent.count;
   if (blocks != (payload_bytes + kBlock - 1) / kBlock) return {};
 
-  File pool(pool_path, O_RDONLY);
+  File pool(pool_path);
   struct stat status {};
   if (!pool || fstat(pool.get(), &status) != 0) return {};
   const std::uint64_t pool_blocks = static_cast<std::uint64_t>(status.st_size) / kBlock;
@@ -125,27 +127,47 @@ std::vector<char> load_pooled(File& file, std::uint64_t bytes, std::uint64_t pay
   return payload;
 }
 
-std::optional<Content> load(const std::string& path) {
-  File file(path, O_RDONLY);
-  struct stat status {};
+// An entry up to its payload, or what that is made from.
+struct Begin {
   FileHeader header{};
+  std::string key;
+  std::uint64_t rest = 0;  // bytes behind the key
+  bool is_pooled() const {
+    return std::memcmp(header.magic, kPooledMagic, sizeof kPooledMagic) == 0;
+  }
+};
+
+std::optional<Begin> read_begin(File& file) {
+  Begin begin;
+  FileHeader& header = begin.header;
+  struct stat status {};
   if (!file || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) ||
       !file.read(&header, sizeof header) || header.key_bytes > kLargestEntry ||
       header.payload_bytes > kLargestEntry ||
       sizeof header + header.key_bytes > static_cast<std::uint64_t>(status.st_size)) {
     return std::nullopt;
   }
-  const auto rest = static_cast<std::uint64_t>(status.st_size) - sizeof header - header.key_bytes;
+  begin.rest = static_cast<std::uint64_t>(status.st_size) - sizeof header - header.key_bytes;
+  begin.key.resize(header.key_bytes);
+  if (!file.read(begin.key.data(), begin.key.size())) return std::nullopt;
+  const bool own = std::memcmp(header.magic, kMagic, sizeof kMagic) == 0;
+  const bool whole = begin.is_pooled() || (own && begin.rest == header.payload_bytes);
+  return whole ? std::optional(std::move(begin)) : std::nullopt;
+}
+
+std::optional<Content> load(const std::string& path) {
+  File file(path);
+  std::optional<Begin> begin = read_begin(file);
+  if (!begin) return std::nullopt;
+  const FileHeader& header = begin->header;
   Content content;
-  content.key.resize(header.key_bytes);
-  if (!file.read(content.key.data(), content.key.size())) return std::nullopt;
-  if (std::memcmp(header.magic, kPooledMagic, sizeof kPooledMagic) == 0) {
+  content.key = std::move(begin->key);
+  if (begin->is_pooled()) {
     const fs::path pool = fs::path(path).parent_path() / kPool;
-    content.payload = load_pooled(file, rest, header.payload_bytes, pool);
-  } else if (std::memcmp(header.magic, kMagic, sizeof kMagic) == 0 &&
-             rest == header.payload_bytes) {
-    content.payload.resize(rest);
-    if (!file.read(content.payload.data(), rest)) return std::nullopt;
+    content.payload = load_pooled(file, begin->rest, header.payload_bytes, pool);
+  } else {
+    content.payload.resize(begin->rest);
+    if (!file.read(content.payload.data(), begin->rest)) return std::nullopt;
   }
   if (content.payload.size() != header.payload_bytes ||
       checksum_of(content.key, {content.payload.data(), content.payload.size()}) !=
@@ -161,6 +183,18 @@ std::string temporary_path(const std::string& path) {
   return fmt::format("{}{}{}-{:08x}{:08x}", path, kTemporary, getpid(), random(), random());
 }
 
+// Whether it is an entry, or one that is being written. The folder may be any, and have more.
+bool is_ours(const fs::directory_entry& file, bool temporary) {
+  std::error_code ignored;
+  const std::string name = file.path().filename();
+  const std::size_t hash = hash_text("").size();
+  if (name.find_first_not_of("0123456789abcdef") != hash || !file.is_regular_file(ignored)) {
+    return false;
+  }
+  const std::string_view rest = std::string_view(name).substr(hash);
+  return temporary ? rest.starts_with(fmt::format("{}{}", kSuffix, kTemporary)) : rest == kSuffix;
+}
+
 std::string default_folder() {
   if (const std::string chosen = environment("PULLBACK_CACHE_DIR"); !chosen.empty()) return chosen;
   if (const std::string xdg = environment("XDG_CACHE_HOME"); xdg.starts_with('/')) {
@@ -174,8 +208,8 @@ std::string default_folder() {
 
 }  // namespace
 
-DiskCache::DiskCache(std::string folder, Mode mode)
-    : folder_(std::move(folder)), mode_(folder_.empty() ? Mode::off : mode) {}
+DiskCache::DiskCache(std::string folder, Mode mode, Readers readers)
+    : folder_(std::move(folder)), mode_(folder_.empty() ? Mode::off : mode), readers_(readers) {}
 
 DiskCache DiskCache::from_environment() {
   const std::string_view mode = environment_choice("PULLBACK_CACHE", {"rw", "ro", "off"});
@@ -185,14 +219,9 @@ DiskCache DiskCache::from_environment() {
 }
 
 DiskCache DiskCache::shipped() {
-  Dl_info info{};
-  std::string folder;
-  if (dladdr(reinterpret_cast<const void*>(&DiskCache::shipped), &info) && info.dli_fname) {
-    std::error_code ignored;
-    folder = fs::absolute(info.dli_fname, ignored).parent_path() / "kernels";
-  }
-  const bool off = from_environment().mode() == Mode::off;
-  return DiskCache(folder, off ? Mode::off : Mode::read_only);
+  const fs::path own = own_folder();
+  const bool off = own.empty() || from_environment().mode() == Mode::off;
+  return DiskCache(own / "kernels", off ? Mode::off : Mode::read_only);
 }
 
 std::string DiskCache::path_of(const std::string& key_text) const {
@@ -208,11 +237,9 @@ std::optional<std::vector<char>> DiskCache::read(const std::string& key_text) co
 
 bool DiskCache::has(const std::string& key_text) const {
   if (mode_ == Mode::off) return false;
-  File file(path_of(key_text), O_RDONLY);
-  FileHeader header{};
-  std::string key(key_text.size(), '\0');
-  return file && file.read(&header, sizeof header) && header.key_bytes == key.size() &&
-         file.read(key.data(), key.size()) && key == key_text;
+  File file(path_of(key_text));
+  const std::optional<Begin> begin = read_begin(file);
+  return begin && begin->key == key_text;
 }
 
 bool DiskCache::write(const std::string& key_text, const std::vector<char>& payload,
@@ -224,7 +251,8 @@ bool DiskCache::write(const std::string& key_text, const std::vector<char>& payl
   std::error_code error;
   // What is above it, whether or not its name ends with a slash.
   fs::create_directories((fs::path(folder_) / "").parent_path().parent_path(), error);
-  if (mkdir(folder_.c_str(), 0700) != 0 && errno != EEXIST) {
+  const bool all = readers_ == Readers::all;
+  if (mkdir(folder_.c_str(), all ? 0755 : 0700) != 0 && errno != EEXIST) {
     reason = fmt::format("cannot create {}: {}", folder_, std::strerror(errno));
     return false;
   }
@@ -236,7 +264,7 @@ bool DiskCache::write(const std::string& key_text, const std::vector<char>& payl
   header.payload_bytes = payload.size();
   header.checksum = checksum_of(key_text, {payload.data(), payload.size()});
   {
-    File file(temporary, O_WRONLY | O_CREAT | O_EXCL);
+    File file(temporary, all ? 0644 : 0600);
     if (!file || !file.write(&header, sizeof header) ||
         !file.write(key_text.data(), key_text.size()) ||
         !file.write(payload.data(), payload.size()) || fsync(file.get()) != 0) {
@@ -257,7 +285,7 @@ std::vector<DiskCache::Entry> DiskCache::list() const {
   std::vector<Entry> entries;
   std::error_code error;
   for (const auto& file : fs::directory_iterator(folder_, error)) {
-    if (file.path().extension() != kSuffix) continue;
+    if (!is_ours(file, false)) continue;
     std::optional<Content> content = load(file.path());
     std::error_code ignored;
     const auto bytes = file.file_size(ignored);
@@ -276,7 +304,7 @@ int DiskCache::purge(bool damaged_only) const {
   // A writer needs milliseconds; an hour-old temporary file has no owner any more.
   const auto stale = fs::file_time_type::clock::now() - std::chrono::hours(1);
   for (const auto& file : fs::directory_iterator(folder_, error)) {
-    if (file.path().filename().string().find(kTemporary) == std::string::npos) continue;
+    if (!is_ours(file, true)) continue;
     std::error_code ignored;
     if (!damaged_only || file.last_write_time(ignored) < stale) {
       removed += fs::remove(file.path(), ignored) ? 1 : 0;

@@ -19,6 +19,7 @@ namespace pullback::cuda {
 class DiskCache {
  public:
   enum class Mode { read_write, read_only, off };
+  enum class Readers { owner, all };  // of what is written
 
   // Folder from PULLBACK_CACHE_DIR, else XDG_CACHE_HOME/pullback, else HOME/.cache/pullback, else
   // none; mode from PULLBACK_CACHE=rw|ro|off, anything else is an Error. The folder is created, for
@@ -29,13 +30,13 @@ class DiskCache {
   // with PULLBACK_CACHE=off.
   static DiskCache shipped();
 
-  DiskCache(std::string folder, Mode mode);
+  DiskCache(std::string folder, Mode mode, Readers readers = Readers::owner);
 
   const std::string& folder() const { return folder_; }  // empty: memory only
   Mode mode() const { return mode_; }
 
   std::optional<std::vector<char>> read(const std::string& key_text) const;
-  // Whether there is an entry; what its payload is worth, reading it tells.
+  // Whether there is an entry of the right size; what its payload is worth, reading it tells.
   bool has(const std::string& key_text) const;
   // False when nothing was written; `reason` then says why. Never throws.
   bool write(const std::string& key_text, const std::vector<char>& payload,
@@ -46,6 +47,7 @@ class DiskCache {
     std::string key_text;  // empty: the entry is damaged
     std::uint64_t bytes = 0;
   };
+  // Files with other names than entries have are not touched.
   std::vector<Entry> list() const;
   // Removes all entries, or only damaged ones and temporary files left by killed processes.
   // The number of files removed.
@@ -55,6 +57,7 @@ class DiskCache {
   std::string path_of(const std::string& key_text) const;
   std::string folder_;
   Mode mode_;
+  Readers readers_;
 };
 
 }  // namespace pullback::cuda

@@ -1,11 +1,14 @@
-// Environment variables that steer compiling and its cache.
+// Environment variables that steer compiling and its cache, and the folder of this library.
 #pragma once
 
+#include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <link.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <initializer_list>
 #include <string>
 #include <string_view>
@@ -32,6 +35,21 @@ inline std::string_view environment_choice(const char* name,
          fmt::format("'{}'", value));
   }
   return *found;
+}
+
+// Of this library, or of the program that it is linked into. Empty where the loader has a relative
+// path: what that means depends on the working folder, from which nothing may be loaded.
+inline std::filesystem::path own_folder() {
+  Dl_info info{};
+  link_map* map = nullptr;
+  const auto* here = reinterpret_cast<const void*>(&own_folder);
+  if (dladdr1(here, &info, reinterpret_cast<void**>(&map), RTLD_DL_LINKMAP) == 0) return {};
+  // The program itself has no name there, and argv[0] in `info`.
+  std::error_code ignored;
+  const std::filesystem::path path = *map->l_name == '\0'
+                                         ? std::filesystem::read_symlink("/proc/self/exe", ignored)
+                                         : std::filesystem::path(map->l_name);
+  return path.is_absolute() ? path.parent_path() : std::filesystem::path();
 }
 
 }  // namespace pullback::cuda

@@ -35,13 +35,8 @@ namespace {
 // Folders of NVRTC's Python wheels: nvidia/cu13/lib and, up to CUDA 12, nvidia/cuda_nvrtc/lib, in
 // the site-packages folder that holds this library, if any.
 std::vector<fs::path> wheel_folders() {
-  Dl_info info{};
   std::vector<fs::path> folders;
-  if (!dladdr(reinterpret_cast<const void*>(&wheel_folders), &info) || !info.dli_fname) {
-    return folders;
-  }
-  std::error_code ignored;
-  fs::path folder = fs::absolute(info.dli_fname, ignored).parent_path();
+  fs::path folder = own_folder();
   for (int level = 0; level < 4 && folder.has_relative_path(); ++level) {
     folders.push_back(folder / "nvidia/cu13/lib");
     folders.push_back(folder / "nvidia/cuda_nvrtc/lib");

@@ -64,6 +64,14 @@ TEST_F(CompilerTest, a_failure_says_everything_and_is_remembered) {
   }
 }
 
+TEST_F(CompilerTest, what_the_caller_can_change_is_not_remembered) {
+  const KernelSource source = kernel("later", "to[threadIdx.x] = 5;");
+  setenv("PULLBACK_JIT", "off", 1);
+  EXPECT_THROW(compiled(source), Error);
+  unsetenv("PULLBACK_JIT");
+  EXPECT_GT(compiled(source)->size(), 500u);
+}
+
 TEST_F(CompilerTest, threads_share_one_compilation) {
   const KernelSource source = kernel("shared", "to[threadIdx.x] = 2;");
   std::vector<std::thread> threads;

@@ -59,6 +59,24 @@ TEST_F(DiskCacheTest, what_was_written_is_read) {
   EXPECT_EQ(status.st_mode & 0777, 0700u);
 }
 
+TEST_F(DiskCacheTest, what_is_made_for_others_can_be_read_by_them) {
+  const mode_t before = umask(022);
+  const DiskCache shared(folder_, DiskCache::Mode::read_write, DiskCache::Readers::all);
+  ASSERT_TRUE(shared.write("key", payload_, reason_)) << reason_;
+  umask(before);
+  EXPECT_EQ(fs::status(folder_).permissions(), fs::perms{0755});
+  EXPECT_EQ(fs::status(only_file()).permissions(), fs::perms{0644});
+}
+
+TEST_F(DiskCacheTest, a_pipe_in_place_of_an_entry_is_a_miss) {
+  ASSERT_TRUE(cache().write("key", payload_, reason_));
+  const std::string path = only_file();
+  fs::remove(path);
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  EXPECT_FALSE(cache().has("key"));
+  EXPECT_FALSE(cache().read("key"));
+}
+
 TEST_F(DiskCacheTest, shipped_kernels_are_read_and_left_alone) {
   const DiskCache shipped = DiskCache::shipped();
   EXPECT_TRUE(shipped.folder().ends_with("/kernels"));
@@ -82,6 +100,7 @@ TEST_F(DiskCacheTest, a_damaged_entry_is_a_miss_and_can_be_replaced) {
        {std::uintmax_t{0}, std::uintmax_t{7}, std::uintmax_t{40}, size - 1}) {
     fs::resize_file(path, length);
     EXPECT_FALSE(cache().read("key")) << length;
+    EXPECT_FALSE(cache().has("key")) << length;
     ASSERT_TRUE(cache().write("key", payload_, reason_));
   }
   for (std::uintmax_t at :
