@@ -284,7 +284,7 @@ def _flash_forward(
     seed = _seed(random_state, dropout_p)
     out, lse = ATTENTION.call((query, key, value, None, cum_seq_q, cum_seq_k, seed), options)
     unused = query.new_empty((), dtype=torch.uint64)
-    return out, lse, random_state, unused, query.new_empty(0)
+    return _like(out, query), lse, random_state, unused, query.new_empty(0)
 
 
 def _flash_forward_into(out: Tensor, *arguments: Any, **options: Any) -> Tensor:
@@ -319,4 +319,5 @@ def _flash_backward(
     seed = _seed(rng_state, dropout_p)
     inputs = (query, key, value, None, cum_seq_q, cum_seq_k, seed)
     tensors = (grad_out, None, *inputs, out, logsumexp)
-    return tuple(ATTENTION.call_backward(tensors, (*options, 0b111)))
+    gradients = ATTENTION.call_backward(tensors, (*options, 0b111))
+    return tuple(map(_like, gradients, (query, key, value)))

@@ -173,6 +173,9 @@ def _band(options: Mapping[str, Any], kv_length: int, kv_offset: int) -> tuple[i
         size = None
     if size is not None and size == getattr(options.get("config"), "attention_chunk_size", None):
         return None
+    # Else it says how few keys make the mask the plain one, unless the mask is that of a window.
+    if not any("sliding_window" in maker for maker in _makers(options.get("mask_function"))):
+        size = None
     if not causal and size is None:
         return -1, -1
     if not _ends_together(options, end, kv_length):

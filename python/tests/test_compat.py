@@ -113,6 +113,9 @@ def test_segment_coo() -> None:
     torch.testing.assert_close(compat.segment_coo(src, torch.tensor([1]))[1], src.sum(0))
     batch = compat.segment_coo(random(2, 5), torch.stack([index, index]), dim_size=4)
     assert batch.shape == (2, 4)
+    for reduce in ("sum", "max"):
+        with pytest.raises(ValueError, match="ids"):
+            compat.segment_coo(src, index.flip(0), reduce=reduce, dim_size=4)
 
 
 def test_results_in_a_given_tensor() -> None:

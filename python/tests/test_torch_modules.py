@@ -111,6 +111,9 @@ def test_sparse_self_attention_follows_its_layout() -> None:
         torch.testing.assert_close(found, dense(q, q, q))
     module.master_layout.copy_(local.master_layout)
     torch.testing.assert_close(module(q, q, q), local(q, q, q))
+    layout = module.get_layout(64)
+    module.master_layout.copy_(local.master_layout)  # as DistributedDataParallel does each time
+    assert module.get_layout(64) is layout
     module.load_state_dict(dense.state_dict(), assign=True)
     torch.testing.assert_close(module(q, q, q), dense(q, q, q))
     with torch.inference_mode():

@@ -344,6 +344,30 @@ def test_masks_that_models_may_look_into_are_those_of_eager_attention() -> None:
     torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
+def test_a_local_size_without_a_window_hides_nothing() -> None:
+    """DiffusionGemma's: for its layers of full attention, too, it is where masks may be skipped."""
+    parameters = inspect.signature(masking_utils.sdpa_mask).parameters
+    if "q_offset" not in parameters:
+        pytest.skip("this transformers has no such models")
+    options: dict[str, Any] = {
+        "batch_size": 1,
+        "q_length": 4,
+        "kv_length": 12,
+        "q_offset": 8,
+        "mask_function": masking_utils.bidirectional_mask_function,
+        "attention_mask": torch.arange(12)[None] >= 1,
+        "allow_is_causal_skip": False,
+        "allow_is_bidirectional_skip": True,
+        "local_size": 5,
+        "dtype": torch.float32,
+    }
+    mask = pt.mask(**options)
+    assert isinstance(mask, pt.Mask) and mask[:2] == (-1, -1)
+    options["mask_function"] = masking_utils.sliding_window_bidirectional_mask_function(5)
+    windowed = pt.mask(**options)
+    assert isinstance(windowed, pt.Mask) and windowed[:2] == (5, 5)
+
+
 def test_masks_of_packed_sequences_have_elements() -> None:
     _, ours = models("mistral", "cpu")
     packed, _ = packed_batch("cpu")

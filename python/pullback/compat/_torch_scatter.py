@@ -212,6 +212,7 @@ def _reduce(
 ) -> _Result:
     if reduce not in _REDUCTIONS:
         raise ValueError(f"reduce: expected {', '.join(_REDUCTIONS)}, got {reduce!r}")
+    looks = ids is not None and ids.is_cpu  # at whether they ascend
     if reduce in ("min", "max"):
         out, arg = ops.segment_reduce_arg(
             src,
@@ -220,10 +221,17 @@ def _reduce(
             ids=ids,
             num_segments=segments,
             empty="zero",
+            check_indices=looks,
         )
         return out, torch.where(arg < 0, src.shape[0], arg)
     out = ops.segment_reduce(
-        src, _REDUCTIONS[reduce], offsets=offsets, ids=ids, num_segments=segments, empty="zero"
+        src,
+        _REDUCTIONS[reduce],
+        offsets=offsets,
+        ids=ids,
+        num_segments=segments,
+        empty="zero",
+        check_indices=looks,
     )
     return out, None
 

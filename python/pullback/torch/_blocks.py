@@ -47,11 +47,20 @@ def block_softmax(
         attn_mask: [R·b,C·b], shared by batch and heads; modes as above.
         **options: see `BlockSoftmaxOptions`.
 
+    Masks in mode "keep" get no gradient.
+
     Returns:
         The probabilities, like x; 0 in rows that see nothing.
     """
     fields = (identifier(layout), softmax_block("x", x.shape), *_softmax_fields(**options))
-    return BLOCK_SOFTMAX.call((x, rpe, key_padding_mask, attn_mask), fields)
+    masks = [
+        mask.detach() if mode == "keep" and mask is not None and mask.requires_grad else mask
+        for mask, mode in (
+            (key_padding_mask, options.get("key_padding_mode")),
+            (attn_mask, options.get("attn_mask_mode", "keep")),
+        )
+    ]
+    return BLOCK_SOFTMAX.call((x, rpe, *masks), fields)
 
 
 def block_matmul(

@@ -66,7 +66,9 @@ class SparseSelfAttention(nn.Module):
         attn_mask_mode: the same for the other mask.
         max_seq_length: the layout of this length is the buffer ``master_layout``; shorter sequences
             have its first rows and columns. Compiled code keeps the layouts that it was compiled
-            with until the module loads a state.
+            with until the module loads a state. Whoever copies into the buffer makes the next call
+            wait for the device, to see whether it changed: DistributedDataParallel does before
+            every forward pass, unless its broadcast_buffers is False.
     """
 
     master_layout: Tensor
@@ -84,6 +86,7 @@ class SparseSelfAttention(nn.Module):
         self.attn_mask_mode = _mask_mode("attn_mask_mode", attn_mask_mode)
         present = self.sparsity_config.make_layout(max_seq_length).present
         self.register_buffer("master_layout", torch.from_numpy(present).long())
+        self._present = self.master_layout.clone()  # on the CPU, what the layouts are made of
         self._layouts: dict[int, BlockLayout] = {}
         self._made_of = self.master_layout, _version(self.master_layout)
         self._loads = 0
@@ -92,7 +95,10 @@ class SparseSelfAttention(nn.Module):
         """That of a sequence length, made when first met."""
         master = self.master_layout, _version(self.master_layout)
         if master[0] is not self._made_of[0] or master[1] != self._made_of[1]:
-            self._layouts.clear()
+            present = self.master_layout.cpu()
+            if not torch.equal(present, self._present):
+                self._layouts.clear()
+                self._present = present.clone()
             self._made_of = master
         layout = self._layouts.get(seq_len)
         if layout is None:
@@ -103,8 +109,8 @@ class SparseSelfAttention(nn.Module):
                     f"SparseSelfAttention: sequence length: expected a multiple of {block} up to "
                     f"max_seq_length, {longest * block}; got {seq_len}"
                 )
-            present = self.master_layout[:, :rows, :rows].cpu().numpy()
-            layout = self._layouts[seq_len] = BlockLayout(present)
+            present = self._present[:, :rows, :rows]
+            layout = self._layouts[seq_len] = BlockLayout(present.numpy())
         return layout
 
     def _constant_layout(self, seq_len: int, loads: int) -> BlockLayout:

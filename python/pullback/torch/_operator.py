@@ -96,6 +96,7 @@ class _Prepared:
         "allocates_workspace",
         "device",
         "empty",
+        "has_tables",
         "layouts",
         "pick",
         "plan",
@@ -104,9 +105,15 @@ class _Prepared:
     )
 
     def __init__(
-        self, plan: NativePlan, shapes: Sequence[Shape], device: torch.device, slots: Sequence[int]
+        self,
+        plan: NativePlan,
+        shapes: Sequence[Shape],
+        device: torch.device,
+        slots: Sequence[int],
+        has_tables: bool,
     ) -> None:
         self.plan = plan
+        self.has_tables = has_tables  # on a GPU, freed with the plan
         self.device = -1 if device.type == "cpu" else device.index
         self.empty = _empty(device)
         # Sizes, strides and dtypes of outputs and workspace.
@@ -173,6 +180,7 @@ class _Kernel:
         self.options = options
         self.pack = pack
         self.plans: dict[Any, _Prepared] = {}
+        self.captured: set[_Prepared] = set()
 
     def __call__(self, *arguments: Any) -> Any:
         tensors, options = arguments[: len(self.names)], arguments[len(self.names) :]
@@ -211,6 +219,8 @@ class _Kernel:
             workspace = thread_memory.address if device < 0 else 0
         addresses.append(0)
         stream = 0 if device < 0 else _current_stream(device)
+        if prepared.has_tables and torch.cuda.is_current_stream_capturing():
+            self.captured.add(prepared)  # the graph will read the plan's tables
         prepared.plan.run_pointers(
             prepared.pick(addresses), stream, workspace, prepared.workspace_bytes
         )
@@ -240,7 +250,8 @@ class _Kernel:
         inputs = [name for name in self.names if given[name] is not None]
         places = {name: i for i, name in enumerate([*inputs, *names])}
         slots = [places.get(name, -1) for name in op.tensors]
-        return _Prepared(plan, shapes, device, slots)
+        has_tables = device.type == "cuda" and options.get("layout") is not None
+        return _Prepared(plan, shapes, device, slots, has_tables)
 
     def _named(
         self, tensors: Sequence[Any], options: Sequence[Any]
