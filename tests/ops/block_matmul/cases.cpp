@@ -1,6 +1,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
+#include <string_view>
 
 #include "driver/block_layout.hpp"
 #include "driver/case.hpp"
@@ -150,6 +152,26 @@ std::vector<Case> block_matmul_cases() {
               dtype, {spec.shape[0], spec.shape[1], spec.shape[2], spec.shape[3]});
           padded_spec.shape[3] = tensor.spec().shape[3];
           tensor = relaid(tensor, padded_spec);
+        }
+        return inputs;
+      };
+    }
+    // In rows and columns of their own; of NaN that with all bits, as GPUs make it, too.
+    for (const std::int64_t dense : {7, 64}) {
+      Case& special = add(fmt::format("NaN and infinities, dense dimension {}", dense), mixed,
+                          {.Z = 2, .dense = dense});
+      special.finite_differences = false;
+      special.inputs = [make = special.inputs](DType dtype, Random& random) {
+        TensorMap inputs = make(dtype, random);
+        for (const char* name : {"a", "b", "d_c"}) {
+          HostTensor& tensor = inputs[name];
+          const std::int64_t width = tensor.spec().shape[3];
+          tensor.set(0, std::numeric_limits<double>::quiet_NaN());
+          tensor.set(2 * width + 1, std::numeric_limits<double>::quiet_NaN());
+          if (dtype == DType::f32) static_cast<std::uint32_t*>(tensor.data())[0] = 0x7fffffff;
+          if (name != std::string_view("a")) continue;
+          tensor.set(4 * width + 3, std::numeric_limits<double>::infinity());
+          tensor.set(5 * width + 2, -std::numeric_limits<double>::infinity());
         }
         return inputs;
       };

@@ -68,13 +68,16 @@ template <>
 struct Fragment<float> {
   uint32_t word[4], low[4];
 
-  // To the nearest tf32: the hardware ignores the bits below.
-  static uint32_t rounded(uint32_t bits) { return (bits + 0x1000u) & 0xffffe000u; }
+  // The high part is the nearest tf32; of the low one the hardware ignores the bits that it has no
+  // room for. What is not finite, or would not be when rounded, is in the low part alone: as a high
+  // part it would meet the other factor's low one, which may be 0.
   void split() {
+    constexpr float kLeastUnrounded = 0x1.ffep127f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t high = rounded(word[i]);
-      low[i] = rounded(__float_as_uint(__uint_as_float(word[i]) - __uint_as_float(high)));
+      const float x = __uint_as_float(word[i]);
+      const uint32_t high = fabsf(x) < kLeastUnrounded ? (word[i] + 0x1000u) & 0xffffe000u : 0u;
+      low[i] = __float_as_uint(x - __uint_as_float(high));
       word[i] = high;
     }
   }
