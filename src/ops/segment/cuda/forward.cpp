@@ -100,7 +100,10 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
     p.x = bound(x_, tensors.x);
     p.empty_value = empty_value(problem_);
     p.mean = problem_.reduce == SegmentReduce::mean;
-    const bool own_arg = tensors.arg == nullptr;
+    const bool mask = tensors.arg_mask != nullptr;
+    // Places of u8 do not tell the mask of all rows.
+    const bool short_arg = mask && arg_dtype_ == DType::u8 && problem_.ties != Ties::even;
+    const bool own_arg = tensors.arg == nullptr || short_arg;
     const DType arg_dtype = own_arg ? own_arg_dtype_ : arg_dtype_;
     p.arg_type = arg_dtype == DType::i64   ? ArgType::i64
                  : arg_dtype == DType::i32 ? ArgType::i32
@@ -121,7 +124,6 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
       p.result = bound(out_, tensors.out);
       p.result2 = bound(lse_, tensors.lse);
     }
-    const bool mask = tensors.arg_mask != nullptr;
     if (!own_arg) {
       p.arg = bound(arg_, tensors.arg);
     } else if (mask && keeps_place_ && problem_.ties != Ties::even) {
@@ -148,6 +150,12 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
       map_->enqueue(setup_, launcher, p);
     }
     if (mask) mask_->enqueue(setup_, launcher, with_mask(), own_arg);
+    if (short_arg && tensors.arg != nullptr) {
+      p.arg = bound(arg_, tensors.arg);
+      p.arg_type = ArgType::u8;
+      launcher.overlapping = false;  // the mask's rows read what is written anew
+      reduction_->enqueue(setup_, launcher, p);
+    }
   }
 
   SegmentProblem problem_;

@@ -272,6 +272,7 @@ void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& boun
   Params p =
       own_order_ && launcher.proven ? bound_params : setup.tiled(launcher, bound_params, shape);
   if (own_order_) {
+    if (p.rows == 0) return;
     constexpr std::int64_t kBlockPieces = std::int64_t{kThreads} * kOwnOrderPieces;
     const std::int64_t all = p.rows * p.columns / (pieces ? vector_ : 1);
     launcher.launch(pieces ? *pieces_ : any_, p, (all + kBlockPieces - 1) / kBlockPieces, 1);

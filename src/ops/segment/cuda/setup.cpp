@@ -262,7 +262,9 @@ Launcher Setup::begin(Stream stream, const SegmentTensors& tensors, void* worksp
   Launcher launcher{.stream = stream, .params = params_, .workspace = memory};
   Params& p = launcher.params;
   p.offsets.data = tensors.offsets;
-  (by_ids(problem_) ? p.ids : p.row_ids).data = tensors.ids;
+  // Kernels tell by the pointer whether there are ids; without rows there may be none.
+  const void* ids = tensors.ids != nullptr ? tensors.ids : workspace;
+  (by_ids(problem_) ? p.ids : p.row_ids).data = problem_.ids.given() ? ids : nullptr;
   p.permutation.data = tensors.permutation;
   p.own_offsets = reinterpret_cast<std::int64_t*>(memory + offsets_at_);
   p.use_own_offsets = reinterpret_cast<std::int32_t*>(memory + use_at_);

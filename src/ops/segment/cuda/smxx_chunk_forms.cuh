@@ -118,7 +118,11 @@ struct PowerForm {
   // No, where powers may have vanished, or be of arguments so long that they lose bits.
   static bool is_exact(Kept kept) { return __float_as_uint(kept) - kLeast <= kMost - kLeast; }
   // The same of rows behind others, which the shift was one of.
-  static bool is_small(Kept kept) { return __float_as_uint(kept) <= kMost; }
+  bool is_small(Kept kept) const {
+    // Beside a longer turn its rounding could make 0 of the shift's own power.
+    const bool turns_well = !kTurns || fabsf(turn) < 0x1p22f;
+    return turns_well && __float_as_uint(kept) <= kMost;
+  }
 
  private:
   static constexpr uint32_t kLeast = (127 - 50) << 23, kMost = (127 + 50) << 23;  // 2^-50, 2^50

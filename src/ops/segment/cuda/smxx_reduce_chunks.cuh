@@ -44,7 +44,7 @@ void add_chunk(typename Op::State& state, const Chunk<T>& rows, int at) {
     auto kept = form.begin(rows, 0);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) form.add(kept, rows, i);
-    if (Form::is_small(kept)) {
+    if (form.is_small(kept)) {
       state.sum += kept;
       return;
     }
