@@ -194,6 +194,14 @@ void alphas(std::vector<Case>& cases) {
         no_differences(make_case(fmt::format("d_alpha of alpha {}", alpha),
                                  {{"alpha", alpha}, {"d-alpha", "true"}}, {4, 130}, normal(1))));
   }
+  // Powers of the small ones are cut.
+  cases.push_back(no_differences(make_case(
+      "d_alpha of alpha 301", {{"alpha", "301"}, {"d-alpha", "true"}}, {6, 8}, normal(1.0 / 301))));
+  cases.back().dtypes = {DType::f64};  // others lose what tells them apart
+  for (const char* alpha : {"1.99999998", "1.9999999999", "2.00000001"}) {
+    cases.push_back(no_differences(make_case(fmt::format("alpha {}, almost 2", alpha),
+                                             {{"alpha", alpha}}, {5, 700}, normal(1))));
+  }
 }
 
 }  // namespace

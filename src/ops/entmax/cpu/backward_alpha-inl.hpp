@@ -39,7 +39,10 @@ double DAlphaOfRow(const T* y, const T* d_y, std::size_t length, double alpha) {
   const hn::ScalableTag<R> d;
   const std::size_t lanes = hn::Lanes(d);
   constexpr std::size_t kVectors = 16;
-  constexpr R kMost = sizeof(R) == sizeof(double) ? 600 : 87;  // e to it is finite
+  // e to the first is finite, and the square of the second. Where e^t is cut it is by far the most
+  // of what it is in, a remainder here and the sum of weights below, and cancels.
+  constexpr R kMost = sizeof(R) == sizeof(double) ? 600 : 87;
+  constexpr R kLongest = sizeof(R) == sizeof(double) ? R(1e150) : R(1e18);
   const auto minus_b = hn::Set(d, static_cast<R>(1 - alpha));
   const auto one = hn::Set(d, R{1}), zero = hn::Zero(d);
   double total_p = 0, total_s = 0, total_pl = 0, total_pr = 0, total_g_p = 0, total_g_pl = 0,
@@ -56,8 +59,8 @@ double DAlphaOfRow(const T* y, const T* d_y, std::size_t length, double alpha) {
       any = true;
       const auto g = hn::IfThenElseZero(active, LoadSome(d, d_y + i, count));
       const auto l = hn::Log(d, hn::IfThenElse(hn::Gt(p, zero), p, one));
-      const auto t = hn::Min(hn::Mul(minus_b, l), hn::Set(d, kMost));
-      const auto e_to_t = hn::Exp(d, t);
+      const auto t = hn::Min(hn::Mul(minus_b, l), hn::Set(d, kLongest));
+      const auto e_to_t = hn::Exp(d, hn::Min(t, hn::Set(d, kMost)));
       const auto pl = hn::Mul(p, l);
       const auto pr = hn::Mul(hn::Mul(pl, l), SecondRemainder(d, t, e_to_t));
       p_part = hn::Add(p_part, p);

@@ -327,7 +327,11 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
 }  // namespace
 
 Body make_cuda_forward(const EntmaxProblem& problem, const Device& device) {
-  return cuda::make_body<Forward>(problem, device);
+  // A solver whose power of 1 / (alpha - 1) is 1 has no slope at the edge of the support.
+  const bool is_two = problem.x.dtype != DType::f64 && static_cast<float>(problem.alpha - 1) == 1;
+  EntmaxProblem rounded = problem;
+  if (is_two) rounded.alpha = 2;
+  return cuda::make_body<Forward>(rounded, device);
 }
 
 }  // namespace pullback::entmax
