@@ -22,9 +22,10 @@ enum class MaskMode {
 
 // y = softmax over the blocks of a row of (scale · x + rpe + key_padding_mask + attn_mask).
 // x, y, rpe, d_y, d_x and added masks have one dtype: f64, f32, bf16 or f16; masks in keep mode may
-// also be u8 or bool. A row that sees nothing gives zeros and zero gradients. What a keep mask
-// hides is not looked at, even if it is NaN; a NaN or +inf that is seen makes the row NaN. Where y
-// is exactly 0, d_y is not looked at and the gradients are 0.
+// also be u8 or bool. A row that sees nothing gives zeros and zero gradients. x that a keep mask
+// hides is not looked at, even if it is NaN; a NaN or +inf that is seen makes the row NaN, as does
+// one that is added after the mask hid it. Where y is exactly 0, d_y is not looked at and the
+// gradients are 0.
 struct BlockSoftmaxProblem {
   std::shared_ptr<const BlockLayout> layout;
   std::int64_t block = 0;

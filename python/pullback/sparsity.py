@@ -11,7 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int64, c_size_t, c_void_p
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._native import _lib, function
@@ -170,9 +170,9 @@ class SparsityConfig:
                 f"attention: expected 'unidirectional' or 'bidirectional', got {attention!r}"
             )
         flags = int(attention == "unidirectional")
-        for item in fields(self):
-            if getattr(self, item.name) is True:
-                flags |= _FLAGS.get(item.name, 0)
+        for name, flag in _FLAGS.items():
+            if getattr(self, name, False):
+                flags |= flag
         if not getattr(self, "trim_above_diagonal", True):
             flags |= _KEEP_ABOVE_DIAGONAL
         return flags

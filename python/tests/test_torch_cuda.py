@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,6 +13,7 @@ if not torch.cuda.is_available():
 from torch import Tensor  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
+from pullback.sparsity import BlockLayout  # noqa: E402
 from torch_cases import random  # noqa: E402
 
 
@@ -64,6 +67,29 @@ def test_cuda_graphs() -> None:
         captured = step(x)
     with torch.no_grad():
         x.copy_(random(64, 300, seed=5))
+    graph.replay()
+    torch.testing.assert_close(captured, step(x), atol=0, rtol=0)
+
+
+def test_cuda_graphs_keep_what_their_plans_have_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = BlockLayout(torch.ones(1, 8, 8).tril().numpy())
+    x = random(1, 36, 16, 16, dtype=torch.float32, device="cuda").requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(pt.block_softmax(x, layout).square().sum(), x)
+        return gradient
+
+    step(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(x)
+    monkeypatch.setattr("pullback.torch._operator._MAX_PLANS", 1)
+    for batch in range(2, 30):  # which takes the place of the captured plans, and their memory
+        step(x.detach().expand(batch, -1, -1, -1).requires_grad_())
+    gc.collect()
     graph.replay()
     torch.testing.assert_close(captured, step(x), atol=0, rtol=0)
 
@@ -131,7 +157,7 @@ def test_unmodified_sdpa_and_varlen_run_here() -> None:
     import pullback.sdpa
 
     q, k, v = (bf16(2, 4, 130, 64, seed=i) for i in range(3))
-    packed = [bf16(130, 4, 64, seed=i) for i in range(3)]
+    packed = [bf16(4, 130, 64, seed=i).transpose(0, 1) for i in range(3)]
     cu = torch.tensor([0, 30, 130], dtype=torch.int32, device="cuda")
 
     def run() -> list[Tensor]:
@@ -140,7 +166,10 @@ def test_unmodified_sdpa_and_varlen_run_here() -> None:
         found = [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
         varlen = pytest.importorskip("torch.nn.attention.varlen")
         out = varlen.varlen_attn(*packed, cu, cu, 100, 100)
-        return [*found, out, *torch.autograd.grad(out.square().sum(), packed)]
+        found += [out, *torch.autograd.grad(out.square().sum(), packed)]
+        # What compiled code counts on.
+        assert all(x.stride() == torch.empty_like(packed[0]).stride() for x in found[-4:])
+        return found
 
     expected = run()
     pullback.sdpa.register()

@@ -3,6 +3,7 @@
 // d_y.
 #include <fmt/format.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -161,6 +162,12 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
 
   void plan_planes(const BlockSoftmaxProblem& problem, std::int64_t block_rows) {
     const auto [Z, H, R, C, b, nnz] = sizes_of(problem);
+    constexpr std::int64_t kMost = std::numeric_limits<std::uint32_t>::max() - kThreads;
+    if (b * C * b > kMost) {  // places in a block row have 32 bits
+      fail(ErrorCode::unsupported, "block_softmax", "d_rpe and d_attn_mask",
+           fmt::format("block rows of at most {} elements on a CUDA device", kMost),
+           fmt::format("{}", b * C * b));
+    }
     const BlockLayout& layout = *problem.layout;
     std::vector<BlockRow> rows;
     rows.reserve(static_cast<std::size_t>(block_rows));
