@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "driver/case.hpp"
+#include "driver/comparison.hpp"
 #include "driver/random.hpp"
 
 namespace pullback::driver {
@@ -39,15 +40,6 @@ Expected expected_outputs(const Request& request);
 CheckReport verify(const Request& request);
 // The same for outputs computed already.
 CheckReport verify_outputs(const Request& request, const TensorMap& outputs);
-
-// The largest difference where `expected` is finite (infinite where the other is not), and the
-// largest finite value expected; of elements that are finite in a third tensor, too, if there is
-// one. By all cores, for large tensors.
-struct LargestErrors {
-  double difference = 0, largest = 0;
-};
-LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected,
-                             const HostTensor* finite = nullptr);
 
 // Everything above for one case and dtype. Failures say the seed. What is expected is computed
 // once, for any number of devices and variants.
