@@ -30,7 +30,7 @@ cuda::OpKernel arg_kernel(DType arg, bool permuted) {
   const std::string_view what = permuted ? "permuted" : "rows";
   cuda::OpKernel kernel = kernel_of(fmt::format("{}_{}", what, name_of(arg)),
                                     fmt::format("{}<{}>", what, cuda::device_type(arg)), kRowsFile);
-  if (arg != DType::u8) kernel.blocks = 5;  // it would spill
+  kernel.blocks = 5;
   return kernel;
 }
 cuda::OpKernel even_kernel(DType dtype) {
@@ -115,7 +115,9 @@ MaskRows::MaskRows(const SegmentProblem& problem, const cuda::DeviceInfo& device
     }
     return;
   }
-  if (problem.arg.given()) kernel_ = {arg_kernel(problem.arg.dtype, compares), device};
+  if (problem.arg.given() && problem.arg.dtype != DType::u8) {
+    kernel_ = {arg_kernel(problem.arg.dtype, compares), device};
+  }
   own_kernel_ = {arg_kernel(own_arg_dtype(problem), compares), device};
 }
 
@@ -186,7 +188,7 @@ std::vector<KernelSource> segment_mask_kernels(int arch) {
   using namespace segment_cuda;
   std::vector<KernelSource> all;
   const auto add = [&](const OpKernel& kernel) { all.push_back(op_kernel<Params>(kernel, arch)); };
-  for (const DType arg : {DType::i64, DType::i32, DType::u8}) {
+  for (const DType arg : {DType::i64, DType::i32}) {
     for (const bool permuted : {false, true}) add(arg_kernel(arg, permuted));
   }
   for (const DType dtype : kDTypes) {

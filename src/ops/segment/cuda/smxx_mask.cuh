@@ -59,7 +59,7 @@ struct MaskImage {
   }
 };
 
-// p.arg holds rows of x, or (u8) places in the segment.
+// p.arg holds rows of x.
 template <class Arg>
 void mask_rows(const Params& p) {
   constexpr int kAtOnce = 4;
@@ -117,12 +117,7 @@ void mask_rows(const Params& p) {
         if constexpr (sizeof(Arg) == 4) {
           row = static_cast<uint32_t>(arg[i]) - static_cast<uint32_t>(tile.row);
         } else {
-          int64_t place = static_cast<int64_t>(arg[i]);
-          if constexpr (sizeof(Arg) == 1) {
-            if (place == kNoPlace) continue;
-            place += segments.begin(low + at[i]);
-          }
-          const auto after = static_cast<uint64_t>(place - tile.row);
+          const auto after = static_cast<uint64_t>(static_cast<int64_t>(arg[i]) - tile.row);
           row = after < 0xffffffffu ? static_cast<uint32_t>(after) : 0xffffffffu;
         }
         if (row >= static_cast<uint32_t>(mask.rows)) continue;
@@ -142,8 +137,8 @@ void mask_rows(const Params& p) {
 
 // --- By comparing ---
 
-// By all threads: makes the bytes of a tile's rows, bits(j, place, n, byte) of row n of the list's
-// segment j.
+// By all threads: makes the bytes of a tile's rows, bits(j, n, byte) of row n of the list's segment
+// j.
 template <class Bits>
 void compare_rows(const Params& p, const Segments& segments, const Bits& bits) {
   __shared__ Ends<kMaskCompareItems> ends;
@@ -163,7 +158,7 @@ void compare_rows(const Params& p, const Segments& segments, const Bits& bits) {
     if (n >= 0) {
       uint32_t made = 0;
       if (place >= tile.lowest && place < tile.highest) {
-        made = bits(ends.segment_to(tile, ends.next(row)), place, n, byte);
+        made = bits(ends.segment_to(tile, ends.next(row)), n, byte);
       }
       static_cast<uint8_t*>(p.mask.data)[n * p.mask.row_stride + byte * p.mask.column_stride] =
           static_cast<uint8_t>(made);
@@ -177,18 +172,16 @@ void compare_rows(const Params& p, const Segments& segments, const Bits& bits) {
   }
 }
 
-// p.arg holds rows of x, or (u8) places in the segment.
+// p.arg holds rows of x.
 template <class Arg>
 void mask_permuted(const Params& p) {
   const Segments segments = make_segments(p);
-  compare_rows(p, segments, [&](int64_t j, int64_t place, int64_t n, int64_t byte) {
-    const int64_t chosen = sizeof(Arg) == 1 ? place - segments.begin(j) : n;
+  compare_rows(p, segments, [&](int64_t j, int64_t n, int64_t byte) {
     uint32_t bits = 0;
     for (int bit = 0; bit < 8 && byte * 8 + bit < p.columns; ++bit) {
       const auto arg = static_cast<int64_t>(
           load_row<Arg, 1>(p.arg, Tile::problem_segment(j), byte * 8 + bit).element[0]);
-      const bool none = sizeof(Arg) == 1 && arg == kNoPlace;
-      bits |= static_cast<uint32_t>(arg == chosen && !none) << bit;
+      bits |= static_cast<uint32_t>(arg == n) << bit;
     }
     return bits;
   });
@@ -247,7 +240,7 @@ uint32_t even_bits(const Params& p, int64_t s, int64_t n, int64_t byte) {
 template <class T>
 void mask_even(const Params& p) {
   const Segments segments = make_segments(p);
-  compare_rows(p, segments, [&](int64_t j, int64_t, int64_t n, int64_t byte) {
+  compare_rows(p, segments, [&](int64_t j, int64_t n, int64_t byte) {
     return even_bits<T>(p, Tile::problem_segment(j), n, byte);
   });
 }
