@@ -25,7 +25,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import sdpa_mask
 
 from .torch import attention as _attention
@@ -159,6 +159,10 @@ def _makers(function: Any) -> Iterator[str]:
                 yield from _makers(value)
 
 
+# transformers' function of a mask that hides nothing; its first versions have none.
+_FULL: Any = getattr(masking_utils, "bidirectional_mask_function", object())
+
+
 def _band(options: Mapping[str, Any], kv_length: int, kv_offset: int) -> tuple[int, int] | None:
     """(left, right), or None if the mask is not known to be a band."""
     # transformers allows to skip a mask if it is the plain one of its kind: nothing was combined
@@ -173,8 +177,8 @@ def _band(options: Mapping[str, Any], kv_length: int, kv_offset: int) -> tuple[i
         size = None
     if size is not None and size == getattr(options.get("config"), "attention_chunk_size", None):
         return None
-    # Else it says how few keys make the mask the plain one, unless the mask is that of a window.
-    if not any("sliding_window" in maker for maker in _makers(options.get("mask_function"))):
+    # Of a mask without a window it says how few keys allow to skip it.
+    if options.get("mask_function") is _FULL:
         size = None
     if not causal and size is None:
         return -1, -1
