@@ -45,10 +45,20 @@ def integer(option: str, value: Any) -> Any:
         raise TypeError(f"{option}: expected an integer, got {value!r}") from None
 
 
+def real(option: str, value: Any, remedy: str = "detach it") -> float:
+    if getattr(value, "requires_grad", False):
+        raise ValueError(
+            f"{option}: expected a number, got a tensor that requires a gradient, which it would "
+            f"not get; {remedy}"
+        )
+    return float(value)
+
+
 class AttentionOptions(TypedDict, total=False):
     """Options of attention: keywords of every front end."""
 
-    #: Factor of q·k; 1/sqrt(D) when not given.
+    #: Factor of q·k; 1/sqrt(D) when not given. A tensor is read on the host, which one compiled
+    #: graph cannot hold, and gets no gradient: multiply q by it instead.
     scale: float | None
     #: c > 0: a score s becomes c tanh(s/c), after the scale and before the bias; 0 or None: none.
     softcap: float | None
@@ -104,14 +114,14 @@ def attention_options(
     return {
         "max_seqlen_q": integer("max_seqlen_q", max_seqlen_q),
         "max_seqlen_k": integer("max_seqlen_k", max_seqlen_k),
-        "scale": None if scale is None else float(scale),
-        "softcap": 0.0 if softcap is None else float(softcap),
+        "scale": None if scale is None else real("scale", scale, "multiply q by it, or detach it"),
+        "softcap": 0.0 if softcap is None else real("softcap", softcap),
         "mask_left": left,
         "mask_right": right,
         "mask_corner": choice("corner", corner, CORNERS),
         "flags": (0 if deterministic else NONDETERMINISTIC)
         | (CHECK_INDICES if check_indices else 0),
-        "dropout": float(dropout),
+        "dropout": real("dropout", dropout),
         "layout": layout,
         "layout_batches": integer("layout_batches", layout_batches),
         "block": integer("block", block),
@@ -135,7 +145,7 @@ def block_softmax_options(
     return {
         "key_padding_mode": choice("key_padding_mode", key_padding_mode, MASK_MODES),
         "attn_mask_mode": choice("attn_mask_mode", attn_mask_mode, MASK_MODES),
-        "scale": float(scale),
+        "scale": real("scale", scale, "multiply x by it, or detach it"),
     }
 
 

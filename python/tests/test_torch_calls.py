@@ -203,6 +203,22 @@ def test_options_may_be_tensors_that_change() -> None:
     assert torch.equal(pt.attention(q, k, v, scale=scale), pt.attention(q, k, v, scale=1.0))
 
 
+def test_options_get_no_gradients_and_say_so() -> None:
+    learnt = torch.tensor(0.5, requires_grad=True)
+    q, x = random(1, 6, 2, 4, seed=1), random(1, 2, 32, 32, seed=2)
+    calls: list[tuple[str, Any]] = [
+        ("scale", lambda: pt.attention(q, q, q, scale=learnt)),
+        ("softcap", lambda: pt.attention(q, q, q, softcap=learnt)),
+        ("dropout", lambda: pt.attention(q, q, q, dropout=learnt)),
+        ("scale", lambda: pt.block_softmax(x, DENSE, scale=learnt)),
+        ("scale", lambda: pt.block_sparse_attention(*[q.mT] * 3, DENSE, scale=learnt)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=f"{name}: expected a number, got a tensor"):
+            call()
+    pt.attention(q, q, q, scale=learnt.detach())
+
+
 @pytest.mark.parametrize("number", [np.int64, torch.tensor])
 def test_integers_may_be_those_of_numpy_and_of_tensors(number: Any) -> None:
     q, a = random(6, 2, 4).requires_grad_(), random(1, 2, 32, 4)

@@ -9,7 +9,7 @@ and changes nothing yet.
 Tensors of one call are on one device, and floating-point ones have one dtype: float64, float32,
 bfloat16 or float16. Sums run in float32 (float64 for float64), each result is rounded once. Index
 tensors are int32 or int64 and are not trusted: entries out of range or order are clamped or
-dropped, as the op's page says, or on the CPU reported with ``check_indices``.
+dropped, as the op's page says, or reported with ``check_indices``: on the CPU, and by ``entmax``.
 
 A tensor or an option that breaks these rules is a ValueError, which says what was expected and what
 was given; a valid problem that no kernel on the device serves is a NotImplementedError; failures of
