@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # The whole suite on a GPU, then cases that launch every kernel (kernel_cover) under each tool of
 # compute-sanitizer. Runs in a checkout that was built, or in a folder made by gpu_pack.sh.
-#   gpu_test.sh [all|suite|torch|memcheck|racecheck|initcheck|synccheck] [OP ...]
-# With OP, only the tests of these ops. "torch" needs a folder made by gpu_pack.sh, and a python3 with
+#   gpu_test.sh [all|suite|huge|torch|memcheck|racecheck|initcheck|synccheck] [OP ...]
+# With OP, only the tests of these ops. "huge", which "all" leaves out, is of tensors of more than 2^31
+# elements and takes up to 60 GB on both sides. "torch" needs a folder made by gpu_pack.sh, and a python3 with
 # PyTorch; PULLBACK_PYTHON names it. PULLBACK_JOBS processes (all cores) share the tests; one that
 # takes more than PULLBACK_LIMIT seconds (300) is ended, and its tests are named.
 # Beside an H200 and with 16 processes, memcheck, initcheck and synccheck take about a minute each,
 # racecheck, at 10 s a case, about five; the kernels compile before that in one more.
 set -uo pipefail
+shopt -s lastpipe  # `failed` outlives the pipes
 here=$(cd "$(dirname "$0")" && pwd)
 what=${1:-all}
 shift || true
@@ -91,9 +93,9 @@ pool() {
   while read -r line; do printf '%s\0%s\0' $((number++)) "$line"; done |
     xargs -0 -r -n 2 -P "$jobs" bash -c 'one "${@: -2}" "${@:1:$#-2}"' _ "$@"
   passed=$(cat "$logs"/* | sed -nE 's/^\[  PASSED  \] ([0-9]+) tests?\./\1/p' | awk '{ n += $1 } END { print n + 0 }')
-  if compgen -G "$logs/*.bad" >/dev/null; then
+  if [ "$passed" = 0 ] || compgen -G "$logs/*.bad" >/dev/null; then
     echo "FAILED  $name, $((SECONDS - start)) s: $passed tests passed"
-    cat "$logs"/*.bad | head -80
+    cat "$logs"/*.bad 2>/dev/null | head -80
     failed=1
   else
     echo "passed  $name, $((SECONDS - start)) s: $passed tests"
@@ -112,18 +114,31 @@ suite() {
   done | pool suite
 }
 
+huge() {
+  export PULLBACK_HUGE_TESTS
+  for PULLBACK_HUGE_TESTS in "${ops[@]}"; do
+    [ "$PULLBACK_HUGE_TESTS" = cuda ] ||
+      tests_of cuda '*.tensors_of_more_than_2_to_the_31_elements' | lines_of cuda 1 | pool "huge $PULLBACK_HUGE_TESTS"
+  done
+}
+
 # Kernels are tens of times slower under a sanitizer, and most of all under racecheck.
 cases=
 sanitize() {
   local tool=$1 count=4 op
-  [ -n "$cases" ] || cases=$(LD_LIBRARY_PATH=$fake:${LD_LIBRARY_PATH:-} PULLBACK_NVRTC=$fake PULLBACK_CACHE=off "$folder/kernel_cover")
+  if [ -z "$cases" ] && ! cases=$(LD_LIBRARY_PATH=$fake:${LD_LIBRARY_PATH:-} PULLBACK_NVRTC=$fake \
+    PULLBACK_CACHE=off "$folder/kernel_cover"); then
+    echo "FAILED  $tool: no list of cases"
+    failed=1
+    return
+  fi
   [ "$tool" = racecheck ] && count=1
   for op in "${ops[@]}"; do
     if [ "$op" = cuda ]; then
       tests_of cuda 'OnDevice.*:OnDeviceToolkit.*' | lines_of cuda 4
     else
       grep "^$op/" <<<"$cases" | lines_of "$op" $count
-      tests_of "$op" '*_cuda_fuzz.*' | lines_of "$op" 1
+      tests_of "$op" '*_cuda_fuzz.*:*_cuda.hostile_*:*cuda_cases*out_of_order*' | lines_of "$op" 1
     fi
   done | PULLBACK_FUZZ_COUNT=8 PULLBACK_RAW_WORKSPACE=$([ "$tool" = initcheck ] && echo 1) \
     pool "$tool" "$sanitizer" --tool "$tool" --error-exitcode 1 --print-limit 4
@@ -160,6 +175,7 @@ torch_suite() {
 compile
 case $what in
   suite) suite ;;
+  huge) huge ;;
   torch) torch_suite ;;
   memcheck | initcheck | racecheck | synccheck) sanitize "$what" ;;
   all)
@@ -168,7 +184,7 @@ case $what in
     for tool in memcheck racecheck initcheck synccheck; do sanitize $tool; done
     ;;
   *)
-    echo "usage: gpu_test.sh [all|suite|torch|memcheck|racecheck|initcheck|synccheck] [OP ...]" >&2
+    echo "usage: gpu_test.sh [all|suite|huge|torch|memcheck|racecheck|initcheck|synccheck] [OP ...]" >&2
     exit 2
     ;;
 esac

@@ -27,7 +27,8 @@ class PlanBody {
 
 // A checked problem, bound to the variant that will compute it. Cheap to copy; run() may be called
 // from any thread, allocates nothing, and fails only on bad pointers or a small workspace, before
-// it has written anything.
+// it has written anything. With check_indices it fails on bad indices, too: entmax, which has that
+// on a CUDA device, copies them to the host and waits.
 template <class Tensors>
 class Plan {
  public:

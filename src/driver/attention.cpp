@@ -63,6 +63,7 @@ AttentionProblem problem_of(const Request& request) {
   problem.deterministic = options.boolean("deterministic", true);
   problem.max_seqlen_q = options.integer("max-seqlen-q", 0);
   problem.max_seqlen_k = options.integer("max-seqlen-k", 0);
+  options.boolean("check-indices", true);
   options.finish();
   return complete(problem);
 }
@@ -71,11 +72,13 @@ class AttentionSession final : public OpSession<AttentionProblem, AttentionTenso
  public:
   explicit AttentionSession(const Request& request) : OpSession(request) {
     AttentionProblem problem = problem_of(request);
-    // Tensors of a file deserve an answer rather than clamping, on every device.
     AttentionTensors host;
     host.cu_seqlens_q = data_of(request.inputs, "cu_seqlens_q");
     host.cu_seqlens_k = data_of(request.inputs, "cu_seqlens_k");
-    attention::check_cu_seqlens(problem, host);
+    // On every device, as their op does it on the CPU alone.
+    if (OptionReader("attention", request.options).boolean("check-indices", true)) {
+      attention::check_cu_seqlens(problem, host);
+    }
     tensors_.q = input("q");
     tensors_.k = input("k");
     tensors_.v = input("v");
@@ -175,19 +178,19 @@ const OpDriver& driver() {
                  {"d_lse", "[B,H,Sq], or [H,total_q]; f32 (f64 for f64)", false},
                  {"cu_seqlens_q", "[B+1] i32 or i64: first rows of the sequences", false},
                  {"cu_seqlens_k", "[B+1] i32 or i64", false}},
-      .options = {{"causal", "top-left|bottom-right",
-                   "no query sees keys past its own, from a corner"},
-                  {"window", "L,R", "keys seen to the left and right; -1 = unbounded"},
-                  {"corner", "top-left|bottom-right",
-                   "where a window that is not causal is aligned"},
-                  {"block", "N", "queries and keys of a block of the layout"},
-                  {"scale", "X", "factor of q k^T; 1/sqrt(D) if absent"},
-                  {"softcap", "X", "s becomes X tanh(s / X) before the bias; 0 = off"},
-                  {"dropout", "P", "probability of dropping a softmax weight"},
-                  {"seed", "N", "seed of the dropout"},
-                  {"deterministic", "true|false", "false allows sums of no fixed order"},
-                  {"max-seqlen-q", "N", "bound on the lengths in cu_seqlens_q; 0 = unknown"},
-                  {"max-seqlen-k", "N", "bound on the lengths in cu_seqlens_k; 0 = unknown"}},
+      .options =
+          {{"causal", "top-left|bottom-right", "no query sees keys past its own, from a corner"},
+           {"window", "L,R", "keys seen to the left and right; -1 = unbounded"},
+           {"corner", "top-left|bottom-right", "where a window that is not causal is aligned"},
+           {"block", "N", "queries and keys of a block of the layout"},
+           {"scale", "X", "factor of q k^T; 1/sqrt(D) if absent"},
+           {"softcap", "X", "s becomes X tanh(s / X) before the bias; 0 = off"},
+           {"dropout", "P", "probability of dropping a softmax weight"},
+           {"seed", "N", "seed of the dropout"},
+           {"deterministic", "true|false", "false allows sums of no fixed order"},
+           {"max-seqlen-q", "N", "bound on the lengths in cu_seqlens_q; 0 = unknown"},
+           {"max-seqlen-k", "N", "bound on the lengths in cu_seqlens_k; 0 = unknown"},
+           {"check-indices", "true|false", "false clamps bad cu_seqlens instead of refusing them"}},
       .cotangents = {{"out", "d_out"}, {"lse", "d_lse"}},
       .gradients = {{"q", "d_q"}, {"k", "d_k"}, {"v", "d_v"}, {"bias", "d_bias"}},
       // Large scores carry epsilons of themselves, as do products of d_out and v, which cancel.

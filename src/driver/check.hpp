@@ -49,6 +49,8 @@ class CaseCheck {
   CheckReport run(const Device& device, const std::string& variant = {}) const;
 
  private:
+  CheckReport compared(const Request& request, const TensorMap& outputs) const;
+
   Case test_;
   DType dtype_;
   std::uint64_t seed_;

@@ -90,7 +90,7 @@ std::string value_mismatch(const HostTensor& got, const HostTensor& expected) {
 }
 
 LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected,
-                             const HostTensor* finite) {
+                             const HostTensor* finite, const Sizes& sizes) {
   std::mutex mutex;
   LargestErrors all;
   for_stretches(got.numel(), [&](std::int64_t first, std::int64_t count) {
@@ -102,8 +102,11 @@ LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected,
     LargestErrors here;
     for (std::size_t i = 0; i < size; ++i) {
       const double want = values[1][i];
-      if (!std::isfinite(want) || (finite != nullptr && !std::isfinite(values[2][i]))) continue;
-      here.largest = std::max(here.largest, std::abs(want));
+      const double magnitude = std::abs(want);
+      // NaN is of no size.
+      if (!(magnitude > sizes.above && magnitude <= sizes.most)) continue;
+      if (finite != nullptr && !std::isfinite(values[2][i])) continue;
+      here.largest = std::max(here.largest, magnitude);
       const double off = std::abs(values[0][i] - want);
       here.difference = std::isfinite(off) ? std::max(here.difference, off)
                                            : std::numeric_limits<double>::infinity();

@@ -1,6 +1,7 @@
 // How far a tensor is from what is expected of it.
 #pragma once
 
+#include <limits>
 #include <string>
 
 #include "driver/host_tensor.hpp"
@@ -10,6 +11,13 @@ namespace pullback::driver {
 double epsilon_of(DType dtype);
 double largest_finite(const HostTensor& tensor);
 
+// Elements that are judged together, by the size of what is expected.
+struct Sizes {
+  double above = -1, most = std::numeric_limits<double>::max();
+};
+// Beside what exceeds 1e20 any other number would pass, so that is judged by itself.
+inline constexpr Sizes kJudgedSizes[] = {{-1, 1e20}, {1e20}};
+
 // The largest difference where `expected` is finite (infinite where the other is not), and the
 // largest finite value expected; of elements that are finite in a third tensor, too, if there is
 // one. By all cores, for large tensors.
@@ -17,7 +25,7 @@ struct LargestErrors {
   double difference = 0, largest = 0;
 };
 LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected,
-                             const HostTensor* finite = nullptr);
+                             const HostTensor* finite = nullptr, const Sizes& sizes = {});
 
 // The first element that is wrong, or nothing.
 

@@ -184,7 +184,9 @@ void add_bench(CLI::App& app, Command& command) {
                    "timing of each pass (0.5; 0.1 when quick and on GPUs)")
       ->check(number_between(0.001, 600))
       ->type_name("X");
-  bench->add_option("--seed", options->seed, "seed of the inputs (1)")->type_name("N");
+  bench->add_option("--seed", options->seed, "seed of the inputs (1)")
+      ->check(whole_number)
+      ->type_name("N");
   bench->add_option("--variant", options->variant, "implementation to time")->type_name("NAME");
   bench->callback([options, &command] { command.run = [options] { return run_bench(*options); }; });
 }

@@ -152,11 +152,15 @@ void add_check(CLI::App& app, Command& command) {
   check->add_option("--cases", options->cases, "quick, or full with the slow cases")
       ->check(CLI::IsMember({"quick", "full"}))
       ->type_name("SET");
-  check->add_option("--seed", options->seed, "seed of the inputs (1)")->type_name("N");
+  check->add_option("--seed", options->seed, "seed of the inputs (1)")
+      ->check(whole_number)
+      ->type_name("N");
   check->add_option("--fuzz", options->fuzz, "random problems an op (quick 20, full 200)")
       ->check(CLI::Range(0, 1000000))
       ->type_name("N");
-  check->add_option("--fuzz-seed", options->fuzz_seed, "this random problem only")->type_name("N");
+  check->add_option("--fuzz-seed", options->fuzz_seed, "this random problem only")
+      ->check(whole_number)
+      ->type_name("N");
   check->add_option("--filter", options->filter, "only cases with this text in their name")
       ->type_name("TEXT");
   check->add_option("--variant", options->variant, "implementation to check")->type_name("NAME");

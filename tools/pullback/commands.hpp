@@ -40,6 +40,8 @@ struct DeviceOptions {
 
 // For CLI::Option::check(). CLI::Range lets NaN pass.
 std::function<std::string(const std::string&)> number_between(double low, double high);
+// The same. For unsigned options CLI takes -1 and what is too large for the largest number.
+std::string whole_number(const std::string& text);
 
 // The options that choose the device: "--threads 4", "--device cuda:1".
 std::string text_of(const Device& device);

@@ -50,7 +50,7 @@ DeviceTimes time_on_device(const Device& device, Stream stream, double seconds, 
   DeviceTimes times;
   const auto begin = Clock::now();
   int batch = std::clamp(fewest, 1, kBatch);
-  for (int count = 0; times.seconds.size() < 20000; count += batch) {
+  for (int count = 0; times.seconds.size() < 20000;) {
     for (int i = 0; i < batch; ++i) {
       events[static_cast<std::size_t>(2 * i)].record(on);
       const auto start = Clock::now();
@@ -60,6 +60,7 @@ DeviceTimes time_on_device(const Device& device, Stream stream, double seconds, 
       times.host_seconds.push_back(std::chrono::duration<double>(stop - start).count());
     }
     synchronize();
+    count += batch;
     for (int i = 0; i < batch; ++i) {
       times.seconds.push_back(events[static_cast<std::size_t>(2 * i + 1)].seconds_since(
           events[static_cast<std::size_t>(2 * i)]));

@@ -73,15 +73,15 @@ int run_demo(const DemoOptions& options) {
         failures.push_back(fmt::format("{}: {}", job.op, failure));
       }
       std::string repeat =
-          fmt::format("pullback grad {} --input {} --output out.safetensors --verify", job.op,
-                      shell_quoted(path));
+          fmt::format("pullback grad {} --input {} --output out.safetensors --verify {}", job.op,
+                      shell_quoted(path), text_of(device));
       for (const auto& [name, value] : job.options) repeat += fmt::format(" --{} {}", name, value);
       add_results(report, ceilings, title_of(job, request), request, measurement, repeat);
+      if (!options.json.empty()) write_text_file(options.json, report.dump(1) + "\n");
+      if (!options.html.empty()) write_text_file(options.html, html_of(report));
     }
   }
   fmt::print("{}\n{}", heading_text(report), table_text(report));
-  if (!options.json.empty()) write_text_file(options.json, report.dump(1) + "\n");
-  if (!options.html.empty()) write_text_file(options.html, html_of(report));
   for (const auto& failure : failures) fmt::print("FAILED {}\n", failure);
   if (failures.empty()) {
     fmt::print("Every output and gradient agrees with the f64 reference.\n");

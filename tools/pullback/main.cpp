@@ -1,10 +1,13 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <charconv>
 #include <csignal>
 #include <cstdio>
 #include <new>
+#include <string>
+#include <vector>
 
 #include "commands.hpp"
 #include "core/cpu_info.hpp"
@@ -41,6 +44,23 @@ int status_of(ErrorCode code) {
   }
 }
 
+// For CLI11, which wants the last one first, and for which an option's value after `--name=` is the
+// next argument where nothing else follows.
+std::vector<std::string> reversed_arguments(int argc, char** argv) {
+  std::vector<std::string> arguments;
+  for (int i = 1; i < argc; ++i) {
+    const std::string argument = argv[i];
+    if (argument.starts_with("--") && argument.find('=') == argument.size() - 1) {
+      arguments.push_back(argument.substr(0, argument.size() - 1));
+      arguments.emplace_back();
+    } else {
+      arguments.push_back(argument);
+    }
+  }
+  std::ranges::reverse(arguments);
+  return arguments;
+}
+
 int run(int argc, char** argv) {
   CLI::App app(
       "Gradients of attention, block-sparse softmax, entmax and segment reductions.\n"
@@ -59,7 +79,7 @@ int run(int argc, char** argv) {
   add_compile(app, command);
   add_cache(app, command);
   try {
-    app.parse(argc, argv);
+    app.parse(reversed_arguments(argc, argv));
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     report(fmt::format("{} (see --help)", error.what()));
@@ -114,6 +134,13 @@ std::function<std::string(const std::string&)> number_between(double low, double
     if (number && value >= low && value <= high) return {};
     return fmt::format("expected a number from {} to {}, got '{}'", low, high, text);
   };
+}
+
+std::string whole_number(const std::string& text) {
+  std::uint64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error == std::errc() && end == text.data() + text.size()) return {};
+  return fmt::format("expected a whole number of at most 64 bits, got '{}'", text);
 }
 
 std::string variant_text(const std::string& variant) {

@@ -1,5 +1,7 @@
 #include "measure.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -107,6 +109,11 @@ double relative_difference(const HostTensor& got, const HostTensor& expected) {
   return errors.difference == 0 ? 0 : errors.difference / errors.largest;
 }
 
+// Of the largest value: more is no rounding, whatever the problem.
+double gross_error(DType dtype) {
+  return std::min(0.25, 64 * std::sqrt(driver::epsilon_of(dtype)));
+}
+
 void add_error(Measurement& result, const driver::OpDriver& driver, const std::string& tensor,
                double relative, const std::string& against) {
   PassError& worst = result.passes[driver::is_gradient(driver, tensor) ? 1 : 0].error;
@@ -136,14 +143,28 @@ void add_errors(Measurement& result, const driver::Request& request, const Tenso
   if (settings.compare && (on_gpu || main_dtype(request.inputs) != DType::f64)) {
     // `pullback check` holds all of these against the reference.
     driver::Request exact = request;
-    exact.variant.clear();
+    exact.variant = "cpu";  // whatever variant is forced
     exact.device = Device::cpu(request.device.threads);
     if (!on_gpu) exact.inputs = driver::in_double(request.inputs);
     for (const auto& [name, expected] : driver::evaluate(exact)) {
-      const auto got = outputs.find(name);
-      if (got == outputs.end() || !is_floating(expected.spec().dtype)) continue;
-      add_error(result, driver, name, relative_difference(got->second, expected),
-                on_gpu ? "cpu" : "f64");
+      const auto found = outputs.find(name);
+      if (found == outputs.end()) {
+        result.failures.push_back(name + ": missing");
+        continue;
+      }
+      const HostTensor& got = found->second;
+      if (!is_floating(expected.spec().dtype)) {
+        const std::string mismatch = driver::value_mismatch(got, expected);
+        if (!mismatch.empty()) result.failures.push_back(name + ": " + mismatch);
+        continue;
+      }
+      const double relative = relative_difference(got, expected);
+      add_error(result, driver, name, relative, on_gpu ? "cpu" : "f64");
+      const double bound = gross_error(got.spec().dtype);
+      if (!(relative <= bound)) {
+        result.failures.push_back(fmt::format(
+            "{}: error {:.3g} of the largest value exceeds {:.3g}", name, relative, bound));
+      }
     }
   }
 }
