@@ -34,6 +34,7 @@ enum class Values {
   special_near_one,
   mostly_infinite,
   steps,
+  level,
 };
 
 using Lengths = std::vector<std::int64_t>;
@@ -87,6 +88,12 @@ inline HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t col
     if (values == Values::steps) {
       const double steps[] = {0, -200, -kInfinity, -3.3895313892515355e38, 60};
       value = steps[(i / columns / 1024 + i % columns) % 5] + value;
+    }
+    // Equal for as many rows, and far from 0: the lse of one row is that row to the last digit, or
+    // its gradient is not 1.
+    if (values == Values::level) {
+      const double levels[] = {30000, -1e5, 1e6, -700, 1e8};
+      value = levels[(i / columns / 1024 + i % columns) % 5];
     }
     const bool special = values == Values::special || values == Values::special_near_one;
     if (values == Values::mostly_infinite && random.chance(0.9)) value = -kInfinity;

@@ -226,6 +226,12 @@ std::vector<Case> segment_cases() {
         add(make_case(fmt::format("steps D={}", columns), reduce,
                       {{1024, 1024, 2048, 1500, 0, 600, 3000}, columns}, {}, Values::steps));
         cases.back().finite_differences = false;
+        add(make_case(fmt::format("level rows D={}", columns), reduce,
+                      {Lengths(5 * 1024, 1), columns}, {}, Values::level));
+        cases.back().finite_differences = false;
+        add(make_case(fmt::format("level giants D={}", columns), reduce,
+                      {{3000, 1, 1, 2500, 40}, columns}, {}, Values::level));
+        cases.back().finite_differences = false;
       }
       const std::pair<const char*, Values> kinds[] = {{"wide", Values::wide},
                                                       {"far", Values::far},
@@ -334,7 +340,7 @@ Case segment_fuzz(std::uint64_t seed) {
   shape.columns = wide                 ? kWide[random.integer(0, std::ssize(kWide) - 1)]
                   : random.chance(0.3) ? random.integer(0, 3)
                                        : random.integer(1, 80);
-  shape.form = static_cast<Form>(random.integer(0, 4));
+  shape.form = static_cast<Form>(random.integer(0, 5));
   if (random.chance(0.4)) shape.before = random.integer(0, 9);
   if (random.chance(0.4)) shape.after = random.integer(0, 9);
   const std::string reduce = kReduces[static_cast<std::size_t>(random.integer(0, 6))];
@@ -343,6 +349,8 @@ Case segment_fuzz(std::uint64_t seed) {
                        {"empty", any({"identity", "zero", "nan"})}};
   Values values = extreme(reduce) && random.chance(0.5) ? Values::integers : Values::normal;
   if (reduce != "softmax" && random.chance(0.15)) values = Values::special;
+  const bool fits_u8 = std::ranges::all_of(shape.lengths, [](auto rows) { return rows <= 255; });
+  options["arg-dtype"] = any({"i64", "i32", fits_u8 ? "u8" : "i32"});
   if (options["saved"] != "arg" && random.chance(0.5)) options["arg-dtype"] = "none";
   Case test = make_case("fuzz", reduce, shape, options, values);
   test.finite_differences = values == Values::normal;

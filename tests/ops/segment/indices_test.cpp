@@ -242,7 +242,5 @@ TEST(segment_indices, compact_arg_refuses_long_segments) {
   }
 }
 
-// Frameworks count ties in the dtype of the values: in bf16 that stops at 256.
-
 }  // namespace
 }  // namespace pullback::testing

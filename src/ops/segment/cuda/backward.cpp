@@ -10,8 +10,8 @@
 namespace pullback::segment_cuda {
 namespace {
 
-cuda::OpKernel product_kernel(std::string_view name, const std::string& function, DType dtype) {
-  return {.name = fmt::format("segment_{}_{}", name, cuda::device_type(dtype)),
+cuda::OpKernel product_kernel(const std::string& name, const std::string& function) {
+  return {.name = "segment_" + name,
           .file = "ops/segment/cuda/smxx_product.cuh",
           .function = "segment_cuda::" + function,
           .parameters = "segment_cuda::Params",
@@ -19,14 +19,12 @@ cuda::OpKernel product_kernel(std::string_view name, const std::string& function
           .constants = {{"segment_cuda::kProductRows", kProductRows}}};
 }
 cuda::OpKernel product_rows_kernel(DType dtype, bool store) {
-  return product_kernel(store ? "product_rows" : "product_slots",
-                        fmt::format("product_rows<{}, {}>", cuda::device_type(dtype), store),
-                        dtype);
+  const std::string_view type = cuda::device_type(dtype);
+  return product_kernel(fmt::format("product_{}_{}", store ? "rows" : "slots", type),
+                        fmt::format("product_rows<{}, {}>", type, store));
 }
-cuda::OpKernel product_carries_kernel(DType dtype) {
-  return product_kernel(
-      "product_carries",
-      fmt::format("product_carries<{}, {}>", cuda::device_type(dtype), kProductColumns), dtype);
+cuda::OpKernel product_carries_kernel() {
+  return product_kernel("product_carries", fmt::format("product_carries<{}>", kProductColumns));
 }
 
 // Backward of prod: its three launches.
@@ -35,7 +33,7 @@ class ProductStage {
   ProductStage(const SegmentProblem& problem, const cuda::DeviceInfo& device, Setup& setup,
                Layout& layout)
       : slots_(product_rows_kernel(problem.x.dtype, false), device),
-        carries_(product_carries_kernel(problem.x.dtype), device),
+        carries_(product_carries_kernel(), device),
         rows_(product_rows_kernel(problem.x.dtype, true), device) {
     const std::int64_t columns = problem.x.shape[1];
     tiling_ = rows_tiling(problem, 1);
@@ -43,8 +41,8 @@ class ProductStage {
     tiling_.items = product_tile_items(tiling_.lane_bits);
     setup.allow(tiling_);
     slot_columns_ = (columns + 7) / 8 * 8;
-    const auto bytes = static_cast<std::size_t>(tiles_of(problem, tiling_) * 2 * slot_columns_) *
-                       size_of(accumulation_dtype(problem.x.dtype));
+    const auto bytes =
+        static_cast<std::size_t>(tiles_of(problem, tiling_) * 2 * slot_columns_) * sizeof(double);
     slots_at_ = layout.take(bytes);
     carries_at_ = layout.take(bytes);
   }
@@ -306,11 +304,11 @@ std::vector<KernelSource> segment_backward_kernels(int arch) {
   using namespace segment_cuda;
   std::vector<KernelSource> all;
   for (const DType dtype : kDTypes) {
-    for (const OpKernel& kernel : {product_rows_kernel(dtype, false), product_carries_kernel(dtype),
-                                   product_rows_kernel(dtype, true)}) {
-      all.push_back(op_kernel<Params>(kernel, arch));
+    for (const bool store : {false, true}) {
+      all.push_back(op_kernel<Params>(product_rows_kernel(dtype, store), arch));
     }
   }
+  all.push_back(op_kernel<Params>(product_carries_kernel(), arch));
   return all;
 }
 

@@ -89,8 +89,7 @@ template <class Op, class T>
 struct PowerForm {
   using State = typename Op::State;
   using Kept = float;
-  // Rounding of `turn` is a factor of all sums, an ulp or two of their logarithm, but nothing that
-  // a sum may have which is stored.
+  // Rounding of `turn` is a factor of all sums, but nothing that a sum may have which is stored.
   static constexpr bool kTurns = !kStoresPair<Op>;
   float shift, turn;
 
@@ -100,7 +99,7 @@ struct PowerForm {
     const int first = in_order(static_cast<int>(__float_as_uint(rows.real(0))));
     const int most = in_order(__reduce_max_sync(device::kAllLanes, first));
     const float x = __uint_as_float(static_cast<uint32_t>(most));
-    return PowerForm(x - x == 0 ? x : 0);
+    return PowerForm(serves(x) ? x : 0);
   }
   static Kept begin(const Chunk<T>&, int) { return 0; }
   Kept go_on(const Chunk<T>&, const State& open) const {
@@ -118,14 +117,13 @@ struct PowerForm {
   // No, where powers may have vanished, or be of arguments so long that they lose bits.
   static bool is_exact(Kept kept) { return __float_as_uint(kept) - kLeast <= kMost - kLeast; }
   // The same of rows behind others, which the shift was one of.
-  bool is_small(Kept kept) const {
-    // Beside a longer turn its rounding could make 0 of the shift's own power.
-    const bool turns_well = !kTurns || fabsf(turn) < 0x1p22f;
-    return turns_well && __float_as_uint(kept) <= kMost;
-  }
+  bool is_small(Kept kept) const { return serves(shift) && __float_as_uint(kept) <= kMost; }
 
  private:
   static constexpr uint32_t kLeast = (127 - 50) << 23, kMost = (127 + 50) << 23;  // 2^-50, 2^50
+  static bool serves(float shift) {
+    return kTurns ? fabsf(shift) <= kFarthestShift : shift - shift == 0;
+  }
 };
 
 // The same of 32 bits, for which each run of rows has its first one as its shift: the logarithm of

@@ -39,7 +39,7 @@ StagedMask stage_mask(const Params& p, const Tile& tile, int64_t first_column, i
   const int row_bytes = all - first_byte < most ? static_cast<int>(all - first_byte) : most;
   const int rows = static_cast<int>(
       clamped(tile.row_stop - tile.origin, 0, MaskMemory<true, kVector>::kBytes / row_bytes));
-  const auto* mask = static_cast<const uint8_t*>(p.mask.data);
+  const auto* mask = static_cast<const uint8_t*>(p.mask.data) + first_byte * p.mask.column_stride;
   if (p.mask.row_stride == row_bytes && (row_bytes == 1 || p.mask.column_stride == 1) &&
       reinterpret_cast<uint64_t>(mask) % kPiece == 0) {
     const int64_t begin = tile.origin * row_bytes, from = begin & -kPiece;
@@ -58,8 +58,7 @@ StagedMask stage_mask(const Params& p, const Tile& tile, int64_t first_column, i
   }
   for (int at = threadIdx.x; at < rows * row_bytes; at += kThreads) {
     const int row = at / row_bytes, byte = at - row * row_bytes;
-    memory.bytes[at] =
-        mask[(tile.origin + row) * p.mask.row_stride + (first_byte + byte) * p.mask.column_stride];
+    memory.bytes[at] = mask[(tile.origin + row) * p.mask.row_stride + byte * p.mask.column_stride];
   }
   return {memory.bytes, row_bytes};
 }

@@ -304,11 +304,6 @@ State shuffle_up(const State& state, int step) {
                    [&](uint32_t word) { return __shfl_up_sync(device::kAllLanes, word, step); });
 }
 template <class State>
-State shuffle_down(const State& state, int step) {
-  return exchanged(state,
-                   [&](uint32_t word) { return __shfl_down_sync(device::kAllLanes, word, step); });
-}
-template <class State>
 State shuffle_xor(const State& state, int step) {
   return exchanged(state,
                    [&](uint32_t word) { return __shfl_xor_sync(device::kAllLanes, word, step); });

@@ -318,9 +318,8 @@ struct PowersForm {
   struct Kept {
     float sum[kVector];
   };
-  // Powers are 2^(x log2(e) + turn), whose rounding of `turn` is a factor of all sums: an ulp or
-  // two of their logarithm, but nothing that a sum may have which is stored. That has turn =
-  // -shift.
+  // Powers are 2^(x log2(e) + turn), whose rounding of `turn` is a factor of all sums, but nothing
+  // that a sum may have which is stored. That has turn = -shift.
   static constexpr bool kTurns = !kStoresPair<Op>;
   const LaneGroup& group;
   float turn[kVector] = {};
@@ -342,8 +341,9 @@ struct PowersForm {
     }
 #pragma unroll
     for (int c = 0; c < kVector; ++c) {
-      turn[c] *= kTurns ? -kLog2OfE : -1;
-      turn[c] = turn[c] - turn[c] == 0 ? turn[c] : 0;
+      const float x = turn[c];
+      const bool serves = kTurns ? fabsf(x) <= kFarthestShift : x - x == 0;
+      turn[c] = serves ? x * (kTurns ? -kLog2OfE : -1) : 0;
     }
   }
   // At others, in the next chunk.

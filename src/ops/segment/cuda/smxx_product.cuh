@@ -1,5 +1,6 @@
 // Backward of prod: d_x = d_out · (product of the rows before) · (product of the rows after),
-// without a division, so that zeros and infinities come out right.
+// without a division, so that zeros and infinities come out right; in double, so that products of
+// some rows may pass what their dtype holds.
 //
 // Three launches: product_rows<T, false> leaves the products of each tile's open ends in its slots,
 // product_carries turns them into what comes before and after each tile, product_rows<T, true> does
@@ -14,7 +15,7 @@ template <class T, bool kStore>
 void product_rows(const Params& p) {
   using R = Real<T>;
   __shared__ Ends<kThreads * kProductRows> ends;
-  __shared__ R heads[kThreads], tails[kThreads];
+  __shared__ double heads[kThreads], tails[kThreads];
 
   const auto [segments, tile] = begin_tile(p);
   const int lanes = 1 << p.lane_bits, walkers = kThreads >> p.lane_bits;
@@ -41,7 +42,7 @@ void product_rows(const Params& p) {
           static_cast<const T*>(p.x.data)[n * p.x.row_stride + column * p.x.column_stride]);
     }
   }
-  R head = 1, tail = 1;
+  double head = 1, tail = 1;
   bool in_head = true;
 #pragma unroll
   for (int i = 0; i < kProductRows; ++i) {
@@ -63,14 +64,14 @@ void product_rows(const Params& p) {
     int from = stop;
     while (from > 0 && ends_of(from - 1) == 0) --from;
     open_left = from == 0;
-    R product = 1;
+    double product = 1;
     for (int other = from > 0 ? from - 1 : 0; other < stop; ++other) {
       product *= tails[(other << p.lane_bits) + lane];
     }
     return product;
   };
   const auto product_after = [&](int from) {
-    R product = 1;
+    double product = 1;
     int other = from + 1;
     for (; other < walkers; ++other) {
       product *= heads[(other << p.lane_bits) + lane];
@@ -80,21 +81,22 @@ void product_rows(const Params& p) {
     return product;
   };
   if constexpr (!kStore) {
-    R* slots = static_cast<R*>(p.slots) + blockIdx.x * int64_t{2} * p.slot_columns + column;
+    double* slots =
+        static_cast<double*>(p.slots) + blockIdx.x * int64_t{2} * p.slot_columns + column;
     if (walker == 0) slots[0] = stops != 0 ? head : head * product_after(0);
     if (walker == walkers - 1) slots[p.slot_columns] = product_before(walkers);
   } else {
-    const R* carries =
-        static_cast<const R*>(p.carries) + blockIdx.x * int64_t{2} * p.slot_columns + column;
+    const double* carries =
+        static_cast<const double*>(p.carries) + blockIdx.x * int64_t{2} * p.slot_columns + column;
     const int64_t head_segment = ends.segment_to(tile, ends.next(0));
     const auto goes_on = [&](int64_t j, int64_t at) {
       return j >= 1 && j <= p.segments && segments.begin(j) < at && segments.end(j) > at;
     };
-    R prefix = product_before(walker);
+    double prefix = product_before(walker);
     if (open_left && goes_on(head_segment, tile.row)) prefix = carries[0] * prefix;
-    R suffix = product_after(walker);
+    double suffix = product_after(walker);
     if (open_right && goes_on(tile.stop, tile.row_stop)) suffix *= carries[p.slot_columns];
-    R after[kProductRows];
+    double after[kProductRows];
 #pragma unroll
     for (int i = kProductRows - 1; i >= 0; --i) {
       if (stops >> i & 1) suffix = 1;
@@ -108,7 +110,7 @@ void product_rows(const Params& p) {
       if (inside >> i & 1) {
         const int64_t j = ends.segment_to(tile, ends.next(row + i));
         const R g = device::to_real(load_row<T, 1>(p.d_out, j - 1, column).element[0]);
-        value = g * (prefix * after[i]);
+        value = static_cast<R>(g * (prefix * after[i]));
       }
       prefix *= x[i];
       if (stops >> i & 1) prefix = 1;
@@ -122,19 +124,18 @@ void product_rows(const Params& p) {
 
 // For the segments that reach over several tiles: carries[t][0] is the product of the slots before
 // tile t, carries[t][1] of those after it.
-template <class T, int kColumns>
+template <int kColumns>
 void product_carries(const Params& p) {
-  using R = Real<T>;
   constexpr int kParts = kThreads / kColumns;
   const Segments segments = make_segments(p);
   const int64_t column = column_block(p) * kColumns + static_cast<int>(threadIdx.x) % kColumns;
   const int tile = static_cast<int>(blockIdx.x) * kParts + static_cast<int>(threadIdx.x) / kColumns;
   if (tile >= p.tiles || column >= p.columns) return;
   const SlotRun run = slots_from(p, segments, tile);
-  const auto at = [&](void* data, int64_t t, int which) -> R& {
-    return static_cast<R*>(data)[(t * 2 + which) * p.slot_columns + column];
+  const auto at = [&](void* data, int64_t t, int which) -> double& {
+    return static_cast<double*>(data)[(t * 2 + which) * p.slot_columns + column];
   };
-  R product = 1;
+  double product = 1;
 #pragma unroll 8
   for (int64_t t = run.first; t < run.last; ++t) {
     product *= at(p.slots, t, 1);

@@ -134,12 +134,10 @@ struct Run<Op, T, kVector, RunKind::pairs> {
 };
 
 // The sum of exp(x - aim) as one of 2^(x log2(e) + turn), a product less for each x. The aim is the
-// first row, or 0 where that is further than kFar from 0: turn, and the shift that is made of it,
-// are rounded, which is an error of 5e-5 at most then.
+// first row, or 0 where that is further than kFarthestShift from 0.
 template <class Op, class T, int kVector>
 struct Run<Op, T, kVector, RunKind::powers> {
   using State = typename Op::State;
-  static constexpr float kFar = 1024;
   float turn[kVector], sum[kVector];
 
   void begin(int) {
@@ -153,7 +151,7 @@ struct Run<Op, T, kVector, RunKind::powers> {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const float x = value(i, 0);
-        turn[i] = fabsf(x) <= kFar ? -kLog2OfE * x : 0;
+        turn[i] = fabsf(x) <= kFarthestShift ? -kLog2OfE * x : 0;
       }
     }
     add_aimed<kCount>(value);

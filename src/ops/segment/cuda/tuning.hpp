@@ -17,7 +17,6 @@ constexpr bool starts_by_segments(long long segments, long long tiles) {
 inline constexpr int kProductColumns = 32;  // of a block that carries products from tile to tile
 
 inline constexpr int kMostLaneBits = 8;  // a row takes the whole block
-inline constexpr int kMaskTileItems = 256;
 
 // Rows and segment ends of a tile whose rows take 2^lane_bits lanes.
 constexpr int tile_items(int lane_bits, int walker_rows) {
