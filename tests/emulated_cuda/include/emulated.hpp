@@ -364,6 +364,9 @@ T max(T a, T b) {
 }
 inline float __uint_as_float(unsigned bits) { return emulated::from_bits<float>(bits); }
 inline float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned>(bits)); }
+// Without a fused operation behind them, as the host compiler has no such instruction by default.
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
 inline unsigned __float_as_uint(float value) {
   return static_cast<unsigned>(emulated::bits_of(value));
 }

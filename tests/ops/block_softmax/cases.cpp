@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "driver/block_layout.hpp"
@@ -187,7 +188,7 @@ std::vector<Case> block_softmax_cases() {
   }));
   cases.back().finite_differences = false;  // the step drowns in 3e4
   // As masks hold them; of row 20 all scores, which weigh the same.
-  for (const char* scale : {"1", "-0.5"}) {
+  for (const char* scale : {"1", "-0.5", "0.3", "-0.1020620727"}) {
     cases.push_back(changed(make_case(fmt::format("scores as low as they go, scale {}", scale),
                                       mixed, 1, 16, {}, {{"scale", scale}}),
                             [](TensorMap& inputs, DType dtype) {
@@ -199,6 +200,15 @@ std::vector<Case> block_softmax_cases() {
                             }));
     cases.back().finite_differences = false;
   }
+  // Whose differences are, too: rows of one 1, from what subtracts before it multiplies.
+  cases.push_back(changed(make_case("scores past f32", mixed, 1, 16, {}, {{"scale", "1e36"}}),
+                          [](TensorMap& inputs, DType) {
+                            const HostTensor& x = inputs["x"];
+                            for (std::int64_t i = 0; i < x.numel(); ++i) {
+                              x.set(i, std::round(200 * x.get(i)));
+                            }
+                          }));
+  cases.back().finite_differences = false;
   cases.push_back(changed(
       make_case("exact: even rows of 16", layout_from(1, 2, 2, {1, 0, 0, 1}), 2, 16, {1, 1}),
       [](TensorMap& inputs, DType) {

@@ -12,6 +12,8 @@
 
 #include <hwy/cache_control.h>
 
+#include <cmath>
+
 #include "cpu/exp-inl.hpp"
 #include "cpu/simd-inl.hpp"
 #include "ops/block_softmax/cpu/row_groups.hpp"
@@ -104,11 +106,12 @@ struct Outputs {
   Real<T> factor[kRows] = {};
 };
 
-// The maxima of the rows of a strip, 0 for a row that sees nothing.
+// The elements of the largest scores of a strip's rows, 0 for a row that sees nothing.
 template <int kRows, class D, class S, class R = hn::TFromD<D>>
 HWY_INLINE void RowMaxima(D d, const Strip<const S>& x, std::int64_t b, R scale, R* most) {
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const auto by = hn::Set(d, scale);
+  const R sign = std::copysign(R{1}, scale);
+  const auto by = hn::Set(d, sign);
   hn::Vec<D> row_most[kRows];
   for (int i = 0; i < kRows; ++i) row_most[i] = hn::Neg(hn::Inf(d));
   for (std::int64_t k = 0; k < x.blocks; ++k) {
@@ -124,7 +127,7 @@ HWY_INLINE void RowMaxima(D d, const Strip<const S>& x, std::int64_t b, R scale,
     // Nothing is seen (or NaN besides): any finite shift leaves exponentials of 0 (or NaN).
     const auto all = hn::MaxOfLanes(d, row_most[i]);
     const auto nothing = hn::Eq(all, hn::Neg(hn::Inf(d)));
-    most[i] = hn::GetLane(hn::IfThenZeroElse(nothing, all));
+    most[i] = sign * hn::GetLane(hn::IfThenZeroElse(nothing, all));
   }
 }
 
@@ -154,9 +157,10 @@ HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t b, R scale, c
     for (std::int64_t j = 0; j < b; j += lanes) {
       for (int i = 0; i < kRows; ++i) {
         if (fetch) Fetch<kRows>(ahead + i * next.row_stride + j);
-        // The maximum may have lost a NaN; the sum keeps it.
-        const auto s = hn::Mul(HWY_NAMESPACE::Load(d, from + i * x.row_stride), by);
-        const auto value = ExpNonPositive(d, hn::Sub(s, row_most[i]));
+        // The maximum may have lost a NaN; the sum keeps it. Differences come first: of scores
+        // that are large the fused product would have digits that the maximum has not.
+        const auto below = hn::Sub(HWY_NAMESPACE::Load(d, from + i * x.row_stride), row_most[i]);
+        const auto value = ExpNonPositive(d, hn::Mul(below, by));
         hn::StoreU(value, d, to);
         to += lanes;
         sum[i] = hn::Add(sum[i], value);

@@ -14,8 +14,17 @@ using namespace device;
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 
-inline float factor_of_scores(float scale) { return scale * kLog2E; }
+// Finite: of equal elements the difference is 0.
+inline float factor_of_scores(float scale) {
+  constexpr float kMost = 0x1.fffffep127f;
+  return fminf(scale * kLog2E, kMost);
+}
 inline double factor_of_scores(double scale) { return scale; }
+
+// scale · x, never as part of a fused operation: of large scores that would have digits which the
+// maximum has not.
+inline float scaled(float scale, float x) { return __fmul_rn(scale, x); }
+inline double scaled(double scale, double x) { return __dmul_rn(scale, x); }
 
 inline float power(float exponent) { return exp2_approx(exponent); }
 inline double power(double exponent) { return exp(exponent); }
@@ -31,18 +40,23 @@ template <class T>
 Real<T> factor_of_elements(Real<T> scale) {
   const Real<T> factor = factor_of_scores(scale);
   if constexpr (kExactProducts<T>) {
-    return __uint_as_float((__float_as_uint(factor) + 0x80u) & 0xffffff00u);
+    // Towards 0 where rounding could end in infinity.
+    const uint32_t half = factor < 0x1p127f ? 0x80u : 0;
+    return __uint_as_float((__float_as_uint(factor) + half) & 0xffffff00u);
   } else {
     return factor;
   }
 }
 // 2^((x − m) c) of an element and the row's maximum; exact products need no difference first.
-// Where that of the maximum overflows, elements that are not equal to it are so far away that any c
-// makes 0 of them.
+// Where that of the maximum overflows, elements that are not equal to it, if only by a bf16's last
+// digit, are so far away that it is enough for c to bring the maximum to about 2^127.
 template <class T>
 Real<T> power_of_element(Real<T> x, Real<T> maximum, Real<T> factor) {
   if constexpr (kExactProducts<T>) {
-    const float c = fabsf(maximum * factor) < infinity<float>() ? factor : 1;
+    const uint32_t exponent = __float_as_uint(maximum) & 0x7f800000u;
+    const float c = fabsf(maximum * factor) < infinity<float>()
+                        ? factor
+                        : __uint_as_float((380u << 23) - exponent);
     return power(fma(x, c, -(maximum * c)));
   } else {
     return power((x - maximum) * factor);

@@ -60,7 +60,7 @@ void forward_rows(const ForwardParams& p) {
         if (v < counts.mine) {
           const Reals<T> values = reals<T>(raw[v]);
 #pragma unroll
-          for (int e = 0; e < kLength; ++e) kept[v][e] = scale * values.element[e];
+          for (int e = 0; e < kLength; ++e) kept[v][e] = scaled(scale, values.element[e]);
           terms.apply(kept[v], share.first + v * share.step, share.column);
 #pragma unroll
           for (int e = 0; e < kLength; ++e) maximum = larger(maximum, kept[v][e]);

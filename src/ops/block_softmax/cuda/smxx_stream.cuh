@@ -42,7 +42,10 @@ void forward_stream(const ForwardParams& p) {
   begin_rows();
   const Place place = find_place(p.schedule);
   const uint32_t count = place.block_row.blocks * p.piece.value;
-  const R scale = static_cast<R>(p.scale), factor = factor_of_scores(R{1});
+  const R scale = static_cast<R>(p.scale);
+  // Without terms scores are in units of x.
+  const R unit = kWithTerms ? scale : scale < R{0} ? R{-1} : R{1};
+  const R factor = factor_of_scores(kWithTerms ? R{1} : scale * unit);
 
   for (int64_t batch = blockIdx.y; batch < p.batches; batch += gridDim.y) {
     const T* x = row_of<const T>(p.x, place, batch);
@@ -66,7 +69,8 @@ void forward_stream(const ForwardParams& p) {
           if (first + u * place.team < count) {
             R scores[kWidth];
 #pragma unroll
-            for (int e = 0; e < kWidth; ++e) scores[e] = scale * to_real(pieces[u].element[e]);
+            for (int e = 0; e < kWidth; ++e)
+              scores[e] = scaled(unit, to_real(pieces[u].element[e]));
             if constexpr (kWithTerms) terms.apply(scores, at[u].block, at[u].column);
             visit(at[u], scores);
           }
