@@ -142,11 +142,11 @@ void check_blocks(const Checker& check, const AttentionProblem& problem, bool va
     return;
   }
   check.that(
-      !varlen, "blocks", "none with cu_seqlens", "a block layout",
+      !varlen, "layout", "none with cu_seqlens", "a block layout",
       "a packed batch has no common grid of blocks: run the sequences one by one, or padded");
   check.block(mask.block);
   const AttentionSizes sizes = sizes_of(problem);
-  check.that(mask.batches == 1 || mask.batches == sizes.batch, "blocks",
+  check.that(mask.batches == 1 || mask.batches == sizes.batch, "layout",
              fmt::format("layouts for 1 or {} batch items", sizes.batch),
              fmt::format("{}", mask.batches));
   const auto count = [&](std::int64_t length) { return (length + mask.block - 1) / mask.block; };
@@ -155,7 +155,7 @@ void check_blocks(const Checker& check, const AttentionProblem& problem, bool va
       layout.heads() == mask.batches || layout.heads() == mask.batches * sizes.heads;
   check.that(heads_fit && layout.rows() == count(sizes.total_query) &&
                  layout.columns() == count(sizes.total_key),
-             "blocks",
+             "layout",
              fmt::format("[{} times 1 or {} heads, {}, {}] blocks of {}", mask.batches, sizes.heads,
                          count(sizes.total_query), count(sizes.total_key), mask.block),
              fmt::format("[{}, {}, {}]", layout.heads(), layout.rows(), layout.columns()),

@@ -138,6 +138,9 @@ inline void add(std::vector<Case>& cases, std::string name, const Setup& setup,
   cases.push_back(make_case(std::move(name), setup, std::move(options)));
 }
 
+// sequence_cases.cpp
+void add_varlen(std::vector<Case>& cases);
+
 // tile_cases.cpp
 void add_tiles(std::vector<Case>& cases);
 void add_gpu_tiles(std::vector<Case>& cases, const Setup& wide);

@@ -231,36 +231,6 @@ void add_layouts(std::vector<Case>& cases) {
   add(cases, "bias expanded to its full shape", expanded_bias);
 }
 
-void add_varlen(std::vector<Case>& cases) {
-  const Setup plain{.query = 96, .key = 110, .cu_q = {0, 40, 41, 96}, .cu_k = {0, 33, 50, 110}};
-  add(cases, "varlen", plain);
-  for (const char* corner : {"top-left", "bottom-right"}) {
-    add(cases, fmt::format("varlen causal {}", corner), plain, {{"causal", corner}});
-  }
-  Setup setup = plain;
-  setup.index_dtype = DType::i32;
-  add(cases, "varlen window, int32", setup,
-      {{"window", "7,2"},
-       {"corner", "bottom-right"},
-       {"max-seqlen-q", "64"},
-       {"max-seqlen-k", "61"}});
-  setup = {.query = 90,
-           .key = 80,
-           .heads = 4,
-           .cu_q = {0, 0, 33, 33, 70, 80},
-           .cu_k = {0, 20, 20, 40, 71, 71},
-           .d_lse = true};
-  add(cases, "varlen with empty sequences and rows outside", setup, {{"causal", "bottom-right"}});
-  setup.cu_q = {5, 9, 60};
-  setup.cu_k = {7, 40, 64};
-  add(cases, "varlen that begins later", setup, {{"dropout", "0.3"}, {"seed", "11"}});
-  setup.value_dim = 9;
-  add(cases, "varlen with softcap, Dv 9", setup, {{"softcap", "2"}});
-  setup.cu_q = setup.cu_k = {0};
-  add(cases, "varlen without sequences", setup);
-  add(cases, "varlen without rows", {.query = 0, .key = 0, .cu_q = {0, 0, 0}, .cu_k = {0, 0, 0}});
-}
-
 // Heads that share the keys which a task of the CPU packs, and pairs enough for that.
 void add_grouped(std::vector<Case>& cases) {
   const Setup few{.batch = 4,

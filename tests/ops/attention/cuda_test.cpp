@@ -13,6 +13,7 @@
 #include "cuda/driver.hpp"
 #include "driver/block_layout.hpp"
 #include "driver/check.hpp"
+#include "driver/tensor_memory.hpp"
 #include "ops/attention/case_setup.hpp"
 #include "pullback/attention.hpp"
 #include "pullback/error.hpp"
@@ -357,6 +358,41 @@ TEST_F(attention_cuda, sums_have_the_same_bits_a_thousand_times) {
     expect_same(attention_setup::with_blocks(
                     wide, {.block = 64, .heads = 8, .density = 0.02, .global = 30}),
                 {{"block", "64"}}, dtype, 50);
+  }
+}
+
+// Nobody who wants no gradients needs lse.
+TEST_F(attention_cuda, forward_without_lse) {
+  for (const DType dtype : {DType::f64, DType::f32, DType::bf16}) {
+    for (const std::int64_t head_dim : {16, 64, 128, 256}) {
+      SCOPED_TRACE(::testing::Message() << name_of(dtype) << " D " << head_dim);
+      AttentionProblem problem;
+      problem.q = TensorSpec::contiguous(dtype, {2, 400, 2, head_dim});
+      problem.k = problem.v = TensorSpec::contiguous(dtype, {2, 330, 2, head_dim});
+      problem.mask = BandMask::causal(Corner::bottom_right);  // rows see nothing at first
+      problem = complete(problem);
+      Random random(1);
+      const auto values = [&](const TensorSpec& spec) {
+        return normal_tensor(dtype, {spec.shape.begin(), spec.shape.begin() + 4}, random);
+      };
+      const HostTensor q = values(problem.q), k = values(problem.k), v = values(problem.v);
+      const HostTensor out(problem.out), alone(problem.out), lse(problem.lse);
+      TensorMemory memory(Device::cuda());
+      AttentionTensors tensors;
+      tensors.q = memory.input(q);
+      tensors.k = memory.input(k);
+      tensors.v = memory.input(v);
+      const auto plan = make_plan(Device::cuda(), problem, Pass::forward);
+      memory.reserve_workspace(plan.workspace_bytes());
+      tensors.out = memory.output(alone);
+      plan.run(memory.stream(), tensors, memory.workspace());
+      tensors.out = memory.output(out);
+      tensors.lse = memory.output(lse);
+      plan.run(memory.stream(), tensors, memory.workspace());
+      memory.fetch();
+      EXPECT_TRUE(same_bits(alone, out));
+      EXPECT_NE(out.get(out.numel() - 1), 0);
+    }
   }
 }
 

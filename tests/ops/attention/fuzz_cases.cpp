@@ -16,11 +16,15 @@ std::int64_t fuzzed_length(Random& random) {
   return kLengths[random.integer(0, std::size(kLengths) - 1)];
 }
 
-// Sequence ends in [0, total], in order; often some are empty, sometimes rows are left over. None
-// has one row, for the reason below.
+// Sequence ends in [0, total], mostly in order; often some are empty, sometimes rows are left over.
+// None has one row, for the reason below.
 std::vector<std::int64_t> fuzzed_offsets(std::int64_t count, std::int64_t total, Random& random) {
   std::vector<std::int64_t> offsets;
   for (std::int64_t i = 0; i <= count; ++i) offsets.push_back(5 * random.integer(0, total / 5));
+  if (random.chance(0.2)) {
+    if (random.chance(0.5)) offsets[0] = total + 5 * random.integer(-1000, 1000);
+    return offsets;
+  }
   std::ranges::sort(offsets);
   if (random.chance(0.7)) offsets.front() = 0;
   if (random.chance(0.7) && total - offsets[offsets.size() - 2] != 1) offsets.back() = total;
@@ -67,6 +71,10 @@ Case attention_fuzz(std::uint64_t seed) {
     setup.cu_q = fuzzed_offsets(setup.batch, setup.query, random);
     setup.cu_k = fuzzed_offsets(setup.batch, setup.key, random);
     if (random.chance(0.5)) setup.index_dtype = DType::i32;
+    for (const char* most : {"max-seqlen-q", "max-seqlen-k"}) {
+      if (random.chance(0.3)) options[most] = fmt::format("{}", random.integer(2, 100));
+    }
+    options["check-indices"] = "false";
   } else if (random.chance(0.4)) {
     for (std::int64_t size : {setup.batch, setup.heads, setup.query}) {
       setup.bias.push_back(random.chance(0.5) ? size : 1);

@@ -340,15 +340,15 @@ TEST(attention_messages, blocks) {
   EXPECT_EQ(refusal(with(4, 1, 1, 24)),
             "attention: block: expected 16 to 128, a multiple of 16, got 24");
   EXPECT_EQ(refusal(with(3, 1, 1, 16, 3)),
-            "attention: blocks: expected layouts for 1 or 2 batch items, got 3");
+            "attention: layout: expected layouts for 1 or 2 batch items, got 3");
   EXPECT_EQ(refusal(with(2, 1, 1, 16)),
-            "attention: blocks: expected [1 times 1 or 4 heads, 1, 1] blocks of 16, got [2, 1, 1]; "
+            "attention: layout: expected [1 times 1 or 4 heads, 1, 1] blocks of 16, got [2, 1, 1]; "
             "rows are for queries, columns for keys, the last ones may be partly outside");
   EXPECT_EQ(refusal(with(1, 1, 2, 16)),
-            "attention: blocks: expected [1 times 1 or 4 heads, 1, 1] blocks of 16, got [1, 1, 2]; "
+            "attention: layout: expected [1 times 1 or 4 heads, 1, 1] blocks of 16, got [1, 1, 2]; "
             "rows are for queries, columns for keys, the last ones may be partly outside");
   EXPECT_EQ(refusal(with(1, 1, 1, 16), good_varlen()),
-            "attention: blocks: expected none with cu_seqlens, got a block layout; a packed batch "
+            "attention: layout: expected none with cu_seqlens, got a block layout; a packed batch "
             "has no common grid of blocks: run the sequences one by one, or padded");
   EXPECT_EQ(refusal([](auto& p) { p.blocks.block = 16; }),
             "attention: layout: expected one, as there are blocks of 16 for 1 batch items, got "

@@ -368,18 +368,26 @@ struct BackwardBlock {
       steps().begin();
     }
     __syncthreads();
-    if (steps().exists(0)) sum_steps();
+    sum_steps_if_any();
     const bool in_cluster = listed() && cluster_size() > 1;
     if (in_cluster) add_in_cluster<kThreads>(d_k, d_v, k_tile);
     finish_keys(!in_cluster || cluster_rank() == 0, !in_cluster || cluster_rank() == 1);
     if (in_cluster) cluster_barrier();
   }
 
+  // What comes behind this kernel goes by its having waited.
+  void sum_steps_if_any() {
+    if (steps().exists(0)) {
+      sum_steps();
+    } else {
+      wait_for_previous_kernel();
+    }
+  }
+
   void finish_keys(bool keys, bool values) {
     if constexpr (listed()) {
       const SeenOwner owner = p.problem.blocks.owners[block.owner];
       if (owner.parts > 1) {
-        wait_for_previous_kernel();  // also where no step did
         if (keys && p.d_k.data != nullptr) join_key_parts<kThreads>(p, block.pair, owner, d_k, 0);
         if (values && p.d_v.data != nullptr) join_key_parts<kThreads>(p, block.pair, owner, d_v, 1);
         if (owner.part + 1 < owner.parts) return;
@@ -406,7 +414,8 @@ struct BackwardBlock {
       }
     };
     if (keys) store(p.d_k, d_k, p.problem.head_dim, p.problem.scale);
-    if (values) store(p.d_v, d_v, p.problem.value_dim, 1.0f);
+    const float keep_scale = may_drop(kFeatures) ? p.problem.keep_scale : 1;
+    if (values) store(p.d_v, d_v, p.problem.value_dim, keep_scale);
   }
 
   void sum_steps() {
@@ -568,7 +577,11 @@ void backward(const BackwardParams& p) {
     if (threadIdx.x == 0) place = found;
   }
   __syncthreads();
-  if (place.keys.exists) Block(p, place, shared_address(shared)).run();
+  if (place.keys.exists) {
+    Block(p, place, shared_address(shared)).run();
+  } else {
+    wait_for_previous_kernel();
+  }
 }
 
 }  // namespace pullback::attention

@@ -231,15 +231,9 @@ struct Scores {
     }
   }
 
-  // c tanh(s · scale / c), for c in the unit of the result
-  float capped_score(float raw, float c) const {
-    const float power = exp2_approx(raw * (p.problem.scale * 2 * kLog2E / p.problem.softcap));
-    return c * (1 - __fdividef(2, power + 1));
-  }
-
-  // P^T and dS^T from S^T and dP^T. kCareful: some pair of the tile is not to be seen, or some
-  // value is not finite. d_bias of each pair goes to sink.add(m, n, e, value), between
-  // sink.begin(n) and sink.finish(n) for the pairs of 8 queries.
+  // P^T, without the scale of what dropout keeps, and dS^T, from S^T and dP^T. kCareful: some pair
+  // of the tile is not to be seen, or some value is not finite. d_bias of each pair goes to
+  // sink.add(m, n, e, value), between sink.begin(n) and sink.finish(n) for the pairs of 8 queries.
   template <bool kCareful, class Bias, class Sink>
   __forceinline__ void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], uint32_t (&pt)[2][kN][2],
                             uint32_t (&ds)[2][kN][2], const Bias& bias, const uint32_t (&kept)[2],
@@ -248,22 +242,15 @@ struct Scores {
     const bool biased = kHasBias && (!is_general(kFeatures) || p.bias.data != nullptr);
     const bool capped = is_general(kFeatures) && p.problem.softcap > 0;
     // Scores are in the unit of lse (lse_unit()).
-    const float unit = biased ? 1 : kLog2E, cap = p.problem.softcap * unit;
-    const float factor = capped ? 1 : p.problem.scale * unit;
-    const float steepness = capped ? 1 / (cap * cap) : 0;  // of t / c squared
+    const float factor =
+        (is_general(kFeatures) ? score_unit(p.problem) : p.problem.scale) * (biased ? 1 : kLog2E);
+    if (capped) take_tanh<T>(s, p.problem.inner_scale);
     const float keep_scale = p.problem.keep_scale;
     const int lane_key = key + first_key_of_row(lane), lane_query = query + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       float row[4];  // lse, delta of two queries
       load_shared_floats(row, stats + static_cast<uint32_t>(n * 64 + lane % 4 * 16));
-      if (capped) {
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-#pragma unroll
-          for (float& score : s[m][n]) score = capped_score(score, cap);
-        }
-      }
       float gradient[2][4];
       float addends[4][2] = {};
       if (biased) bias.get(n, addends);
@@ -296,7 +283,7 @@ struct Scores {
           float weight = chance;
           if constexpr (may_drop(kFeatures)) {
             const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
-            weight = keep ? chance * keep_scale : -0.0f;
+            weight = keep ? chance : -0.0f;
             d_chance = keep ? d_chance * keep_scale : 0.0f;
           }
           float d_s = chance * (d_chance - delta);
@@ -316,7 +303,7 @@ struct Scores {
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float slope = 1 - s[m][n][e] * s[m][n][e] * steepness;
+            const float slope = 1 - s[m][n][e] * s[m][n][e];
             // What is not seen stays so.
             if (!kCareful || __float_as_uint(gradient[m][e]) != 0x80000000u)
               gradient[m][e] *= slope;

@@ -327,7 +327,11 @@ struct SplitBlock
       this->steps().begin();
     }
     __syncthreads();
-    if (this->steps().exists(0)) sum_steps();
+    if (this->steps().exists(0)) {
+      sum_steps();
+    } else {
+      wait_for_previous_kernel();
+    }
     this->finish_keys(true, true);
   }
 
@@ -397,7 +401,11 @@ void split_backward(const BackwardParams& p) {
     if (threadIdx.x == 0) place = found;
   }
   __syncthreads();
-  if (place.keys.exists) Block(p, place, units, shared_address(shared)).run();
+  if (place.keys.exists) {
+    Block(p, place, units, shared_address(shared)).run();
+  } else {
+    wait_for_previous_kernel();
+  }
 }
 
 }  // namespace pullback::attention

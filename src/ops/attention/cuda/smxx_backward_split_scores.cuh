@@ -128,7 +128,7 @@ struct SplitScores : Scores<float, kN, kFeatures> {
         float weight = chance, d_chance = d_p[m][n][e] * d_p_unit;
         if (drops) {
           const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
-          weight = keep ? chance * problem.keep_scale : -0.0f;
+          weight = keep ? chance : -0.0f;
           d_chance = keep ? d_chance * problem.keep_scale : 0.0f;
         }
         float d_s = chance * (d_chance - delta);
