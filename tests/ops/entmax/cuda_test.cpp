@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 #include "cuda/driver.hpp"
@@ -11,6 +12,7 @@
 #include "driver/random.hpp"
 #include "driver/tensor_memory.hpp"
 #include "pullback/entmax.hpp"
+#include "pullback/error.hpp"
 
 namespace pullback {
 namespace {
@@ -134,6 +136,68 @@ TEST(entmax_cuda, elements_near_the_edge_are_not_lost) {
   expect_none_lost(DType::f16, 512, 3, 1.49, 1e-5);
 }
 
+// d_x in d_y's memory has the same bits as d_x apart; of alpha 0 rows have their own.
+void expect_same_in_place(DType dtype, const std::vector<std::int64_t>& shape, double alpha,
+                          bool from_support) {
+  SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << shape[1] << " x " << shape[2]
+                                  << " alpha " << alpha << (from_support ? " from support" : ""));
+  EntmaxProblem problem;
+  problem.x = TensorSpec::contiguous(dtype, shape);
+  problem.axis = 1;
+  if (alpha > 0) {
+    problem.alpha = alpha;
+  } else {
+    problem.alpha_per_row = TensorSpec::contiguous(DType::f32, {shape[0], shape[2]});
+  }
+  problem = complete(problem);
+  const HostTensor y(problem.y), d_y(problem.d_y), d_x(problem.d_x);
+  const HostTensor alphas(problem.alpha_per_row);
+  const HostTensor support(problem.support), support_size(problem.support_size);
+  driver::Random random(1);
+  for (std::int64_t i = 0; i < y.numel(); ++i) {
+    y.set(i, std::max(0.0, 0.1 * random.normal()));
+    d_y.set(i, random.normal());
+  }
+  constexpr double kAlphas[] = {1.3, 3, 0.5, 2, 1.7};
+  for (std::int64_t i = 0; i < alphas.numel(); ++i) alphas.set(i, kAlphas[i % 5]);
+  driver::TensorMemory memory(Device::cuda());
+  EntmaxTensors tensors;
+  if (alpha == 0) tensors.alpha_per_row = memory.input(alphas);
+  if (from_support) {
+    const std::int64_t length = shape[1], bytes = (length + 7) / 8;
+    for (std::int64_t row = 0; row < shape[0]; ++row) {
+      std::vector<int> bits(static_cast<std::size_t>(bytes));
+      int size = 0;
+      for (std::int64_t i = 0; i < length; ++i) {
+        if (y.get(row * length + i) == 0) continue;
+        bits[static_cast<std::size_t>(i / 8)] |= 1 << (i % 8);
+        ++size;
+      }
+      for (std::int64_t i = 0; i < bytes; ++i) {
+        support.set(row * bytes + i, bits[static_cast<std::size_t>(i)]);
+      }
+      support_size.set(row, size);
+    }
+    tensors.support = const_cast<void*>(memory.input(support));
+    tensors.support_size = const_cast<void*>(memory.input(support_size));
+  } else {
+    tensors.y = const_cast<void*>(memory.input(y));
+  }
+  const auto plan = make_plan(Device::cuda(), problem, Pass::backward, {.variant = "cuda"});
+  memory.reserve_workspace(plan.workspace_bytes());
+  tensors.d_y = memory.input(d_y);
+  tensors.d_x = memory.output(d_x);
+  plan.run(memory.stream(), tensors, memory.workspace());
+  tensors.d_x = const_cast<void*>(tensors.d_y);
+  plan.run(memory.stream(), tensors, memory.workspace());
+  memory.fetch(driver::Fetch::all);
+  for (std::int64_t i = 0; i < d_x.numel(); ++i) {
+    const double apart = d_x.get(i), in_place = d_y.get(i);
+    ASSERT_TRUE(apart == in_place || (std::isnan(apart) && std::isnan(in_place)))
+        << "element " << i << ": " << in_place << ", not " << apart;
+  }
+}
+
 // Rows that the first launch leaves to a second one still have their d_y when that comes.
 TEST(entmax_cuda, backward_in_place_with_alphas_of_rows) {
   if (const std::string none = cuda::driver_problem(); !none.empty()) GTEST_SKIP() << none;
@@ -141,37 +205,61 @@ TEST(entmax_cuda, backward_in_place_with_alphas_of_rows) {
                                                       {37, 250, 1}, {9, 3200, 1}, {9, 12000, 1}};
   for (const auto& shape : shapes) {
     for (const DType dtype : {DType::f32, DType::bf16}) {
-      SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << shape[1] << " x " << shape[2]);
-      EntmaxProblem problem;
-      problem.x = TensorSpec::contiguous(dtype, shape);
-      problem.axis = 1;
-      problem.alpha_per_row = TensorSpec::contiguous(DType::f32, {shape[0], shape[2]});
-      problem = complete(problem);
-      const HostTensor y(problem.y), d_y(problem.d_y), d_x(problem.d_x);
-      const HostTensor alphas(problem.alpha_per_row);
-      driver::Random random(1);
-      for (std::int64_t i = 0; i < y.numel(); ++i) {
-        y.set(i, std::max(0.0, 0.1 * random.normal()));
-        d_y.set(i, random.normal());
+      expect_same_in_place(dtype, shape, 0, false);
+    }
+  }
+}
+
+TEST(entmax_cuda, backward_in_place) {
+  if (const std::string none = cuda::driver_problem(); !none.empty()) GTEST_SKIP() << none;
+  for (const std::int64_t length : {33, 512, 4096, 12000, 32768, 131072, 300008}) {
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      const std::vector<std::int64_t> shape{length < 1000 ? 70 : 5, length, 1};
+      for (const double alpha : {1.0, 1.3, 1.5, 2.0}) {
+        expect_same_in_place(dtype, shape, alpha, false);
       }
-      constexpr double kAlphas[] = {1.3, 3, 0.5, 2, 1.7};
-      for (std::int64_t i = 0; i < alphas.numel(); ++i) alphas.set(i, kAlphas[i % 5]);
-      const auto plan = make_plan(Device::cuda(), problem, Pass::backward, {.variant = "cuda"});
-      driver::TensorMemory memory(Device::cuda());
-      memory.reserve_workspace(plan.workspace_bytes());
-      EntmaxTensors tensors;
-      tensors.alpha_per_row = memory.input(alphas);
-      tensors.y = const_cast<void*>(memory.input(y));
-      tensors.d_y = memory.input(d_y);
-      tensors.d_x = memory.output(d_x);
-      plan.run(memory.stream(), tensors, memory.workspace());
-      tensors.d_x = const_cast<void*>(tensors.d_y);
-      plan.run(memory.stream(), tensors, memory.workspace());
-      memory.fetch(driver::Fetch::all);
-      for (std::int64_t i = 0; i < d_x.numel(); ++i) {
-        const double apart = d_x.get(i), in_place = d_y.get(i);
-        ASSERT_TRUE(apart == in_place || (std::isnan(apart) && std::isnan(in_place)))
-            << "element " << i << ": " << in_place << ", not " << apart;
+      expect_same_in_place(dtype, shape, 2, true);
+      if (length <= 4096) expect_same_in_place(dtype, {2, length, 24}, 1.5, false);
+    }
+  }
+}
+
+TEST(entmax_cuda, check_indices_names_the_first_bad_offset) {
+  if (const std::string none = cuda::driver_problem(); !none.empty()) GTEST_SKIP() << none;
+  for (const DType index : {DType::i32, DType::i64}) {
+    for (const std::int64_t stride : {1, 2, -1}) {
+      for (const bool bad : {false, true}) {
+        EntmaxProblem problem;
+        problem.x = TensorSpec::contiguous(DType::f32, {6});
+        problem.offsets = TensorSpec::contiguous(index, {4});
+        problem.offsets.strides[0] = stride;
+        problem.check_indices = true;
+        problem = complete(problem);
+        const HostTensor x(problem.x), y(problem.y), offsets(problem.offsets);
+        const double values[] = {0, 4, bad ? 3.0 : 5.0, 6};
+        for (std::int64_t i = 0; i < 4; ++i) offsets.set(i, values[i]);
+        for (std::int64_t i = 0; i < 6; ++i) {
+          x.set(i, 1);
+          y.set(i, 7);
+        }
+        driver::TensorMemory memory(Device::cuda());
+        const EntmaxTensors tensors{.x = memory.input(x),
+                                    .offsets = memory.input(offsets),
+                                    .y = const_cast<void*>(memory.input(y))};
+        const auto plan = make_plan(Device::cuda(), problem, Pass::forward);
+        memory.reserve_workspace(plan.workspace_bytes());
+        std::string message;
+        try {
+          plan.run(memory.stream(), tensors, memory.workspace());
+        } catch (const Error& error) {
+          message = error.what();
+        }
+        memory.fetch(driver::Fetch::all);
+        EXPECT_EQ(message,
+                  bad ? "entmax: offsets[2]: expected 4 to 6, got 3; offsets never decrease and "
+                        "stay within the axis"
+                      : "");
+        EXPECT_EQ(y.get(0), bad ? 7 : 0.25) << name_of(index) << " stride " << stride;
       }
     }
   }

@@ -311,7 +311,7 @@ void expect_steep_rows(const Device& device, const std::string& variant) {
 TEST(entmax_regression, steep_rows_are_known_to_the_last_digits) {
   expect_steep_rows(Device::cpu(1), "cpu");
 }
-TEST(entmax_regression, steep_rows_are_known_to_the_last_digits_on_a_gpu) {
+TEST(entmax_regression, steep_rows_are_known_to_the_last_digits_on_cuda) {
   if (const std::string problem = cuda::driver_problem(); !problem.empty()) GTEST_SKIP() << problem;
   expect_steep_rows(Device::cuda(), "cuda");
 }

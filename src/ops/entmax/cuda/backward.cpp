@@ -4,9 +4,12 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <optional>
+#include <string>
 #include <utility>
 
+#include "core/check.hpp"
 #include "ops/entmax/cuda/backward_kernels.hpp"
 #include "ops/entmax/cuda/backward_paths.hpp"
 #include "ops/entmax/cuda/rows.hpp"
@@ -65,7 +68,13 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
   }
 
   static unsigned grid(std::int64_t blocks) {
-    return static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, 0x7fffffff));
+    constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+    if (blocks > kMost) {
+      fail(ErrorCode::unsupported, "entmax", "offsets",
+           "at most 2^31 - 1 rows, of all other dimensions together, in backward on a CUDA device",
+           std::to_string(blocks), "call it for parts of x");
+    }
+    return static_cast<unsigned>(std::max<std::int64_t>(blocks, 1));
   }
 
   // What the others cannot take, or leave to it: rows whose own alpha is above 2, or invalid.
