@@ -13,9 +13,10 @@
 namespace pullback::driver {
 namespace {
 
-constexpr std::array<std::string_view, 11> kFaults = {
-    "none",     "wrong-output", "wrong-gradient", "stray-write", "thread-bits", "missing-output",
-    "lost-nan", "wrong-shape",  "changed-input",  "refused",     "system"};
+constexpr std::array<std::string_view, 12> kFaults = {
+    "none",        "wrong-output",  "wrong-in-f32",   "wrong-gradient",
+    "stray-write", "thread-bits",   "missing-output", "lost-nan",
+    "wrong-shape", "changed-input", "refused",        "system"};
 
 class ToySession final : public Session {
  public:
@@ -26,6 +27,7 @@ class ToySession final : public Session {
       const double x = x_.get(i);
       double y = scale_ * x * x;
       if (has("wrong-output") && i == 0) y += 1;
+      if (has("wrong-in-f32") && i == 0 && x_.spec().dtype == DType::f32) y += 10;
       if (has("lost-nan") && std::isnan(y)) y = 0;
       if (has("thread-bits") && threads_ > 1) y = std::nextafter(y, 1e30);
       y_.set(i, y);
@@ -58,7 +60,7 @@ ToySession::ToySession(const Request& request) : threads_(request.device.threads
   const auto window = options.integers("window", 2);
   const int fault = options.choice(
       "fault", {kFaults[0], kFaults[1], kFaults[2], kFaults[3], kFaults[4], kFaults[5], kFaults[6],
-                kFaults[7], kFaults[8], kFaults[9], kFaults[10]});
+                kFaults[7], kFaults[8], kFaults[9], kFaults[10], kFaults[11]});
   options.finish();
   const Checker check("toy");
   check.that(window.empty() || window[0] == -1, "--window", "-1 first", "another number");
@@ -128,7 +130,15 @@ std::vector<Case> toy_cases() {
 Case toy_fuzz(std::uint64_t seed) {
   return toy_case("fuzz", {{"scale", std::to_string(seed % 5)}});
 }
-std::vector<Case> toy_bench() { return {toy_case("small", {})}; }
+// "large" is more than bench compares with the reference.
+std::vector<Case> toy_bench() {
+  std::vector<Case> cases = {toy_case("small", {}), toy_case("large", {})};
+  cases.back().inputs = [](DType dtype, Random& random) -> TensorMap {
+    return {{"x", normal_tensor(dtype, {1 << 18}, random)},
+            {"d_y", normal_tensor(dtype, {1 << 18}, random)}};
+  };
+  return cases;
+}
 
 }  // namespace
 

@@ -23,8 +23,9 @@ class Cli : public ToolTest {
   // One JSON report of the toy op, made once for all tests: it measures the ceilings.
   const Json& report() const {
     static const Json json = [this] {
-      const Result done = toy({"bench", "--quick", "--seconds", "0.01", "--threads", "1", "--json",
-                               path("r.json"), "--html", path("r.html")});
+      const Result done =
+          toy({"bench", "--quick", "--seconds", "0.01", "--threads", "1", "--filter", "small",
+               "--json", path("r.json"), "--html", path("r.html")});
       EXPECT_EQ(done.status, 0) << done.err;
       EXPECT_TRUE(has(done.out, "ceilings: copy"));
       html() = content(path("r.html"));
@@ -136,6 +137,21 @@ TEST_F(Cli, check_reports_what_is_wrong_and_how_to_repeat_it) {
   EXPECT_TRUE(has(check.out, "repeat: pullback " + repeat + " --threads 2")) << check.out;
   EXPECT_TRUE(has(check.out, "repeat: pullback check toy --fuzz-seed 1000003")) << check.out;
   EXPECT_EQ(toy({"check", "toy", "--fuzz-seed", "1000003"}).status, 1);
+}
+
+TEST_F(Cli, seeds_have_64_bits) {
+  EXPECT_EQ(toy({"check", "--fuzz", "0", "--seed", "18446744073709551615"}).status, 0);
+  for (const char* seed : {"-1", "18446744073709551616", "1.5", ""}) {
+    EXPECT_EQ(toy({"check", "--fuzz", "0", "--seed", seed}).status, 2) << seed;
+    EXPECT_EQ(toy({"check", "--fuzz-seed", seed}).status, 2) << seed;
+    EXPECT_EQ(toy({"bench", "--seed", seed}).status, 2) << seed;
+  }
+}
+
+TEST_F(Cli, nothing_behind_an_equals_sign_is_an_empty_value) {
+  const Result filter = toy({"check", "--fuzz=0", "--filter=", "--cases=quick"});
+  EXPECT_EQ(filter.status, 0) << filter.err;
+  EXPECT_TRUE(has(filter.out, "toy      8       8")) << filter.out;
 }
 
 TEST_F(Cli, the_seed_0_is_one_like_others) {
@@ -281,7 +297,8 @@ TEST_F(Cli, an_old_report_survives_a_failed_write) {
   const std::string report = path("report.json");
   std::ofstream(report) << "kept";
   const Result bench =
-      run(TOY_TOOL, {"bench", "--quick", "--seconds", "0.001", "--json", report}, 8);
+      run(TOY_TOOL,
+          {"bench", "--quick", "--seconds", "0.001", "--filter", "small", "--json", report}, 8);
   EXPECT_EQ(bench.status, 3) << bench.err;
   EXPECT_EQ(content(report), "kept");
   EXPECT_EQ(files(), std::vector<std::string>{"report.json"});
@@ -289,9 +306,17 @@ TEST_F(Cli, an_old_report_survives_a_failed_write) {
 
 TEST_F(Cli, bench_fails_when_results_are_wrong) {
   const Environment fault("TOY_FAULT", "wrong-gradient");
-  const Result bench = toy({"bench", "--quick", "--seconds", "0.001", "--dtype", "f32"});
+  const Result bench =
+      toy({"bench", "--quick", "--seconds", "0.001", "--dtype", "f32", "--filter", "small"});
   EXPECT_EQ(bench.status, 1);
   EXPECT_TRUE(has(bench.out, "FAILED toy 'small' f32: d_x: error")) << bench.out;
+}
+
+TEST_F(Cli, bench_fails_when_large_results_are_grossly_wrong) {
+  const Environment fault("TOY_FAULT", "wrong-in-f32");
+  const Result bench = toy({"bench", "--quick", "--seconds", "0.001", "--filter", "large"});
+  EXPECT_EQ(bench.status, 1);
+  EXPECT_TRUE(has(bench.out, "FAILED toy 'large' f32: y: error")) << bench.out;
 }
 
 // The report with every time multiplied, and the spread around the medians.
