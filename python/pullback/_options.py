@@ -46,7 +46,8 @@ def integer(option: str, value: Any) -> Any:
 
 
 def real(option: str, value: Any, remedy: str = "detach it") -> float:
-    if getattr(value, "requires_grad", False):
+    # A number first: torch.compile's symbols have no attributes.
+    if not isinstance(value, (int, float)) and getattr(value, "requires_grad", False):
         raise ValueError(
             f"{option}: expected a number, got a tensor that requires a gradient, which it would "
             f"not get; {remedy}"

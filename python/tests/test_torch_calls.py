@@ -205,13 +205,14 @@ def test_options_may_be_tensors_that_change() -> None:
 
 def test_options_get_no_gradients_and_say_so() -> None:
     learnt = torch.tensor(0.5, requires_grad=True)
-    q, x = random(1, 6, 2, 4, seed=1), random(1, 2, 32, 32, seed=2)
+    q, a = random(1, 6, 2, 4, seed=1), random(1, 2, 32, 4, seed=2)
+    scores = pt.block_matmul(a, a.mT, DENSE, "sdd", block=16)
     calls: list[tuple[str, Any]] = [
         ("scale", lambda: pt.attention(q, q, q, scale=learnt)),
         ("softcap", lambda: pt.attention(q, q, q, softcap=learnt)),
         ("dropout", lambda: pt.attention(q, q, q, dropout=learnt)),
-        ("scale", lambda: pt.block_softmax(x, DENSE, scale=learnt)),
-        ("scale", lambda: pt.block_sparse_attention(*[q.mT] * 3, DENSE, scale=learnt)),
+        ("scale", lambda: pt.block_softmax(scores, DENSE, scale=learnt)),
+        ("scale", lambda: pt.block_sparse_attention(a, a, a, DENSE, scale=learnt)),
     ]
     for name, call in calls:
         with pytest.raises(ValueError, match=f"{name}: expected a number, got a tensor"):
