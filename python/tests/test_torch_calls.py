@@ -212,7 +212,7 @@ def test_options_get_no_gradients_and_say_so() -> None:
         ("softcap", lambda: pt.attention(q, q, q, softcap=learnt)),
         ("dropout", lambda: pt.attention(q, q, q, dropout=learnt)),
         ("scale", lambda: pt.block_softmax(scores, DENSE, scale=learnt)),
-        ("scale", lambda: pt.block_sparse_attention(a, a, a, DENSE, scale=learnt)),
+        ("scale", lambda: pt.block_sparse_attention(*[a.transpose(1, 2)] * 3, DENSE, scale=learnt)),
     ]
     for name, call in calls:
         with pytest.raises(ValueError, match=f"{name}: expected a number, got a tensor"):
