@@ -5,11 +5,10 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <functional>
 #include <utility>
 #include <vector>
 
+#include "ops/entmax/dims.hpp"
 #include "ops/entmax/problem.hpp"
 
 namespace pullback::entmax {
@@ -55,10 +54,6 @@ class Walk {
  public:
   // The first tensor decides the order.
   Walk(const Outer& outer, std::vector<WalkTensor> tensors) : tensors_(std::move(tensors)) {
-    struct Dim {
-      std::int64_t size;
-      std::vector<std::int64_t> steps;
-    };
     std::vector<Dim> dims;
     for (int dim = 0; dim < outer.rank; ++dim) {
       rows_ *= outer.sizes[dim];
@@ -66,20 +61,7 @@ class Walk {
       Dim& entry = dims.emplace_back(Dim{outer.sizes[dim], {}});
       for (const WalkTensor& tensor : tensors_) entry.steps.push_back(tensor.steps.outer[dim]);
     }
-    std::ranges::stable_sort(dims, std::ranges::greater(),
-                             [](const Dim& dim) { return std::abs(dim.steps[0]); });
-    for (std::size_t inner = dims.size(); inner-- > 1;) {
-      Dim& low = dims[inner];
-      Dim& high = dims[inner - 1];
-      bool mergeable = true;
-      for (std::size_t i = 0; i < low.steps.size(); ++i) {
-        mergeable &= high.steps[i] == low.steps[i] * low.size;
-      }
-      if (!mergeable) continue;
-      high.size *= low.size;
-      high.steps = low.steps;
-      dims.erase(dims.begin() + static_cast<std::ptrdiff_t>(inner));
-    }
+    dims = merged(std::move(dims));
     rank_ = static_cast<int>(dims.size());
     for (int dim = 0; dim < rank_; ++dim) sizes_[dim] = dims[dim].size;
     for (std::size_t i = 0; i < tensors_.size(); ++i) {

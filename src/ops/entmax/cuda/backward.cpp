@@ -6,7 +6,6 @@
 #include <array>
 #include <limits>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "core/check.hpp"
@@ -70,9 +69,9 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
   static unsigned grid(std::int64_t blocks) {
     constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
     if (blocks > kMost) {
-      fail(ErrorCode::unsupported, "entmax", "offsets",
-           "at most 2^31 - 1 rows, of all other dimensions together, in backward on a CUDA device",
-           std::to_string(blocks), "call it for parts of x");
+      fail(ErrorCode::unsupported, "entmax", "x",
+           fmt::format("rows for {} thread blocks at most in backward on a CUDA device", kMost),
+           fmt::format("{}", blocks), "call it for parts of x");
     }
     return static_cast<unsigned>(std::max<std::int64_t>(blocks, 1));
   }
@@ -173,15 +172,15 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     Fast fast;
     fast.path = path;
     cuda::LaunchShape shape{.block = static_cast<unsigned>(kernels[0].threads)};
-    shape.grid[0] = grid(tasks_);
+    std::int64_t blocks = tasks_;
     switch (path) {
       case Path::mask_rows:
-        shape.grid[0] = grid((tasks_ * params_.rows.length + kMaskChunk * kWarpRows - 1) /
-                             (kMaskChunk * kWarpRows));
+        blocks =
+            (tasks_ * params_.rows.length + kMaskChunk * kWarpRows - 1) / (kMaskChunk * kWarpRows);
         break;
       case Path::warp2:
       case Path::warp4:
-        shape.grid[0] = grid((tasks_ + kWarpRows - 1) / kWarpRows);
+        blocks = (tasks_ + kWarpRows - 1) / kWarpRows;
         break;
       case Path::block:
         shape.block = threads_for(paths_.pieces());
@@ -193,19 +192,19 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
         const auto of_row = paths_.cluster_of_registers(weights);
         shape.cluster = of_row->cluster;
         shape.block = of_row->block;
-        shape.grid[0] = grid(tasks_ * shape.cluster);
+        blocks = tasks_ * shape.cluster;
         break;
       }
       case Path::cluster:
         shape.cluster = static_cast<unsigned>(paths_.cluster_of(weights));
         shape.block = static_cast<unsigned>(paths_.cluster_threads(weights));
-        shape.grid[0] = grid(tasks_ * shape.cluster);
+        blocks = tasks_ * shape.cluster;
         break;
       case Path::chunks:
         fast.chunks =
             std::clamp<std::int64_t>(8 * device_.multiprocessors / tasks_, 1,
                                      std::min<std::int64_t>(kMaxChunks, paths_.pieces() / 2048));
-        shape.grid[0] = grid(tasks_ * fast.chunks);
+        blocks = tasks_ * fast.chunks;
         sums_bytes_ = std::max(sums_bytes_,
                                static_cast<std::size_t>(tasks_ * fast.chunks) * 2 * sizeof(double));
         workspace_bytes = offsets_bytes_ + sums_bytes_;
@@ -215,6 +214,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
             (params_.rows.length + kMaskChunk - 1) / kMaskChunk * 32, 32, kBlockThreads));
         break;
     }
+    shape.grid[0] = grid(blocks);
     int shared_bytes = 0;
     if ((path == Path::whole || path == Path::cluster) && weights != Weights::mask) {
       // Half of the shared memory, by as many threads as two whole blocks have; what remains is L1,

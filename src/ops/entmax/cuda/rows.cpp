@@ -1,7 +1,5 @@
 #include "ops/entmax/cuda/rows.hpp"
 
-#include <cstdlib>
-#include <functional>
 #include <utility>
 
 #include "cuda/memory.hpp"
@@ -26,24 +24,6 @@ RowTensor row_tensor(const Steps& steps) {
   for (std::size_t dim = 0; dim < steps.outer.size(); ++dim) tensor.outer[dim] = steps.outer[dim];
   tensor.axis = steps.axis;
   return tensor;
-}
-
-std::vector<Dim> merged(std::vector<Dim> dims) {
-  std::ranges::stable_sort(dims, std::ranges::greater(),
-                           [](const Dim& dim) { return std::abs(dim.steps[0]); });
-  for (std::size_t inner = dims.size(); inner-- > 1;) {
-    Dim& low = dims[inner];
-    Dim& high = dims[inner - 1];
-    bool mergeable = true;
-    for (std::size_t i = 0; i < low.steps.size(); ++i) {
-      mergeable &= high.steps[i] == low.steps[i] * low.size;
-    }
-    if (!mergeable) continue;
-    high.size *= low.size;
-    high.steps = low.steps;
-    dims.erase(dims.begin() + static_cast<std::ptrdiff_t>(inner));
-  }
-  return dims;
 }
 
 void set_outer(const std::vector<Dim>& dims, Rows& rows, std::span<RowTensor* const> tensors) {

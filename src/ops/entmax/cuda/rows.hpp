@@ -6,6 +6,7 @@
 
 #include "cuda/op_kernel.hpp"
 #include "ops/entmax/cuda/params.cuh"
+#include "ops/entmax/dims.hpp"
 #include "ops/entmax/problem.hpp"
 
 namespace pullback::entmax {
@@ -13,13 +14,6 @@ namespace pullback::entmax {
 // Null data; the outer dimensions of the problem, not merged yet.
 RowTensor row_tensor(const Steps& steps);
 
-// A dimension, and each tensor's step along it.
-struct Dim {
-  std::int64_t size;
-  std::vector<std::int64_t> steps;
-};
-// Sorted by the steps of the first tensor, the smallest last, and merged where all tensors allow.
-std::vector<Dim> merged(std::vector<Dim> dims);
 // The dims that rows are counted in: sizes and count of `rows`, steps of the tensors.
 void set_outer(const std::vector<Dim>& dims, Rows& rows, std::span<RowTensor* const> tensors);
 
