@@ -257,6 +257,8 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
 
     const std::int64_t i = row.sequence.q_begin + row.query;
     Real* const out = arrays.out.row(row.item, i, row.head);
+    // Whatever dropout keeps.
+    if (std::isnan(sum)) std::fill_n(out, sizes_.value_dim, sum);
     for (std::int64_t j = row.keys.begin; j < row.keys.end; ++j) {
       const Real keep = keep_factor(arrays.dropout, row, j);
       if (keep == 0 || arrays.scores[j] == -kInfinity) continue;

@@ -110,8 +110,19 @@ void check_ids(const IndexView& ids, std::int64_t count, std::int64_t rows) {
   }
 }
 
-// Those that the offsets and the permutation come from.
+// Those that the offsets and the permutation come from. Rows outside all offsets are in no segment.
 void check_ids_of_permutation(const IndexView& ids, const Segments& segments) {
+  const auto check_none = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t r = begin; r < end; ++r) {
+      const std::int64_t n = segments.permutation[r];
+      if (ids[n] >= 0 && ids[n] < segments.count) {
+        report("ids", n, "one of no segment, as the row is outside all offsets", ids[n],
+               "pass the ids that plan_permutation sorted");
+      }
+    }
+  };
+  check_none(0, segments.first_row());
+  check_none(segments.last_row(), segments.rows);
   for (std::int64_t s = 0; s < segments.count; ++s) {
     for (std::int64_t r = segments.begin(s); r < segments.end(s); ++r) {
       const std::int64_t n = segments.permutation[r];

@@ -200,7 +200,8 @@ std::vector<Case> block_softmax_cases() {
                             }));
     cases.back().finite_differences = false;
   }
-  // Whose differences are, too: rows of one 1, from what subtracts before it multiplies.
+  // As their differences do. What subtracts first has rows of 0 and 1; what multiplies first may
+  // have NaN, but no other number.
   cases.push_back(changed(make_case("scores past f32", mixed, 1, 16, {}, {{"scale", "1e36"}}),
                           [](TensorMap& inputs, DType) {
                             const HostTensor& x = inputs["x"];

@@ -89,8 +89,8 @@ inline HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t col
       const double steps[] = {0, -200, -kInfinity, -3.3895313892515355e38, 60};
       value = steps[(i / columns / 1024 + i % columns) % 5] + value;
     }
-    // Equal for as many rows, and far from 0: the lse of one row is that row to the last digit, or
-    // its gradient is not 1.
+    // Equal for 1024 rows, and far from 0 (in f16 some are infinite): the lse of one row is that
+    // row to the last digit, or its gradient is not 1.
     if (values == Values::level) {
       const double levels[] = {30000, -1e5, 1e6, -700, 1e8};
       value = levels[(i / columns / 1024 + i % columns) % 5];

@@ -219,6 +219,10 @@ TEST(segment_indices, checked_mode_names_the_first_bad_one) {
   EXPECT_EQ(offsets({0, 1, 4}, {3, 2, 1, 0}, {1, 0, 1, 0}),
             "segment: ids[1]: expected 1, the segment of the row by offsets and permutation, got "
             "0; pass the ids that plan_permutation sorted");
+  EXPECT_EQ(offsets({0, 1, 3}, {3, 2, 1, 0}, {2, 1, 1, 0}), "no error");
+  EXPECT_EQ(offsets({0, 1, 3}, {3, 2, 1, 0}, {1, 1, 1, 0}),
+            "segment: ids[0]: expected one of no segment, as the row is outside all offsets, got "
+            "1; pass the ids that plan_permutation sorted");
 }
 
 TEST(segment_indices, compact_arg_refuses_long_segments) {

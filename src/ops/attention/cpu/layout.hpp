@@ -54,7 +54,7 @@ constexpr std::int64_t blocks_of(std::int64_t length, std::int64_t block) {
 }
 
 struct CpuLayout {
-  CpuLayout(const AttentionProblem& problem, const Device& device, Pass pass, CpuIsa isa);
+  CpuLayout(const AttentionProblem& problem, int threads, Pass pass, CpuIsa isa);
 
   AttentionProblem problem;
   AttentionSizes sizes;

@@ -50,17 +50,16 @@ constexpr std::int64_t kCopiesBytes = std::int64_t{32} << 20;
 
 }  // namespace
 
-CpuLayout::CpuLayout(const AttentionProblem& problem_, const Device& device, Pass pass, CpuIsa isa_)
+CpuLayout::CpuLayout(const AttentionProblem& problem_, int threads, Pass pass, CpuIsa isa_)
     : problem(problem_),
       sizes(sizes_of(problem_)),
       seen_blocks(problem),
       isa(isa_),
       key_tile(key_tile_of(problem_, sizes, isa_ != CpuIsa::any)) {
-  const Threads threads(device.threads);
   const bool in_double = problem.q.dtype == DType::f64;
   const std::size_t real_bytes = in_double ? sizeof(double) : sizeof(float);
-  task_queries = task_queries_of(sizes, threads.count());
-  task_heads = task_heads_of(sizes, threads.count());
+  task_queries = task_queries_of(sizes, threads);
+  task_heads = task_heads_of(sizes, threads);
 
   const auto scratch = [&]<class Real>(Real) {
     Bump bump(nullptr);
@@ -102,7 +101,7 @@ CpuLayout::CpuLayout(const AttentionProblem& problem_, const Device& device, Pas
   Bump bump(nullptr);
   bump.take<std::byte>(static_cast<std::int64_t>(Sequences::workspace_bytes(sizes)));
   if (sizes.varlen) bump.take<std::int64_t>(sizes.batch + 1);
-  bump.take<std::byte>(static_cast<std::int64_t>(scratch_bytes) * threads.count());
+  bump.take<std::byte>(static_cast<std::int64_t>(scratch_bytes) * threads);
   if (pass == Pass::backward) {
     const std::int64_t rows = sizes.varlen ? sizes.total_query : sizes.batch * sizes.total_query;
     const auto reals = [&](std::int64_t count) {
@@ -169,7 +168,7 @@ const char* products_on(CpuIsa isa) {
 class CpuBody final : public PlanBody<AttentionTensors> {
  public:
   CpuBody(const AttentionProblem& problem, const Device& device, Pass pass, CpuIsa isa)
-      : layout_(problem, device, pass, isa), threads_(device.threads), pass_(pass) {
+      : threads_(device.threads), layout_(problem, threads_.count(), pass, isa), pass_(pass) {
     workspace_bytes = layout_.workspace_bytes;
     const bool in_double = problem.q.dtype == DType::f64;
     description = fmt::format(
@@ -195,8 +194,8 @@ class CpuBody final : public PlanBody<AttentionTensors> {
   }
 
  private:
-  CpuLayout layout_;
   Threads threads_;
+  CpuLayout layout_;
   Pass pass_;
 };
 

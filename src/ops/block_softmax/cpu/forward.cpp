@@ -106,11 +106,11 @@ struct Outputs {
   Real<T> factor[kRows] = {};
 };
 
-// The elements of the largest scores of a strip's rows, 0 for a row that sees nothing.
+// The elements of the largest scores of a strip's rows, whose scale has this sign; 0 for a row that
+// sees nothing.
 template <int kRows, class D, class S, class R = hn::TFromD<D>>
-HWY_INLINE void RowMaxima(D d, const Strip<const S>& x, std::int64_t b, R scale, R* most) {
+HWY_INLINE void RowMaxima(D d, const Strip<const S>& x, std::int64_t b, R sign, R* most) {
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
-  const R sign = std::copysign(R{1}, scale);
   const auto by = hn::Set(d, sign);
   hn::Vec<D> row_most[kRows];
   for (int i = 0; i < kRows; ++i) row_most[i] = hn::Neg(hn::Inf(d));
@@ -268,7 +268,7 @@ void ForwardStrips(const ForwardTask& task) {
         .y = WritableStrip(StripOf<T>(p.y, tensors.y, *p.layout, task.rows.z, strip))};
     R most[kRows];
     if (task.direct) {
-      RowMaxima<kRows>(d, x, b, scale, most);
+      RowMaxima<kRows>(d, x, b, std::copysign(R{1}, scale), most);
       Exponentials<T, kRows>(x, b, scale, most, before, task.stream, x_next, exponentials,
                              outputs.factor);
     } else {
