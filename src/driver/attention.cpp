@@ -2,6 +2,7 @@
 #include "pullback/attention.hpp"
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "core/check.hpp"
@@ -63,7 +64,7 @@ AttentionProblem problem_of(const Request& request) {
   problem.deterministic = options.boolean("deterministic", true);
   problem.max_seqlen_q = options.integer("max-seqlen-q", 0);
   problem.max_seqlen_k = options.integer("max-seqlen-k", 0);
-  options.boolean("check-indices", true);
+  problem.check_indices = options.boolean("check-indices", true);
   options.finish();
   return complete(problem);
 }
@@ -75,10 +76,8 @@ class AttentionSession final : public OpSession<AttentionProblem, AttentionTenso
     AttentionTensors host;
     host.cu_seqlens_q = data_of(request.inputs, "cu_seqlens_q");
     host.cu_seqlens_k = data_of(request.inputs, "cu_seqlens_k");
-    // On every device, as their op does it on the CPU alone.
-    if (OptionReader("attention", request.options).boolean("check-indices", true)) {
-      attention::check_cu_seqlens(problem, host);
-    }
+    // Here, as the op itself checks on the CPU alone.
+    if (std::exchange(problem.check_indices, false)) attention::check_cu_seqlens(problem, host);
     tensors_.q = input("q");
     tensors_.k = input("k");
     tensors_.v = input("v");

@@ -89,6 +89,27 @@ std::string value_mismatch(const HostTensor& got, const HostTensor& expected) {
   return {};
 }
 
+double mean_error(const HostTensor& got, const HostTensor& expected) {
+  std::mutex mutex;
+  double differences = 0, sizes = 0;
+  for_stretches(got.numel(), [&](std::int64_t first, std::int64_t count) {
+    std::array<double, kStretch> values[2];
+    const auto size = static_cast<std::size_t>(count);
+    got.load(first, std::span(values[0]).first(size));
+    expected.load(first, std::span(values[1]).first(size));
+    double off = 0, sum = 0;
+    for (std::size_t i = 0; i < size; ++i) {
+      if (!std::isfinite(values[1][i])) continue;
+      off += std::abs(values[0][i] - values[1][i]);
+      sum += std::abs(values[1][i]);
+    }
+    const std::lock_guard lock(mutex);
+    differences += off;
+    sizes += sum;
+  });
+  return differences == 0 ? 0 : differences / sizes;
+}
+
 LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected,
                              const HostTensor* finite, const Sizes& sizes) {
   std::mutex mutex;

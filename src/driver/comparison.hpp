@@ -27,6 +27,9 @@ struct LargestErrors {
 LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected,
                              const HostTensor* finite = nullptr, const Sizes& sizes = {});
 
+// The sum of all differences where `expected` is finite, of the sum of its sizes.
+double mean_error(const HostTensor& got, const HostTensor& expected);
+
 // The first element that is wrong, or nothing.
 
 // A finite reference may overflow to infinity in a narrow dtype; a NaN or infinity stays one.

@@ -146,9 +146,11 @@ TEST_F(OnDeviceSession, tensors_of_more_than_2_to_the_31_elements) {
   const char* asked = std::getenv("PULLBACK_HUGE_TESTS");
   if (asked == nullptr) GTEST_SKIP() << "PULLBACK_HUGE_TESTS is not set";
   const std::string_view op = asked;
+  int cases = 0;
   for (const Case& test : all_cuda_benches()) {
     if (test.name.find("2^31+8") == std::string::npos || !has_cuda(test.op)) continue;
     if (op != "all" && op != test.op) continue;
+    ++cases;
     for (DType dtype : test.dtypes) {
       SCOPED_TRACE(test.op + " " + test.name);
       Random random(1);
@@ -171,6 +173,7 @@ TEST_F(OnDeviceSession, tensors_of_more_than_2_to_the_31_elements) {
       }
     }
   }
+  EXPECT_GT(cases, 0) << op;
 }
 
 }  // namespace

@@ -316,7 +316,7 @@ TEST_F(Cli, bench_fails_when_large_results_are_grossly_wrong) {
   const Environment fault("TOY_FAULT", "wrong-in-f32");
   const Result bench = toy({"bench", "--quick", "--seconds", "0.001", "--filter", "large"});
   EXPECT_EQ(bench.status, 1);
-  EXPECT_TRUE(has(bench.out, "FAILED toy 'large' f32: y: error")) << bench.out;
+  EXPECT_TRUE(has(bench.out, "FAILED toy 'large' f32: y: off by")) << bench.out;
 }
 
 // The report with every time multiplied, and the spread around the medians.
