@@ -3,9 +3,9 @@
 # compute-sanitizer. Runs in a checkout that was built, or in a folder made by gpu_pack.sh.
 #   gpu_test.sh [all|suite|huge|torch|memcheck|racecheck|initcheck|synccheck] [OP ...]
 # With OP, only the tests of these ops. "huge", which "all" leaves out, is of tensors of more than 2^31
-# elements and takes up to 60 GB on both sides, and minutes. "torch" needs a folder made by gpu_pack.sh, and a python3 with
-# PyTorch; PULLBACK_PYTHON names it. PULLBACK_JOBS processes (all cores) share the tests; one that
-# takes more than PULLBACK_LIMIT seconds (300) is ended, and its tests are named.
+# elements and takes up to 60 GB on both sides. "torch" needs a folder made by gpu_pack.sh, and a python3
+# with PyTorch; PULLBACK_PYTHON names it. PULLBACK_JOBS processes (all cores) share the tests; one that
+# takes more than PULLBACK_LIMIT seconds (300; huge 1800) is ended, and its tests are named.
 # Beside an H200 and with 16 processes, memcheck, initcheck and synccheck take about a minute each,
 # racecheck, at 10 s a case, about five; the kernels compile before that in one more.
 set -uo pipefail

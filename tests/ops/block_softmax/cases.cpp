@@ -200,8 +200,8 @@ std::vector<Case> block_softmax_cases() {
                             }));
     cases.back().finite_differences = false;
   }
-  // As their differences do. What subtracts first has rows of 0 and 1; what multiplies first may
-  // have NaN, but no other number.
+  // Scores and their differences: what subtracts first has rows of 0 and 1, what multiplies first
+  // may have NaN, but no other number.
   cases.push_back(changed(make_case("scores past f32", mixed, 1, 16, {}, {{"scale", "1e36"}}),
                           [](TensorMap& inputs, DType) {
                             const HostTensor& x = inputs["x"];
