@@ -6,8 +6,8 @@
 // from 8 n on. In shared memory matrices are panels of 64 columns, each a TileLayout<T, 64> whose
 // tile begins at a multiple of 1024 bytes.
 //
-// Between fence() and the end of wait() nothing but a product may touch the registers of sums and
-// of A: the compiler does not know.
+// Between product_fence() and the end of product_wait() nothing but a product may touch the
+// registers of sums and of A: the compiler does not know.
 #pragma once
 
 #include "device/float.cuh"

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <numbers>
 #include <utility>
 
 #include "core/check.hpp"
@@ -88,16 +89,23 @@ void check_cu_seqlens_specs(const Checker& check, const AttentionProblem& proble
 }
 
 void check_options(const Checker& check, const AttentionProblem& problem) {
-  const DType dtype = problem.q.dtype;
-  check.that(!problem.scale || finite_for(dtype, *problem.scale), "scale", "a finite number",
-             fmt::format("{}", problem.scale.value_or(0)));
-  const bool wide = dtype == DType::f64;
+  // Less than f32 is computed in f32, where both are multiplied by log2 e, and scores by their
+  // quotient.
+  const bool wide = problem.q.dtype == DType::f64;
+  const double largest =
+      wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
   const double least =
       wide ? std::numeric_limits<double>::min() : std::numeric_limits<float>::min();
-  const double most = wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
+  const double most = wide ? largest : largest / std::numbers::log2e;
+  const double scale = problem.scale.value_or(1);
+  check.that(std::abs(scale) <= most, "scale",
+             fmt::format("a number from {:.4g} to {:.4g}", -most, most), fmt::format("{}", scale));
   check.that(problem.softcap == 0 || (problem.softcap >= least && problem.softcap <= most),
-             "softcap", fmt::format("0 (off), or {:.3g} to {:.3g}", least, most),
+             "softcap", fmt::format("0 (off), or {:.4g} to {:.4g}", least, most),
              fmt::format("{}", problem.softcap));
+  check.that(problem.softcap == 0 || std::abs(scale / problem.softcap) <= largest, "softcap",
+             fmt::format("scale / softcap from {:.4g} to {:.4g}", -largest, largest),
+             fmt::format("{} / {}", scale, problem.softcap));
   check.that(problem.dropout >= 0 && problem.dropout < 1, "dropout", "a probability in [0, 1)",
              fmt::format("{}", problem.dropout));
   if (problem.seed.given()) {

@@ -158,6 +158,23 @@ void add_biases(std::vector<Case>& cases) {
                     huge == -kInf ? "the lowest" : fmt::format("{}", huge)),
         setup);
   }
+  // Weights that underflow are of keys that are seen: 0 times infinity is NaN.
+  setup = {.bias = {2, 2, 33, 65}, .finite_differences = false, .dtypes = {DType::f64}};
+  setup.change = [](TensorMap& inputs, const Setup& s, Random&) {
+    for (std::int64_t i = 0; i < 4 * s.query; ++i) inputs["bias"].set(i * s.key + 5, -1000);
+    inputs["d_out"].set(7, kInf);
+  };
+  add(cases, "infinite d_out beside a weight of 0", setup);
+  // Where a thread block has more than one element of d_bias.
+  setup = {.batch = 1,
+           .query = 1100,
+           .key = 1000,
+           .head_dim = 2,
+           .value_dim = 2,
+           .bias = {1, 1, 1100, 1000},
+           .finite_differences = false,
+           .dtypes = {DType::f64, DType::f32}};
+  add(cases, "more elements of a bias than thread blocks", setup);
   setup = {.query = 40, .key = 70};
   setup.change = [](TensorMap& inputs, const Setup&, Random&) { poison_keys(inputs, 30); };
   add(cases, "NaN in keys that causal masks", setup, {{"causal", "top-left"}});

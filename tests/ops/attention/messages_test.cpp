@@ -184,18 +184,22 @@ TEST(attention_messages, options) {
   EXPECT_EQ(refusal([&](auto& p) { p.dropout = nan; }),
             "attention: dropout: expected a probability in [0, 1), got nan");
   EXPECT_EQ(refusal([&](auto& p) { p.softcap = nan; }),
-            "attention: softcap: expected 0 (off), or 1.18e-38 to 3.4e+38, got nan");
+            "attention: softcap: expected 0 (off), or 1.175e-38 to 2.359e+38, got nan");
   EXPECT_EQ(refusal([](auto& p) { p.softcap = -1; }),
-            "attention: softcap: expected 0 (off), or 1.18e-38 to 3.4e+38, got -1");
-  // Neither infinite nor 0, but not so in f32, in which f32 is computed.
-  EXPECT_EQ(refusal([](auto& p) { p.softcap = 1e39; }),
-            "attention: softcap: expected 0 (off), or 1.18e-38 to 3.4e+38, got 1e+39");
+            "attention: softcap: expected 0 (off), or 1.175e-38 to 2.359e+38, got -1");
+  // Neither infinite nor 0, but not so in f32, in which f32 is computed, or times log2 e.
+  EXPECT_EQ(refusal([](auto& p) { p.softcap = 3e38; }),
+            "attention: softcap: expected 0 (off), or 1.175e-38 to 2.359e+38, got 3e+38");
   EXPECT_EQ(refusal([](auto& p) { p.softcap = 1e-46; }),
-            "attention: softcap: expected 0 (off), or 1.18e-38 to 3.4e+38, got 1e-46");
-  EXPECT_EQ(refusal([](auto& p) { p.scale = -1e39; }),
-            "attention: scale: expected a finite number, got -1e+39");
+            "attention: softcap: expected 0 (off), or 1.175e-38 to 2.359e+38, got 1e-46");
+  EXPECT_EQ(refusal([](auto& p) { p.scale = 2, p.softcap = 1.2e-38; }), "no error");
+  EXPECT_EQ(refusal([](auto& p) { p.scale = -8, p.softcap = 1.2e-38; }),
+            "attention: softcap: expected scale / softcap from -3.403e+38 to 3.403e+38, got -8 / "
+            "1.2e-38");
+  EXPECT_EQ(refusal([](auto& p) { p.scale = -3e38; }),
+            "attention: scale: expected a number from -2.359e+38 to 2.359e+38, got -3e+38");
   EXPECT_EQ(refusal([&](auto& p) { p.scale = nan; }),
-            "attention: scale: expected a finite number, got nan");
+            "attention: scale: expected a number from -2.359e+38 to 2.359e+38, got nan");
   EXPECT_EQ(refusal([](auto& p) { p.mask.left = -2; }),
             "attention: mask: expected left and right of 0 or more, or -1 for unbounded, got "
             "-2, -1");

@@ -219,7 +219,7 @@ class TileBackward final : public BackwardBody {
     bias_plan_ = BiasPlan::summed;
     if (dtype == DType::f32) {
       bias_ = {{bias_kernel(dtype, width, arch), device_}, 1};
-      set_grid(bias_.kernel, bias_elements_);
+      set_grid(bias_.kernel, std::min<std::int64_t>(bias_elements_, kMostPlainBlocks));
       return;
     }
     const BiasTiles tiles = bias_tiles(width, arch);

@@ -10,22 +10,10 @@
 
 namespace pullback::attention {
 
-// smxx_backward_scores.cuh has them by the same numbers.
-enum class Features { plain, dropout, blocks, general, general_blocks, bias, bias_sum };
-inline constexpr Features kFeatures[] = {
-    Features::plain,          Features::dropout, Features::blocks,  Features::general,
-    Features::general_blocks, Features::bias,    Features::bias_sum};
+inline constexpr std::string_view kBackwardFeatureNames[] = {
+    "plain", "dropout", "blocks", "general", "general_blocks", "bias", "bias_sum"};
 inline constexpr std::string_view kFeatureSuffix[] = {
     "", "_dropout", "_blocks", "_general", "_general_blocks", "_biased", "_bias_sum"};
-
-// Only f16 and bf16 have these.
-constexpr bool has_own_bias(Features features) {
-  return features == Features::bias || features == Features::bias_sum;
-}
-
-constexpr bool has_blocks(Features features) {
-  return features == Features::blocks || features == Features::general_blocks;
-}
 
 inline cuda::OpKernel prepare_kernel(DType dtype, const BackwardTiles& tiles) {
   const std::string_view type = cuda::device_type(dtype);
@@ -57,7 +45,7 @@ struct TileKernel {
 inline TileKernel tile_kernel(DType dtype, int width, Features features, int arch,
                               bool small_blocks = false) {
   const std::string_view type = cuda::device_type(dtype);
-  const bool split = dtype == DType::f32, bias = !split && features >= Features::general;
+  const bool split = dtype == DType::f32, bias = !split && has_bias(features);
   BackwardTiles tiles = tiles_of(dtype, width, arch, small_blocks);
   const bool own = small_blocks && tiles.keys != tiles_of(dtype, width, arch).keys;
   const bool written = features == Features::bias, sums = features == Features::bias_sum;
@@ -67,10 +55,11 @@ inline TileKernel tile_kernel(DType dtype, int width, Features features, int arc
                                own ? "_small" : ""),
            .file = split ? "ops/attention/cuda/smxx_backward_split.cuh"
                          : "ops/attention/cuda/smxx_backward.cuh",
-           .function = fmt::format("attention::{}{}, {}, {}, {}, {}, {}, {}>",
+           .function = fmt::format("attention::{}{}, attention::BackwardTiles{{{}, {}, {}, {}, {}, "
+                                   "{}}}, attention::Features::{}>",
                                    split ? "split_backward<" : fmt::format("backward<{}, ", type),
                                    width, tiles.keys, tiles.queries, tiles.split, tiles.stages,
-                                   tiles.query_rows, feature),
+                                   tiles.blocks, tiles.query_rows, kBackwardFeatureNames[feature]),
            .parameters = kBackwardParams,
            .threads = tiles.threads(),
            .blocks = tiles.blocks},
@@ -160,7 +149,7 @@ inline std::vector<cuda::KernelSource> backward_kernels(int arch) {
       }
       for (const bool small_blocks : {false, true}) {
         add(prepare_kernel(dtype, tiles_of(dtype, width, arch, small_blocks)));
-        for (const Features features : kFeatures) {
+        for (const Features features : kBackwardFeatures) {
           if (dtype == DType::f32 && has_own_bias(features)) continue;
           if (small_blocks && !has_blocks(features)) continue;
           add(tile_kernel(dtype, width, features, arch, small_blocks).kernel);

@@ -6,6 +6,36 @@
 
 namespace pullback::attention {
 
+// What a kernel is compiled for beside the band.
+enum class Features {
+  plain,  // nothing
+  dropout,
+  blocks,          // a block mask
+  general,         // as the parameters say: bias, softcap, dropout, rows of any strides
+  general_blocks,  // that and a block mask
+  bias,            // in 16-byte pieces, and d_bias of one launch
+  bias_sum,        // the same, and d_bias summed over several launches
+};
+inline constexpr Features kBackwardFeatures[] = {
+    Features::plain,          Features::dropout, Features::blocks,  Features::general,
+    Features::general_blocks, Features::bias,    Features::bias_sum};
+constexpr bool has_blocks(Features features) {
+  return features == Features::blocks || features == Features::general_blocks;
+}
+constexpr bool is_general(Features features) {
+  return features == Features::general || features == Features::general_blocks;
+}
+// A bias that nothing else comes with: only f16 and bf16 have these.
+constexpr bool has_own_bias(Features features) {
+  return features == Features::bias || features == Features::bias_sum;
+}
+constexpr bool has_bias(Features features) {
+  return is_general(features) || has_own_bias(features);
+}
+constexpr bool may_drop(Features features) {
+  return features == Features::dropout || is_general(features);
+}
+
 // A block owns `keys` keys and goes over tiles of `queries`. Its warps stand in keys / 32 rows of
 // `split`: a warp computes the scores of 32 keys and of its share of the queries, and sums d_k and
 // d_v of these keys in its share of the width. `stages` tiles of q and d_out are held at a time.
@@ -119,6 +149,7 @@ inline constexpr int kRowThreads = 256;  // smxx_backward_rows.cuh
 
 // smxx_backward_plain.cuh: rows that a block goes over, a warp one at a time.
 inline constexpr int kPlainThreads = 256;
+inline constexpr int kMostPlainBlocks = 1 << 20;  // that share the elements of d_bias
 inline constexpr int kPlainTile = 32;
 
 }  // namespace pullback::attention

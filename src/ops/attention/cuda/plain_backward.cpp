@@ -39,7 +39,7 @@ class PlainBackward final : public BackwardBody {
     add(prepare_, "prepare", q_tiles);
     add(queries_, "queries", q_tiles);
     add(keys_, "keys", k_tiles);
-    add(bias_, "bias", bias_elements_);
+    add(bias_, "bias", std::min<std::int64_t>(bias_elements_, kMostPlainBlocks));
     has_queries_ = q_tiles > 0;
     has_keys_ = k_tiles > 0;
     description = fmt::format(

@@ -46,7 +46,7 @@ template <class T, int kKeys, int kTiles>
 void add_bias(float (&s)[kTiles][4], float scale, uint32_t tile, int row, int lane) {
   for_each_addend<T, kKeys, kTiles>(tile, row, lane, [&](int n, const float(&addend)[4]) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[n][e] = s[n][e] * scale + addend[e];
+    for (int e = 0; e < 4; ++e) s[n][e] = __fmaf_rn(s[n][e], scale, addend[e]);
   });
 }
 // Behind a bias of −inf nothing is seen, whatever the score.

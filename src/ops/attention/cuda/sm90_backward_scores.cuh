@@ -217,7 +217,7 @@ void make_chances(float (&s)[kTiles][4], float factor, uint32_t stats, int lane)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float lse = row[e % 2 * 2];
-      s[n][e] = exp2_approx(kBias ? (s[n][e] - lse) * kLog2E : s[n][e] * factor - lse);
+      s[n][e] = exp2_approx(kBias ? (s[n][e] - lse) * kLog2E : __fmaf_rn(s[n][e], factor, -lse));
     }
   }
 }
@@ -240,7 +240,7 @@ void make_row_chances(float (&s)[kTiles][4], float factor, const float (&lse)[2]
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[n][e] = exp2_approx(s[n][e] * factor - lse[e / 2]);
+    for (int e = 0; e < 4; ++e) s[n][e] = exp2_approx(__fmaf_rn(s[n][e], factor, -lse[e / 2]));
   }
 }
 template <int kTiles>

@@ -256,6 +256,7 @@ void run_backward(const HopperBackwardParams& p) {
     }
   }
   __syncthreads();
+  // There is some block that has keys, and waits for the kernel ahead.
   if (!shared.place.keys.exists) return;
   const uint32_t first = shared_address(memory);
   const Backward backward(p, shared, first + kTile.kPlaceBytes, first + kTile.first_tile());

@@ -123,7 +123,7 @@ struct HopperBiasGradient {
           biases + half * kBiasBytes, row, lane, [&](int n, const float(&addend)[4]) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const float score = s[n][e] * p.problem.scale + addend[e];
+              const float score = __fmaf_rn(s[n][e], p.problem.scale, addend[e]);
               s[n][e] = addend[e] == -infinity<float>() ? addend[e] : score;
             }
           });

@@ -199,6 +199,7 @@ class ForwardCopies {
       }
       tile = Tile(p, found, number);
       const TileRows rows(found, Forward::kTileRows);
+      // Of packed tensors, which no maps describe: all threads are here.
       if (rows.valid < rows.extent) {
         clear_rows<T>(params_, found, rows.valid, rows.extent, kWarpgroupSize);
       }

@@ -29,9 +29,10 @@
 
 namespace pullback::attention {
 
-template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
-          int kFeatures>
+template <class T, int kWidth, BackwardTiles kTiles, Features kFeatures>
 struct BackwardBlock {
+  static constexpr int kKeys = kTiles.keys, kQueries = kTiles.queries, kSplit = kTiles.split;
+  static constexpr int kStages = kTiles.stages, kQueryRows = kTiles.query_rows;
   static constexpr int kWarps = kKeys / 32 * kSplit, kThreads = kWarps * 32;
   // Scores that a warp makes at a time: 32 keys x 8 · kN queries.
   static constexpr int kChunkQueries = kSplit == 1 ? 32 : kQueries / kSplit;
@@ -144,7 +145,7 @@ struct BackwardBlock {
     if (byte >= sizeof(Stats)) return;
     const auto* const from = static_cast<const Stats*>(p.stats) + tile_of(step);
     async_copy_or_zero(stats_tiles + stage * sizeof(Stats) + byte,
-                       reinterpret_cast<const char*>(from) + byte, 16);
+                       reinterpret_cast<const char*>(from) + byte, true);
   }
 
   // The warp's queries of a chunk, from the tile's first one on.
@@ -191,8 +192,8 @@ struct BackwardBlock {
     return bias_sums_of(step) + (warp * kChunks + chunk) * (32 * kChunkQueries);
   }
   auto bias_sink(const KeyScores& scores, const Step& step, int chunk) const {
-    if constexpr (is_general(kFeatures) || kFeatures == kBiasSum) {
-      return BiasWriter<T, kN, KeyScores, kFeatures == kBiasSum>{
+    if constexpr (is_general(kFeatures) || kFeatures == Features::bias_sum) {
+      return BiasWriter<T, kN, KeyScores, kFeatures == Features::bias_sum>{
           scores, bias_sums_of(step, chunk), {}, {}};
     } else {
       return NoSink{};
@@ -208,7 +209,7 @@ struct BackwardBlock {
 
   // What the next step reads of the bias and its sums.
   void fetch_bias(const Step& step) const {
-    if (kFeatures == kBiasSum && p.bias_step != BiasStep::first) {
+    if (kFeatures == Features::bias_sum && p.bias_step != BiasStep::first) {
       prefetch_bytes<kThreads>(bias_sums_of(step), kKeys * kQueries * 4);
     }
     prefetch_bias<T, kKeys, kQueries, kThreads>(p, place, step.head, step.tile);
@@ -472,7 +473,7 @@ struct BackwardBlock {
         const KeyScores scores = scores_of(step, chunk, stats);
         // All or none of the warp's pairs may see each other where others differ.
         const Seen seen = all_seen ? Seen::all : seen_of<32, kChunkQueries>(step, key_row, first);
-        if constexpr (!is_general(kFeatures) && kFeatures != kBiasSum) {
+        if constexpr (!is_general(kFeatures) && kFeatures != Features::bias_sum) {
           if (!suspicious && seen == Seen::none) {
             store_unseen(first);
             continue;
@@ -522,7 +523,7 @@ struct BackwardBlock {
         if (more) load_bias(next);
         async_commit();
       }
-      if constexpr (kFeatures == kBias) {
+      if constexpr (kFeatures == Features::bias) {
         store_bias<T, kKeys, kQueries, kWarps>(p, place, step.head, step.tile, ds_tile);
       }
       if constexpr (kSplit > 1) {
@@ -566,14 +567,13 @@ struct BackwardBlock {
   }
 };
 
-template <class T, int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
-          int kFeatures>
+template <class T, int kWidth, BackwardTiles kTiles, Features kFeatures>
 void backward(const BackwardParams& p) {
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ BlockPlace place;
-  using Block = BackwardBlock<T, kWidth, kKeys, kQueries, kSplit, kStages, kQueryRows, kFeatures>;
+  using Block = BackwardBlock<T, kWidth, kTiles, kFeatures>;
   if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<kKeys, kQueries, Block::listed()>(p);
+    const BlockPlace found = block_place<kTiles.keys, kTiles.queries, Block::listed()>(p);
     if (threadIdx.x == 0) place = found;
   }
   __syncthreads();

@@ -23,7 +23,7 @@ void copy_stats(const BackwardParams& p, uint32_t to, int64_t plane, int first_q
     const bool inside = tile < p.q_tiles;
     const Stats& stats =
         static_cast<const Stats*>(p.stats)[plane * p.q_tiles + (inside ? tile : 0)];
-    async_copy_or_zero(to + r * 8, &stats.row[(first_query + r) % kStatsRows], inside ? 16 : 0);
+    async_copy_or_zero(to + r * 8, &stats.row[(first_query + r) % kStatsRows], inside);
   }
 }
 
@@ -188,10 +188,10 @@ struct BiasBlock {
           squares |= 1u << (at / 2 * 8 + at % 2);
         }
       }
-      const Scores<T, kN, kGeneralBlocks> scores(p, dropout, place, static_cast<int>(head),
-                                                 first_key + key_row, first_query + first, squares,
-                                                 stats_tile + first * 8, lane);
-      typename Scores<T, kN, kGeneralBlocks>::BiasWords bias;
+      const Scores<T, kN, Features::general_blocks> scores(
+          p, dropout, place, static_cast<int>(head), first_key + key_row, first_query + first,
+          squares, stats_tile + first * 8, lane);
+      typename Scores<T, kN, Features::general_blocks>::BiasWords bias;
       bias.load(scores);
       score_product(s, k_tile, q_tile, first);
       score_product(d_p, v_tile, d_out_tile, first);

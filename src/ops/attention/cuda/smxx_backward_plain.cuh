@@ -36,12 +36,12 @@ struct LaneRow {
   }
 };
 
-// What one query and one key give, seen[] of the band aside.
+// What one query and one key give, which the band lets see each other.
 template <class T>
 struct Pair {
-  bool seen;
-  T weight;       // p · m
-  T d_bias, d_a;  // ds, and ds times the softcap's slope
+  bool seen, kept;  // and by dropout
+  T weight;         // p · m
+  T d_bias, d_a;    // ds, and ds times the softcap's slope
 };
 
 template <class T>
@@ -54,7 +54,7 @@ template <class T>
 Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int64_t q_row, int j,
                 int64_t k_row, const RowStats<T>& stats) {
   const Problem& problem = p.problem;
-  Pair<T> pair = {false, 0, 0, 0};
+  Pair<T> pair = {false, false, 0, 0, 0};
   if (!problem.blocks.sees(batch, head, i, j)) return pair;
   T bias = 0;
   if (p.bias.data != nullptr) {
@@ -82,14 +82,14 @@ Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int64_t
   pair.seen = true;
   const T chance = exp(s - stats.lse);
   T d_chance = 0;
-  bool kept = true;
+  pair.kept = true;
   T keep_scale = 1;
   if (problem.dropout.active()) {
-    kept = problem.dropout.with_seed().keeps(static_cast<uint64_t>(batch * problem.heads + head), i,
-                                             j);
+    pair.kept = problem.dropout.with_seed().keeps(
+        static_cast<uint64_t>(batch * problem.heads + head), i, j);
     keep_scale = static_cast<T>(problem.dropout.scale());
   }
-  if (kept) {
+  if (pair.kept) {
     pair.weight = chance * keep_scale;
     d_chance = dot(p.d_out, p.v, problem.value_dim) * keep_scale;
   }
@@ -100,8 +100,9 @@ Pair<T> pair_of(const BackwardParams& p, int64_t batch, int head, int i, int64_t
 
 template <class T>
 Pair<T> pair_of_lane(const Pair<T>& own, int lane) {
-  return {__shfl_sync(kAllLanes, static_cast<int>(own.seen), lane) != 0,
-          __shfl_sync(kAllLanes, own.weight, lane), T(0), __shfl_sync(kAllLanes, own.d_a, lane)};
+  const int bits = __shfl_sync(kAllLanes, own.seen + 2 * own.kept, lane);
+  return {(bits & 1) != 0, (bits & 2) != 0, __shfl_sync(kAllLanes, own.weight, lane), T(0),
+          __shfl_sync(kAllLanes, own.d_a, lane)};
 }
 
 template <class T, int kStatsRows = kPlainTile>
@@ -131,7 +132,7 @@ void plain_keys(const BackwardParams& p) {
         const int head = place.head * group + h;
         for (int first = begin < 0 ? 0 : static_cast<int>(begin); first < last; first += 32) {
           const int i = first + lane;
-          Pair<T> own = {false, 0, 0, 0};
+          Pair<T> own = {false, false, 0, 0, 0};
           if (i < last) {
             own = pair_of(p, place.batch, head, i, place.q_begin + i, j, row,
                           stats_of<T>(p, pair * group + h, place.first_tile, i));
@@ -144,7 +145,7 @@ void plain_keys(const BackwardParams& p) {
             other.load(row_at<T>(p.q, place.batch, head, q_row), p.q.element, p.problem.head_dim,
                        lane);
             d_k.add(got.d_a, other);
-            if (got.weight == 0) continue;
+            if (!got.kept) continue;
             other.load(row_at<T>(p.d_out, place.batch, head, q_row), p.d_out.element,
                        p.problem.value_dim, lane);
             d_v.add(got.weight, other);
@@ -185,7 +186,7 @@ void plain_queries(const BackwardParams& p) {
       const int last = end < place.k_length ? static_cast<int>(end) : place.k_length;
       for (int first = begin < 0 ? 0 : static_cast<int>(begin); first < last; first += 32) {
         const int j = first + lane;
-        Pair<T> own = {false, 0, 0, 0};
+        Pair<T> own = {false, false, 0, 0, 0};
         if (j < last) {
           own = pair_of(p, place.batch, place.head, i, row, j, place.k_begin + j, stats);
         }
@@ -206,14 +207,13 @@ void plain_queries(const BackwardParams& p) {
   }
 }
 
-// d_bias: a block has one element and sums over the dimensions along which the bias is broadcast,
-// each thread a share of them.
+// d_bias: a block has one element after the other and sums over the dimensions along which the bias
+// is broadcast, each thread a share of them.
 template <class T, int kStatsRows>
-void plain_bias(const BackwardParams& p) {
+void plain_bias_element(const BackwardParams& p, int64_t index) {
   __shared__ T sums[kPlainThreads];
   const Problem& problem = p.problem;
   const BiasShape& own = p.bias_shape;
-  int64_t index = blockIdx.x;
   const auto digit = [&index](int64_t size) {
     const int64_t value = index % size;
     index /= size;
@@ -244,6 +244,16 @@ void plain_bias(const BackwardParams& p) {
     for (const T part : sums) all += part;
     static_cast<T*>(p.d_bias.data)[batch * p.d_bias.batch + head * p.d_bias.head +
                                    query * p.d_bias.query + key * p.d_bias.key] = all;
+  }
+  __syncthreads();
+}
+
+template <class T, int kStatsRows>
+void plain_bias(const BackwardParams& p) {
+  const BiasShape& shape = p.bias_shape;
+  const int64_t elements = shape.batch * shape.head * shape.query * shape.key;
+  for (int64_t index = blockIdx.x; index < elements; index += gridDim.x) {
+    plain_bias_element<T, kStatsRows>(p, index);
   }
 }
 

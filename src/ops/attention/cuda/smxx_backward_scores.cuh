@@ -12,20 +12,6 @@ namespace pullback::attention {
 
 using namespace device;
 
-// What a kernel is compiled for beside the band: nothing, dropout, or a block mask; everything but
-// a block mask, as the parameters say: bias, softcap, dropout, rows of any strides; that and a
-// block mask; a bias in 16-byte pieces, and d_bias of one launch or of several.
-inline constexpr int kPlain = 0, kDropout = 1, kBlocks = 2, kGeneral = 3, kGeneralBlocks = 4,
-                     kBias = 5, kBiasSum = 6;
-constexpr bool has_blocks(int features) {
-  return features == kBlocks || features == kGeneralBlocks;
-}
-constexpr bool is_general(int features) {
-  return features == kGeneral || features == kGeneralBlocks;
-}
-constexpr bool has_bias(int features) { return features >= kGeneral; }
-constexpr bool may_drop(int features) { return features == kDropout || is_general(features); }
-
 inline void load_shared_floats(float (&value)[4], uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(value[0]), "=f"(value[1]), "=f"(value[2]), "=f"(value[3])
@@ -105,7 +91,7 @@ void store_eight(T* row, int64_t step, int j, int keys, bool vectors, const uint
   }
 }
 
-template <class T, int kN, int kFeatures>
+template <class T, int kN, Features kFeatures>
 struct Scores {
   const BackwardParams& p;
   const Dropout& dropout;
@@ -204,7 +190,7 @@ struct Scores {
   };
 
   bool drops() const {
-    return kFeatures == kDropout || (is_general(kFeatures) && p.problem.dropout.active());
+    return kFeatures == Features::dropout || (is_general(kFeatures) && p.problem.dropout.active());
   }
 
   // What dropout keeps: bit 8 · n + 2 · w of kept[c].
@@ -265,7 +251,8 @@ struct Scores {
           const int e = 2 * half + c;
           float exponent = s[m][n][e] * factor - lse;
           if constexpr (kHasBias) {
-            exponent = (s[m][n][e] * factor + addend - lse) * (biased ? kLog2E : 1);
+            // Fused as forward has it, though the product is asked for, too.
+            exponent = (__fmaf_rn(s[m][n][e], factor, addend) - lse) * (biased ? kLog2E : 1);
           }
           bool seen = true;
           if constexpr (kCareful) {

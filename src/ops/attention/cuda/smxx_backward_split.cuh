@@ -12,8 +12,9 @@
 
 namespace pullback::attention {
 
-template <int kKeys, int kQueries, int kSplit>
+template <BackwardTiles kTiles>
 struct SplitPlace {
+  static constexpr int kKeys = kTiles.keys, kQueries = kTiles.queries, kSplit = kTiles.split;
   // P and dS each have one for so many queries and 32 keys.
   static constexpr int kChunkQueries = kQueries / kSplit;
   static constexpr int kUnitQueries = kChunkQueries < 16 ? 16 : kChunkQueries;
@@ -25,19 +26,17 @@ struct SplitPlace {
   uint32_t largest[2][kKeys / 32 * kSplit];
 };
 
-template <int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
-          int kFeatures>
-struct SplitBlock
-    : BackwardBlock<float, kWidth, kKeys, kQueries, kSplit, kStages, kQueryRows, kFeatures> {
-  using Base =
-      BackwardBlock<float, kWidth, kKeys, kQueries, kSplit, kStages, kQueryRows, kFeatures>;
-  using Place = SplitPlace<kKeys, kQueries, kSplit>;
+template <int kWidth, BackwardTiles kTiles, Features kFeatures>
+struct SplitBlock : BackwardBlock<float, kWidth, kTiles, kFeatures> {
+  using Base = BackwardBlock<float, kWidth, kTiles, kFeatures>;
+  using Place = SplitPlace<kTiles>;
   using Step = BackwardStep;
   using Base::d_k, Base::d_v, Base::p, Base::place, Base::lane, Base::warp, Base::key_row,
       Base::own, Base::block, Base::k_tile, Base::v_tile, Base::q_tiles, Base::d_out_tiles,
       Base::ds_tile, Base::p_tile, Base::stats_tiles;
-  using Base::kDqM, Base::kDqN, Base::kDqWidth, Base::kKeyBytes, Base::kN, Base::kOwnN,
-      Base::kQueryBytes, Base::kThreads;
+  using Base::kDqM, Base::kDqN, Base::kDqWidth, Base::kKeyBytes, Base::kKeys, Base::kN, Base::kOwnN,
+      Base::kQueries, Base::kQueryBytes, Base::kQueryRows, Base::kSplit, Base::kStages,
+      Base::kThreads;
   using typename Base::Stats;
   static constexpr int kChunkQueries = Place::kChunkQueries, kUnitQueries = Place::kUnitQueries;
   // Two warps' scores have one unit.
@@ -206,7 +205,7 @@ struct SplitBlock
     // With a block mask the warp's keys may see all, some or none of the queries.
     constexpr uint32_t kAllSquares = all_squares(kUnitQueries, 32);
     const uint32_t squares = scores.squares & kAllSquares;
-    if (this->listed() && kFeatures == kBlocks && !suspicious && squares == 0) {
+    if (this->listed() && kFeatures == Features::blocks && !suspicious && squares == 0) {
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -224,7 +223,7 @@ struct SplitBlock
       const float s_unit = units.k_unit * q_unit(stage);
       const float d_p_unit = units.v_unit * d_out_unit(stage);
       float* const bias_sums = this->bias_sums_of(step, 0);
-      if (careful || kFeatures >= kGeneral || (this->listed() && squares != kAllSquares)) {
+      if (careful || is_general(kFeatures) || (this->listed() && squares != kAllSquares)) {
         scores.template make<true>(s, d_p, s_unit, d_p_unit, kept, bias_sums);
       } else {
         scores.template make<false>(s, d_p, s_unit, d_p_unit, kept, bias_sums);
@@ -389,15 +388,14 @@ struct SplitBlock
   }
 };
 
-template <int kWidth, int kKeys, int kQueries, int kSplit, int kStages, int kQueryRows,
-          int kFeatures>
+template <int kWidth, BackwardTiles kTiles, Features kFeatures>
 void split_backward(const BackwardParams& p) {
   extern __shared__ __align__(128) unsigned char shared[];
-  using Block = SplitBlock<kWidth, kKeys, kQueries, kSplit, kStages, kQueryRows, kFeatures>;
+  using Block = SplitBlock<kWidth, kTiles, kFeatures>;
   __shared__ BlockPlace place;
   __shared__ typename Block::Place units;
   if (threadIdx.x < 32) {
-    const BlockPlace found = block_place<kKeys, kQueries, Block::listed()>(p);
+    const BlockPlace found = block_place<kTiles.keys, kTiles.queries, Block::listed()>(p);
     if (threadIdx.x == 0) place = found;
   }
   __syncthreads();

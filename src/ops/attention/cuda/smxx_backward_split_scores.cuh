@@ -20,7 +20,7 @@ inline float plain_dot(const HeadRows& x, const HeadRows& y, int64_t batch, int 
   return sum;
 }
 
-template <int kN, int kFeatures>
+template <int kN, Features kFeatures>
 struct SplitScores : Scores<float, kN, kFeatures> {
   using Base = Scores<float, kN, kFeatures>;
   using Base::Base;
@@ -68,7 +68,7 @@ struct SplitScores : Scores<float, kN, kFeatures> {
   template <bool kCareful>
   void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], float s_unit, float d_p_unit,
             const uint32_t (&kept)[2], float* bias_sums) const {
-    constexpr bool kIsGeneral = kFeatures >= kGeneral;
+    constexpr bool kIsGeneral = is_general(kFeatures);
     const Problem& problem = p.problem;
     const bool drops = this->drops(), biased = kIsGeneral && p.bias.data != nullptr;
     const bool capped = kIsGeneral && problem.softcap > 0;

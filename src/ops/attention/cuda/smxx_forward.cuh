@@ -41,9 +41,12 @@ void forward(const ForwardParams& params) {
   constexpr bool kDropout = kKind == ForwardKind::dropout || kTerms;
   constexpr bool kBlocks = kTerms || is_blocks(kKind);
   constexpr bool kVectors = kKind < ForwardKind::elements;
-  // A loop without masks for the tiles that need none: faster, but twice the code.
+  // A loop without masks for the tiles that need none is faster, but twice the code, which kernels
+  // that can do everything save where products are long. Beside a block mask no tile is whole.
   constexpr bool kWholeTiles =
-      sizeof(T) == 2 && !is_blocks(kKind) && kKind != ForwardKind::elements;
+      sizeof(T) == 2 && !is_blocks(kKind) &&
+      (kKind < ForwardKind::terms || (kKind == ForwardKind::terms && kTile.width < 128));
+  constexpr bool kMixedTiles = !kWholeTiles && !is_blocks(kKind);
   constexpr int kWidth = kTile.width, kKeys = kTile.keys, kSlots = kTile.slots;
   constexpr int kPartKeys = kBlocks ? part_keys(kTile) : kKeys, kParts = kKeys / kPartKeys;
   constexpr int kThreads = kTile.warps * 32;
@@ -189,10 +192,12 @@ void forward(const ForwardParams& params) {
 
   RunningRows<kRowTiles, kWidth / 8> state;
   int n = 0;
-  // Unrolled: `edge` is a constant. On the edge some of the queries may not see some of the keys.
+  // On the edge some of the queries may not see some of the keys. Unrolled: where whole tiles have
+  // a loop of their own `edge` is a constant.
 #pragma unroll
-  for (int edge = kWholeTiles ? 0 : 1; edge < 2; ++edge) {
-    for (; n < (edge ? key_tiles.count : key_tiles.whole); ++n) {
+  for (int loop = kWholeTiles ? 0 : 1; loop < 2; ++loop) {
+    for (; n < (loop != 0 ? key_tiles.count : key_tiles.whole); ++n) {
+      const bool edge = loop != 0 && !(kMixedTiles && n < key_tiles.whole);
       const Warp warp(first_query, rows);
       constexpr uint32_t kAllSquares = kBlocks ? all_squares(kPartKeys, kWarpRows) : 0;
       const auto squares = [&](int part) {

@@ -119,7 +119,7 @@ void add_bias(float (&s)[kRowTiles][kKeyTiles][4], float unit, const Bias& bias)
 #pragma unroll
         for (int at = 0; at < 8; ++at) {
           float& x = s[m][group * 4 + at / 2][2 * half + at % 2];
-          x = x * unit + value[at];
+          x = __fmaf_rn(x, unit, value[at]);
         }
       }
     }

@@ -13,7 +13,7 @@ namespace pullback::attention {
 // 2^8 at most, and the accumulators are rescaled a few times a row instead of at every tile.
 inline constexpr float kSlack = 8;
 
-// Two warps' lanes 4 g … 4 g + 3 share a row.
+// Lanes 4 g … 4 g + 3 share a row.
 template <class Combine>
 float across_row(float value, const Combine& combine) {
   value = combine(value, __shfl_xor_sync(kAllLanes, value, 1));
@@ -98,7 +98,7 @@ struct RunningRows {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[m][n][2 * half + e];
-            x = exp2_approx(x * unit - shift);
+            x = exp2_approx(__fmaf_rn(x, unit, -shift));
             added += x;
           }
         }
