@@ -352,6 +352,10 @@ class NativePlan:
                 raise ValueError(
                     f"{op.name}: {name}: expected a number that fits {kind}, got {value}"
                 )
+        if not hasattr(threads, "__index__"):
+            raise TypeError(f"{op.name}: threads: expected an integer, got {threads!r}")
+        if not isinstance(variant, (str, type(None))):
+            raise TypeError(f"{op.name}: variant: expected a name, got {variant!r}")
         chosen = _PlanOptions(0, *device, threads, 0, (variant or "").encode())
         chosen.struct_size = ctypes.sizeof(chosen)
         if chosen.threads != threads:

@@ -110,8 +110,9 @@ def test_attention_backward() -> None:
 
         g = np.concatenate([d_out.ravel(), d_lse.ravel()])
         np.testing.assert_allclose(getattr(found, "d_" + name), differences(f, x, g), atol=1e-7)
-    some = pn.attention_backward(d_out, q, k, v, out, lse, bias=bias, needs=["d_v"], **options)
-    assert some.d_q is None and some.d_v is not None
+    for needs in (["d_v"], "d_v"):
+        some = pn.attention_backward(d_out, q, k, v, out, lse, bias=bias, needs=needs, **options)
+        assert some.d_q is None and some.d_v is not None
 
 
 def test_varlen_is_each_sequence_alone() -> None:
@@ -375,6 +376,19 @@ def test_sizes_of_zero() -> None:
         assert out.shape == shape
     assert pn.entmax(np.empty((3, 0))).shape == (3, 0)
     assert pn.segment_reduce(np.empty((0, 3)), offsets=np.zeros(3, int)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"variant": 3}, "entmax: variant: expected a name, got 3"),
+        ({"threads": 1.5}, "entmax: threads: expected an integer, got 1.5"),
+        ({"workspace": [1]}, "entmax: workspace: expected an array, got list"),
+    ],
+)
+def test_options_of_a_run_have_their_types(run: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        pn.entmax(random(1, 3, 5), **run)
 
 
 def test_threads_have_workspaces_of_their_own() -> None:

@@ -77,7 +77,7 @@ std::string MissedKernels::told() const {
   if (names_.empty()) return {};
   return fmt::format(
       "\nslower than it might be: there is no compiler for {}, which would serve better; NVRTC is "
-      "one (pip install \"pullback[cuda]\")",
+      "one (pip install nvidia-cuda-nvrtc)",
       fmt::join(names_, ", "));
 }
 

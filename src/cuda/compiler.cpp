@@ -56,11 +56,12 @@ void dump(const KernelSource& kernel, const Cubin& cubin) {
 bool may_compile() { return environment_choice("PULLBACK_JIT", {"on", "off"}) == "on"; }
 
 Cubin find_or_compile(const KernelSource& kernel) {
+  const bool compiles = may_compile();  // also finds out whether it was misspelt
   const std::string key = key_text(kernel);
   const DiskCache cache = DiskCache::from_environment();
   if (auto cubin = cache.read(key)) return std::move(*cubin);
   if (auto cubin = DiskCache::shipped().read(key)) return std::move(*cubin);
-  if (!may_compile()) {
+  if (!compiles) {
     throw Error(ErrorCode::device,
                 fmt::format("CUDA: {} for {} is not in the cache ({}) and PULLBACK_JIT=off forbids "
                             "compiling; fill the cache with 'pullback compile'",

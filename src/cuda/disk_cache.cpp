@@ -224,6 +224,15 @@ DiskCache DiskCache::shipped() {
   return DiskCache(own / "kernels", off ? Mode::off : Mode::read_only);
 }
 
+bool DiskCache::writable() const {
+  fs::path existing = fs::path(folder_) / "";
+  std::error_code error;
+  do {
+    existing = existing.parent_path();
+  } while (!fs::exists(existing, error) && existing.has_relative_path());
+  return access(existing.c_str(), W_OK | X_OK) == 0;
+}
+
 std::string DiskCache::path_of(const std::string& key_text) const {
   return folder_ + "/" + hash_text(key_text) + std::string(kSuffix);
 }

@@ -34,6 +34,8 @@ class DiskCache {
 
   const std::string& folder() const { return folder_; }  // empty: memory only
   Mode mode() const { return mode_; }
+  // Whether the folder, or the one in which it would be created, lets this process write.
+  bool writable() const;
 
   std::optional<std::vector<char>> read(const std::string& key_text) const;
   // Whether there is an entry of the right size; what its payload is worth, reading it tells.

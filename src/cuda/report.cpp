@@ -44,6 +44,9 @@ std::string compiler_line() {
 std::string cache_lines() {
   const auto cache = DiskCache::from_environment();
   constexpr std::string_view kModes[] = {"read and written", "only read", "off"};
+  const bool lost = cache.mode() == DiskCache::Mode::read_write && !cache.writable();
+  const std::string_view mode =
+      lost ? "only read, as it cannot be written" : kModes[static_cast<int>(cache.mode())];
   const std::string folder = cache.folder().empty() ? "no folder" : cache.folder();
   const auto shipped = DiskCache::shipped().list();
   // Those compiled from other sources are never found.
@@ -52,8 +55,8 @@ std::string cache_lines() {
     const std::string_view source = key.substr(std::min(key.size(), key.find("\nsource\n")));
     return key.find("\nsources " + device_sources_hash(source) + "\n") != key.npos;
   });
-  return line("kernel cache", fmt::format("{}, {} kernels, {}", folder, cache.list().size(),
-                                          kModes[static_cast<int>(cache.mode())])) +
+  return line("kernel cache",
+              fmt::format("{}, {} kernels, {}", folder, cache.list().size(), mode)) +
          line("shipped kernels",
               fmt::format("{}, {} of them of this version", shipped.size(), own));
 }

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "core/check.hpp"
 #include "core/element.hpp"
@@ -99,7 +98,14 @@ std::int64_t count_segments(const Request& request, const Options& options) {
     largest = std::max(largest,
                        load_index(ids.dtype, data_of(request.inputs, "ids"), n * ids.strides[0]));
   }
-  return std::min(largest, std::numeric_limits<std::int64_t>::max() - 1) + 1;
+  // One stray id is not to ask for the memory of as many segments.
+  const std::int64_t most = std::max<std::int64_t>(1 << 24, 16 * ids.shape[0]);
+  if (largest >= most) {
+    fail(ErrorCode::invalid_argument, kOp, "ids",
+         fmt::format("less than {} where --num-segments is not given", most),
+         fmt::format("{}", largest), "pass --num-segments");
+  }
+  return largest + 1;
 }
 
 // Whether its elements may be looked at before complete() has refused what is not an index.

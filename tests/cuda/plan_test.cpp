@@ -1,9 +1,12 @@
 // Plans of problems that no case list has: without elements, or with more of them than any memory
 // holds. Nothing is run, so that a device that computes nothing will do (fake_cuda.c).
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "cuda/driver.hpp"
@@ -43,6 +46,27 @@ TEST_F(Plans, entmax_of_rows_without_elements) {
       }
     }
   }
+}
+
+// The driver does not survive a fork; without a word it would crash.
+TEST_F(Plans, a_forked_child_is_told) {
+  EntmaxProblem problem;
+  problem.x = TensorSpec::contiguous(DType::f32, {4, 8});
+  make_plan(Device::cuda(), problem, Pass::forward);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int status = 1;
+    try {
+      make_plan(Device::cuda(), problem, Pass::forward);
+    } catch (const Error& error) {
+      const bool told = std::string(error.what()).find("forked") != std::string::npos;
+      status = error.code() == ErrorCode::device && told ? 0 : 2;
+    }
+    ::_exit(status);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 TEST_F(Plans, attention_by_a_layout_without_heads) {

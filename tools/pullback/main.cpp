@@ -15,6 +15,7 @@
 #include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"
+#include "pullback/log.hpp"
 
 namespace pullback::tool {
 namespace {
@@ -32,6 +33,11 @@ void report(std::string_view message) {
   }
   if (!line.starts_with("pullback: ")) line = "pullback: " + line;
   tell(driver::printable(line, line.size() * 4) + "\n");
+}
+
+// What the library has to say that is no failure: a kernel cache that cannot be written, say.
+void report_warning(LogLevel level, const char* message, void*) {
+  if (level == LogLevel::warning) report(fmt::format("pullback: warning: {}", message));
 }
 
 int status_of(ErrorCode code) {
@@ -78,8 +84,17 @@ int run(int argc, char** argv) {
   add_demo(app, command);
   add_compile(app, command);
   add_cache(app, command);
+  std::string unknown;
   try {
     app.parse(reversed_arguments(argc, argv));
+  } catch (const CLI::ExtrasError& error) {
+    // "The following arguments were not expected: VALUE --name", the last one first.
+    const std::string_view text = error.what();
+    unknown = text.substr(text.find_last_of(' ') + 1);
+    if (!app.get_subcommands().empty()) {
+      report(fmt::format("unknown option or argument '{}' (see --help)", unknown));
+      return kBadUsage;
+    }
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     report(fmt::format("{} (see --help)", error.what()));
@@ -90,6 +105,7 @@ int run(int argc, char** argv) {
     for (const CLI::App* subcommand : app.get_subcommands({})) {
       known += (known.empty() ? "" : ", ") + subcommand->get_name();
     }
+    if (!unknown.empty()) known += fmt::format("; got '{}'", unknown);
     report(fmt::format("expected a command: {} (see --help)", known));
     return kBadUsage;
   }
@@ -159,6 +175,7 @@ int main(int argc, char** argv) {
   using namespace pullback::tool;
   // A write past the file size limit then fails like one to a full disk, and is cleaned up.
   std::signal(SIGXFSZ, SIG_IGN);
+  set_log_callback(report_warning);
   try {
     return run(argc, argv);
   } catch (const Error& error) {

@@ -141,6 +141,9 @@ class Plan:
                     )
             pointers.append(0 if array is None else _address(array))
         if workspace is not None:
+            if not isinstance(workspace, np.ndarray):
+                kind = type(workspace).__name__
+                raise TypeError(f"{op.name}: workspace: expected an array, got {kind}")
             if not (workspace.flags.c_contiguous and workspace.flags.writeable):
                 raise ValueError(f"{op.name}: workspace: expected contiguous, writable memory")
             begin = _address(workspace)
@@ -217,7 +220,7 @@ def wanted(needs: Iterable[str] | None, possible: Mapping[str, Any], op: str) ->
     """The gradients to compute: of the inputs that are given, or those asked for."""
     if needs is None:
         return [name for name, source in possible.items() if source is not None]
-    names = list(needs)
+    names = [needs] if isinstance(needs, str) else list(needs)
     for name in names:
         if possible.get(name) is None:
             given = [known for known, source in possible.items() if source is not None]

@@ -105,7 +105,7 @@ void check_ids(const IndexView& ids, std::int64_t count, std::int64_t rows) {
     }
     if (n > 0 && value < ids[n - 1]) {
       report("ids", n, fmt::format("at least {}, the one before", ids[n - 1]), value,
-             "sort with plan_permutation");
+             "sort with segment_permutation");
     }
   }
 }
@@ -117,7 +117,7 @@ void check_ids_of_permutation(const IndexView& ids, const Segments& segments) {
       const std::int64_t n = segments.permutation[r];
       if (ids[n] >= 0 && ids[n] < segments.count) {
         report("ids", n, "one of no segment, as the row is outside all offsets", ids[n],
-               "pass the ids that plan_permutation sorted");
+               "pass the ids that segment_permutation sorted");
       }
     }
   };
@@ -128,7 +128,7 @@ void check_ids_of_permutation(const IndexView& ids, const Segments& segments) {
       const std::int64_t n = segments.permutation[r];
       if (ids[n] != s) {
         report("ids", n, fmt::format("{}, the segment of the row by offsets and permutation", s),
-               ids[n], "pass the ids that plan_permutation sorted");
+               ids[n], "pass the ids that segment_permutation sorted");
       }
     }
   }
@@ -140,11 +140,11 @@ void check_permutation(const IndexView& permutation, std::int64_t rows, std::uin
     const std::int64_t n = permutation[r];
     if (n < 0 || n >= rows) {
       report("permutation", r, fmt::format("0 to {}", rows - 1), n,
-             "make it with plan_permutation");
+             "make it with segment_permutation");
     }
     const auto bit = static_cast<std::uint8_t>(1 << (n % 8));
     if (seen[n / 8] & bit) {
-      report("permutation", r, "a row not named before", n, "make it with plan_permutation");
+      report("permutation", r, "a row not named before", n, "make it with segment_permutation");
     }
     seen[n / 8] |= bit;
   }

@@ -19,7 +19,7 @@ SegmentProblem complete(const SegmentProblem& given) {
 
   if (problem.permutation.given()) {
     check.that(problem.offsets.given(), "offsets", "those of the permutation", "none",
-               "pass the offsets that plan_permutation wrote");
+               "pass the offsets that segment_permutation wrote");
   } else {
     check.that(problem.offsets.given() != problem.ids.given(), "offsets, ids",
                "exactly one of them, or both with a permutation",

@@ -193,7 +193,7 @@ TEST(segment_indices, checked_mode_names_the_first_bad_one) {
   EXPECT_EQ(ids({0, 0, 1, 1}), "no error");
   EXPECT_EQ(ids({0, 1, 0, 0}),
             "segment: ids[2]: expected at least 1, the one before, got 0; sort with "
-            "plan_permutation");
+            "segment_permutation");
   EXPECT_EQ(
       ids({0, 1, 1, 2}),
       "segment: ids[3]: expected 0 to 1, got 2; raise num_segments, or leave check_indices off "
@@ -211,18 +211,18 @@ TEST(segment_indices, checked_mode_names_the_first_bad_one) {
   EXPECT_EQ(offsets({0, 3, 5}), "segment: offsets[2]: expected 0 to 4 (the rows of x), got 5");
   EXPECT_EQ(offsets({0, 1, 4}, {3, 2, 1, 0}), "no error");
   EXPECT_EQ(offsets({0, 1, 4}, {3, 2, 4, 0}),
-            "segment: permutation[2]: expected 0 to 3, got 4; make it with plan_permutation");
+            "segment: permutation[2]: expected 0 to 3, got 4; make it with segment_permutation");
   EXPECT_EQ(offsets({0, 1, 4}, {3, 2, 3, 0}),
             "segment: permutation[2]: expected a row not named before, got 3; make it with "
-            "plan_permutation");
+            "segment_permutation");
   EXPECT_EQ(offsets({0, 1, 4}, {3, 2, 1, 0}, {1, 1, 1, 0}), "no error");
   EXPECT_EQ(offsets({0, 1, 4}, {3, 2, 1, 0}, {1, 0, 1, 0}),
             "segment: ids[1]: expected 1, the segment of the row by offsets and permutation, got "
-            "0; pass the ids that plan_permutation sorted");
+            "0; pass the ids that segment_permutation sorted");
   EXPECT_EQ(offsets({0, 1, 3}, {3, 2, 1, 0}, {2, 1, 1, 0}), "no error");
   EXPECT_EQ(offsets({0, 1, 3}, {3, 2, 1, 0}, {1, 1, 1, 0}),
             "segment: ids[0]: expected one of no segment, as the row is outside all offsets, got "
-            "1; pass the ids that plan_permutation sorted");
+            "1; pass the ids that segment_permutation sorted");
 }
 
 TEST(segment_indices, compact_arg_refuses_long_segments) {

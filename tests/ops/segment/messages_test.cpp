@@ -91,7 +91,7 @@ TEST(segment_messages, indices) {
   problem.permutation = TensorSpec::contiguous(DType::i64, {6});
   EXPECT_EQ(message(problem),
             "segment: offsets: expected those of the permutation, got none; pass the offsets that "
-            "plan_permutation wrote");
+            "segment_permutation wrote");
 }
 
 TEST(segment_messages, outputs) {
@@ -217,8 +217,8 @@ TEST(segment_messages, driver_reads_no_ids_but_indices) {
     static_cast<std::int64_t*>(largest.data())[i] = std::numeric_limits<std::int64_t>::max() - i;
   }
   EXPECT_EQ(refusal(largest),
-            "segment: num_segments and the columns of x: expected a product of at most 2^50, got "
-            "[9223372036854775807, 1]");
+            "segment: ids: expected less than 16777216 where --num-segments is not given, got "
+            "9223372036854775807; pass --num-segments");
 }
 
 }  // namespace
