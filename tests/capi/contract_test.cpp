@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "capi/c_tensors.hpp"
-#include "core/log.hpp"
 #include "driver/case.hpp"
 #include "pullback/error.hpp"
 
@@ -379,26 +378,6 @@ TEST(Run, bad_pointers_are_refused_before_anything_is_written) {
   EXPECT_EQ(run(), PULLBACK_INVALID_ARGUMENT);
   EXPECT_MESSAGE("expected memory of its own, got overlap with");
   EXPECT_TRUE(driver::same_bits(y, untouched));
-}
-
-// --- Logging ---
-
-struct Seen {
-  int level = -1;
-  std::string message;
-};
-
-TEST(Log, reaches_the_c_callback_until_it_is_unset) {
-  Seen seen;
-  const auto remember = [](std::int32_t level, const char* message, void* user_data) {
-    *static_cast<Seen*>(user_data) = {level, message};
-  };
-  ASSERT_EQ(pullback_set_log_callback(remember, &seen), PULLBACK_OK);
-  pullback::log(LogLevel::warning, "hello");
-  ASSERT_EQ(pullback_set_log_callback(nullptr, nullptr), PULLBACK_OK);
-  pullback::log(LogLevel::warning, "unheard");
-  EXPECT_EQ(seen.level, PULLBACK_LOG_WARNING);
-  EXPECT_EQ(seen.message, "hello");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Runs of segment on a GPU that OneRun (cuda_test.cpp) does not make: with pointers, rows and
+// Runs of segment on a GPU that OneRun (one_run.hpp) does not make: with pointers, rows and
 // outputs of their own.
 #include <gtest/gtest.h>
 

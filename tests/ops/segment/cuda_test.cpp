@@ -1,18 +1,14 @@
-// segment on a GPU where the case list does not look: indices that nobody should trust, and the
-// sort of plan_permutation.
+// segment on a GPU where the case list does not look: indices that nobody should trust.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <vector>
 
-#include "core/element.hpp"
 #include "cuda/driver.hpp"
 #include "driver/host_tensor.hpp"
 #include "driver/random.hpp"
-#include "driver/tensor_memory.hpp"
-#include "ops/segment/run_segment.hpp"
+#include "ops/segment/one_run.hpp"
 #include "pullback/error.hpp"
 #include "pullback/segment.hpp"
 
@@ -27,84 +23,8 @@ using testing::index_tensor;
 using testing::kHighest;
 using testing::kLowest;
 using testing::kReduces;
-
-enum class Saved { arg, mask, nothing };
-
-// The elements of a contiguous tensor, some elements behind an aligned address.
-struct Shifted {
-  HostTensor memory;
-  std::int64_t shift;
-
-  Shifted(const HostTensor& tensor, std::int64_t shift_)
-      : memory(TensorSpec::contiguous(tensor.spec().dtype, {shift_ + tensor.numel()})),
-        shift(shift_) {
-    for (std::int64_t i = 0; i < tensor.numel(); ++i) memory.set(shift + i, tensor.get(i));
-  }
-  void* begin(void* first) const {
-    return static_cast<std::byte*>(first) +
-           static_cast<std::size_t>(shift) * size_of(memory.spec().dtype);
-  }
-  void copy_to(HostTensor& tensor) const {
-    for (std::int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, memory.get(shift + i));
-  }
-};
-
-// Forward and backward on one device.
-struct OneRun {
-  SegmentProblem problem;
-  HostTensor x, index, permutation, row_ids, d_out;
-  Saved saved = Saved::arg;
-  DType arg_dtype = DType::i64;
-  bool wants_arg = true;
-  testing::MaskLayout mask_layout;
-  std::int64_t shift = 0;  // of x and d_x
-  HostTensor out, arg, mask, d_x;
-
-  void operator()(const Device& device, const std::string& variant) {
-    problem.x = x.spec();
-    (problem.num_segments > 0 ? problem.ids : problem.offsets) = index.spec();
-    if (permutation.spec().given()) problem.permutation = permutation.spec();
-    if (row_ids.spec().given()) problem.ids = row_ids.spec();
-    problem.d_out = d_out.spec();
-    SegmentProblem full = complete(problem);
-    const bool extreme =
-        problem.reduce == SegmentReduce::max || problem.reduce == SegmentReduce::min;
-    driver::TensorMemory memory(device);
-    SegmentTensors tensors;
-    if (extreme) {
-      const std::int64_t columns = x.spec().shape[1];
-      full.arg = TensorSpec::contiguous(arg_dtype, {full.num_segments, columns});
-      const std::int64_t rows = x.spec().shape[0];
-      full.arg_mask = mask_layout.spec(rows, columns);
-      arg = HostTensor(full.arg);
-      mask = HostTensor(mask_layout.spec(rows + mask_layout.shift, columns));
-      tensors.arg = wants_arg ? memory.output(arg) : nullptr;
-      tensors.arg_mask = mask_layout.begin(memory.output(mask), full.arg_mask);
-    }
-    out = HostTensor(full.out);
-    d_x = HostTensor(full.d_x);
-    const Shifted shifted_x(x, shift), shifted_d_x(d_x, shift);
-    tensors.x = shifted_x.begin(const_cast<void*>(memory.input(shifted_x.memory)));
-    (full.offsets.given() ? tensors.offsets : tensors.ids) = memory.input(index);
-    if (row_ids.spec().given()) tensors.ids = memory.input(row_ids);
-    tensors.permutation = permutation.spec().given() ? memory.input(permutation) : nullptr;
-    tensors.out = memory.output(out);
-    tensors.d_out = memory.input(d_out);
-    tensors.d_x = shifted_d_x.begin(memory.output(shifted_d_x.memory));
-    const auto pass = [&](Pass which) {
-      const auto plan = make_plan(device, full, which, {variant});
-      memory.reserve_workspace(plan.workspace_bytes());
-      plan.run(memory.stream(), tensors, memory.workspace());
-    };
-    pass(Pass::forward);
-    if (saved != Saved::arg) tensors.arg = nullptr;
-    if (saved != Saved::mask) tensors.arg_mask = nullptr;
-    pass(Pass::backward);
-    memory.fetch(driver::Fetch::all);
-    shifted_d_x.copy_to(d_x);
-    EXPECT_TRUE(shifted_d_x.memory.guards_intact());
-  }
-};
+using testing::OneRun;
+using testing::Saved;
 
 class segment_cuda : public ::testing::Test {
  protected:
@@ -429,66 +349,6 @@ TEST_F(segment_cuda, checked_indices_are_for_the_cpu) {
     EXPECT_NE(std::string(error.what()).find("a plan for the CPU"), std::string::npos)
         << error.what();
   }
-}
-
-void expect_sorted(const Index& ids, std::int64_t count, DType id_dtype, DType dtype) {
-  const auto rows = static_cast<std::int64_t>(ids.size());
-  const SegmentPermutationProblem problem{.ids = TensorSpec::contiguous(id_dtype, {rows}),
-                                          .num_segments = count,
-                                          .permutation = TensorSpec::contiguous(dtype, {rows}),
-                                          .offsets = TensorSpec::contiguous(dtype, {count + 1})};
-  const HostTensor tensor = index_tensor(ids, id_dtype);
-  const HostTensor permutation(problem.permutation), offsets(problem.offsets);
-  driver::TensorMemory memory(Device::cuda());
-  const SegmentPermutationTensors tensors{memory.input(tensor), memory.output(permutation),
-                                          memory.output(offsets)};
-  const auto plan = plan_permutation(Device::cuda(), problem);
-  memory.reserve_workspace(plan.workspace_bytes());
-  plan.run(memory.stream(), tensors, memory.workspace());
-  memory.fetch(driver::Fetch::all);
-
-  Index expected(ids.size());
-  std::iota(expected.begin(), expected.end(), 0);
-  const auto key = [&](std::int64_t n) {
-    const std::int64_t id = ids[static_cast<std::size_t>(n)];
-    return id < 0 || id >= count ? count : id;
-  };
-  std::ranges::stable_sort(expected, {}, key);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    ASSERT_EQ(load_index(dtype, permutation.data(), r), expected[static_cast<std::size_t>(r)])
-        << "place " << r;
-  }
-  Index keys(ids.size());
-  std::ranges::transform(expected, keys.begin(), key);
-  for (std::int64_t s = 0; s <= count; ++s) {
-    ASSERT_EQ(load_index(dtype, offsets.data(), s),
-              std::ranges::lower_bound(keys, s) - keys.begin())
-        << "offset " << s;
-  }
-  EXPECT_TRUE(permutation.guards_intact());
-  EXPECT_TRUE(offsets.guards_intact());
-}
-
-TEST_F(segment_cuda, permutation_sorts_stably) {
-  Random random(1);
-  const auto ids = [&](std::int64_t rows, std::int64_t low, std::int64_t high) {
-    Index result(static_cast<std::size_t>(rows));
-    for (auto& id : result) id = random.integer(low, high);
-    return result;
-  };
-  for (DType id_dtype : {DType::i32, DType::i64}) {
-    for (DType dtype : {DType::i32, DType::i64}) {
-      expect_sorted(ids(1000, 0, 30), 31, id_dtype, dtype);
-    }
-  }
-  for (std::int64_t count : {1, 255, 256, 257, 70000}) {
-    expect_sorted(ids(20000, -2, count + 2), count, DType::i64, DType::i64);
-  }
-  expect_sorted({kHighest, 1, kLowest, 0, -1, 2, 3, 1, kHighest, std::int64_t{1} << 32}, 3,
-                DType::i64, DType::i64);
-  expect_sorted({}, 0, DType::i64, DType::i64);
-  expect_sorted({}, 5, DType::i32, DType::i64);
-  expect_sorted({0, 3, -1}, 0, DType::i64, DType::i64);
 }
 
 }  // namespace
