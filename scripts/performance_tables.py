@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Prints the tables of docs/performance.md from the JSON of `pullback bench`.
+"""Prints the tables of docs/performance.md from the JSON of `pullback bench` and of scan.py.
 
     build/tools/pullback/pullback bench --json bench.json
     scripts/performance_tables.py bench.json
+    scripts/scan.py entmax --json scan.json && scripts/performance_tables.py scan.json
 """
 
 import json
 import sys
+
+DTYPES = ("float32", "bfloat16")
 
 
 def time_text(seconds: float) -> str:
@@ -27,10 +30,34 @@ def cell(result: dict) -> str:
     return f"{time_text(result['seconds']['median'])}, {rate_text(result)}{percent}"
 
 
+def print_scan(report: dict[str, list[float]]) -> None:
+    """Of "SIZE torch.DTYPE WHAT": a table for what has the same sizes; f32; bf16, each in µs."""
+    times: dict[str, dict[str, dict[str, str]]] = {}  # by what, size and dtype
+    for key, passes in report.items():
+        size, rest = key.split(" torch.", 1)
+        dtype, what = rest.split(" ", 1)
+        text = " / ".join(f"{microseconds:.0f}" for microseconds in passes)
+        times.setdefault(what, {}).setdefault(size, {})[dtype] = text
+    tables: dict[tuple[str, ...], list[str]] = {}
+    for what, by_size in times.items():
+        tables.setdefault(tuple(by_size), []).append(what)
+    for sizes, columns in tables.items():
+        print(f"\n| f32; bf16 | {' | '.join(columns)} |\n| --- |{' --- |' * len(columns)}")
+        for size in sizes:
+            cells = [
+                "; ".join(times[what][size][dtype] for dtype in DTYPES if dtype in times[what][size])
+                for what in columns
+            ]
+            print(f"| {size} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     for path in sys.argv[1:]:
         with open(path, encoding="utf-8") as file:
             report = json.load(file)
+        if "results" not in report:
+            print_scan(report)
+            continue
         rows: dict[tuple[str, str, str], dict[str, dict]] = {}
         for result in report["results"]:
             key = (result["op"], result["case"], result["dtype"])

@@ -190,12 +190,13 @@ void long_rows(std::vector<Case>& cases) {
   }
   // Between these, each capacity of lanes, warps and blocks of the CUDA kernels; the last is past
   // them all.
-  for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "2"}) {
+  for (const char* alpha : {"1", "1.0001", "1.3", "1.5", "1.9", "2"}) {
     for (const std::int64_t length : {200, 496, 800, 1600, 3200, 6400, 12000, 24000, 48000}) {
       add({5, length}, {{"alpha", alpha}}, 0.3);
       cases.back().dtypes = {DType::f32, DType::bf16, DType::f16};
     }
-    add({2, 280000}, {{"alpha", alpha}}, 1);
+    for (const std::int64_t length : {150000, 200001, 280000})
+      add({2, length}, {{"alpha", alpha}}, 1);
   }
   // The largest element is 0, as of x - max(x), and elements of both signs take part.
   for (const char* alpha : {"1.0001", "1.3", "1.5"}) {

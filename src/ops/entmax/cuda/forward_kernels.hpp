@@ -146,13 +146,18 @@ struct Resident {
   bool clustered;
 
   int threads() const { return 32 * warps; }
-  int blocks() const { return 16 / warps; }                            // of a multiprocessor
+  int blocks() const { return 16 / warps; }  // of a multiprocessor
+  constexpr bool large_cluster() const { return clustered && warps > 8; }
   int row_bytes() const { return threads() * kResidentVectors * 16; }  // of a block
 };
-inline constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}};
+inline constexpr Resident kResident[] = {{8, false}, {16, false}, {8, true}, {16, true}};
+// Of rows longer than a small cluster's registers the alphas above this one are for
+// smxx_forward_stream.cuh.
+inline constexpr double kFewSurvive = 1.4;
 // Where few elements of a long row survive a first look, smxx_forward_stream.cuh is as fast as a
 // cluster, whose blocks wait for each other in every step.
 constexpr bool serves(const Resident& shape, Family family, DType dtype) {
+  if (shape.large_cluster() && dtype != DType::f32) return false;  // timed in f32
   return !shape.clustered || family == Family::softmax ||
          collects(family, static_cast<int>(size_of(dtype)), true) ||
          (family == Family::entmax15 && dtype != DType::f32);
@@ -163,9 +168,9 @@ constexpr bool serves(const Resident& shape, Family family, DType dtype) {
 inline int resident_shared(const Resident& shape, Family family, DType dtype,
                            int max_shared_bytes) {
   const bool has_list = collects(family, static_cast<int>(size_of(dtype)), shape.clustered);
-  const int statics = shape.clustered ? 22528 : 5376;  // at most
-  constexpr int kReserved = 1024;                      // of every block
-  constexpr int kListBytes = 160;                      // of a thread at most, or of counts
+  const int statics = shape.clustered ? 2816 * shape.warps : 5376;  // at most
+  constexpr int kReserved = 1024;                                   // of every block
+  constexpr int kListBytes = 160;  // of a thread at most, or of counts
   for (const int blocks : {shape.blocks(), 1}) {
     const int room = (max_shared_bytes + kReserved) / blocks - kReserved - statics;
     const int left = room - shape.row_bytes();
@@ -177,6 +182,7 @@ inline int resident_shared(const Resident& shape, Family family, DType dtype,
 }
 // What every device has that runs the code of an architecture.
 constexpr int max_shared_bytes(int arch) {
+  if (arch / 10 == 9 || arch / 10 == 10) return 227 << 10;
   return arch == 86 || arch == 89 || arch / 10 == 12 ? 99 << 10 : 163 << 10;
 }
 

@@ -31,7 +31,12 @@ void forward_resident(const ForwardParams& p) {
   __shared__ GroupScratch<kWarps, kClustered> scratch;
   Group<kWarps, kClustered> group(scratch);
   const auto blocks = static_cast<int>(kClustered ? device::cluster_size() : 1);
-  const int rows_apart = static_cast<int>(gridDim.x) / blocks;
+  const int groups = static_cast<int>(gridDim.x) / blocks;
+  // Made anew where a block of many threads has no register left for it.
+  const auto rows_apart = [&] {
+    if constexpr (!kClustered || kWarps <= 8) return groups;
+    return static_cast<int>(gridDim.x / device::cluster_size());
+  };
   // A block's elements lie side by side; those of vector j of this thread begin at begin + j kStep.
   constexpr int kStep = kThreads * kLength;
   int begin = static_cast<int>(threadIdx.x) * kLength, end = static_cast<int>(p.rows.length);
@@ -77,9 +82,9 @@ void forward_resident(const ForwardParams& p) {
   if constexpr (kClustered) device::cluster_barrier();
 
   // The first step only asks for a row.
-  int row = static_cast<int>(blockIdx.x) / blocks - rows_apart;
+  int row = static_cast<int>(blockIdx.x) / blocks - rows_apart();
 #pragma unroll 1
-  for (; row < p.rows.count; row += rows_apart) {
+  for (; row < p.rows.count; row += rows_apart()) {
     HeldRow<T> held;
     const float edge = next_edge;
     if (row >= 0) {
@@ -95,7 +100,7 @@ void forward_resident(const ForwardParams& p) {
         }
       }
     }
-    prefetch(row + rows_apart);
+    prefetch(row + rows_apart());
     if (row < 0) continue;
     constexpr bool kOwnAlpha = kFamily == Family::general;
     if (kOwnAlpha && !is_general(alpha_of<kOwnAlpha>(p, row))) continue;

@@ -70,6 +70,7 @@ class Group {
  public:
   // Of a block.
   static constexpr int kThreads = kWarps * device::kWarpSize;
+  static constexpr int kMostSlots = kClustered ? kMaxBlocks * kWarps : kWarps;
 
   // Blocks of a cluster meet before they use it.
   explicit Group(GroupScratch<kWarps, kClustered>& scratch) : scratch_(scratch) {
@@ -210,12 +211,14 @@ class Group {
         }
         __syncthreads();
       }
-      // A lane reads one warp's, or two; butterflies among the lanes.
+      // A lane reads one warp's, or some; butterflies among the lanes.
       const auto* mine = reinterpret_cast<const R*>(slots[lane_index() % count]);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) values[i] = mine[i];
-      if (count > device::kWarpSize) {
-        combine(values, reinterpret_cast<const R*>(slots[device::kWarpSize + lane_index()]));
+#pragma unroll
+      for (int more = device::kWarpSize; more < kMostSlots; more += device::kWarpSize) {
+        if (more >= count) break;
+        combine(values, reinterpret_cast<const R*>(slots[more + lane_index()]));
       }
 #pragma unroll
       for (int step = kClustered ? device::kWarpSize / 2 : kWarps / 2; step > 0; step /= 2) {
