@@ -225,8 +225,8 @@ DiskCache DiskCache::shipped() {
 }
 
 bool DiskCache::writable() const {
-  fs::path existing = fs::path(folder_) / "";
   std::error_code error;
+  fs::path existing = fs::absolute(folder_, error) / "";
   do {
     existing = existing.parent_path();
   } while (!fs::exists(existing, error) && existing.has_relative_path());

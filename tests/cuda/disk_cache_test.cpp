@@ -45,6 +45,16 @@ class DiskCacheTest : public ::testing::Test {
   const std::vector<char> payload_ = std::vector<char>(100000, 'x');
 };
 
+TEST_F(DiskCacheTest, tells_whether_its_folder_can_be_written) {
+  EXPECT_TRUE(cache().writable());  // it would be created
+  EXPECT_FALSE(fs::exists(root_ + "/deep"));
+  EXPECT_TRUE(DiskCache(root_, DiskCache::Mode::read_write).writable());
+  EXPECT_EQ(DiskCache("no such folder", DiskCache::Mode::read_write).writable(),
+            access(".", W_OK | X_OK) == 0);
+  std::ofstream(root_ + "/file") << "no folder";
+  EXPECT_FALSE(DiskCache(root_ + "/file/cache", DiskCache::Mode::read_write).writable());
+}
+
 TEST_F(DiskCacheTest, what_was_written_is_read) {
   EXPECT_FALSE(cache().read("key"));
   EXPECT_FALSE(fs::exists(folder_)) << "reading must not create the folder";

@@ -89,8 +89,8 @@ void check_cu_seqlens_specs(const Checker& check, const AttentionProblem& proble
 }
 
 void check_options(const Checker& check, const AttentionProblem& problem) {
-  // Less than f32 is computed in f32, where both are multiplied by log2 e, and scores by their
-  // quotient.
+  // Tensors of 16 bits are computed in f32, too, where both are multiplied by log2 e, and scores by
+  // their quotient.
   const bool wide = problem.q.dtype == DType::f64;
   const double largest =
       wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
