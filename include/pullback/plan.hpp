@@ -26,9 +26,11 @@ class PlanBody {
 };
 
 // A checked problem, bound to the variant that will compute it. Cheap to copy; run() may be called
-// from any thread, allocates nothing, and fails only on bad pointers or a small workspace, before
-// it has written anything. With check_indices it fails on bad indices, too: entmax, which has that
-// on a CUDA device, copies them to the host and waits.
+// from any thread and allocates nothing. It refuses bad pointers, a small workspace, bad indices
+// when asked to check them, and on the CPU segments too long for a u8 arg, before it has written
+// anything. On a CUDA device it may also fail as any CUDA work may, now or at a later call; outputs
+// then mean nothing. (check_indices of entmax on a CUDA device copies indices to the host and
+// waits.)
 template <class Tensors>
 class Plan {
  public:

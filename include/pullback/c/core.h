@@ -102,8 +102,10 @@ static inline void* pullback_tensor_data(const DLTensor* tensor) {
  *   stream     a CUstream (cudaStream_t) for CUDA devices; ignored on the CPU, where the function
  *              returns when the work is done
  *   workspace  at least pullback_plan_workspace_bytes, may be NULL when that is 0
- * A run allocates nothing and fails only on bad pointers, a small workspace, a plan of another op,
- * or, when asked to check them, bad indices: before it has written anything. */
+ * A run allocates nothing. It refuses bad pointers, a small workspace, a plan of another op, bad
+ * indices when asked to check them, and on the CPU segments too long for a u8 arg, before it has
+ * written anything. On a CUDA device it may also fail as any CUDA work may, now or at a later call;
+ * outputs then mean nothing. */
 
 /* Flags of problems. */
 enum {
