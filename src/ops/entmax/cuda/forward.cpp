@@ -227,10 +227,8 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
     const bool clusters = device_.major == 9 || device_.major == 10;
     for (const Resident& shape : kResident) {
       if ((shape.clustered && !clusters) || !serves(shape, family, dtype)) continue;
-      if (shape.large_cluster() && family == Family::general && !each_ &&
-          params_.alpha > kFewSurvive) {
-        continue;
-      }
+      const bool few = family == Family::general && params_.alpha > kFewSurvive;
+      if (shape.large_cluster() && (each_ || few)) continue;  // alphas of rows: not timed
       int blocks = 1;
       const auto fits = [&] { return in_vectors * bytes <= blocks * shape.row_bytes(); };
       while (shape.clustered && blocks < kMaxBlocks && !fits()) blocks *= 2;
