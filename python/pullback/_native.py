@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, byref, c_char_p, c_double, c_int32, c_int64, c_size_t, c_void_p
@@ -15,12 +16,15 @@ from typing import Any, NamedTuple, NoReturn
 
 # ---------------------------------------------------------------- the library
 
-_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib")
-
 
 def library_path() -> str:
     """PULLBACK_LIBRARY, or the library that the package carries."""
-    return os.environ.get("PULLBACK_LIBRARY") or os.path.join(_FOLDER, "libpullback.so")
+    if named := os.environ.get("PULLBACK_LIBRARY"):
+        return named
+    # An editable install's package is in two folders, the sources' and the one installed.
+    folders = sys.modules[__package__].__path__
+    paths = [os.path.join(folder, "lib", "libpullback.so") for folder in folders]
+    return next(filter(os.path.exists, paths), paths[0])
 
 
 _lib = ctypes.CDLL(library_path())

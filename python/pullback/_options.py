@@ -5,9 +5,9 @@ Every front end takes them as keywords, so that the op means the same everywhere
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from ._checks import check_rank
 from ._native import CHECK_INDICES, NONDETERMINISTIC, TRANSPOSE_A, TRANSPOSE_B, TRANSPOSE_C
@@ -26,6 +26,19 @@ MATMUL_MODES = ("sdd", "dsd", "dds")
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "logsumexp", "softmax")
 TIES = ("first", "last", "even")
 EMPTIES = ("identity", "zero", "nan")
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _called(name: str) -> Callable[[_Function], _Function]:
+    """By what name Python refuses unknown keywords: users have called another function."""
+
+    def rename(function: _Function) -> _Function:
+        function.__qualname__ = name
+        return function
+
+    return rename
 
 
 def choice(option: str, value: Any, names: Sequence[str]) -> int:
@@ -88,6 +101,7 @@ class AttentionOptions(TypedDict, total=False):
     block: int
 
 
+@_called("attention")
 def attention_options(
     scale: float | None = None,
     softcap: float | None = 0.0,
@@ -140,6 +154,7 @@ class BlockSoftmaxOptions(TypedDict, total=False):
     attn_mask_mode: MaskMode
 
 
+@_called("block_softmax")
 def block_softmax_options(
     scale: float = 1.0, key_padding_mode: str = "add", attn_mask_mode: str = "keep"
 ) -> dict[str, Any]:
@@ -182,6 +197,7 @@ def matmul_block(
     return (a_shape if mode == "dsd" else b_shape)[-1]
 
 
+@_called("block_matmul")
 def block_matmul_options(
     mode: str,
     transpose_a: bool = False,
@@ -196,6 +212,7 @@ def block_matmul_options(
     }
 
 
+@_called("entmax")
 def entmax_options(
     alpha: float = 2.0, axis: int = -1, check_indices: bool = False
 ) -> dict[str, Any]:
@@ -221,6 +238,7 @@ class SegmentOptions(TypedDict, total=False):
     check_indices: bool
 
 
+@_called("segment_reduce")
 def segment_options(
     reduce: str,
     by_ids: bool,

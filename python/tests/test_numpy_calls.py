@@ -37,3 +37,34 @@ def test_masked_arrays_are_refused_rather_than_read_without_their_mask() -> None
         with pytest.raises(TypeError, match=r"entmax: \w+: .* got a MaskedArray; give .*filled"):
             call()
     np.testing.assert_allclose(pn.entmax(x.filled(-np.inf)).sum(-1), 1)
+
+
+def test_a_seed_is_64_bits_with_a_sign_or_without() -> None:
+    q = np.random.default_rng(0).standard_normal((1, 5, 2, 8))
+    expected, _ = pn.attention(q, q, q, dropout=0.5, seed=2**64 - 1)
+    np.testing.assert_array_equal(pn.attention(q, q, q, dropout=0.5, seed=-1)[0], expected)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match=f"attention: seed: expected 64 bits.*, got {seed}"):
+            pn.attention(q, q, q, dropout=0.5, seed=seed)
+
+
+def test_unknown_keywords_are_refused_by_the_name_of_what_was_called() -> None:
+    q = np.ones((1, 5, 2, 8))
+    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword .*'is_causal'"):
+        pn.attention(q, q, q, is_causal=True)  # type: ignore[call-arg]
+
+
+def test_permutations_take_what_every_run_takes() -> None:
+    ids = np.array([1, 0, 1])
+    memory = np.empty(1 << 16, np.uint8)
+    permutation, offsets = pn.segment_permutation(ids, 2, threads=1, workspace=memory)
+    assert permutation.tolist() == [1, 0, 2] and offsets.tolist() == [0, 1, 3]
+
+
+def test_a_plan_needs_arrays_and_somewhere_to_write() -> None:
+    x = np.ones((2, 4))
+    plan = pn.plan("entmax", "forward", {"x": x})
+    with pytest.raises(ValueError, match="entmax: outputs: expected some of y, .*, got none"):
+        plan.run({"x": x})
+    with pytest.raises(TypeError, match="entmax: x: expected an array, got list"):
+        plan.run({"x": x.tolist(), "y": np.empty_like(x)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -77,6 +78,28 @@ def test_doctor_tells_what_is_found_and_missing() -> None:
     text = pullback.doctor()
     for part in ("pullback ", "CPU ", "CUDA ", "NVRTC ", "kernel cache", "libpullback.so", "numpy"):
         assert part in text, text
+
+
+def test_the_library_is_where_the_package_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("PULLBACK_LIBRARY", raising=False)
+    library = tmp_path / "installed" / "lib" / "libpullback.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    # As an editable install has it: the sources' folder and the installed one.
+    for folders in (["sources", "installed"], ["installed", "sources"]):
+        monkeypatch.setattr(pullback, "__path__", [str(tmp_path / folder) for folder in folders])
+        assert _native.library_path() == str(library)
+
+
+def test_libraries_beside_ours_are_looked_for_nowhere_else() -> None:
+    if not (readelf := shutil.which("readelf")):
+        pytest.skip("no readelf")
+    command = [readelf, "-d", _native.library_path()]
+    dynamic = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # An empty element would be the working directory.
+    assert re.findall(r"\(R(?:UN)?PATH\).*\[(.*)\]", dynamic) == ["$ORIGIN"]
 
 
 def test_version() -> None:

@@ -310,6 +310,13 @@ def test_meta_tensors() -> None:
     assert out.device.type == "meta" and out.shape == q.shape
     y = pt.entmax15(q)
     assert y.device.type == "meta" and y.shape == q.shape
+    (d_q,) = torch.autograd.grad(out.sum(), q)
+    assert d_q.device.type == "meta" and d_q.shape == q.shape
+    # As on the CPU, so that a model that is built there for its shapes is refused there.
+    with pytest.raises(ValueError, match="attention: k: expected the head dim of q, 8, got"):
+        pt.attention(q, q[..., :4], q)
+    with pytest.raises(ValueError, match="entmax: x: expected dtype .*, got i64"):
+        pt.entmax15(torch.empty(3, 4, dtype=torch.int64, device="meta"))
 
 
 def test_numbers_may_be_those_of_numpy_but_not_floats() -> None:

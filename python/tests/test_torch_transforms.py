@@ -140,6 +140,19 @@ def test_vmap_makes_one_call_where_it_can() -> None:
         for i in range(3):
             rows = loss(*[x[i] for x in inputs])
             torch.testing.assert_close([x[i] for x in found], list(rows))
+    x, alphas, mask = random(3, 6), 1 + random(3).square(), random(3, 6) < 0.5
+    ways: list[tuple[Any, list[Tensor], Tensor]] = [
+        (pt.sparsemax, [x], pt.sparsemax(x)),
+        (pt.entmax, [x, alphas], pt.entmax(x, alphas)),
+        (lambda x, alpha: pt.entmax(x, alpha[None], 0), [x, alphas], pt.entmax(x, alphas)),
+        (lambda x, mask: pt.entmax15(x, mask=mask), [x, mask], pt.entmax15(x, mask=mask)),
+    ]
+    for f, inputs, expected in ways:  # of single rows
+        seen = []
+        with Count():
+            found = vmap(f)(*inputs)
+        assert [call for call in seen if call.startswith("pullback::")] == ["pullback::entmax"]
+        torch.testing.assert_close(found, expected)
     shared = vmap(pt.attention, (0, None, None))(
         *[calls["attention"][1][0]] + [x[0] for x in calls["attention"][1][1:]]
     )

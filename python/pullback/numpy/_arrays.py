@@ -128,10 +128,19 @@ class Plan:
         unknown = [name for name in arrays if name not in op.tensors]
         if unknown:
             raise TypeError(f"{op.name} has no {', '.join(unknown)}")
+        outputs = [name for name in op.tensors if op.writes(self._native.direction, name)]
+        if all(arrays.get(name) is None for name in outputs):
+            possible = [name for name in outputs if self._native.spec(name) is not None]
+            raise ValueError(
+                f"{op.name}: outputs: expected some of {', '.join(possible)}, got none"
+            )
         pointers = []
         for name in op.tensors:
             array = arrays.get(name)
             if array is not None:
+                if not isinstance(array, np.ndarray):
+                    kind = type(array).__name__
+                    raise TypeError(f"{op.name}: {name}: expected an array, got {kind}")
                 if op.writes(self._native.direction, name) and not array.flags.writeable:
                     raise ValueError(f"{op.name}: {name}: expected writable memory, got read-only")
                 planned, given = self._native.spec(name), _spec(op, name, array)

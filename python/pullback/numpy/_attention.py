@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _native
 from .._native import FORWARD
-from .._options import AttentionOptions, attention_options
+from .._options import AttentionOptions, attention_options, integer
 from ..sparsity import BlockLayout
 from ._arrays import compute, gradients, split
 
@@ -44,7 +44,10 @@ def _attention_options(options: Mapping[str, Any], run: dict[str, Any]) -> dict[
     own = split(options, run)
     seed, layout = own.pop("seed", 0), own.pop("layout", None)
     layout = None if layout is None else BlockLayout.of(layout)
-    return {**attention_options(**own), "layout": layout, "dropout_seed": seed}
+    seed = integer("attention: seed", seed)
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"attention: seed: expected 64 bits, with a sign or without, got {seed}")
+    return {**attention_options(**own), "layout": layout, "dropout_seed": seed % (1 << 64)}
 
 
 def attention(

@@ -24,7 +24,7 @@ class SegmentPermutation(NamedTuple):
     offsets: Array
 
 
-def segment_permutation(ids: Array, num_segments: int) -> SegmentPermutation:
+def segment_permutation(ids: Array, num_segments: int, **run: Unpack[Run]) -> SegmentPermutation:
     """A stable sort of ids in any order, made once and given to `segment_reduce` often.
 
     Args:
@@ -34,7 +34,7 @@ def segment_permutation(ids: Array, num_segments: int) -> SegmentPermutation:
     own = {"num_segments": integer("segment_permutation: num_segments", num_segments)}
     outputs = ("permutation", "offsets")
     return SegmentPermutation(
-        *compute(_native.SEGMENT_PERMUTATION, FORWARD, {"ids": ids}, outputs, own)
+        *compute(_native.SEGMENT_PERMUTATION, FORWARD, {"ids": ids}, outputs, own, **run)
     )
 
 

@@ -122,6 +122,7 @@ def block_sparse_attention(
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rank("block_sparse_attention", name, tensor.shape, "[B,S,H,D]")
+    identifier(layout)  # or no layout is refused below for what it lacks
     block = q.shape[1] // max(layout.rows, 1)
     heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     scores = block_matmul(

@@ -139,7 +139,7 @@ def differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivati
 
 
 # Names of PyTorch's own.
-_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _by_dispatcher(
         if not torch.compiler.is_compiling():
             if getattr(forward_ad, "_current_level", 0) >= 0 and any(map(_tangent, tensors)):
                 _refuse_tangents(name)
-            transformed = _transforms_active()
+            transformed = transforms_active()
         if transformed:
             # What is saved has to be what the operator computes with.
             results = Transformed.apply(options, *kernel.autocast(tensors))
@@ -243,7 +243,7 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
 
     def forward_dispatched(ctx: Any, job: Any, *leaves: Tensor) -> Any:
         keyset, tensors, options, places = job
-        with _other_levels() if _transforms_active() else nullcontext():
+        with _other_levels() if transforms_active() else nullcontext():
             results = compute(keyset, tensors, options)
         record = derivation.record(tensors, options, (None, *places))
         return keep(ctx, record, tensors, results, False)
@@ -264,7 +264,7 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
             _refuse_tangents(name)
         if torch.is_grad_enabled() and (places := places_of_leaves(tensors)):
             job = keyset, tensors, options, places
-            with known_calls.one_level() if _transforms_active() else nullcontext():
+            with known_calls.one_level() if transforms_active() else nullcontext():
                 return apply_dispatched(job, *[tensors[place] for place in places])
         return compute(keyset, tensors, options)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .._options import entmax_options, integer
+from ._dispatch import transforms_active
 from ._fields import remembered
 from ._ops import ENTMAX, SPARSEMAX
 
@@ -44,6 +47,12 @@ def entmax(
         )
     rows: Tensor | None = None
     dim = integer("entmax: dim", dim)
+    if x.dim() == 1 and dim in (-1, 0) and offsets is None and transforms_active():
+        # vmap makes one problem of many that have rows.
+        if isinstance(alpha, Tensor) and alpha.dim() == 1:
+            alpha = alpha.unsqueeze(0)
+        several = None if mask is None else mask.unsqueeze(0)
+        return entmax(x.unsqueeze(0), alpha, -1, mask=several).squeeze(0)
     if isinstance(alpha, Tensor):
         shape = list(x.shape)
         axis = dim % x.dim()
@@ -82,8 +91,18 @@ def _saves_mask(x: Tensor, dim: int) -> bool:
         return False
     if x.is_cuda:
         row_bytes = length * x.element_size()
-        return row_bytes > 128 and row_bytes % 16 == 0
-    return length >= 256 or (length >= 32 and length % 16 == 0)
+        return _known(row_bytes > 128) and _known(row_bytes % 16 == 0)
+    return _known(length >= 256) or (_known(length >= 32) and _known(length % 16 == 0))
+
+
+def _known(condition: Any) -> bool:
+    """That a length is so, without asking for it where it is a compiler's symbol: compiled code
+    would be for the lengths that answer alike, and some lengths only the data tell."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 def sparsemax(x: Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:

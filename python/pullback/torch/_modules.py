@@ -52,6 +52,22 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def _unbatched(tensor: Tensor) -> Tensor:
+    """What torch.func's transforms have made it of, which vmap adds dimensions to."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
+class _Layouts:
+    """By sequence length. A dict of the module's torch.export would put back as it was, without the
+    layouts that what it has traced is of."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, BlockLayout] = {}
+
+
 class SparseSelfAttention(nn.Module):
     """Block-sparse self-attention with the interface of DeepSpeed's module of this name.
 
@@ -86,21 +102,15 @@ class SparseSelfAttention(nn.Module):
         self.attn_mask_mode = _mask_mode("attn_mask_mode", attn_mask_mode)
         present = self.sparsity_config.make_layout(max_seq_length).present
         self.register_buffer("master_layout", torch.from_numpy(present).long())
-        self._present = self.master_layout.clone()  # on the CPU, what the layouts are made of
-        self._layouts: dict[int, BlockLayout] = {}
+        self._present = present.astype("int64")  # what the layouts are made of
+        self._layouts = _Layouts()
         self._made_of = self.master_layout, _version(self.master_layout)
         self._loads = 0
 
     def get_layout(self, seq_len: int) -> BlockLayout:
         """That of a sequence length, made when first met."""
-        master = self.master_layout, _version(self.master_layout)
-        if master[0] is not self._made_of[0] or master[1] != self._made_of[1]:
-            present = self.master_layout.cpu()
-            if not torch.equal(present, self._present):
-                self._layouts.clear()
-                self._present = present.clone()
-            self._made_of = master
-        layout = self._layouts.get(seq_len)
+        self._take_changes()
+        layout = self._layouts.made.get(seq_len)
         if layout is None:
             block, longest = self.sparsity_config.block, self.master_layout.shape[-1]
             rows = seq_len // block
@@ -109,9 +119,30 @@ class SparseSelfAttention(nn.Module):
                     f"SparseSelfAttention: sequence length: expected a multiple of {block} up to "
                     f"max_seq_length, {longest * block}; got {seq_len}"
                 )
-            present = self._present[:, :rows, :rows]
-            layout = self._layouts[seq_len] = BlockLayout(present.numpy())
+            layout = BlockLayout(self._present[:, :rows, :rows])
+            self._layouts.made[seq_len] = layout
         return layout
+
+    def _take_changes(self) -> None:
+        """Of the buffer. One without memory, as compilers have it, stands for what there is."""
+        master = self.master_layout
+        made_of, version = self._made_of
+        if type(master) is not Tensor or master.is_meta:
+            return
+        if master is made_of and _version(master) == version:
+            return
+        present = _unbatched(master).cpu().numpy()
+        if master is not _unbatched(master):
+            if (present != self._present).any():
+                raise NotImplementedError(
+                    "SparseSelfAttention: vmap over modules of other layouts than the one that is "
+                    "called is not implemented; call them one by one"
+                )
+            return
+        if present.shape != self._present.shape or (present != self._present).any():
+            self._layouts.made.clear()
+            self._present = present.copy()
+        self._made_of = master, _version(master)
 
     def _constant_layout(self, seq_len: int, loads: int) -> BlockLayout:
         return self.get_layout(seq_len)

@@ -229,8 +229,21 @@ class _Kernel:
         return self.pack(outputs)
 
     def _prepare(self, tensors: Sequence[Any], values: Sequence[Any], threads: int) -> _Prepared:
-        op, device = self.owner.op, tensors[0].device
+        device = tensors[0].device
         given, options = self._named(tensors, values)
+        names, shapes = self.outputs(given, options)
+        kind = CPU if device.type == "cpu" else Device(2, device.index)
+        plan = self._plan(given, options, kind, threads)
+        inputs = [name for name in self.names if given[name] is not None]
+        places = {name: i for i, name in enumerate([*inputs, *names])}
+        slots = [places.get(name, -1) for name in self.owner.op.tensors]
+        has_tables = device.type == "cuda" and bool(options.get("layout"))
+        return _Prepared(plan, shapes, device, slots, has_tables)
+
+    def _plan(
+        self, given: Given, options: Mapping[str, Any], device: Device, threads: int
+    ) -> NativePlan:
+        op = self.owner.op
         names, shapes = self.outputs(given, options)
         specs: dict[str, Spec | None] = {
             name: _spec(op, name, tensor) for name, tensor in given.items() if tensor is not None
@@ -240,18 +253,11 @@ class _Kernel:
         if self.direction == BACKWARD:
             for name, like in self.owner.like.items():
                 specs.setdefault(name, specs[like])
-        options.pop("needs", None)
-        options.update(self.owner.constants)
-        if "layout" in options:
-            identifier = options["layout"]
-            options["layout"] = BlockLayout.find(identifier) if identifier else None
-        kind = CPU if device.type == "cpu" else Device(2, device.index)
-        plan = NativePlan(op, self.direction, specs, options, kind, threads)
-        inputs = [name for name in self.names if given[name] is not None]
-        places = {name: i for i, name in enumerate([*inputs, *names])}
-        slots = [places.get(name, -1) for name in op.tensors]
-        has_tables = device.type == "cuda" and options.get("layout") is not None
-        return _Prepared(plan, shapes, device, slots, has_tables)
+        fields = {**options, **self.owner.constants}
+        fields.pop("needs", None)
+        if identifier := fields.pop("layout", None):
+            fields["layout"] = BlockLayout.find(identifier)
+        return NativePlan(op, self.direction, specs, fields, device, threads)
 
     def _named(
         self, tensors: Sequence[Any], options: Sequence[Any]
@@ -300,6 +306,9 @@ class _Kernel:
         count = len(self.names)
         given, options = self._named(arguments[:count], arguments[count:])
         first: Tensor = arguments[0]
+        if first.is_meta:
+            # Not a compiler's, whose sizes may be symbols: refused as on the CPU.
+            self._plan(given, options, CPU, 1)
         _, shapes = self.outputs(given, options)
         return self.pack([first.new_empty(shape, dtype=dtype) for shape, dtype in shapes])
 

@@ -120,7 +120,7 @@ def _segment(
     if rank == 1:
         flat = x.unsqueeze(1)
     else:
-        flat = x.reshape(x.shape[0], -1) if x.numel() else x.flatten(1)
+        flat = x.flatten(1)
     results = op.call((flat, *segments), fields, first)
     if isinstance(results, Tensor):
         return results.reshape(results.shape[0], *x.shape[1:])
