@@ -28,12 +28,14 @@ struct Wanted {
 };
 
 Outputs run(const Device& device, EntmaxProblem problem, const HostTensor& x, bool unaligned,
-            Wanted wanted, const std::string& variant, const HostTensor* alphas = nullptr) {
+            Wanted wanted, const std::string& variant, const HostTensor* alphas = nullptr,
+            const HostTensor* mask = nullptr) {
   problem = complete(problem);
   Outputs outputs{HostTensor(problem.y), HostTensor(problem.tau), HostTensor(problem.support_size)};
   driver::TensorMemory memory(device, {.unaligned = unaligned});
   EntmaxTensors tensors{.x = memory.input(x),
                         .alpha_per_row = alphas ? memory.input(*alphas) : nullptr,
+                        .mask = mask ? memory.input(*mask) : nullptr,
                         .y = wanted.y ? memory.output(outputs.y) : nullptr};
   if (wanted.statistics) {
     tensors.tau = memory.output(outputs.tau);
@@ -195,6 +197,37 @@ void expect_same_in_place(DType dtype, const std::vector<std::int64_t>& shape, d
     const double apart = d_x.get(i), in_place = d_y.get(i);
     ASSERT_TRUE(apart == in_place || (std::isnan(apart) && std::isnan(in_place)))
         << "element " << i << ": " << in_place << ", not " << apart;
+  }
+}
+
+// Where a mask hides elements, a kernel may read them from where it writes y.
+TEST(entmax_cuda, support_of_masked_rows_is_counted_before_y_takes_the_place_of_x) {
+  if (const std::string none = cuda::driver_problem(); !none.empty()) GTEST_SKIP() << none;
+  driver::Random random(8);
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    for (const std::int64_t length : {900, 13000}) {
+      constexpr std::int64_t kInner = 8;
+      EntmaxProblem problem;
+      problem.x = TensorSpec::contiguous(dtype, {length, kInner});
+      problem.mask = TensorSpec::contiguous(DType::u8, {length, kInner});
+      problem.axis = 0;
+      const HostTensor x(problem.x), mask(problem.mask);
+      for (std::int64_t i = 0; i < x.numel(); ++i) {
+        x.set(i, std::round(8 * random.normal()) / 64);
+        mask.set(i, i / kInner % 3 != 1);
+      }
+      for (const double alpha : {1.25, 1.5, 2.0}) {
+        SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << length << " alpha " << alpha);
+        problem.alpha = alpha;
+        const Outputs expected =
+            run(Device::cpu(1), problem, x, false, {}, "reference", nullptr, &mask);
+        const Outputs got = run(Device::cuda(), problem, x, false, {}, "cuda", nullptr, &mask);
+        expect_near(got.y, expected.y, dtype == DType::f32 ? 1e-5 : 0x1p-8);
+        expect_near(got.tau, expected.tau, 1e-5);
+        // Elements a rounding away from the edge may be on either side of it.
+        expect_near(got.support_size, expected.support_size, 1e-3);
+      }
+    }
   }
 }
 

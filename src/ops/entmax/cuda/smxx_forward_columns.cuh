@@ -97,12 +97,13 @@ void forward_columns(const ForwardTileParams& params) {
           power, [&](const auto&) { return start; }, group, all, digits_wanted<T>(p));
     }
     const auto output = power_of_output<T, kFamily>(power);
-    store([&](float v) { return probability<T>(output, v, threshold); });
+    // Before y is stored, which may lie where x does.
     int size = 0;
     if (p.support_size.data) {
       all([&](float v) { size += power.excess(v, threshold) > power.edge; });
       size = group.count(size);
     }
+    store([&](float v) { return probability<T>(output, v, threshold); });
     finish(tau_of<decltype(power)>(p.alpha, largest, threshold), size);
   }
 }
