@@ -1,6 +1,7 @@
 // Workspaces in parts.
 #pragma once
 
+#include <concepts>
 #include <cstddef>
 
 #include "pullback/device.hpp"
@@ -11,5 +12,19 @@ namespace pullback {
 constexpr std::size_t workspace_aligned(std::size_t bytes) {
   return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
 }
+
+// The parts of a workspace, each by where it begins.
+class WorkspaceLayout {
+ public:
+  std::size_t take(std::integral auto bytes) {
+    const std::size_t at = bytes_;
+    bytes_ += workspace_aligned(static_cast<std::size_t>(bytes));
+    return at;
+  }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  std::size_t bytes_ = 0;
+};
 
 }  // namespace pullback

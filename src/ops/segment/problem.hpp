@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string_view>
 
@@ -39,6 +40,24 @@ inline bool by_ids(const SegmentProblem& problem) {
 
 inline bool is_extreme(SegmentReduce reduce) {
   return reduce == SegmentReduce::max || reduce == SegmentReduce::min;
+}
+
+// What a segment without rows comes to.
+inline double empty_value(const SegmentProblem& problem) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (problem.empty == EmptySegment::zero) return 0;
+  if (problem.empty == EmptySegment::nan) return std::numeric_limits<double>::quiet_NaN();
+  switch (problem.reduce) {
+    case SegmentReduce::prod:
+      return 1;
+    case SegmentReduce::max:
+    case SegmentReduce::logsumexp:
+      return -kInfinity;
+    case SegmentReduce::min:
+      return kInfinity;
+    default:
+      return 0;
+  }
 }
 
 // What backward of max and min works from: the first of arg, arg_mask that is there and suffices.

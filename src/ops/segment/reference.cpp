@@ -20,22 +20,6 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-double empty_value(const SegmentProblem& problem) {
-  if (problem.empty == EmptySegment::zero) return 0;
-  if (problem.empty == EmptySegment::nan) return kNaN;
-  switch (problem.reduce) {
-    case SegmentReduce::prod:
-      return 1;
-    case SegmentReduce::max:
-    case SegmentReduce::logsumexp:
-      return -kInfinity;
-    case SegmentReduce::min:
-      return kInfinity;
-    default:
-      return 0;
-  }
-}
-
 bool ties(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); }
 
 template <class Arithmetic>

@@ -274,6 +274,20 @@ TEST(segment_bugs, one_column_is_read_to_its_end_at_most) {
   }
 }
 
+TEST(segment_bugs, the_sign_of_a_product_that_is_0) {
+  for (const std::int64_t columns : {1, 3}) {
+    TensorMap inputs;
+    inputs["x"] = HostTensor(TensorSpec::contiguous(DType::f32, {8, columns}));
+    const double x[] = {1, 1, -1, 0, -3, 0, 2, 2};
+    for (std::int64_t i = 0; i < 8 * columns; ++i) inputs["x"].set(i, x[i / columns]);
+    inputs["offsets"] = index_tensor({0, 2, 4, 6, 8});
+    inputs["d_out"] = matrix(DType::f32, 4, columns, {1});
+    for (double value : values_of(evaluate(inputs, {{"reduce", "prod"}}).at("out"))) {
+      EXPECT_EQ(std::signbit(value), value == 0) << value;
+    }
+  }
+}
+
 // .sum().backward() sends a gradient with stride 0.
 TEST(segment_bugs, d_out_with_stride_0) {
   TensorMap inputs;

@@ -368,15 +368,15 @@ class BackwardPlan final : public RowPlan {
                 sparse_columns(problem, walk) ? kSparseColumns : 0),
         sparse_columns_(sparse_columns(problem, walk)) {
     const auto bytes = static_cast<std::int64_t>(size_of(problem.x.dtype));
-    ScratchLayout slot;
-    if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
-    if (!walk_.contiguous(kDY)) packed_d_y_ = slot.add(tile_elements(bytes));
-    if (!walk_.contiguous(kDX)) packed_d_x_ = slot.add(tile_elements(bytes));
+    WorkspaceLayout slot;
+    if (!walk_.contiguous(kY)) packed_y_ = slot.take(tile_elements(bytes));
+    if (!walk_.contiguous(kDY)) packed_d_y_ = slot.take(tile_elements(bytes));
+    if (!walk_.contiguous(kDX)) packed_d_x_ = slot.take(tile_elements(bytes));
     add_support_bits(slot, problem.support, kSupport);
     const Family family = family_of(problem.alpha);
     const bool any = problem.alpha_per_row.given();
     if (any || family == Family::near_one || family == Family::general || family == Family::steep) {
-      weights_ = slot.add(vector_scratch_bytes(
+      weights_ = slot.take(vector_scratch_bytes(
           length_, any || family == Family::steep || problem.x.dtype == DType::f64));
     }
     constexpr std::int64_t kMostLanes = 16;
@@ -388,7 +388,7 @@ class BackwardPlan final : public RowPlan {
                   walk_.adjacent(kDX) && walk_.inner() >= kLeastStripeColumns &&
                   stripe_bytes <= kMostStripeBytes;
     if (has_stripe_) {
-      stripe_ = slot.add(
+      stripe_ = slot.take(
           std::max(stripe_bytes, sparse_columns_ ? sparse_bytes(problem) : std::int64_t{0}));
     }
     finish(slot, problem.d_x, packs(walk_));

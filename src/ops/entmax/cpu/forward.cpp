@@ -473,15 +473,15 @@ class ForwardPlan final : public RowPlan {
     const auto bytes = static_cast<std::int64_t>(size_of(problem.x.dtype));
     const bool in_double = problem.x.dtype == DType::f64 || problem.alpha_per_row.given() ||
                            family_of(problem.alpha) == Family::steep;
-    ScratchLayout slot;
-    if (problem.mask.given() || !walk_.contiguous(kX)) packed_x_ = slot.add(tile_elements(bytes));
-    if (!walk_.contiguous(kY)) packed_y_ = slot.add(tile_elements(bytes));
+    WorkspaceLayout slot;
+    if (problem.mask.given() || !walk_.contiguous(kX)) packed_x_ = slot.take(tile_elements(bytes));
+    if (!walk_.contiguous(kY)) packed_y_ = slot.take(tile_elements(bytes));
     add_support_bits(slot, problem.support, kSupport);
-    elements_ = slot.add(vector_scratch_bytes(length_, in_double));
+    elements_ = slot.take(vector_scratch_bytes(length_, in_double));
     has_stripe_ = !problem.mask.given() && !walk_.contiguous(kX) && walk_.adjacent(kX) &&
                   walk_.adjacent(kY) && walk_.inner() >= kLeastStripeColumns &&
                   stripe_bytes(problem.x.dtype) <= kMostStripeBytes;
-    if (has_stripe_) stripe_ = slot.add(stripe_bytes(problem.x.dtype));
+    if (has_stripe_) stripe_ = slot.take(stripe_bytes(problem.x.dtype));
     // Not of f64, whose powers go row by row.
     const bool general =
         problem.x.dtype != DType::f64 &&
@@ -492,8 +492,8 @@ class ForwardPlan final : public RowPlan {
       batch_rows_ = static_cast<std::size_t>(std::min(walk_.tile_rows(), kMostBatchRows));
       const auto rows = static_cast<std::int64_t>(batch_rows_);
       const auto real = static_cast<std::int64_t>(size_of(accumulation_dtype(problem.x.dtype)));
-      candidates_ = slot.add((general ? 2 : 1) * rows * candidates_pitch(length_) * real);
-      if (general) places_ = slot.add(rows * places_pitch(length_));
+      candidates_ = slot.take((general ? 2 : 1) * rows * candidates_pitch(length_) * real);
+      if (general) places_ = slot.take(rows * places_pitch(length_));
     }
     finish(slot, problem.y, packs(walk_) || problem.mask.given());
   }

@@ -35,20 +35,6 @@ inline constexpr std::int64_t kSparseColumns = 256;
 inline constexpr std::int64_t kLeastStripeColumns = 5;  // fewer would leave vectors empty
 inline constexpr std::int64_t kMostStripeBytes = 4 * kPackedTileBytes;  // beyond, rows are packed
 
-// Cuts a slot of scratch into parts.
-class ScratchLayout {
- public:
-  std::size_t add(std::int64_t bytes) {
-    const std::size_t at = bytes_;
-    bytes_ += workspace_aligned(static_cast<std::size_t>(bytes));
-    return at;
-  }
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  std::size_t bytes_ = 0;
-};
-
 // Scratch for one row of numbers that are stored by whole vectors, and for one more in 64.
 inline std::int64_t vector_scratch_bytes(std::int64_t length, bool in_double) {
   return std::max<std::int64_t>(length + length / 64 + 128, 1024) * (in_double ? 8 : 4);
@@ -91,7 +77,7 @@ class RowPlan : public PlanBody<EntmaxTensors> {
     packed_rows_ =
         packs ? std::clamp<std::int64_t>(packed, 1, walk_.tile_rows()) : walk_.tile_rows();
     pitch_ = packs ? packed_pitch(length_, bytes) : length_;
-    if (groups_ >= 0) offsets_at_ = layout_.add((groups_ + 1) * 8);
+    if (groups_ >= 0) offsets_at_ = layout_.take((groups_ + 1) * 8);
     slots_at_ = layout_.bytes();
     // Neighbouring ragged rows go together until they are worth a task.
     const std::int64_t mean = length / (tasks_per_tile() + 1) + 1;
@@ -99,12 +85,12 @@ class RowPlan : public PlanBody<EntmaxTensors> {
     if (groups_ < 0) grain_ = 1;
   }
 
-  void add_support_bits(ScratchLayout& slot, const TensorSpec& support, std::size_t which) {
-    if (support.given() && !walk_.contiguous(which)) bits_ = slot.add((length_ + 7) / 8);
+  void add_support_bits(WorkspaceLayout& slot, const TensorSpec& support, std::size_t which) {
+    if (support.given() && !walk_.contiguous(which)) bits_ = slot.take((length_ + 7) / 8);
   }
 
   // When all scratch is added. `output` is the tensor that the pass writes whole.
-  void finish(const ScratchLayout& slot, const TensorSpec& output, bool packs) {
+  void finish(const WorkspaceLayout& slot, const TensorSpec& output, bool packs) {
     slot_bytes_ = slot.bytes();
     workspace_bytes = slots_at_ + slot_bytes_ * static_cast<std::size_t>(threads_.count());
     stream_ = output.numel() * static_cast<std::int64_t>(size_of(output.dtype)) >= kStreamBytes;
@@ -197,7 +183,7 @@ class RowPlan : public PlanBody<EntmaxTensors> {
   std::int64_t tasks_per_tile() const { return groups_ < 0 ? 1 : groups_ + 1; }
 
   std::int64_t grain_ = 1;
-  ScratchLayout layout_;
+  WorkspaceLayout layout_;
   std::size_t offsets_at_ = 0, slots_at_ = 0, slot_bytes_ = 0, bits_ = 0;
   bool stream_ = false;
 };

@@ -467,15 +467,7 @@ class Forward {
     if (streams_out_ || arg_.streams()) hwy::FlushStream();
   }
 
-  R EmptyValue() const {
-    if (problem_.empty == EmptySegment::zero) return 0;
-    if (problem_.empty == EmptySegment::nan) return std::numeric_limits<R>::quiet_NaN();
-    if (problem_.reduce == SegmentReduce::prod) return 1;
-    if (problem_.reduce == SegmentReduce::min) return kInf<R>;
-    const bool minus =
-        problem_.reduce == SegmentReduce::max || problem_.reduce == SegmentReduce::logsumexp;
-    return minus ? -kInf<R> : R{0};
-  }
+  R EmptyValue() const { return static_cast<R>(empty_value(problem_)); }
 
   void WriteEmpty(std::int64_t s, const Task& task, Output& results) const {
     if (problem_.reduce == SegmentReduce::softmax) return;

@@ -187,9 +187,10 @@ struct ProductRule {
     const hn::ScalableTag<R> d;
     ForColumns<R>(count, [&](auto lanes, std::int64_t k) {
       const auto product = lanes.Read(d, a + k);
-      // Of infinities nothing is lost, but b is NaN.
-      const auto lost = hn::IfThenElseZero(hn::IsFinite(product), lanes.Read(d, b + k));
-      lanes.Write(d, hn::Add(product, lost), a + k);
+      // Of infinities nothing is lost, but b is NaN; of zeros neither, but -0 + 0 is 0.
+      const auto loses = hn::And(hn::IsFinite(product), hn::Ne(product, hn::Zero(d)));
+      const auto whole = hn::Add(product, lanes.Read(d, b + k));
+      lanes.Write(d, hn::IfThenElse(loses, whole, product), a + k);
     });
   }
 };

@@ -31,7 +31,7 @@ cuda::OpKernel product_carries_kernel() {
 class ProductStage {
  public:
   ProductStage(const SegmentProblem& problem, const cuda::DeviceInfo& device, Setup& setup,
-               Layout& layout)
+               WorkspaceLayout& layout)
       : slots_(product_rows_kernel(problem.x.dtype, false), device),
         carries_(product_carries_kernel(), device),
         rows_(product_rows_kernel(problem.x.dtype, true), device) {
@@ -126,7 +126,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
         plan_extremes(cells);
     }
     setup_.reserve(layout_);
-    workspace_bytes = layout_.bytes;
+    workspace_bytes = layout_.bytes();
     description =
         fmt::format("a pass over tiles of rows{}, {} accumulation; the same bits every run",
                     softmax_     ? ", and one over segments that reach over several"
@@ -273,7 +273,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
   }
 
   SegmentProblem problem_;
-  Layout layout_;
+  WorkspaceLayout layout_;
   Setup setup_;
   std::optional<Mapping> map_;
   std::optional<ReduceMap> softmax_;

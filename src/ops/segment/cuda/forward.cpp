@@ -9,22 +9,6 @@
 namespace pullback::segment_cuda {
 namespace {
 
-double empty_value(const SegmentProblem& problem) {
-  if (problem.empty == EmptySegment::zero) return 0;
-  if (problem.empty == EmptySegment::nan) return std::numeric_limits<double>::quiet_NaN();
-  switch (problem.reduce) {
-    case SegmentReduce::prod:
-      return 1;
-    case SegmentReduce::max:
-    case SegmentReduce::logsumexp:
-      return -std::numeric_limits<double>::infinity();
-    case SegmentReduce::min:
-      return std::numeric_limits<double>::infinity();
-    default:
-      return 0;
-  }
-}
-
 class Forward final : public cuda::CudaBody<SegmentTensors> {
  public:
   Forward(const SegmentProblem& problem, const Device& device)
@@ -76,7 +60,7 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
       }
     }
     setup_.reserve(layout_);
-    workspace_bytes = layout_.bytes;
+    workspace_bytes = layout_.bytes();
     description = fmt::format(
         "tiles of {} rows and segment ends, {} accumulation in an order that follows from the "
         "offsets: the same bits every run",
@@ -159,7 +143,7 @@ class Forward final : public cuda::CudaBody<SegmentTensors> {
   }
 
   SegmentProblem problem_;
-  Layout layout_;
+  WorkspaceLayout layout_;
   Setup setup_;
   std::optional<ReduceMap> softmax_;
   std::optional<Reduction> reduction_;

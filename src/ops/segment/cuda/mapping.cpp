@@ -9,7 +9,6 @@ namespace pullback::segment_cuda {
 namespace {
 
 int bytes(DType dtype) { return static_cast<int>(size_of(dtype)); }
-int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 // Of maps that read rows.
 int read_walker_rows(DType dtype) { return size_of(dtype) == 2 ? kWalkerRows : kWalkerRows / 2; }
 // So many lanes take a row in map_rows, at least, that kWalkerRows for each walker fit into a tile.
@@ -87,18 +86,14 @@ int own_order_vector(const SegmentProblem& problem, Specs rows) {
   const std::optional<Access> access = access_of(problem, rows);
   return access && access->vector == vector_length(problem.x.dtype) ? access->vector : 1;
 }
-bool has_stream(const MapOp& op, DType dtype) { return !op.only_wide && dtype != DType::f64; }
+bool has_stream(const MapOp& op, DType dtype) { return op.chunk_blocks > 0 && dtype != DType::f64; }
 cuda::OpKernel stream_kernel(const MapOp& op, DType dtype) {
-  const bool chunks = op.chunk_blocks > 0;
-  const std::string_view what = chunks ? "map_chunks" : "map_stream";
-  const std::string_view file =
-      chunks ? "ops/segment/cuda/smxx_map_chunks.cuh" : "ops/segment/cuda/smxx_map_stream.cuh";
   cuda::OpKernel kernel =
-      kernel_of(op, what, dtype, file,
-                fmt::format("segment_cuda::{}<{}, {}>", what, type_of(op, dtype, 1, false),
+      kernel_of(op, "map_chunks", dtype, "ops/segment/cuda/smxx_map_chunks.cuh",
+                fmt::format("segment_cuda::map_chunks<{}, {}>", type_of(op, dtype, 1, false),
                             cuda::device_type(dtype)));
   kernel.threads = kStreamThreads;
-  kernel.blocks = chunks ? op.chunk_blocks : 5;  // softmax and its gradient keep much
+  kernel.blocks = op.chunk_blocks;
   return kernel;
 }
 
@@ -185,6 +180,7 @@ MapOp softmax_map(DType dtype) {
           .type = "Softmax<{T}, {V}>",
           .segment_bytes = 2 * real_bytes(dtype),
           .blocks = size_of(dtype) == 2 ? 2 : 3,
+          .chunk_blocks = 4,
           .narrow_blocks = 2,
           .own_order = true,
           .walker_rows = read_walker_rows(dtype)};
@@ -194,6 +190,7 @@ MapOp softmax_gradient_map(DType dtype) {
           .type = "SoftmaxGradient<{T}, {V}>",
           .segment_bytes = real_bytes(dtype),
           .blocks = 2,
+          .chunk_blocks = 4,
           .narrow_blocks = 2,
           .own_order = true,
           .walker_rows = read_walker_rows(dtype)};
@@ -201,7 +198,7 @@ MapOp softmax_gradient_map(DType dtype) {
 
 Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, const MapOp& op,
                  Specs rows, Setup& setup)
-    : problem_(problem), chunks_(op.chunk_blocks > 0) {
+    : problem_(problem) {
   const DType dtype = problem.x.dtype;
   const auto has = [&](const cuda::OpKernel& kernel) {
     return cuda::can_have<Params>(kernel, device);
@@ -262,7 +259,7 @@ Mapping::Mapping(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
 
 void Mapping::enqueue(const Setup& setup, Launcher& launcher, const Params& bound_params) const {
   if (stream_ && streamable(bound_params)) {
-    setup.stream(launcher, *stream_, bound_params, chunks_ ? StreamKind::chunks : StreamKind::map);
+    setup.stream(launcher, *stream_, bound_params, kMapEndItems);
     return;
   }
   const bool pieces = pieces_ && in_pieces(bound_params, vector_);

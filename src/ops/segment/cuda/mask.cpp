@@ -89,10 +89,6 @@ int tile_vector(const SegmentProblem& problem) {
 std::vector<int> tile_vectors(DType dtype) {
   return dtype == DType::f32 ? std::vector{4, 1} : std::vector{8, 2, 1};
 }
-int row_bytes(const SegmentProblem& problem) {
-  const auto bytes = problem.x.shape[1] * static_cast<std::int64_t>(size_of(problem.x.dtype));
-  return static_cast<int>(std::min<std::int64_t>(bytes, kRowTileWideBytes));
-}
 // The rows that a tile has room for.
 int tile_rows(const SegmentProblem& problem) {
   const std::int64_t pieces = problem.x.shape[1] / tile_vector(problem);
@@ -130,7 +126,7 @@ void MaskRows::enqueue(const Setup& setup, Launcher& launcher, const Params& bou
   if (stream_ && streamable(bound_params)) {
     Params p = bound_params;
     p.d_x = std::exchange(p.mask, {});
-    setup.stream(launcher, *stream_, p, StreamKind::chunks);
+    setup.stream(launcher, *stream_, p, kMapEndItems);
     return;
   }
   Params p = setup.tiled(launcher, bound_params, tiling_);
@@ -153,7 +149,7 @@ bool MaskTiles::serves(const SegmentProblem& problem, const cuda::DeviceInfo& de
 }
 
 MaskTiles::MaskTiles(const SegmentProblem& problem, const cuda::DeviceInfo& device, Setup& setup,
-                     Layout& layout)
+                     WorkspaceLayout& layout)
     : slot_columns_(Combining::slot_columns(problem)),
       vector_(tile_vector(problem)),
       combining_(problem, device, reduce_op(problem.reduce, problem.x.dtype)) {

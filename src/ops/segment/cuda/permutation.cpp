@@ -26,12 +26,6 @@ cuda::OpKernel sort_kernel(std::string_view what, bool wide, int threads = kSort
 }
 cuda::OpKernel sum_kernel() { return sort_kernel("sum", false, kSortSumThreads); }
 
-Indices indices(const TensorSpec& spec) {
-  return {.data = nullptr,
-          .stride = spec.shape[0] == 1 ? 0 : spec.strides[0],
-          .wide = spec.dtype == DType::i64};
-}
-
 class Permutation final : public cuda::CudaBody<SegmentPermutationTensors> {
  public:
   Permutation(const SegmentPermutationProblem& problem, const Device& device) : CudaBody(device) {
@@ -54,13 +48,13 @@ class Permutation final : public cuda::CudaBody<SegmentPermutationTensors> {
     store_.shape.grid[0] = static_cast<unsigned>(
         std::min<std::int64_t>(16 * device_.multiprocessors, work / kSortThreads + 1));
 
-    Layout layout;
+    WorkspaceLayout layout;
     const auto cells = static_cast<std::size_t>(kDigits * params_.tiles);
     const std::size_t pairs = static_cast<std::size_t>(rows) * (wide ? 16 : 8);
     counts_at_ = layout.take(cells * sizeof(std::uint32_t));
     places_at_ = layout.take(cells * sizeof(std::int64_t));
     for (std::size_t& at : pairs_at_) at = layout.take(pairs);
-    workspace_bytes = layout.bytes;
+    workspace_bytes = layout.bytes();
     description =
         fmt::format("stable radix sort, {} passes of {} bits; deterministic", passes_, kDigitBits);
   }

@@ -10,11 +10,6 @@ namespace {
 
 // Of the tensors that have a row for each of x, those that are read.
 int inputs_of(RowRule rule) { return rule == RowRule::softmax_gradient ? 2 : 1; }
-// Of rows that take less than all of a tile.
-int row_bytes(const SegmentProblem& problem) {
-  const auto bytes = problem.x.shape[1] * static_cast<std::int64_t>(size_of(problem.x.dtype));
-  return static_cast<int>(std::min<std::int64_t>(bytes, kRowTileWideBytes));
-}
 ReduceOp reduce_of(DType dtype, RowRule rule) {
   return rule == RowRule::softmax ? reduce_op(SegmentReduce::softmax, dtype)
                                   : row_product_sum(dtype);
@@ -64,10 +59,7 @@ Tiling tiling_of(const SegmentProblem& problem, const cuda::DeviceInfo& device, 
 bool short_enough(const SegmentProblem& problem, RowRule rule) {
   // Other kernels read long segments of ties as often, and only wide rows as fast.
   if (rule == RowRule::ties && row_bytes(problem) < kRowTileWideRowBytes) return true;
-  // One column's that no lane has alone are summed faster by its own kernels.
-  const bool column = problem.x.shape[1] == 1 && rule == RowRule::softmax;
-  const std::int64_t longest = column ? kRowTileAloneRows : rows_of(problem, rule) / 2;
-  return problem.x.shape[0] <= (problem.num_segments + 1) * longest;
+  return problem.x.shape[0] <= (problem.num_segments + 1) * (rows_of(problem, rule) / 2);
 }
 
 }  // namespace
@@ -78,6 +70,8 @@ bool ReduceMap::serves(const SegmentProblem& problem, const cuda::DeviceInfo& de
   if (x.dtype == DType::f64 || permuted(problem) || x.shape[0] == 0 || x.shape[1] == 0) {
     return false;
   }
+  // One column is reduced and mapped faster by the kernels that stream it.
+  if (x.shape[1] == 1 && rule != RowRule::ties) return false;
   bool all = contiguous(problem.out);
   if (rule != RowRule::softmax_gradient) all &= contiguous(x);
   if (rule != RowRule::softmax) all &= contiguous(problem.d_out) && contiguous(problem.d_x);
@@ -91,7 +85,7 @@ bool ReduceMap::serves(const SegmentProblem& problem, const cuda::DeviceInfo& de
 }
 
 ReduceMap::ReduceMap(const SegmentProblem& problem, const cuda::DeviceInfo& device, RowRule rule,
-                     Setup& setup, Layout& layout)
+                     Setup& setup, WorkspaceLayout& layout)
     : slot_columns_(Combining::slot_columns(problem)),
       combining_(problem, device, reduce_of(problem.x.dtype, rule)),
       tiling_(tiling_of(problem, device, rule)),

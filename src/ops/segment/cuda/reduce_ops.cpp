@@ -7,7 +7,6 @@ namespace pullback::segment_cuda {
 namespace {
 
 std::string real(DType dtype) { return dtype == DType::f64 ? "double" : "float"; }
-int real_bytes(DType dtype) { return dtype == DType::f64 ? 8 : 4; }
 
 ReduceOp named(std::string name, std::string type, DType dtype, int state_bytes) {
   return {.name = std::move(name),
@@ -103,6 +102,7 @@ ReduceOp row_product_sum(DType dtype) {
   op.name = "dot";
   op.out = real(dtype);
   op.input = "product";
+  op.tiles = false;
   return op;
 }
 

@@ -67,6 +67,13 @@ cuda::OpKernel column_kernel(const ReduceOp& op, DType dtype) {
                    dtype);
 }
 
+bool reads_product(const ReduceOp& op) { return op.input == "product"; }
+// What smxx_reduce_chunks.cuh reads a row as.
+std::string stream_element(const ReduceOp& op, DType dtype) {
+  if (reads_mask(op)) return "segment_cuda::MaskByte";
+  if (reads_product(op)) return fmt::format("segment_cuda::RowProduct<{}>", element(dtype));
+  return element(dtype);
+}
 int stream_element_bytes(const ReduceOp& op, DType dtype) {
   return reads_mask(op) ? 1 : static_cast<int>(size_of(dtype));
 }
@@ -74,8 +81,7 @@ cuda::OpKernel stream_kernel(const ReduceOp& op, DType dtype) {
   cuda::OpKernel kernel =
       kernel_of(op, "reduce_chunks", "ops/segment/cuda/smxx_reduce_chunks.cuh",
                 fmt::format("segment_cuda::reduce_chunks<segment_cuda::{}, {}, {}, {}>", op.type,
-                            reads_mask(op) ? "segment_cuda::MaskByte" : element(dtype), op.out,
-                            op.chunk_bytes),
+                            stream_element(op, dtype), op.out, op.chunk_bytes),
                 dtype);
   kernel.threads = kStreamThreads;
   // As registers and shared memory allow.
@@ -106,10 +112,10 @@ cuda::OpKernel tile_kernel(const ReduceOp& op, DType dtype, int vector) {
                                op.type, element(dtype), op.out, vector, op.state_bytes),
                    dtype);
 }
-bool streams(const ReduceOp& op, DType dtype) {
-  return op.wide && op.input != "product" && dtype != DType::f64;
+bool streams(const ReduceOp& op, DType dtype) { return op.wide && dtype != DType::f64; }
+bool has_narrow(const ReduceOp& op, DType dtype) {
+  return streams(op, dtype) && !reads_mask(op) && !reads_product(op);
 }
-bool has_narrow(const ReduceOp& op, DType dtype) { return streams(op, dtype) && !reads_mask(op); }
 // Rows in whole bytes of the mask.
 constexpr Access kMaskAccess{.vector = 8, .permuted = false};
 std::optional<Access> mask_access(const SegmentProblem& problem) {
@@ -177,7 +183,7 @@ cuda::OpKernel combine_kernel(const ReduceOp& op, DType dtype, int columns) {
 cuda::OpKernel shares_kernel(const ReduceOp& op, DType dtype) {
   return kernel_of(op, "combine_shares", "ops/segment/cuda/smxx_combine_shares.cuh",
                    fmt::format("segment_cuda::combine_shares<segment_cuda::{}, {}, {}>", op.type,
-                               reads_mask(op) ? "segment_cuda::MaskByte" : element(dtype), op.out),
+                               stream_element(op, dtype), op.out),
                    dtype);
 }
 
@@ -203,7 +209,7 @@ void Combining::enqueue(const Launcher& launcher, Params& p) const {
 }
 
 Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device,
-                     const ReduceOp& op, Specs inputs, Setup& setup, Layout& layout)
+                     const ReduceOp& op, Specs inputs, Setup& setup, WorkspaceLayout& layout)
     : problem_(problem), combining_(problem, device, op) {
   const DType dtype = problem.x.dtype;
   const std::int64_t columns = problem.x.shape[1];
@@ -219,7 +225,7 @@ Reduction::Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& devi
       shares_ = {shares_kernel(op, dtype), device};
       const int element_bytes = stream_element_bytes(op, dtype);
       stream_ = {stream_kernel(op, dtype), device,
-                 reduce_chunks_bytes(element_bytes, op.chunk_bytes)};
+                 reduce_chunks_bytes(element_bytes, op.chunk_bytes, reads_product(op) ? 2 : 1)};
       stream_rows_ = chunk_rows(element_bytes);
       setup.allow_stream(*stream_);
     }
@@ -274,7 +280,7 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   if (stream_ && streamable(p)) {
     if (p.mask.data != nullptr) p.x = p.mask;
     p.row_alignment = stream_rows_;
-    p = setup.stream(launcher, *stream_, p, StreamKind::reduction);
+    p = setup.stream(launcher, *stream_, p, kReduceEndItems);
     launcher.launch(*shares_, p, combine_blocks(p, 1), 1);
     return;
   }
@@ -282,7 +288,7 @@ void Reduction::enqueue(const Setup& setup, Launcher& launcher, const Params& bo
   if (pieces && narrow_) {
     p.lane_bits = *narrow_lane_bits_;
     p.row_alignment = stream_rows_;
-    p = setup.stream(launcher, *narrow_, p, StreamKind::narrow);
+    p = setup.stream(launcher, *narrow_, p, kNarrowEndItems);
     launcher.launch(*shares_, p, combine_blocks(p, 1), p.columns);
     return;
   }

@@ -26,13 +26,6 @@ const cuda::OpKernel kStarts = index_kernel("starts", "find_all_starts");
 
 constexpr std::int64_t kWarp = 32;  // looks for the start of a tile
 
-Indices indices(const TensorSpec& spec) {
-  if (!spec.given()) return {};
-  return {.data = nullptr,
-          .stride = spec.shape[0] == 1 ? 0 : spec.strides[0],
-          .wide = spec.dtype == DType::i64};
-}
-
 // Rows and segment ends of the list.
 std::int64_t items_of(const SegmentProblem& problem, const Tiling& tiling) {
   return problem.x.shape[0] + (problem.num_segments + 2) * tiling.end_items;
@@ -43,6 +36,13 @@ std::int64_t blocks_for(std::int64_t work) {
 }
 
 }  // namespace
+
+Indices indices(const TensorSpec& spec) {
+  if (!spec.given()) return {};
+  return {.data = nullptr,
+          .stride = spec.shape[0] == 1 ? 0 : spec.strides[0],
+          .wide = spec.dtype == DType::i64};
+}
 
 std::string name_of(Access access, DType dtype) {
   if (access == kAnyAccess) return "any";
@@ -155,6 +155,11 @@ bool contiguous(const TensorSpec& rows) {
          (rows.shape[1] == 1 || rows.strides[1] == 1);
 }
 
+int row_bytes(const SegmentProblem& problem) {
+  const auto bytes = problem.x.shape[1] * static_cast<std::int64_t>(size_of(problem.x.dtype));
+  return static_cast<int>(std::min<std::int64_t>(bytes, kRowTileWideBytes));
+}
+
 Tiling row_tiling(const SegmentProblem& problem, const cuda::DeviceInfo& device, int vector,
                   int most, int snap, int end_items) {
   const auto pieces = static_cast<unsigned>(problem.x.shape[1] / vector);
@@ -204,7 +209,7 @@ void Launcher::launch(const Kernel& kernel, Params& p, std::int64_t blocks,
   }
 }
 
-Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layout& layout)
+Setup::Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, WorkspaceLayout& layout)
     : device_(device),
       problem_(problem),
       check_(problem.offsets.given() ? kCheckOffsets : kCheckIds, device),
@@ -240,7 +245,7 @@ std::int64_t Setup::resident(const Kernel& kernel) const {
 }
 
 std::int64_t Setup::shares(const Kernel& kernel) const {
-  const std::int64_t items = params_.rows + (params_.segments + 2) * kStreamEndItems;
+  const std::int64_t items = params_.rows + (params_.segments + 2) * kReduceEndItems;
   constexpr std::int64_t kLeast = std::int64_t{kLeastShare} * kStreamWarps;
   return kStreamWarps *
          std::clamp<std::int64_t>((items + kLeast - 1) / kLeast, 1, resident(kernel));
@@ -250,7 +255,7 @@ void Setup::allow_stream(const Kernel& kernel) {
   most_shares_ = std::max(most_shares_, shares(kernel));
 }
 
-void Setup::reserve(Layout& layout) {
+void Setup::reserve(WorkspaceLayout& layout) {
   starts_at_ = layout.take(static_cast<std::size_t>(most_tiles_ + 2) * sizeof(TileStart));
   const auto shares = static_cast<std::size_t>(most_shares_);
   shares_at_ = layout.take((shares + 2) * sizeof(TileStart));
@@ -310,12 +315,9 @@ Params Setup::tiled(Launcher& launcher, const Params& bound_params, const Tiling
 }
 
 Params Setup::stream(Launcher& launcher, const Kernel& kernel, const Params& bound_params,
-                     StreamKind kind) const {
+                     int end_items) const {
   Params p = bound_params;
-  p.end_items = kind == StreamKind::reduction ? kReduceEndItems
-                : kind == StreamKind::narrow  ? kNarrowEndItems
-                : kind == StreamKind::chunks  ? kMapEndItems
-                                              : kStreamEndItems;
+  p.end_items = end_items;
   const std::int64_t items = p.rows + (p.segments + 2) * p.end_items;
   p.tiles = shares(kernel);
   const std::int64_t blocks = p.tiles / kStreamWarps;

@@ -44,6 +44,17 @@ struct Chunk {
   uint32_t pair(int i) const { return piece[i / (kPieceRows / 2)].word[i % (kPieceRows / 2)]; }
 };
 
+// The products of two tensors' rows.
+template <class T>
+struct Chunk<RowProduct<T>> {
+  static constexpr int kPieces = Chunk<T>::kPieces, kPieceRows = Chunk<T>::kPieceRows;
+  static constexpr int kLaneRows = Chunk<T>::kLaneRows, kRows = Chunk<T>::kRows;
+
+  Real<T> product[kLaneRows];
+
+  Real<T> real(int i) const { return product[i]; }
+};
+
 // The chunks of a warp on their way to shared memory. A piece lies with the lane that will have its
 // rows, its number there exchanged so that lanes are in different banks.
 template <class T, int kSlots>
@@ -74,6 +85,11 @@ struct ChunkRing {
 
   // Of one chunk after the other, those of the share.
   void request(bool any) {
+    ask(any);
+    async_commit();
+  }
+  // The same, which a ring beside this one closes.
+  void ask(bool any) {
     const uint32_t at = to + asked++ % kSlots * kSlotBytes;
     if (any && rows >= Rows::kRows) {
 #pragma unroll
@@ -88,7 +104,6 @@ struct ChunkRing {
                                               : 16);
       }
     }
-    async_commit();
     next += Rows::kRows;
     rows -= Rows::kRows;
   }
@@ -104,6 +119,30 @@ struct ChunkRing {
       result.piece[k] = load_shared<Piece>(from);
     }
     __syncwarp();
+  }
+};
+
+// Of two tensors, side by side.
+template <class T, int kSlots>
+struct ChunkRing<RowProduct<T>, kSlots> {
+  using Ring = ChunkRing<T, kSlots>;
+  struct Shared {
+    typename Ring::Shared x, y;
+  };
+  Ring x, y;
+
+  ChunkRing(Shared& shared, const T* from_x, const T* from_y, int rows)
+      : x(shared.x, from_x, rows), y(shared.y, from_y, rows) {}
+  void request(bool any) {
+    x.ask(any);
+    y.request(any);
+  }
+  void take(Chunk<RowProduct<T>>& result) const {
+    Chunk<T> of_x, of_y;
+    x.take(of_x);
+    y.take(of_y);
+#pragma unroll
+    for (int i = 0; i < Chunk<T>::kLaneRows; ++i) result.product[i] = of_x.real(i) * of_y.real(i);
   }
 };
 

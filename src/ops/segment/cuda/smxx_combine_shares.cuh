@@ -9,6 +9,18 @@
 
 namespace pullback::segment_cuda {
 
+// A row as a reduction that streams reads it.
+template <class T>
+auto row_real(const Params& p, int64_t row, int64_t column) {
+  if constexpr (kIsProduct<T>) {
+    using Element = typename T::Element;
+    return load_row<Element, 1>(p.x, row, column).real(0) *
+           load_row<Element, 1>(p.y, row, column).real(0);
+  } else {
+    return load_row<T, 1>(p.x, row, column).real(0);
+  }
+}
+
 // T: what the reduction reads, which of a mask are its bytes.
 template <class Op, class T, class Out>
 struct SegmentReducer {
@@ -22,7 +34,7 @@ struct SegmentReducer {
   PlacedState<Op> rows(int64_t from, int64_t stop) const {
     PlacedState<Op> sum{begin_run<Op>(0), from};
     for (int64_t row = from; row < stop; ++row) {
-      Op::add(sum.state, load_row<T, 1>(p.x, row, column).real(0), static_cast<int>(row - from));
+      Op::add(sum.state, row_real<T>(p, row, column), static_cast<int>(row - from));
     }
     return sum;
   }

@@ -52,6 +52,10 @@ struct SideBySide {
   void statistic(V& values) const {
     values = static_cast<const V*>(p.statistic.data)[s];
   }
+  template <class V>
+  void statistic2(V& values) const {
+    values = static_cast<const V*>(p.statistic2.data)[s];
+  }
   void begin(int64_t&) const {}
   void length(int64_t&) const {}
 };
@@ -63,6 +67,7 @@ void map_chunks(const Params& p) {
   using Segment = typename Map::Segment;
   using Row = typename Map::Row;
   constexpr bool kReadsX = requires(Row row) { row.x; };
+  constexpr bool kReadsY = requires(Row row) { row.y; };
   constexpr bool kReadsMask = requires(Row row) { row.bits; };
   constexpr bool kOneRow = requires(Segment segment) { segment.chosen; };  // of each segment
   constexpr int kLaneRows = Chunk<T>::kLaneRows, kRows = Chunk<T>::kRows;
@@ -82,6 +87,7 @@ void map_chunks(const Params& p) {
   using Ring = ChunkRing<T, kSlots>;
   struct Shared {
     Select<kReadsX, typename Ring::Shared, Piece> x;
+    Select<kReadsY, typename Ring::Shared, Piece> y;
     union {
       typename Chunk<T>::Shared rows;
       Made made[device::kWarpSize * Chunk<T>::kLanePitch];
@@ -96,8 +102,8 @@ void map_chunks(const Params& p) {
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
   Shared& shared = reinterpret_cast<Shared*>(memory)[warp];
   const auto follow = [](const Matrix& of) { return of.data == nullptr || of.row_stride == 1; };
-  const bool side_by_side =
-      follow(p.d_out) && follow(p.arg) && follow(p.out) && follow(p.statistic);
+  const bool side_by_side = follow(p.d_out) && follow(p.arg) && follow(p.out) &&
+                            follow(p.statistic) && follow(p.statistic2);
   // The shares of a block, and whether there was disorder.
   const auto go_through = [&](int64_t block) {
     Steps steps(p, segments, block, kRows);
@@ -112,6 +118,16 @@ void map_chunks(const Params& p) {
 
     Ring ring(reinterpret_cast<typename Ring::Shared&>(shared.x),
               static_cast<const T*>(p.x.data) + steps.base, steps.rows);
+    Ring ring_y(reinterpret_cast<typename Ring::Shared&>(shared.y),
+                static_cast<const T*>(p.y.data) + steps.base, steps.rows);
+    const auto request = [&](bool any) {
+      if constexpr (kReadsY) ring_y.ask(any);
+      if constexpr (kReadsX) ring.request(any);
+    };
+    const auto take = [&]<bool kTurned>(Chunk<T>& rows, Chunk<T>& rows_y) {
+      if constexpr (kReadsX) ring.template take<kTurned>(rows);
+      if constexpr (kReadsY) ring_y.template take<kTurned>(rows_y);
+    };
     MaskChunk<kLaneRows> mask_ahead;
     const auto read_mask = [&](int at) {
       if constexpr (kReadsMask) mask_ahead.load(mask + at, steps.rows - at);
@@ -151,10 +167,8 @@ void map_chunks(const Params& p) {
       return Map::of(raw, tile);
     };
 
-    if constexpr (kReadsX) {
 #pragma unroll
-      for (int i = 0; i < kSlots; ++i) ring.request(i * kRows < steps.row_stop);
-    }
+    for (int i = 0; i < kSlots; ++i) request(i * kRows < steps.row_stop);
     read_mask(0);
     read_segments_ahead(0);
     shared.begins.take();
@@ -167,7 +181,7 @@ void map_chunks(const Params& p) {
     for (int at = 0;; at += kRows) {
       const int low = at > steps.row ? at : steps.row;
       const int high = at + kRows < steps.row_stop ? at + kRows : steps.row_stop;
-      Chunk<T> rows;
+      Chunk<T> rows, rows_y;
       const MaskChunk<kLaneRows> bits = mask_ahead;
       if (high < steps.row_stop) read_mask(at + kRows);
       const bool full = low == at && high == at + kRows;
@@ -175,6 +189,7 @@ void map_chunks(const Params& p) {
       const auto value = [&](const Segment& segment, int i, int row) {
         Row of;
         if constexpr (kReadsX) of.x.element[0] = rows.stored(i);
+        if constexpr (kReadsY) of.y.element[0] = rows_y.stored(i);
         if constexpr (kReadsMask) of.bits = bits[i];
         return Map::values(segment, of, {static_cast<uint32_t>(row), steps.base + row}).element[0];
       };
@@ -193,10 +208,8 @@ void map_chunks(const Params& p) {
         alike &= !kReadsMask && inside && steps.reached < low;
       }
       if (alike) {
-        if constexpr (kReadsX) {
-          ring.template take<false>(rows);
-          ring.request(at + kSlots * kRows < steps.row_stop);
-        }
+        take.template operator()<false>(rows, rows_y);
+        request(at + kSlots * kRows < steps.row_stop);
 #pragma unroll
         for (int k = 0; k < kPieces; ++k) {
           Result result;
@@ -212,10 +225,8 @@ void map_chunks(const Params& p) {
       }
 
       __syncwarp();
-      if constexpr (kReadsX) {
-        ring.take(rows);
-        ring.request(at + kSlots * kRows < steps.row_stop);
-      }
+      take.template operator()<true>(rows, rows_y);
+      request(at + kSlots * kRows < steps.row_stop);
       const auto fetch = [&](int group, int number) { load(raws[group], number); };
       // Without branches: each lane has a row behind the chunk for what is not in it.
       const auto lay = [&](int group, int number, int begin, int end) {

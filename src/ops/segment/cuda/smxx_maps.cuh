@@ -298,7 +298,7 @@ struct Softmax {
     }
   };
   struct Segment {
-    Values<Real<T>, kCount> shift, sum;
+    SoftmaxPower<Real<T>> power[kCount];
   };
   struct Row {
     Values<T, kCount> x;
@@ -306,16 +306,16 @@ struct Softmax {
       x = load_columns<T, kCount>(p.x, n, column);
     }
   };
-  static Segment of(const Raw& raw, const Tile&) { return {raw.shift, raw.sum}; }
+  static Segment of(const Raw& raw, const Tile&) {
+    Segment segment;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      segment.power[i] = SoftmaxPower<Real<T>>::of(raw.shift.element[i], raw.sum.element[i]);
+    }
+    return segment;
+  }
   static Values<T, kCount> values(const Segment& segment, const Row& row, const RowAt&) {
-    return values_of<T, kCount>([&](int i) {
-      const Real<T> shift = segment.shift.element[i], sum = segment.sum.element[i];
-      const Real<T> infinity = device::infinity<Real<T>>();
-      Real<T> y = exponential(row.x.real(i) - shift) / sum;
-      if (shift == -infinity) y = sum == sum ? 0 : sum;
-      if (shift == infinity) y = device::quiet_nan<Real<T>>();
-      return y;
-    });
+    return values_of<T, kCount>([&](int i) { return segment.power[i].value(row.x.real(i)); });
   }
 };
 

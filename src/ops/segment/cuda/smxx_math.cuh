@@ -59,6 +59,15 @@ struct alignas(alignment_of(kCount)) Values<MaskByte, kCount> {
   float real(int i) const { return static_cast<float>(element[i] & 1); }
 };
 
+// x · y of a row, from two tensors of T.
+template <class T>
+struct RowProduct {
+  using Element = T;
+  T element;
+};
+template <class T>
+inline constexpr bool kIsProduct = requires { typename T::Element; };
+
 template <class T, int kCount>
 struct alignas(alignment_of(2 * kCount)) PackedValues {
   uint32_t word[kCount / 2];

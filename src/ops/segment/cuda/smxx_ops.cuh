@@ -233,6 +233,19 @@ struct ExponentialSum {
 // The same; both parts are stored, as softmax needs them.
 template <class R>
 struct SoftmaxSum : ExponentialSum<R> {};
+// What softmax makes of the segment's rows from these: exp(x - shift) / sum.
+template <class R>
+struct SoftmaxPower {
+  R shift, inverse;
+
+  static SoftmaxPower of(R shift, R sum) {
+    const R infinity = device::infinity<R>();
+    // Of nothing but -inf, x - 0 gives 0, and NaN where the sum is NaN.
+    return {shift == -infinity ? 0 : shift,
+            shift == infinity ? device::quiet_nan<R>() : R{1} / sum};
+  }
+  R value(R x) const { return exponential(x - shift) * inverse; }
+};
 
 template <class Op>
 inline constexpr bool kAims = requires(typename Op::State state) { Op::aim(state, 0); };

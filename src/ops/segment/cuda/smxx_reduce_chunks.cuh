@@ -11,21 +11,20 @@
 
 namespace pullback::segment_cuda {
 
-// Adds a piece of rows, all of one segment, from `place` on.
-template <class Op, class T, int kRows>
-void add_piece(typename Op::State& state, const Values<T, kRows>& piece, int place) {
-  using R = Real<T>;
+// Adds kRows rows of a chunk from the lane's `first` on, all of one segment.
+template <class Op, int kRows, class T>
+void add_piece(typename Op::State& state, const Chunk<T>& rows, int first, int place) {
   if constexpr (Op::kPlaces) {
     if (state.place < 0) state = begin_run<Op>(place);
   }
   typename Op::State one[1] = {state};
-  if (add_rows<Op, R, kRows>(
-          one, [&](int, int k) { return piece.real(k); }, place)) {
+  if (add_rows<Op, decltype(rows.real(0)), kRows>(
+          one, [&](int, int k) { return rows.real(first + k); }, place)) {
     state = one[0];
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) Op::add(state, piece.real(i), place + i);
+  for (int i = 0; i < kRows; ++i) Op::add(state, rows.real(first + i), place + i);
 }
 
 // Adds a chunk's rows, all of one segment, to what each lane has of it.
@@ -52,13 +51,13 @@ void add_chunk(typename Op::State& state, const Chunk<T>& rows, int at) {
     for (int i = 0; i < kRows; ++i) Op::add(state, rows.real(i), at);
   } else {
 #pragma unroll
-    for (int k = 0; k < Chunk<T>::kPieces; ++k) {
-      add_piece<Op, T>(state, rows.piece[k],
-                       at + lane_of_warp() * kRows + k * Chunk<T>::kPieceRows);
+    for (int k = 0; k < kRows; k += Chunk<T>::kPieceRows) {
+      add_piece<Op, Chunk<T>::kPieceRows>(state, rows, k, at + lane_of_warp() * kRows + k);
     }
   }
 }
 
+// T: what a row is read as; a RowProduct's rows are those of x and y.
 template <class Op, class T, class Out, int kStateBytes>
 void reduce_chunks(const Params& p) {
   using State = typename Op::State;
@@ -72,7 +71,8 @@ void reduce_chunks(const Params& p) {
     uint16_t ends[kReduceEnds];  // last rows of the segments that end
   };
   static_assert(sizeof(typename ChunkStates<Op, T>::Kept) == kStateBytes);
-  static_assert(kStreamWarps * sizeof(Shared) == reduce_chunks_bytes(sizeof(T), kStateBytes));
+  static_assert(kStreamWarps * sizeof(Shared) ==
+                reduce_chunks_bytes(sizeof(T), kStateBytes, kIsProduct<T> ? 2 : 1));
   extern __shared__ __align__(kRingAlignment) unsigned char memory[];
   const Segments segments = begin_reduction(p);
   const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
@@ -80,7 +80,16 @@ void reduce_chunks(const Params& p) {
       *reinterpret_cast<Shared*>(memory + kept(static_cast<uint32_t>(warp * sizeof(Shared))));
   Steps steps(p, segments, blockIdx.x, kRows);
   const T* const x = static_cast<const T*>(p.x.data) + steps.base;
-  ChunkRing<T, kReduceChunks> ring(shared.rows, x, steps.rows);
+  auto ring = [&] {
+    using Ring = ChunkRing<T, kReduceChunks>;
+    if constexpr (kIsProduct<T>) {
+      using Element = typename T::Element;
+      return Ring(shared.rows, static_cast<const Element*>(p.x.data) + steps.base,
+                  static_cast<const Element*>(p.y.data) + steps.base, steps.rows);
+    } else {
+      return Ring(shared.rows, x, steps.rows);
+    }
+  }();
   shared.last.take();
 
 #pragma unroll

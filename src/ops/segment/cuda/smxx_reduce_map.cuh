@@ -31,7 +31,6 @@ void read_sums(const Params& p, int64_t s, int64_t column,
   for (int i = 0; i < kVector; ++i) state[i] = {sums.element[i]};
 }
 
-// exp(x - shift) / sum.
 template <class T, int kVector>
 struct SoftmaxForward {
   using R = Real<T>;
@@ -41,7 +40,7 @@ struct SoftmaxForward {
   using Row = InputRow<T, kVector, kInputs>;
   using Given = NothingGiven;
   struct Segment {
-    R shift[kVector], inverse[kVector];
+    SoftmaxPower<R> power[kVector];
   };
 
   // What enters the state, and what changes nothing there.
@@ -51,15 +50,12 @@ struct SoftmaxForward {
     Segment segment;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      const R shift = state[i].shift, infinity = device::infinity<R>();
-      // Of nothing but -inf, x - 0 gives 0, and NaN where the sum is NaN.
-      segment.shift[i] = shift == -infinity ? 0 : shift;
-      segment.inverse[i] = shift == infinity ? device::quiet_nan<R>() : R{1} / state[i].sum;
+      segment.power[i] = SoftmaxPower<R>::of(state[i].shift, state[i].sum);
     }
     return segment;
   }
   static R value(const Segment& segment, const Row& row, int i) {
-    return exponential(row.piece[0].real(i) - segment.shift[i]) * segment.inverse[i];
+    return segment.power[i].value(row.piece[0].real(i));
   }
   // As smxx_combine.cuh has stored it.
   static void read(const Params& p, int64_t s, int64_t column, State (&state)[kVector]) {

@@ -21,16 +21,6 @@ using Specs = std::initializer_list<const TensorSpec*>;
 
 using Kernel = cuda::PlannedKernel<Params>;
 
-// The workspace of a plan: pieces by offset.
-struct Layout {
-  std::size_t bytes = 0;
-  std::size_t take(std::size_t count) {
-    const std::size_t at = bytes;
-    bytes += workspace_aligned(count);
-    return at;
-  }
-};
-
 // How a kernel reads rows: by aligned pieces of `vector` columns that follow each other, permuted
 // rows or not.
 struct Access {
@@ -73,6 +63,10 @@ struct Launcher {
               std::int64_t column_blocks) const;
 };
 
+inline int real_bytes(DType dtype) { return static_cast<int>(size_of(accumulation_dtype(dtype))); }
+
+// Of offsets, ids or a permutation, which may not be given.
+Indices indices(const TensorSpec& spec);
 // Pieces have `most` columns at most.
 Matrix matrix(const TensorSpec& spec, std::size_t element_bytes, int most);
 // A contiguous matrix of the workspace.
@@ -86,7 +80,7 @@ int vector_length(DType dtype);
 std::optional<Access> access_of(const SegmentProblem& problem, Specs rows);
 bool permuted(const SegmentProblem& problem);
 // Of x of one column: whether the tensors with a row for each of x, and the indices, lie so that
-// they can be streamed (smxx_stream.cuh), and whether those bound do.
+// they can be streamed (smxx_chunks.cuh), and whether those bound do.
 bool streamable(const SegmentProblem& problem, Specs rows);
 bool streamable(const Params& p);
 // The tiling of rows read in pieces of `vector` elements, by 2^fewest lanes or more; a tiling with
@@ -104,31 +98,29 @@ std::int64_t tiles_of(const SegmentProblem& problem, const Tiling& tiling);
 // rows lie so; those of `most` items at most; and for which other reductions than softmax, and
 // maps, with these tensors of a row for each of x: by which pieces.
 bool contiguous(const TensorSpec& rows);
+int row_bytes(const SegmentProblem& problem);  // of rows that take less than all of a tile
 Tiling row_tiling(const SegmentProblem& problem, const cuda::DeviceInfo& device, int vector,
                   int most, int snap, int end_items);
 std::optional<int> row_tile_vector(const SegmentProblem& problem, Specs rows);
 // All of these that there are kernels for.
 std::vector<int> row_tile_vectors(DType dtype);
 
-// Kernels that stream, by their files: for x of one column smxx_reduce_chunks.cuh,
-// smxx_map_stream.cuh and smxx_map_chunks.cuh, for narrow rows smxx_reduce_narrow.cuh.
-enum class StreamKind { reduction, map, chunks, narrow };
-
 class Setup {
  public:
-  Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, Layout& layout);
+  Setup(const SegmentProblem& problem, const cuda::DeviceInfo& device, WorkspaceLayout& layout);
 
   // For every tiling that a run may use, before the first run, and every kernel that streams.
   void allow(const Tiling& tiling);
   void allow_stream(const Kernel& kernel);
   // After the last allow().
-  void reserve(Layout& layout);
+  void reserve(WorkspaceLayout& layout);
 
   Launcher begin(Stream stream, const SegmentTensors& tensors, void* workspace) const;
   // `p` for a kernel that cuts the problem so; launches what has to come before it.
   Params tiled(Launcher& launcher, const Params& p, const Tiling& tiling) const;
-  // Launches a kernel that streams. Returns what the kernel behind a reduction gets.
-  Params stream(Launcher& launcher, const Kernel& kernel, const Params& p, StreamKind kind) const;
+  // Launches a kernel that streams, to which the end of a segment costs as much as `end_items`
+  // rows. Returns what the kernel behind a reduction gets.
+  Params stream(Launcher& launcher, const Kernel& kernel, const Params& p, int end_items) const;
   std::int64_t shares(const Kernel& kernel) const;
   // Blocks of the kernel that the device holds at a time.
   std::int64_t resident(const Kernel& kernel) const;
@@ -183,7 +175,7 @@ class Reduction {
  public:
   // `inputs`: whose rows are read; they decide what is worth planning.
   Reduction(const SegmentProblem& problem, const cuda::DeviceInfo& device, const ReduceOp& op,
-            Specs inputs, Setup& setup, Layout& layout);
+            Specs inputs, Setup& setup, WorkspaceLayout& layout);
 
   // `p` has the inputs and results bound.
   void enqueue(const Setup& setup, Launcher& launcher, const Params& p) const;
@@ -213,8 +205,7 @@ struct MapOp {
   std::string type;   // with {T} for the element, {V} for the columns of a lane, {P} for permuted
   int segment_bytes;  // sizeof(Segment) for one column
   int blocks = 4;     // on a multiprocessor, of the kernels for pieces: bounds registers
-  // The same of smxx_map_chunks.cuh, which needs no reduction before it; 0: x of one column goes by
-  // smxx_map_stream.cuh.
+  // The same of smxx_map_chunks.cuh; 0: x of one column has no such kernel.
   int chunk_blocks = 0;
   // The same of map_narrow; 0: narrow rows go by map_rows, as what a segment gives is costly to
   // make.
@@ -251,7 +242,6 @@ class Mapping {
   SegmentProblem problem_;
   std::optional<Kernel> pieces_, stream_, tile_;
   Kernel any_;
-  bool chunks_;
   bool own_order_ = false;  // any_ and pieces_ go by the rows' ids
   int vector_ = 0;          // of pieces_ or tile_
   Tiling pieces_tiling_, tile_tiling_, any_tiling_;
@@ -271,7 +261,7 @@ class ReduceMap {
   static bool serves(const SegmentProblem& problem, const cuda::DeviceInfo& device, RowRule rule);
 
   ReduceMap(const SegmentProblem& problem, const cuda::DeviceInfo& device, RowRule rule,
-            Setup& setup, Layout& layout);
+            Setup& setup, WorkspaceLayout& layout);
 
   // Whether what is bound lies so.
   static bool takes(const Params& p);
@@ -314,7 +304,7 @@ class MaskTiles {
   static bool serves(const SegmentProblem& problem, const cuda::DeviceInfo& device);
 
   MaskTiles(const SegmentProblem& problem, const cuda::DeviceInfo& device, Setup& setup,
-            Layout& layout);
+            WorkspaceLayout& layout);
 
   // Whether what is bound lies so; places are not found.
   bool takes(const Params& p) const;

@@ -60,18 +60,10 @@ constexpr int column_tile_items(int kept_bytes) {
   return column_rows(kept_bytes) * (kThreads * column_rounds(kept_bytes) - 1);
 }
 
-// Streams of one column (smxx_stream.cuh): what a warp has of rows and of segment ends in shared
-// memory, in chunks of 16 bytes a lane and groups of an end a lane.
+// Kernels that stream, by chunks (smxx_chunks.cuh).
 inline constexpr int kStreamThreads = 128;
 inline constexpr int kStreamWarps = kStreamThreads / 32;
-inline constexpr int kStreamChunks = 8;
-inline constexpr int kStreamEndGroups = 8;
-inline constexpr int kStreamPending = 4;     // chunks and groups on their way
-inline constexpr int kStreamMapRows = 16;    // of a segment, at most, that a lane walks alone
-inline constexpr int kStreamWarpRows = 256;  // the same of those that the lanes take row by row
-inline constexpr int kStreamEndItems = 16;   // rows that the end of a segment costs as much as
-inline constexpr int kLeastShare = 1024;     // rows and segment ends of a warp
-// Kernels that go by chunks (smxx_chunks.cuh).
+inline constexpr int kLeastShare = 1024;  // rows and segment ends of a warp
 // Of rows of a chunk, a lane's: 32 rows at most, each a bit of a word.
 constexpr int chunk_lane_bytes(int element_bytes) { return element_bytes == 1 ? 32 : 64; }
 constexpr int chunk_rows(int element_bytes) {
@@ -93,9 +85,9 @@ inline constexpr int kMapMore = 4;
 // largest fill a multiprocessor of sm_90.
 inline constexpr int kReduceChunks = 2;
 inline constexpr int kReduceEnds = 320;
-constexpr int reduce_chunks_bytes(int element_bytes, int state_bytes) {
+constexpr int reduce_chunks_bytes(int element_bytes, int state_bytes, int inputs) {
   const int rows = chunk_rows(element_bytes);
-  return kStreamWarps * (kReduceChunks * 32 * chunk_lane_bytes(element_bytes) +
+  return kStreamWarps * (inputs * kReduceChunks * 32 * chunk_lane_bytes(element_bytes) +
                          (rows + 32) * state_bytes + rows + kReduceEnds * 2);
 }
 
