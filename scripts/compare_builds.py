@@ -41,7 +41,8 @@ def measure(builds, arguments, root):
     if arguments.device == "cuda":
         count = min(os.cpu_count() or 1, 8)
         for name, library in builds.items():
-            finish([scan(library, folders[name], arguments, "--warm", f"{i}/{count}") for i in range(count)])
+            for process in [scan(library, folders[name], arguments, "--warm", f"{i}/{count}") for i in range(count)]:
+                process.wait()  # what is not compiled then, the first round does; PyTorch may abort at its exit
     times = {name: {} for name in builds}
     for _ in range(arguments.rounds):
         for name, library in builds.items():
