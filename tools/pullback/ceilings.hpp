@@ -15,9 +15,11 @@ struct Ceilings {
   int threads = 0;
   double copy_bytes_per_second = 0;  // read + written, by the fastest of several ways to copy
   std::string copy_method;
-  std::size_t copy_bytes = 0;                   // size of the buffer that was copied
-  double f32_flops_per_second = 0;              // OpenBLAS sgemm; 0 when there is no OpenBLAS
-  double f64_flops_per_second = 0;              // dgemm
+  std::size_t copy_bytes = 0;  // size of the buffer that was copied
+  // Of matrix products, 0 where none was measured: by OpenBLAS, on a GPU by cuBLAS.
+  double bf16_flops_per_second = 0;  // on GPUs alone
+  double f32_flops_per_second = 0;
+  double f64_flops_per_second = 0;
   std::string blas = "OpenBLAS was not found";  // its description of itself
 };
 

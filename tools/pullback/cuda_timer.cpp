@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cuda/memory.hpp"
+#include "device_products.hpp"
 
 namespace pullback::tool {
 namespace {
@@ -92,7 +93,11 @@ Ceilings measure_device_ceilings(const Device& device) {
   ceilings.copy_method = "the driver's copy";
   ceilings.copy_bytes_per_second =
       2 * static_cast<double>(bytes) / times.seconds[times.seconds.size() / 2];
-  ceilings.blas = "not measured on GPUs";
+  const DeviceProducts products(device);
+  ceilings.blas = products.description();
+  ceilings.bf16_flops_per_second = products.flops_per_second(DType::bf16);
+  ceilings.f32_flops_per_second = products.flops_per_second(DType::f32);
+  ceilings.f64_flops_per_second = products.flops_per_second(DType::f64);
   return ceilings;
 }
 

@@ -19,7 +19,7 @@ struct DeviceTimes {
 DeviceTimes time_on_device(const Device& device, Stream stream, double seconds, int fewest,
                            int warm_up, const std::function<void(int)>& run);
 
-// What a copy on the device reaches.
+// What copies and matrix products on the device reach.
 Ceilings measure_device_ceilings(const Device& device);
 
 }  // namespace pullback::tool

@@ -113,11 +113,16 @@ std::string roofline(const std::vector<Row>& rows, const Json& ceilings) {
     double rate;
   };
   std::vector<Roof> roofs;
-  for (const char* dtype : {"f32", "f64"}) {
+  const bool has_half = !ceilings["bf16_flops_per_second"].is_null();
+  const auto roof_of = [&](const Json& dtype) -> std::string_view {
+    return dtype == "f64" || dtype == "f32" ? dtype.get<std::string_view>()
+           : has_half                       ? "bf16"
+                                            : "f32";
+  };
+  for (const char* dtype : {"bf16", "f32", "f64"}) {
     const Json& rate = ceilings[fmt::format("{}_flops_per_second", dtype)];
-    const bool used = std::any_of(rows.begin(), rows.end(), [&](const Row& row) {
-      return (row["dtype"] == "f64") == (std::string_view(dtype) == "f64");
-    });
+    const bool used = std::any_of(rows.begin(), rows.end(),
+                                  [&](const Row& row) { return roof_of(row["dtype"]) == dtype; });
     if (!rate.is_null() && used) roofs.push_back({dtype, rate});
   }
   double least_x = 1, most_x = 10, least_y = 1e300, most_y = 0;
@@ -295,10 +300,14 @@ std::string html_of(const Json& report) {
     html += card(flops_text(ceilings["f32_flops_per_second"]), "f32 matrix product ceiling");
     html += card(flops_text(ceilings["f64_flops_per_second"]), "f64 matrix product ceiling");
   }
+  if (const Json& half = ceilings["bf16_flops_per_second"]; !half.is_null()) {
+    html += card(flops_text(half), "bf16 matrix product ceiling");
+  }
   html +=
       "</div><p>The share of the ceiling is the least time that the machine allows (compulsory "
-      "bytes at the copy rate then, or the FLOPs at the rate of OpenBLAS sgemm for f32 and 16-bit, "
-      "dgemm for f64, whichever is longer) over the median time. An error is the largest "
+      "bytes at the copy rate then, or the FLOPs at the rate of matrix products: f64 for f64, else "
+      "f32 by OpenBLAS, and on a GPU for 16 bits bf16 by cuBLAS; whichever is longer) over the "
+      "median time. An error is the largest "
       "difference from double precision over the largest value. Point at a cell for inputs, "
       "options and plans.</p>";
 

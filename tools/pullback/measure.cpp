@@ -211,7 +211,9 @@ Measurement measure(const driver::Request& request, const MeasureSettings& setti
 }
 
 double product_ceiling(const Ceilings& ceilings, DType dtype) {
-  return dtype == DType::f64 ? ceilings.f64_flops_per_second : ceilings.f32_flops_per_second;
+  if (dtype == DType::f64) return ceilings.f64_flops_per_second;
+  const bool half = size_of(dtype) == 2 && ceilings.bf16_flops_per_second > 0;
+  return half ? ceilings.bf16_flops_per_second : ceilings.f32_flops_per_second;
 }
 
 double share_of_ceiling(const PassResult& result, DType dtype, const Ceilings& ceilings) {

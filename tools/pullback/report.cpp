@@ -67,6 +67,8 @@ Json new_report(const Machine& machine, const Ceilings& ceilings, const Device& 
            {{"copy_bytes_per_second", ceilings.copy_bytes_per_second},
             {"copy_method", ceilings.copy_method},
             {"copy_buffer_bytes", ceilings.copy_bytes},
+            {"bf16_flops_per_second",
+             number_or_null(ceilings.bf16_flops_per_second, ceilings.bf16_flops_per_second > 0)},
             {"f32_flops_per_second", number_or_null(ceilings.f32_flops_per_second, products)},
             {"f64_flops_per_second", number_or_null(ceilings.f64_flops_per_second, products)},
             {"blas", ceilings.blas}}},
@@ -128,21 +130,23 @@ std::string copy_text(const Json& report) {
 std::string heading_text(const Json& report) {
   const Json& machine = report["machine"];
   const Json& ceilings = report["ceilings"];
-  if (!report["gpu"].is_null()) {
-    const Json& gpu = report["gpu"];
-    return fmt::format("{} ({}), {} multiprocessors, CUDA {}\nceiling: copy {}\n",
-                       gpu["name"].get<std::string>(), gpu["arch"].get<std::string>(),
-                       gpu["multiprocessors"].get<int>(), gpu["cuda"].get<std::string>(),
-                       copy_text(report));
-  }
-  std::string isa = machine["simd"];
-  for (const auto& extra : machine["isa"]) isa += ", " + extra.get<std::string>();
   std::string products = "no matrix product ceiling: " + ceilings["blas"].get<std::string>();
   if (!ceilings["f32_flops_per_second"].is_null()) {
     products =
         fmt::format("matrix product f32 {}, f64 {}", flops_text(ceilings["f32_flops_per_second"]),
                     flops_text(ceilings["f64_flops_per_second"]));
   }
+  if (!report["gpu"].is_null()) {
+    const Json& gpu = report["gpu"];
+    const Json& half = ceilings["bf16_flops_per_second"];
+    if (!half.is_null()) products += ", bf16 " + flops_text(half);
+    return fmt::format("{} ({}), {} multiprocessors, CUDA {}\nceilings: copy {}, {}\n",
+                       gpu["name"].get<std::string>(), gpu["arch"].get<std::string>(),
+                       gpu["multiprocessors"].get<int>(), gpu["cuda"].get<std::string>(),
+                       copy_text(report), products);
+  }
+  std::string isa = machine["simd"];
+  for (const auto& extra : machine["isa"]) isa += ", " + extra.get<std::string>();
   return fmt::format("{}, {} threads, {}\nceilings: copy {} ({}), {}\n",
                      machine["cpu"].get<std::string>(), report["threads"].get<int>(), isa,
                      copy_text(report), ceilings["copy_method"].get<std::string>(), products);
