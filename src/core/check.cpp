@@ -177,7 +177,8 @@ Residues residues_of(const TensorUse& use, std::uintptr_t period) {
 }
 
 // True when the tensors take turns in memory without touching, as the parts of a packed
-// [B,S,3,H,D] do. Some stride is then a period within which each has a stretch of its own.
+// [B,S,3,H,D] do. Some stride, here of `a`, is then a period within which each has a stretch of its
+// own.
 bool interleaved(const TensorUse& a, const TensorUse& b) {
   for (int dim = 0; dim < a.spec->rank; ++dim) {
     if (a.spec->shape[dim] == 1 || a.spec->strides[dim] == 0) continue;
@@ -244,7 +245,10 @@ void check_run(std::string_view op, std::span<const TensorUse> uses, std::size_t
     for (const TensorUse& other : uses) {
       if (&other == &out || other.data == nullptr || other.spec->numel() == 0) continue;
       const ByteRange b = bytes_of(other);
-      if (a.end <= b.begin || b.end <= a.begin || interleaved(out, other)) continue;
+      if (a.end <= b.begin || b.end <= a.begin || interleaved(out, other) ||
+          interleaved(other, out)) {
+        continue;
+      }
       const bool in_place = (out.may_alias == other.name || other.may_alias == out.name) &&
                             out.data == other.data && same_elements(*out.spec, *other.spec);
       if (!in_place) refuse(out, "memory of its own", fmt::format("overlap with {}", other.name));

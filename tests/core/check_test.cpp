@@ -157,6 +157,15 @@ TEST(CheckRun, interleaved_outputs_do_not_overlap) {
   part.strides = {-24, 1};
   EXPECT_NO_THROW(run(80, 88));
   EXPECT_THROW(run(80, 87), Error);
+  part.strides = {24, 1};  // and of one row, which has no period
+  const auto row = TensorSpec::contiguous(DType::f32, {1, 8});
+  const auto run_row = [&](std::size_t x, std::size_t y) {
+    const TensorUse uses[] = {{"x", &row, &memory[x], TensorUse::write},
+                              {"y", &part, &memory[y], TensorUse::write}};
+    check_run("op", uses, 0, {});
+  };
+  EXPECT_NO_THROW(run_row(72, 8));
+  EXPECT_THROW(run_row(73, 8), Error);
   part.strides = {1, 16};  // columns of a [8,16] matrix
   EXPECT_NO_THROW(run(0, 4));
   EXPECT_THROW(run(0, 3), Error);

@@ -80,6 +80,7 @@ Schedule make_schedule(const BlockLayout& layout, std::int64_t block, const Spar
   const Squares all(layout, block, sparse);
   const std::int64_t parts = all.per_block();
   Schedule schedule;
+  if (layout.nnz() == 0 && !sums) return schedule;
   std::vector<Item> groups;
   std::vector<std::int64_t> present;  // block columns of a group, ascending
   std::vector<std::int64_t> position(static_cast<std::size_t>(all.block_columns()));

@@ -161,7 +161,10 @@ Row<Real> forward_row(const std::vector<Real>& x, double alpha) {
     } else {
       row.p[i] = b == 0 ? std::exp(shifted) : power(shifted, theta, b, near_one);
     }
-    row.support_size += b == 0 ? shifted > static_cast<Real>(-kInfinity) : row.p[i] > 0;
+    // Near 1 what is in the support may be too small for any number.
+    row.support_size += b == 0     ? shifted > static_cast<Real>(-kInfinity)
+                        : near_one ? b * (shifted - theta) > -1
+                                   : row.p[i] > 0;
     sum += row.p[i];
   }
   if (b != 1) {

@@ -225,6 +225,27 @@ TEST(attention_regression, nan_in_a_seen_value_reaches_just_the_rows_that_see_it
   }
 }
 
+// Its weight is 0, and d_out times its value, which overflows, changes nothing.
+TEST(attention_regression, a_key_of_score_minus_infinity_has_no_gradient) {
+  for (DType dtype : {DType::f32, DType::bf16}) {
+    AttentionRun run = normal_run(dtype, 1, 1, 32, 1, 1, 2);
+    run.options.scale = 1;
+    for (std::int64_t i = 0; i < 64; ++i) {
+      run.inputs["k"].set(i, i == 0 ? -1e30 : 0);
+      run.inputs["v"].set(i, i == 0 ? 1e30 : i % 2 + 1);
+    }
+    run.inputs["v"].set(1, 0);
+    for (const char* name : {"q", "d_out"}) run.inputs[name].set(0, 1e30);
+    run.inputs["q"].set(1, 0);
+    run.inputs["d_out"].set(1, 1);
+    const TensorMap outputs = run();
+    for (std::int64_t i = 0; i < 2; ++i) {
+      EXPECT_EQ(outputs.at("d_q").get(i), 0);
+      EXPECT_EQ(outputs.at("d_k").get(i), 0);
+    }
+  }
+}
+
 // FlashAttention #2541: views of a fused QKV tensor; here the gradients are packed too.
 TEST(attention_regression, packed_qkv_with_packed_gradients) {
   constexpr std::int64_t kBatch = 2, kRows = 67, kHeads = 3, kWidth = 20;

@@ -74,6 +74,16 @@ TEST(entmax_alpha, steep_rows_are_known_to_the_last_digits_on_cuda) {
   expect_steep_rows(Device::cuda(), "cuda");
 }
 
+// The excess of the element at the edge is q^b, here a subnormal number.
+TEST(entmax_alpha, rows_whose_edge_is_too_small_for_its_digits_sum_to_1) {
+  for (const auto& [alpha, second] :
+       {std::pair{170.49302761096288, -0.00044310243756295886}, {171.0, -4.2e-4}, {194.3, -3e-4}}) {
+    Rows<double> rows({0, second}, 2, alpha);
+    rows.forward();
+    EXPECT_NEAR(rows.sum(rows.y), 1, 1e-12) << alpha;
+  }
+}
+
 TEST(entmax_alpha, steep_edges) {
   Rows<double> at_threshold({0, -0.5, 0.25, -3}, 2, 3);
   at_threshold.forward();

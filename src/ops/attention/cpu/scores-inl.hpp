@@ -203,7 +203,8 @@ HWY_INLINE void GradientRow(const ScoreTerms<Real>& terms, const Columns& column
       if (terms.softcap > 0) ds = hn::Mul(ds, slope);
       ds = hn::Add(ds, hn::Zero(d));  // -0 would mean hidden
     }
-    if (!kPlain || edge) ds = hn::IfThenElse(hidden, minus_zero, ds);
+    // p is 0 there, but dp may be infinite.
+    ds = hn::IfThenElse(hidden, minus_zero, ds);
     hn::StoreU(ds, d, d_row + j);
   }
   Hide(row, 0, first);

@@ -366,14 +366,16 @@ Threshold<R> FromEdge(const P& power, R low, R* z, std::size_t count) {
   }
   R q = static_cast<R>((1 - above.f) / static_cast<double>(count - above.count));
   R lift = std::pow(q, power.b);
-  for (R step = q; above.count > 0 && lift > 0 && step > kTiny * q;) {
+  // Less than a normal number's digits would lead q astray, and counts for nothing.
+  constexpr R kLeast = std::numeric_limits<R>::min();
+  for (R step = q; above.count > 0 && lift >= kLeast && step > kTiny * q;) {
     const PowerSums sums = Evaluate<false>(power, edge, z, count, lift);
     step = static_cast<R>((sums.f - 1) / sums.slope) / lift * q;
     q = std::min(q, q - step);
     lift = std::pow(q, power.b);
   }
   // No less than what keeps the edge in the support, if q^b is too small for a number.
-  return {edge, -std::max(lift, std::numeric_limits<R>::min()), q, count};
+  return {edge, -std::max(lift, kLeast), q, count};
 }
 
 template <class P, class R>
