@@ -306,8 +306,9 @@ class _Kernel:
         count = len(self.names)
         given, options = self._named(arguments[:count], arguments[count:])
         first: Tensor = arguments[0]
-        if first.is_meta:
-            # Not a compiler's, whose sizes may be symbols: refused as on the CPU.
+        tensors = [tensor for tensor in given.values() if tensor is not None]
+        if first.is_meta and all(isinstance(n, int) for tensor in tensors for n in tensor.shape):
+            # Not a compiler's, with symbols for sizes: refused as on the CPU.
             self._plan(given, options, CPU, 1)
         _, shapes = self.outputs(given, options)
         return self.pack([first.new_empty(shape, dtype=dtype) for shape, dtype in shapes])
