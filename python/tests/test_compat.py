@@ -189,6 +189,26 @@ def test_gathers() -> None:
         compat.gather_csr(src, indptr[:2])
 
 
+@pytest.mark.parametrize("lead", [(3,), (2, 3)])
+def test_one_index_of_all_items_is_that_of_each(lead: tuple[int, ...]) -> None:
+    indptr, index = torch.tensor([0, 2, 2, 6]), torch.tensor([0, 0, 2, 2, 2, 3])
+    one, ones = (None,) * len(lead) + (...,), (*lead, -1)
+    for call, row, rows in (
+        (compat.segment_max_csr, indptr, 6),
+        (lambda x, i: (compat.segment_csr(x, i, reduce="mean"),), indptr, 6),
+        (lambda x, i: compat.segment_min_coo(x, i, dim_size=5), index, 6),
+        (lambda x, i: (compat.gather_csr(x, i),), indptr, 3),
+        (lambda x, i: (compat.gather_coo(x, i),), index, 4),
+    ):
+        src = random(*lead, rows, 2, 2).requires_grad_()
+        found, expected = call(src, row[one]), call(src, row.expand(ones))
+        for a, b in zip(found, expected):
+            assert torch.equal(a, b)
+        d_out = random(*found[0].shape, seed=1)
+        gradients = [torch.autograd.grad(out[0], src, d_out)[0] for out in (found, expected)]
+        torch.testing.assert_close(*gradients)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     src = random(3, 4)
     for call in (compat.segment_csr, compat.segment_coo, compat.gather_csr, compat.gather_coo):

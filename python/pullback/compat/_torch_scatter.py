@@ -113,6 +113,8 @@ def gather_csr(src: Tensor, indptr: Tensor, out: Tensor | None = None) -> Tensor
     if out is not None:
         return _write("gather_csr", out, gather_csr(src, indptr))
     offsets = _broadcast("gather_csr: indptr", indptr, src)
+    if _go_together(indptr, src):
+        return _together(src, indptr, lambda x, i: (gather_csr(x, i), None))[0]
     if offsets.dim() > 1:
         return _each(src, offsets, 0, lambda x, i: (gather_csr(x, i), None))[0]
     if offsets.shape[0] != src.shape[0] + 1:
@@ -129,6 +131,8 @@ def gather_coo(src: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     if out is not None:
         return _write("gather_coo", out, gather_coo(src, index))
     ids = _broadcast("gather_coo: index", index, src)
+    if _go_together(index, src):
+        return _together(src, index, lambda x, i: (gather_coo(x, i), None))[0]
     if ids.dim() > 1:
         return _each(src, ids, ids.shape[-1], lambda x, i: (gather_coo(x, i), None))[0]
     return _gather(src, ids)
@@ -183,6 +187,8 @@ def _segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None, reduce: str) -
         result, arg = _segment_csr(src, indptr, None, reduce)
         return _write("segment_csr", out, result), arg
     offsets = _broadcast("segment_csr: indptr", indptr, src)
+    if _go_together(indptr, src):
+        return _together(src, indptr, lambda x, i: _segment_csr(x, i, None, reduce))
     if offsets.dim() > 1:
         segments = offsets.shape[-1] - 1
         return _each(src, offsets, segments, lambda x, i: _segment_csr(x, i, None, reduce))
@@ -202,6 +208,8 @@ def _segment_coo(
         ids = ids.expand(src.shape[: ids.dim()])
     if dim_size is None:
         dim_size = int(index[..., -1].long().max()) + 1 if index.numel() else 0
+    if _go_together(index, src):
+        return _together(src, index, lambda x, i: _segment_coo(x, i, None, dim_size, reduce))
     if ids.dim() > 1:
         return _each(src, ids, dim_size, lambda x, i: _segment_coo(x, i, None, dim_size, reduce))
     return _reduce(src, reduce, None, ids, dim_size)
@@ -274,6 +282,29 @@ def _with_argument(result: _Result) -> tuple[Tensor, Tensor]:
 def _stack(results: list[_Result]) -> _Result:
     args = [arg for _, arg in results if arg is not None]
     return torch.stack([out for out, _ in results]), torch.stack(args) if args else None
+
+
+_LITTLE = 1 << 16  # elements
+
+
+def _go_together(index: Tensor, src: Tensor) -> bool:
+    """Whether the leading dimensions have one index, and each of their items so little that it is
+    quicker to copy them all for one call."""
+    lead = src.shape[: index.dim() - 1]
+    if len(lead) == 0 or any(size != 1 for size in index.shape[:-1]):
+        return False
+    return 0 < src.numel() <= lead.numel() * _LITTLE
+
+
+def _together(src: Tensor, index: Tensor, call: Callable[[Tensor, Tensor], _Result]) -> _Result:
+    """`call` for all items of the leading dimensions at once."""
+    dim = index.dim() - 1
+
+    def back(result: Tensor) -> Tensor:
+        return result.transpose(0, 1).unflatten(0, src.shape[:dim])
+
+    out, arg = call(src.flatten(0, dim - 1).transpose(0, 1), index.flatten())
+    return back(out), None if arg is None else back(arg)
 
 
 def _each(
