@@ -129,11 +129,15 @@ def test_masks_of_block_sparse_attention_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = module(q, k, v, **masks)
         layout = module.get_layout(64)
+        scores = pt.block_matmul(q, k, layout, "sdd", block=16, transpose_b=True)
+        weights = pt.block_softmax(scores, layout, scale=0.5, **masks)
+        by_hand = pt.block_matmul(weights, v, layout, "dsd")
         heads_last = [x.transpose(1, 2) for x in (q, k, v)]
         again = pt.block_sparse_attention(*heads_last, layout, **masks)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
     assert torch.equal(again.transpose(1, 2), found)
+    assert torch.equal(by_hand, found)
 
 
 def test_layouts_and_modules_are_copied_and_pickled() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from .._checks import check_rank
@@ -47,11 +48,17 @@ def block_softmax(
         attn_mask: [R·b,C·b], shared by batch and heads; modes as above.
         **options: see `BlockSoftmaxOptions`.
 
-    Masks in mode "keep" get no gradient.
+    Masks in mode "keep" get no gradient. Under autocast, which makes scores of another dtype than
+    what is added to them, the latter take that of x.
 
     Returns:
         The probabilities, like x; 0 in rows that see nothing.
     """
+    casts = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+    rpe, key_padding_mask, attn_mask = [
+        term.to(x.dtype) if casts and term is not None and term.is_floating_point() else term
+        for term in (rpe, key_padding_mask, attn_mask)
+    ]
     fields = (identifier(layout), softmax_block("x", x.shape), *_softmax_fields(**options))
     masks = [
         mask.detach() if mode == "keep" and mask is not None and mask.requires_grad else mask
@@ -128,18 +135,12 @@ def block_sparse_attention(
     scores = block_matmul(
         heads_first[0], heads_first[1], layout, "sdd", block=block, transpose_b=True
     )
-
-    def addend(term: Tensor | None) -> Tensor | None:
-        # Autocast has changed the scores.
-        changed = scores.dtype != q.dtype and term is not None and term.dtype == q.dtype
-        return term.to(scores.dtype) if term is not None and changed else term
-
     weights = block_softmax(
         scores,
         layout,
-        rpe=addend(rpe),
-        key_padding_mask=addend(key_padding_mask),
-        attn_mask=addend(attn_mask),
+        rpe=rpe,
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
         key_padding_mode=key_padding_mode,
         attn_mask_mode=attn_mask_mode,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
