@@ -19,7 +19,7 @@ class DeviceProducts {
 
   // Its version; or why there is none.
   const std::string& description() const { return description_; }
-  // Of random square matrices, with sums in f32, or f64; 0 without cuBLAS.
+  // Of random square matrices of f64, f32 or bf16, with sums in f64 or f32; 0 without cuBLAS.
   double flops_per_second(DType dtype) const;
 
  private:

@@ -284,7 +284,8 @@ def _stack(results: list[_Result]) -> _Result:
     return torch.stack([out for out, _ in results]), torch.stack(args) if args else None
 
 
-_LITTLE = 1 << 16  # elements
+# Elements: of 32 items of so many one call takes 0.74 of the time, of four times as many 1.7.
+_LITTLE = 1 << 16
 
 
 def _go_together(index: Tensor, src: Tensor) -> bool:

@@ -131,8 +131,9 @@ class SparseSelfAttention(nn.Module):
             return
         if master is made_of and _version(master) == version:
             return
-        present = _unbatched(master).cpu().numpy()
-        if master is not _unbatched(master):
+        own = _unbatched(master)
+        present = own.cpu().numpy()
+        if own is not master:
             if (present != self._present).any():
                 raise NotImplementedError(
                     "SparseSelfAttention: vmap over modules of other layouts than the one that is "

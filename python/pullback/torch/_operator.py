@@ -8,7 +8,7 @@ and never wait. Plans are kept by problem, since a training step repeats the sam
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import starmap
 from operator import itemgetter
 from typing import Any, Callable, NoReturn
@@ -233,7 +233,7 @@ class _Kernel:
         given, options = self._named(tensors, values)
         names, shapes = self.outputs(given, options)
         kind = CPU if device.type == "cpu" else Device(2, device.index)
-        plan = self._plan(given, options, kind, threads)
+        plan = self._plan(given, options, zip(names, shapes), kind, threads)
         inputs = [name for name in self.names if given[name] is not None]
         places = {name: i for i, name in enumerate([*inputs, *names])}
         slots = [places.get(name, -1) for name in self.owner.op.tensors]
@@ -241,14 +241,18 @@ class _Kernel:
         return _Prepared(plan, shapes, device, slots, has_tables)
 
     def _plan(
-        self, given: Given, options: Mapping[str, Any], device: Device, threads: int
+        self,
+        given: Given,
+        options: Mapping[str, Any],
+        outputs: Iterable[tuple[str, Shape]],
+        device: Device,
+        threads: int,
     ) -> NativePlan:
         op = self.owner.op
-        names, shapes = self.outputs(given, options)
         specs: dict[str, Spec | None] = {
             name: _spec(op, name, tensor) for name, tensor in given.items() if tensor is not None
         }
-        for name, (shape, dtype) in zip(names, shapes):
+        for name, (shape, dtype) in outputs:
             specs[name] = Spec(_DTYPES[dtype], tuple(shape), _row_major(shape))
         if self.direction == BACKWARD:
             for name, like in self.owner.like.items():
@@ -306,11 +310,11 @@ class _Kernel:
         count = len(self.names)
         given, options = self._named(arguments[:count], arguments[count:])
         first: Tensor = arguments[0]
+        names, shapes = self.outputs(given, options)
         tensors = [tensor for tensor in given.values() if tensor is not None]
         if first.is_meta and all(isinstance(n, int) for tensor in tensors for n in tensor.shape):
             # Not a compiler's, with symbols for sizes: refused as on the CPU.
-            self._plan(given, options, CPU, 1)
-        _, shapes = self.outputs(given, options)
+            self._plan(given, options, zip(names, shapes), CPU, 1)
         return self.pack([first.new_empty(shape, dtype=dtype) for shape, dtype in shapes])
 
 
