@@ -202,8 +202,8 @@ def test_one_index_of_all_items_is_that_of_each(lead: tuple[int, ...]) -> None:
     ):
         src = random(*lead, rows, 2, 2).requires_grad_()
         found, expected = call(src, row[one]), call(src, row.expand(ones))
-        for a, b in zip(found, expected):
-            assert torch.equal(a, b)
+        # Rows of another width may be summed in another order.
+        torch.testing.assert_close(found, expected)
         d_out = random(*found[0].shape, seed=1)
         gradients = [torch.autograd.grad(out[0], src, d_out)[0] for out in (found, expected)]
         torch.testing.assert_close(*gradients)
