@@ -42,7 +42,7 @@ def measure(builds, arguments, root):
         count = min(os.cpu_count() or 1, 8)
         for name, library in builds.items():
             for process in [scan(library, folders[name], arguments, "--warm", f"{i}/{count}") for i in range(count)]:
-                process.wait()  # what is not compiled then, the first round does; PyTorch may abort at its exit
+                process.wait()  # what is not compiled then, the first round does
     times = {name: {} for name in builds}
     for _ in range(arguments.rounds):
         for name, library in builds.items():

@@ -48,9 +48,13 @@ _ERRORS: dict[int, type[Exception]] = {
 }
 
 
+def _text(value: bytes | None) -> str:
+    # Paths in it may be anything.
+    return (value or b"").decode(errors="backslashreplace")
+
+
 def _fail(status: int) -> NoReturn:
-    message = _lib.pullback_last_error().decode()
-    raise _ERRORS.get(status, InternalError)(message)
+    raise _ERRORS.get(status, InternalError)(_text(_lib.pullback_last_error()))
 
 
 def function(name: str, *argtypes: Any) -> Any:
@@ -75,7 +79,7 @@ def version() -> str:
 def describe_system() -> str:
     text = c_char_p()
     _describe_system(byref(text))
-    return (text.value or b"").decode()
+    return _text(text.value)
 
 
 _describe_system = function("pullback_describe_system", POINTER(c_char_p))
@@ -383,7 +387,7 @@ class NativePlan:
         """Op, pass, variant, tiles, accumulation type, guarantee, and why it was chosen."""
         text = c_char_p()
         _plan_describe(self._handle, byref(text))
-        return (text.value or b"").decode()
+        return _text(text.value)
 
     def spec(self, name: str) -> Spec | None:
         """The layout of a tensor, defaults filled in: what to allocate for an output."""

@@ -4,14 +4,13 @@
 
 #include <algorithm>
 #include <exception>
-#include <mutex>
 #include <new>
 #include <span>
 
 #include "core/check.hpp"
 #include "core/cpu_info.hpp"
+#include "core/log.hpp"
 #include "cuda/report.hpp"
-#include "pullback/log.hpp"
 
 namespace pullback::capi {
 namespace {
@@ -175,28 +174,6 @@ void check_flags(std::string_view op, std::uint64_t flags, std::uint64_t known) 
                    fmt::format("{:#x}", flags));
 }
 
-namespace {
-
-struct CSink {
-  pullback_log_callback callback = nullptr;
-  void* user_data = nullptr;
-};
-std::mutex sink_mutex;
-CSink sink;
-
-// Our LogCallback: C's has another type, because C knows no LogLevel.
-void forward_to_c(LogLevel level, const char* message, void*) {
-  CSink current;
-  {
-    const std::lock_guard lock(sink_mutex);
-    current = sink;
-  }
-  if (current.callback) {
-    current.callback(static_cast<std::int32_t>(level), message, current.user_data);
-  }
-}
-
-}  // namespace
 }  // namespace pullback::capi
 
 using namespace pullback::capi;
@@ -221,11 +198,10 @@ pullback_status pullback_describe_system(const char** text) {
 
 pullback_status pullback_set_log_callback(pullback_log_callback callback, void* user_data) {
   return guarded([&] {
-    {
-      const std::lock_guard lock(sink_mutex);
-      sink = {callback, user_data};
-    }
-    pullback::set_log_callback(callback ? forward_to_c : nullptr);
+    if (callback == nullptr) return pullback::set_log_sink({});
+    pullback::set_log_sink([=](pullback::LogLevel level, const char* message) {
+      callback(static_cast<std::int32_t>(level), message, user_data);
+    });
   });
 }
 

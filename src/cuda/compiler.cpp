@@ -8,7 +8,9 @@
 #include <map>
 #include <mutex>
 #include <regex>
+#include <semaphore>
 
+#include "core/cpu_info.hpp"
 #include "core/log.hpp"
 #include "cuda/device_sources.hpp"
 #include "cuda/environment.hpp"
@@ -55,21 +57,38 @@ void dump(const KernelSource& kernel, const Cubin& cubin) {
 
 bool may_compile() { return environment_choice("PULLBACK_JIT", {"on", "off"}) == "on"; }
 
-Cubin find_or_compile(const KernelSource& kernel) {
+std::optional<Cubin> find(const std::string& key) {
+  if (auto cubin = DiskCache::from_environment().read(key)) return cubin;
+  return DiskCache::shipped().read(key);
+}
+
+// No more at a time than there are processors: a plan may want a dozen, and each takes memory.
+Compilation compile_in_turn(const KernelSource& kernel) {
+  static std::counting_semaphore<> free(available_cpus());
+  free.acquire();
+  struct Release {
+    ~Release() { free.release(); }
+  } release;
+  return compile_now(kernel, compile_options(kernel));
+}
+
+Cubin find_or_compile(const KernelSource& kernel, bool anew) {
   const bool compiles = may_compile();  // also finds out whether it was misspelt
   const std::string key = key_text(kernel);
+  if (!anew) {
+    if (auto cubin = find(key)) return std::move(*cubin);
+  }
   const DiskCache cache = DiskCache::from_environment();
-  if (auto cubin = cache.read(key)) return std::move(*cubin);
-  if (auto cubin = DiskCache::shipped().read(key)) return std::move(*cubin);
   if (!compiles) {
     throw Error(ErrorCode::device,
-                fmt::format("CUDA: {} for {} is not in the cache ({}) and PULLBACK_JIT=off forbids "
-                            "compiling; fill the cache with 'pullback compile'",
+                fmt::format("CUDA: {} for {} is not in the cache ({}), or damaged there, and "
+                            "PULLBACK_JIT=off forbids compiling; fill the cache with 'pullback "
+                            "compile'",
                             kernel.name, arch_name(kernel),
                             cache.folder().empty() ? "no folder" : cache.folder()));
   }
   const auto start = std::chrono::steady_clock::now();
-  Compilation compilation = compile_now(kernel, compile_options(kernel));
+  Compilation compilation = compile_in_turn(kernel);
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
   log(LogLevel::info, fmt::format("CUDA: compiled {} for {} in {:.2f} s", kernel.name,
                                   arch_name(kernel), seconds.count()));
@@ -95,10 +114,12 @@ std::vector<std::string> compile_options(const KernelSource& kernel) {
           "--modify-stack-limit=false", "--extra-device-vectorization"};
 }
 
-std::shared_ptr<const Cubin> compiled(const KernelSource& kernel) {
+std::shared_ptr<const Cubin> compiled(const KernelSource& kernel, bool anew) {
+  // Never destroyed: other threads may plan while the process ends.
   static std::mutex mutex;
-  static std::map<std::string, std::shared_future<std::shared_ptr<const Cubin>>> known;
-  const std::string key = key_text(kernel);
+  static auto& known =
+      *new std::map<std::string, std::shared_future<std::shared_ptr<const Cubin>>>();
+  const std::string key = fmt::format("{}{}", key_text(kernel), anew ? "anew" : "");
   std::promise<std::shared_ptr<const Cubin>> promise;
   std::shared_future<std::shared_ptr<const Cubin>> future;
   bool mine = false;
@@ -111,7 +132,7 @@ std::shared_ptr<const Cubin> compiled(const KernelSource& kernel) {
   }
   if (mine) {
     try {
-      promise.set_value(std::make_shared<const Cubin>(find_or_compile(kernel)));
+      promise.set_value(std::make_shared<const Cubin>(find_or_compile(kernel, anew)));
     } catch (const CompileError&) {
       promise.set_exception(std::current_exception());
     } catch (...) {
@@ -125,10 +146,10 @@ std::shared_ptr<const Cubin> compiled(const KernelSource& kernel) {
   return future.get();
 }
 
+bool can_compile() { return may_compile() && nvrtc_problem().empty(); }
+
 bool can_be_compiled(const KernelSource& kernel) {
-  const std::string key = key_text(kernel);
-  return DiskCache::from_environment().has(key) || DiskCache::shipped().has(key) ||
-         (may_compile() && nvrtc_problem().empty());
+  return find(key_text(kernel)).has_value() || can_compile();
 }
 
 bool precompile(const KernelSource& kernel, const DiskCache& cache) {

@@ -24,10 +24,12 @@ std::vector<std::string> compile_options(const KernelSource& kernel);
 
 // Blocks until the kernel is there. Calls for one kernel share one compilation, calls for others
 // run beside it; that it fails to compile is remembered and thrown again. PULLBACK_JIT=off forbids
-// compiling, PULLBACK_JIT_DUMP names a folder for sources and cubins. Throws Error(device) with the
-// whole log.
-std::shared_ptr<const Cubin> compiled(const KernelSource& kernel);
+// compiling, PULLBACK_JIT_DUMP names a folder for sources and cubins. anew: what is on disk would
+// not load, and is replaced. Throws Error(device) with the whole log.
+std::shared_ptr<const Cubin> compiled(const KernelSource& kernel, bool anew = false);
 
+// Whether there is a compiler, and it may be used.
+bool can_compile();
 // Whether compiled() finds the kernel on disk, or may compile it. Compiles nothing.
 bool can_be_compiled(const KernelSource& kernel);
 

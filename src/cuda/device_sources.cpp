@@ -52,7 +52,7 @@ std::span<const Header> device_sources() { return kSources; }
 
 std::string device_sources_hash(std::string_view source) {
   static std::mutex mutex;
-  static std::map<std::string, std::string, std::less<>> known;
+  static auto& known = *new std::map<std::string, std::string, std::less<>>();  // never destroyed
   const std::lock_guard lock(mutex);
   std::string all;
   for (std::string_view name : includes(source)) {

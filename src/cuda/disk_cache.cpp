@@ -244,13 +244,6 @@ std::optional<std::vector<char>> DiskCache::read(const std::string& key_text) co
   return std::move(content->payload);
 }
 
-bool DiskCache::has(const std::string& key_text) const {
-  if (mode_ == Mode::off) return false;
-  File file(path_of(key_text));
-  const std::optional<Begin> begin = read_begin(file);
-  return begin && begin->key == key_text;
-}
-
 bool DiskCache::write(const std::string& key_text, const std::vector<char>& payload,
                       std::string& reason) const {
   if (mode_ != Mode::read_write) {
@@ -292,8 +285,7 @@ bool DiskCache::write(const std::string& key_text, const std::vector<char>& payl
 
 std::vector<DiskCache::Entry> DiskCache::list() const {
   std::vector<Entry> entries;
-  std::error_code error;
-  for (const auto& file : fs::directory_iterator(folder_, error)) {
+  for (const fs::directory_entry& file : files_in(folder_)) {
     if (!is_ours(file, false)) continue;
     std::optional<Content> content = load(file.path());
     std::error_code ignored;
@@ -312,7 +304,7 @@ int DiskCache::purge(bool damaged_only) const {
   }
   // A writer needs milliseconds; an hour-old temporary file has no owner any more.
   const auto stale = fs::file_time_type::clock::now() - std::chrono::hours(1);
-  for (const auto& file : fs::directory_iterator(folder_, error)) {
+  for (const fs::directory_entry& file : files_in(folder_)) {
     if (!is_ours(file, true)) continue;
     std::error_code ignored;
     if (!damaged_only || file.last_write_time(ignored) < stale) {

@@ -38,9 +38,7 @@ class DiskCache {
   bool writable() const;
 
   std::optional<std::vector<char>> read(const std::string& key_text) const;
-  // Whether there is an entry of the right size; what its payload is worth, reading it tells.
-  bool has(const std::string& key_text) const;
-  // False when nothing was written; `reason` then says why. Never throws.
+  // False when nothing was written; `reason` then says why.
   bool write(const std::string& key_text, const std::vector<char>& payload,
              std::string& reason) const;
 

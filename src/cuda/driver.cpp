@@ -31,7 +31,7 @@ using GetProcAddress = CUresult (*)(const char* name, void** function, int versi
 
 std::string resolve(Driver& functions) {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (!library) return "the NVIDIA driver (libcuda.so.1) was not found";
+  if (!library) return fmt::format("the NVIDIA driver was not found: {}", dlerror());
   const auto get = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
   if (!get) return "the NVIDIA driver is too old: CUDA 12.0 or newer is needed";
   std::string missing;
@@ -177,5 +177,10 @@ DeviceGuard::~DeviceGuard() {
   CUcontext popped = nullptr;
   if (pushed_) state().functions.cuCtxPopCurrent(&popped);
 }
+
+CaptureGuard::CaptureGuard() {
+  check(driver().cuThreadExchangeStreamCaptureMode(&mode_), "cuThreadExchangeStreamCaptureMode");
+}
+CaptureGuard::~CaptureGuard() { state().functions.cuThreadExchangeStreamCaptureMode(&mode_); }
 
 }  // namespace pullback::cuda

@@ -54,4 +54,18 @@ class DeviceGuard {
   bool pushed_ = false;
 };
 
+// While one lives, this thread may allocate, free and load although some stream is being captured
+// into a graph, whose capture that would end otherwise. What it does has nothing to do with the
+// captured work.
+class CaptureGuard {
+ public:
+  CaptureGuard();
+  ~CaptureGuard();
+  CaptureGuard(const CaptureGuard&) = delete;
+  CaptureGuard& operator=(const CaptureGuard&) = delete;
+
+ private:
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED; then what the thread had
+};
+
 }  // namespace pullback::cuda

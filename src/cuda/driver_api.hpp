@@ -112,6 +112,7 @@ struct LaunchConfig {
   F(cuStreamDestroy, 4000, (CUstream stream))                                                   \
   F(cuStreamSynchronize, 2000, (CUstream stream))                                               \
   F(cuStreamBeginCapture, 10010, (CUstream stream, int mode))                                   \
+  F(cuThreadExchangeStreamCaptureMode, 10010, (int* mode))                                      \
   F(cuStreamEndCapture, 10000, (CUstream stream, CUgraph * graph))                              \
   F(cuGraphInstantiateWithFlags, 11040,                                                         \
     (CUgraphExec * executable, CUgraph graph, unsigned long long flags))                        \

@@ -1,4 +1,4 @@
-// Environment variables that steer compiling and its cache, and the folder of this library.
+// Environment variables that steer compiling and its cache, and folders.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,6 +12,8 @@
 #include <initializer_list>
 #include <string>
 #include <string_view>
+#include <system_error>
+#include <vector>
 
 #include "core/check.hpp"
 
@@ -50,6 +52,17 @@ inline std::filesystem::path own_folder() {
                                          ? std::filesystem::read_symlink("/proc/self/exe", ignored)
                                          : std::filesystem::path(map->l_name);
   return path.is_absolute() ? path.parent_path() : std::filesystem::path();
+}
+
+// As many as can be read.
+inline std::vector<std::filesystem::directory_entry> files_in(const std::filesystem::path& folder) {
+  std::vector<std::filesystem::directory_entry> files;
+  std::error_code error;
+  for (std::filesystem::directory_iterator it(folder, error), end; !error && it != end;
+       it.increment(error)) {
+    files.push_back(*it);
+  }
+  return files;
 }
 
 }  // namespace pullback::cuda

@@ -13,7 +13,8 @@
 namespace pullback::cuda {
 namespace {
 
-// Libraries stay loaded for the life of the process: a plan may outlive any owner we could name.
+// Libraries stay loaded for the life of the process, and so does this: a plan may outlive any owner
+// we could name, and other threads may plan while the process ends.
 struct LoadedKernels {
   std::mutex mutex;
   std::map<std::string, CUkernel> by_key;
@@ -25,7 +26,7 @@ struct LoadedKernels {
   }
 };
 LoadedKernels& loaded_kernels() {
-  static LoadedKernels kernels;
+  static auto& kernels = *new LoadedKernels();
   return kernels;
 }
 
@@ -43,17 +44,27 @@ CUkernel loaded(const KernelSource& source) {
     const std::lock_guard lock(kernels.mutex);
     if (CUkernel kernel = kernels.find(key)) return kernel;
   }
-  const std::shared_ptr<const Cubin> cubin = compiled(source);
+  std::shared_ptr<const Cubin> cubin = compiled(source);
   const Driver& functions = driver();
-  const std::lock_guard lock(kernels.mutex);
-  if (CUkernel kernel = kernels.find(key)) return kernel;
+  const CaptureGuard uncaptured;
   CUlibrary library = nullptr;
-  check(functions.cuLibraryLoadData(&library, cubin->data(), nullptr, nullptr, 0, nullptr, nullptr,
-                                    0),
-        "cuLibraryLoadData");
+  const auto load = [&] {
+    return functions.cuLibraryLoadData(&library, cubin->data(), nullptr, nullptr, 0, nullptr,
+                                       nullptr, 0);
+  };
+  CUresult result = load();
+  if (result != kSuccess && can_compile()) {
+    // What is on disk may come of a compiler that is newer than this driver.
+    cubin = compiled(source, true);
+    result = load();
+  }
+  check(result, fmt::format("loading {} for {} (cuLibraryLoadData)", source.name, arch_name(source))
+                    .c_str());
   CUkernel kernel = nullptr;
   check(functions.cuLibraryGetKernel(&kernel, library, source.entry.c_str()), "cuLibraryGetKernel");
-  return kernels.by_key[key] = kernel;
+  // The first of several threads has it: another copy of the code does no harm.
+  const std::lock_guard lock(kernels.mutex);
+  return kernels.by_key.try_emplace(key, kernel).first->second;
 }
 
 thread_local LoadScope* current_scope = nullptr;
@@ -98,6 +109,7 @@ std::shared_ptr<const Kernel> Kernel::load(const KernelSource& source, const Dev
   // between another thread's look at it and its change.
   static std::mutex limits;
   const std::lock_guard lock(limits);
+  const CaptureGuard uncaptured;
   int allowed = 0;
   const Driver& functions = driver();
   check(functions.cuKernelGetAttribute(&allowed, kMaxDynamicSharedSizeBytes, kernel->handle_,

@@ -22,7 +22,8 @@ struct LaunchShape {
 class Kernel {
  public:
   // Compiles if need be, loads, and allows `shared_bytes` of dynamic shared memory on the device.
-  // All of it happens at plan time: launch() touches no file, module or attribute.
+  // All of it happens at plan time: launch() touches no file or attribute. The driver brings the
+  // code into a context at its first launch there, where nothing has asked for its occupancy.
   static std::shared_ptr<const Kernel> load(const KernelSource& source, const DeviceInfo& device,
                                             int shared_bytes = 0);
 

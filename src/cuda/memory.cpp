@@ -8,6 +8,7 @@ DeviceMemory::DeviceMemory(const DeviceInfo& device, std::size_t bytes)
     : device_(&device), bytes_(bytes) {
   if (bytes == 0) return;
   const DeviceGuard guard(device);
+  const CaptureGuard uncaptured;
   CUdeviceptr memory = 0;
   check(driver().cuMemAlloc(&memory, bytes), "cuMemAlloc");
   data_ = reinterpret_cast<std::byte*>(memory);
@@ -27,6 +28,7 @@ DeviceMemory::~DeviceMemory() {
   // A device that failed reports it to whoever waits for its work; nobody can be told here.
   try {
     const DeviceGuard guard(*device_);
+    const CaptureGuard uncaptured;
     driver().cuMemFree(address(data_));
   } catch (...) {
   }
@@ -44,6 +46,7 @@ DeviceMemory& DeviceMemory::operator=(DeviceMemory&& other) noexcept {
 OwnStream::OwnStream(const DeviceInfo& device) : device_(&device) {
   constexpr unsigned kNonBlocking = 1;
   const DeviceGuard guard(device);
+  const CaptureGuard uncaptured;
   check(driver().cuStreamCreate(&stream_, kNonBlocking), "cuStreamCreate");
 }
 
@@ -66,6 +69,7 @@ OwnStream& OwnStream::operator=(OwnStream&& other) noexcept {
 
 void OwnStream::synchronize() const {
   const DeviceGuard guard(*device_);
+  const CaptureGuard uncaptured;
   check(driver().cuStreamSynchronize(stream_), "cuStreamSynchronize");
 }
 

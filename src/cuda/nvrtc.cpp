@@ -4,9 +4,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <memory>
 
+#include "cuda/driver.hpp"
 #include "cuda/environment.hpp"
 #include "pullback/error.hpp"
 
@@ -45,10 +47,17 @@ std::vector<fs::path> wheel_folders() {
   return folders;
 }
 
-// The libraries called libnvrtc.so.<major> in a folder, newest first.
+// The newest first, but of an older driver that of its own release: it may not load machine code of
+// a newer one.
+std::array<const char*, 2> library_names() {
+  std::array names = {"libnvrtc.so.13", "libnvrtc.so.12"};
+  if (driver_problem().empty() && driver().version < 13000) std::swap(names[0], names[1]);
+  return names;
+}
+
 std::vector<fs::path> libraries_in(const fs::path& folder) {
   std::vector<fs::path> found;
-  for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12"}) {
+  for (const char* name : library_names()) {
     std::error_code ignored;
     if (fs::exists(folder / name, ignored)) found.push_back(folder / name);
   }
@@ -61,7 +70,8 @@ std::vector<fs::path> candidates() {
     std::error_code ignored;
     return fs::is_directory(chosen, ignored) ? libraries_in(chosen) : std::vector<fs::path>{chosen};
   }
-  std::vector<fs::path> all = {"libnvrtc.so.13", "libnvrtc.so.12"};
+  const auto names = library_names();
+  std::vector<fs::path> all(names.begin(), names.end());
   std::vector<fs::path> folders = wheel_folders();
   for (const std::string& root :
        {environment("CUDA_HOME"), environment("CUDA_PATH"), std::string("/usr/local/cuda")}) {
@@ -76,8 +86,7 @@ std::vector<fs::path> candidates() {
 
 // NVRTC opens its builtins library by name, which fails in folders that the loader does not know.
 void preload_builtins(const fs::path& folder) {
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
+  for (const fs::directory_entry& entry : files_in(folder)) {
     if (entry.path().filename().string().starts_with("libnvrtc-builtins.so")) {
       dlopen(entry.path().c_str(), RTLD_NOW | RTLD_GLOBAL);
     }
@@ -94,6 +103,9 @@ Nvrtc::Nvrtc() {
     library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library) break;
     looked += (looked.empty() ? "" : ", ") + path.string();
+    // Of what is there the loader tells why it will not do.
+    std::error_code ignored;
+    if (fs::exists(path, ignored)) looked += fmt::format(" ({})", dlerror());
   }
   if (!library) {
     throw Error(ErrorCode::device,
@@ -133,7 +145,8 @@ Nvrtc::Nvrtc() {
 }
 
 const Nvrtc& Nvrtc::instance() {
-  static const Nvrtc nvrtc;  // a constructor that throws is tried again at the next call
+  // Never destroyed; a constructor that throws is tried again at the next call.
+  static const Nvrtc& nvrtc = *new Nvrtc();
   return nvrtc;
 }
 
@@ -178,11 +191,13 @@ Compilation Nvrtc::compile(const std::string& source, const char* program_name,
     f.nvrtcGetProgramLog(program, result.log.data());
     result.log.resize(size - 1);
   }
-  if (status != 0 && result.log.empty()) result.log = f.nvrtcGetErrorString(status);
-  if (status == 0 && f.nvrtcGetCUBINSize(program, &size) == 0 && size > 0) {
+  if (status == 0) status = f.nvrtcGetCUBINSize(program, &size);
+  if (status == 0) {
     result.cubin.resize(size);
-    result.ok = f.nvrtcGetCUBIN(program, result.cubin.data()) == 0;
+    status = f.nvrtcGetCUBIN(program, result.cubin.data());
   }
+  result.ok = status == 0;
+  if (!result.ok && result.log.empty()) result.log = f.nvrtcGetErrorString(status);
   f.nvrtcDestroyProgram(&program);
   return result;
 }

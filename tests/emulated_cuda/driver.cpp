@@ -8,9 +8,11 @@
 #include <string.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/driver_api.hpp"
@@ -19,7 +21,8 @@ namespace {
 
 using namespace pullback::cuda;
 
-constexpr CUresult kInvalidValue = 1, kOutOfMemory = 2, kNotSupported = 801, kNotFound = 500;
+constexpr CUresult kInvalidValue = 1, kOutOfMemory = 2, kNotSupported = 801, kNotFound = 500,
+                   kCaptureUnsupported = 900;
 
 struct Dim {
   unsigned x, y, z;
@@ -92,17 +95,29 @@ CUresult error_text(CUresult, const char** text) {
 CUresult context(CUcontext* made) { return *made = reinterpret_cast<CUcontext>(&mutex), kSuccess; }
 CUresult device_zero(CUdevice* device) { return *device = 0, kSuccess; }
 
-CUresult allocate(CUdeviceptr* memory, std::size_t bytes) {
+// While a stream is captured, what may wait for its work is refused to threads that have not said
+// that they know what they do.
+constexpr int kRelaxed = 2;
+std::atomic<int> captures = 0;
+thread_local int capture_mode = 0;
+CUresult exchange_capture_mode(int* mode) { return std::swap(*mode, capture_mode), kSuccess; }
+bool is_refused() { return captures > 0 && capture_mode != kRelaxed; }
+
+CUresult allocate_async(CUdeviceptr* memory, std::size_t bytes, CUstream) {
   void* at = nullptr;
   if (posix_memalign(&at, 256, bytes) != 0) return kOutOfMemory;
   memset(at, 0xee, bytes);
   return *memory = reinterpret_cast<CUdeviceptr>(at), kSuccess;
 }
-CUresult release(CUdeviceptr memory) { return free(reinterpret_cast<void*>(memory)), kSuccess; }
-CUresult allocate_async(CUdeviceptr* memory, std::size_t bytes, CUstream) {
-  return allocate(memory, bytes);
+CUresult release_async(CUdeviceptr memory, CUstream) {
+  return free(reinterpret_cast<void*>(memory)), kSuccess;
 }
-CUresult release_async(CUdeviceptr memory, CUstream) { return release(memory); }
+CUresult allocate(CUdeviceptr* memory, std::size_t bytes) {
+  return is_refused() ? kCaptureUnsupported : allocate_async(memory, bytes, nullptr);
+}
+CUresult release(CUdeviceptr memory) {
+  return is_refused() ? kCaptureUnsupported : release_async(memory, nullptr);
+}
 CUresult copy(void* to, const void* from, std::size_t bytes, CUstream stream) {
   return enqueue(stream, [=] { return memcpy(to, from, bytes), kSuccess; });
 }
@@ -113,6 +128,7 @@ CUresult fill(void* at, unsigned char value, std::size_t count, CUstream stream)
 // A "cubin" is its size, 8 bytes, and a shared object.
 CUresult load(CUlibrary* library, const void* code, int*, void**, unsigned, int*, void**,
               unsigned) {
+  if (is_refused()) return kCaptureUnsupported;
   std::uint64_t bytes = 0;
   memcpy(&bytes, code, sizeof bytes);
   char path[] = "/tmp/emulated_cuda_XXXXXX";
@@ -161,10 +177,13 @@ CUresult make_stream(CUstream* stream, unsigned) {
   return *stream = reinterpret_cast<CUstream>(new Stream), kSuccess;
 }
 CUresult end_stream(CUstream stream) { return delete reinterpret_cast<Stream*>(stream), kSuccess; }
+CUresult synchronize(CUstream) { return is_refused() ? kCaptureUnsupported : kSuccess; }
 CUresult begin_capture(CUstream stream, int) {
+  ++captures;
   return reinterpret_cast<Stream*>(stream)->capturing = new Graph, kSuccess;
 }
 CUresult end_capture(CUstream stream, CUgraph* graph) {
+  --captures;
   Stream& captured = *reinterpret_cast<Stream*>(stream);
   *graph = reinterpret_cast<CUgraph>(captured.capturing);
   return captured.capturing = nullptr, kSuccess;
@@ -229,6 +248,8 @@ extern "C" CUresult cuGetProcAddress_v2(const char* name, void** function, int, 
       {"cuMemsetD8Async", address(fill)},
       {"cuStreamCreate", address(make_stream)},
       {"cuStreamDestroy", address(end_stream)},
+      {"cuStreamSynchronize", address(synchronize)},
+      {"cuThreadExchangeStreamCaptureMode", address(exchange_capture_mode)},
       {"cuStreamBeginCapture", address(begin_capture)},
       {"cuStreamEndCapture", address(end_capture)},
       {"cuGraphInstantiateWithFlags", address(instantiate)},

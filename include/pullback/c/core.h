@@ -40,7 +40,7 @@ PULLBACK_API pullback_status pullback_describe_system(const char** text);
 enum { PULLBACK_LOG_DEBUG = 0, PULLBACK_LOG_INFO = 1, PULLBACK_LOG_WARNING = 2 };
 
 /* `message` is valid during the call only. Called from any thread, several at a time. It must not
- * throw or jump out. */
+ * throw, jump out or end its thread. */
 typedef void (*pullback_log_callback)(int32_t level, const char* message, void* user_data);
 
 /* Replaces the callback of the process, C++ users' too; NULL turns logging off. A call that is
