@@ -42,9 +42,10 @@ struct BlockMask {
   PULLBACK_API friend bool operator==(const BlockMask& a, const BlockMask& b);
 };
 
-// Forward needs q, k, v; backward needs d_out too. Specs not given of out, lse, d_q, d_k, d_v and
-// d_bias are filled in: row-major, in the dtype of what they belong to. q, k, v, bias, out and
-// their gradients have one dtype: f64, f32, bf16 or f16.
+// Forward needs q, k, v; backward needs d_out too. Specs not given of out and lse are filled in:
+// row-major, in the dtype of what they belong to; and so are those of d_q, d_k, d_v and d_bias
+// where none of them is given. Else a plan makes only the gradients that are. q, k, v, bias, out
+// and their gradients have one dtype: f64, f32, bf16 or f16.
 struct AttentionProblem {
   TensorSpec q;  // [B,Sq,H,D], or [total_q,H,D] when varlen
   TensorSpec k;  // [B,Sk,Hkv,D], or [total_k,Hkv,D]

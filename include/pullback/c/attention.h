@@ -31,7 +31,8 @@ typedef struct pullback_attention_problem {
                             sees nothing */
   const DLTensor* d_out; /* like out */
   const DLTensor* d_lse; /* optional, like lse */
-  const DLTensor* d_q;   /* like q, k, v */
+  const DLTensor* d_q;   /* like q, k, v. A plan makes the gradients that are given here, or all
+                            where none is; a run leaves out those that are NULL there */
   const DLTensor* d_k;
   const DLTensor* d_v;
   const DLTensor* d_bias; /* the shape of bias, summed over what was broadcast */

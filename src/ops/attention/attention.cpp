@@ -124,7 +124,8 @@ void check_like(const Checker& check, std::string_view name, TensorSpec& spec,
   if (spec.given()) check.derived(name, spec, Checker::input, model);
 }
 
-void check_bias(const Checker& check, AttentionProblem& problem, bool varlen) {
+// all: its gradient is wanted, given or not.
+void check_bias(const Checker& check, AttentionProblem& problem, bool varlen, bool all) {
   if (!problem.bias.given()) {
     check.that(!problem.d_bias.given(), "d_bias", "none without a bias",
                problem.d_bias.to_string());
@@ -137,7 +138,9 @@ void check_bias(const Checker& check, AttentionProblem& problem, bool varlen) {
   check.broadcast_shape(
       "bias", problem.bias,
       {problem.q.shape[0], problem.q.shape[2], problem.q.shape[1], problem.k.shape[1]});
-  check.derived("d_bias", problem.d_bias, Checker::output, problem.bias);
+  if (all || problem.d_bias.given()) {
+    check.derived("d_bias", problem.d_bias, Checker::output, problem.bias);
+  }
 }
 
 void check_blocks(const Checker& check, const AttentionProblem& problem, bool varlen) {
@@ -290,10 +293,15 @@ AttentionProblem complete(const AttentionProblem& given) {
   check.derived("lse", problem.lse, Checker::output, lse_like);
   check_like(check, "d_out", problem.d_out, problem.out);
   check_like(check, "d_lse", problem.d_lse, problem.lse);
-  check.derived("d_q", problem.d_q, Checker::output, problem.q);
-  check.derived("d_k", problem.d_k, Checker::output, problem.k);
-  check.derived("d_v", problem.d_v, Checker::output, problem.v);
-  check_bias(check, problem, varlen);
+  const bool all = !problem.d_q.given() && !problem.d_k.given() && !problem.d_v.given() &&
+                   !problem.d_bias.given();
+  const auto gradient = [&](std::string_view name, TensorSpec& spec, const TensorSpec& of) {
+    if (all || spec.given()) check.derived(name, spec, Checker::output, of);
+  };
+  gradient("d_q", problem.d_q, problem.q);
+  gradient("d_k", problem.d_k, problem.k);
+  gradient("d_v", problem.d_v, problem.v);
+  check_bias(check, problem, varlen, all);
   check_blocks(check, problem, varlen);
   return problem;
 }

@@ -40,24 +40,37 @@ Lists seen_tiles(const AttentionProblem& problem, Pass pass, const Sides& sides)
   const bool forward = pass == Pass::forward;
   const BandMask& mask = problem.mask;
   const Sequence whole{0, sizes.total_query, 0, sizes.total_key};
+  // Of a listed square: its tile, and where its bits are.
+  const std::int64_t all = ceil_div(sides.listed * sides.listed_tile, kSquare);
+  std::vector<std::int32_t> tile_of(at(all));
+  std::vector<std::uint8_t> shift(at(all));
+  for (std::int64_t s = 0; s < all; ++s) {
+    tile_of[at(s)] = static_cast<std::int32_t>(s * kSquare / sides.listed_tile);
+    shift[at(s)] = static_cast<std::uint8_t>(8 * (s * kSquare % sides.listed_tile / kSquare));
+  }
   Lists lists;
   std::vector<std::uint32_t> squares(at(sides.listed), 0);
   for (std::int64_t plane = 0; plane < layout.heads(); ++plane) {
     for (std::int64_t owner = 0; owner < sides.owners; ++owner) {
       const std::int64_t begin = owner * sides.owner_tile;
       const std::int64_t end = std::min(begin + sides.owner_tile, sides.owner_length);
-      for (std::int64_t position = begin; position < end; position += kSquare) {
-        const std::int64_t own = (position - begin) / kSquare;
-        const auto blocks =
-            forward ? layout.row(plane, position / block) : layout.column(plane, position / block);
+      std::int64_t low = sides.listed, high = 0;  // the tiles that it touches
+      for (std::int64_t position = begin; position < end;) {
+        const std::int64_t next = std::min(end, (position / block + 1) * block);
+        std::uint32_t own = 0;
+        for (; position < next; position += kSquare) own |= 1u << (position - begin) / kSquare;
+        position = next;
+        const std::int64_t row = (next - 1) / block;
+        const auto blocks = forward ? layout.row(plane, row) : layout.column(plane, row);
         for (const auto& entry : blocks) {
-          const std::int64_t square = (forward ? entry.column : entry.row) * side;
-          for (std::int64_t s = square; s < square + side; ++s) {
-            const std::int64_t tile = s * kSquare / sides.listed_tile;
-            if (tile < sides.listed) {
-              squares[at(tile)] |= 1u << (8 * (s * kSquare % sides.listed_tile / kSquare) + own);
-            }
+          const std::int64_t first = (forward ? entry.column : entry.row) * side;
+          const std::int64_t past = std::min(first + side, all);
+          for (std::int64_t s = first; s < past; ++s) {
+            squares[at(tile_of[at(s)])] |= own << shift[at(s)];
           }
+          if (first >= past) continue;
+          low = std::min<std::int64_t>(low, tile_of[at(first)]);
+          high = std::max<std::int64_t>(high, tile_of[at(past - 1)] + 1);
         }
       }
       // What the band hides from all of the owner is left out.
@@ -65,7 +78,7 @@ Lists seen_tiles(const AttentionProblem& problem, Pass pass, const Sides& sides)
                                          visible_keys(mask, whole, end - 1).end}
                                  : Range{seeing_queries(mask, whole, begin).begin,
                                          seeing_queries(mask, whole, end - 1).end};
-      for (std::int64_t tile = 0; tile < sides.listed; ++tile) {
+      for (std::int64_t tile = low; tile < high; ++tile) {
         const std::uint32_t found = std::exchange(squares[at(tile)], 0);
         if (found != 0 && tile * sides.listed_tile < seen.end &&
             (tile + 1) * sides.listed_tile > seen.begin) {

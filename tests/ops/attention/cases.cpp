@@ -199,6 +199,30 @@ void add_scores(std::vector<Case>& cases) {
   const Setup large{.sigma = 30, .finite_differences = false, .dtypes = {DType::f64, DType::f32}};
   add(cases, "large logits", large);
   add(cases, "large logits, softcap", large, {{"softcap", "20"}});
+  // Of two tiles the largest elements, whose product no float holds, do not meet.
+  Setup apart{.batch = 1,
+              .query = 2,
+              .key = 2,
+              .heads = 1,
+              .kv_heads = 1,
+              .head_dim = 3,
+              .d_lse = true,
+              .finite_differences = false,
+              .dtypes = {DType::f64, DType::f32}};
+  for (const bool near : {false, true}) {
+    apart.change = [near](TensorMap& inputs, const Setup&, Random&) {
+      const double q[] = {0, near ? 0x1p90 : 1, 0, 0x1p100, 0, 0};
+      const double k[] = {0, near ? -0x1p33 : 1, 0, 0, 0, 0x1p60};
+      for (int i = 0; i < 6; ++i) {
+        inputs["q"].set(i, q[i]);
+        inputs["k"].set(i, k[i]);
+      }
+    };
+    add(cases,
+        near ? "products past f32 that do not meet, one near it"
+             : "products past f32 that do not meet",
+        apart, {{"causal", "top-left"}});
+  }
   add(cases, "d_lse", {.d_lse = true});
   add(cases, "d_lse causal, Sq above Sk", {.query = 65, .key = 33, .d_lse = true},
       {{"causal", "bottom-right"}});

@@ -57,6 +57,30 @@ TEST(attention_messages, good_problems_are_completed) {
   EXPECT_EQ(complete(varlen), varlen);
 }
 
+TEST(attention_messages, gradients_that_are_given_are_those_wanted) {
+  AttentionProblem some = good();
+  some.bias = f32({1, 4, 1, 6});
+  EXPECT_EQ(complete(some).d_bias, some.bias);
+  const auto plan_all = make_plan(Device::cpu(1), some, Pass::backward);
+  some.d_q = some.q;
+  some = complete(some);
+  EXPECT_FALSE(some.d_k.given() || some.d_v.given() || some.d_bias.given());
+  EXPECT_EQ(complete(some), some);
+  const auto plan = make_plan(Device::cpu(1), some, Pass::backward);
+  EXPECT_LT(plan.workspace_bytes(), plan_all.workspace_bytes());  // d_bias is summed there
+  float memory[1000] = {};
+  std::vector<std::byte> workspace(plan.workspace_bytes() + 64);
+  AttentionTensors tensors{.q = memory, .k = memory, .v = memory, .bias = memory};
+  tensors.out = tensors.lse = memory;
+  tensors.d_out = memory;
+  tensors.d_k = memory + 500;
+  EXPECT_EQ(message_of([&] {
+              plan.run({}, tensors, {workspace.data(), workspace.size()});
+            }),
+            "attention: d_k: expected null, as the problem has no such tensor, got a pointer; "
+            "describe the tensor in the problem before making the plan");
+}
+
 TEST(attention_messages, q_k_v) {
   EXPECT_EQ(refusal([](auto& p) { p.q = {}; }), "attention: q: expected a tensor, got none");
   EXPECT_EQ(refusal([](auto& p) {

@@ -118,6 +118,13 @@ std::vector<Case> block_softmax_cases() {
   cases.push_back(make_case("scale", mixed, 1, 16, {}, {{"scale", "0.3"}}));
   cases.push_back(
       make_case("scale of 0 and negative rpe", mixed, 1, 16, {2 - 1, 1}, {{"scale", "0"}}));
+  cases.push_back(
+      changed(make_case("scale of 0, columns side by side", mixed, 2, 16, {}, {{"scale", "0"}}),
+              [](TensorMap& inputs, DType) {
+                TensorSpec transposed = inputs["x"].spec();
+                std::swap(transposed.strides[2], transposed.strides[3]);
+                inputs["x"] = relaid(inputs["x"], transposed);
+              }));
   cases.push_back(make_case("rpe per batch and head", mixed, 2, 16, {2, 2}));
   cases.push_back(make_case("rpe shared by the batch", mixed, 2, 16, {1, 2}));
   cases.push_back(make_case("rpe shared by the heads", mixed, 2, 16, {2, 1}));

@@ -310,8 +310,8 @@ class AlignedBody final : public cuda::CudaBody<AttentionTensors> {
 Body make_with_aligned_rows(const AttentionProblem& problem, const Device& device, Pass pass,
                             BodyOf make) {
   const AttentionSizes sizes = sizes_of(problem);
-  const std::int64_t work =
-      (sizes.varlen ? 1 : sizes.batch) * sizes.heads * sizes.total_query * sizes.max_key;
+  const double work = static_cast<double>((sizes.varlen ? 1 : sizes.batch) * sizes.heads) *
+                      static_cast<double>(sizes.total_query) * static_cast<double>(sizes.max_key);
   const DType dtype = problem.q.dtype;
   const bool large = work >= kLeastWork && dtype != DType::f64;
   const bool heads = large && !has_aligned_heads(problem, pass);

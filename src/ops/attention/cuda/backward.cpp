@@ -178,7 +178,7 @@ class TileBackward final : public BackwardBody {
     const BiasShape& shape = params_.bias_shape;
     const bool whole = shape.batch == sizes_.batch && shape.head == sizes_.heads &&
                        shape.query == sizes_.total_query && shape.key == sizes_.total_key;
-    const std::int64_t work = planes_ * sizes_.total_query * sizes_.total_key;
+    const bool no_work = planes_ == 0 || sizes_.total_query == 0 || sizes_.total_key == 0;
     constexpr std::int64_t kMostHelpers = 4096;
     const auto helper = [&](std::string_view what) {
       Kernel kernel(bias_helper(dtype, what), device_);
@@ -202,8 +202,8 @@ class TileBackward final : public BackwardBody {
                        hopper_backward_kernel(dtype, hopper_kind(problem, true), width).kernel,
                        device_)
              : key_tiles >= device_.multiprocessors);
-    if (whole || stepped || work == 0) {
-      bias_plan_ = whole || work == 0 ? BiasPlan::written : BiasPlan::stepped;
+    if (whole || stepped || no_work) {
+      bias_plan_ = whole || no_work ? BiasPlan::written : BiasPlan::stepped;
       if (bias_plan_ == BiasPlan::stepped) {
         bias_sum_bytes_ = step_bytes;
         if (only_all_) {
@@ -211,7 +211,7 @@ class TileBackward final : public BackwardBody {
           params_.turn_count += pairs_ * params_.k_tiles;
         }
       }
-      clears_bias_ = work == 0 || problem.mask.left != BandMask::kUnbounded ||
+      clears_bias_ = no_work || problem.mask.left != BandMask::kUnbounded ||
                      problem.mask.right != BandMask::kUnbounded || problem.blocks.given();
       if (clears_bias_) clear_bias_ = helper("clear_bias");
       return;

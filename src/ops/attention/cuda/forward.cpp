@@ -137,15 +137,15 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
           sequences(problem, device, rows, rows),
           blocks(problem, device, Pass::forward, rows, keys, {.everywhere = at_work}) {
       const AttentionSizes sizes = sizes_of(problem);
-      const std::int64_t tiles =
-          sizes.varlen ? sequences.q_tiles() : ceil_div(sizes.total_query, rows);
+      const std::int64_t tiles = blocks.get().given() ? blocks.get().owner_count
+                                 : sizes.varlen       ? sequences.q_tiles()
+                                                      : ceil_div(sizes.total_query, rows);
       if (tiles > std::numeric_limits<std::int32_t>::max() / pairs) {
         fail(ErrorCode::unsupported, "attention", "q",
              fmt::format("at most 2^31 tiles of {} queries on a CUDA device", rows),
              problem.q.to_string());
       }
       q_tiles = static_cast<std::int32_t>(tiles);
-      if (blocks.get().given()) q_tiles = blocks.get().owner_count;
       kernel.shape.grid[0] = static_cast<unsigned>(q_tiles * pairs);
     }
   };

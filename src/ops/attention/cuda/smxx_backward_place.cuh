@@ -48,9 +48,10 @@ struct BlockPlace {
     over = nullptr;
   }
   // The same, behind the barrier ahead of the sums of `turn`: those of the turn before have arrived
-  // meanwhile, and the fence has little to wait for. It also orders what was seen of the counter
-  // before this thread's sums to come; the other threads' come behind the barrier, past the cache
-  // of the first level (an acquiring load, which PTX asks for, takes 1 to 3 % longer).
+  // meanwhile, and the fence has little to wait for. It also orders what this thread saw of the
+  // counter, if it is the one that looked, before its sums to come; the other threads' come behind
+  // the barrier, past the cache of the first level (an acquiring load, which PTX asks for, takes 1
+  // to 3 % longer).
   void swap_turn(int turn, int32_t* counters) {
     fence_device();
     if (over != nullptr) store_relaxed(over, next);

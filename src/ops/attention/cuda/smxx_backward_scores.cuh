@@ -249,10 +249,10 @@ struct Scores {
         for (int c = 0; c < 2; ++c) {
           const float lse = row[2 * c], delta = row[2 * c + 1], addend = addends[w][c];
           const int e = 2 * half + c;
-          float exponent = s[m][n][e] * factor - lse;
+          float score = s[m][n][e] * factor, exponent = score - lse;
           if constexpr (kHasBias) {
-            // Fused as forward has it, though the product is asked for, too.
-            exponent = (__fmaf_rn(s[m][n][e], factor, addend) - lse) * (biased ? kLog2E : 1);
+            score = __fmaf_rn(s[m][n][e], factor, addend);
+            exponent = (score - lse) * (biased ? kLog2E : 1);
           }
           bool seen = true;
           if constexpr (kCareful) {
@@ -261,7 +261,7 @@ struct Scores {
             // Without branches: the elements' chains of instructions are to run side by side.
             seen = (i < place.q_length) & (j < place.k_length) & (j - i >= place.lowest) &
                    (j - i <= place.highest) & (addend != -infinity<float>()) &
-                   (s[m][n][e] * factor != -infinity<float>()) & (lse != infinity<float>());
+                   (score != -infinity<float>()) & (lse != infinity<float>());
             if constexpr (has_blocks(kFeatures)) {
               seen = seen & ((squares >> (n / 2 * 8 + lane / 16) & 1) != 0);
             }
@@ -310,7 +310,7 @@ struct Scores {
 template <class T, int kKeys, int kQueries, int kThreads>
 void prefetch_bias(const BackwardParams& p, const TilePlace& place, int head, int query_tile) {
   if (p.bias.data == nullptr || !p.bias_vectors || p.bias.query == 0) return;
-  constexpr int kLines = kKeys / 64;
+  constexpr int kLines = (kKeys + 63) / 64;
 #pragma unroll 1
   for (int line = threadIdx.x; line < kQueries * kLines; line += kThreads) {
     const int i = query_tile * kQueries + line / kLines,

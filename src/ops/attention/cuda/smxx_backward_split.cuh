@@ -192,8 +192,8 @@ struct SplitBlock : BackwardBlock<float, kWidth, kTiles, kFeatures> {
                static_cast<uint32_t>(query % 4 * 4);
       };
     };
-    scores.repair(s, units.k_unit * q_unit(stage), p.q, p.k, p.problem.head_dim, in(p_tile));
-    scores.repair(d_p, units.v_unit * d_out_unit(stage), p.d_out, p.v, p.problem.value_dim,
+    scores.repair(s, {units.k_unit, q_unit(stage)}, p.q, p.k, p.problem.head_dim, in(p_tile));
+    scores.repair(d_p, {units.v_unit, d_out_unit(stage)}, p.d_out, p.v, p.problem.value_dim,
                   in(ds_tile));
   }
 
@@ -220,8 +220,8 @@ struct SplitBlock : BackwardBlock<float, kWidth, kTiles, kFeatures> {
       if (suspicious || !block.finite_keys) repair(s, d_p, scores, stage, first);
       uint32_t kept[2];
       scores.draw(kept);
-      const float s_unit = units.k_unit * q_unit(stage);
-      const float d_p_unit = units.v_unit * d_out_unit(stage);
+      const UnitProduct s_unit(units.k_unit, q_unit(stage));
+      const UnitProduct d_p_unit(units.v_unit, d_out_unit(stage));
       float* const bias_sums = this->bias_sums_of(step, 0);
       if (careful || is_general(kFeatures) || (this->listed() && squares != kAllSquares)) {
         scores.template make<true>(s, d_p, s_unit, d_p_unit, kept, bias_sums);

@@ -23,10 +23,12 @@ float split_arrived(uint32_t tile, uint32_t (&largest)[kThreads / 32]) {
   return unit;
 }
 
-// s = unit · q · kᵀ, of the tiles' rows from `q_rows` on.
+// s = unit · q · kᵀ, of the tiles' rows from `q_rows` on. A unit beyond what a float holds makes
+// all of it NaN, as some of it may be finite: rows are done once more.
 template <int kWidth, int kRowTiles, int kKeyTiles>
 void plane_scores(float (&s)[kRowTiles][kKeyTiles][4], uint32_t q_rows, uint32_t k_tile, float unit,
                   int lane) {
+  unit = unit < infinity<float>() ? unit : quiet_nan<float>();
   const PlaneRows<kWidth, false> queries(q_rows, lane);
   const PlaneRows<kWidth, true> keys(k_tile, lane);
   multiply_plane_columns<kWidth, false>(s, queries, 0, keys, 0);

@@ -84,7 +84,8 @@ void forward_stream(const ForwardParams& p) {
 #pragma unroll
       for (int e = 1; e < kWidth; ++e) largest = Maximum()(largest, scores[e]);
       if (largest > maximum) {
-        sum *= power((maximum - largest) * factor);
+        // Nothing times −inf is NaN where the factor is 0.
+        if (maximum != -infinity<R>()) sum *= power((maximum - largest) * factor);
         maximum = largest;
       }
       const R shift = shift_of(maximum);
