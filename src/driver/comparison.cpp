@@ -89,25 +89,37 @@ std::string value_mismatch(const HostTensor& got, const HostTensor& expected) {
   return {};
 }
 
-double mean_error(const HostTensor& got, const HostTensor& expected) {
+MeanErrors mean_errors(const HostTensor& got, const HostTensor& expected,
+                       const HostTensor* finite) {
   std::mutex mutex;
-  double differences = 0, sizes = 0;
+  MeanErrors all;
+  std::int64_t judged = 0;
   for_stretches(got.numel(), [&](std::int64_t first, std::int64_t count) {
-    std::array<double, kStretch> values[2];
+    std::array<double, kStretch> values[3];
     const auto size = static_cast<std::size_t>(count);
     got.load(first, std::span(values[0]).first(size));
     expected.load(first, std::span(values[1]).first(size));
-    double off = 0, sum = 0;
+    if (finite != nullptr) finite->load(first, std::span(values[2]).first(size));
+    MeanErrors here;
+    std::int64_t own = 0;
     for (std::size_t i = 0; i < size; ++i) {
-      if (!std::isfinite(values[1][i])) continue;
-      off += std::abs(values[0][i] - values[1][i]);
-      sum += std::abs(values[1][i]);
+      const double want = values[1][i];
+      if (!std::isfinite(want) || (finite != nullptr && !std::isfinite(values[2][i]))) continue;
+      const double off = std::abs(values[0][i] - want);
+      here.difference += std::isfinite(off) ? off : std::numeric_limits<double>::infinity();
+      here.size += std::abs(want);
+      ++own;
     }
     const std::lock_guard lock(mutex);
-    differences += off;
-    sizes += sum;
+    all.difference += here.difference;
+    all.size += here.size;
+    judged += own;
   });
-  return differences == 0 ? 0 : differences / sizes;
+  if (judged > 0) {
+    all.difference /= static_cast<double>(judged);
+    all.size /= static_cast<double>(judged);
+  }
+  return all;
 }
 
 LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected,

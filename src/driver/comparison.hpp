@@ -27,8 +27,13 @@ struct LargestErrors {
 LargestErrors largest_errors(const HostTensor& got, const HostTensor& expected,
                              const HostTensor* finite = nullptr, const Sizes& sizes = {});
 
-// The sum of all differences where `expected` is finite, of the sum of its sizes.
-double mean_error(const HostTensor& got, const HostTensor& expected);
+// The same in the mean; a difference is infinite where any is. `ratio` is 0 if nothing differs.
+struct MeanErrors {
+  double difference = 0, size = 0;
+  double ratio() const { return difference == 0 ? 0 : difference / size; }
+};
+MeanErrors mean_errors(const HostTensor& got, const HostTensor& expected,
+                       const HostTensor* finite = nullptr);
 
 // The first element that is wrong, or nothing.
 

@@ -42,8 +42,24 @@ TEST(check_case, notices_a_wrong_gradient_by_reference_and_by_differences) {
   const Case wrong = toy({{"fault", "wrong-gradient"}});
   EXPECT_TRUE(mentions(failures(wrong), "d_x: error"));
   EXPECT_TRUE(mentions(failures(wrong, DType::f64), "d_x: finite difference"));
-  EXPECT_TRUE(mentions(failures(wrong, DType::bf16), "d_x: error") ||
-              failures(wrong, DType::bf16).empty());  // 1 % is near the step of bf16
+}
+
+// Beside one large element, the others are within what 16 bits lose of that.
+TEST(check_case, notices_small_elements_that_were_lost) {
+  Case test = toy({{"fault", "lost-small-elements"}});
+  test.inputs = [](DType dtype, Random& random) {
+    TensorMap inputs = {{"x", filled_tensor(dtype, {400}, 0.1)},
+                        {"d_y", normal_tensor(dtype, {400}, random)}};
+    inputs["x"].set(17, 3);
+    return inputs;
+  };
+  for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+    EXPECT_TRUE(mentions(failures(test, dtype), "y: mean error")) << name_of(dtype);
+  }
+  test.options.clear();
+  for (const DType dtype : {DType::f64, DType::f32, DType::bf16, DType::f16}) {
+    EXPECT_EQ(failures(test, dtype), "");
+  }
 }
 
 TEST(check_case, notices_a_write_outside_an_output) {

@@ -13,10 +13,10 @@
 namespace pullback::driver {
 namespace {
 
-constexpr std::array<std::string_view, 12> kFaults = {
-    "none",        "wrong-output",  "wrong-in-f32",   "wrong-gradient",
-    "stray-write", "thread-bits",   "missing-output", "lost-nan",
-    "wrong-shape", "changed-input", "refused",        "system"};
+constexpr std::array<std::string_view, 13> kFaults = {
+    "none",        "wrong-output",   "wrong-in-f32",       "wrong-gradient", "stray-write",
+    "thread-bits", "missing-output", "lost-nan",           "wrong-shape",    "changed-input",
+    "refused",     "system",         "lost-small-elements"};
 
 class ToySession final : public Session {
  public:
@@ -27,6 +27,7 @@ class ToySession final : public Session {
       const double x = x_.get(i);
       double y = scale_ * x * x;
       if (has("wrong-output") && i == 0) y += 1;
+      if (has("lost-small-elements") && std::abs(y) < 0.1) y = 0;
       if (has("wrong-in-f32") && x_.spec().dtype == DType::f32) y *= 1.1;
       if (has("lost-nan") && std::isnan(y)) y = 0;
       if (has("thread-bits") && threads_ > 1) y = std::nextafter(y, 1e30);
@@ -102,6 +103,7 @@ const OpDriver& toy_driver() {
   static const OpDriver driver{.name = "toy",
                                .summary = "scale times the square",
                                .inputs = {{"x", "[…]", true}, {"d_y", "like x", true}},
+                               .outputs = "y",
                                .options = {{"scale", "X", "factor (1)"},
                                            {"window", "L,R", "unused; L is -1"},
                                            {"fault", "NAME", "what goes wrong"}},

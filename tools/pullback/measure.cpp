@@ -156,7 +156,8 @@ void add_errors(Measurement& result, const driver::Request& request, const Tenso
       const HostTensor& got = found->second;
       if (!is_floating(expected.spec().dtype)) continue;
       add_error(result, driver, name, relative_difference(got, expected), on_gpu ? "cpu" : "f64");
-      const double off = driver::mean_error(got, expected), most = gross_error(got.spec().dtype);
+      const double off = driver::mean_errors(got, expected).ratio(),
+                   most = gross_error(got.spec().dtype);
       if (!(off <= most)) {
         result.failures.push_back(
             fmt::format("{}: off by {:.3g} in the mean, more than {:.3g}", name, off, most));
