@@ -177,6 +177,7 @@ const OpDriver& driver() {
                  {"d_lse", "[B,H,Sq], or [H,total_q]; f32 (f64 for f64)", false},
                  {"cu_seqlens_q", "[B+1] i32 or i64: first rows of the sequences", false},
                  {"cu_seqlens_k", "[B+1] i32 or i64", false}},
+      .outputs = "out, lse",
       .options =
           {{"causal", "top-left|bottom-right", "no query sees keys past its own, from a corner"},
            {"window", "L,R", "keys seen to the left and right; -1 = unbounded"},

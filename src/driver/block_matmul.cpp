@@ -93,6 +93,7 @@ const OpDriver& block_matmul_driver() {
                  {"b", "[Z,H,K,N], [Z,H,N,K], or for dds [Z,nnz,b,b]", true},
                  {"layout", "[H,R,C] of 0 and 1", true},
                  {"d_c", "like c", true}},
+      .outputs = "c",
       .options = {{"mode", "sdd|dsd|dds", "which of c, a, b is sparse"},
                   {"transpose-a", "true|false", "a is stored transposed"},
                   {"transpose-b", "true|false", "b is stored transposed"},

@@ -96,6 +96,7 @@ const OpDriver& block_softmax_driver() {
                  {"key_padding_mask", "[Z,C*b]", false},
                  {"attn_mask", "[R*b,C*b]", false},
                  {"d_y", "[Z,nnz,b,b]", true}},
+      .outputs = "y",
       .options = {{"scale", "X", "factor of x (default 1)"},
                   {"key-padding-mode", "add|keep", "add to the scores (default), or 0 hides"},
                   {"attn-mask-mode", "add|keep", "add to the scores, or 0 hides (default)"},

@@ -144,7 +144,8 @@ void check_inputs(const OpDriver& driver, const Request& request) {
     const bool is_known = std::any_of(driver.inputs.begin(), driver.inputs.end(),
                                       [&](const TensorHelp& input) { return input.name == name; });
     if (!is_known) {
-      fail(ErrorCode::invalid_argument, driver.name, "inputs", known, printable(name, 400));
+      fail(ErrorCode::invalid_argument, driver.name, "inputs", known,
+           fmt::format("'{}'", printable(name, 400)));
     }
   }
 }

@@ -70,6 +70,7 @@ struct NamePair {
 struct OpDriver {
   std::string_view name, summary;
   std::vector<TensorHelp> inputs;
+  std::string_view outputs;  // of the forward pass, for people
   std::vector<OptionHelp> options;
   std::vector<NamePair> cotangents;  // output, input that is its incoming gradient
   std::vector<NamePair> gradients;   // input, output that is its gradient

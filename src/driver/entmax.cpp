@@ -41,6 +41,10 @@ Options read_options(const Request& request) {
     fail(ErrorCode::invalid_argument, kOp, "--saved", "y, which d_alpha is computed from",
          "support", "leave out --saved or --d-alpha");
   }
+  if (options.from_support && request.inputs.contains("offsets")) {
+    fail(ErrorCode::invalid_argument, kOp, "--saved", "y with offsets", "support",
+         "leave out --saved");
+  }
   if (options.from_support && (per_row || options.alpha != 2)) {
     fail(ErrorCode::invalid_argument, kOp, "--saved", "y where alpha is not 2", "support");
   }
@@ -127,6 +131,7 @@ const OpDriver& driver() {
                  {"alpha", "one per row, f32 (f64 for f64)", false},
                  {"mask", "like x, u8 or bool, 0 hides", false},
                  {"offsets", "[G+1], ragged rows along the axis", false}},
+      .outputs = "y, tau; support and support_size, with --saved support",
       .options = {{"alpha", "A", "1 softmax, 1.5, 2 sparsemax (default), any A >= 1"},
                   {"axis", "K", "the axis of the rows (default -1)"},
                   {"saved", "y|support", "what the backward reads (default y)"},

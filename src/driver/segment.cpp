@@ -8,6 +8,7 @@
 #include "core/element.hpp"
 #include "driver/driver.hpp"
 #include "driver/session.hpp"
+#include "ops/segment/index.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -74,7 +75,7 @@ bool ascending(const TensorSpec& spec, const void* ids) {
   return true;
 }
 
-// Of sorted ids the op itself does this; sorting drops what is out of range.
+// Their order is no matter: they are sorted, which drops what is out of range.
 void check_ids(const SegmentProblem& problem, const void* ids) {
   for (std::int64_t n = 0; n < problem.ids.shape[0]; ++n) {
     const std::int64_t id = load_index(problem.ids.dtype, ids, n * problem.ids.strides[0]);
@@ -125,6 +126,12 @@ SegmentProblem problem_of(const Request& request, const Options& options) {
   problem.check_indices = options.check_indices;
   problem.d_out = spec_of(request.inputs, "d_out");
   if (problem.offsets.given()) {
+    // To the op 0 is as good as nothing.
+    if (options.num_segments == 0 && problem.offsets.numel() > 1) {
+      fail(ErrorCode::invalid_argument, kOp, "--num-segments",
+           fmt::format("{}, as offsets have it", problem.offsets.numel() - 1), "0",
+           "leave --num-segments out");
+    }
     problem.num_segments = std::max<std::int64_t>(options.num_segments, 0);
   } else if (is_index(problem.ids)) {
     problem.num_segments = count_segments(request, options);
@@ -145,16 +152,19 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
   explicit SegmentSession(const Request& request) : OpSession(request) {
     const Options options = read_options(request);
     SegmentProblem problem = complete(problem_of(request, options));
-    if (request.backward && !request.inputs.contains("d_out")) {
-      fail(ErrorCode::invalid_argument, kOp, "d_out",
-           "a tensor " + shape_text(shape_of(problem.out)), "none");
-    }
     tensors_.x = input("x");
     tensors_.offsets = input("offsets");
     tensors_.ids = input("ids");
     tensors_.d_out = input("d_out");
-    if (problem.ids.given() && !ascending(problem.ids, data_of(request.inputs, "ids"))) {
-      if (options.check_indices) check_ids(problem, data_of(request.inputs, "ids"));
+    // Here, as a plan for a GPU checks none.
+    const SegmentTensors host{.offsets = data_of(request.inputs, "offsets"),
+                              .ids = data_of(request.inputs, "ids")};
+    if (problem.check_indices && problem.ids.given()) check_ids(problem, host.ids);
+    if (problem.check_indices && problem.offsets.given()) {
+      pullback::check_indices(problem, host, nullptr);
+    }
+    problem.check_indices = false;
+    if (problem.ids.given() && !ascending(problem.ids, host.ids)) {
       sort_ids(problem, options.keep_ids);
     }
 
@@ -209,9 +219,10 @@ const OpDriver kDriver{
     .name = kOp,
     .summary = "reductions and softmax over groups of rows, and their gradients",
     .inputs = {{"x", "[N,D]", true},
-               {"d_out", "[S,D], for softmax [N,D]", false},
-               {"offsets", "i32 or i64 [S+1]", false},
-               {"ids", "i32 or i64 [N], any order", false}},
+               {"d_out", "[S,D], for softmax [N,D]", true},
+               {"offsets", "i32 or i64 [S+1], or ids", false},
+               {"ids", "i32 or i64 [N], any order, in place of offsets", false}},
+    .outputs = "out; arg, of max and min; lse, of logsumexp of 16 bits",
     .options =
         {{"reduce", "sum|mean|max|min|prod|logsumexp|softmax", "what is computed (sum)"},
          {"ties", "first|last|even", "who gets the gradient of max and min (first)"},

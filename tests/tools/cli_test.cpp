@@ -243,6 +243,9 @@ TEST_F(Cli, bad_usage_of_the_other_commands) {
                                  {"compare", "a.json"},
                                  {"compare", "a.json", "b.json", "--threshold", "nan"},
                                  {"compile", "--match", "nothing has this"},
+                                 {"compile", "--match", "^segment_starts", "--output", ""},
+                                 {"bench", "--json", ""},
+                                 {"bench", "--json", path("same"), "--html", path("same")},
                                  {"demo"},
                                  {"doctor", "stray"}}) {
     const Result bad = toy(arguments);
@@ -373,10 +376,13 @@ TEST_F(Cli, compare_refuses_other_files) {
   Json twice = report();
   twice["results"].push_back(twice["results"][0]);
   std::ofstream(path("text")) << "no json";
+  std::ofstream(path("nothing at all"));
+  std::ofstream(path("deep")) << R"({"schema":)" << std::string(1000000, '[')
+                              << std::string(1000000, ']') << "}";
   for (const std::string& bad :
        {save("schema", other), save("fraction", fraction), save("wrong", wrong),
         save("nothing", nothing), save("empty", empty), save("twice", twice), save("list", {1, 2}),
-        path("text"), path("missing"), folder_.string()}) {
+        path("text"), path("nothing at all"), path("deep"), path("missing"), folder_.string()}) {
     const Result result = toy({"compare", good, bad});
     EXPECT_EQ(result.status, 2) << bad;
     EXPECT_TRUE(has(result.err, bad)) << result.err;

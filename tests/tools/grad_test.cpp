@@ -221,7 +221,7 @@ TEST_F(Grad, wrong_tensors_are_refused) {
   refused({}, "toy: x: expected a tensor […], got none");
   refused({{"x", floats}}, "toy: d_y: expected a tensor like x, got none");
   refused({{"x", floats}, {"d_y", floats}, {"a\nb", floats}},
-          "toy: inputs: expected x, d_y, got a");
+          "toy: inputs: expected x, d_y, got 'a");
   refused({{"x", floats}, {"d_y", driver::filled_tensor(DType::f32, {4}, 1)}},
           "toy: d_y: expected shape [3], got [4]");
   const HostTensor integers = driver::filled_tensor(DType::i32, {3}, 1);

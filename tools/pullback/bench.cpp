@@ -11,7 +11,6 @@
 #include "cuda/driver.hpp"
 #include "cuda_timer.hpp"
 #include "driver/case.hpp"
-#include "driver/output_file.hpp"
 #include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "pullback/error.hpp"
@@ -23,7 +22,8 @@ namespace {
 struct BenchOptions {
   std::vector<std::string> ops, dtypes;
   DeviceOptions device;
-  std::string json, html, filter, variant;
+  std::string filter, variant;
+  ReportFiles files;
   bool quick = false, no_compare = false;
   double seconds = 0;
   std::uint64_t seed = 1;
@@ -88,18 +88,11 @@ class Inputs {
   std::map<DType, Kept> kept_;
 };
 
-void save(const Json& report, const BenchOptions& options) {
-  if (!options.json.empty()) write_text_file(options.json, report.dump(1) + "\n");
-  if (!options.html.empty()) write_text_file(options.html, html_of(report));
-}
-
 int run_bench(const BenchOptions& options) {
   const Device device = options.device.get();
   for (const auto& op : options.ops) driver::find_driver(op);  // throws where there is none
   const std::vector<Job> jobs = jobs_of(options, device);
-  for (const std::string& path : {options.json, options.html}) {
-    if (!path.empty()) driver::check_output_file(path);
-  }
+  options.files.check();
   const Machine machine = this_machine();
   Json report;
   std::vector<std::string> failures;
@@ -150,7 +143,7 @@ int run_bench(const BenchOptions& options) {
                   fmt::format("pullback bench {} --dtype {} --seed {} {}{} --filter {}",
                               job.test.op, name_of(job.dtype), options.seed, text_of(device),
                               variant_text(options.variant), shell_quoted(job.test.name)));
-      save(report, options);  // an interrupted run leaves what it had
+      options.files.save(report);  // an interrupted run leaves what it had
     }
   }
   fmt::print("{}\n{}", heading_text(report), table_text(report));
@@ -166,10 +159,7 @@ void add_bench(CLI::App& app, Command& command) {
   auto options = std::make_shared<BenchOptions>();
   bench->add_option("op", options->ops, "ops to time; all when not given")->type_name("OP");
   options->device.add_to(*bench);
-  bench->add_option("--json", options->json, "write the results, for pullback compare")
-      ->type_name("FILE");
-  bench->add_option("--html", options->html, "write one page with tables and plots")
-      ->type_name("FILE");
+  options->files.add_to(*bench);
   bench->add_option("--filter", options->filter, "only cases with this text in their name")
       ->type_name("TEXT");
   bench->add_option("--dtype", options->dtypes, "only this dtype; may be repeated")

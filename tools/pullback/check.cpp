@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <memory>
 #include <optional>
 
@@ -81,19 +82,26 @@ Outcome run_job(const Job& job, const Device& device, const std::string& variant
   return outcome;
 }
 
-// A name that no variant has is bad usage, not a failure of every case.
-void check_variant(const Job& job, const Device& device, const CheckOptions& options) {
-  driver::Random random(job.seed);
-  try {
-    driver::find_driver(job.test.op)
-        .prepare({.op = job.test.op,
-                  .inputs = job.test.inputs(job.dtype, random),
-                  .options = job.test.options,
-                  .device = device,
-                  .variant = options.variant});
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::unsupported) throw;
+// A variant that there is not, or not for any of the cases, is bad usage, not a failure of all.
+void check_variant(const std::vector<Job>& jobs, const Device& device,
+                   const CheckOptions& options) {
+  std::exception_ptr refusal;
+  for (const Job& job : jobs) {
+    driver::Random random(job.seed);
+    try {
+      driver::find_driver(job.test.op)
+          .prepare({.op = job.test.op,
+                    .inputs = job.test.inputs(job.dtype, random),
+                    .options = job.test.options,
+                    .device = device,
+                    .variant = options.variant});
+      return;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::unsupported) throw;
+      if (!refusal) refusal = std::current_exception();
+    }
   }
+  if (refusal && !options.variant.empty()) std::rethrow_exception(refusal);
 }
 
 int run_check(const CheckOptions& options) {
@@ -107,7 +115,7 @@ int run_check(const CheckOptions& options) {
     if (!wanted) continue;
     plan.emplace_back(lists.op, jobs_of(lists, options));
     total += plan.back().second.size();
-    if (!plan.back().second.empty()) check_variant(plan.back().second.front(), device, options);
+    check_variant(plan.back().second, device, options);
   }
   if (total == 0) {
     throw Error(ErrorCode::invalid_argument,

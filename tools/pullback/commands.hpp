@@ -42,6 +42,8 @@ struct DeviceOptions {
 std::function<std::string(const std::string&)> number_between(double low, double high);
 // The same. For unsigned options CLI takes -1 and what is too large for the largest number.
 std::string whole_number(const std::string& text);
+// The same, of a variable of a script that was not set for instance.
+std::string some_path(const std::string& text);
 
 // The options that choose the device: "--threads 4", "--device cuda:1".
 std::string text_of(const Device& device);

@@ -34,23 +34,27 @@ using Times = std::map<std::string, Time>;  // by "op case dtype pass"
 Times read_times(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
-  if (!file || !(text << file.rdbuf())) refuse(path, "cannot read the file");
+  if (file.peek() != std::ifstream::traits_type::eof()) text << file.rdbuf();
+  if (!file.is_open() || file.bad()) refuse(path, "cannot read the file");
   const Json report = Json::parse(text.str(), nullptr, false);
   if (report.is_discarded()) refuse(path, "expected JSON from pullback bench --json");
   try {
-    if (report.at("schema") != Json(kReportSchema)) {
-      refuse(path,
-             fmt::format("expected schema {}, got {}", kReportSchema, report.at("schema").dump()));
+    const Json& schema = report.at("schema");
+    if (schema != Json(kReportSchema)) {
+      // Anything else may be of any size and depth.
+      refuse(path, fmt::format("expected schema {}, got {}", kReportSchema,
+                               schema.is_number() ? schema.dump() : schema.type_name()));
     }
     Times times;
     for (const Json& record : report.at("results").get_ref<const Json::array_t&>()) {
       const Json& seconds = record.at("seconds");
       const Time time{seconds.at("median"), seconds.at("p20"), seconds.at("p80")};
       if (!(time.median > 0)) refuse(path, "expected times above 0");
-      const std::string name =
+      const std::string name = driver::printable(
           fmt::format("{} · {} · {} · {}", record.at("op").get<std::string>(),
                       record.at("case").get<std::string>(), record.at("dtype").get<std::string>(),
-                      record.at("pass").get<std::string>());
+                      record.at("pass").get<std::string>()),
+          400);
       if (!times.emplace(name, time).second) refuse(path, fmt::format("'{}' is there twice", name));
     }
     return times;

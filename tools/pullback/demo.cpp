@@ -5,7 +5,6 @@
 #include <memory>
 
 #include "commands.hpp"
-#include "driver/output_file.hpp"
 #include "driver/safetensors.hpp"
 #include "print.hpp"
 #include "report.hpp"
@@ -14,7 +13,8 @@ namespace pullback::tool {
 namespace {
 
 struct DemoOptions {
-  std::string folder, json, html;
+  std::string folder;
+  ReportFiles files;
   DeviceOptions device;
 };
 
@@ -47,9 +47,7 @@ std::string title_of(const DemoJob& job, const driver::Request& request) {
 
 int run_demo(const DemoOptions& options) {
   const Device device = options.device.get();
-  for (const std::string& path : {options.json, options.html}) {
-    if (!path.empty()) driver::check_output_file(path);
-  }
+  options.files.check();
   const Machine machine = this_machine();
   Json report;
   std::vector<std::string> failures;
@@ -77,8 +75,7 @@ int run_demo(const DemoOptions& options) {
                       shell_quoted(path), text_of(device));
       for (const auto& [name, value] : job.options) repeat += fmt::format(" --{} {}", name, value);
       add_results(report, ceilings, title_of(job, request), request, measurement, repeat);
-      if (!options.json.empty()) write_text_file(options.json, report.dump(1) + "\n");
-      if (!options.html.empty()) write_text_file(options.html, html_of(report));
+      options.files.save(report);
     }
   }
   fmt::print("{}\n{}", heading_text(report), table_text(report));
@@ -99,9 +96,7 @@ void add_demo(CLI::App& app, Command& command) {
       ->required()
       ->type_name("DIR");
   options->device.add_to(*demo);
-  demo->add_option("--json", options->json, "write the results")->type_name("FILE");
-  demo->add_option("--html", options->html, "write one page with tables and plots")
-      ->type_name("FILE");
+  options->files.add_to(*demo);
   demo->callback([options, &command] { command.run = [options] { return run_demo(*options); }; });
 }
 

@@ -65,7 +65,7 @@ std::string footer_of(const driver::OpDriver& driver) {
     text += fmt::format("  {:<27} {}{}\n", input.name, input.shape,
                         input.required ? "" : "  (optional)");
   }
-  text += "Gradients in the output file:\n";
+  text += fmt::format("In the output file:\n  {}\n", driver.outputs);
   for (const auto& pair : driver.gradients) {
     text += fmt::format("  {:<27} by {}\n", pair.second, pair.first);
   }

@@ -211,6 +211,7 @@ void add_compile(CLI::App& app, Command& command) {
       ->delimiter(',')
       ->type_name("ARCHS");
   compile->add_option("--output", options->output, "folder, to be used as PULLBACK_CACHE_DIR")
+      ->check(some_path)
       ->type_name("DIR");
   compile->add_option("--match", options->match, "only kernels whose name contains this pattern")
       ->type_name("REGEX");

@@ -87,10 +87,8 @@ int run(int argc, char** argv) {
   std::string unknown;
   try {
     app.parse(reversed_arguments(argc, argv));
-  } catch (const CLI::ExtrasError& error) {
-    // "The following arguments were not expected: VALUE --name", the last one first.
-    const std::string_view text = error.what();
-    unknown = text.substr(text.find_last_of(' ') + 1);
+  } catch (const CLI::ExtrasError&) {
+    unknown = app.remaining(true).front();
     if (!app.get_subcommands().empty()) {
       report(fmt::format("unknown option or argument '{}' (see --help)", unknown));
       return kBadUsage;
@@ -158,6 +156,8 @@ std::string whole_number(const std::string& text) {
   if (error == std::errc() && end == text.data() + text.size()) return {};
   return fmt::format("expected a whole number of at most 64 bits, got '{}'", text);
 }
+
+std::string some_path(const std::string& text) { return text.empty() ? "expected a path" : ""; }
 
 std::string variant_text(const std::string& variant) {
   return variant.empty() ? "" : " --variant " + shell_quoted(variant);

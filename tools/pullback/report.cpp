@@ -2,8 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <CLI/CLI.hpp>
 #include <cmath>
 
+#include "commands.hpp"
 #include "cuda/driver.hpp"
 #include "driver/output_file.hpp"
 #include "driver/safetensors.hpp"
@@ -41,6 +43,12 @@ Json gpu_of(const Device& device) {
           {"memory_bytes", info.memory_bytes},
           {"cuda", fmt::format("{}.{}", cuda::driver().version / 1000,
                                cuda::driver().version % 1000 / 10)}};
+}
+
+void write_text_file(const std::string& path, const std::string& text) {
+  driver::OutputFile file(path);
+  file.write(text.data(), text.size());
+  file.commit();
 }
 
 }  // namespace
@@ -185,10 +193,29 @@ std::string table_text(const Json& report) {
   return table.text();
 }
 
-void write_text_file(const std::string& path, const std::string& text) {
-  driver::OutputFile file(path);
-  file.write(text.data(), text.size());
-  file.commit();
+void ReportFiles::add_to(CLI::App& app) {
+  app.add_option("--json", json, "write the results, for pullback compare")
+      ->check(some_path)
+      ->type_name("FILE");
+  app.add_option("--html", html, "write one page with tables and plots")
+      ->check(some_path)
+      ->type_name("FILE");
+}
+
+void ReportFiles::check() const {
+  for (const std::string& path : {json, html}) {
+    if (!path.empty()) driver::check_output_file(path);
+  }
+  if (!json.empty() && json == html) {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("--html: expected another file than --json, got {}",
+                            driver::printable(html, 400)));
+  }
+}
+
+void ReportFiles::save(const Json& report) const {
+  if (!json.empty()) write_text_file(json, report.dump(1) + "\n");
+  if (!html.empty()) write_text_file(html, html_of(report));
 }
 
 }  // namespace pullback::tool

@@ -6,6 +6,10 @@
 
 #include "measure.hpp"
 
+namespace CLI {
+class App;
+}
+
 namespace pullback::tool {
 
 using Json = nlohmann::ordered_json;
@@ -31,7 +35,14 @@ std::string table_text(const Json& report);
 // One page that needs nothing else: tables and inline SVG.
 std::string html_of(const Json& report);
 
-// Throws Error(device) when the file cannot be written.
-void write_text_file(const std::string& path, const std::string& text);
+// --json and --html: where a report goes, if anywhere.
+struct ReportFiles {
+  std::string json, html;
+
+  void add_to(CLI::App& app);
+  // Before long work. Throws Error where a file cannot be written, or both are one.
+  void check() const;
+  void save(const Json& report) const;
+};
 
 }  // namespace pullback::tool

@@ -202,6 +202,7 @@ class ReferenceBody final : public PlanBody<AttentionTensors> {
 
   template <class F>
   void for_each_row(const Sequences& sequences, const F& f) const {
+    if (sizes_.total_query == 0) return;  // of however many batch items
     for (std::int64_t b = 0; b < sizes_.batch; ++b) {
       const Sequence sequence = sequences[b];
       for (std::int64_t h = 0; h < sizes_.heads; ++h) {

@@ -182,13 +182,27 @@ std::string driver_message(const driver::OptionMap& options, const driver::Tenso
 TEST(segment_messages, driver) {
   driver::TensorMap inputs;
   inputs["x"] = driver::HostTensor(TensorSpec::contiguous(DType::f32, {6, 4}));
+  EXPECT_EQ(driver_message({}, inputs),
+            "segment: d_out: expected a tensor [S,D], for softmax [N,D], got none");
+  inputs["d_out"] = driver::HostTensor(TensorSpec::contiguous(DType::f32, {3, 4}));
   EXPECT_EQ(
       driver_message({}, inputs),
       "segment: offsets, ids: expected exactly one of them, or both with a permutation, got none");
   inputs["offsets"] = driver::HostTensor(TensorSpec::contiguous(DType::i64, {4}));
-  EXPECT_EQ(driver_message({}, inputs), "segment: d_out: expected a tensor [3, 4], got none");
-  inputs["d_out"] = driver::HostTensor(TensorSpec::contiguous(DType::f32, {3, 4}));
   EXPECT_EQ(driver_message({}, inputs), "no error");
+  EXPECT_EQ(driver_message({{"num-segments", "0"}}, inputs),
+            "segment: --num-segments: expected 3, as offsets have it, got 0; leave --num-segments "
+            "out");
+  inputs["offsets"] = driver::tensor_of(DType::i64, {4}, {0, 2, 1, 6});
+  EXPECT_EQ(driver_message({}, inputs), "no error");
+  EXPECT_EQ(driver_message({{"check-indices", "true"}}, inputs),
+            "segment: offsets[2]: expected at least 2, the one before, got 1");
+  inputs.erase("offsets");
+  inputs["ids"] = driver::tensor_of(DType::i32, {6}, {0, 0, 1, 1, 2, 3});
+  EXPECT_EQ(driver_message({}, inputs), "no error");
+  EXPECT_EQ(driver_message({{"check-indices", "true"}}, inputs),
+            "segment: ids[5]: expected 0 to 2, got 3; raise --num-segments, or leave "
+            "--check-indices off to drop the row");
   EXPECT_EQ(
       driver_message({{"reduce", "median"}}, inputs),
       "segment: --reduce: expected sum or mean or max or min or prod or logsumexp or softmax, "
