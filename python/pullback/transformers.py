@@ -217,6 +217,15 @@ def _bias(seen: Tensor, dtype: torch.dtype, hidden: float = -torch.inf) -> Tenso
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
 
 
+def _narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """The lowest number stays that, where it is such that scores added to it change nothing: rows
+    of it have a mean of all values, and rows of -inf none."""
+    if bias.dtype == dtype or dtype == torch.float16:
+        return bias.to(dtype)
+    low = bias == torch.finfo(bias.dtype).min
+    return bias.to(dtype).masked_fill(low, torch.finfo(dtype).min)
+
+
 # ---------------------------------------------------------------- attention
 
 # Arguments of models that change what is computed, or what is returned.
@@ -308,7 +317,7 @@ def attention(
         own.update(_sequences(options))
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
     elif bias is not None:
-        bias = bias.to(q.dtype)
+        bias = _narrowed(bias, q.dtype)
     if s_aux is None:
         out = _attention(q, k, v, bias=bias, **own)
     else:

@@ -11,7 +11,9 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+import pullback.torch as pt  # noqa: E402
 from pullback import compat  # noqa: E402
+from pullback.sdpa import _flash_backward, _flash_forward  # noqa: E402
 from torch_cases import random  # noqa: E402
 
 
@@ -53,6 +55,58 @@ def test_flash_attn_varlen_func_and_packed() -> None:
         compat.flash_attn_varlen_kvpacked_func(q, kv, cu, cu, 6, 6, 0.0, None, True),
     ):
         assert torch.equal(out, same)
+
+
+def test_options_of_flash_attn_varlen_func() -> None:
+    q, k, v = random(10, 4, 8), random(14, 2, 8, seed=1), random(14, 2, 8, seed=2)
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 4, 10], [0, 9, 14]))
+    options: dict[str, Any] = {"softmax_scale": 0.3, "causal": True, "window_size": (3, 2)}
+    options["softcap"] = 2.0
+    out, lse, _ = compat.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 6, 9, return_attn_probs=True, **options
+    )
+    assert lse.shape == (4, 10)
+    for (a, b), (c, d) in (((0, 4), (0, 9)), ((4, 10), (9, 14))):
+        one = q[None, a:b], k[None, c:d], v[None, c:d]
+        expected = pt.attention(*one, scale=0.3, causal=True, window=(3, -1), softcap=2.0)
+        torch.testing.assert_close(out[a:b], expected[0])
+        torch.testing.assert_close(compat.flash_attn_func(*one, **options)[0], expected[0])
+    for plain in ({"softcap": 0.0}, {"window_size": (-1, -1)}, {"softmax_scale": None}):
+        other = compat.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 6, 9, **{**options, **plain})
+        assert not torch.allclose(out, other), plain
+
+
+def test_dropout_of_flash_attn() -> None:
+    q = random(1, 40, 2, 8)
+    cu = torch.tensor([0, 40], dtype=torch.int32)
+    for call in (
+        lambda p: compat.flash_attn_func(q, q, q, dropout_p=p),
+        lambda p: compat.flash_attn_varlen_func(*[q[0]] * 3, cu, cu, 40, 40, dropout_p=p)[None],
+    ):
+        torch.manual_seed(1)
+        first, second = call(0.5), call(0.5)
+        torch.manual_seed(1)
+        assert torch.equal(first, call(0.5)) and not torch.equal(first, second)
+        torch.testing.assert_close(call(0.0), sdpa(q, q, q))
+
+
+def test_windows_of_varlen_attn() -> None:
+    """What torch.nn.attention.varlen gives to a provider, forward and backward."""
+    q, k, v = random(10, 4, 8), random(14, 4, 8, seed=1), random(14, 4, 8, seed=2)
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 4, 10], [0, 9, 14]))
+    window = {"window_size_left": 3, "window_size_right": 1}
+    out, lse, state, offset, _ = _flash_forward(
+        q, k, v, cu_q, cu_k, 6, 9, 0.0, False, False, **window
+    )
+    ours = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = pt.attention(*ours, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, window=(3, 1))
+    torch.testing.assert_close(out, expected)
+    d_out = random(10, 4, 8, seed=3)
+    found = _flash_backward(
+        d_out, q, k, v, out, lse, cu_q, cu_k, 6, 9, 0.0, False, state, offset, **window
+    )
+    for gradient, wanted in zip(found, torch.autograd.grad(expected, ours, d_out)):
+        torch.testing.assert_close(gradient, wanted)
 
 
 def test_rows_that_see_nothing_give_zeros_and_no_gradient() -> None:
@@ -385,4 +439,4 @@ def test_flash_kernels_write_into_a_given_output() -> None:
     with pytest.raises(RuntimeError, match=r"256 or less, got 300; use .*SDPBackend.MATH"):
         provider._cpu_forward(wide, wide, wide)
     with pytest.raises(RuntimeError, match="256 or less, got 300"):
-        provider._flash_forward(wide, wide, wide, None, None, 4, 4, 0.0, False, False)
+        _flash_forward(wide, wide, wide, None, None, 4, 4, 0.0, False, False)

@@ -251,6 +251,72 @@ def test_block_sparse_attention_is_masked_attention(config: Any) -> None:
     assert d_x.shape == scores.shape and abs(d_x.sum()) < 1e-10
 
 
+@pytest.mark.parametrize(
+    "config,grid",
+    [
+        (sparsity.FixedSparsityConfig(1, num_local_blocks=2), "1101 1101 0111 0111"),
+        (
+            sparsity.FixedSparsityConfig(1, num_local_blocks=2, attention="unidirectional"),
+            "1000 1100 0110 0111",
+        ),
+        (
+            sparsity.FixedSparsityConfig(1, num_local_blocks=2, horizontal_global_attention=True),
+            "1101 1111 0111 1111",
+        ),
+        (
+            sparsity.VariableSparsityConfig(
+                1, local_window_blocks=[1, 2], global_block_indices=[1]
+            ),
+            "1100 0110 0110 0101",
+        ),
+        (
+            sparsity.BSLongformerSparsityConfig(
+                1, num_sliding_window_blocks=1, global_block_indices=[1]
+            ),
+            "1100 1111 0110 0101",
+        ),
+        (sparsity.LocalSlidingWindowSparsityConfig(1), "1000 1100 0110 0011"),
+        (
+            sparsity.LocalSlidingWindowSparsityConfig(1, attention="bidirectional"),
+            "1100 1110 0111 0011",
+        ),
+    ],
+)
+def test_patterns(config: Any, grid: str) -> None:
+    present = config.make_layout(64).present[0].astype(int)
+    assert " ".join("".join(map(str, row)) for row in present) == grid
+
+
+def test_options_that_nothing_else_tells_apart() -> None:
+    """Each changes the result, to what it is without the option of other inputs."""
+    layout = sparsity.FixedSparsityConfig(2).make_layout(64)
+    q, k, v = (random(i, 2, 64, 2, 8) for i in range(3))
+    plain = pn.attention(q, k, v, layout=layout, block=16).out
+    # Layouts of batch items.
+    both = np.concatenate([layout.present, np.ones_like(layout.present)])
+    found = pn.attention(q, k, v, layout=both, layout_batches=2, block=16).out
+    np.testing.assert_allclose(found[0], plain[0], atol=1e-12)
+    np.testing.assert_allclose(found[1], pn.attention(q, k, v).out[1], atol=1e-12)
+    # Sequences that are cut.
+    cu = np.array([0, 20, 64], np.int32)
+    flat = [x[0] for x in (q, k, v)]
+    cut = pn.attention(*flat, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=30, max_seqlen_k=30)
+    alone = pn.attention(*[x[None, 20:50] for x in flat]).out[0]
+    np.testing.assert_allclose(cut.out[20:50], alone, atol=1e-12)
+    assert (cut.out[50:] == 0).all()
+    # A transposed product.
+    a, b = random(5, 1, layout.nnz, 16, 16), random(6, 1, 2, 64, 8)
+    c = pn.block_matmul(a, b, layout, "dsd")
+    turned = pn.block_matmul(a, b, layout, "dsd", transpose_c=True)
+    np.testing.assert_allclose(turned, c.swapaxes(-1, -2), atol=1e-12)
+    # Bad indices are told.
+    with pytest.raises(ValueError, match="cu_seqlens_q"):
+        bad = np.array([0, 70, 64], np.int32)
+        pn.attention(*flat, cu_seqlens_q=bad, cu_seqlens_k=cu, check_indices=True)
+    with pytest.raises(ValueError, match="offsets"):
+        pn.entmax(random(0, 9), offsets=np.array([0, 7, 5]), check_indices=True)
+
+
 def test_layouts_from_arrays() -> None:
     present = np.zeros((1, 2, 3), bool)
     present[0, 0, 0] = present[0, 1, 2] = True

@@ -58,6 +58,30 @@ def test_modules() -> None:
     torch.testing.assert_close(out, expected)
 
 
+def test_block_sparse_attention_has_a_scale() -> None:
+    q, k, v = (random(2, 64, 2, 4, seed=i) for i in range(3))
+    layout = sparsity.DenseSparsityConfig(2).make_layout(64)
+    out = pt.block_sparse_attention(q, k, v, layout, scale=0.1)
+    torch.testing.assert_close(out, pt.attention(q, k, v, scale=0.1))
+
+
+def test_mask_modes() -> None:
+    q, k, v = (random(2, 2, 64, 4, seed=i) for i in range(3))
+    padding = torch.ones(2, 64, dtype=torch.float64)
+    padding[1, 50:] = 0
+    added = random(64, 64, seed=5)
+    module = pt.SparseSelfAttention(
+        sparsity.DenseSparsityConfig(2),
+        key_padding_mask_mode="mul",
+        attn_mask_mode="add",
+        max_seq_length=64,
+    )
+    out = module(q, k, v, key_padding_mask=padding, attn_mask=added)
+    mask = added.masked_fill(padding[:, None, None] == 0, -torch.inf)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(out, expected)
+
+
 def test_sparse_self_attention_takes_what_the_original_takes() -> None:
     q, k, v = (random(2, 2, 64, 4, seed=i) for i in range(3))
     config = sparsity.BigBirdSparsityConfig(num_heads=2, different_layout_per_head=True)
