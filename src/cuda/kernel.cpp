@@ -47,10 +47,16 @@ CUkernel loaded(const KernelSource& source) {
   std::shared_ptr<const Cubin> cubin = compiled(source);
   const Driver& functions = driver();
   const CaptureGuard uncaptured;
-  CUlibrary library = nullptr;
+  CUkernel kernel = nullptr;
+  // What the driver makes of the code it may say no sooner than it is asked for the kernel.
   const auto load = [&] {
-    return functions.cuLibraryLoadData(&library, cubin->data(), nullptr, nullptr, 0, nullptr,
-                                       nullptr, 0);
+    CUlibrary library = nullptr;
+    const CUresult result = functions.cuLibraryLoadData(&library, cubin->data(), nullptr, nullptr,
+                                                        0, nullptr, nullptr, 0);
+    if (result != kSuccess) return result;
+    const CUresult found = functions.cuLibraryGetKernel(&kernel, library, source.entry.c_str());
+    if (found != kSuccess) functions.cuLibraryUnload(library);
+    return found;
   };
   CUresult result = load();
   if (result != kSuccess && can_compile()) {
@@ -58,10 +64,7 @@ CUkernel loaded(const KernelSource& source) {
     cubin = compiled(source, true);
     result = load();
   }
-  check(result, fmt::format("loading {} for {} (cuLibraryLoadData)", source.name, arch_name(source))
-                    .c_str());
-  CUkernel kernel = nullptr;
-  check(functions.cuLibraryGetKernel(&kernel, library, source.entry.c_str()), "cuLibraryGetKernel");
+  check(result, fmt::format("loading {} for {}", source.name, arch_name(source)).c_str());
   // The first of several threads has it: another copy of the code does no harm.
   const std::lock_guard lock(kernels.mutex);
   return kernels.by_key.try_emplace(key, kernel).first->second;

@@ -13,7 +13,6 @@ namespace {
 
 constexpr std::int64_t kSquare = 16;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 std::size_t at(std::int64_t index) { return static_cast<std::size_t>(index); }
 
 // Lists of tiles, one after the other: number i from first[i] on.

@@ -51,6 +51,8 @@ FeatureSet needs(const AttentionProblem& problem, Pass pass);
 
 // --- Sizes ---
 
+inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
 struct AttentionSizes {
   std::int64_t batch = 0;
   std::int64_t max_query = 0;  // no sequence is longer; Sq itself when not varlen

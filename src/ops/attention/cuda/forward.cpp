@@ -184,8 +184,13 @@ class Forward final : public cuda::CudaBody<AttentionTensors> {
   // Thread blocks for Hopper count tiles, which have a row each or more, by twos in 32 bits.
   bool hopper_serves(DType dtype, int width, ForwardKind kind, std::int64_t pairs) const {
     constexpr std::int64_t kMostTiles = std::int64_t{1} << 30;
+    // A thread block counts its steps in 32 bits: of 64 keys at the least, for 128 queries.
+    constexpr double kMostSteps = 0x1p31;
+    const double steps = static_cast<double>(sizes_.total_query) * static_cast<double>(pairs) *
+                         static_cast<double>(sizes_.max_key) /
+                         (128.0 * 64 * device_.multiprocessors);
     return has_hopper_kernel(dtype, width, kind) && sizes_.total_query <= kMostTiles / pairs &&
-           (is_blocks(kind) || sizes_.max_key >= least_keys(width, kind));
+           steps < kMostSteps && (is_blocks(kind) || sizes_.max_key >= least_keys(width, kind));
   }
 
   // One of the kernels runs, and lists the sequences as it wants them.

@@ -12,8 +12,6 @@
 
 namespace pullback::attention {
 
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
-
 // Positions have 32 bits. Those past the end, up to a tile and a half of them, are computed too.
 inline constexpr std::int64_t kLongestSequence = std::numeric_limits<std::int32_t>::max() - 1024;
 

@@ -203,9 +203,7 @@ struct HopperBackwardSteps {
   void store_queries(const float (&d_q)[kTiles][4], int tile, int head, int row, int column,
                      int lane) const {
     const int query = tile * kPartQueries;
-    const int64_t all =
-        p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
-    const int rows = static_cast<int>(all - query < kPartQueries ? all - query : kPartQueries);
+    const int rows = own_query_rows(p, place, query, kPartQueries);
     const GradientStore<T, false> store{p.d_q,
                                         rows_of(p.d_q, head, place.q_begin + query),
                                         row,

@@ -348,9 +348,7 @@ struct BackwardBlock {
                int first_column, int part = 0) const {
     if (sums().add(block.turns[turn], sum, part)) return;
     const int first_row = step.tile * kQueries;
-    const int64_t all =
-        p.problem.sequences == nullptr ? place.q_length : p.problem.sequences[place.batch].q_extent;
-    const int rows = static_cast<int>(all - first_row < kQueries ? all - first_row : kQueries);
+    const int rows = own_query_rows(p, place, first_row, kQueries);
     const GradientStore<T, false> store{
         p.d_q,          rows_of(p.d_q, step.head, place.q_begin + first_row),
         first_query,    rows,

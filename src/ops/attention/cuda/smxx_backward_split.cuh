@@ -183,18 +183,27 @@ struct SplitBlock : BackwardBlock<float, kWidth, kTiles, kFeatures> {
     store_scores(ds_tile, d_s, first, ds_unit);
   }
 
+  // What products of tiles with these units are to be multiplied by. Where that is more than a
+  // float holds, though what it is of may not be, they are made once more, without units.
+  static float product_unit(float a, float b) { return a * b < infinity<float>() ? a * b : 1; }
+  bool passes_f32(int stage) const {
+    return !(units.k_unit * q_unit(stage) < infinity<float>() &&
+             units.v_unit * d_out_unit(stage) < infinity<float>());
+  }
+
   // Products wait where P^T and dS^T of the warp will be stored.
   void repair(float (&s)[2][kN][4], float (&d_p)[2][kN][4], const KeyScores& scores, int stage,
-              int first) const {
+              int first, bool all) const {
     const auto in = [&](uint32_t tile) {
       return [=, row = key_row](int key, int query) {
         return tile + TileLayout<float, kQueries>::offset(row + key, (first + query) / 4) +
                static_cast<uint32_t>(query % 4 * 4);
       };
     };
-    scores.repair(s, {units.k_unit, q_unit(stage)}, p.q, p.k, p.problem.head_dim, in(p_tile));
-    scores.repair(d_p, {units.v_unit, d_out_unit(stage)}, p.d_out, p.v, p.problem.value_dim,
-                  in(ds_tile));
+    scores.repair(s, product_unit(units.k_unit, q_unit(stage)), all, p.q, p.k, p.problem.head_dim,
+                  in(p_tile));
+    scores.repair(d_p, product_unit(units.v_unit, d_out_unit(stage)), all, p.d_out, p.v,
+                  p.problem.value_dim, in(ds_tile));
   }
 
   // P^T and dS^T of the step.
@@ -217,11 +226,12 @@ struct SplitBlock : BackwardBlock<float, kWidth, kTiles, kFeatures> {
     } else {
       score_product(s, k_tile, q_tiles + stage * kQueryBytes, first);
       score_product(d_p, v_tile, d_out_tiles + stage * kQueryBytes, first);
-      if (suspicious || !block.finite_keys) repair(s, d_p, scores, stage, first);
+      const bool all = passes_f32(stage);
+      if (suspicious || !block.finite_keys || all) repair(s, d_p, scores, stage, first, all);
       uint32_t kept[2];
       scores.draw(kept);
-      const UnitProduct s_unit(units.k_unit, q_unit(stage));
-      const UnitProduct d_p_unit(units.v_unit, d_out_unit(stage));
+      const float s_unit = product_unit(units.k_unit, q_unit(stage));
+      const float d_p_unit = product_unit(units.v_unit, d_out_unit(stage));
       float* const bias_sums = this->bias_sums_of(step, 0);
       if (careful || is_general(kFeatures) || (this->listed() && squares != kAllSquares)) {
         scores.template make<true>(s, d_p, s_unit, d_p_unit, kept, bias_sums);

@@ -28,10 +28,10 @@ struct SplitScores : Scores<float, kN, kFeatures> {
       Base::squares, Base::stats;
 
   // What infinity and NaN make of products is unlike what they make of planes: a product that is
-  // not finite is made once more. `at(key, query)` is where a product of the warp's waits in shared
-  // memory; keys are rows of the tile.
+  // not finite is made once more, or all are. `at(key, query)` is where a product of the warp's
+  // waits in shared memory; keys are rows of the tile.
   template <class Place>
-  void repair(float (&product)[2][kN][4], const UnitProduct& unit, const HeadRows& of_queries,
+  void repair(float (&product)[2][kN][4], float unit, bool all, const HeadRows& of_queries,
               const HeadRows& of_keys, int width, const Place& at) const {
     const auto for_each = [&](const auto& visit) {
 #pragma unroll
@@ -53,10 +53,11 @@ struct SplitScores : Scores<float, kN, kFeatures> {
       const float x = __uint_as_float(load_shared_word(at(lane, i)));
       const int own_query = query + i;
       const int own_key = key + first_key_of_row(lane % 8 * 4) + lane / 8 * 2;
-      if (x - x == 0 || own_query >= place.q_length || own_key >= place.k_length) continue;
+      if ((x - x == 0 && !all) || own_query >= place.q_length || own_key >= place.k_length)
+        continue;
       const float sum = plain_dot(of_queries, of_keys, place.batch, head, head / p.problem.group,
                                   place.q_begin + own_query, place.k_begin + own_key, width);
-      store_shared(at(lane, i), __float_as_uint(unit.divide(sum)));
+      store_shared(at(lane, i), __float_as_uint(sum / unit));
     }
     __syncwarp();
     for_each([&](float& x, uint32_t from) { x = __uint_as_float(load_shared_word(from)); });
@@ -66,8 +67,8 @@ struct SplitScores : Scores<float, kN, kFeatures> {
   // s becomes P^T, d_p dS^T; the products are to be multiplied by their units. kCareful: some pair
   // of the tile is not to be seen, or some value is not finite.
   template <bool kCareful>
-  void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], const UnitProduct& s_unit,
-            const UnitProduct& d_p_unit, const uint32_t (&kept)[2], float* bias_sums) const {
+  void make(float (&s)[2][kN][4], float (&d_p)[2][kN][4], float s_unit, float d_p_unit,
+            const uint32_t (&kept)[2], float* bias_sums) const {
     constexpr bool kIsGeneral = is_general(kFeatures);
     const Problem& problem = p.problem;
     const bool drops = this->drops(), biased = kIsGeneral && p.bias.data != nullptr;
@@ -92,7 +93,7 @@ struct SplitScores : Scores<float, kN, kFeatures> {
         }
       };
       for_each([&](int m, int e, int, int) {
-        score[m][e] = s_unit.times(s[m][n][e]);
+        score[m][e] = s[m][n][e] * s_unit;
         slope[m][e] = 1, addend[m][e] = 0;
       });
       if (capped) {
@@ -125,7 +126,7 @@ struct SplitScores : Scores<float, kN, kFeatures> {
           }
         }
         const float chance = exp2_approx((logit - lse) * kLog2E);
-        float weight = chance, d_chance = d_p_unit.times(d_p[m][n][e]);
+        float weight = chance, d_chance = d_p[m][n][e] * d_p_unit;
         if (drops) {
           const bool keep = kept[c] >> (8 * n + 2 * w) & 1;
           weight = keep ? chance : -0.0f;

@@ -62,6 +62,15 @@ TilePlace place_of(const BackwardParams& p, int64_t index, int heads, int tile, 
   return place;
 }
 
+// Of `size` queries from `first` on, those whose rows of d_q are ours to write.
+inline int own_query_rows(const BackwardParams& p, const TilePlace& place, int first, int size) {
+  const int64_t left =
+      (p.problem.sequences == nullptr ? int64_t{place.q_length}
+                                      : p.problem.sequences[place.batch].q_extent) -
+      first;
+  return static_cast<int>(left < size ? left : size);
+}
+
 struct TileRange {
   int begin, end;
 };

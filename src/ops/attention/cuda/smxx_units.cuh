@@ -23,15 +23,6 @@ inline float unit_of(uint32_t largest) {
   const uint32_t exponent = largest >> 23;
   return __uint_as_float((exponent > 15 ? exponent - 14 : 1) << 23);
 }
-// Of products of two tiles: multiplied by one after the other, as both together may be more than
-// what they are of, and than a float holds.
-struct UnitProduct {
-  float lesser, greater;
-  UnitProduct(float a, float b) : lesser(a < b ? a : b), greater(a < b ? b : a) {}
-  float times(float x) const { return x * lesser * greater; }
-  float divide(float x) const { return x / greater / lesser; }
-};
-
 // 1 / 2^n
 inline float inverse_of(float power_of_two) {
   return __uint_as_float((254u << 23) - __float_as_uint(power_of_two));
