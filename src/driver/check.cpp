@@ -2,25 +2,12 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <array>
 #include <cmath>
-#include <map>
-#include <optional>
 
-#include "core/element.hpp"
+#include "driver/judge.hpp"
 
 namespace pullback::driver {
 namespace {
-
-Request reference_request(const Request& request) {
-  Request reference = request;
-  reference.inputs = in_double(request.inputs);
-  reference.device = Device::cpu(1);
-  reference.variant = "reference";
-  reference.layout_seed = 0;
-  return reference;
-}
 
 // The output of that name, or null and a failure when it is missing or has another shape.
 const HostTensor* comparable(const TensorMap& got, const std::string& name,
@@ -40,180 +27,17 @@ const HostTensor* comparable(const TensorMap& got, const std::string& name,
   return &it->second;
 }
 
-// Gradients are differences of products with the incoming gradients: where those cancel, what is
-// left carries the rounding of sums over values as large as they were, which grows as a random
-// walk.
-double cancellation_error(const OpDriver& driver, const Request& request, std::string_view gradient,
-                          DType dtype) {
-  double largest = 0;
-  for (const NamePair& pair : driver.cotangents) {
-    const auto cotangent = request.inputs.find(pair.second);
-    if (cotangent == request.inputs.end()) continue;
-    largest = std::max(largest, largest_finite(cotangent->second));
-  }
-  const double summands = driver.summands ? driver.summands(request, gradient) : 1;
-  return 2 * epsilon_of(accumulation_dtype(dtype)) * largest * std::sqrt(summands);
-}
-
-// Of a floating output: its largest errors by the sizes of what is expected, and its mean error.
-struct Errors {
-  std::array<double, std::size(kJudgedSizes)> largest{};
-  double mean = 0;
-
-  void add(const HostTensor& got, const HostTensor& exact, const HostTensor* finite) {
-    for (std::size_t i = 0; i < largest.size(); ++i) {
-      const LargestErrors errors = largest_errors(got, exact, finite, kJudgedSizes[i]);
-      largest[i] = std::max(largest[i], errors.difference);
-    }
-    mean = std::max(mean, mean_errors(got, exact, finite).difference);
-  }
-};
-using AllErrors = std::map<std::string, Errors>;
-
-constexpr std::uint64_t kDraws = 8;  // of the directions: the worst element meets both
-
-// value moved(value, random) for all that are finite and stay so.
-template <class Moved>
-void move_values(const HostTensor& tensor, Random& random, const Moved& moved) {
-  for (std::int64_t i = 0; i < tensor.numel(); ++i) {
-    const double value = tensor.get(i);
-    if (!std::isfinite(value)) continue;
-    tensor.set(i, moved(value, random.chance(0.5) ? 1 : -1));
-    if (!std::isfinite(tensor.get(i))) tensor.set(i, value);
-  }
-}
-
-// What a textbook computation gets wrong when the inputs differ in their last digits: that of the
-// inputs themselves may be right by luck.
-AllErrors textbook_errors(const Request& request) {
-  AllErrors all;
-  for (std::uint64_t draw = 1; draw <= kDraws; ++draw) {
-    Random random(draw);
-    Request moved = request;
-    for (auto& [name, tensor] : moved.inputs) {
-      if (!is_floating(tensor.spec().dtype)) continue;
-      tensor = contiguous_copy(tensor);
-      const double by = epsilon_of(tensor.spec().dtype);
-      move_values(tensor, random, [&](double x, double sign) { return x + sign * by * x; });
-    }
-    const Expected expected = expected_outputs(moved);
-    for (const auto& [name, exact] : expected.reference) {
-      if (!is_floating(exact.spec().dtype)) continue;
-      const HostTensor& textbook = expected.textbook.find(name)->second;
-      all[name].add(textbook, exact, &textbook);
-    }
-  }
-  return all;
-}
-
-// How far each exact output moves when the inputs move by what the op rounds off.
-AllErrors movements(const OpDriver& driver, const Request& request, const TensorMap& reference) {
-  AllErrors all;
-  for (std::uint64_t draw = 1; draw <= kDraws && !driver.rounded.empty(); ++draw) {
-    Random random(draw);
-    Request moved = reference_request(request);
-    for (const auto& [input, epsilons, relative] : driver.rounded) {
-      const auto found = moved.inputs.find(input);
-      if (found == moved.inputs.end()) continue;
-      const DType dtype = request.inputs.find(input)->second.spec().dtype;
-      const double by = epsilons * epsilon_of(accumulation_dtype(dtype));
-      move_values(found->second, random, [&, relative = relative](double x, double sign) {
-        return x + sign * by * (relative ? std::abs(x) : 1);
-      });
-    }
-    for (const auto& [name, value] : evaluate(moved)) {
-      const HostTensor& exact = reference.find(name)->second;
-      if (is_floating(exact.spec().dtype)) all[name].add(value, exact, nullptr);
-    }
-  }
-  return all;
-}
-
 CheckReport compare(const Request& request, const TensorMap& got, const Expected& all) {
-  const OpDriver& driver = find_driver(request.op);
+  Judge judge(request, all);
   CheckReport report;
-  const DType input = request.inputs.find(driver.inputs.front().name)->second.spec().dtype;
-  const bool split =
-      driver.splits_f32_on_cuda && input == DType::f32 && request.device.kind == DeviceKind::cuda;
-  // Computed where they matter: they take long.
-  std::optional<AllErrors> moves, textbooks;
-  const auto moved_by = [&](const std::string& name) -> const Errors& {
-    if (!moves) moves = movements(driver, request, all.reference);
-    return (*moves)[name];
-  };
-  const auto worst_textbook = [&](const std::string& name) -> const Errors& {
-    if (!textbooks) textbooks = textbook_errors(request);
-    return (*textbooks)[name];
-  };
   for (const auto& [name, expected] : all.reference) {
-    const HostTensor* found = comparable(got, name, expected, report);
-    if (found == nullptr) continue;
-    const HostTensor& value = *found;
-    if (!is_floating(expected.spec().dtype)) {
-      const std::string mismatch = value_mismatch(value, expected);
-      if (!mismatch.empty()) report.failures.push_back(name + ": " + mismatch);
-      continue;
+    const HostTensor* value = comparable(got, name, expected, report);
+    if (value == nullptr) continue;
+    if (is_floating(expected.spec().dtype)) {
+      judge.judge(name, *value, report);
+    } else if (const std::string mismatch = value_mismatch(*value, expected); !mismatch.empty()) {
+      report.failures.push_back(name + ": " + mismatch);
     }
-    const HostTensor& textbook = all.textbook.find(name)->second;
-    const bool gradient = is_gradient(driver, name);
-    const double ratio = gradient || split ? kGradientErrorRatio : kOutputErrorRatio;
-    const DType dtype = value.spec().dtype;
-    // The floor: a textbook result that is right by luck must not demand the impossible of us. And
-    // the definition, computed in f64, is no more exact than f64 is.
-    const double floor = dtype == DType::f64 ? 64 : 2;
-    const bool unit_term = std::ranges::count(driver.with_unit_term, name) > 0;
-    // What elements of that size may be off beside what the textbook is.
-    const auto slack_of = [&, &name = name](double size) {
-      double slack = floor * epsilon_of(dtype) * (unit_term ? size + 1 : size) + 1e-300;
-      if (dtype == DType::f16) slack += 0x1p-24;    // its smallest step
-      if (dtype == DType::bf16) slack += 0x1p-126;  // AMX takes smaller numbers for 0
-      if (gradient) slack += cancellation_error(driver, request, name, dtype);
-      return slack;
-    };
-    TensorError worst{.tensor = name};
-    double most_allowed = 0;
-    for (std::size_t i = 0; i < std::size(kJudgedSizes); ++i) {
-      const LargestErrors errors = largest_errors(value, expected, &textbook, kJudgedSizes[i]);
-      if (i > 0 && errors.largest == 0) continue;
-      TensorError error{.tensor = name, .error = errors.difference, .scale = errors.largest};
-      error.textbook = largest_errors(textbook, expected, &textbook, kJudgedSizes[i]).difference;
-      double slack = slack_of(error.scale);
-      error.allowed = ratio * error.textbook + slack;
-      if (!(error.error <= error.allowed)) {
-        slack += moved_by(name).largest[i];
-        error.allowed = ratio * error.textbook + slack;
-      }
-      if (!(error.error <= error.allowed)) {
-        error.textbook = std::max(error.textbook, worst_textbook(name).largest[i]);
-        error.allowed = ratio * error.textbook + slack;
-      }
-      if (!(error.error <= error.allowed)) {
-        report.failures.push_back(fmt::format(
-            "{}: error {:.3g} exceeds {:.3g} (textbook computation {:.3g}, largest value {:.3g})",
-            name, error.error, error.allowed, error.textbook, error.scale));
-      }
-      most_allowed = std::max(most_allowed, error.allowed);
-      if (i == 0 || error.error / error.allowed > worst.error / worst.allowed) worst = error;
-    }
-    // Beside the largest elements small ones would pass whatever they are.
-    const MeanErrors mean = mean_errors(value, expected, &textbook);
-    double plain = mean_errors(textbook, expected, &textbook).difference;
-    double slack = slack_of(mean.size);
-    if (!(mean.difference <= ratio * plain + slack)) {
-      plain = std::max(plain, worst_textbook(name).mean);
-      slack += moved_by(name).largest[0];
-    }
-    if (!(mean.difference <= ratio * plain + slack)) {
-      report.failures.push_back(fmt::format(
-          "{}: mean error {:.3g} exceeds {:.3g} (textbook computation {:.3g}, mean size {:.3g})",
-          name, mean.difference, ratio * plain + slack, plain, mean.size));
-    }
-    for (const std::string& mismatch :
-         {special_mismatch(value, expected),
-          overflow_mismatch(value, expected, textbook, most_allowed)}) {
-      if (!mismatch.empty()) report.failures.push_back(name + ": " + mismatch);
-    }
-    report.errors.push_back(worst);
   }
   return report;
 }
@@ -303,6 +127,15 @@ void check_same_bits(const TensorMap& a, const TensorMap& b, std::string_view wh
 }
 
 }  // namespace
+
+Request reference_request(const Request& request) {
+  Request reference = request;
+  reference.inputs = in_double(request.inputs);
+  reference.device = Device::cpu(1);
+  reference.variant = "reference";
+  reference.layout_seed = 0;
+  return reference;
+}
 
 Expected expected_outputs(const Request& request) {
   Request textbook = request;

@@ -35,6 +35,8 @@ struct Expected {
   TensorMap textbook, reference;
 };
 Expected expected_outputs(const Request& request);
+// The request to the reference alone.
+Request reference_request(const Request& request);
 
 // Compares the outputs of `request` (run as it is) with the reference.
 CheckReport verify(const Request& request);

@@ -61,7 +61,7 @@ ToySession::ToySession(const Request& request) : threads_(request.device.threads
   const auto window = options.integers("window", 2);
   const int fault = options.choice(
       "fault", {kFaults[0], kFaults[1], kFaults[2], kFaults[3], kFaults[4], kFaults[5], kFaults[6],
-                kFaults[7], kFaults[8], kFaults[9], kFaults[10], kFaults[11]});
+                kFaults[7], kFaults[8], kFaults[9], kFaults[10], kFaults[11], kFaults[12]});
   options.finish();
   const Checker check("toy");
   check.that(window.empty() || window[0] == -1, "--window", "-1 first", "another number");
