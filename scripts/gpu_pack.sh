@@ -27,6 +27,6 @@ python3 -m pip --version >/dev/null 2>&1 || need_packages python3-pip
 python3 -m pip install -q --no-deps --target "$folder/site" "$wheel" -C cmake.define.PULLBACK_BUILD="$PWD/$build"
 python3 -m pip install -q --target "$folder/site" "$(grep ^pytest== python/requirements/test.txt)"
 mkdir -p "$folder/python_tests"
-cp python/tests/torch_cases.py python/tests/test_torch*.py python/tests/test_{compat,kernels}.py \
+cp python/tests/torch_cases.py python/tests/test_torch*.py python/tests/test_{compat,sdpa,kernels}.py \
   python/tests/{common_calls.py,fake_cuda.c} "$folder/python_tests/"
 du -sh "$folder"

@@ -1,8 +1,4 @@
-"""pullback.transformers: tiny models give the loss and gradients of eager attention.
-
-The eager attention of many models computes the softmax in f32 whatever their dtype, which bounds
-how close the two can be. PULLBACK_TEST_OPS: see test_torch.py.
-"""
+"""pullback.transformers: tiny models give the loss and gradients of eager attention."""
 
 from __future__ import annotations
 
@@ -15,126 +11,19 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    masking_utils,
+from transformers import masking_utils  # noqa: E402
+from transformers_cases import (  # noqa: E402
+    DECODERS,
+    TOKENS,
+    assert_same,
+    batch,
+    gradients,
+    models,
+    on_devices,
 )
 
 import pullback.transformers as pt  # noqa: E402
-from torch_cases import CUDA_OPS, DEVICES  # noqa: E402
-
-pt.register()
-
-on_devices = pytest.mark.parametrize(
-    "device",
-    [d for d in DEVICES if d == "cpu" or CUDA_OPS is None or "attention" in CUDA_OPS.split(",")],
-)
-TOKENS, VOCABULARY = 20, 64
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
-
-
-def configuration(name: str) -> tuple[Any, Any]:
-    """A tiny model: its configuration, and the class that makes it."""
-    t = transformers
-    if name == "llama":
-        return t.LlamaConfig(**GROUPED), AutoModelForCausalLM
-    if name == "mistral":  # all layers have a window
-        return t.MistralConfig(sliding_window=5, **GROUPED), AutoModelForCausalLM
-    if name == "gemma2":  # softcap; windows in every other layer
-        special = {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 0.5}
-        return t.Gemma2Config(sliding_window=5, **special, **GROUPED), AutoModelForCausalLM
-    if name == "gpt_oss":  # sinks
-        if not hasattr(t, "GptOssConfig"):
-            pytest.skip("this version has no such model")
-        return t.GptOssConfig(sliding_window=5, **EXPERTS, **GROUPED), AutoModelForCausalLM
-    if name == "gpt2":  # scores scaled by layer
-        special = {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False}
-        dropouts = {f"{part}_pdrop": 0.0 for part in ("attn", "embd", "resid")}
-        sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
-        return t.GPT2Config(**sizes, **special, **dropouts), AutoModelForCausalLM
-    if name == "llama4":  # chunks
-        special = {"attention_chunk_size": 6, "intermediate_size_mlp": 48, "pad_token_id": 0}
-        return t.Llama4TextConfig(**special, **EXPERTS, **GROUPED), AutoModelForCausalLM
-    if name == "bert":
-        return t.BertConfig(**SMALL, attention_probs_dropout_prob=0.0), AutoModelForMaskedLM
-    if name == "modernbert":  # bidirectional windows
-        tokens = {
-            f"{kind}_token_id": i for i, kind in enumerate(("pad", "bos", "eos", "cls", "sep"))
-        }
-        return t.ModernBertConfig(local_attention=6, **tokens, **SMALL), AutoModelForMaskedLM
-    assert name == "t5"  # position bias, cross attention
-    shapes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
-    special = {"num_layers": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    return t.T5Config(**shapes, **special), AutoModelForSeq2SeqLM
-
-
-def models(name: str, device: str, dtype: Any = torch.float32) -> tuple[Any, Any]:
-    """(eager, pullback) with the same weights."""
-    config, auto = configuration(name)
-    if transformers.__version__ < "5" and "bert" in name:
-        pytest.skip("chooses among its own attention classes")
-    torch.manual_seed(0)
-    eager = auto.from_config(copy.deepcopy(config), attn_implementation="eager")
-    if name == "t5" and not eager._supports_attention_backend:
-        pytest.skip("in this version it has no attention but its own")
-    for parameter in eager.parameters():
-        if parameter.dim() < 2 or parameter.isnan().any() or "experts" in name:
-            torch.nn.init.normal_(parameter, std=0.5)  # biases, norms and sinks, too
-    ours = auto.from_config(copy.deepcopy(config), attn_implementation="pullback")
-    ours.load_state_dict(eager.state_dict())
-    return eager.to(device, dtype).eval(), ours.to(device, dtype).eval()
-
-
-def batch(kind: str, device: str) -> dict[str, Tensor]:
-    tokens = torch.randint(6, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-    labels = tokens.clone()
-    made = {"input_ids": tokens, "labels": labels}
-    if kind in ("right", "left"):
-        padding = torch.zeros_like(tokens, dtype=torch.bool)
-        if kind == "right":
-            padding[0, 13:] = True
-            labels[padding] = -100
-        else:
-            padding[1, :4] = True
-            # The first token would be predicted from padding, where the two differ.
-            labels[1, :5] = -100
-        made["attention_mask"] = (~padding).long()
-    elif kind == "packed":
-        made["position_ids"] = torch.cat([torch.arange(7), torch.arange(13)]).expand(2, -1)
-    return {name: tensor.to(device) for name, tensor in made.items()}
-
-
-def gradients(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
-    return loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(eager: Any, ours: Any, inputs: dict[str, Any], tolerance: float = 2e-6) -> None:
-    expected, wanted = gradients(eager, inputs)
-    loss, found = gradients(ours, inputs)
-    assert found.keys() == wanted.keys()
-    torch.testing.assert_close(loss, expected, atol=tolerance, rtol=tolerance)
-    scale = max(gradient.abs().max().item() for gradient in wanted.values())
-    for name, gradient in found.items():
-        assert (gradient - wanted[name]).abs().max().item() <= tolerance * scale, name
-
-
-DECODERS = ("llama", "mistral", "gemma2", "gpt_oss", "llama4", "gpt2")
 
 
 @on_devices
@@ -172,107 +61,6 @@ def test_masks_of_the_user(kind: str, device: str) -> None:
     scale = max(gradient.abs().max().item() for gradient in wanted.values())
     for name, gradient in found.items():
         assert (gradient - wanted[name]).abs().max().item() <= 1e-6 * scale, name
-
-
-@on_devices
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation(cache: str, device: str) -> None:
-    inputs = batch("left", device)
-    del inputs["labels"]
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
-    if cache == "static":
-        options["cache_implementation"] = "static"
-    eager, ours = (model.generate(**inputs, **options) for model in spread("mistral", device))
-    assert eager.tolist() == ours.tolist()
-
-
-def spread(name: str, device: str) -> tuple[Any, Any]:
-    """models(), with weights so large that what a token sees is seen in its logits."""
-    eager, ours = models(name, "cpu")
-    torch.manual_seed(3)
-    for parameter in eager.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    ours.load_state_dict(eager.state_dict())
-    return eager.to(device), ours.to(device)
-
-
-@on_devices
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_caches(name: str, kind: str, padded: bool, device: str) -> None:
-    tokens = batch("plain", device)["input_ids"]
-    mask = torch.ones_like(tokens)
-    mask[1, :4] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-
-    def logits(model: Any, parts: list[int]) -> Tensor:
-        make = transformers.StaticCache if kind == "static" else transformers.DynamicCache
-        sizes = {"config": model.config, "max_cache_len": TOKENS + 4, "max_batch_size": 2}
-        sizes["device"] = device
-        known = inspect.signature(make).parameters
-        cache = make(**{name: value for name, value in sizes.items() if name in known})
-        found, end = [], 0
-        for length in parts:
-            begin, end = end, end + length
-            options = {}
-            if padded:
-                options = {
-                    "attention_mask": mask[:, :end],
-                    "position_ids": positions[:, begin:end],
-                }
-            with torch.no_grad():
-                part = model(tokens[:, begin:end], past_key_values=cache, **options)
-            found.append(part.logits)
-        return torch.cat(found, 1)
-
-    seen = mask.bool() if padded else torch.ones_like(mask, dtype=torch.bool)
-    eager, ours = spread(name, device)
-    for parts in ([TOKENS], [12, *[1] * 8], [8, 11, 1], [3, 9, 8]):
-        expected, found = logits(eager, parts)[seen], logits(ours, parts)[seen]
-        assert expected.std() > 0.1
-        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
-
-
-@on_devices
-@pytest.mark.parametrize("sq,sk", [(5, 8), (1, 8), (8, 8)])
-@pytest.mark.parametrize("causal", [None, True, False])
-def test_attention_without_a_mask(sq: int, sk: int, causal: bool | None, device: str) -> None:
-    module = torch.nn.Module()
-    module.is_causal = causal is None
-    q = torch.randn(2, 4, sq, 8, dtype=torch.float64, device=device)
-    k, v = torch.randn(2, 2, 4, sk, 8, dtype=torch.float64, device=device)
-    found, _ = pt.attention(module, q, k, v, None, is_causal=causal)
-    hides = sq > 1 and causal is not False
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=hides, enable_gqa=True)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-12, rtol=1e-12)
-
-
-@on_devices
-def test_rows_that_a_built_mask_hides_have_the_mean(device: str) -> None:
-    q, k, v = torch.randn(3, 1, 2, 6, 8, device=device).bfloat16()
-    mask = torch.zeros(1, 1, 6, 6, device=device)  # of a model in f32, under autocast
-    mask[..., 0, :] = torch.finfo(torch.float32).min
-    mask[..., 1, 3:] = torch.finfo(torch.float32).min
-    out, _ = pt.attention(torch.nn.Module(), q, k, v, mask)
-    mean = v.float().mean(2)
-    torch.testing.assert_close(out[:, 0].float(), mean, atol=0.01, rtol=0.01)
-    alone, _ = pt.attention(
-        torch.nn.Module(), q[:, :, 1:2], k[:, :, :3], v[:, :, :3], None, is_causal=False
-    )
-    assert torch.equal(out[:, 1:2], alone)
-
-
-@on_devices
-def test_a_cache_may_be_filled_in_parts(device: str) -> None:
-    _, ours = models("mistral", device, torch.float64)
-    tokens = batch("plain", device)["input_ids"]
-    cache = transformers.DynamicCache()
-    with torch.no_grad():
-        whole = ours(tokens).logits
-        parts = [ours(part, past_key_values=cache).logits for part in tokens.split([8, 11, 1], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-10, rtol=1e-10)
 
 
 @on_devices
