@@ -25,7 +25,7 @@ double cancellation_error(const OpDriver& driver, const Request& request, std::s
 
 constexpr std::uint64_t kDraws = 8;  // of the directions: the worst element meets both
 
-// value moved(value, random) for all that are finite and stay so.
+// moved(value, 1 or -1 at random) for all values that are finite and stay so.
 template <class Moved>
 void move_values(const HostTensor& tensor, Random& random, const Moved& moved) {
   for (std::int64_t i = 0; i < tensor.numel(); ++i) {
@@ -117,12 +117,12 @@ void Judge::judge(const std::string& name, const HostTensor& value, CheckReport&
   // the definition, computed in f64, is no more exact than f64 is.
   const double floor = dtype == DType::f64 ? 64 : 2;
   const bool unit_term = std::ranges::count(driver_.with_unit_term, name) > 0;
-  double cancelled = gradient ? cancellation_error(driver_, request_, name, dtype) : 0;
-  if (dtype == DType::f16) cancelled += 0x1p-24;    // its smallest step
-  if (dtype == DType::bf16) cancelled += 0x1p-126;  // AMX takes smaller numbers for 0
+  double of_any_size = gradient ? cancellation_error(driver_, request_, name, dtype) : 0;
+  if (dtype == DType::f16) of_any_size += 0x1p-24;    // its smallest step
+  if (dtype == DType::bf16) of_any_size += 0x1p-126;  // AMX takes smaller numbers for 0
   // What elements of that size may be off beside what the textbook is.
   const auto slack_of = [&](double size) {
-    return floor * epsilon_of(dtype) * (unit_term ? size + 1 : size) + cancelled + 1e-300;
+    return floor * epsilon_of(dtype) * (unit_term ? size + 1 : size) + of_any_size + 1e-300;
   };
 
   TensorError worst{.tensor = name};
