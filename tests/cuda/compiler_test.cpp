@@ -2,14 +2,15 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <thread>
 
 #include "cuda/device_sources.hpp"
 #include "cuda/nvrtc.hpp"
 #include "pullback/error.hpp"
+#include "support/environment.hpp"
 #include "support/message_of.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace pullback::cuda {
 namespace {
@@ -18,14 +19,6 @@ class CompilerTest : public ::testing::Test {
  protected:
   void SetUp() override {
     if (const std::string problem = nvrtc_problem(); !problem.empty()) GTEST_SKIP() << problem;
-    char name[] = "/tmp/pullback-compiler-XXXXXX";
-    folder_ = mkdtemp(name);
-    setenv("PULLBACK_CACHE_DIR", folder_.c_str(), 1);
-    unsetenv("PULLBACK_JIT");
-  }
-  void TearDown() override {
-    unsetenv("PULLBACK_JIT");
-    if (!folder_.empty()) std::filesystem::remove_all(folder_);
   }
 
   static KernelSource kernel(const std::string& name, const std::string& body) {
@@ -37,7 +30,9 @@ class CompilerTest : public ::testing::Test {
                 body + "}\n"};
   }
 
-  std::string folder_;
+  const TemporaryFolder folder_;
+  Environment cache_folder_{"PULLBACK_CACHE_DIR", folder_.path().c_str()};
+  Environment jit_{"PULLBACK_JIT", nullptr};
 };
 
 TEST_F(CompilerTest, embedded_headers_are_found_and_the_assembler_reports) {
@@ -66,9 +61,9 @@ TEST_F(CompilerTest, a_failure_says_everything_and_is_remembered) {
 
 TEST_F(CompilerTest, what_the_caller_can_change_is_not_remembered) {
   const KernelSource source = kernel("later", "to[threadIdx.x] = 5;");
-  setenv("PULLBACK_JIT", "off", 1);
+  jit_.set("off");
   EXPECT_THROW(compiled(source), Error);
-  unsetenv("PULLBACK_JIT");
+  jit_.set(nullptr);
   EXPECT_GT(compiled(source)->size(), 500u);
 }
 
@@ -85,30 +80,30 @@ TEST_F(CompilerTest, threads_share_one_compilation) {
 
 TEST_F(CompilerTest, a_folder_filled_ahead_needs_no_compiler) {
   const KernelSource source = kernel("ahead", "to[threadIdx.x] = 4;");
-  const DiskCache cache(folder_, DiskCache::Mode::read_write);
+  const DiskCache cache(folder_.path(), DiskCache::Mode::read_write);
   EXPECT_TRUE(precompile(source, cache));
   EXPECT_FALSE(precompile(source, cache));
-  setenv("PULLBACK_JIT", "off", 1);
+  jit_.set("off");
   EXPECT_GT(compiled(source)->size(), 500u);
-  const DiskCache other(folder_ + "/other", DiskCache::Mode::read_write);
+  const DiskCache other(folder_.path() / "other", DiskCache::Mode::read_write);
   EXPECT_FALSE(precompile(source, other));  // what the environment's cache has
   EXPECT_TRUE(other.read(key_text(source)));
 }
 
 TEST_F(CompilerTest, a_cache_that_cannot_be_written_is_no_hindrance) {
-  setenv("PULLBACK_CACHE_DIR", "/proc/pullback", 1);
+  cache_folder_.set("/proc/pullback");
   EXPECT_GT(compiled(kernel("uncached", "to[threadIdx.x] = 5;"))->size(), 500u);
 }
 
 TEST_F(CompilerTest, without_compiling_the_missing_kernel_is_named) {
-  setenv("PULLBACK_JIT", "off", 1);
+  jit_.set("off");
   try {
     compiled(kernel("never_built", "to[threadIdx.x] = 3;"));
     FAIL() << "compiled";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("never_built"), std::string::npos) << error.what();
   }
-  setenv("PULLBACK_JIT", "0", 1);
+  jit_.set("0");
   EXPECT_EQ(message_of([] { compiled(kernel("never_built_either", "to[threadIdx.x] = 4;")); }),
             "CUDA: PULLBACK_JIT: expected on or off, got '0'");
 }

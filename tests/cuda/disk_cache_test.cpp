@@ -7,12 +7,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <optional>
 
+#include "support/environment.hpp"
 #include "support/message_of.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace pullback::cuda {
 namespace {
@@ -20,13 +20,6 @@ namespace fs = std::filesystem;
 
 class DiskCacheTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    char name[] = "/tmp/pullback-cache-XXXXXX";
-    root_ = mkdtemp(name);
-    folder_ = root_ + "/deep/er";
-  }
-  void TearDown() override { fs::remove_all(root_); }
-
   DiskCache cache(DiskCache::Mode mode = DiskCache::Mode::read_write) const {
     return DiskCache(folder_, mode);
   }
@@ -41,7 +34,9 @@ class DiskCacheTest : public ::testing::Test {
     return path;
   }
 
-  std::string root_, folder_, reason_;
+  const TemporaryFolder temporary_;
+  const std::string root_ = temporary_.path(), folder_ = root_ + "/deep/er";
+  std::string reason_;
   const std::vector<char> payload_ = std::vector<char>(100000, 'x');
 };
 
@@ -93,9 +88,10 @@ TEST_F(DiskCacheTest, shipped_kernels_are_read_and_left_alone) {
                   .write("a key of this test", payload_, reason_))
       << reason_;
   EXPECT_EQ(shipped.read("a key of this test"), payload_);
-  setenv("PULLBACK_CACHE", "off", 1);
-  EXPECT_FALSE(DiskCache::shipped().read("a key of this test"));
-  unsetenv("PULLBACK_CACHE");
+  {
+    const Environment off("PULLBACK_CACHE", "off");
+    EXPECT_FALSE(DiskCache::shipped().read("a key of this test"));
+  }
   if (!existed) fs::remove_all(shipped.folder());
 }
 
@@ -193,46 +189,25 @@ TEST_F(DiskCacheTest, a_folder_that_nobody_may_write_is_read_all_the_same) {
   EXPECT_TRUE(nowhere.list().empty());
 }
 
-// Keeps the variables that choose the folder, and puts them back.
-class Variables {
- public:
-  Variables() {
-    for (const char* name : kNames) {
-      const char* value = std::getenv(name);
-      saved_.emplace_back(value ? std::optional<std::string>(value) : std::nullopt);
-      unsetenv(name);
-    }
-  }
-  ~Variables() {
-    for (std::size_t i = 0; i < saved_.size(); ++i) {
-      saved_[i] ? setenv(kNames[i], saved_[i]->c_str(), 1) : unsetenv(kNames[i]);
-    }
-  }
-
- private:
-  static constexpr const char* kNames[] = {"PULLBACK_CACHE_DIR", "XDG_CACHE_HOME", "HOME",
-                                           "PULLBACK_CACHE"};
-  std::vector<std::optional<std::string>> saved_;
-};
-
 TEST_F(DiskCacheTest, the_folder_is_the_users) {
-  const Variables variables;
+  Environment folder("PULLBACK_CACHE_DIR", nullptr), caches("XDG_CACHE_HOME", nullptr),
+      users("HOME", nullptr), mode("PULLBACK_CACHE", nullptr);
   EXPECT_EQ(DiskCache::from_environment().folder(), "");
   EXPECT_EQ(DiskCache::from_environment().mode(), DiskCache::Mode::off);
-  setenv("HOME", (root_ + "/missing").c_str(), 1);
+  users.set((root_ + "/missing").c_str());
   const DiskCache home = DiskCache::from_environment();
   EXPECT_EQ(home.folder(), root_ + "/missing/.cache/pullback");
   EXPECT_TRUE(home.write("key", payload_, reason_)) << reason_;
   EXPECT_EQ(DiskCache::from_environment().read("key"), payload_);
-  setenv("XDG_CACHE_HOME", "relative", 1);  // which the specification says to ignore
+  caches.set("relative");  // which the specification says to ignore
   EXPECT_EQ(DiskCache::from_environment().folder(), home.folder());
-  setenv("XDG_CACHE_HOME", root_.c_str(), 1);
+  caches.set(root_.c_str());
   EXPECT_EQ(DiskCache::from_environment().folder(), root_ + "/pullback");
-  setenv("PULLBACK_CACHE_DIR", folder_.c_str(), 1);
+  folder.set(folder_.c_str());
   EXPECT_EQ(DiskCache::from_environment().folder(), folder_);
-  setenv("PULLBACK_CACHE", "ro", 1);
+  mode.set("ro");
   EXPECT_EQ(DiskCache::from_environment().mode(), DiskCache::Mode::read_only);
-  setenv("PULLBACK_CACHE", "none", 1);
+  mode.set("none");
   EXPECT_EQ(message_of([] { DiskCache::from_environment(); }),
             "CUDA: PULLBACK_CACHE: expected rw or ro or off, got 'none'");
 }

@@ -1,33 +1,17 @@
 // Loading kernels: whatever lies in the cache, and whatever else the process is doing.
 #include "cuda/kernel.hpp"
 
-#include <cstdlib>
-#include <filesystem>
-
 #include "cuda/compiler.hpp"
 #include "cuda/on_device.hpp"
 #include "pullback/error.hpp"
+#include "support/environment.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace pullback::cuda {
 namespace {
 
 class KernelTest : public OnDeviceToolkit {
  protected:
-  void SetUp() override {
-    OnDeviceToolkit::SetUp();
-    const char* before = std::getenv("PULLBACK_CACHE_DIR");
-    before_ = before ? before : "";
-    char name[] = "/tmp/pullback-kernels-XXXXXX";
-    folder_ = mkdtemp(name);
-    setenv("PULLBACK_CACHE_DIR", folder_.c_str(), 1);
-  }
-  void TearDown() override {
-    if (folder_.empty()) return;
-    before_.empty() ? unsetenv("PULLBACK_CACHE_DIR")
-                    : setenv("PULLBACK_CACHE_DIR", before_.c_str(), 1);
-    std::filesystem::remove_all(folder_);
-  }
-
   static KernelSource source(const std::string& name) {
     return op_kernel({.name = "test_" + name,
                       .file = "device/tensor_map.cuh",
@@ -37,12 +21,13 @@ class KernelTest : public OnDeviceToolkit {
                      compile_arch(device_info(0)), sizeof(device::TensorMap));
   }
 
-  std::string folder_, before_;
+  const TemporaryFolder folder_;
+  const Environment cache_{"PULLBACK_CACHE_DIR", folder_.path().c_str()};
 };
 
 TEST_F(KernelTest, machine_code_that_does_not_load_is_replaced) {
   const KernelSource kernel = source("replaced");
-  const DiskCache cache(folder_, DiskCache::Mode::read_write);
+  const DiskCache cache(folder_.path(), DiskCache::Mode::read_write);
   const std::vector<char> of_another_world(1000);
   std::string reason;
   ASSERT_TRUE(cache.write(key_text(kernel), of_another_world, reason)) << reason;
@@ -55,10 +40,10 @@ TEST_F(KernelTest, machine_code_that_does_not_load_is_replaced) {
 TEST_F(KernelTest, that_it_does_not_load_is_told_where_nothing_may_be_compiled) {
   const KernelSource kernel = source("not_replaced");
   std::string reason;
-  ASSERT_TRUE(DiskCache(folder_, DiskCache::Mode::read_write)
+  ASSERT_TRUE(DiskCache(folder_.path(), DiskCache::Mode::read_write)
                   .write(key_text(kernel), std::vector<char>(1000), reason))
       << reason;
-  setenv("PULLBACK_JIT", "off", 1);
+  const Environment no_compiler("PULLBACK_JIT", "off");
   try {
     Kernel::load(kernel, device_info(0));
     ADD_FAILURE() << "loaded";
@@ -67,7 +52,6 @@ TEST_F(KernelTest, that_it_does_not_load_is_told_where_nothing_may_be_compiled) 
               std::string::npos)
         << error.what();
   }
-  unsetenv("PULLBACK_JIT");
 }
 
 TEST_F(KernelTest, loading_does_not_end_the_capture_of_a_stream) {

@@ -12,21 +12,15 @@
 
 #include "driver/case.hpp"
 #include "pullback/error.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace pullback::driver {
 namespace {
 
 namespace fs = std::filesystem;
 
-// A folder for one test, with no trace after it.
 class SafetensorsFile : public ::testing::Test {
  protected:
-  SafetensorsFile() {
-    std::string pattern = (fs::temp_directory_path() / "pullback-XXXXXX").string();
-    folder_ = ::mkdtemp(pattern.data());
-  }
-  ~SafetensorsFile() override { fs::remove_all(folder_); }
-
   std::string path(const std::string& name = "t.safetensors") const {
     return (folder_ / name).string();
   }
@@ -35,7 +29,8 @@ class SafetensorsFile : public ::testing::Test {
         std::distance(fs::directory_iterator(folder_), fs::directory_iterator()));
   }
 
-  fs::path folder_;
+  const TemporaryFolder temporary_;
+  const fs::path& folder_ = temporary_.path();
 };
 
 std::string image(const std::string& header, const std::string& data = {}) {

@@ -89,6 +89,14 @@ TEST_F(Cli, doctor_tells_why_nothing_would_run) {
       << doctor.out;
 }
 
+TEST_F(Cli, doctor_tells_why_a_compiler_does_not_load) {
+  std::ofstream(path("libnvrtc.so.13")) << "no library";
+  const Environment chosen("PULLBACK_NVRTC", path("").c_str());
+  const Result doctor = run(PULLBACK_TOOL, {"doctor"});
+  EXPECT_EQ(doctor.status, 0);
+  EXPECT_TRUE(has(doctor.out, "libnvrtc.so.13: file too short")) << doctor.out;
+}
+
 TEST_F(Cli, the_cache_of_kernels_is_listed_verified_and_cleared) {
   const Environment folder("PULLBACK_CACHE_DIR", path("cache").c_str());
   EXPECT_TRUE(has(toy({"cache"}).out, "0 damaged"));

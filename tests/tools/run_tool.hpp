@@ -7,12 +7,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include "support/environment.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace pullback::testing {
 
@@ -21,23 +23,8 @@ struct Result {
   std::string out, err;
 };
 
-// Sets a variable for the runs of one scope.
-struct Environment {
-  Environment(const char* variable, const char* value) : name(variable) {
-    ::setenv(variable, value, 1);
-  }
-  ~Environment() { ::unsetenv(name); }
-  const char* name;
-};
-
 class ToolTest : public ::testing::Test {
  protected:
-  ToolTest() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "pullback-XXXXXX").string();
-    folder_ = ::mkdtemp(pattern.data());
-  }
-  ~ToolTest() override { std::filesystem::remove_all(folder_); }
-
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
 
   // The names in the folder, sorted: what a run left behind.
@@ -89,7 +76,8 @@ class ToolTest : public ::testing::Test {
     return result;
   }
 
-  std::filesystem::path folder_;
+  const TemporaryFolder temporary_;
+  const std::filesystem::path& folder_ = temporary_.path();
 
  private:
   // Outputs of the tool stay below a pipe's capacity, so one after the other cannot block it.
