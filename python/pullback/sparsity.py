@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._native import _lib, function
@@ -130,38 +131,52 @@ class SparsityConfig:
 
     def make_layout(self, seq_len: int) -> BlockLayout:
         """The layout for sequences of `seq_len` tokens, a multiple of the block."""
-        values: list[Any] = [self.num_heads, self.block]
+        values: list[Any] = [
+            self._fitting("num_heads", self.num_heads),
+            self._fitting("block", self.block),
+        ]
         types: list[Any] = [c_int64, c_int64]
         kinds: dict[str, Any] = {"i64": c_int64, "u64": ctypes.c_uint64, "flags": ctypes.c_uint64}
         for name, kind in self._struct:
             if kind == "list":
-                values_of = getattr(self, name)
-                numbers = None if values_of is None else (c_int64 * len(values_of))(*values_of)
-                values.append(None if numbers is None else ctypes.cast(numbers, POINTER(c_int64)))
+                given = getattr(self, name)
+                numbers = [] if given is None else [self._fitting(name, one) for one in given]
+                values.append(None if given is None else (c_int64 * len(numbers))(*numbers))
                 types.append(POINTER(c_int64))
                 if name != "global_block_end_indices":
-                    values.append(0 if values_of is None else len(values_of))
+                    values.append(len(numbers))
                     types.append(c_size_t)
             else:
-                values.append(self._flags() if kind == "flags" else getattr(self, name))
+                number = self._flags() if kind == "flags" else getattr(self, name)
+                values.append(self._fitting(name, number, kind))
                 types.append(kinds[kind])
+        begins = getattr(self, "global_block_indices", None)
         ends = getattr(self, "global_block_end_indices", None)
-        if ends is not None and len(ends) != len(getattr(self, "global_block_indices", ())):
+        if ends is not None and (begins is None or len(ends) != len(begins)):
             raise ValueError("global_block_end_indices: expected one for each global_block_indices")
         struct = type(
             "sparsity",
             (ctypes.Structure,),
             {"_fields_": [("struct_size", c_size_t)] + [(f"f{i}", t) for i, t in enumerate(types)]},
         )
-        given = struct(ctypes.sizeof(struct), *values)
+        problem = struct(ctypes.sizeof(struct), *values)
         make = function(
             f"pullback_{self._name}_layout", POINTER(struct), c_int64, POINTER(c_void_p)
         )
         handle = c_void_p()
-        make(byref(given), seq_len, byref(handle))
+        make(byref(problem), self._fitting("seq_len", seq_len), byref(handle))
         layout = BlockLayout.__new__(BlockLayout)
         layout._adopt(handle)
         return layout
+
+    def _fitting(self, name: str, value: Any, kind: str = "i64") -> int:
+        """A number, of which ctypes would keep the low bits if it did not fit. Seeds, which are 64
+        bits, may have a sign."""
+        number = index(value)
+        if not -(1 << 63) <= number < 1 << (63 if kind == "i64" else 64):
+            pattern = type(self).__name__.removesuffix("Config")
+            raise ValueError(f"{pattern}: {name}: expected a number that fits {kind}, got {number}")
+        return number
 
     def _flags(self) -> int:
         attention = getattr(self, "attention", "bidirectional")

@@ -260,6 +260,12 @@ def attention(
             raise NotImplementedError(
                 f"pullback.transformers: {name}: {reason}; use attn_implementation='eager'"
             )
+    for name, tensor in (("query", query), ("value", value)):
+        if tensor.shape[-1] > 256:
+            raise NotImplementedError(
+                f"pullback.transformers: {name}: expected a head dim of 256 or less, got "
+                f"{tensor.shape[-1]}; use attn_implementation='eager'"
+            )
     if scaling is None:
         scaling = _own_scaling(module, value)
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))

@@ -150,6 +150,8 @@ def test_segment_coo() -> None:
     for reduce in ("sum", "max"):
         with pytest.raises(ValueError, match="ids"):
             compat.segment_coo(src, index.flip(0), reduce=reduce, dim_size=4)
+        with pytest.raises(ValueError, match=r"ids\[3\]: expected 0 to 2, got 3"):
+            compat.segment_coo(src, index, reduce=reduce, dim_size=3)
 
 
 def test_results_in_a_given_tensor() -> None:
@@ -268,6 +270,12 @@ def test_segments_of_no_batch() -> None:
     )
     out, arg = compat.segment_max_csr(src, torch.zeros(0, 3, dtype=torch.int64))
     assert out.shape == arg.shape == (0, 2, 3) and arg.dtype == torch.int64
+    none = torch.zeros(0, 0, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"segment_csr: indptr: expected S\+1 offsets, .* got 0"):
+        compat.segment_csr(src, none)
+    for call, index in ((compat.segment_csr, none.new_zeros(0, 3)), (compat.segment_coo, none)):
+        with pytest.raises(ValueError, match=f"{call.__name__}: reduce: expected sum, .*'median'"):
+            call(src, index, reduce="median")
 
 
 def test_ties_go_to_the_first() -> None:

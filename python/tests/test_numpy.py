@@ -266,6 +266,8 @@ def test_errors_are_of_their_kind_and_explain() -> None:
         pn.attention(q, q.astype(np.float64), q)
     with pytest.raises(ValueError, match="q: expected dtype float64, .*got int16; convert"):
         pn.attention(q.astype(np.int16), q, q)
+    with pytest.raises(ValueError, match=r"x: expected dtype float64, .*got \|V0; convert"):
+        pn.entmax(np.empty(3, "V0"))
     expected = "offsets: expected dtype int32 or int64, got "
     with pytest.raises(ValueError, match=f"{expected}uint32; convert"):
         pn.segment_reduce(q[0, :, 0], offsets=np.array([0, 4], np.uint32))

@@ -11,10 +11,30 @@ import pullback.numpy as pn
 def test_none_stands_for_what_is_not_given() -> None:
     q = np.random.default_rng(0).standard_normal((1, 5, 2, 8))
     expected, _ = pn.attention(q, q, q)
-    found, _ = pn.attention(q, q, q, variant=None, window=(None, None), softcap=None)
+    found, _ = pn.attention(q, q, q, variant=None, window=(None, None), softcap=None, seed=None)
     np.testing.assert_array_equal(found, expected)
+    dropped, _ = pn.attention(q, q, q, dropout=0.5, seed=None)
+    np.testing.assert_array_equal(dropped, pn.attention(q, q, q, dropout=0.5)[0])
     causal, _ = pn.attention(q, q, q, window=(None, 0))
     np.testing.assert_array_equal(causal, pn.attention(q, q, q, causal=True)[0])
+    arrays = {"x": (x := q[0, 0]), "mask": None}
+    plan = pn.plan("entmax", "forward", arrays, alpha=1.5)
+    plan.run({**arrays, "y": (y := plan.empty("y"))})
+    np.testing.assert_array_equal(y, pn.entmax(x))
+    with pytest.raises(TypeError, match="entmax has no masks"):
+        pn.plan("entmax", "forward", {"x": x, "masks": None})
+
+
+def test_a_gradient_may_be_named_twice() -> None:
+    q, k, v, d_out = np.random.default_rng(0).standard_normal((4, 1, 5, 2, 8))
+    out, lse = pn.attention(q, k, v)
+    once, twice = (
+        pn.attention_backward(d_out, q, k, v, out, lse, needs=needs)
+        for needs in (["d_q", "d_v"], ["d_q", "d_q", "d_v"])
+    )
+    np.testing.assert_array_equal(twice.d_q, once.d_q)
+    np.testing.assert_array_equal(twice.d_v, once.d_v)
+    assert twice.d_k is None
 
 
 def test_threads_that_do_not_fit_are_refused() -> None:

@@ -109,6 +109,30 @@ def test_options_that_nothing_else_tells_apart() -> None:
         pn.entmax(random(0, 9), offsets=np.array([0, 7, 5]), check_indices=True)
 
 
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    for name, config in (
+        ("num_heads", sparsity.FixedSparsityConfig(2**64 + 4)),
+        ("num_local_blocks", sparsity.FixedSparsityConfig(4, num_local_blocks=2**64 + 4)),
+        ("global_block_indices", sparsity.VariableSparsityConfig(4, global_block_indices=[2**64])),
+        ("seed", sparsity.BigBirdSparsityConfig(4, seed=2**64)),
+    ):
+        with pytest.raises(ValueError, match=f"Sparsity: {name}: expected .* fits .64, got 184467"):
+            config.make_layout(64)
+    with pytest.raises(
+        ValueError, match="FixedSparsity: seq_len: expected .* fits i64, got 184467"
+    ):
+        sparsity.FixedSparsityConfig(4).make_layout(2**64 + 64)
+    signed, unsigned = (sparsity.BigBirdSparsityConfig(4, seed=s) for s in (-1, 2**64 - 1))
+    assert signed.make_layout(256) == unsigned.make_layout(256)
+    config = sparsity.BSLongformerSparsityConfig(4, global_block_indices=None)  # type: ignore
+    config.make_layout(64)
+    config.global_block_end_indices = [1]
+    with pytest.raises(ValueError, match="end_indices: expected one for each"):
+        config.make_layout(64)
+    config.global_block_indices = np.arange(1)  # type: ignore[assignment]
+    assert config.make_layout(64).nnz == sparsity.BSLongformerSparsityConfig(4).make_layout(64).nnz
+
+
 def test_layouts_from_arrays() -> None:
     present = np.zeros((1, 2, 3), bool)
     present[0, 0, 0] = present[0, 1, 2] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import pullback.torch as pt  # noqa: E402
 from pullback._native import BACKWARD, FORWARD  # noqa: E402
+from pullback.torch import _operator  # noqa: E402
 from pullback.torch._known import KnownCalls, know, unseen  # noqa: E402
 from pullback.torch._operator import _Kernel  # noqa: E402
+from pullback.torch._ops import ENTMAX  # noqa: E402
 from torch_cases import CASES, DENSE, Case, on_devices, random  # noqa: E402
 
 
@@ -192,6 +195,22 @@ def test_calls_of_another_number_of_threads_have_their_own_plan() -> None:
             assert torch.equal(pt.entmax15(x), expected)
     finally:
         torch.set_num_threads(before)
+
+
+def test_threads_may_make_room_for_plans_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x = _Kernel(ENTMAX, FORWARD, ("x",), ("alpha",), tuple), torch.zeros(1)
+    monkeypatch.setattr(_Kernel, "_prepare", lambda self, *arguments: arguments)
+    monkeypatch.setattr(_operator, "_MAX_PLANS", 64)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(
+                threads.map(lambda n: [kernel.prepare((x,), (n, i)) for i in range(4000)], range(8))
+            )
+    finally:
+        sys.setswitchinterval(interval)
+    assert 64 <= len(kernel.plans) < 64 + 8
 
 
 def test_options_may_be_tensors_that_change() -> None:

@@ -235,6 +235,17 @@ def test_forward_mode_derivatives_are_refused() -> None:
         assert torch.equal(pt.entmax15(x), pt.entmax15(x.clone()))
 
 
+def test_forms_of_an_op_are_refused_by_its_name_and_known_by_their_own() -> None:
+    x = random(4, 3).requires_grad_()
+    out = pt.segment_reduce(x, "max", offsets=torch.tensor([0, 4]))
+    assert out.grad_fn.name() == "segment_argBackward"
+    with pytest.raises(NotImplementedError, match="^segment: batches of gradients"):
+        torch.autograd.grad(out, x, random(6, 1, 3), retain_graph=True, is_grads_batched=True)
+    (d_x,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="^segment: second derivatives"):
+        d_x.sum().backward()
+
+
 def test_errors_of_the_library_reach_the_caller() -> None:
     q = random(2, 4, 2, 8)
     with pytest.raises(ValueError, match="attention: k: expected the batch size of q, 2"):
@@ -266,8 +277,18 @@ def test_errors_of_the_library_reach_the_caller() -> None:
     for leaf in (q.flatten(1), q.flatten(1).requires_grad_()):
         with pytest.raises(ValueError, match=r"entmax: axis: expected .*, got 5"):
             pt.sparsemax(leaf, 5)
-    with pytest.raises(ValueError, match="entmax: axis: expected a number, got None"):
-        pt.entmax(q, 1.5, None)  # type: ignore[arg-type]
+    alpha, leaf = torch.tensor(2.0), random(3, 32).requires_grad_()
+    for call in (
+        lambda: pt.entmax(q, 1.5, None),  # type: ignore[arg-type]
+        lambda: pt.entmax(q, alpha, None),  # type: ignore[arg-type]
+        lambda: pt.sparsemax(leaf, None),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match="entmax: axis: expected a number, got None"):
+            call()
+    with pytest.raises(ValueError, match=r"entmax: offsets: expected \[G\+1\], got \[\]"):
+        pt.entmax(leaf, alpha, offsets=torch.tensor(0))
+    with pytest.raises(ValueError, match=r"entmax: offsets: expected G \+ 1 elements .* got 0"):
+        pt.entmax(leaf, alpha, offsets=torch.zeros(0, dtype=torch.int64))
 
 
 def test_other_ranks_are_refused() -> None:

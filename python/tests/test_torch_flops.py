@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Callable
 
 import pytest
@@ -35,12 +37,19 @@ def test_attention_counts_as_pytorchs_own() -> None:
     assert flops(pt.attention, q, k, k) == expected
     assert flops(pt.attention, q, (2, 7, 2, 8), (2, 7, 2, 8)) == expected
 
-    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cu = torch.tensor([0, 2, 6], device=q.device)
-        return pt.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu)
+    def packed(
+        q: Tensor, k: Tensor, v: Tensor, offsets: Sequence[int] = (0, 2, 6), longest: int = 0
+    ) -> Tensor:
+        cu = torch.tensor(offsets, device=q.device)
+        return pt.attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest)
 
     one = flops(pt.attention, (1, 1, 4, 8), (1, 1, 4, 8), (1, 1, 4, 8))
-    assert flops(packed, (6, 4, 8), (6, 4, 8), (6, 4, 8)) == (2 * 2 + 4 * 4) * one
+    rows = (6, 4, 8)
+    assert flops(packed, rows, rows, rows) == (2 * 2 + 4 * 4) * one
+    # Offsets are clamped, and sequences cut, as the op does.
+    for offsets, longest, pairs in (((0, 800, 3), 0, 36), ((-7, 2, 6), 0, 20), ((0, 2, 6), 3, 16)):
+        counted = flops(partial(packed, offsets=offsets, longest=longest), rows, rows, rows)
+        assert counted == pairs * one
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         packed(*torch.empty(3, 6, 4, 8))
     assert counter.get_total_flops() == 2 * (6 * 6) * (2 * 4 * 2 * 8)

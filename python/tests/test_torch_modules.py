@@ -65,6 +65,18 @@ def test_block_sparse_attention_has_a_scale() -> None:
     torch.testing.assert_close(out, pt.attention(q, k, v, scale=0.1))
 
 
+def test_sequences_without_tokens() -> None:
+    q = random(1, 2, 0, 4).requires_grad_()
+    module = pt.SparseSelfAttention(sparsity.FixedSparsityConfig(2), max_seq_length=64)
+    out = module(q, q, q)
+    assert out.shape == (1, 2, 0, 4)
+    out.sum().backward()
+    assert q.grad is not None and q.grad.shape == q.shape
+    some = random(1, 64, 2, 4)
+    with pytest.raises(ValueError, match=r"expected shape \[1, 2, 0, 4\], got \[1, 2, 64, 4\]"):
+        pt.block_sparse_attention(some, some, some, module.get_layout(0))
+
+
 def test_mask_modes() -> None:
     q, k, v = (random(2, 2, 64, 4, seed=i) for i in range(3))
     padding = torch.ones(2, 64, dtype=torch.float64)

@@ -180,6 +180,17 @@ def test_refusals(options: dict[str, Any]) -> None:
         pt.attention(torch.nn.Module(), q, q, q, **options)
 
 
+@pytest.mark.parametrize("name", ["query", "value"])
+def test_head_dims_past_256_are_refused(name: str) -> None:
+    given = dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 8, 256))
+    assert pt.attention(torch.nn.Module(), **given, attention_mask=None)[0].shape[-1] == 256
+    given[name] = torch.randn(1, 2, 8, 257)
+    with pytest.raises(
+        NotImplementedError, match=f"{name}: .* 256 or less, got 257; use attn_impl"
+    ):
+        pt.attention(torch.nn.Module(), **given, attention_mask=None)
+
+
 def test_a_mask_has_no_elements() -> None:
     mask, scores = pt.Mask(-1, 0, 8, None), torch.zeros(1, 1, 8, 8)
     for look in (

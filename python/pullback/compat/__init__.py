@@ -9,9 +9,9 @@ flash_attn_func, flash_attn_varlen_func, and both with _qkvpacked and _kvpacked
 segment_*, gather_*
     Floating-point src only (gather_* take any). NaN wins in min and max, and the first of equal
     values gets the gradient on every device. An empty segment has value 0 and argument N, as there.
-    An index that does not ascend is an error on the CPU, of gather_coo in its backward pass; on a
-    GPU, where looking would wait, its results mean nothing. `out` of a segment_*_csr without rows
-    is zeros, not left as it is.
+    An index that is out of range or does not ascend is an error on the CPU (of gather_coo, the
+    latter in its backward pass); on a GPU, where looking would wait, its results mean nothing.
+    `out` of a segment_*_csr without rows is zeros, not left as it is.
     `out` has the result's shape, need not be contiguous and keeps its gradient; its value counts as
     one more row of a segment_*_coo, with argument N, and is taken before rows of the same value.
     The scatter_* functions are not here: for ids in any order there is

@@ -50,27 +50,23 @@ def sparsemax_bisect(
     return ops.sparsemax(X, dim)
 
 
-class Sparsemax(nn.Module):
-    """`sparsemax` as a module."""
-
+class _Entmax(nn.Module):
     def __init__(
         self, dim: int = -1, k: int | None = None, return_support_size: bool = False
     ) -> None:
         super().__init__()
         self.dim, self.k, self.return_support_size = dim, k, return_support_size
+
+
+class Sparsemax(_Entmax):
+    """`sparsemax` as a module."""
 
     def forward(self, X: Tensor) -> Any:
         return sparsemax(X, self.dim, self.k, self.return_support_size)
 
 
-class Entmax15(nn.Module):
+class Entmax15(_Entmax):
     """`entmax15` as a module."""
-
-    def __init__(
-        self, dim: int = -1, k: int | None = None, return_support_size: bool = False
-    ) -> None:
-        super().__init__()
-        self.dim, self.k, self.return_support_size = dim, k, return_support_size
 
     def forward(self, X: Tensor) -> Any:
         return entmax15(X, self.dim, self.k, self.return_support_size)

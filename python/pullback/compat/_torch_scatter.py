@@ -182,11 +182,19 @@ def _broadcast(name: str, index: Tensor, src: Tensor) -> Tensor:
     return index.expand(*lead, -1)
 
 
+def _check_reduce(name: str, reduce: str) -> None:
+    if reduce not in _REDUCTIONS:
+        raise ValueError(f"{name}: reduce: expected {', '.join(_REDUCTIONS)}, got {reduce!r}")
+
+
 def _segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None, reduce: str) -> _Result:
+    _check_reduce("segment_csr", reduce)
     if out is not None:
         result, arg = _segment_csr(src, indptr, None, reduce)
         return _write("segment_csr", out, result), arg
     offsets = _broadcast("segment_csr: indptr", indptr, src)
+    if offsets.shape[-1] == 0:
+        raise ValueError("segment_csr: indptr: expected S+1 offsets, so at least 1, got 0")
     if _go_together(indptr, src):
         return _together(src, indptr, lambda x, i: _segment_csr(x, i, None, reduce))
     if offsets.dim() > 1:
@@ -198,6 +206,7 @@ def _segment_csr(src: Tensor, indptr: Tensor, out: Tensor | None, reduce: str) -
 def _segment_coo(
     src: Tensor, index: Tensor, out: Tensor | None, dim_size: int | None, reduce: str
 ) -> _Result:
+    _check_reduce("segment_coo", reduce)
     ids = _broadcast("segment_coo: index", index, src)
     if out is not None:
         dim = ids.dim() - 1
@@ -218,8 +227,6 @@ def _segment_coo(
 def _reduce(
     src: Tensor, reduce: str, offsets: Tensor | None, ids: Tensor | None, segments: int
 ) -> _Result:
-    if reduce not in _REDUCTIONS:
-        raise ValueError(f"reduce: expected {', '.join(_REDUCTIONS)}, got {reduce!r}")
     looks = ids is not None and ids.is_cpu  # at whether they ascend
     if reduce in ("min", "max"):
         out, arg = ops.segment_reduce_arg(

@@ -92,7 +92,8 @@ def _array(op: Op, name: str, value: Any) -> Array:
     """An array whose strides are whole elements at aligned addresses; others are copied."""
     _refuse_masked(op, name, value)
     array = np.asarray(value)
-    if any(stride % array.itemsize for stride in array.strides) or not array.flags.aligned:
+    size = array.itemsize or 1  # V0 has none, and is refused for its dtype
+    if any(stride % size for stride in array.strides) or not array.flags.aligned:
         array = array.copy()
     return array
 
@@ -185,7 +186,10 @@ def plan(
         raise ValueError(f"direction: expected 'forward' or 'backward', got {direction!r}")
     if options.get("layout") is not None:
         options["layout"] = BlockLayout.of(options["layout"])
-    specs = {name: _spec(OPS[op], name, np.asanyarray(array)) for name, array in arrays.items()}
+    specs = {
+        name: None if array is None else _spec(OPS[op], name, np.asanyarray(array))
+        for name, array in arrays.items()
+    }
     return Plan(
         NativePlan(
             OPS[op],
@@ -229,7 +233,7 @@ def wanted(needs: Iterable[str] | None, possible: Mapping[str, Any], op: str) ->
     """The gradients to compute: of the inputs that are given, or those asked for."""
     if needs is None:
         return [name for name, source in possible.items() if source is not None]
-    names = [needs] if isinstance(needs, str) else list(needs)
+    names = [needs] if isinstance(needs, str) else list(dict.fromkeys(needs))
     for name in names:
         if possible.get(name) is None:
             given = [known for known, source in possible.items() if source is not None]

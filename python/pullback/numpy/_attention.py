@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ._arrays import Array, Run
 
     class _Attention(AttentionOptions, Run):
-        seed: int  # of dropout
+        seed: int | None  # of dropout; 0 when not given
 
 
 class AttentionOutputs(NamedTuple):
@@ -42,9 +42,9 @@ class AttentionGradients(NamedTuple):
 
 def _attention_options(options: Mapping[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     own = split(options, run)
-    seed, layout = own.pop("seed", 0), own.pop("layout", None)
+    seed, layout = own.pop("seed", None), own.pop("layout", None)
     layout = None if layout is None else BlockLayout.of(layout)
-    seed = integer("attention: seed", seed)
+    seed = 0 if seed is None else integer("attention: seed", seed)
     if not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"attention: seed: expected 64 bits, with a sign or without, got {seed}")
     return {**attention_options(**own), "layout": layout, "dropout_seed": seed % (1 << 64)}

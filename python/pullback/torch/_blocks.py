@@ -130,7 +130,8 @@ def block_sparse_attention(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_rank("block_sparse_attention", name, tensor.shape, "[B,S,H,D]")
     identifier(layout)  # or no layout is refused below for what it lacks
-    block = q.shape[1] // max(layout.rows, 1)
+    # Of no rows any block size does.
+    block = q.shape[1] // layout.rows if layout.rows else q.shape[1] or 16
     heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     scores = block_matmul(
         heads_first[0], heads_first[1], layout, "sdd", block=block, transpose_b=True

@@ -229,7 +229,7 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
             return derivation.backward(ctx, gradients)
 
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        own: Any = type("Derivative", (torch.autograd.Function,), methods)
+        own: Any = type(name, (torch.autograd.Function,), methods)
         # Function.apply looks for transforms, which do not come here, and a node's for what else
         # may be its derivative.
         if hasattr(own, "_backward_cls"):
@@ -253,8 +253,7 @@ def _differentiate(name: str, operator: Any, kernel: Kernel, derivation: Derivat
     def compute(keyset: Any, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         rest = keyset & known_calls.after_autograd
         if rest.highestPriorityTypeId() in known_calls.BACKENDS:
-            given = [tensor for tensor in tensors if tensor is not None]
-            return kernel.run(kernel.prepare(tensors, options), given)
+            return kernel(*tensors, *options)
         with known_calls.below_autograd():
             return operator.redispatch(rest, *tensors, *options)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks import check_rank
 from .._options import entmax_options, integer
 from ._dispatch import transforms_active
 from ._fields import remembered
@@ -47,6 +48,8 @@ def entmax(
         )
     rows: Tensor | None = None
     dim = integer("entmax: dim", dim)
+    if dim is None:
+        raise ValueError("entmax: axis: expected a number, got None; -1 is the last dimension")
     if x.dim() == 1 and dim in (-1, 0) and offsets is None and transforms_active():
         # vmap makes one problem of many that have rows.
         if isinstance(alpha, Tensor) and alpha.dim() == 1:
@@ -61,7 +64,8 @@ def entmax(
         if offsets is None:
             del shape[axis]
         else:
-            shape[axis] = offsets.shape[0] - 1
+            check_rank("entmax", "offsets", offsets.shape, "[G+1]")
+            shape[axis] = torch.sym_max(offsets.shape[0] - 1, 0)  # none are refused by the plan
         pairs = zip(alpha.shape[::-1], shape[::-1])
         if alpha.dim() > len(shape) or any(a not in (1, b) for a, b in pairs):
             raise ValueError(

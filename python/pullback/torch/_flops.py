@@ -20,11 +20,12 @@ from ._ops import ATTENTION, BLOCK_MATMUL
 
 
 def _lengths(given: Mapping[str, Any], side: str, total: int) -> list[int]:
-    offsets = given[f"cu_seqlens_{side}"]
+    offsets, longest = given[f"cu_seqlens_{side}"], given[f"max_seqlen_{side}"] or total
     if isinstance(offsets, FakeTensor) or offsets.device.type == "meta":
-        return [given[f"max_seqlen_{side}"] or total] * (offsets.shape[0] - 1)
-    lengths: list[int] = offsets.diff().tolist()
-    return lengths
+        return [longest] * (offsets.shape[0] - 1)
+    # As the op does, whatever they hold.
+    ends = offsets.clamp(0, total).cummax(0).values
+    return [min(length, longest) for length in ends.diff().tolist()]
 
 
 def _attention(given: Mapping[str, Any], with_d: int, with_dv: int) -> int:

@@ -8,6 +8,7 @@ and never wait. Plans are kept by problem, since a training step repeats the sam
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import starmap
 from operator import itemgetter
@@ -179,7 +180,7 @@ class _Kernel:
         self.names = names
         self.options = options
         self.pack = pack
-        self.plans: dict[Any, _Prepared] = {}
+        self.plans: OrderedDict[Any, _Prepared] = OrderedDict()
         self.captured: set[_Prepared] = set()
 
     def __call__(self, *arguments: Any) -> Any:
@@ -201,7 +202,7 @@ class _Kernel:
         if prepared is None:
             prepared = self._prepare(tensors, options, threads)
             if len(self.plans) >= _MAX_PLANS:
-                self.plans.pop(next(iter(self.plans)), None)
+                self.plans.popitem(last=False)  # in one step, as other threads add theirs
             self.plans[key] = prepared
         return prepared
 
@@ -393,13 +394,13 @@ class TorchOp:
 
         def refuse_batches(*arguments: Any) -> NoReturn:
             raise NotImplementedError(
-                f"{self.name}: batches of gradients (is_grads_batched, vectorize=True) are not "
+                f"{self.op.name}: batches of gradients (is_grads_batched, vectorize=True) are not "
                 "implemented; use torch.func.vmap, or torch.func.jacrev"
             )
 
         # The key of the vmap before torch.func's, which takes no lists.
         library.impl(name, refuse_batches, "Batched")
-        return differentiate(name, operator, kernel, NoDerivation(self.name))
+        return differentiate(name, operator, kernel, NoDerivation(self.op.name))
 
     def _autocast(self, device: str) -> Callable[..., Any]:
         def kernel(*arguments: Any) -> Any:
