@@ -6,24 +6,28 @@ import json
 import statistics
 import time
 
+SETTLING, TIMING = 0.15, 0.15  # seconds; within a tenth of one a card at its power limit lowers its clock
+
 
 def times(run):
-    """Median seconds of run() by events; its tensors are larger than the cache. Of a slow run(), one."""
+    """Median seconds of run() by events, of a card at work; its tensors are larger than the cache."""
     import torch
 
+    def record(seconds):
+        events, begin = [], time.perf_counter()
+        while not events or time.perf_counter() - begin < seconds:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            stop.record()
+            events.append((start, stop))
+            if len(events) > 1:
+                events[-2][1].synchronize()  # the card has the next run, and the host is no further ahead
+        return events
+
     run()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    once = time.perf_counter() - begin
-    if once > 0.05:
-        return once
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(9)]
-    for start, stop in events:
-        start.record()
-        run()
-        stop.record()
+    record(SETTLING)
+    events = record(TIMING)
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e-3
 

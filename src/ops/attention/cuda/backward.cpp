@@ -62,7 +62,7 @@ class TileBackward final : public BackwardBody {
         tiles_(tiles),
         masked_(masked),
         only_all_(hopper.gradients),
-        step_queries_(only_all_ ? hopper_tile_of(problem, width).queries : tiles.queries) {
+        step_queries_(tiles.queries) {
     vectors_ = all_have_vector_rows(problem);
     row_vectors_ = has_vector_rows(problem.out) && has_vector_rows(problem.d_out);
     bias_vectors_ = problem.q.dtype != DType::f32 && has_vector_keys(problem.bias);
@@ -76,6 +76,7 @@ class TileBackward final : public BackwardBody {
     params_.turn_count = planes_ * params_.lines + pairs_ * blocks.shared_count * std::int64_t{2};
     stats_bytes_ = aligned(planes_ * params_.q_tiles * stats_bytes(tiles_.queries));
     if (bias_elements_ > 0) plan_bias(problem, width, arch, hopper.bias);
+    if (only_all_) step_queries_ = hopper_tile_of(problem, width, stepped()).queries;
     turn_bytes_ = aligned(params_.turn_count * 4);
     plan_slices(problem, width);
     workspace_bytes = sequence_bytes_ + stats_bytes_ + turn_bytes_ + sum_bytes_ + key_sum_bytes_ +
@@ -102,17 +103,17 @@ class TileBackward final : public BackwardBody {
       own += spec->numel() * static_cast<std::int64_t>(size_of(spec->dtype));
     }
     const std::int64_t limit = std::max<std::int64_t>(std::int64_t{128} << 20, own / 12);
-    const int sum_width = only_all_ ? hopper_tile_of(problem, width).sum_width() : width;
+    const int sum_width = only_all_ ? hopper_tile_of(problem, width, stepped()).sum_width() : width;
     const std::int64_t pair_bytes =
         sizes_.group * params_.lines * tiles_.queries * sum_width * std::int64_t{4};
     // Of a chain whole batch items, of which those of several launches have one each.
-    const bool stepped = bias_plan_ == BiasPlan::stepped;
-    const std::int64_t unit = stepped ? sizes_.kv_heads : 1;
+    const std::int64_t unit = stepped() ? sizes_.kv_heads : 1;
     const std::int64_t units = std::max<std::int64_t>(pairs_ / unit, 1);
     const std::int64_t fit =
-        stepped && !only_all_ ? 1
-                              : std::clamp<std::int64_t>(
-                                    limit / std::max<std::int64_t>(pair_bytes * unit, 1), 1, units);
+        stepped() && !only_all_
+            ? 1
+            : std::clamp<std::int64_t>(limit / std::max<std::int64_t>(pair_bytes * unit, 1), 1,
+                                       units);
     slice_pairs_ = ceil_div(units, ceil_div(units, fit)) * unit;
     sum_bytes_ = aligned(slice_pairs_ * pair_bytes);
     key_sum_bytes_ = aligned(slice_pairs_ * blocks_.get().shared_count * 2 * tiles_.keys * width *
@@ -139,15 +140,13 @@ class TileBackward final : public BackwardBody {
       load(general_,
            kernel_of(problem.blocks.given() ? Features::general_blocks : Features::general));
       if (only_all_) {
-        const bool stepped = bias_plan_ == BiasPlan::stepped;
-        const HopperBackwardKind kind = hopper_kind(problem, stepped);
-        const int queries = hopper_tile_of(problem, width).part_queries();
+        const HopperBackwardKind kind = hopper_kind(problem, stepped());
+        const int queries = hopper_backward_tile(kind, width).part_queries();
         maps_ = HeadMaps<2>({{{problem.q, queries}, {problem.d_out, queries}}});
         load(hopper_kernel_, hopper_backward_kernel(dtype, kind, width));
       } else if (only_vectors_) {
-        const bool stepped = bias_plan_ == BiasPlan::stepped;
         const Features features = problem.bias.given()
-                                      ? stepped ? Features::bias_sum : Features::bias
+                                      ? stepped() ? Features::bias_sum : Features::bias
                                   : problem.blocks.given() ? Features::blocks
                                   : problem.dropout > 0    ? Features::dropout
                                                            : Features::plain;
@@ -159,6 +158,8 @@ class TileBackward final : public BackwardBody {
           problem.blocks.given() ? masked_.pair_group : dense_work(problem).pair_group());
     }
   }
+
+  bool stepped() const { return bias_plan_ == BiasPlan::stepped; }
 
   DenseWork dense_work(const AttentionProblem& problem) const {
     return {.problem = problem,
@@ -190,9 +191,11 @@ class TileBackward final : public BackwardBody {
     const std::size_t step_bytes = aligned(sizes_.heads * params_.q_tiles * params_.k_tiles *
                                            tiles_.queries * tiles_.keys * 4);
     bias_sums_fit_ = step_bytes <= static_cast<std::size_t>(device_.l2_bytes) / 2;
-    const std::int64_t steps = ceil_div(sizes_.total_query, step_queries_) * sizes_.group;
+    const int step_queries =
+        only_all_ ? hopper_tile_of(problem, width, true).queries : tiles_.queries;
+    const std::int64_t steps = ceil_div(sizes_.total_query, step_queries) * sizes_.group;
     const std::int64_t key_tiles = sizes_.kv_heads * params_.k_tiles;
-    const bool stepped =
+    const bool steps_pay =
         !whole && !problem.blocks.given() && shape.head == sizes_.heads &&
         shape.query == sizes_.total_query && shape.key == sizes_.total_key &&
         (only_all_
@@ -202,9 +205,9 @@ class TileBackward final : public BackwardBody {
                        hopper_backward_kernel(dtype, hopper_kind(problem, true), width).kernel,
                        device_)
              : key_tiles >= device_.multiprocessors);
-    if (whole || stepped || no_work) {
+    if (whole || steps_pay || no_work) {
       bias_plan_ = whole || no_work ? BiasPlan::written : BiasPlan::stepped;
-      if (bias_plan_ == BiasPlan::stepped) {
+      if (stepped()) {
         bias_sum_bytes_ = step_bytes;
         if (only_all_) {
           params_.chain_items = static_cast<std::int32_t>(sizes_.batch);
@@ -284,7 +287,7 @@ class TileBackward final : public BackwardBody {
                     });
       return;
     }
-    launch_slices(params, bias_plan_ == BiasPlan::stepped ? sizes_.kv_heads : slice_pairs_,
+    launch_slices(params, stepped() ? sizes_.kv_heads : slice_pairs_,
                   only_vectors_ && vectors && !only_all_ ? aligned_ : general_, stream,
                   std::identity());
   }
@@ -295,7 +298,7 @@ class TileBackward final : public BackwardBody {
     for (std::int64_t first = 0; first < pairs_; first += slice_pairs) {
       params.first_pair = first;
       params.pairs = static_cast<std::int32_t>(std::min(slice_pairs, pairs_ - first));
-      if (bias_plan_ == BiasPlan::stepped) {
+      if (stepped()) {
         params.bias_step = step_of(first);
         if (only_all_) set_chain(params);
       }

@@ -22,8 +22,9 @@ inline HopperBackwardKind hopper_kind(const AttentionProblem& problem, bool sums
   if (problem.dropout > 0) return Kind::dropout;
   return problem.blocks.given() ? Kind::blocks : Kind::plain;
 }
-inline HopperBackwardTile hopper_tile_of(const AttentionProblem& problem, int width) {
-  return hopper_backward_tile(hopper_kind(problem), width);
+inline HopperBackwardTile hopper_tile_of(const AttentionProblem& problem, int width,
+                                         bool sums_bias) {
+  return hopper_backward_tile(hopper_kind(problem, sums_bias), width);
 }
 
 // The kernels find tanh of a score from the weight that it gave. What that is wrong by counts as

@@ -360,21 +360,18 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
       pack_weights<T>(gradients, s);
     } else {
       // Weights are packed beside the product or, where that takes too many registers, behind it.
-      if constexpr (kQueryPanels == 1) pack_weights<T>(chances, s);
+      constexpr bool kPacksAhead = kQueryPanels == 1;
+      Scores& d_s = kPacksAhead ? s : d_p;
+      if constexpr (kPacksAhead) pack_weights<T>(chances, s);
       product_wait<0>();
       keep_in_place(d_p);
-      if constexpr (kQueryPanels == 1) {
-        if constexpr (kSoftcap) {
-          make_capped_gradients(s, d_p, p.problem.softcap, stats, lane);
-        } else {
-          make_gradients(s, s, d_p, stats, lane);
-        }
-        pack_weights<T>(gradients, s);
+      if constexpr (kSoftcap) {
+        make_capped_gradients(d_s, s, d_p, p.problem.softcap, stats, lane);
       } else {
-        make_gradients(d_p, s, d_p, stats, lane);
-        pack_weights<T>(chances, s);
-        pack_weights<T>(gradients, d_p);
+        make_gradients(d_s, s, d_p, stats, lane);
       }
+      if constexpr (!kPacksAhead) pack_weights<T>(chances, s);
+      pack_weights<T>(gradients, d_s);
       if (marked) mark_unseen(gradients, chances);
     }
     if constexpr (kBiasSum) {
@@ -400,8 +397,12 @@ struct HopperBackward : HopperBackwardSteps<T, kTile> {
     product_commit();
     meet(shared.scores_full, number);  // dS of all keys is there
     if constexpr (kBias && !kBiasSum) {
-      store_bias<T, kKeys, kQueries, kWorkers / 32, false>(p, place, head_of(step.head_of_group),
-                                                           step.tile, ds_tile, worker.thread);
+#pragma unroll 1
+      for (int panel = 0; panel < kQueryPanels; ++panel) {
+        store_bias<T, kKeys, kPanel, kWorkers / 32, false>(
+            p, place, head_of(step.head_of_group), step.tile * kQueryPanels + panel,
+            ds_tile + panel * kScorePanelBytes, worker.thread);
+      }
     }
     end_step<true>(d_k, d_v, s, gradients, worker, step, stage, keys_of_d_q);
   }

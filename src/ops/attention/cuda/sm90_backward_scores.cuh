@@ -258,11 +258,11 @@ template <class T, int kTiles>
 void take_tanh(float (&s)[kTiles][4], float inner_scale) {
   take_tanh<T>(reinterpret_cast<float(&)[1][kTiles][4]>(s), inner_scale);
 }
-// dS^T · (1 - t²) in place of P^T, where the logits were softcap · t. Registers lack for t, which
-// P^T and lse tell; where they do not, P^T is 0.
+// dS^T · (1 - t²), where the logits were softcap · t; in the place of P^T or dP^T. Registers lack
+// for t, which P^T and lse tell; where they do not, P^T is 0.
 template <int kTiles>
-void make_capped_gradients(float (&s)[kTiles][4], const float (&d_p)[kTiles][4], float softcap,
-                           uint32_t stats, int lane) {
+void make_capped_gradients(float (&d_s)[kTiles][4], const float (&s)[kTiles][4],
+                           const float (&d_p)[kTiles][4], float softcap, uint32_t stats, int lane) {
   const float inverse = kLn2 / softcap;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -272,7 +272,7 @@ void make_capped_gradients(float (&s)[kTiles][4], const float (&d_p)[kTiles][4],
     for (int e = 0; e < 4; ++e) {
       const float lse = row[e % 2 * 2], delta = row[e % 2 * 2 + 1];
       const float t = fmaxf((log2_fast(s[n][e]) + lse) * inverse, -1.0f);
-      s[n][e] *= (d_p[n][e] - delta) * __fmaf_rn(-t, t, 1.0f);
+      d_s[n][e] = s[n][e] * ((d_p[n][e] - delta) * __fmaf_rn(-t, t, 1.0f));
     }
   }
 }

@@ -83,17 +83,17 @@ constexpr bool hopper_backward_pays(int width, int64_t queries, int64_t blocks,
   return width > 64 || queries > 256 || blocks <= 2 * multiprocessors;
 }
 constexpr HopperBackwardTile hopper_backward_tile(HopperBackwardKind kind, int width) {
-  // Twice the queries need registers that other kinds have use for.
-  if (width == 64 && (kind == HopperBackwardKind::plain || kind == HopperBackwardKind::blocks)) {
-    return {kind, width, 128, 2, 40, 232, 128};
-  }
+  const bool sums =
+      kind == HopperBackwardKind::bias_sum || kind == HopperBackwardKind::bias_sum_dropout;
+  const bool draws =
+      kind == HopperBackwardKind::dropout || kind == HopperBackwardKind::bias_dropout;
+  // Twice the queries need registers that sums of a bias, and draws, have use for.
+  if (width == 64 && !sums && !draws) return {kind, width, 128, 2, 40, 232, 128};
   if (width == 64) return {kind, width, 128, 4, 40, 232};
   if (width == 96) return {kind, width, 128, 2, 56, 224};
   if (width == 128) {
     // Either those who copy spill or those who work: measured.
     const bool plain = kind == HopperBackwardKind::plain;
-    const bool sums =
-        kind == HopperBackwardKind::bias_sum || kind == HopperBackwardKind::bias_sum_dropout;
     if (plain || sums) return {kind, width, 128, 2, 40, 232};
     return {kind, width, 128, 2, 24, 240};
   }

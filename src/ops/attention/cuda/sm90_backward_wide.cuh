@@ -374,7 +374,7 @@ struct HopperWideBackward : HopperBackwardSteps<T, kTile> {
       make_gradients(s, d_p, stats, kept, p.problem.keep_scale, lane);
       if (marked) mark_unseen(s, unseen);
     } else if constexpr (kSoftcap) {
-      make_capped_gradients(s, d_p, p.problem.softcap, stats, lane);
+      make_capped_gradients(s, s, d_p, p.problem.softcap, stats, lane);
     } else {
       make_gradients(s, s, d_p, stats, lane);
     }
