@@ -32,7 +32,8 @@ struct BandMask {
 };
 
 // Query i sees key j only where the layout has the block (i / block, j / block), beside what the
-// band says. Absent blocks are neither read nor computed. The last blocks may reach past Sq and Sk.
+// band says. A kernel's tiles that have absent blocks alone are neither read nor computed. The last
+// blocks may reach past Sq and Sk.
 struct BlockMask {
   std::shared_ptr<const BlockLayout> layout;  // null: none. [batches · heads, R, C], heads H or 1
   std::int64_t batches = 1;                   // B, or 1 for all

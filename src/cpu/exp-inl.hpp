@@ -14,8 +14,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace pullback::HWY_NAMESPACE {
 
-// exp(x) for x <= 0, to 1 ulp, NaN for NaN; what is below 1e-37 in f32 becomes 0. With no overflow
-// and no subnormals to care for it needs half the instructions of Highway's.
+// exp(x) for x <= 0 and not much above it (below 88), to 1 ulp, NaN for NaN; what is below 1e-37 in
+// f32 becomes 0. With no overflow and no subnormals to care for it needs half the instructions of
+// Highway's.
 template <class D>
 HWY_INLINE hn::Vec<D> ExpNonPositive(D d, hn::Vec<D> x) {
   if constexpr (sizeof(hn::TFromD<D>) == 8) {

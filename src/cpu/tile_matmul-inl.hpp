@@ -4,16 +4,15 @@
 // A is read one element at a time and broadcast, so any strides do: a transposed tile costs
 // nothing.
 //
-// B is packed in panels: columns are cut into panels of kPanelVectors vectors (the last one may be
-// narrower); a panel holds its `depth` rows one after the other. RowMajorMatmul takes B row-major
-// instead.
+// B is packed in panels: columns are cut into panels of PanelVectors() vectors; a panel holds its
+// `depth` rows one after the other. RowMajorMatmul takes B row-major instead.
 //
 // C is row-major, rows padded to whole vectors.
 //
-// A register block holds kBlockRows(NV) x NV accumulators; for each step of depth it loads NV
+// A register block holds BlockRows(NV) x NV accumulators; for each step of depth it loads NV
 // vectors of B and broadcasts one element of A per row (the outer-product kernel of Goto and van de
 // Geijn 2008). The number of rows is padded to whole register blocks: A must be readable and C
-// writable up to PaddedRows(rows), what is there does not matter. A row's bits depend on neither
+// writable up to padded_rows(rows), what is there does not matter. A row's bits depend on neither
 // the other rows nor their number.
 
 #if defined(PULLBACK_CPU_TILE_MATMUL_INL_HPP) == defined(HWY_TARGET_TOGGLE)

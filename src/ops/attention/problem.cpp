@@ -104,11 +104,9 @@ bool SeenBlocks::any(std::int64_t b, std::int64_t h, const Range& queries,
                      const Range& keys) const {
   if (layout_ == nullptr) return true;
   const std::int64_t last_row = (queries.end - 1) / block_;
-  for (std::int64_t row = queries.begin / block_; row <= last_row; ++row) {
-    const auto blocks = layout_->row(plane(b, h), row);
-    const auto first =
-        std::ranges::lower_bound(blocks, keys.begin / block_, {}, &BlockLayout::Block::column);
-    if (first != blocks.end() && first->column <= (keys.end - 1) / block_) return true;
+  for (std::int64_t query_row = queries.begin / block_; query_row <= last_row; ++query_row) {
+    const auto blocks = row(b, h, query_row * block_, keys.begin);
+    if (!blocks.empty() && blocks.front().column <= (keys.end - 1) / block_) return true;
   }
   return false;
 }

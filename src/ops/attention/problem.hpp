@@ -145,10 +145,12 @@ class SeenBlocks {
   bool sees(std::int64_t b, std::int64_t h, std::int64_t query, std::int64_t key) const {
     return layout_ == nullptr || layout_->present(plane(b, h), query / block_, key / block_);
   }
-  // The blocks of the query's row, by column; only where a mask is given.
-  std::span<const BlockLayout::Block> row(std::int64_t b, std::int64_t h,
-                                          std::int64_t query) const {
-    return layout_->row(plane(b, h), query / block_);
+  // Of the query's row the blocks that end behind `key`, by column; only where a mask is given.
+  std::span<const BlockLayout::Block> row(std::int64_t b, std::int64_t h, std::int64_t query,
+                                          std::int64_t key = 0) const {
+    const auto all = layout_->row(plane(b, h), query / block_);
+    return {std::ranges::lower_bound(all, key / block_, {}, &BlockLayout::Block::column),
+            all.end()};
   }
   // Whether any of the queries sees any of the keys; the ranges are not empty.
   bool any(std::int64_t b, std::int64_t h, const Range& queries, const Range& keys) const;

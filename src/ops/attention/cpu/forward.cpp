@@ -47,13 +47,12 @@ class ForwardTask {
     std::fill_n(scratch_.out, layout_.task_rows() * value_width_, Real{0});
     const Range keys = SeenKeys(first_query_, queries_);
     if (!keys.empty()) {
-      bool finite = true;
-      ForEachHead([&] { finite &= PackQueries(); });
+      ForEachHead([&] { PackQueries(); });
       const std::int64_t tile = layout_.key_tile;
       for (std::int64_t key = keys.begin / tile * tile; key < keys.end; key += tile) {
         bool seen = false;
         ForEachHead([&] { seen |= SeesBlocks(first_query_, queries_, key); });
-        if (seen) AddKeys(key, finite);
+        if (seen) AddKeys(key);
       }
     }
     ForEachHead([&] { Write(); });
@@ -82,18 +81,16 @@ class ForwardTask {
         {first_key, std::min(first_key + layout_.key_tile, sequence_.k_length)});
   }
 
-  bool PackQueries() {
+  void PackQueries() {
     const AttentionProblem& problem = layout_.problem;
-    bool finite = true;
     for (std::int64_t i = 0; i < queries_; i += kQueryTile) {
       NonFiniteRows listed{scratch_.non_finite};
       engine_.PackQueries(
           tile_source(problem.q, run_.tensors.q, b_, sequence_.q_begin + first_query_ + i, h_,
                       std::min(kQueryTile, queries_ - i)),
           QueryTile(i), nullptr, listed);
-      finite &= listed.count == 0;
+      finite_[(first_row_ + i) / kQueryTile] = listed.count == 0;
     }
-    return finite;
   }
 
   Real* QueryTile(std::int64_t i) const {
@@ -106,10 +103,10 @@ class ForwardTask {
     std::ptrdiff_t keys;
     TileSource values;
     NonFiniteRows bad_values;
-    bool finite;  // and the queries
+    bool finite;  // keys and values
   };
 
-  void AddKeys(std::int64_t first_key, bool queries_finite) {
+  void AddKeys(std::int64_t first_key) {
     const AttentionProblem& problem = layout_.problem;
     const auto keys =
         static_cast<std::ptrdiff_t>(std::min(layout_.key_tile, sequence_.k_length - first_key));
@@ -121,7 +118,7 @@ class ForwardTask {
     const TileSource values = source(problem.v, run_.tensors.v);
     engine_.PackKeys(source(problem.k, run_.tensors.k), scratch_.k, nullptr, bad_keys);
     engine_.PackKeys(values, nullptr, scratch_.v, bad_values);
-    const bool finite = queries_finite && bad_keys.count == 0 && bad_values.count == 0;
+    const bool finite = bad_keys.count == 0 && bad_values.count == 0;
     const KeyTile tile{first_key, keys, values, bad_values, finite};
     ForEachHead([&] { AddTile(tile); });
   }
@@ -129,7 +126,6 @@ class ForwardTask {
   void AddTile(const KeyTile& tile) {
     const AttentionSizes& sizes = layout_.sizes;
     TileTerms<Real> terms(run_, scratch_.row, sequence_, b_, h_, tile.first, tile.keys);
-    const bool plain = terms.plain() && tile.finite;
     const auto head_dim = static_cast<std::ptrdiff_t>(sizes.head_dim);
     const auto value_dim = static_cast<std::ptrdiff_t>(sizes.value_dim);
     const auto tile_row = static_cast<std::ptrdiff_t>(layout_.key_tile);
@@ -141,6 +137,7 @@ class ForwardTask {
       if (seen.end <= tile.first || seen.begin >= tile.first + tile.keys) continue;
       if (!SeesBlocks(first_query_ + i, rows, tile.first)) continue;
       const std::int64_t first_row = first_row_ + i;
+      const bool plain = terms.plain() && tile.finite && finite_[first_row / kQueryTile];
       Real* const scores = scratch_.scores;
       Real* const out = scratch_.out + first_row * value_width_;
       engine_.Scores(rows, tile.keys, head_dim, QueryTile(i), scratch_.k, scores, tile_row);
@@ -206,6 +203,7 @@ class ForwardTask {
   std::int64_t b_ = 0, first_head_ = 0, first_query_ = 0, queries_ = 0;
   std::int64_t h_ = 0, first_row_ = 0;  // of ForEachHead(): a head, and its first row in scratch
   Sequence sequence_;
+  bool finite_[kMostTaskTiles] = {};  // of each tile of queries: whether it has no NaN or infinity
 };
 
 template <class Engine>

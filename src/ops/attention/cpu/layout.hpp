@@ -43,6 +43,8 @@ class Bump {
 // Queries of a tile: a multiple of every register block (cpu/tile_matmul.hpp) and of the 32 of bf16
 // products.
 inline constexpr std::int64_t kQueryTile = 96;
+// Tiles of queries that a forward task has at most, of one head or of several.
+inline constexpr std::int64_t kMostTaskTiles = 8;
 // Widths of packed tiles are rounded up to it: no vector and no AMX tile is wider.
 inline constexpr std::int64_t kWidthMultiple = 32;
 
@@ -70,6 +72,7 @@ struct CpuLayout {
   // Backward: one task computes this many keys of a head, and adds to its chunk's own copy of d_q.
   std::int64_t chunk_keys = 0;
   std::int64_t chunks = 0;
+  std::int64_t query_copies() const { return problem.d_q.given() ? chunks : 0; }
 
   // d_bias when it is a sum over some dimension: sums in Real, [chunks or 1][its own shape]; the
   // leading dimension counts chunks when the sum is over keys.
@@ -82,6 +85,11 @@ struct CpuLayout {
 
   std::size_t scratch_bytes = 0;  // of one thread
   std::size_t workspace_bytes = 0;
+
+  // Rows of q in all batch items.
+  std::int64_t query_rows() const {
+    return sizes.varlen ? sizes.total_query : sizes.batch * sizes.total_query;
+  }
 };
 
 // Prefix sums of blocks per sequence, so that tasks of varlen problems are all of one size.
@@ -105,28 +113,33 @@ struct BlockTable {
   std::int64_t batches = 0;
 };
 
+// What a run keeps in the workspace.
+struct RunMemory {
+  RunMemory(Bump& bump, const CpuLayout& layout, int threads, Pass pass);
+
+  void* sequence_table;
+  std::int64_t* first_blocks = nullptr;  // BlockTable
+  std::byte* scratch;                    // of all threads
+  // Backward, all in Real
+  void* delta = nullptr;      // [H][query rows]
+  void* d_q_sums = nullptr;   // [chunks][H][query rows][D]
+  void* bias_sums = nullptr;  // BiasSums
+};
+
 // A run: the plan's layout with the pointers of tensors and workspace.
-struct CpuRun {
+struct CpuRun : RunMemory {
   const CpuLayout& layout;
   const AttentionTensors& tensors;
   const Threads& threads;
   Dropout dropout;
   Sequences sequences;
   BlockTable blocks;  // of task_queries queries (forward) or chunk_keys keys (backward)
-  std::byte* scratch = nullptr;
-  // Backward, all in Real
-  void* delta = nullptr;      // [H][query rows]
-  void* d_q_sums = nullptr;   // [chunks][H][query rows][D]
-  void* bias_sums = nullptr;  // BiasSums
 
   CpuRun(const CpuLayout& layout, const AttentionTensors& tensors, const Threads& threads,
-         Pass pass, void* workspace);
+         Pass pass, Bump workspace);
 
-  // Rows of q in all batch items, and the first one of item b.
-  std::int64_t query_rows() const {
-    return layout.sizes.varlen ? layout.sizes.total_query
-                               : layout.sizes.batch * layout.sizes.total_query;
-  }
+  std::int64_t query_rows() const { return layout.query_rows(); }
+  // The first row of q of item b.
   std::int64_t first_query_row(std::int64_t b, const Sequence& sequence) const {
     return layout.sizes.varlen ? sequence.q_begin : b * layout.sizes.total_query;
   }

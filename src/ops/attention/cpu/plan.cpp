@@ -29,7 +29,9 @@ std::int64_t key_tile_of(const AttentionProblem& problem, const AttentionSizes& 
 // Queries of a forward task: many, so that packing the keys is paid for, unless that leaves threads
 // without work.
 std::int64_t task_queries_of(const AttentionSizes& sizes, int threads) {
-  std::int64_t tiles = std::clamp<std::int64_t>(blocks_of(sizes.max_query, kQueryTile), 1, 4);
+  constexpr std::int64_t kMost = 4;
+  static_assert(kMost <= kMostTaskTiles);
+  std::int64_t tiles = std::clamp<std::int64_t>(blocks_of(sizes.max_query, kQueryTile), 1, kMost);
   const std::int64_t rows = sizes.heads * sizes.total_query * (sizes.varlen ? 1 : sizes.batch);
   while (tiles > 1 && rows < 4 * threads * tiles * kQueryTile) --tiles;
   return tiles * kQueryTile;
@@ -38,8 +40,7 @@ std::int64_t task_queries_of(const AttentionSizes& sizes, int threads) {
 // Heads of a forward task: few queries do not pay for packing the keys, which heads can share.
 std::int64_t task_heads_of(const AttentionSizes& sizes, int threads) {
   if (sizes.max_query > kQueryTile) return 1;
-  constexpr std::int64_t kMost = 8;
-  std::int64_t heads = std::min(sizes.group, kMost);
+  std::int64_t heads = std::min(sizes.group, kMostTaskTiles);
   const std::int64_t pairs = sizes.batch * sizes.heads;
   while (heads > 1 && (sizes.group % heads != 0 || pairs < 4 * threads * heads)) --heads;
   return std::max<std::int64_t>(heads, 1);
@@ -84,51 +85,52 @@ CpuLayout::CpuLayout(const AttentionProblem& problem_, int threads, Pass pass, C
       if (bias_sums.head && sizes.kv_heads > 0) owners /= sizes.kv_heads;
     }
     const std::int64_t copy_bytes = std::max<std::int64_t>(
-        1, sizes.heads * sizes.head_dim * static_cast<std::int64_t>(real_bytes) *
-               sizes.total_query * (sizes.varlen ? 1 : sizes.batch));
+        1, sizes.heads * sizes.head_dim * static_cast<std::int64_t>(real_bytes) * query_rows());
     const std::int64_t wanted = blocks_of(kTasks, std::max<std::int64_t>(1, owners));
     const bool one_for_all = owners < sizes.batch * sizes.kv_heads;
     const std::int64_t affordable =
         std::max<std::int64_t>(one_for_all ? 4 : 1, kCopiesBytes / copy_bytes);
     const std::int64_t tiles = blocks_of(sizes.max_key, key_tile);
-    const std::int64_t at_most = std::max<std::int64_t>(1, std::min(wanted, affordable));
+    const std::int64_t at_most = problem.d_q.given() ? std::min(wanted, affordable) : wanted;
     chunk_keys = std::max<std::int64_t>(1, blocks_of(tiles, at_most)) * key_tile;
     chunks = blocks_of(sizes.max_key, chunk_keys);
   }
   scratch_bytes = in_double ? scratch(0.0) : scratch(0.0f);
 
-  // The same steps as in CpuRun.
   Bump bump(nullptr);
-  bump.take<std::byte>(static_cast<std::int64_t>(Sequences::workspace_bytes(sizes)));
-  if (sizes.varlen) bump.take<std::int64_t>(sizes.batch + 1);
-  bump.take<std::byte>(static_cast<std::int64_t>(scratch_bytes) * threads);
-  if (pass == Pass::backward) {
-    const std::int64_t rows = sizes.varlen ? sizes.total_query : sizes.batch * sizes.total_query;
-    const auto reals = [&](std::int64_t count) {
-      bump.take<std::byte>(count * static_cast<std::int64_t>(real_bytes));
-    };
-    reals(sizes.heads * rows);
-    reals(chunks * sizes.heads * rows * sizes.head_dim);
-    if (bias_sums.any()) reals((bias_sums.key ? chunks : 1) * bias_sums.numel());
-  }
+  RunMemory(bump, *this, threads, pass);
   workspace_bytes = bump.bytes();
 }
 
+RunMemory::RunMemory(Bump& bump, const CpuLayout& layout, int threads, Pass pass) {
+  const AttentionSizes& sizes = layout.sizes;
+  const auto bytes = [&](std::int64_t count) { return bump.take<std::byte>(count); };
+  sequence_table = bytes(static_cast<std::int64_t>(Sequences::workspace_bytes(sizes)));
+  if (sizes.varlen) first_blocks = bump.take<std::int64_t>(sizes.batch + 1);
+  scratch = bytes(static_cast<std::int64_t>(layout.scratch_bytes) * threads);
+  if (pass == Pass::forward) return;
+  const std::int64_t real_bytes = layout.problem.q.dtype == DType::f64 ? 8 : 4;
+  const std::int64_t rows = sizes.heads * layout.query_rows();
+  delta = bytes(rows * real_bytes);
+  d_q_sums = bytes(layout.query_copies() * rows * sizes.head_dim * real_bytes);
+  const CpuLayout::BiasSums& sums = layout.bias_sums;
+  if (sums.any()) bias_sums = bytes((sums.key ? layout.chunks : 1) * sums.numel() * real_bytes);
+}
+
 CpuRun::CpuRun(const CpuLayout& layout_, const AttentionTensors& tensors_, const Threads& threads_,
-               Pass pass, void* workspace)
-    : layout(layout_),
+               Pass pass, Bump workspace)
+    : RunMemory(workspace, layout_, threads_.count(), pass),
+      layout(layout_),
       tensors(tensors_),
       threads(threads_),
       dropout(dropout_of(layout_.problem, tensors_)),
-      sequences(layout_.problem, layout_.sizes, tensors_, workspace) {
+      sequences(layout_.problem, layout_.sizes, tensors_, sequence_table) {
   const AttentionSizes& sizes = layout.sizes;
-  Bump bump(workspace);
-  bump.take<std::byte>(static_cast<std::int64_t>(Sequences::workspace_bytes(sizes)));
   const bool forward = pass == Pass::forward;
   const std::int64_t block = forward ? layout.task_queries : layout.chunk_keys;
   blocks.batches = sizes.batch;
+  blocks.first = first_blocks;
   if (sizes.varlen) {
-    blocks.first = bump.take<std::int64_t>(sizes.batch + 1);
     for (std::int64_t b = 0; b < sizes.batch; ++b) {
       blocks.first[b] = blocks.total;
       const Sequence sequence = sequences[b];
@@ -138,16 +140,6 @@ CpuRun::CpuRun(const CpuLayout& layout_, const AttentionTensors& tensors_, const
   } else {
     blocks.uniform = blocks_of(forward ? sizes.max_query : sizes.max_key, block);
     blocks.total = sizes.batch * blocks.uniform;
-  }
-  scratch = bump.take<std::byte>(static_cast<std::int64_t>(layout.scratch_bytes) * threads.count());
-  if (forward) return;
-  const std::int64_t real_bytes = layout.problem.q.dtype == DType::f64 ? 8 : 4;
-  delta = bump.take<std::byte>(sizes.heads * query_rows() * real_bytes);
-  d_q_sums = bump.take<std::byte>(layout.chunks * sizes.heads * query_rows() * sizes.head_dim *
-                                  real_bytes);
-  if (layout.bias_sums.any()) {
-    bias_sums = bump.take<std::byte>((layout.bias_sums.key ? layout.chunks : 1) *
-                                     layout.bias_sums.numel() * real_bytes);
   }
 }
 
@@ -180,11 +172,11 @@ class CpuBody final : public PlanBody<AttentionTensors> {
                   "tasks of {} queries{}", layout_.task_queries,
                   layout_.task_heads > 1 ? fmt::format(" of {} heads", layout_.task_heads) : "")
             : fmt::format("tasks of {} keys, {} partial sums of d_q", layout_.chunk_keys,
-                          layout_.chunks));
+                          layout_.query_copies()));
   }
 
   void run(Stream, const AttentionTensors& tensors, Workspace workspace) const override {
-    const CpuRun run(layout_, tensors, threads_, pass_, workspace.data);
+    const CpuRun run(layout_, tensors, threads_, pass_, Bump(workspace.data));
     clear_outside_rows(layout_.problem, tensors, run.sequences, pass_);
     if (pass_ == Pass::forward) {
       cpu_forward(run);

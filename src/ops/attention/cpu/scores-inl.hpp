@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "cpu/exp-inl.hpp"
 #include "cpu/tile_pack-inl.hpp"
 #include "ops/attention/cpu/layout.hpp"
 
@@ -32,37 +33,10 @@ using pullback::HWY_NAMESPACE::TileVector;
 template <class Real>
 inline constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 
-// exp(x) for x not much above 0 (below 88): 2^n · exp(r) with n = round(x / ln 2). The polynomial
-// is a minimax fit of degree 6 on |r| <= ln 2 / 2 (relative error 3e-9); with its rounding the
-// result is within 1 ulp or so. Below the normal range the result is 0; NaN stays NaN.
-template <class D>
-HWY_INLINE hn::Vec<D> ExpOfScore(D d, hn::Vec<D> x) {
-  if constexpr (std::is_same_v<hn::TFromD<D>, double>) {
-    return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, x));
-  } else {
-    const hn::RebindToUnsigned<D> du;
-    const auto set = [&](float value) { return hn::Set(d, value); };
-    // Adding 1.5 · 2^23 + 127 leaves n + 127, an exponent field, in the low bits.
-    const auto magic = set(12582912.0f + 127.0f);
-    const auto shifted = hn::MulAdd(x, set(1.44269504f), magic);
-    const auto n = hn::Sub(shifted, magic);
-    auto r = hn::NegMulAdd(n, set(0.693147182f), x);
-    r = hn::NegMulAdd(n, set(-1.90465421e-9f), r);
-    auto sum = hn::MulAdd(r, set(1.38145406e-3f), set(8.36874545e-3f));
-    sum = hn::MulAdd(sum, r, set(4.16683890e-2f));
-    sum = hn::MulAdd(sum, r, set(1.66665211e-1f));
-    sum = hn::MulAdd(sum, r, set(4.99999940e-1f));
-    sum = hn::MulAdd(sum, r, set(1.0f));
-    sum = hn::MulAdd(sum, r, set(1.0f));
-    const auto power = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(du, shifted)));
-    return hn::IfThenZeroElse(hn::Lt(x, set(-87.0f)), hn::Mul(sum, power));
-  }
-}
-
 template <class Real>
 HWY_INLINE Real ExpOf(Real x) {
   const TileVector<Real> d;
-  return hn::GetLane(ExpOfScore(d, hn::Set(d, x)));
+  return hn::GetLane(pullback::HWY_NAMESPACE::ExpNonPositive(d, hn::Set(d, x)));
 }
 
 // What the scores of a row are made with. `bias` and `keep` are rows of the tile, or null.
@@ -147,7 +121,7 @@ HWY_INLINE Real SoftmaxRow(const ScoreTerms<Real>& terms, const Columns& columns
   auto sum = hn::Zero(d);
   for (std::ptrdiff_t j = first; j < last; j += lanes) {
     const auto s = hn::LoadU(d, row + j);
-    auto p = ExpOfScore(d, hn::Sub(s, shift));
+    auto p = pullback::HWY_NAMESPACE::ExpNonPositive(d, hn::Sub(s, shift));
     sum = hn::Add(sum, p);
     if constexpr (!kPlain) {
       if (terms.keep) {
@@ -180,7 +154,7 @@ HWY_INLINE void GradientRow(const ScoreTerms<Real>& terms, const Columns& column
   for (std::ptrdiff_t j = first; j < last; j += lanes) {
     auto slope = hn::Zero(d);
     const auto s = Score<kPlain>(d, terms, hn::LoadU(d, row + j), j, slope);
-    const auto p = ExpOfScore(d, hn::Sub(s, shift));
+    const auto p = pullback::HWY_NAMESPACE::ExpNonPositive(d, hn::Sub(s, shift));
     auto p_kept = p;
     auto dp = d_row ? hn::LoadU(d, d_row + j) : hn::Zero(d);
     auto hidden = hn::Eq(s, hn::Set(d, -kInfinity<Real>));
@@ -194,7 +168,7 @@ HWY_INLINE void GradientRow(const ScoreTerms<Real>& terms, const Columns& column
         dp = hn::IfThenZeroElse(dropped, hn::Mul(dp, keep));
       }
     }
-    if (!kPlain || edge) p_kept = hn::IfThenElse(hidden, minus_zero, p_kept);
+    p_kept = hn::IfThenElse(hidden, minus_zero, p_kept);
     hn::StoreU(p_kept, d, row + j);
     if (d_row == nullptr) continue;
     auto ds = hn::Mul(p, hn::Sub(dp, deltas));
@@ -362,7 +336,7 @@ class TileTerms {
     const auto hide_until = [&](std::int64_t seen) {
       for (; key < std::min(seen, end); ++key) scratch_.bias[key - first_key_] = -kInfinity<Real>;
     };
-    for (const auto& block : blocks.row(b_, h_, i)) {
+    for (const auto& block : blocks.row(b_, h_, i, key)) {
       hide_until(block.column * blocks.block());
       key = std::max(key, (block.column + 1) * blocks.block());
       if (key >= end) return;
