@@ -1,6 +1,7 @@
 // Defects that users of other libraries met, and promises of the README, by name.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -23,6 +24,24 @@ TEST(entmax_regression, keras_sparsemax_supports_of_two_and_more) {
   rows.forward();
   EXPECT_EQ(rows.y, (std::vector<float>{0, 0.25f, 0.75f, 1.0f / 3, 1.0f / 3, 1.0f / 3}));
   EXPECT_EQ(rows.size, (std::vector<std::int32_t>{2, 3}));
+}
+
+// An element exactly at the threshold has y = 0, and is not of the support, wherever its row lies:
+// the last rows of a tensor are done one by one, those before by vectors.
+TEST(entmax_regression, sizes_count_what_is_above_the_threshold) {
+  for (const double alpha : {1.5, 2.0}) {
+    const std::int64_t count = 20, length = 5;
+    std::vector<double> logits;
+    for (std::int64_t row = 0; row < count; ++row) logits.insert(logits.end(), {0, 0, 0, 0, -1});
+    Rows<float> rows(logits, length, alpha);
+    rows.forward();
+    for (std::int64_t row = 0; row < count; ++row) {
+      const auto begin = rows.y.begin() + row * length;
+      EXPECT_EQ(rows.size[static_cast<std::size_t>(row)],
+                std::count_if(begin, begin + length, [](float y) { return y > 0; }))
+          << "alpha " << alpha << " row " << row;
+    }
+  }
 }
 
 // tensorflow/addons #2314: a row of NaN at logits of 1.36e8. baracuda and Liger return logits.

@@ -97,9 +97,10 @@ RowResult SparseRow(const RowView<T>& row, double alpha, R* elements) {
   const R low = bounded ? LowerBound(power, max, elements) : power.start;
   const std::size_t count = Candidates(power, row.x, row.length, max, low, elements);
   const Threshold<R> threshold = Solve(power, low, elements, count);
-  if (row.y || row.support) WriteY(power, row, max, threshold);
+  // The size is that of y's support: at an exact tie with the threshold theta would count others.
+  const bool writes = row.y || row.support || row.wants_size;
   return {power.Tau(max, threshold.theta, threshold.rest),
-          static_cast<std::int64_t>(threshold.count)};
+          writes ? WriteY(power, row, max, threshold) : 0};
 }
 
 // Block by block, so that a row is read from memory once, and while exp is busy: exp(x - maximum of

@@ -284,8 +284,7 @@ template <class R>
 struct Threshold {
   R theta = 0;
   R rest = 0;
-  R scale = 1;            // 1 / f(theta)
-  std::size_t count = 0;  // support size
+  R scale = 1;  // 1 / f(theta)
 };
 
 // Of a lower bound of the root, which needs no digits, in place of Power::tolerance.
@@ -305,7 +304,7 @@ Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double toler
       // The threshold of this set, which is the answer when it drops nobody.
       const double k = static_cast<double>(sums.count);
       const R next = static_cast<R>((sums.z - 1) / k);
-      if (!(next > theta)) return {theta, R{0}, R{1}, sums.count};
+      if (!(next > theta)) return {theta};
       const double excess = (static_cast<double>(next) - static_cast<double>(theta)) * k;  // f - 1
       theta = next;
       if (tolerance > power.tolerance && excess < tolerance) return {theta};
@@ -324,7 +323,7 @@ Threshold<R> Rise(const P& power, R theta, R* z, std::size_t count, double toler
       const double left = P::uses_rest ? 0 : whole - step;
       const double rest = root - static_cast<double>(theta) + left;
       const double f = 1 + rest * power.Descent(sums.slope);
-      return {theta, static_cast<R>(rest), static_cast<R>(1 / f), sums.count};
+      return {theta, static_cast<R>(rest), static_cast<R>(1 / f)};
     }
   }
 }
@@ -375,7 +374,7 @@ Threshold<R> FromEdge(const P& power, R low, R* z, std::size_t count) {
     lift = std::pow(q, power.b);
   }
   // No less than what keeps the edge in the support, if q^b is too small for a number.
-  return {edge, -std::max(lift, kLeast), q, count};
+  return {edge, -std::max(lift, kLeast), q};
 }
 
 template <class P, class R>

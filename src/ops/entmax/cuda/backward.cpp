@@ -66,23 +66,13 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     return tensor;
   }
 
-  static unsigned grid(std::int64_t blocks) {
-    constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-    if (blocks > kMost) {
-      fail(ErrorCode::unsupported, "entmax", "x",
-           fmt::format("rows for {} thread blocks at most in backward on a CUDA device", kMost),
-           fmt::format("{}", blocks), "call it for parts of x");
-    }
-    return static_cast<unsigned>(std::max<std::int64_t>(blocks, 1));
-  }
-
   // What the others cannot take, or leave to it: rows whose own alpha is above 2, or invalid.
   void load_any() {
     const DType dtype = problem_.x.dtype;
     const auto load = [&](const OpKernel& kernel, Mapping mapping) {
       Kernel loaded(kernel, device_);
       const int of_block = rows_of_block(mapping);
-      loaded.shape.grid[0] = grid((tasks_ + of_block - 1) / of_block);
+      loaded.shape.grid[0] = grid_of((tasks_ + of_block - 1) / of_block);
       return loaded;
     };
     const bool wide = problem_.alpha_per_row.given() || paths_.is_steep();
@@ -100,7 +90,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
     if (problem_.offsets.given()) {
       rest_ = Kernel(rest_kernel(dtype), device_);
       rest_.shape.grid[0] =
-          grid(std::min<std::int64_t>(params_.rows.count, 8 * device_.multiprocessors));
+          grid_of(std::min<std::int64_t>(params_.rows.count, 8 * device_.multiprocessors));
     }
   }
 
@@ -214,7 +204,7 @@ class CudaBackward final : public cuda::CudaBody<EntmaxTensors> {
             (params_.rows.length + kMaskChunk - 1) / kMaskChunk * 32, 32, kBlockThreads));
         break;
     }
-    shape.grid[0] = grid(blocks);
+    shape.grid[0] = grid_of(blocks);
     int shared_bytes = 0;
     if ((path == Path::whole || path == Path::cluster) && weights != Weights::mask) {
       // Half of the shared memory, by as many threads as two whole blocks have; what remains is L1,

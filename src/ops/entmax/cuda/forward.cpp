@@ -185,7 +185,7 @@ class Forward final : public cuda::CudaBody<EntmaxTensors> {
       groups = std::min<std::int64_t>(groups, fast.kernel.clusters_on_device(device_));
     }
     auto& shape = fast.kernel.shape;
-    shape.grid[0] = static_cast<unsigned>(groups) * shape.cluster;
+    shape.grid[0] = grid_of(groups * shape.cluster);
   }
 
   void load_fast(DType dtype, Family family) {

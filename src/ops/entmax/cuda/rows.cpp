@@ -1,5 +1,9 @@
 #include "ops/entmax/cuda/rows.hpp"
 
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "cuda/memory.hpp"
@@ -18,6 +22,16 @@ cuda::OpKernel offsets_kernel() {
 }
 
 }  // namespace
+
+unsigned grid_of(std::int64_t blocks) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (blocks > kMost) {
+    fail(ErrorCode::unsupported, "entmax", "x",
+         fmt::format("rows for {} thread blocks at most on a CUDA device", kMost),
+         fmt::format("{}", blocks), "call it for parts of x");
+  }
+  return static_cast<unsigned>(std::max<std::int64_t>(blocks, 1));
+}
 
 RowTensor row_tensor(const Steps& steps) {
   RowTensor tensor{};

@@ -21,6 +21,9 @@ void set_outer(const std::vector<Dim>& dims, Rows& rows, std::span<RowTensor* co
 // and rewrites the tensors' steps. Without offsets.
 Rows merged_rows(const EntmaxProblem& problem, std::span<RowTensor* const> tensors);
 
+// So many thread blocks, at least one; more than a grid has are refused.
+unsigned grid_of(std::int64_t blocks);
+
 // Ragged offsets on the device, cleaned at the head of every run.
 class RaggedOffsets {
  public:

@@ -212,7 +212,7 @@ class TileKernel {
              const cuda::DeviceInfo& device)
       : kernel_(kernel, device, plan.shared_bytes), shape_(plan.shape) {
     kernel_.shape.block = static_cast<unsigned>(plan.threads);
-    kernel_.shape.grid[0] = static_cast<unsigned>((rows + plan.rows - 1) / plan.rows);
+    kernel_.shape.grid[0] = grid_of((rows + plan.rows - 1) / plan.rows);
   }
 
   template <class OpParams>
