@@ -155,5 +155,26 @@ TEST(BlockSoftmaxDefects, long_outputs_equal_short_ones) {
   }
 }
 
+// One sum over a long row loses a digit of f32 for every ten times as many elements.
+TEST(BlockSoftmaxDefects, long_rows_sum_to_one_and_have_small_deltas) {
+  const std::int64_t columns = 65536 / 16;
+  const std::vector<std::uint8_t> present(columns, 1);
+  BlockSoftmaxProblem p = problem_over(BlockLayout(1, 1, columns, present), DType::f32);
+  p.d_y = p.x;
+  const HostTensor x =
+      filled(p.x, [](std::int64_t i) { return i % 16 == 0 && i < 256 ? 0 : -1.2; });
+  const HostTensor y(p.x), d_y = filled(p.x, [](std::int64_t) { return 1; }), d_x(p.x);
+  run(make_plan(Device::cpu(1), p, Pass::forward), {.x = x.data(), .y = y.data()});
+  run(make_plan(Device::cpu(1), p, Pass::backward),
+      {.y = y.data(), .d_y = d_y.data(), .d_x = d_x.data()});
+  double sum = 0;
+  for (std::int64_t k = 0; k < columns; ++k) {
+    for (std::int64_t j = 0; j < 16; ++j) sum += y.get(k * 256 + j);
+  }
+  EXPECT_NEAR(sum, 1, 5e-6);
+  // y (1 - delta), delta being a sum of y.
+  EXPECT_NEAR(d_x.get(1) / y.get(1), 0, 1e-5);
+}
+
 }  // namespace
 }  // namespace pullback

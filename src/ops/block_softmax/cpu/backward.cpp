@@ -86,9 +86,10 @@ HWY_INLINE void BackwardStrip(const BackwardRun& run, std::int64_t z, const RowG
   const auto y = StripOf<T>(p.y, run.y, layout, z, strip);
   const auto d_y = StripOf<T>(p.d_y, run.d_y, layout, z, strip);
 
-  hn::Vec<decltype(d)> delta[kRows];
-  for (int i = 0; i < kRows; ++i) delta[i] = hn::Zero(d);
+  hn::Vec<decltype(d)> delta[kRows], whole[kRows];
+  for (int i = 0; i < kRows; ++i) delta[i] = whole[i] = hn::Zero(d);
   for (std::int64_t k = 0; k < y.blocks; ++k) {
+    if (k % kSumBlocks == 0) EndSums(d, delta, whole);
     const T *y_block = y.block(k), *d_y_block = d_y.block(k);
     for (std::int64_t j = 0; j < b; j += lanes) {
       for (int i = 0; i < kRows; ++i) {
@@ -102,7 +103,7 @@ HWY_INLINE void BackwardStrip(const BackwardRun& run, std::int64_t z, const RowG
     }
   }
   for (int i = 0; i < kRows; ++i) {
-    delta[i] = hn::SumOfLanes(d, delta[i]);
+    delta[i] = hn::SumOfLanes(d, hn::Add(whole[i], delta[i]));
     if (run.delta != nullptr) {
       const std::int64_t row = (z * layout.heads() + strip.head) * layout.rows() + strip.row;
       static_cast<R*>(run.delta)[row * b + strip.begin + i] = hn::GetLane(delta[i]);

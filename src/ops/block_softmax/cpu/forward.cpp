@@ -141,14 +141,15 @@ HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t b, R scale, c
   const SegmentTag<T> d;
   const auto lanes = static_cast<std::int64_t>(hn::Lanes(d));
   const auto by = hn::Set(d, scale);
-  hn::Vec<decltype(d)> sum[kRows], row_most[kRows], row_factor[kRows];
+  hn::Vec<decltype(d)> sum[kRows], whole[kRows], row_most[kRows], row_factor[kRows];
   for (int i = 0; i < kRows; ++i) {
-    sum[i] = hn::Zero(d);
+    sum[i] = whole[i] = hn::Zero(d);
     row_most[i] = hn::Set(d, most[i]);
     row_factor[i] = hn::Set(d, before.factor[i]);
   }
   const R* waiting = before.exponentials;
   for (std::int64_t k = 0; k < x.blocks; ++k) {
+    if (k % kSumBlocks == 0) EndSums(d, sum, whole);
     const S* from = x.block(k);
     const bool store = k < before.y.blocks;
     T* y = store ? before.y.block(k) : nullptr;
@@ -176,7 +177,7 @@ HWY_INLINE void Exponentials(const Strip<const S>& x, std::int64_t b, R scale, c
     }
   }
   for (int i = 0; i < kRows; ++i) {
-    const R total = hn::GetLane(hn::SumOfLanes(d, sum[i]));
+    const R total = hn::GetLane(hn::SumOfLanes(d, hn::Add(whole[i], sum[i])));
     factor[i] = total == 0 ? R{0} : R{1} / total;
   }
 }

@@ -91,6 +91,17 @@ HWY_INLINE Strip<T> WritableStrip(const Strip<const T>& strip) {
   return {const_cast<T*>(strip.at), strip.block_stride, strip.row_stride, strip.blocks};
 }
 
+// So many blocks of a row are added up by themselves: sums of sums lose less than one long sum.
+inline constexpr std::int64_t kSumBlocks = 64;
+
+template <class D, int kRows>
+HWY_INLINE void EndSums(D d, hn::Vec<D> (&sum)[kRows], hn::Vec<D> (&whole)[kRows]) {
+  for (int i = 0; i < kRows; ++i) {
+    whole[i] = hn::Add(whole[i], sum[i]);
+    sum[i] = hn::Zero(d);
+  }
+}
+
 // Asks for what the next strip will read. A strip's lines lie whole blocks apart and share few sets
 // of the first-level cache: rows of many small blocks would displace there what is still needed.
 template <int kRows>

@@ -128,12 +128,11 @@ class Backward final : public cuda::CudaBody<BlockSoftmaxTensors> {
     }
     resolve_term_gradients();
     description = fmt::format(
-        "rows grouped by length, each by 2 to {} threads: {}{}; sums in {}, in a fixed order: the "
-        "same bits every run",
-        kThreads,
+        "rows grouped by length: {}{}; sums in {}, in a fixed order: the same bits every run",
         vectors_ ? fmt::format(
-                       "in registers up to {} KiB, longer ones in shared memory as far as they fit",
-                       kThreads * registers_of(dtype).vectors * 16 / 1024)
+                       "in registers of 2 to {} threads up to {} KiB, longer ones in shared memory "
+                       "as far as they fit",
+                       kThreads, kThreads * registers_of(dtype).vectors * 16 / 1024)
                  : "read twice, element by element",
         term_gradients ? "; gradients of added terms one reading each" : "",
         dtype == DType::f64 ? "f64" : "f32");
