@@ -3,7 +3,9 @@
  * Reductions, or the softmax, over groups of rows of x [N,D]: S segments. Give one of
  *   offsets               segment s is the rows [offsets[s], offsets[s+1])
  *   ids                   ascending, with num_segments: segment s is the rows n with ids[n] == s
- *   offsets, permutation  for ids in any order, both from segment_permutation
+ *   offsets, permutation  for ids in any order, both from segment_permutation; with the ids, too,
+ *                         passes that write rows of few columns may do so in the rows' own order,
+ *                         which on GPUs is several times faster
  * Bad ids and rows outside all offsets take no part: no output, zero gradient. */
 #ifndef PULLBACK_C_SEGMENT_H
 #define PULLBACK_C_SEGMENT_H
@@ -36,7 +38,9 @@ typedef struct pullback_segment_problem {
   const DLTensor* permutation; /* i32 or i64 [N] */
   const DLTensor* out;         /* [S,D]; for softmax [N,D] */
   const DLTensor* arg;         /* max and min, optional: [S,D], the row that won as i64 or i32 (-1
-                                  for none), or as u8 its place in the segment */
+                                  for none), or as u8 its place in the segment, which then has at
+                                  most 255 rows: longer ones are an error of run, but on a GPU,
+                                  which stores no place past 254 and gives that column no gradient */
   const DLTensor* arg_mask;    /* max and min, optional: u8 [N,ceil(D/8)]; bit d%8 of byte d/8 says
                                   that x[n,d] gets gradient */
   const DLTensor* d_out;       /* like out */
