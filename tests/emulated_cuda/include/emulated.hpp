@@ -74,6 +74,8 @@ inline void** kernel_parameters;
 alignas(1024) inline thread_local unsigned char dynamic_memory[kMostShared];
 inline unsigned char* dynamic_shared() { return dynamic_memory; }
 inline unsigned dynamic_bytes;
+// Where what has a 32-bit address begins (device/shared.cuh); 0: not yet used by the launch.
+inline uintptr_t shared_regions[4];
 
 [[noreturn]] inline void fail(const char* what) {
   fprintf(stderr, "emulated CUDA: %s, in block %u %u, thread %u\n", what, block_index.x,
@@ -171,6 +173,7 @@ inline void run(const Launch& launch, void (*function)(void** parameters)) {
   grid_size = launch.grid;
   block_size = launch.block;
   dynamic_bytes = launch.shared_bytes;
+  memset(shared_regions, 0, sizeof shared_regions);
   constexpr size_t kStackBytes = 128 * 1024;
   threads.resize(launch.block.x);
   for (unsigned i = 0; i < launch.block.x; ++i) {

@@ -1,20 +1,28 @@
-// device/shared.cuh on the host: addresses count from below the dynamic shared memory, so that
-// other variables of the block have one too, and keep its alignment.
+// device/shared.cuh on the host: an address is the number of a region and the place in it. Dynamic
+// shared memory and a kernel's own variables may lie in regions that no 32 bits reach across.
 #pragma once
 
 #include "device/types.cuh"
 
 namespace pullback::device {
 
-inline constexpr uint32_t kDynamicShared = 1u << 30;
+inline constexpr uint32_t kRegionBytes = 1u << 30;
 
 inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) -
-                               emulated::dynamic_shared()) +
-         kDynamicShared;
+  constexpr uintptr_t kAlignment = 1024, kHalf = kRegionBytes / 2;
+  const auto at = reinterpret_cast<uintptr_t>(pointer);
+  uint32_t number = 0;
+  for (uintptr_t& region : emulated::shared_regions) {
+    if (region == 0) region = at / kAlignment * kAlignment - kHalf;
+    if (at - region < kRegionBytes)
+      return number * kRegionBytes + static_cast<uint32_t>(at - region);
+    ++number;
+  }
+  emulated::fail("shared memory in more places than there are regions");
 }
 inline unsigned char* shared_pointer(uint32_t address) {
-  return emulated::dynamic_shared() + static_cast<int32_t>(address - kDynamicShared);
+  return reinterpret_cast<unsigned char*>(emulated::shared_regions[address / kRegionBytes] +
+                                          address % kRegionBytes);
 }
 
 template <class T>
