@@ -81,7 +81,7 @@ void check_ids(const SegmentProblem& problem, const void* ids) {
     const std::int64_t id = load_index(problem.ids.dtype, ids, n * problem.ids.strides[0]);
     if (id < 0 || id >= problem.num_segments) {
       fail(ErrorCode::invalid_argument, kOp, fmt::format("ids[{}]", n),
-           fmt::format("0 to {}", problem.num_segments - 1), fmt::format("{}", id),
+           expected_ids(problem.num_segments), fmt::format("{}", id),
            "raise --num-segments, or leave --check-indices off to drop the row");
     }
   }

@@ -76,6 +76,10 @@ Segments make_segments(const SegmentProblem& problem, const SegmentTensors& tens
   return segments;
 }
 
+std::string expected_ids(std::int64_t segments) {
+  return segments > 0 ? fmt::format("0 to {}", segments - 1) : "none, as there are no segments";
+}
+
 namespace {
 
 [[noreturn]] void report(std::string_view tensor, std::int64_t index, const std::string& expected,
@@ -100,8 +104,8 @@ void check_ids(const IndexView& ids, std::int64_t count, std::int64_t rows) {
   for (std::int64_t n = 0; n < rows; ++n) {
     const std::int64_t value = ids[n];
     if (value < 0 || value >= count) {
-      report("ids", n, fmt::format("0 to {}", count - 1), value,
-             "raise num_segments, or leave check_indices off to drop the row");
+      report("ids", n, expected_ids(count), value,
+             "raise the number of segments; rows of ids that are not checked are dropped");
     }
     if (n > 0 && value < ids[n - 1]) {
       report("ids", n, fmt::format("at least {}, the one before", ids[n - 1]), value,

@@ -82,6 +82,9 @@ std::size_t segments_workspace_bytes(const SegmentProblem& problem);
 Segments make_segments(const SegmentProblem& problem, const SegmentTensors& tensors, void* scratch,
                        const Threads& threads);
 
+// What is told of an id that is none of them.
+std::string expected_ids(std::int64_t segments);
+
 // If the problem asks for checks: throws Error(invalid_argument) naming the first bad offset, id or
 // permutation entry. Before make_segments, as both use the scratch.
 void check_indices(const SegmentProblem& problem, const SegmentTensors& tensors, void* scratch);

@@ -196,8 +196,8 @@ TEST(segment_indices, checked_mode_names_the_first_bad_one) {
             "segment_permutation");
   EXPECT_EQ(
       ids({0, 1, 1, 2}),
-      "segment: ids[3]: expected 0 to 1, got 2; raise num_segments, or leave check_indices off "
-      "to drop the row");
+      "segment: ids[3]: expected 0 to 1, got 2; raise the number of segments; rows of ids that are "
+      "not checked are dropped");
   const auto offsets = [](const Index& values, const Index& permutation = {},
                           const Index& row_ids = {}) {
     return checked_message([&](Direct& direct) {

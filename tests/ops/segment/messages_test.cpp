@@ -203,6 +203,11 @@ TEST(segment_messages, driver) {
   EXPECT_EQ(driver_message({{"check-indices", "true"}}, inputs),
             "segment: ids[5]: expected 0 to 2, got 3; raise --num-segments, or leave "
             "--check-indices off to drop the row");
+  inputs["d_out"] = driver::HostTensor(TensorSpec::contiguous(DType::f32, {0, 4}));
+  EXPECT_EQ(
+      driver_message({{"check-indices", "true"}}, inputs),
+      "segment: ids[0]: expected none, as there are no segments, got 0; raise --num-segments, "
+      "or leave --check-indices off to drop the row");
   EXPECT_EQ(
       driver_message({{"reduce", "median"}}, inputs),
       "segment: --reduce: expected sum or mean or max or min or prod or logsumexp or softmax, "
