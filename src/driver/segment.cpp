@@ -222,7 +222,7 @@ const OpDriver kDriver{
                {"d_out", "[S,D], for softmax [N,D]", true},
                {"offsets", "i32 or i64 [S+1], or ids", false},
                {"ids", "i32 or i64 [N], any order, in place of offsets", false}},
-    .outputs = "out; arg, of max and min; lse, of logsumexp of 16 bits",
+    .outputs = "out; arg, of max and min",
     .options =
         {{"reduce", "sum|mean|max|min|prod|logsumexp|softmax", "what is computed (sum)"},
          {"ties", "first|last|even", "who gets the gradient of max and min (first)"},
