@@ -74,8 +74,9 @@ struct OpDriver {
   std::vector<OptionHelp> options;
   std::vector<NamePair> cotangents;  // output, input that is its incoming gradient
   std::vector<NamePair> gradients;   // input, output that is its gradient
-  // Outputs one of whose terms is a number up to 1: near 0, where it cancels, its rounding remains.
-  std::vector<std::string_view> with_unit_term = {};
+  // Of an output, whether one of its terms is a number up to 1, or it is the logarithm of a sum:
+  // near 0, where the term cancels or the sum is near 1, its rounding remains. Null: of none.
+  bool (*has_unit_term)(const Request& request, std::string_view output) = nullptr;
   // Inputs that the op rounds, or whose sums or products, before it takes powers of them: as if
   // each element had been moved by so many epsilons, times itself if relative.
   struct Rounded {

@@ -139,7 +139,7 @@ const OpDriver& driver() {
                   {"check-indices", "true|false", "refuse bad offsets (default false)"}},
       .cotangents = {{"y", "d_y"}},
       .gradients = {{"x", "d_x"}, {"alpha", "d_alpha"}},
-      .with_unit_term = {"tau"},
+      .has_unit_term = [](const Request&, std::string_view output) { return output == "tau"; },
       // b (x - max) - theta: in the support both terms lie in [-1, 0]. Three roundings of at most
       // half an epsilon, and theta's own.
       .rounded = {{"x", 2, false}},

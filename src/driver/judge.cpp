@@ -116,13 +116,14 @@ void Judge::judge(const std::string& name, const HostTensor& value, CheckReport&
   // The floor: a textbook result that is right by luck must not demand the impossible of us. And
   // the definition, computed in f64, is no more exact than f64 is.
   const double floor = dtype == DType::f64 ? 64 : 2;
-  const bool unit_term = std::ranges::count(driver_.with_unit_term, name) > 0;
+  const bool unit_term = driver_.has_unit_term && driver_.has_unit_term(request_, name);
   double of_any_size = gradient ? cancellation_error(driver_, request_, name, dtype) : 0;
   if (dtype == DType::f16) of_any_size += 0x1p-24;    // its smallest step
   if (dtype == DType::bf16) of_any_size += 0x1p-126;  // AMX takes smaller numbers for 0
+  if (unit_term) of_any_size += floor * epsilon_of(accumulation_dtype(dtype));
   // What elements of that size may be off beside what the textbook is.
   const auto slack_of = [&](double size) {
-    return floor * epsilon_of(dtype) * (unit_term ? size + 1 : size) + of_any_size + 1e-300;
+    return floor * epsilon_of(dtype) * size + of_any_size + 1e-300;
   };
 
   TensorError worst{.tensor = name};

@@ -236,6 +236,10 @@ const OpDriver kDriver{
          {"keep-ids", "true|false", "give the op ids in any order beside what sorts them (true)"}},
     .cotangents = {{"out", "d_out"}},
     .gradients = {{"x", "d_x"}},
+    .has_unit_term =
+        [](const Request& request, std::string_view output) {
+          return output == "out" && read_options(request).reduce == SegmentReduce::logsumexp;
+        },
     .prepare = prepare,
     .cost = cost,
 };
