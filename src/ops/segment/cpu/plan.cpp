@@ -9,7 +9,7 @@
 namespace pullback::segment_cpu {
 namespace {
 
-constexpr std::int64_t kFewestItems = 256;  // keeps the slots below 1 % of x
+constexpr std::int64_t kFewestItems = 256;  // keeps the slots below 2 % of x and out in f32
 constexpr std::int64_t kManyTiles = 128;
 constexpr std::int64_t kScratchVectors = 16;
 constexpr std::int64_t kScratchBlocks = 5;
@@ -35,9 +35,11 @@ Layout layout_of(const SegmentProblem& problem, Pass pass, int threads, bool apa
   layout.tiles_at = workspace_aligned(segments_workspace_bytes(problem));
   layout.slots_at = workspace_aligned(
       layout.tiles_at + static_cast<std::size_t>(layout.most_tiles + 1) * sizeof(TileStart));
-  layout.scratch_at = workspace_aligned(
-      layout.slots_at +
-      static_cast<std::size_t>(layout.most_tiles * 4 * layout.slot_columns) * real);
+  // Without a fold nothing is left in slots. What else folds depends on the tensors of a run.
+  const bool sum = problem.reduce == SegmentReduce::sum || problem.reduce == SegmentReduce::mean;
+  const bool folds = pass == Pass::forward || !sum;
+  const std::int64_t slots = folds ? layout.most_tiles * 4 * layout.slot_columns : 0;
+  layout.scratch_at = workspace_aligned(layout.slots_at + static_cast<std::size_t>(slots) * real);
   layout.uncut_rows = std::min(layout.tile_items, kTileElements / wide);
   // What is written row by row may be staged; backward of prod keeps the products of all later
   // rows.
@@ -118,9 +120,10 @@ class CpuBody final : public SegmentBody {
     workspace_bytes = std::max(whole_.total_bytes, apart_.total_bytes);
     description = fmt::format(
         "tiles of {} rows and segment ends by {} columns, {} accumulation; deterministic, the same "
-        "bits for any number of threads",
+        "bits for any number of threads{}",
         apart_.tile_items, std::min(problem.x.shape[1], apart_.column_block),
-        name_of(accumulation_dtype(problem.x.dtype)));
+        name_of(accumulation_dtype(problem.x.dtype)),
+        problem.permutation.given() ? " unless the permutation names a row twice" : "");
   }
 
   void run(Stream, const SegmentTensors& tensors, Workspace workspace) const override {
