@@ -60,6 +60,16 @@ inline TensorMap evaluate(const TensorMap& inputs, const driver::OptionMap& opti
                            .variant = variant});
 }
 
+inline void expect_close(const HostTensor& got, const HostTensor& expected, double relative,
+                         double absolute) {
+  for (std::int64_t i = 0; i < expected.numel(); ++i) {
+    const double a = got.get(i), b = expected.get(i);
+    const bool same = a == b || (std::isnan(a) && std::isnan(b));
+    ASSERT_TRUE(same || std::abs(a - b) <= absolute + relative * std::abs(b))
+        << "element " << i << ": " << a << ", not " << b;
+  }
+}
+
 // A mask for so many rows, of a stride, that begins some rows behind an aligned address.
 struct MaskLayout {
   std::int64_t stride = 1, shift = 0;

@@ -231,14 +231,16 @@ HWY_INLINE std::int64_t PlaceOfExtreme(const R* HWY_RESTRICT from, std::int64_t 
   return kLast ? std::bit_width(bits) - 1 : std::countr_zero(bits);
 }
 
-// The sum of exp(x - from[0]), and with kKeep the powers to `to`. False, and they mean nothing, if
-// an element is not near the first.
+// The LogSum of a run whose elements are near a shift, and with kKeep the powers to `to`. False,
+// and they mean nothing, if one is not.
 template <bool kKeep, class R>
-bool PowersOfNearRun(const R* HWY_RESTRICT from, std::int64_t count, R& sum, R* HWY_RESTRICT to) {
+bool PowersOfNearRun(const R* HWY_RESTRICT from, std::int64_t count, const LogSum<R>& state,
+                     R* HWY_RESTRICT to) {
   const hn::ScalableTag<R> d;
   const auto step = static_cast<std::int64_t>(hn::Lanes(d));
   LinesAhead ahead = RowsAhead(Block<R>{from, 1, count}, 1);
-  const auto shift = hn::Set(d, from[0]);
+  const auto start = hn::Set(d, from[0]);
+  const auto shift = count == 1 ? start : NearShift(d, start);
   Nearness<decltype(d)> near, near2;
   auto total = hn::Zero(d), total2 = total;
   std::int64_t i = 0;
@@ -258,7 +260,7 @@ bool PowersOfNearRun(const R* HWY_RESTRICT from, std::int64_t count, R& sum, R* 
       if (kKeep) hn::StoreU(power, d, to + i);
       if (kKeep) hn::StoreU(power2, d, to + i + step);
     }
-    if (!near.All() || !near2.All()) return false;
+    if (!near.All(shift) || !near2.All(shift)) return false;
   }
   for (; i < count; i += step) {
     const auto left = static_cast<std::size_t>(std::min(step, count - i));
@@ -268,16 +270,16 @@ bool PowersOfNearRun(const R* HWY_RESTRICT from, std::int64_t count, R& sum, R* 
     total = hn::Add(total, hn::IfThenElseZero(hn::FirstN(d, left), power));
     if (kKeep) StoreFirst(d, power, to + i, left);
   }
-  sum = hn::GetLane(hn::SumOfLanes(d, hn::Add(total, total2)));
-  return near.All();
+  state.largest[0] = hn::GetLane(shift);
+  state.sum[0] = hn::GetLane(hn::SumOfLanes(d, hn::Add(total, total2)));
+  return near.All(shift);
 }
 
 // The LogSum of a run, and with kKeep the powers to `to`.
 template <bool kKeep, class R>
 void LogSumOfRun(const R* HWY_RESTRICT from, std::int64_t count, const LogSum<R>& state,
                  R* HWY_RESTRICT to = nullptr) {
-  state.largest[0] = from[0];
-  if (PowersOfNearRun<kKeep>(from, count, state.sum[0], to)) return;
+  if (PowersOfNearRun<kKeep>(from, count, state, to)) return;
   const hn::ScalableTag<R> d;
   auto largest = hn::Set(d, -kInf<R>), sum = hn::Zero(d);
   ForColumns<R>(count, [&](auto lanes, std::int64_t i) HWY_ATTR {

@@ -273,14 +273,13 @@ class ColumnScan {
   // Where the state after a row of the block is kept: lanes side by side.
   static std::uint64_t SlotOf(std::uint64_t row) { return row % kChunk * kLanes + row / kChunk; }
 
-  // exp(x - shift_) to own_, where shift_ is the first x; 0 behind the rows. False if one is not
-  // near that.
+  // exp(x - shift_) to own_; 0 behind the rows. False if one is not near the shift.
   HWY_NOINLINE bool TakePowers(const R* HWY_RESTRICT x, std::int64_t rows,
                                LinesAhead& lines_ahead) {
     const D d;
     LinesAhead ahead = lines_ahead;  // a copy, which stores to memory do not change
-    shift_ = x[0];
-    const auto shift = hn::Set(d, shift_);
+    const auto shift = NearShift(d, hn::Set(d, x[0]));
+    shift_ = hn::GetLane(shift);
     Nearness<D> near;
     const auto power_of = [&](auto v) HWY_ATTR {
       const auto above = hn::Sub(v, shift);
@@ -301,7 +300,7 @@ class ColumnScan {
       i += kLanes;
     }
     for (; i < kRows; i += kLanes) hn::StoreU(hn::Zero(d), d, own_ + i);
-    return near.All();
+    return near.All(shift);
   }
 
   // The states after all rows. False, and they mean nothing, if the rows are not so.

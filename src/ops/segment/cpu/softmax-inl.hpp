@@ -37,8 +37,15 @@ HWY_INLINE hn::Vec<D> ExpOfNear(D d, hn::Vec<D> x) {
   }
 }
 
-// Whether all of some x are so near 0 that their difference to what they were subtracted from has
-// no error to speak of. NaN is not.
+// What some x are shifted by, given the first, before powers are taken of them: 0 where that will
+// do, so that no digits are lost to the difference nor by shift + log(sum) where that is near 0.
+template <class D>
+HWY_INLINE hn::Vec<D> NearShift(D d, hn::Vec<D> first) {
+  return hn::IfThenElseZero(hn::Gt(hn::Abs(first), hn::Set(d, hn::TFromD<D>{32})), first);
+}
+
+// Whether all of some x are so near their shift that x - shift is exact, as it is up to half the
+// shift, and sums of powers stay finite. NaN is not.
 template <class D>
 class Nearness {
   using R = hn::TFromD<D>;
@@ -50,8 +57,12 @@ class Nearness {
     // As integers, among which NaN is the largest.
     farthest_ = hn::Max(farthest_, hn::BitCast(DI(), hn::Abs(x)));
   }
-  HWY_INLINE bool All() const {
-    return hn::AllTrue(D(), hn::Le(hn::BitCast(D(), farthest_), hn::Set(D(), R{16})));
+  HWY_INLINE bool All(hn::Vec<D> shift) const {
+    const D d;
+    const auto half = hn::Mul(hn::Abs(shift), hn::Set(d, R{0.5}));
+    const auto limit = hn::IfThenElse(hn::Eq(shift, hn::Zero(d)), hn::Set(d, R{48}),
+                                      hn::Min(half, hn::Set(d, R{16})));
+    return hn::AllTrue(d, hn::Le(hn::BitCast(d, farthest_), limit));
   }
 
  private:
@@ -75,12 +86,13 @@ HWY_INLINE hn::Vec<D> ExpOf(D d, hn::Vec<D> x) {
   return hn::IfThenElse(hn::Lt(x, limit), ExpOfNonPositive(d, x), overflow);
 }
 
-// log of 0 < x < inf, in f32 of normal x within 1 ulp: with x = 2^n (1 + f), sqrt(1/2) <= 1 + f <
-// sqrt(2), log(1 + f) = f - f^2 / 2 + f^3 p(f) where p is a minimax fit with an error of 2^-29.
+// shift + log of 0 < x < inf, the log in f32 of normal x within 1 ulp: with x = 2^n (1 + f),
+// sqrt(1/2) <= 1 + f < sqrt(2), log(1 + f) = f - f^2 / 2 + f^3 p(f) where p is a minimax fit with
+// an error of 2^-29.
 template <class D>
-HWY_INLINE hn::Vec<D> LogOfPositive(D d, hn::Vec<D> x) {
+HWY_INLINE hn::Vec<D> LogOfPositive(D d, hn::Vec<D> x, hn::Vec<D> shift) {
   if constexpr (sizeof(hn::TFromD<D>) == 8) {
-    return hn::Log(d, x);
+    return hn::Add(shift, hn::Log(d, x));
   } else {
     const hn::RebindToSigned<D> di;
     const auto bits = hn::BitCast(di, x);
@@ -100,20 +112,22 @@ HWY_INLINE hn::Vec<D> LogOfPositive(D d, hn::Vec<D> x) {
     // ln 2 in two parts, as ExpOfNear has it.
     p = hn::MulAdd(n, hn::Set(d, -2.12194440e-4f), p);
     p = hn::NegMulAdd(f2, hn::Set(d, 0.5f), p);
-    return hn::MulAdd(n, hn::Set(d, 0.693359375f), hn::Add(f, p));
+    // The large terms first: they may cancel.
+    return hn::Add(hn::MulAdd(n, hn::Set(d, 0.693359375f), shift), hn::Add(f, p));
   }
 }
 
 // The same of 0, infinity and NaN, too.
 template <class D>
-HWY_INLINE hn::Vec<D> LogOf(D d, hn::Vec<D> x) {
+HWY_INLINE hn::Vec<D> LogOf(D d, hn::Vec<D> x, hn::Vec<D> shift) {
   using R = hn::TFromD<D>;
-  const auto log = hn::IfThenElse(hn::Lt(x, hn::Set(d, kInf<R>)), LogOfPositive(d, x), x);
+  const auto log = hn::IfThenElse(hn::Lt(x, hn::Set(d, kInf<R>)), LogOfPositive(d, x, shift), x);
   return hn::IfThenElse(hn::Eq(x, hn::Zero(d)), hn::Set(d, -kInf<R>), log);
 }
 
 // sum exp(x - Shift(largest)), the running state of logsumexp and softmax. The shift is finite, so
-// that infinities and NaN come out of the sum as they should.
+// that infinities and NaN come out of the sum as they should. Where all x are near it need not be
+// the largest (NearShift).
 template <class R>
 struct LogSum {
   R *largest, *sum;
@@ -143,9 +157,16 @@ HWY_INLINE bool AddNearPowers(D d, L lanes, const Block<R>& block, std::int64_t 
       if constexpr (kKeep) lanes.Keep(d, power, to(r));
       from += block.stride;
     }
-    if (!near.All()) return false;
+    if (!near.All(shift)) return false;
   }
   return true;
+}
+
+// The shift of rows of which the block has the first. A single one is its own logsumexp.
+template <class D, class L, class R>
+HWY_INLINE hn::Vec<D> FirstShift(D d, L lanes, const Block<R>& block, std::int64_t column) {
+  const auto first = lanes.Read(d, block.data + column);
+  return block.rows == 1 ? first : NearShift(d, first);
 }
 
 // `first` starts the state.
@@ -156,7 +177,7 @@ HWY_NOINLINE void AddLogSum(const LogSum<R>& state, const Block<R>& block, bool 
   const std::int64_t stride = block.stride;
   LinesAhead ahead = RowsAhead(block, columns);
   ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
-    const auto near = first ? lanes.Read(d, block.data + c) : hn::LoadU(d, state.largest + c);
+    const auto near = first ? FirstShift(d, lanes, block, c) : hn::LoadU(d, state.largest + c);
     auto near_sum = first ? hn::Zero(d) : hn::LoadU(d, state.sum + c);
     if (AddNearPowers<false>(d, lanes, block, c, near, near_sum, ahead, nullptr)) {
       Store(d, near, state.largest + c);
@@ -225,7 +246,7 @@ void FinishLogSum(const LogSum<R>& state, std::int64_t columns) {
   const hn::ScalableTag<R> d;
   ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
     const auto shift = Shift(d, lanes.Read(d, state.largest + c));
-    lanes.Write(d, hn::Add(shift, LogOf(d, lanes.Read(d, state.sum + c))), state.largest + c);
+    lanes.Write(d, LogOf(d, lanes.Read(d, state.sum + c), shift), state.largest + c);
   });
 }
 
@@ -286,7 +307,7 @@ HWY_INLINE bool LargestOfFinite(D d, L lanes, const Block<R>& block, std::int64_
 
 // Calls f(lanes, column, shift, sum of exp(x - shift)) for all columns; with kKeep their powers are
 // at to(row) then. False, and f was not called for all, if an element is not finite. `far` counts
-// down, from one block to the next, until rows are tried again that may be near the first.
+// down, from one block to the next, until rows are tried again that may be near.
 template <bool kStream, bool kKeep, class R, class To, class F>
 HWY_INLINE bool ForSumsOfPowers(const Block<R>& block, std::int64_t columns, int& far, const To& to,
                                 const F& f) {
@@ -295,7 +316,7 @@ HWY_INLINE bool ForSumsOfPowers(const Block<R>& block, std::int64_t columns, int
   bool finite = true;
   ForColumns<R, kStream>(columns, [&](auto lanes, std::int64_t c) {
     if (!finite) return;
-    auto shift = lanes.Read(d, block.data + c);
+    auto shift = FirstShift(d, lanes, block, c);
     auto sum = hn::Zero(d);
     if (HWY_UNLIKELY(far > 0 || !AddNearPowers<kKeep>(d, lanes, block, c, shift, sum, ahead, to))) {
       constexpr int kPause = 31;
@@ -320,10 +341,10 @@ HWY_INLINE bool ForSumsOfPowers(const Block<R>& block, std::int64_t columns, int
 template <bool kStream, class R>
 bool LogSumOfFewRows(const Block<R>& block, std::int64_t columns, int& far, R* HWY_RESTRICT to) {
   const hn::ScalableTag<R> d;
-  return ForSumsOfPowers<kStream, false>(
-      block, columns, far, nullptr, [&](auto lanes, std::int64_t c, auto shift, auto sum) {
-        lanes.Write(d, hn::Add(shift, LogOfPositive(d, sum)), to + c);
-      });
+  return ForSumsOfPowers<kStream, false>(block, columns, far, nullptr,
+                                         [&](auto lanes, std::int64_t c, auto shift, auto sum) {
+                                           lanes.Write(d, LogOfPositive(d, sum, shift), to + c);
+                                         });
 }
 
 // Softmax straight to rows to(r). `powers` has room for a vector of each row.

@@ -1,5 +1,5 @@
 // Softmax of a segment of many rows and several columns that lies in one tile, with one exponential
-// for an x: powers relative to the first row wait for their sum where y is staged, or in its place.
+// for an x: powers relative to one shift wait for their sum where y is staged, or in its place.
 
 #if defined(PULLBACK_SEGMENT_SOFTMAX_AT_ONCE_INL_HPP) == defined(HWY_TARGET_TOGGLE)
 #ifdef PULLBACK_SEGMENT_SOFTMAX_AT_ONCE_INL_HPP
@@ -29,7 +29,7 @@ void WriteProductRows(const Piece& piece, const R* HWY_RESTRICT factors, std::in
   }
 }
 
-// False, and it is still to be done, where an x is not near the first row's or not all rows of the
+// False, and it is still to be done, where an x is not near the shift or not all rows of the
 // output can wait. Not inline: what calls it is for short segments.
 template <class T>
 HWY_NOINLINE bool SoftmaxAtOnce(const Matrix<const T>& x, const Segments& segments,
@@ -45,7 +45,10 @@ HWY_NOINLINE bool SoftmaxAtOnce(const Matrix<const T>& x, const Segments& segmen
     return rows_out.stages() ? output.Row(r) : task.stage + (r - piece.begin) * columns;
   };
   ReadRow(x, segments.readable_row(piece.begin), task.column, columns, state.largest);
-  std::fill_n(state.sum, padded(columns), R{0});
+  ForColumns<R>(columns, [&](auto lanes, std::int64_t c) {
+    Store(d, NearShift(d, lanes.Read(d, state.largest + c)), state.largest + c);
+    Store(d, hn::Zero(d), state.sum + c);
+  });
   bool near = true;
   ForBlocks(piece, task.block_rows, [&](std::int64_t first, std::int64_t rows) {
     if (!near) return;
