@@ -9,6 +9,7 @@
 #include "driver/driver.hpp"
 #include "driver/session.hpp"
 #include "ops/segment/index.hpp"
+#include "ops/segment/problem.hpp"
 
 namespace pullback::driver {
 namespace {
@@ -29,10 +30,6 @@ struct Options {
   bool keep_ids = true;
 };
 
-bool is_extreme_reduce(SegmentReduce reduce) {
-  return reduce == SegmentReduce::max || reduce == SegmentReduce::min;
-}
-
 Options read_options(const Request& request) {
   OptionReader reader(kOp, request.options);
   Options options;
@@ -48,7 +45,7 @@ Options read_options(const Request& request) {
   const int arg = reader.choice("arg-dtype", {"i64", "i32", "u8", "none"});
   if (arg >= 0) options.arg_dtype = arg == 1 ? DType::i32 : arg == 2 ? DType::u8 : DType::i64;
   options.arg = arg != 3;
-  if (!options.arg && options.saved == Saved::arg && is_extreme_reduce(options.reduce)) {
+  if (!options.arg && options.saved == Saved::arg && is_extreme(options.reduce)) {
     fail(ErrorCode::invalid_argument, kOp, "--arg-dtype", "a dtype, or --saved mask or none",
          "none");
   }
@@ -169,7 +166,7 @@ class SegmentSession final : public OpSession<SegmentProblem, SegmentTensors> {
     }
 
     tensors_.out = output("out", problem.out);
-    if (is_extreme_reduce(options.reduce)) {
+    if (is_extreme(options.reduce)) {
       const std::int64_t rows = problem.x.shape[0], columns = problem.x.shape[1];
       if (options.arg) {
         problem.arg = TensorSpec::contiguous(options.arg_dtype, {problem.num_segments, columns});
@@ -253,7 +250,7 @@ Cost cost(const Request& request, Pass pass) {
   const Options options = read_options(request);
   const SegmentProblem problem = complete(problem_of(request, options));
   double bytes = compulsory_bytes({&problem.offsets, &problem.ids});
-  const bool extreme = is_extreme_reduce(options.reduce);
+  const bool extreme = is_extreme(options.reduce);
   const double rows = static_cast<double>(problem.x.shape[0]);
   const double columns = static_cast<double>(problem.x.shape[1]);
   const double arg_bytes = extreme && options.arg

@@ -144,7 +144,6 @@ class Backward {
       if (rule_ == Rule::product) return few.template operator()<Rule::product>();
       return rule_ == Rule::equal && few.template operator()<Rule::equal>();
     }
-    if (!d_x_.stages()) return false;
     const auto single = [&](const Piece& piece) { Single(piece, task, output); };
     if (rule_ == Rule::softmax) {
       SoftmaxGradientOfColumn(out_, d_out_, segments_, begin, end, task, output, single);
@@ -383,9 +382,7 @@ class Backward {
   // Sum, mean, and max and min from arg, of one column: short segments leave no time for more than
   // a vector or four of the gradient, or for one row among zeros. Past the end of a segment that
   // writes where the next one is still to come, or where the stage has room to spare.
-  bool WritesRuns() const {
-    return problem_.x.shape[1] == 1 && d_x_.stages() && !folds_ && rule_ != Rule::mask;
-  }
+  bool WritesRuns() const { return problem_.x.shape[1] == 1 && !folds_ && rule_ != Rule::mask; }
 
   // So few at a time that memory takes their lines while the next ones are made.
   static constexpr std::int64_t kSegments = 64;
@@ -407,7 +404,7 @@ class Backward {
           continue;
         }
         output.Open(Piece{s, row, next, true, false});
-        R* to = output.Run(row, nullptr);
+        R* to = output.Run(row);
         LinesAhead ahead(d_out_.at(s, 0));
         if (d_out_.row_stride == 1) ahead.StepTo(d_out_.at(stop, 0));
         const R* gradients = ReadOfSegments(d_out_, s, stop - s, task.window2);
@@ -480,8 +477,8 @@ class Backward {
     const hn::ScalableTag<R> d;
     const auto key = [&](std::int64_t r) { return saved_.Key(piece, r); };
     const auto map = [&]<int kInputs>(const MapInputs<T>& inputs, const auto& f) {
-      MapRows<kStream, kInputs>(piece, segments_, task.column, task.columns, inputs, output,
-                                task.run, key, !saved_.by_row(), f);
+      MapRows<kStream, kInputs>(piece, segments_, task.column, task.columns, inputs, output, key,
+                                !saved_.by_row(), f);
     };
     const MapInputs<T> x{{&x_, nullptr}, {task.block, nullptr}};
     switch (rule_) {

@@ -207,10 +207,8 @@ class Forward {
         FoldColumn<ProductRule<R>>(begin, end, task, 0);
       } else if (problem_.reduce == SegmentReduce::logsumexp) {
         FoldColumn<LogSumRule<R>>(begin, end, task, std::exp(EmptyValue()));
-      } else if (rows_out_.stages()) {
-        SoftmaxColumn(begin, end, task, outputs);
       } else {
-        return false;
+        SoftmaxColumn(begin, end, task, outputs);
       }
       return true;
     }
@@ -238,7 +236,7 @@ class Forward {
       if (rows > kBlockElements) return Whole(piece, task, outputs);
       const R* x = ReadRun(x_, segments_, piece.begin, rows, task.run);
       outputs.rows.Open(piece);
-      SoftmaxOfRun(x, rows, outputs.rows.Run(piece.begin, nullptr));
+      SoftmaxOfRun(x, rows, outputs.rows.Run(piece.begin));
       outputs.rows.DrainLines();
     });
   }
@@ -495,7 +493,7 @@ class Forward {
     FinishSoftmax(state.log_sum(), task.columns);  // nobody reads the state again
     MapRows<kStream, 1>(
         piece, segments_, task.column, task.columns,
-        MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output, task.run,
+        MapInputs<T>{{&x_, nullptr}, {task.block, nullptr}}, output,
         [](std::int64_t) { return Int<R>{0}; }, true,
         [&](auto at, auto x) {
           // Where x is above the shift, or NaN, the other factor is NaN.

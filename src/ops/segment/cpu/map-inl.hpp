@@ -92,7 +92,6 @@ class RowOutput {
   bool stages() const { return stages_; }
   // Whether all rows of a tile can be written at the same time.
   bool apart() const { return stages_ || (!kConverts && matrix_.column_stride == 1); }
-  const Matrix<T>& matrix() const { return matrix_; }
 
   // One tile's view: where its rows are written. `stage` has room for the tile's rows.
   class Tile {
@@ -164,14 +163,8 @@ class RowOutput {
       if (n >= 0) WriteRow(output_.matrix_, n, column_, columns_, row_);
     }
 
-    // The same for rows [r, r + rows) of a tensor with one column, in a run of up to a block.
-    HWY_INLINE R* Run(std::int64_t r, R* scratch) const {
-      return output_.stages_ ? rows_ + r : scratch;
-    }
-    HWY_INLINE void RunDone(std::int64_t r, std::int64_t rows, const R* from) const {
-      if (output_.stages_) return;
-      WriteRow(Transposed(output_.matrix_), 0, r, rows, from);
-    }
+    // The same for rows from r on of a tensor with one column, which are staged.
+    HWY_INLINE R* Run(std::int64_t r) const { return rows_ + r; }
 
    private:
     static constexpr auto kLineElements = kLine / static_cast<std::int64_t>(sizeof(T));
@@ -337,7 +330,7 @@ struct MapInputs {
 template <bool kStream, int kInputs, class T, class Key, class F>
 void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
              std::int64_t columns, const MapInputs<T>& inputs, typename RowOutput<T>::Tile& output,
-             Real<T>* scratch, const Key& key, bool counts_up, const F& f) {
+             const Key& key, bool counts_up, const F& f) {
   using R = Real<T>;
   const hn::ScalableTag<R> d;
   if (output.one_column() && counts_up) {
@@ -347,7 +340,7 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
       for (int i = 0; i < kInputs; ++i) {
         in[i] = ReadRun(*inputs.matrix[i], segments, first, rows, inputs.scratch[i]);
       }
-      R* HWY_RESTRICT to = output.Run(first, scratch);
+      R* HWY_RESTRICT to = output.Run(first);
       const Int<R> run_key = key(first);
       LinesAhead ahead[2] = {RowsAhead(Block<R>{in[0], 1, rows}, 1),
                              RowsAhead(Block<R>{in[1], 1, rows}, 1)};
@@ -360,7 +353,6 @@ void MapRows(const Piece& piece, const Segments& segments, std::int64_t column,
           lanes.Write(d, f(at, lanes.Read(d, in[0] + c), lanes.Read(d, in[1] + c)), to + c);
         }
       });
-      output.RunDone(first, rows, to);
       output.DrainLines();
     });
     return;

@@ -154,8 +154,7 @@ void WriteProductsOfRun(const Matrix<const T>& x, const Segments& segments, cons
     output.Open(Piece{piece.segment, first, first + rows, false, false});
     MultiplyOthers(
         task.block2, task.products + (first - piece.begin),
-        [&](std::int64_t) { return hn::Set(d, task.gradient[0]); }, rows,
-        output.Run(first, nullptr));
+        [&](std::int64_t) { return hn::Set(d, task.gradient[0]); }, rows, output.Run(first));
     output.DrainLines();
   });
 }

@@ -170,7 +170,7 @@ void SoftmaxOfColumn(const Matrix<const T>& matrix, const Segments& segments, st
         scan.Used(count);
         FinishSoftmax(LogSum<R>{scan.a, scan.b}, count);
         output.Open(Piece{s, row, stop, true, false});
-        R* to = output.Run(row, nullptr);
+        R* to = output.Run(row);
         const R* HWY_RESTRICT powers = scan.powers();
         const auto write = [&](auto lanes, std::int64_t r, auto inverse) HWY_ATTR {
           lanes.Write(d, hn::Mul(lanes.Read(d, powers + r), inverse), to + r);
@@ -232,7 +232,7 @@ void SoftmaxGradientOfColumn(const Matrix<const T>& out, const Matrix<const T>& 
           const SegmentEnds& ends) HWY_ATTR {
         scan.Used(count);
         output.Open(Piece{s, row, stop, true, false});
-        R* to = output.Run(row, nullptr);
+        R* to = output.Run(row);
         const auto write = [&](auto lanes, std::int64_t r, auto dot) HWY_ATTR {
           const auto above = hn::Sub(lanes.Read(d, g + r), dot);
           lanes.Write(d, hn::Mul(lanes.Read(d, y + r), above), to + r);
@@ -282,7 +282,7 @@ void ExtremeGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& ou
           }
           if (same) {
             output.Open(Piece{s, row, stop, true, false});
-            R* to = output.Run(row, nullptr);
+            R* to = output.Run(row);
             if constexpr (Rule::kPlaces) {
               PlaceInRows<R>(
                   0, count, row, end_of, to,
@@ -337,7 +337,7 @@ void PowerGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& d_ou
         ends.Visit([&](const auto& end_of) {
           SpreadPowers(
               0, count, row, end_of, [&](std::int64_t k) { return scan.a[k]; },
-              [&](std::int64_t k) { return gradients[k]; }, run, task, output.Run(row, nullptr));
+              [&](std::int64_t k) { return gradients[k]; }, run, task, output.Run(row));
         });
         output.DrainLines();
       },
@@ -383,7 +383,7 @@ void ProductGradientOfColumn(const Matrix<const T>& x, const Matrix<const T>& d_
         MultiplyOthers(
             task.block, task.block2,
             [&](std::int64_t r) HWY_ATTR { return hn::LoadU(d, task.run + r); }, rows,
-            output.Run(row, nullptr));
+            output.Run(row));
         output.DrainLines();
       },
       single);

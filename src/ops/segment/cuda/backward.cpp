@@ -2,7 +2,6 @@
 // saved.
 #include <fmt/format.h>
 
-#include <limits>
 #include <utility>
 
 #include "ops/segment/cuda/stages.hpp"
@@ -40,7 +39,7 @@ class ProductStage {
     if (columns == 1) tiling_.lane_bits = 0;
     tiling_.items = product_tile_items(tiling_.lane_bits);
     setup.allow(tiling_);
-    slot_columns_ = (columns + 7) / 8 * 8;
+    slot_columns_ = Combining::slot_columns(problem);
     const auto bytes =
         static_cast<std::size_t>(tiles_of(problem, tiling_) * 2 * slot_columns_) * sizeof(double);
     slots_at_ = layout.take(bytes);
@@ -141,8 +140,7 @@ class Backward final : public cuda::CudaBody<SegmentTensors> {
     const DType dtype = problem.x.dtype;
     const std::size_t real = size_of(accumulation_dtype(dtype));
     const bool even = problem.ties == Ties::even;
-    const bool wide = problem.x.shape[0] > std::numeric_limits<std::int32_t>::max();
-    own_arg_dtype_ = wide ? DType::i64 : DType::i32;
+    own_arg_dtype_ = MaskRows::own_arg_dtype(problem);
     const int length = vector_length(dtype);
     if (problem.arg.given() && !even) {
       arg_ = matrix(problem.arg, size_of(problem.arg.dtype), length);
