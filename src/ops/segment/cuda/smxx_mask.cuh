@@ -29,7 +29,7 @@ struct MaskImage {
     dense = p.mask.row_stride == row_bytes && (row_bytes == 1 || p.mask.column_stride == 1);
     skew = dense ? static_cast<int>(reinterpret_cast<uint64_t>(to) % 16) : 0;
   }
-  int first_column() const { return static_cast<int>(column_block(p)) * kMaskBlockBytes * 8; }
+  int64_t first_column() const { return column_block(p) * kMaskBlockBytes * 8; }
   int stop() const { return skew + rows * row_bytes; }
 
   // By all threads.
@@ -74,7 +74,7 @@ void mask_rows(const Params& p) {
   const int64_t low = clamped(tile.first, 1, p.segments + 1);
   const int64_t high = clamped(tile.stop + 1, low, p.segments + 1);
   const int count = static_cast<int>(clamped(high - low, 0, p.tile_items + 1));
-  const int first_column = mask.first_column();
+  const int64_t first_column = mask.first_column();
   const int columns =
       static_cast<int>(p.columns - first_column < mask.row_bytes * 8 ? p.columns - first_column
                                                                      : mask.row_bytes * 8);

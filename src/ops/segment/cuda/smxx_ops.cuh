@@ -208,8 +208,8 @@ struct ExponentialSum {
     a.sum = a.sum * (above ? scale : 1) + (above ? 1 : scale);
     a.shift = above ? x : a.shift;
   }
-  // Of rows added as they are. The larger, the less exact is a term that is far above: 3000 =
-  // exp(8) costs at most 5e-7 of it.
+  // Of rows added as they are. The larger, the less exact is a term that is far above: of 3000 =
+  // exp(8) the roundings of x - shift, of its power and of the sum's logarithm come to 1.1e-6.
   static constexpr R kMost = 3000;
   // The same of some hundred rows, which make a large sum by their number, too.
   static constexpr R kMostOfMany = 1 << 18;
