@@ -163,7 +163,8 @@ TEST(BlockSoftmaxDefects, long_rows_sum_to_one_and_have_small_deltas) {
   p.d_y = p.x;
   const HostTensor x =
       filled(p.x, [](std::int64_t i) { return i % 16 == 0 && i < 256 ? 0 : -1.2; });
-  const HostTensor y(p.x), d_y = filled(p.x, [](std::int64_t) { return 1; }), d_x(p.x);
+  const HostTensor y(p.x), d_x(p.x);
+  const HostTensor d_y = filled(p.x, [](std::int64_t i) { return i == 1 ? 3 : 1; });
   run(make_plan(Device::cpu(1), p, Pass::forward), {.x = x.data(), .y = y.data()});
   run(make_plan(Device::cpu(1), p, Pass::backward),
       {.y = y.data(), .d_y = d_y.data(), .d_x = d_x.data()});
@@ -172,8 +173,9 @@ TEST(BlockSoftmaxDefects, long_rows_sum_to_one_and_have_small_deltas) {
     for (std::int64_t j = 0; j < 16; ++j) sum += y.get(k * 256 + j);
   }
   EXPECT_NEAR(sum, 1, 5e-6);
-  // y (1 - delta), delta being a sum of y.
-  EXPECT_NEAR(d_x.get(1) / y.get(1), 0, 1e-5);
+  // d_x = y (d_y - delta), and delta is 1 + 2 y[1], the sum of y being 1.
+  EXPECT_NEAR(d_x.get(1) / y.get(1), 2 - 2 * y.get(1), 1e-5);
+  EXPECT_NEAR(d_x.get(2) / y.get(2), -2 * y.get(1), 1e-5);
 }
 
 }  // namespace

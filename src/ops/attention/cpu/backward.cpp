@@ -88,7 +88,7 @@ class BackwardTask {
   Real* QuerySum(std::int64_t head, std::int64_t query) const {
     const std::int64_t row = run_.first_query_row(b_, sequence_) + query;
     return static_cast<Real*>(run_.d_q_sums) +
-           ((chunk_ * layout_.sizes.heads + head) * run_.query_rows() + row) * head_dim_;
+           ((chunk_ * layout_.sizes.heads + head) * layout_.query_rows() + row) * head_dim_;
   }
 
   void ClearQuerySums(const Range& queries) const {
@@ -184,7 +184,7 @@ class BackwardTask {
     const RowStrides lse = lse_strides(layout_.problem.lse);
     const Real* const lse_from = static_cast<const Real*>(run_.tensors.lse) + b_ * lse.batch +
                                  head_ * lse.head + (sequence_.q_begin + query) * lse.row;
-    const Real* const delta = static_cast<const Real*>(run_.delta) + head_ * run_.query_rows() +
+    const Real* const delta = static_cast<const Real*>(run_.delta) + head_ * layout_.query_rows() +
                               run_.first_query_row(b_, sequence_) + query;
     Real* const d_bias = run_.tensors.d_bias ? scratch_.d_bias : nullptr;
     const std::ptrdiff_t multiple = Engine::KeyMultiple();
@@ -287,8 +287,8 @@ void ComputeDelta(const CpuRun& run) {
     const std::int64_t rows = std::min(kRowBlock, sizes.total_query - first);
     const TileSource out = tile_source(problem.out, run.tensors.out, item, first, h, rows);
     const TileSource d_out = tile_source(problem.d_out, run.tensors.d_out, item, first, h, rows);
-    Real* const to =
-        static_cast<Real*>(run.delta) + h * run.query_rows() + item * sizes.total_query + first;
+    Real* const to = static_cast<Real*>(run.delta) + h * run.layout.query_rows() +
+                     item * sizes.total_query + first;
     // Sums of several rows at a time: one alone would wait for its own additions.
     constexpr std::int64_t kRows = 8;
     HWY_ALIGN Real a[kRows][kMaxWidth], b[kRows][kMaxWidth];
@@ -340,7 +340,7 @@ void WriteQueryGradient(const CpuRun& run) {
           if (query < seeing.begin || query >= seeing.end) continue;
           const std::int64_t row = run.first_query_row(b, sequence) + query;
           AddRow(static_cast<const Real*>(run.d_q_sums) +
-                     ((chunk * sizes.heads + h) * run.query_rows() + row) * head_dim,
+                     ((chunk * sizes.heads + h) * run.layout.query_rows() + row) * head_dim,
                  line, head_dim);
         }
         pb::WriteRow(

@@ -138,7 +138,6 @@ struct CpuRun : RunMemory {
   CpuRun(const CpuLayout& layout, const AttentionTensors& tensors, const Threads& threads,
          Pass pass, Bump workspace);
 
-  std::int64_t query_rows() const { return layout.query_rows(); }
   // The first row of q of item b.
   std::int64_t first_query_row(std::int64_t b, const Sequence& sequence) const {
     return layout.sizes.varlen ? sequence.q_begin : b * layout.sizes.total_query;

@@ -191,7 +191,7 @@ class TileBackward final : public BackwardBody {
     const std::size_t step_bytes = aligned(sizes_.heads * params_.q_tiles * params_.k_tiles *
                                            tiles_.queries * tiles_.keys * 4);
     bias_sums_fit_ = step_bytes <= static_cast<std::size_t>(device_.l2_bytes) / 2;
-    const int step_queries =
+    const int step_queries =  // of the kernel that would sum
         only_all_ ? hopper_tile_of(problem, width, true).queries : tiles_.queries;
     const std::int64_t steps = ceil_div(sizes_.total_query, step_queries) * sizes_.group;
     const std::int64_t key_tiles = sizes_.kv_heads * params_.k_tiles;

@@ -103,8 +103,7 @@ class Forward final : public cuda::CudaBody<BlockSoftmaxTensors> {
     for (RowSteps<Params>* steps : {&vector_steps_, &element_steps_}) steps->resolve(tables_);
     if (terms) tables_.resolve(columns_);
     description = fmt::format(
-        "rows grouped by length: {}; sums in {}, in a fixed order: the "
-        "same bits every run",
+        "rows grouped by length: {}; sums in {}, in a fixed order: the same bits every run",
         vectors_ ? fmt::format("in registers of 2 to {} threads up to {} KiB, longer ones {}",
                                kThreads, kThreads * registers_of(dtype, terms).vectors * 16 / 1024,
                                terms ? "read twice" : "in shared memory as far as they fit")
