@@ -30,6 +30,7 @@ enum class Values {
   wide,
   far,
   low,
+  near_0,
   special,
   special_near_one,
   mostly_infinite,
@@ -77,6 +78,8 @@ inline HostTensor values_tensor(DType dtype, std::int64_t rows, std::int64_t col
     if (values == Values::wide) value *= 40;
     // Logarithms of small numbers, and of 0.
     if (values == Values::low) value = random.chance(0.1) ? -kInfinity : 10 * value - 80;
+    // Logarithms near 0 of sums whose shift may be far from it.
+    if (values == Values::near_0) value = 0.2 * value - (random.chance(0.4) ? 8 : 0);
     // Mostly the same in a column, and so far from 0 that a product with log2(e) has lost the
     // digits of exponents; the lowest of bf16 is what masks are filled with.
     if (values == Values::far && !random.chance(0.05)) {

@@ -236,8 +236,10 @@ std::vector<Case> segment_cases() {
       const std::pair<const char*, Values> kinds[] = {{"wide", Values::wide},
                                                       {"far", Values::far},
                                                       {"low", Values::low},
+                                                      {"near 0", Values::near_0},
                                                       {"special", Values::special}};
       for (const auto& [kind, values] : kinds) {
+        if (values == Values::near_0 && reduce == "softmax") continue;
         for (const std::int64_t columns : {1, 8, 16, 128}) {
           if (values == Values::special && columns < 128) continue;  // are above
           add(make_case(fmt::format("{} D={}", kind, columns), reduce, {blocks, columns}, {},

@@ -52,8 +52,11 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
       op.pairs = true;
       return op;
     }
-    case SegmentReduce::logsumexp:
-      return exponential_op("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype);
+    case SegmentReduce::logsumexp: {
+      ReduceOp op = exponential_op("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype);
+      if (dtype == DType::f32) op.chunk_bytes = 4;
+      return op;
+    }
     case SegmentReduce::softmax: {
       ReduceOp op = exponential_op("softmax", fmt::format("SoftmaxSum<{}>", r), dtype);
       op.out = r;

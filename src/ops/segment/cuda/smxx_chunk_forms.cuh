@@ -83,14 +83,13 @@ struct KeyForm {
   static int rows_behind(int lane) { return (device::kWarpSize - 1 - lane) * kLaneRows; }
 };
 
-// The sum of exp(x - shift) of 16-bit floats, with one shift for all segments of the chunk: the
-// largest of some rows.
+// The sum of exp(x - shift), with one shift for all segments of the chunk: the largest of some
+// rows.
 template <class Op, class T>
 struct PowerForm {
   using State = typename Op::State;
   using Kept = float;
-  // Rounding of `turn` is a factor of all sums, but nothing that a sum may have which is stored.
-  static constexpr bool kTurns = !kStoresPair<Op>;
+  using Shift = SharedShift<Op, T>;
   float shift, turn;
 
   explicit PowerForm(float shift_) : shift(shift_), turn(-kLog2OfE * shift_) {}
@@ -98,8 +97,7 @@ struct PowerForm {
     const auto in_order = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
     const int first = in_order(static_cast<int>(__float_as_uint(rows.real(0))));
     const int most = in_order(__reduce_max_sync(device::kAllLanes, first));
-    const float x = __uint_as_float(static_cast<uint32_t>(most));
-    return PowerForm(serves(x) ? x : 0);
+    return PowerForm(Shift::at(__uint_as_float(static_cast<uint32_t>(most))));
   }
   static Kept begin(const Chunk<T>&, int) { return 0; }
   Kept go_on(const Chunk<T>&, const State& open) const {
@@ -107,27 +105,25 @@ struct PowerForm {
   }
   void add(Kept& kept, const Chunk<T>& rows, int i) const {
     const float x = rows.real(i);
-    kept += kTurns ? device::exp2_approx(fma(x, kLog2OfE, turn)) : exponential(x - shift);
+    kept += Shift::kTurns ? device::exp2_approx(fma(x, kLog2OfE, turn)) : exponential(x - shift);
   }
   static Kept leaving(Kept kept) { return kept; }
   static Kept entering(Kept kept) { return kept; }
   static void append(Kept& a, Kept b) { a += b; }
   State state(Kept kept, int) const { return {shift, kept}; }
 
-  // No, where powers may have vanished, or be of arguments so long that they lose bits.
-  static bool is_exact(Kept kept) { return __float_as_uint(kept) - kLeast <= kMost - kLeast; }
+  static bool is_exact(Kept kept) {
+    const float sums[1] = {kept};
+    return Shift::are_exact(sums);
+  }
   // The same of rows behind others, which the shift was one of.
-  bool is_small(Kept kept) const { return serves(shift) && __float_as_uint(kept) <= kMost; }
-
- private:
-  static constexpr uint32_t kLeast = (127 - 50) << 23, kMost = (127 + 50) << 23;  // 2^-50, 2^50
-  static bool serves(float shift) {
-    return kTurns ? fabsf(shift) <= kFarthestShift : shift - shift == 0;
+  bool is_small(Kept kept) const {
+    return Shift::serves(shift) && __float_as_uint(kept) <= Shift::kMost;
   }
 };
 
-// The same of 32 bits, for which each run of rows has its first one as its shift: the logarithm of
-// a sum from 1 on is as exact as a float is.
+// The same of 32 bits for softmax, which asks for more digits: each run of rows has its first one
+// as its shift.
 template <class Op, class T>
 struct AimedForm {
   using State = typename Op::State;
@@ -136,7 +132,7 @@ struct AimedForm {
   static AimedForm of(const Chunk<T>&, int, const State&) { return {}; }
   static Kept begin(const Chunk<T>& rows, int i) {
     Kept kept = Op::start();
-    if (i < Chunk<T>::kLaneRows) Op::aim(kept, rows.real(i));
+    if (i < Chunk<T>::kLaneRows) kept.shift = Op::aim_at(rows.real(i));
     return kept;
   }
   static Kept go_on(const Chunk<T>& rows, const State& open) {
@@ -169,12 +165,12 @@ struct FormOf<Op, T> {
   using Type = KeyForm<Op, T>;
 };
 template <class Op, class T>
-  requires(kAims<Op> && sizeof(T) == 2)
+  requires kSharesShift<Op, T>
 struct FormOf<Op, T> {
   using Type = PowerForm<Op, T>;
 };
 template <class Op, class T>
-  requires(kAims<Op> && sizeof(T) == 4)
+  requires(kAims<Op> && !kSharesShift<Op, T> && sizeof(T) == 4)
 struct FormOf<Op, T> {
   using Type = AimedForm<Op, T>;
 };

@@ -179,8 +179,18 @@ inline float exponential(float x) { return device::exp2_approx(x * kLog2OfE); }
 // is made of it, are rounded, which is a factor of the sum that is off by 5e-5 at most up to here.
 inline constexpr float kFarthestShift = 1024;
 inline double exponential(double x) { return exp(x); }
-// Off by 2e-7 at most.
-inline float logarithm(float x) { return device::log2_approx(x) * 0.693147180559945309f; }
-inline double logarithm(double x) { return log(x); }
+// shift + log(sum), the logarithm being off by 2e-7 of itself, or of 1.
+inline float shifted_logarithm(float shift, float sum) {
+  return fma(device::log2_approx(sum), kLogOf2, shift);
+}
+inline double shifted_logarithm(double shift, double sum) { return shift + log(sum); }
+// The same where sum has powers by exponential(x - shift), by a step of Newton's: of a single power
+// x, as that is off by as much.
+inline float exact_logarithm(float shift, float sum) {
+  const float near = shifted_logarithm(shift, sum);
+  const float off = (sum - exponential(near - shift)) * device::reciprocal_approx(sum);
+  return fabsf(off) < 1 ? near + off : near;
+}
+inline double exact_logarithm(double shift, double sum) { return shifted_logarithm(shift, sum); }
 
 }  // namespace pullback::segment_cuda

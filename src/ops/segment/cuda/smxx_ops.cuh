@@ -190,9 +190,9 @@ struct ExtremeCount {
   static R value(const State& a) { return static_cast<R>(a.count); }
 };
 
-// sum of exp(x - shift). The shift is an x, the largest up to what kMost allows: a run aims at its
-// first row and takes rows not far above as they are. An infinite shift counts the rows that have
-// it.
+// sum of exp(x - shift). The shift is the largest x up to what kMost allows: a run aims at its
+// first row, or at 0, and takes rows not far above as they are. An infinite shift counts the rows
+// that have it.
 template <class R>
 struct ExponentialSum {
   struct State {
@@ -209,12 +209,13 @@ struct ExponentialSum {
     a.shift = above ? x : a.shift;
   }
   // Of rows added as they are. The larger, the less exact is a term that is far above: of 3000 =
-  // exp(8) the roundings of x - shift, of its power and of the sum's logarithm come to 1.1e-6.
+  // exp(8) the roundings of x - shift, of its power and of the sum's logarithm come to 1e-6.
   static constexpr R kMost = 3000;
   // The same of some hundred rows, which make a large sum by their number, too.
   static constexpr R kMostOfMany = 1 << 18;
-  // Of a run without rows.
-  static void aim(State& a, R x) { a.shift = x; }
+  // The shift of a run that begins with `first`: 0 a little above, so that what is near 0 is no
+  // difference of two that are not.
+  static R aim_at(R first) { return first >= -16 && first <= 0 ? 0 : first; }
   static void append(State& a, const State& b) {
     if (a.shift == b.shift) {
       a.sum += b.sum;
@@ -227,12 +228,16 @@ struct ExponentialSum {
   static R scaled(const State& a, R shift) {
     return a.shift == shift ? a.sum : a.sum * exponential(a.shift - shift);
   }
-  static R value(const State& a) { return a.shift + logarithm(a.sum); }
+  // Stored in 16 bits, or as exact as R is.
+  static R value(const State& a) { return shifted_logarithm(a.shift, a.sum); }
+  static R exact_value(const State& a) { return exact_logarithm(a.shift, a.sum); }
 };
 
 // The same; both parts are stored, as softmax needs them.
 template <class R>
-struct SoftmaxSum : ExponentialSum<R> {};
+struct SoftmaxSum : ExponentialSum<R> {
+  static R aim_at(R first) { return first; }
+};
 // What softmax makes of the segment's rows from these: exp(x - shift) / sum.
 template <class R>
 struct SoftmaxPower {
@@ -248,7 +253,7 @@ struct SoftmaxPower {
 };
 
 template <class Op>
-inline constexpr bool kAims = requires(typename Op::State state) { Op::aim(state, 0); };
+inline constexpr bool kAims = requires { Op::aim_at(0); };
 
 // Adds kCount rows of one segment, from `place` on; value(i, k) is column i of the k-th. An op with
 // peaks finds each column's first; false, and nothing is added, when one is not finite. One that
@@ -368,6 +373,40 @@ template <class Op>
 inline constexpr bool kStoresPair = false;
 template <class R>
 inline constexpr bool kStoresPair<SoftmaxSum<R>> = true;
+
+// Whether all segments that a warp has at a time may have one shift a column.
+template <class Op, class T>
+inline constexpr bool kSharesShift =
+    kAims<Op> && (sizeof(T) == 2 || (sizeof(T) == 4 && !kStoresPair<Op>));
+// Which one, and what sums are of use then.
+template <class Op, class T>
+struct SharedShift {
+  // In 16 bits 2^(x log2(e) + turn) saves a product (kFarthestShift). Rounding of `turn` is a
+  // factor of all sums, but nothing that a sum may have which is stored.
+  static constexpr bool kTurns = sizeof(T) == 2 && !kStoresPair<Op>;
+
+  static bool serves(float x) { return kTurns ? fabsf(x) <= kFarthestShift : x - x == 0; }
+  // Of rows of which `largest` is. In 32 bits 0 near 0, for the sake of aim_at().
+  static float at(float largest) {
+    return serves(largest) && (sizeof(T) == 2 || fabsf(largest) > 8) ? largest : 0;
+  }
+  // Whether no row is not finite or so far above the shift that its product with log2(e) loses
+  // digits, and not all are so far below that powers vanish, or, in 32 bits, lose digits, too. (As
+  // 0 may be the shift without being a row, the least sum has to outweigh the most that is lost
+  // where the two are put together, its shift so far below that its power, 2^-126, counts for
+  // nothing.)
+  template <int kCount>
+  static bool are_exact(const float (&sums)[kCount]) {
+    uint32_t farthest = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) farthest = max(farthest, __float_as_uint(sums[i]) - kLeast);
+    return farthest <= kMost - kLeast;
+  }
+
+  static constexpr uint32_t power_of_2(int exponent) { return (127u + exponent) << 23; }
+  static constexpr uint32_t kLeast = power_of_2(sizeof(T) == 2 ? -50 : -15);
+  static constexpr uint32_t kMost = power_of_2(sizeof(T) == 2 ? 50 : 14);
+};
 
 // Whether what is stored may be wanted divided by the number of rows.
 template <class Op>
@@ -512,6 +551,8 @@ void finish_to(const Params& p, const Outputs& to, const typename Op::State (&st
   for (int i = 0; i < kCount; ++i) {
     if constexpr (kStoresPair<Op>) {
       values[i] = state[i].shift;
+    } else if constexpr (sizeof(Out) > 2 && requires { Op::exact_value(state[i]); }) {
+      values[i] = Op::exact_value(state[i]);
     } else {
       values[i] = Op::value(state[i]);
     }

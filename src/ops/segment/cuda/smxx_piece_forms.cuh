@@ -122,9 +122,9 @@ struct ExtremeForm : StatesForm<Op, T> {
   }
 };
 
-// Sums of exponentials in 32 bits. Each segment's shift is its first row, as the logarithm of a sum
-// from 1 on is as exact as a float is; all lanes that have rows of it know that row. What was
-// before the chunk is not in its sum.
+// Sums of exponentials in 32 bits for softmax, which asks for more digits than one shift for many
+// segments leaves: each segment's shift is its first row, which all lanes that have rows of it
+// know. What was before the chunk is not in its sum.
 template <class Op, class T>
 struct AimedForm : StatesForm<Op, T> {
   using Form = StatesForm<Op, T>;
@@ -139,7 +139,7 @@ struct AimedForm : StatesForm<Op, T> {
     Kept kept = State::start();
 #pragma unroll
     for (int c = 0; c < kVector; ++c) {
-      Op::aim(kept.column[c], goes_on ? open.column[c].shift : first.real(c));
+      kept.column[c].shift = goes_on ? open.column[c].shift : Op::aim_at(first.real(c));
     }
     return kept;
   }
@@ -147,7 +147,7 @@ struct AimedForm : StatesForm<Op, T> {
     Kept kept = State::start();
 #pragma unroll
     for (int c = 0; c < kVector; ++c) {
-      if (i < kNarrowLaneRows) Op::aim(kept.column[c], rows.piece[i].real(c));
+      if (i < kNarrowLaneRows) kept.column[c].shift = Op::aim_at(rows.piece[i].real(c));
     }
     return kept;
   }
@@ -175,7 +175,7 @@ struct AimedForm : StatesForm<Op, T> {
 #pragma unroll
     for (int c = 0; c < kVector; ++c) {
       const float first = __shfl_sync(device::kAllLanes, rows.piece[0].real(c), this->group.piece);
-      if (own.column[c].sum == 0) own.column[c].shift = first;
+      if (own.column[c].sum == 0) own.column[c].shift = Op::aim_at(first);
       if (this->group.number != 0) own.column[c].sum = 0;
     }
     return own;
@@ -308,8 +308,8 @@ struct PairsForm {
   }
 };
 
-// Sums of exp(x - shift) of 16-bit floats, with one shift a column for all segments of the chunk:
-// that of the chunk before, unless one of its sums was not exact.
+// Sums of exp(x - shift), with one shift a column for all segments of the chunk: that of the chunk
+// before, unless one of its sums was not exact.
 template <class Op, class T>
 struct PowersForm {
   using State = PieceState<Op, T>;
@@ -318,9 +318,8 @@ struct PowersForm {
   struct Kept {
     float sum[kVector];
   };
-  // Powers are 2^(x log2(e) + turn), whose rounding of `turn` is a factor of all sums, but nothing
-  // that a sum may have which is stored. That has turn = -shift.
-  static constexpr bool kTurns = !kStoresPair<Op>;
+  using Shift = SharedShift<Op, T>;
+  static constexpr float kTurn = Shift::kTurns ? -kLog2OfE : -1;  // of a shift of 1
   const LaneGroup& group;
   float turn[kVector] = {};
   bool is_aimed = false;
@@ -329,22 +328,16 @@ struct PowersForm {
   void enter(const Rows& rows, int, int) {
     if (is_aimed) return;
     is_aimed = true;
-    uint32_t most[kVector / 2];
+    float most[kVector];
 #pragma unroll
-    for (int k = 0; k < kVector / 2; ++k) {
-      most[k] = rows.piece[0].word[k];
+    for (int c = 0; c < kVector; ++c) most[c] = rows.piece[0].real(c);
 #pragma unroll 1
-      for (int step = group.lanes(); step < device::kWarpSize; step *= 2) {
-        most[k] = Packed<T>::max(most[k], __shfl_xor_sync(device::kAllLanes, most[k], step));
-      }
-      device::unpack<T>(most[k], turn[2 * k], turn[2 * k + 1]);
+    for (int step = group.lanes(); step < device::kWarpSize; step *= 2) {
+#pragma unroll
+      for (float& x : most) x = fmaxf(x, __shfl_xor_sync(device::kAllLanes, x, step));
     }
 #pragma unroll
-    for (int c = 0; c < kVector; ++c) {
-      const float x = turn[c];
-      const bool serves = kTurns ? fabsf(x) <= kFarthestShift : x - x == 0;
-      turn[c] = serves ? x * (kTurns ? -kLog2OfE : -1) : 0;
-    }
+    for (int c = 0; c < kVector; ++c) turn[c] = Shift::at(most[c]) * kTurn;
   }
   // At others, in the next chunk.
   void renew() { is_aimed = false; }
@@ -362,7 +355,7 @@ struct PowersForm {
     for (int c = 0; c < kVector; ++c) {
       const float x = rows.piece[i].real(c);
       kept.sum[c] +=
-          kTurns ? device::exp2_approx(fma(x, kLog2OfE, turn[c])) : exponential(x + turn[c]);
+          Shift::kTurns ? device::exp2_approx(fma(x, kLog2OfE, turn[c])) : exponential(x + turn[c]);
     }
   }
   static void append(Kept& a, const Kept& b) {
@@ -410,10 +403,10 @@ struct PowersForm {
     if (!__all_sync(device::kAllLanes, exact)) renew();
   }
 
-  static bool is_exact(const Kept& kept) { return Run<Op, T, kVector>::are_exact(kept.sum); }
+  static bool is_exact(const Kept& kept) { return Shift::are_exact(kept.sum); }
 
  private:
-  float shift(int c) const { return turn[c] * (kTurns ? -kLogOf2 : -1); }
+  float shift(int c) const { return turn[c] * (Shift::kTurns ? -kLogOf2 : -1); }
 };
 
 template <class Op, class T, RunKind kKind = kRunKind<Op, T, kPieceColumns<T>>>
@@ -421,9 +414,14 @@ struct PieceFormOf {
   using Type = StatesForm<Op, T>;
 };
 template <class Op, class T>
-  requires kAims<Op>
+  requires(kAims<Op> && !kSharesShift<Op, T>)
 struct PieceFormOf<Op, T, RunKind::states> {
   using Type = AimedForm<Op, T>;
+};
+template <class Op, class T>
+  requires kSharesShift<Op, T>
+struct PieceFormOf<Op, T, RunKind::states> {
+  using Type = PowersForm<Op, T>;
 };
 template <class Op, class T>
   requires Op::kPlaces

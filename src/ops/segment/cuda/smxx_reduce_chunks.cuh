@@ -110,7 +110,7 @@ void reduce_chunks(const Params& p) {
         if constexpr (kAims<Op>) {
           // All lanes at one row, so that their states are put together without an exponential.
           if (open.sum == 0) {
-            Op::aim(open, __shfl_sync(device::kAllLanes, rows.real(0), 0));
+            open.shift = Op::aim_at(__shfl_sync(device::kAllLanes, rows.real(0), 0));
           }
         }
         const State whole = open;

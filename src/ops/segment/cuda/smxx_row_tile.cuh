@@ -243,7 +243,7 @@ void add_tile_rows(typename Op::State (&state)[kVector], const RowAt& row_at, co
     if (many > 0) {
       const Row row = row_at(0);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) Op::aim(state[i], entry(row, i));
+      for (int i = 0; i < kVector; ++i) state[i].shift = Op::aim_at(entry(row, i));
     }
   }
 #pragma unroll 1

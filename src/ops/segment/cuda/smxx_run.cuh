@@ -53,9 +53,9 @@ struct Run {
   template <class Rows>
   void aim(const Rows& value) {
     if constexpr (kAims<Op>) {
-      if (state[0].sum != 0) return;  // exp(0) is the first row's
+      if (state[0].sum != 0) return;  // it has the first row's power
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) Op::aim(state[i], value(i, 0));
+      for (int i = 0; i < kVector; ++i) state[i].shift = Op::aim_at(value(i, 0));
     }
   }
 };
@@ -171,20 +171,9 @@ struct Run<Op, T, kVector, RunKind::powers> {
   void add_row(const Rows& value, int at) {
     add<1>(value, at);
   }
-  // Whether sums are as exact as 16 bits ask for: no row is not finite or so far above the aim that
-  // its product with log2(e) loses digits, and not all are so far below that powers vanish. As 0 is
-  // aimed at without being a row, a sum of kLeast has to outweigh one of kMost that is lost where
-  // the two are put together, its shift so far below that its power, 2^-126, counts for nothing.
-  static bool are_exact(const float (&sums)[kVector]) {
-    constexpr uint32_t kLeast = (127 - 50) << 23, kMost = (127 + 50) << 23;  // 2^-50, 2^50
-    uint32_t farthest = 0;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) farthest = max(farthest, __float_as_uint(sums[i]) - kLeast);
-    return farthest <= kMost - kLeast;
-  }
   template <class Reload>
   void close(State (&result)[kVector], int first, int last, const Reload& reload) const {
-    const bool exact = are_exact(sum);
+    const bool exact = SharedShift<Op, T>::are_exact(sum);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       result[i] = Op::start();
