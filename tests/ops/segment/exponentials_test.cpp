@@ -109,14 +109,16 @@ Values single_rows(const Device& device, std::int64_t columns, TensorMap& inputs
 TEST(segment_exponentials, logsumexp_of_one_row_is_that_row) {
   for (const std::int64_t columns : {2, 8, 100}) {
     TensorMap inputs;
-    EXPECT_EQ(single_rows(Device::cpu(2), columns, inputs), values_of(inputs["x"]));
+    const Values got = single_rows(Device::cpu(2), columns, inputs);
+    EXPECT_EQ(got, values_of(inputs["x"]));
   }
 }
 TEST(segment_exponentials, logsumexp_of_one_row_is_nearly_that_row_on_cuda) {
   if (const std::string problem = cuda::driver_problem(); !problem.empty()) GTEST_SKIP() << problem;
   for (const std::int64_t columns : {1, 2, 8, 100}) {
     TensorMap inputs;
-    const Values got = single_rows(Device::cuda(), columns, inputs), x = values_of(inputs["x"]);
+    const Values got = single_rows(Device::cuda(), columns, inputs);
+    const Values x = values_of(inputs["x"]);
     for (std::size_t i = 0; i < x.size(); ++i) {
       ASSERT_NEAR(got[i], x[i], 1e-6 + 1.2e-7 * std::abs(x[i])) << columns << " columns";
     }
