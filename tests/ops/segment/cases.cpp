@@ -239,6 +239,7 @@ std::vector<Case> segment_cases() {
                                                       {"near 0", Values::near_0},
                                                       {"special", Values::special}};
       for (const auto& [kind, values] : kinds) {
+        // softmax is not that exact on a GPU, on CPUs it has a test of its own.
         if (values == Values::near_0 && reduce == "softmax") continue;
         for (const std::int64_t columns : {1, 8, 16, 128}) {
           if (values == Values::special && columns < 128) continue;  // are above

@@ -54,7 +54,7 @@ ReduceOp reduce_op(SegmentReduce reduce, DType dtype) {
     }
     case SegmentReduce::logsumexp: {
       ReduceOp op = exponential_op("logsumexp", fmt::format("ExponentialSum<{}>", r), dtype);
-      if (dtype == DType::f32) op.chunk_bytes = 4;
+      if (dtype == DType::f32) op.chunk_bytes = 4;  // shifts are shared (SharedShift)
       return op;
     }
     case SegmentReduce::softmax: {
