@@ -88,17 +88,20 @@ HWY_INLINE hn::Vec<D> FoldEach(D d, hn::Vec<D>* v, const Op& op) {
   };
   hn::Vec<D> block[kBlocks];
   for (std::size_t i = 0; i < kBlocks; ++i) block[i] = in_block(v + i * kInBlock);
-  if constexpr (kBlocks == 1) return block[0];
   // What is left: block j of `block[i]` is a part of what becomes block i of the result.
   const auto neighbors = [&](auto a, auto b) HWY_ATTR {
     const auto apart = hn::SwapAdjacentBlocks(hn::OddEvenBlocks(a, b));
     return op(hn::OddEvenBlocks(b, a), apart);
   };
-  if constexpr (kBlocks == 2) return neighbors(block[0], block[1]);
   const auto halves = [&](auto a, auto b) HWY_ATTR {
     return op(hn::ConcatLowerLower(d, b, a), hn::ConcatUpperUpper(d, b, a));
   };
-  if constexpr (kBlocks == 4) {
+  if constexpr (kBlocks == 1) {
+    return block[0];
+  } else if constexpr (kBlocks == 2) {
+    return neighbors(block[0], block[1]);
+  } else {
+    static_assert(kBlocks == 4);
     return neighbors(halves(block[0], block[2]), halves(block[1], block[3]));
   }
 }
