@@ -13,7 +13,7 @@
 #pragma once
 
 #include "ops/segment/cuda/smxx_chunks.cuh"
-#include "ops/segment/cuda/smxx_ops.cuh"
+#include "ops/segment/cuda/smxx_shared_shift.cuh"
 
 namespace pullback::segment_cuda {
 

@@ -213,8 +213,8 @@ struct ExponentialSum {
   static constexpr R kMost = 3000;
   // The same of some hundred rows, which make a large sum by their number, too.
   static constexpr R kMostOfMany = 1 << 18;
-  // The shift of a run that begins with `first`: 0 a little above, so that what is near 0 is no
-  // difference of two that are not.
+  // The shift of a run that begins with `first`: 0 where this is little more, so that a logsumexp
+  // near 0 is not shift + log(sum) of two that cancel.
   static R aim_at(R first) { return first >= -16 && first <= 0 ? 0 : first; }
   static void append(State& a, const State& b) {
     if (a.shift == b.shift) {
@@ -373,40 +373,6 @@ template <class Op>
 inline constexpr bool kStoresPair = false;
 template <class R>
 inline constexpr bool kStoresPair<SoftmaxSum<R>> = true;
-
-// Whether all segments that a warp has at a time may have one shift a column.
-template <class Op, class T>
-inline constexpr bool kSharesShift =
-    kAims<Op> && (sizeof(T) == 2 || (sizeof(T) == 4 && !kStoresPair<Op>));
-// Which one, and what sums are of use then.
-template <class Op, class T>
-struct SharedShift {
-  // In 16 bits 2^(x log2(e) + turn) saves a product (kFarthestShift). Rounding of `turn` is a
-  // factor of all sums, but nothing that a sum may have which is stored.
-  static constexpr bool kTurns = sizeof(T) == 2 && !kStoresPair<Op>;
-
-  static bool serves(float x) { return kTurns ? fabsf(x) <= kFarthestShift : x - x == 0; }
-  // Of rows of which `largest` is. In 32 bits 0 near 0, for the sake of aim_at().
-  static float at(float largest) {
-    return serves(largest) && (sizeof(T) == 2 || fabsf(largest) > 8) ? largest : 0;
-  }
-  // Whether no row is not finite or so far above the shift that its product with log2(e) loses
-  // digits, and not all are so far below that powers vanish, or, in 32 bits, lose digits, too. (As
-  // 0 may be the shift without being a row, the least sum has to outweigh the most that is lost
-  // where the two are put together, its shift so far below that its power, 2^-126, counts for
-  // nothing.)
-  template <int kCount>
-  static bool are_exact(const float (&sums)[kCount]) {
-    uint32_t farthest = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) farthest = max(farthest, __float_as_uint(sums[i]) - kLeast);
-    return farthest <= kMost - kLeast;
-  }
-
-  static constexpr uint32_t power_of_2(int exponent) { return (127u + exponent) << 23; }
-  static constexpr uint32_t kLeast = power_of_2(sizeof(T) == 2 ? -50 : -15);
-  static constexpr uint32_t kMost = power_of_2(sizeof(T) == 2 ? 50 : 14);
-};
 
 // Whether what is stored may be wanted divided by the number of rows.
 template <class Op>

@@ -409,32 +409,31 @@ struct PowersForm {
   float shift(int c) const { return turn[c] * (Shift::kTurns ? -kLogOf2 : -1); }
 };
 
-template <class Op, class T, RunKind kKind = kRunKind<Op, T, kPieceColumns<T>>>
+template <class Op, class T>
+inline constexpr bool kPacksPieces = kPacksRuns<Op, T, kPieceColumns<T>>;
+template <class Op, class T>
 struct PieceFormOf {
   using Type = StatesForm<Op, T>;
 };
 template <class Op, class T>
-  requires(kAims<Op> && !kSharesShift<Op, T>)
-struct PieceFormOf<Op, T, RunKind::states> {
-  using Type = AimedForm<Op, T>;
-};
-template <class Op, class T>
-  requires kSharesShift<Op, T>
-struct PieceFormOf<Op, T, RunKind::states> {
-  using Type = PowersForm<Op, T>;
-};
-template <class Op, class T>
-  requires Op::kPlaces
-struct PieceFormOf<Op, T, RunKind::states> {
-  using Type = ExtremeForm<Op, T>;
-};
-template <class Op, class T>
-struct PieceFormOf<Op, T, RunKind::pairs> {
+  requires kPacksPieces<Op, T>
+struct PieceFormOf<Op, T> {
   using Type = PairsForm<Op, T>;
 };
 template <class Op, class T>
-struct PieceFormOf<Op, T, RunKind::powers> {
+  requires(Op::kPlaces && !kPacksPieces<Op, T>)
+struct PieceFormOf<Op, T> {
+  using Type = ExtremeForm<Op, T>;
+};
+template <class Op, class T>
+  requires kSharesShift<Op, T>
+struct PieceFormOf<Op, T> {
   using Type = PowersForm<Op, T>;
+};
+template <class Op, class T>
+  requires(kAims<Op> && !kSharesShift<Op, T>)
+struct PieceFormOf<Op, T> {
+  using Type = AimedForm<Op, T>;
 };
 
 }  // namespace pullback::segment_cuda

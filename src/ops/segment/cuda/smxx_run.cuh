@@ -4,7 +4,7 @@
 // they are exact.
 #pragma once
 
-#include "ops/segment/cuda/smxx_ops.cuh"
+#include "ops/segment/cuda/smxx_shared_shift.cuh"
 
 namespace pullback::segment_cuda {
 
